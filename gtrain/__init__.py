@@ -1,0 +1,59 @@
+"""Training on graphs and sparse data too large for one machine, as Lightning strategies.
+
+The command line composes what this package offers to Python as well::
+
+    import lightning.pytorch as pl
+    from gtrain import PlantedData, SarStrategy, run_local
+
+    def main():
+        trainer = pl.Trainer(strategy=SarStrategy(mode=1), num_nodes=2, devices=1, accelerator="cpu", max_epochs=5)
+        trainer.fit(MyModule(), datamodule=PlantedData())
+
+    run_local(main, num_nodes=2)
+
+The strategy class of every installed backend can be imported from here by its name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "run_local": "gtrain.launch.agent",
+    "GraphStrategy": "gtrain.strategy.base",
+    "GraphShard": "gtrain.graph.shard",
+    "Store": "gtrain.graph.store",
+    "SeedLoader": "gtrain.data.loader",
+    "NodeClassifier": "gtrain.model.node_classifier",
+    "GraphDataModule": "gtrain.data.module",
+    "PlantedData": "gtrain.data.planted",
+    "EdgesData": "gtrain.data.edges",
+    "PyGData": "gtrain.data.pyg",
+    "PlanetoidData": "gtrain.data.pyg",
+    "AmazonData": "gtrain.data.pyg",
+    "CoauthorData": "gtrain.data.pyg",
+    "HeterophilousData": "gtrain.data.pyg",
+    "GtrainError": "gtrain.errors",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for, and only that: the command line must start without torch."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name.endswith("Strategy"):
+        from gtrain import backends
+
+        for backend in backends.usable().values():
+            if backend.strategy.endswith(f":{name}"):
+                return backend.load_strategy()
+    raise AttributeError(f"module 'gtrain' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""Callbacks that every run of the command line has."""

@@ -1,0 +1,68 @@
+"""Records what a run did, epoch by epoch, for ``summary.json``."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+
+from gtrain.strategy.counters import Counters, cpu_seconds
+
+
+class RunRecorder(Callback):
+    """Times training epochs and keeps each epoch's metrics; evaluation is outside of the times and the counters.
+
+    Attributes:
+        epoch_seconds: wall seconds of each epoch's training.
+        history: per epoch ``{"epoch": number, "train/loss": ..., "val/...": ...}``.
+        cpu_seconds: CPU seconds of this rank in training epochs.
+        first_step_time: ``time.time()`` at the first training batch, or None.
+    """
+
+    def __init__(self, counters: Counters) -> None:
+        self.counters = counters
+        self.epoch_seconds: list[float] = []
+        self.history: list[dict[str, Any]] = []
+        self.cpu_seconds = 0.0
+        self.first_step_time: float | None = None
+        self._elapsed = 0.0
+        self._began: tuple[float, float] | None = None
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._elapsed = 0.0
+        self._resume()
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        if self.first_step_time is None:
+            self.first_step_time = time.time()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._pause()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.training and not trainer.sanity_checking and self._elapsed:
+            self._resume()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._pause()
+        self.epoch_seconds.append(self._elapsed)
+        # reading the metrics computes them, over all ranks: so every rank reads here, and only here
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.history.append({"epoch": trainer.current_epoch, **metrics})
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._pause()
+
+    def _resume(self) -> None:
+        self.counters.recording = True
+        self._began = (time.perf_counter(), cpu_seconds())
+
+    def _pause(self) -> None:
+        self.counters.recording = False
+        if self._began is not None:
+            wall, cpu = self._began
+            self._elapsed += time.perf_counter() - wall
+            self.cpu_seconds += cpu_seconds() - cpu
+            self._began = None

@@ -1,0 +1,170 @@
+"""The typed part of the configuration, and the checks that need no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gtrain import backends
+from gtrain.errors import ConfigError
+
+VERBS = {
+    "train": "fit, then test with the best checkpoint (the default)",
+    "test": "test a checkpoint (ckpt_path=best unless given)",
+    "partition": "make the partitioned store and print edge cut, halo sizes and balance",
+}
+
+
+@dataclass
+class TrainerConfig:
+    """Lightning's Trainer arguments that a job may set; ``num_nodes`` * ``devices`` ranks."""
+
+    accelerator: str = "cpu"
+    num_nodes: int = 1
+    devices: int = 1
+    precision: str = "32-true"
+    max_epochs: int | None = 50
+    min_epochs: int | None = None
+    max_steps: int = -1
+    min_steps: int | None = None
+    max_time: str | None = None
+    limit_train_batches: Any = 1.0
+    limit_val_batches: Any = 1.0
+    limit_test_batches: Any = 1.0
+    limit_predict_batches: Any = 1.0
+    overfit_batches: Any = 0.0
+    fast_dev_run: Any = False
+    val_check_interval: Any = None
+    check_val_every_n_epoch: int | None = 1
+    num_sanity_val_steps: int = 0
+    log_every_n_steps: int = 1
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: str | None = None
+    deterministic: Any = None
+    benchmark: bool | None = None
+    inference_mode: bool = True
+    detect_anomaly: bool = False
+    profiler: str | None = None
+
+
+@dataclass
+class ClusterConfig:
+    """Who starts the processes: auto, local (our agent), torchrun or slurm."""
+
+    kind: str = "auto"
+
+
+@dataclass
+class PathsConfig:
+    """Folders, relative to the current one: raw data, partitioned stores, all runs, this run."""
+
+    data: str = "data"
+    stores: str = "data/stores"
+    runs: str = "runs"
+    run: str = MISSING
+
+
+@dataclass
+class StrategyConfig:
+    """What every backend's configuration has; a backend extends it and checks itself in ``__post_init__``.
+
+    Attributes:
+        name: the name of its entry point.
+        timeout_seconds: how long a rank waits for another before it gives up.
+    """
+
+    name: str = MISSING
+    timeout_seconds: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if self.timeout_seconds <= 0:
+            raise ConfigError(f"strategy.timeout_seconds={self.timeout_seconds} was set; it must be above 0.")
+
+
+_MODEL_TYPES: dict[str, tuple[type, ...]] = {
+    "hidden_channels": (int,),
+    "num_layers": (int,),
+    "heads": (int,),
+    "dropout": (int, float),
+    "norm": (str, type(None)),
+    "optimizer.lr": (int, float),
+    "optimizer.weight_decay": (int, float),
+}
+
+
+def register() -> None:
+    """Put the schemas of the trainer, the data sources and every backend into Hydra's store."""
+    from gtrain.data import config as data
+
+    store = ConfigStore.instance()
+    store.store(group="schema/trainer", name="trainer", node=TrainerConfig)
+    store.store(group="schema/cluster", name="cluster", node=ClusterConfig)
+    store.store(group="schema/paths", name="paths", node=PathsConfig)
+    data.register()
+    for name, backend in backends.usable().items():
+        store.store(group="schema/strategy", name=name, node=backend.load_config())
+
+
+def validate(cfg: DictConfig) -> None:
+    """Resolve every interpolation and check every value that can be checked before a process is started.
+
+    Raises:
+        ConfigError: what was set, what is allowed, and what to do.
+    """
+    try:
+        OmegaConf.resolve(cfg)
+        missing = sorted(OmegaConf.missing_keys(cfg))
+        if not missing:
+            OmegaConf.to_object(cfg.strategy)  # runs the dataclass's own checks
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0]) from error
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} must be set.", hint=f"add {missing[0]}=... to the command.")
+    if cfg.verb not in VERBS:
+        raise ConfigError(f"verb={cfg.verb} was set; the verbs are {', '.join(VERBS)}.")
+    if not isinstance(cfg.seed, int) or isinstance(cfg.seed, bool) or not 0 <= cfg.seed < 2**32:
+        raise ConfigError(f"seed={cfg.seed} was set; it must be a whole number from 0 to 2**32 - 1.")
+    _check_trainer(cfg)
+    _check_model(cfg.model)
+
+
+def _check_trainer(cfg: DictConfig) -> None:
+    for key in ("num_nodes", "devices"):
+        if cfg.trainer[key] < 1:
+            raise ConfigError(
+                f"trainer.{key}={cfg.trainer[key]} was set; it must be at least 1.",
+                hint="ranks = trainer.num_nodes * trainer.devices.",
+            )
+    epochs = cfg.trainer.max_epochs
+    if epochs is not None and epochs < -1:
+        raise ConfigError(f"trainer.max_epochs={epochs} was set; it must be -1 (no limit), 0 or more.")
+    if cfg.trainer.accumulate_grad_batches < 1:
+        raise ConfigError(
+            f"trainer.accumulate_grad_batches={cfg.trainer.accumulate_grad_batches} was set; it must be at least 1."
+        )
+
+
+def _check_model(model: DictConfig) -> None:
+    """Model settings are open, for any network may be named; those that all share are held to their types."""
+    for key, types in _MODEL_TYPES.items():
+        value = OmegaConf.select(model, key, default=types[0]())
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            wanted = " or ".join(t.__name__ for t in types if t is not type(None))
+            raise ConfigError(f"model.{key}={value} was set; it must be of type {wanted}, not {type(value).__name__}.")
+    for key in ("hidden_channels", "num_layers", "heads"):
+        value = OmegaConf.select(model, key, default=1)
+        if value < 1:
+            raise ConfigError(f"model.{key}={value} was set; it must be at least 1.")
+    dropout = OmegaConf.select(model, "dropout", default=0.0)
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"model.dropout={dropout} was set; it must be at least 0 and below 1.")
+
+
+def plain(node: Any) -> Any:
+    """A resolved configuration node as dictionaries, lists and values."""
+    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node

@@ -1,0 +1,76 @@
+"""Finding the files that a user names, and reading arrays from them."""
+
+from __future__ import annotations
+
+import difflib
+import pickle
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gtrain.data.table import read_table
+from gtrain.errors import DataError
+
+
+def find_file(key: str, name: str, root: Path) -> Path:
+    """Return the file that was named, as it is or below ``root``.
+
+    Args:
+        key: the option that names it, such as ``data.path``, for messages.
+        name: what the option was set to.
+        root: the folder of raw files.
+
+    Raises:
+        DataError: there is none; lists the files in that folder with the nearest names.
+    """
+    path = Path(name).expanduser()
+    for candidate in (path, root / path):
+        if candidate.is_file():
+            return candidate
+    if path.is_dir():
+        raise DataError(f"{key}={name} is a folder", hint=_nearby("", path) or "name a file")
+    places = f"there is no such file, nor {root / path}" if not path.is_absolute() else "there is no such file"
+    folder = next((place.parent for place in (path, root / path) if place.parent.is_dir()), None)
+    hint = _nearby(path.name, folder) if folder else f"the folder {path.parent} does not exist either"
+    raise DataError(f"{key}={name}: {places}", hint=hint or f"set {key} to a file")
+
+
+def read_array(key: str, path: Path) -> Tensor:
+    """Read a tensor from ``.npy``, ``.pt`` (a plain tensor) or a text table of numbers.
+
+    Returns:
+        The array; a text table is float64 ``[rows, columns]``.
+
+    Raises:
+        DataError: the file holds something else.
+    """
+    try:
+        if path.suffix == ".npy":
+            return torch.from_numpy(np.load(path))
+        if path.suffix == ".pt":
+            return _tensor(torch.load(path, weights_only=True), key, path)
+    except pickle.UnpicklingError as err:
+        raise DataError(
+            f"{key}={path} holds Python objects, which are never unpickled, since that would run their code",
+            hint="save a plain tensor: torch.save(tensor, file), or numpy.save(file, array)",
+        ) from err
+    except (ValueError, TypeError, RuntimeError, EOFError) as err:
+        reason = str(err).splitlines()[0] if str(err) else type(err).__name__
+        raise DataError(f"{key}={path} cannot be read as an array of numbers: {reason}") from err
+    columns = read_table(path, integers=0, header=False).columns
+    return torch.from_numpy(np.stack(columns, axis=1))
+
+
+def _tensor(loaded: object, key: str, path: Path) -> Tensor:
+    if not isinstance(loaded, Tensor):
+        raise DataError(f"{key}={path} holds a {type(loaded).__name__}, and a single tensor is expected")
+    return loaded.detach()
+
+
+def _nearby(name: str, folder: Path) -> str | None:
+    """Return a hint that lists the files of a folder, the nearest names first."""
+    files = sorted(file.name for file in folder.iterdir() if file.is_file())
+    near = difflib.get_close_matches(name, files, n=3, cutoff=0.4) or files[:5]
+    return f"in {folder} there are {', '.join(near)}" if near else None

@@ -1,0 +1,215 @@
+"""A generated graph whose best possible accuracy is known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch_geometric.data import Data
+
+from gtrain.data.module import GraphDataModule, SharedOptions
+from gtrain.data.pairs import draw_pairs
+from gtrain.errors import ConfigError
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class PlantedModel:
+    """The parameters of the generator; see :class:`PlantedData` for their meaning."""
+
+    num_nodes: int = 5000
+    num_edges: int = 50000
+    num_features: int = 64
+    num_classes: int = 8
+    homophily: float = 0.8
+    degree_exponent: float = 3.0
+    feature_signal: float = 2.0
+    label_noise: float = 0.1
+
+    def __post_init__(self) -> None:
+        for key, least in (("num_nodes", 2), ("num_edges", 2), ("num_features", 1), ("num_classes", 2)):
+            if getattr(self, key) < least:
+                raise ConfigError(f"data.{key}={getattr(self, key)} is too small", hint=f"set {least} or more")
+        for key in ("homophily", "label_noise"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise ConfigError(f"data.{key}={getattr(self, key)} is no probability", hint="set 0 to 1")
+        if self.num_classes > self.num_nodes:
+            raise ConfigError(f"data.num_classes={self.num_classes} is more than data.num_nodes={self.num_nodes}")
+        if self.degree_exponent <= 2:
+            raise ConfigError(
+                f"data.degree_exponent={self.degree_exponent:g} has no finite mean degree", hint="set more than 2"
+            )
+        self._check_density()
+
+    @property
+    def pairs(self) -> tuple[int, int]:
+        """Undirected edges inside classes and between classes."""
+        total = self.num_edges // 2
+        inside = round(self.homophily * total)
+        return inside, total - inside
+
+    @property
+    def class_sizes(self) -> Ints:
+        """Nodes of each class, which differ by one at most."""
+        return np.bincount(np.arange(self.num_nodes) % self.num_classes)
+
+    def _check_density(self) -> None:
+        sizes = self.class_sizes.tolist()
+        room_inside = sum(n * (n - 1) // 2 for n in sizes)
+        room_between = math.comb(self.num_nodes, 2) - room_inside
+        places = ("inside classes", "between classes")
+        for wanted, room, where in zip(self.pairs, (room_inside, room_between), places, strict=True):
+            if wanted > room:
+                raise ConfigError(
+                    f"data.num_edges={self.num_edges} and data.homophily={self.homophily:g} ask for {wanted} node "
+                    f"pairs {where}, and {self.num_nodes} nodes in {self.num_classes} classes have {room}",
+                    hint="lower data.num_edges, or raise data.num_nodes",
+                )
+
+
+class PlantedData(GraphDataModule):
+    """A degree-corrected planted partition (Karrer and Newman 2011) with Gaussian features.
+
+    Every node has a class; classes are of equal size. Node i has a weight ``theta_i`` from a power law. Of the
+    undirected edges the share ``homophily`` joins two nodes of one class, the rest nodes of two classes, all pairs of
+    classes alike; within that, an end falls on a node in proportion to its weight. The graph is simple: no loops, no
+    parallel edges. Features are ``feature_signal * mean[class] + N(0, I)`` with unit vectors as means. The label is
+    the class with probability ``1 - label_noise``, and else one of the other classes at random.
+
+    **The best possible accuracy** (fact ``best_acc``). Take a classifier that knows every parameter, the node's own
+    features and the true class of every other node. With edges as independent Poisson counts of mean
+    ``theta_i theta_j w[c_i, c_j]``, ``w`` proportional to ``homophily`` for equal classes and to
+    ``(1 - homophily) / (k - 1)`` for two different ones of k, the posterior of node i's class is
+
+        p(c) proportional to  exp(-|x_i - s m_c|^2 / 2) * product over neighbours j of w[c, c_j]
+
+    The pairs without an edge contribute ``exp(-theta_i sum_j theta_j w[c, c_j])``, the same for all c since classes
+    have equal total weight, and drop out; so does ``theta_i``. Given the classes around it, nothing else in the graph
+    tells of node i. Noise turns p into the label's posterior, ``q(c) = (1 - e) p(c) + e (1 - p(c)) / (k - 1)``.
+    Guessing the largest q is right with probability ``max_c q(c)``, and ``best_acc`` is its mean over the nodes of this graph.
+
+    It is an upper bound: a trained model has to infer its neighbours' classes. It is tight where it can, that is where
+    features and second neighbours leave little doubt of them. The departures of the generated graph from the Poisson
+    model (simple graph, edge counts fixed) matter only in graphs so dense that pairs run out. The accuracy on a finite
+    test split scatters around its expectation, by ``sqrt(a (1 - a) / n)`` for n test nodes.
+
+    Args:
+        num_nodes: N.
+        num_edges: directed edges, both directions of each counted; an odd number is lowered by one.
+        num_features: columns of ``x``.
+        num_classes: k.
+        homophily: share of the edges that stay within a class; ``1/k`` makes the graph uninformative.
+        degree_exponent: exponent of the power law of the degrees, above 2; larger is more even.
+        feature_signal: length of the class means in units of the noise; 0 makes the features uninformative.
+        label_noise: share of the labels that are wrong.
+        **common: see :class:`~gtrain.data.module.GraphDataModule`; the split is random unless it is set.
+    """
+
+    name = "planted"
+
+    def __init__(
+        self,
+        *,
+        num_nodes: int = 5000,
+        num_edges: int = 50000,
+        num_features: int = 64,
+        num_classes: int = 8,
+        homophily: float = 0.8,
+        degree_exponent: float = 3.0,
+        feature_signal: float = 2.0,
+        label_noise: float = 0.1,
+        **common: Unpack[SharedOptions],
+    ) -> None:
+        options: SharedOptions = {"split": "random", **common}
+        super().__init__(num_classes=num_classes, **options)
+        self.model = PlantedModel(
+            num_nodes=num_nodes,
+            num_edges=num_edges,
+            num_features=num_features,
+            num_classes=num_classes,
+            homophily=homophily,
+            degree_exponent=degree_exponent,
+            feature_signal=feature_signal,
+            label_noise=label_noise,
+        )
+        if self.split.kind == "public":
+            raise ConfigError("data.split=public, and a planted graph has no masks", hint="set data.split=random")
+        self._best_acc: float | None = None
+
+    def identity(self) -> dict[str, Any]:
+        """Return the generator's parameters and its seed."""
+        return {**asdict(self.model), "seed": self.seed}
+
+    def read(self) -> Data:
+        """Generate the graph."""
+        data, self._best_acc = generate(self.model, self.seed)
+        return data
+
+    def extra_facts(self) -> dict[str, Any]:
+        """Return the best possible accuracy."""
+        return {"best_acc": self._best_acc}
+
+
+def generate(model: PlantedModel, seed: int) -> tuple[Data, float]:
+    """Draw a graph from the model, and compute the best possible accuracy on it."""
+    rng = np.random.default_rng(seed)
+    classes = rng.permutation(np.arange(model.num_nodes) % model.num_classes)
+    one_way = draw_pairs(classes, _weights(model, rng), *model.pairs, rng)
+    edges = np.concatenate([one_way, one_way[::-1]], axis=1)
+    x, likelihood = _features(model, classes, rng)
+    wrong = rng.random(model.num_nodes) < model.label_noise
+    shift = rng.integers(1, model.num_classes, model.num_nodes)
+    labels = np.where(wrong, (classes + shift) % model.num_classes, classes)
+    best = best_accuracy(likelihood, neighbour_classes(edges, classes, model.num_classes), model)
+    data = Data(x=torch.from_numpy(x), edge_index=torch.from_numpy(edges), y=torch.from_numpy(labels))
+    return data, best
+
+
+def best_accuracy(likelihood: Floats, neighbours: Ints, model: PlantedModel) -> float:
+    """Return the mean over nodes of the largest posterior of a label.
+
+    Args:
+        likelihood: log-likelihood of each node's features under each class, up to a constant for each node.
+        neighbours: number of neighbours of each node in each class.
+        model: the generator's parameters.
+
+    Shapes:
+        likelihood ``[N, k]``, neighbours ``[N, k]``.
+    """
+    others = model.num_classes - 1
+    same = np.clip(model.homophily, 1e-12, 1 - 1e-12)  # 0 and 1 would give 0 * log 0
+    evidence = likelihood + neighbours * (np.log(same) - np.log((1 - same) / others))
+    evidence -= evidence.max(axis=1, keepdims=True)
+    posterior = np.exp(evidence)
+    posterior /= posterior.sum(axis=1, keepdims=True)
+    noise = model.label_noise
+    return float(((1 - noise) * posterior + noise * (1 - posterior) / others).max(axis=1).mean())
+
+
+def neighbour_classes(edges: Ints, classes: Ints, num_classes: int) -> Ints:
+    """Count the neighbours of each node in each class, ``[N, k]``."""
+    keys = edges[1] * num_classes + classes[edges[0]]
+    return np.bincount(keys, minlength=classes.size * num_classes).reshape(-1, num_classes)
+
+
+def _weights(model: PlantedModel, rng: np.random.Generator) -> Floats:
+    """Draw node weights from a power law, capped where a node would have more neighbours than a class has nodes."""
+    weights = (1 - rng.random(model.num_nodes)) ** (-1 / (model.degree_exponent - 1))
+    capped: Floats = np.minimum(weights, weights.mean() * math.sqrt(model.num_nodes) / 2)
+    return capped
+
+
+def _features(model: PlantedModel, classes: Ints, rng: np.random.Generator) -> tuple[NDArray[np.float32], Floats]:
+    """Draw features ``[N, F]``, and return them with their log-likelihood under each class, ``[N, k]``."""
+    means = rng.standard_normal((model.num_classes, model.num_features), dtype=np.float32)
+    means *= model.feature_signal / np.linalg.norm(means, axis=1, keepdims=True)
+    x = rng.standard_normal((model.num_nodes, model.num_features), dtype=np.float32)
+    x += means[classes]
+    # |x - m|^2 = |x|^2 - 2 x.m + |m|^2, where the first and the last are the same for all classes.
+    return x, (x @ means.T).astype(np.float64)

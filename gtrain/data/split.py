@@ -1,0 +1,144 @@
+"""Which nodes train, which validate, which test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from gtrain.errors import ConfigError, DataError
+
+KINDS = ("public", "random", "per_class")
+MASKS = ("train_mask", "val_mask", "test_mask")
+
+
+@dataclass(frozen=True)
+class SplitOptions:
+    """How to split the labelled nodes.
+
+    Attributes:
+        kind: ``public`` (the masks that come with the data), ``random`` (fractions of the labelled nodes), or
+            ``per_class`` (a number of nodes of each class, the rest for test; Shchur et al. 2018, section 3).
+        index: which of several published splits, for masks ``[N, S]``.
+        train_fraction: share of the labelled nodes that train, for ``random``.
+        val_fraction: share that validates, for ``random``; the rest tests.
+        train_per_class: nodes of each class that train, for ``per_class``.
+        val_per_class: nodes of each class that validate, for ``per_class``.
+        seed: seed of ``random`` and ``per_class``.
+    """
+
+    kind: str = "public"
+    index: int = 0
+    train_fraction: float = 0.6
+    val_fraction: float = 0.2
+    train_per_class: int = 20
+    val_per_class: int = 30
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"data.split={self.kind!r} is not a split", hint=f"choose one of {', '.join(KINDS)}")
+        train, val = self.train_fraction, self.val_fraction
+        if self.kind == "random" and not (train > 0 and val >= 0 and train + val <= 1 + 1e-9):
+            raise ConfigError(
+                f"data.train_fraction={train:g} + data.val_fraction={val:g} = {train + val:g}",
+                hint="give a positive train fraction and a sum of 1 or less; the rest is for test",
+            )
+        if self.kind == "per_class" and (self.train_per_class < 1 or self.val_per_class < 0):
+            raise ConfigError(
+                f"data.train_per_class={self.train_per_class}, data.val_per_class={self.val_per_class}",
+                hint="train on at least 1 node of each class, and validate on 0 or more",
+            )
+
+    def identity(self) -> dict[str, Any]:
+        """Return the options that this kind of split depends on."""
+        names = {
+            "public": ("index",),
+            "random": ("train_fraction", "val_fraction", "seed"),
+            "per_class": ("train_per_class", "val_per_class", "seed"),
+        }[self.kind]
+        return {"kind": self.kind, **{name: getattr(self, name) for name in names}}
+
+
+def split_nodes(data: Data, labelled: Tensor, options: SplitOptions) -> dict[str, Tensor]:
+    """Return the three masks.
+
+    Args:
+        data: the graph, with labels ``y``.
+        labelled: the nodes that have a label, ``[N]`` bool; the others are in no split.
+        options: how to split.
+
+    Returns:
+        ``train_mask``, ``val_mask`` and ``test_mask``, each ``[N]`` bool.
+
+    Raises:
+        ConfigError: the kind of split does not suit the data.
+        DataError: a class is too small, or the train split is empty.
+    """
+    if options.kind == "public":
+        masks = [mask & labelled for mask in _public(data, options.index)]
+    else:
+        draw = _random if options.kind == "random" else _per_class
+        groups = draw(data, labelled.nonzero().flatten(), options)
+        masks = [torch.zeros_like(labelled).index_fill_(0, group, True) for group in groups]
+    if not masks[0].any():
+        raise DataError(
+            f"the train split is empty: data.split={options.kind} of {int(labelled.sum())} labelled nodes",
+            hint="choose another data.split, or larger fractions",
+        )
+    return dict(zip(MASKS, masks, strict=True))
+
+
+def _public(data: Data, index: int) -> list[Tensor]:
+    """Return the published masks; a missing val or test mask selects nothing."""
+    if "train_mask" not in data:
+        raise ConfigError(
+            "data.split=public, and the data comes without masks",
+            hint="set data.split=random or data.split=per_class",
+        )
+    empty = torch.zeros_like(data.train_mask)
+    return [_column(data[name] if name in data else empty, index) for name in MASKS]
+
+
+def _column(mask: Tensor, index: int) -> Tensor:
+    if mask.dim() == 1:
+        return mask.bool()
+    if not 0 <= index < mask.size(1):
+        raise ConfigError(
+            f"data.split_index={index}, and the data has {mask.size(1)} published splits",
+            hint=f"choose 0..{mask.size(1) - 1}",
+        )
+    return mask[:, index].bool()
+
+
+def _random(data: Data, nodes: Tensor, options: SplitOptions) -> list[Tensor]:
+    nodes = _shuffled(nodes, torch.Generator().manual_seed(options.seed))
+    train = round(options.train_fraction * nodes.numel())
+    val = min(round(options.val_fraction * nodes.numel()), nodes.numel() - train)
+    return [nodes[:train], nodes[train : train + val], nodes[train + val :]]
+
+
+def _per_class(data: Data, nodes: Tensor, options: SplitOptions) -> list[Tensor]:
+    if not isinstance(data.y, Tensor) or data.y.dim() != 1:
+        raise ConfigError("data.split=per_class, and the nodes have several labels each", hint="set data.split=random")
+    generator = torch.Generator().manual_seed(options.seed)
+    train, needed = options.train_per_class, options.train_per_class + options.val_per_class
+    groups: list[list[Tensor]] = [[], [], []]
+    for label in data.y[nodes].unique():
+        members = _shuffled(nodes[data.y[nodes] == label], generator)
+        if members.numel() < needed:
+            raise DataError(
+                f"class {int(label)} has {members.numel()} labelled nodes, and data.train_per_class={train} + "
+                f"data.val_per_class={options.val_per_class} = {needed}",
+                hint="lower the two, or set data.split=random",
+            )
+        for group, piece in zip(groups, members.tensor_split([train, needed]), strict=True):
+            group.append(piece)
+    return [torch.cat(group) if group else nodes[:0] for group in groups]
+
+
+def _shuffled(nodes: Tensor, generator: torch.Generator) -> Tensor:
+    return nodes[torch.randperm(nodes.numel(), generator=generator)]

@@ -1,0 +1,53 @@
+"""Errors that a user can act on.
+
+Every message says what was set, what was found, and ends in ``HINT:`` and what to do. The command line prints the
+message alone, without a traceback; anything that is not a :class:`GtrainError` is a defect and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class GtrainError(Exception):
+    """Base of all errors that gtrain raises on purpose.
+
+    Args:
+        message: what was set and what was found, in one or two sentences.
+        hint: what to do about it, an imperative sentence; printed after ``HINT:``.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        self.message = message
+        self.hint = hint
+        super().__init__(f"{message}\nHINT: {hint}" if hint else message)
+
+
+class ConfigError(GtrainError):
+    """A setting is unknown, of the wrong type, or contradicts another."""
+
+
+class DataError(GtrainError):
+    """The input graph, its features or its labels cannot be used."""
+
+
+class StoreError(DataError):
+    """A partitioned store on disk is damaged or of another format."""
+
+
+class CheckpointError(GtrainError):
+    """A checkpoint is missing, incomplete, damaged, or of another model."""
+
+
+class PeerLostError(GtrainError):
+    """Communication failed because another rank is gone: an echo of a failure, never its first cause."""
+
+
+class RankFailedError(GtrainError):
+    """A rank of the job ended early; the message names the first rank that did, and why.
+
+    Args:
+        exit_code: what the command should exit with.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None, exit_code: int = 1) -> None:
+        super().__init__(message, hint=hint)
+        self.exit_code = exit_code

@@ -1,0 +1,15 @@
+"""What the agent imports just before it forks, so that every rank starts with it loaded.
+
+No tensor is made and no thread pool started here: a pool does not survive a fork. No module with compiled kernels
+belongs here either: one that starts OpenMP when it is imported kills every forked child.
+"""
+
+import lightning.pytorch  # noqa: F401
+import torch  # noqa: F401
+import torch.distributed  # noqa: F401
+import torch.optim  # noqa: F401
+import torch_geometric.loader  # noqa: F401
+import torch_geometric.nn  # noqa: F401
+import torchmetrics.classification  # noqa: F401
+
+import gtrain.task  # noqa: F401

@@ -1,0 +1,105 @@
+"""Turning Hydra's and OmegaConf's errors into ours: what was set, what was found, what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+
+from gtrain import backends
+from gtrain.errors import GtrainError
+
+INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+
+
+def readable(error: BaseException, arguments: Sequence[str]) -> str | None:
+    """The message for a mistake in the command; None if the error is not one that a user can make.
+
+    Args:
+        error: what was raised.
+        arguments: the command line after the program's name.
+    """
+    if isinstance(error, GtrainError):
+        return str(error)
+    if isinstance(error, MissingConfigException):
+        return _missing_option(error)
+    if isinstance(error, OverrideParseException):
+        return f"{error.override} cannot be read: {_first_line(error)}.\nHINT: settings have the form key=value."
+    causes = _causes(error)
+    key_errors = [e for e in causes if isinstance(e, (ConfigAttributeError, ConfigKeyError))]
+    if key_errors:
+        return _unknown_key(key_errors[-1], causes, arguments)
+    if any(isinstance(e, ValidationError) for e in causes):
+        return _wrong_type(next(e for e in causes if isinstance(e, ValidationError)), arguments)
+    if isinstance(error, (HydraException, OmegaConfBaseException)):
+        return f"{_first_line(causes[-1])}\nHINT: gtrain --help lists the settings."
+    return None
+
+
+def did_you_mean(word: str, options: Iterable[str]) -> str | None:
+    """A hint that names the closest options, if one is close."""
+    close = difflib.get_close_matches(word, list(options), n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(close)}?" if close else None
+
+
+def _missing_option(error: MissingConfigException) -> str:
+    group, _, name = (error.missing_cfg_file or "").rpartition("/")
+    options = [option for option in error.options or [] if option]
+    if not options:
+        return f"{_first_line(error)}\nHINT: gtrain --help lists the groups and their options."
+    what = f"{group}={name} was set; the options of {group} are {', '.join(options)}."
+    if group == "strategy" and name in backends.installed():
+        backends.get(name)  # says why it cannot be imported
+    return f"{what}\nHINT: {did_you_mean(name, options) or f'choose one of these for {group}.'}"
+
+
+def _unknown_key(error: Any, causes: Sequence[BaseException], arguments: Sequence[str]) -> str:
+    full_key = str(error.full_key or error.key or "")
+    key = full_key.rpartition(".")[2]
+    setting = _setting(full_key, arguments)
+    parent = error.parent_node
+    where, options = full_key.rpartition(".")[0], []
+    if isinstance(parent, DictConfig):
+        options = sorted(str(k) for k in parent)
+    owner = _strategies_with(full_key)
+    known = f"{where or 'the configuration'} has no key {key}"
+    if owner:
+        return f"{setting} was set; {known} here.\nHINT: {full_key} is a setting of strategy={' and strategy='.join(owner)}."
+    keys = f"; its keys are {', '.join(options)}" if options else ""
+    return f"{setting} was set; {known}{keys}.\nHINT: {did_you_mean(key, options) or 'gtrain --cfg job shows every key.'}"
+
+
+def _wrong_type(error: ValidationError, arguments: Sequence[str]) -> str:
+    key = str(error.full_key or error.key or "")
+    return f"{_setting(key, arguments)} was set: {_first_line(error)}.\nHINT: give {key or 'it'} a value of that type."
+
+
+def _strategies_with(key: str) -> list[str]:
+    """The strategies that own a top-level key or a key of the strategy group."""
+    name = key.removeprefix("strategy.")
+    if "." in name or (name == key and key not in ("mode",)):
+        return []
+    return [n for n, backend in backends.usable().items() if name in backend.load_config().__dataclass_fields__]
+
+
+def _setting(key: str, arguments: Sequence[str]) -> str:
+    """The override as the user typed it."""
+    typed = [a for a in arguments if a.lstrip("+~").split("=")[0] == key]
+    return typed[-1] if typed else key
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    chain: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in chain:
+        chain.append(current)
+        current = current.__cause__ or current.__context__
+    return chain
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__

@@ -1,0 +1,1 @@
+"""LightningModules and networks; none of them knows a strategy."""

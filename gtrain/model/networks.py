@@ -1,0 +1,89 @@
+"""The built-in networks: PyG's own models, unmodified, with one vocabulary of settings."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch_geometric.nn.models import GAT, GCN, GIN, MLP, GraphSAGE
+
+from gtrain.errors import ConfigError
+
+_NORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "batch": ("BatchNorm", {}),
+    "layer": ("LayerNorm", {"mode": "node"}),  # PyG's default mode normalises over all nodes of the graph at once
+}
+
+
+class NodeMLP(nn.Module):
+    """A multi-layer perceptron on each node's own features; edges are ignored (``torch_geometric.nn.MLP``)."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        self.mlp = MLP(**kwargs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores [N, out_channels] of features [N, in_channels]."""
+        scores: Tensor = self.mlp(x)
+        return scores
+
+
+def _build(model: type[nn.Module], input_dropout: float, norm: str | None, **settings: Any) -> nn.Module:
+    heads, hidden = settings.get("heads", 1), settings["hidden_channels"]
+    if model is GAT and settings.get("concat", True) and hidden % heads:
+        raise ConfigError(
+            f"model.hidden_channels={hidden} cannot be divided among model.heads={heads}: "
+            f"{hidden} / {heads} = {hidden / heads:g}.",
+            hint="choose hidden_channels as a multiple of heads.",
+        )
+    name, norm_kwargs = norm_settings(norm)
+    network = model(norm=name, norm_kwargs=norm_kwargs, **settings)
+    if input_dropout:
+        network.register_forward_pre_hook(partial(_drop_inputs, p=input_dropout), with_kwargs=True)
+    return network
+
+
+def _drop_inputs(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], p: float) -> tuple[Any, Any]:
+    """Drop out input features too, as the GCN and GAT papers do; a hook leaves the network PyG's own."""
+    return args, {**kwargs, "x": F.dropout(kwargs["x"], p, network.training)}
+
+
+def norm_settings(norm: str | None) -> tuple[str | None, dict[str, Any]]:
+    """PyG's ``norm`` and ``norm_kwargs`` for batch, layer or none.
+
+    Raises:
+        ConfigError: another word.
+    """
+    if norm is None or norm == "none":
+        return None, {}
+    if norm not in _NORMS:
+        raise ConfigError(f"model.norm={norm} was set; the norms are {', '.join([*_NORMS, 'none'])}.")
+    return _NORMS[norm]
+
+
+def gcn(*, input_dropout: float = 0.0, norm: str | None = None, **settings: Any) -> nn.Module:
+    """Graph convolutional network (Kipf and Welling 2017): ``torch_geometric.nn.GCN``."""
+    return _build(GCN, input_dropout, norm, **settings)
+
+
+def sage(*, input_dropout: float = 0.0, norm: str | None = None, **settings: Any) -> nn.Module:
+    """GraphSAGE (Hamilton et al. 2017): ``torch_geometric.nn.GraphSAGE``; ``aggr`` is mean, max or sum."""
+    return _build(GraphSAGE, input_dropout, norm, **settings)
+
+
+def gat(*, input_dropout: float = 0.0, norm: str | None = None, **settings: Any) -> nn.Module:
+    """Graph attention network (Velickovic et al. 2018): ``torch_geometric.nn.GAT``."""
+    return _build(GAT, input_dropout, norm, **settings)
+
+
+def gin(*, input_dropout: float = 0.0, norm: str | None = None, **settings: Any) -> nn.Module:
+    """Graph isomorphism network (Xu et al. 2019): ``torch_geometric.nn.GIN``."""
+    return _build(GIN, input_dropout, norm, **settings)
+
+
+def mlp(*, norm: str | None = None, **settings: Any) -> nn.Module:
+    """Multi-layer perceptron without edges: what a model gains from the graph is measured against it."""
+    name, norm_kwargs = norm_settings(norm)
+    return NodeMLP(norm=name, norm_kwargs=norm_kwargs, **settings)

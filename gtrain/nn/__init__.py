@@ -1,0 +1,1 @@
+"""Layers and losses that strategies know how to re-home."""

@@ -1,0 +1,136 @@
+"""What a run leaves behind: ``summary.json`` and the closing table."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import socket
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from gtrain.callbacks.recorder import RunRecorder
+from gtrain.graph.store import Store
+from gtrain.strategy.counters import Counters, peak_rss_bytes
+
+PACKAGES = ("gtrain", "torch", "lightning", "torch-geometric", "hydra-core", "omegaconf", "numpy")
+
+
+def rank_figures(rank: int, baseline_rss: int, recorder: RunRecorder, counters: Counters) -> dict[str, Any]:
+    """One entry of ``summary.json``'s ``ranks``: bytes, seconds and memory of this process."""
+    return {
+        "rank": rank,
+        "role": "worker",
+        "host": socket.gethostname(),
+        "peak_rss_bytes": peak_rss_bytes(),
+        "baseline_rss_bytes": baseline_rss,
+        **counters.as_dict(),
+        "comm_bound_bytes": None,
+        "cpu_seconds": recorder.cpu_seconds,
+    }
+
+
+def summary(
+    config: dict[str, Any],
+    choices: dict[str, str],
+    store: Store,
+    recorder: RunRecorder,
+    metrics: dict[str, float],
+    ranks: list[dict[str, Any]],
+    fit_seconds: float,
+) -> dict[str, Any]:
+    """The machine-readable result; its keys are a contract (``docs/summary.schema.json``)."""
+    training = sum(recorder.epoch_seconds)
+    rate = store.num_nodes * len(recorder.epoch_seconds) / training if training else 0.0
+    partition = store.manifest.partition
+    return {
+        "verb": config["verb"],
+        **choices,
+        "num_nodes": config["trainer"]["num_nodes"],
+        "devices": config["trainer"]["devices"],
+        "world_size": len(ranks),
+        "epochs": len(recorder.epoch_seconds),
+        "fit_seconds": fit_seconds,
+        "epoch_seconds": recorder.epoch_seconds,
+        "throughput": {"value": rate, "unit": "nodes/s"},
+        "metrics": {name: _number(value) for name, value in metrics.items()},
+        "history": [{name: _number(value) for name, value in epoch.items()} for epoch in recorder.history],
+        "ranks": ranks,
+        "store": {
+            "path": str(store.path),
+            "parts": store.num_parts,
+            "edge_cut": partition.edge_cut,
+            "halo": list(partition.halo),
+        },
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+    }
+
+
+def _number(value: float) -> float | None:
+    """JSON has no NaN and no infinity: null stands for both."""
+    return value if math.isfinite(value) else None
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Write ``summary.json`` in one piece."""
+    temporary = path.with_suffix(".part")
+    temporary.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    os.replace(temporary, path)
+
+
+def print_summary(content: dict[str, Any], run_dir: Path) -> None:
+    """The closing tables: metrics and time of the run, then memory and bytes of each rank."""
+    console = Console()
+    result = Table(title=f"strategy={content['strategy']} data={content['data']} model={content['model']}", title_justify="left")
+    result.add_column("result")
+    result.add_column("", justify="right")
+    for name, value in content["metrics"].items():
+        result.add_row(name, "-" if value is None else f"{value:.4f}")
+    if content["epochs"]:
+        result.add_row("epochs", str(content["epochs"]))
+        result.add_row("seconds", f"{content['fit_seconds']:.1f}")
+        mean = sum(content["epoch_seconds"]) / content["epochs"]
+        result.add_row("seconds a training epoch", f"{mean:.4f}")
+        result.add_row(content["throughput"]["unit"], f"{content['throughput']['value']:,.0f}")
+    ranks = Table()
+    for heading in ("rank", "peak memory MiB", "above imports MiB", "sent MiB", "received MiB", "waited s", "CPU s"):
+        ranks.add_column(heading, justify="right")
+    for rank in content["ranks"]:
+        ranks.add_row(
+            str(rank["rank"]),
+            _mib(rank["peak_rss_bytes"]),
+            _mib(rank["peak_rss_bytes"] - rank["baseline_rss_bytes"]),
+            _mib(rank["bytes_sent"]),
+            _mib(rank["bytes_received"]),
+            f"{rank['wait_seconds']:.2f}",
+            f"{rank['cpu_seconds']:.2f}",
+        )
+    console.print(result)
+    console.print(ranks)
+    console.print(f"run folder: {run_dir}", highlight=False, soft_wrap=True)
+
+
+def print_partition(store: Store) -> None:
+    """What ``gtrain partition`` says: edge cut, halo sizes and balance of each part."""
+    partition, console = store.manifest.partition, Console()
+    table = Table(title=f"{store.num_nodes:,} nodes, {store.num_edges:,} edges in {store.num_parts} parts", title_justify="left")
+    for heading in ("part", "nodes", "edges", "train nodes", "halo nodes"):
+        table.add_column(heading, justify="right")
+    columns = (partition.nodes, partition.edges, partition.train_nodes, partition.halo)
+    for part, row in enumerate(zip(*columns, strict=True)):
+        table.add_row(str(part), *(f"{value:,}" for value in row))
+    console.print(table)
+    cut = partition.edge_cut
+    console.print(f"partitioner {partition.partitioner}: edge cut {cut:,} ({cut / max(store.num_edges, 1):.1%} of the edges)")
+    balance = "  ".join(f"{name} {value:.3f}" for name, value in partition.imbalance.items())
+    console.print(f"imbalance (largest / mean): {balance}")
+    console.print(f"store: {store.path}", highlight=False, soft_wrap=True)
+
+
+def _mib(value: float) -> str:
+    return f"{value / 2**20:.1f}"

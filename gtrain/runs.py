@@ -1,0 +1,75 @@
+"""Finding the runs that were made before: ``ckpt_path=last`` and ``best``.
+
+Every training run leaves a line in ``<paths.runs>/index.txt``, also one whose folder lies elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from gtrain.errors import CheckpointError
+
+INDEX = "index.txt"
+RUN = "run.json"
+NAMES = ("last", "best")
+_PLACES = ("root", "store")  # where data lie does not make them other data
+
+
+def identity(config: dict[str, Any]) -> str:
+    """A digest of the data, model and strategy settings: runs with equal ones can continue each other."""
+    parts = {name: config[name] for name in ("data", "model", "strategy")}
+    parts["data"] = {key: value for key, value in parts["data"].items() if key not in _PLACES}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def register(runs: Path, run_dir: Path, config: dict[str, Any]) -> None:
+    """Note a run that is about to train."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / RUN).write_text(json.dumps({"identity": identity(config)}) + "\n")
+    runs.mkdir(parents=True, exist_ok=True)
+    line = os.path.relpath(run_dir, runs) if run_dir.is_relative_to(runs) else str(run_dir)
+    with open(runs / INDEX, "a") as index:  # one short write: lines of concurrent jobs do not mix
+        index.write(line + "\n")
+
+
+def resolve(ckpt_path: str, runs: Path, config: dict[str, Any]) -> Path:
+    """The checkpoint that ``ckpt_path`` means.
+
+    Args:
+        ckpt_path: ``last`` or ``best`` of the newest run with equal data, model and strategy, or a path.
+        runs: ``paths.runs``, absolute.
+        config: the resolved configuration.
+
+    Raises:
+        CheckpointError: no such run has one.
+    """
+    if ckpt_path not in NAMES:
+        return Path(ckpt_path).absolute()
+    wanted = identity(config)
+    for run_dir in reversed(_known(runs)):
+        checkpoint = run_dir / "checkpoints" / f"{ckpt_path}.ckpt"
+        if _identity_of(run_dir) == wanted and (checkpoint.exists() or checkpoint.with_name(f"{ckpt_path}.ckpt.old").exists()):
+            return checkpoint
+    raise CheckpointError(
+        f"ckpt_path={ckpt_path} was set; no run under {runs} with the same data, model and strategy has a checkpoint.",
+        hint="train first with the same settings, or give the path of a checkpoint.",
+    )
+
+
+def _known(runs: Path) -> list[Path]:
+    index = runs / INDEX
+    if not index.is_file():
+        return []
+    return [runs / line for line in index.read_text().splitlines() if line]
+
+
+def _identity_of(run_dir: Path) -> str | None:
+    try:
+        value: str = json.loads((run_dir / RUN).read_text())["identity"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return value

@@ -1,0 +1,272 @@
+"""The base of every backend: a Lightning strategy over ranks that each hold a part of the graph.
+
+A backend subclasses :class:`GraphStrategy` and says three things: which shard a rank opens (``open_shard``), how the
+shard becomes batches (``batches``), and which layers it takes over while it runs (``install``, ``uninstall``). The
+group of ranks, gradients, metrics, checkpoints and refusals are here.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.nn import Module
+from torch_geometric.data import Data
+from torchmetrics import Metric
+
+from gtrain.data.loader import SeedLoader
+from gtrain.errors import ConfigError
+from gtrain.graph.shard import GraphShard
+from gtrain.graph.store import Store
+from gtrain.launch import slot as slots
+from gtrain.launch.environment import agent_environment, find_environment
+from gtrain.strategy import checkpoint as checkpoints
+from gtrain.strategy import trainer_checks
+from gtrain.strategy.counters import Counters
+from gtrain.strategy.gradients import sum_gradients
+from gtrain.strategy.group import Group, form_group
+
+_DTYPES = {"64-true": torch.float64, "32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+
+
+class GraphStrategy(ParallelStrategy):
+    """A Lightning strategy whose ranks each hold a part of a partitioned graph.
+
+    Args:
+        timeout_seconds: how long a rank waits for another before it gives up, seconds.
+        kwargs: passed on to Lightning's ``ParallelStrategy``.
+    """
+
+    strategy_name: ClassVar[str] = "graph"
+    precisions: ClassVar[tuple[str, ...] | None] = ("32-true", "64-true")
+    """Values of ``trainer.precision`` that the backend computes exactly with; None for all of Lightning's."""
+    full_batch: bool = True
+    """Whether an epoch is one batch, the whole graph."""
+
+    is_distributed = True  # what Lightning asks of a custom strategy
+
+    def __init__(self, *, timeout_seconds: float = 1800.0, **kwargs: Any) -> None:
+        kwargs.setdefault("cluster_environment", find_environment())
+        super().__init__(**kwargs)
+        self.timeout_seconds = timeout_seconds
+        self.counters = Counters()
+        self.group = Group(counters=self.counters)
+        self._num_nodes = 1
+        self._group_formed = False
+        self._shards: dict[Path, GraphShard] = {}
+        self._trainer: pl.Trainer | None = None
+
+    # ------------------------------------------------------------------------ what a backend says
+
+    @abstractmethod
+    def open_shard(self, store: Store) -> GraphShard:
+        """The part of the store that this rank works on.
+
+        Raises:
+            ConfigError: the store does not suit the number of ranks.
+        """
+
+    @abstractmethod
+    def batches(self, shard: GraphShard, loader: SeedLoader) -> Iterable[Data]:
+        """The batches of an epoch over ``loader``'s split: sized, iterated anew each epoch, not a ``DataLoader``.
+
+        Every rank must yield the same number, or the ranks would wait for each other in vain.
+        """
+
+    def install(self, module: Module) -> None:
+        """Take over the layers of ``module`` that this backend re-homes. The default takes over none."""
+
+    def uninstall(self, module: Module) -> None:
+        """Leave ``module`` as :meth:`install` found it."""
+
+    def check_module(self, module: Module) -> None:
+        """Refuse a module that this backend would not train exactly.
+
+        Raises:
+            ConfigError: in one sentence, with the layer and the reason.
+        """
+
+    # ------------------------------------------------------------------------ the shape of the world
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines of the job (``Trainer(num_nodes=...)``)."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, value: int) -> None:
+        self._num_nodes = value
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on each machine."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def root_device(self) -> torch.device:
+        devices = self.parallel_devices or [torch.device("cpu")]
+        # simulated machines share this machine's accelerators: their local ranks all start at 0
+        index = self.global_rank if agent_environment() else self.local_rank
+        return devices[0] if devices[0].type == "cpu" else devices[index % len(devices)]
+
+    def set_world_ranks(self) -> None:
+        """Tell Lightning which rank this is; it computed its own guess when it was imported."""
+        environment = self.cluster_environment
+        if isinstance(environment, LightningEnvironment):
+            environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+
+    def setup_environment(self) -> None:
+        trainer_checks.check_world(self)
+        super().setup_environment()
+        self.set_world_ranks()
+        if not self._group_formed:
+            self.group = form_group(
+                self.cluster_environment, self.global_rank, self.world_size, self.timeout_seconds, self.counters
+            )
+            self._group_formed = True
+
+    # ------------------------------------------------------------------------ life of a run
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        trainer_checks.check_trainer(self, trainer)
+        assert self.lightning_module is not None
+        self.check_module(self.lightning_module)
+        super().setup(trainer)
+        for tensor in (*self.lightning_module.parameters(), *self.lightning_module.buffers()):
+            self.group.broadcast(tensor.data)
+        self._synchronise_metrics(self.lightning_module)
+        self.install(self.lightning_module)
+        if trainer.state.fn == TrainerFn.FITTING and self.global_rank > 0:
+            torch.manual_seed(torch.initial_seed() + self.global_rank)  # ranks drop out different units
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def teardown(self) -> None:
+        if self.lightning_module is not None:
+            self.uninstall(self.lightning_module)
+        super().teardown()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Name the cause before anything is torn down: the agent reports whatever is named first."""
+        slots.report_failure(exception)
+        super().on_exception(exception)
+
+    # ------------------------------------------------------------------------ batches
+
+    def process_dataloader(self, dataloader: object) -> Iterable[Data]:
+        """Turn a loader's description into this rank's batches."""
+        if not isinstance(dataloader, SeedLoader):
+            raise ConfigError(
+                f"strategy={self.strategy_name} makes batches from the loaders of a GraphDataModule; "
+                f"it was given a {type(dataloader).__name__}.",
+                hint="subclass gtrain.GraphDataModule, or return a gtrain.data.SeedLoader from the data module.",
+            )
+        shard = self._shard(dataloader.store)
+        return self.batches(shard, dataloader)
+
+    def _shard(self, store: Store) -> GraphShard:
+        if store.path not in self._shards:
+            self._shards = {store.path: self.open_shard(store)}
+        return self._shards[store.path]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating type of the inputs, as ``trainer.precision`` asks."""
+        return _DTYPES.get(self.precision_plugin.precision, torch.float32)
+
+    # ------------------------------------------------------------------------ loss and gradients
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step and turn its mean over this rank's seeds into its share of the global mean.
+
+        A rank's share is ``loss * weight / total``. The weight is the batch's number of seeds, or ``output["weight"]``
+        where the module's mean is over something else, such as class weights; the total is over all ranks. Gradients
+        are then *summed*, so that the step is the single process's whatever the ranks' shares.
+        """
+        output = super().training_step(*args, **kwargs)
+        if output is None or self.world_size == 1:
+            return output
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        share = self._share(output, args[0])
+        scaled = loss * share if share > 0 else torch.nan_to_num(loss) * 0.0  # the mean over no seeds may be NaN
+        return {**output, "loss": scaled} if isinstance(output, Mapping) else scaled
+
+    def _share(self, output: Any, batch: Any) -> float:
+        weight = output.get("weight") if isinstance(output, Mapping) else None
+        if weight is None:
+            weight = batch.seeds.numel() if isinstance(batch, Data) and "seeds" in batch else 1
+        mine = torch.tensor([float(weight)], dtype=torch.float64)
+        total = self.group.all_reduce(mine.clone())
+        return float(mine / total) if float(total) > 0 else 0.0
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        assert self.lightning_module is not None
+        sum_gradients(self.group, self.lightning_module.parameters())
+        super().post_backward(closure_loss)
+
+    # ------------------------------------------------------------------------ Lightning's collectives
+
+    def barrier(self, name: str | None = None) -> None:
+        self.group.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self.group.broadcast_object(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor) or self.world_size == 1:
+            return tensor
+        op = (reduce_op if isinstance(reduce_op, str) else getattr(reduce_op, "name", "sum")).lower()
+        value = tensor.clone() if tensor.is_floating_point() else tensor.to(torch.float64)
+        return self.group.all_reduce(value, op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if sync_grads and self.world_size > 1:
+            raise ConfigError(f"all_gather(sync_grads=True) is not served by strategy={self.strategy_name}.")
+        return torch.stack(self.group.all_gather(tensor))
+
+    def _synchronise_metrics(self, module: Module) -> None:
+        """Have every torchmetrics metric gather over our group: by default it looks for torch's default group."""
+        for metric in module.modules():
+            if isinstance(metric, Metric):
+                metric.distributed_available_fn = lambda: self.world_size > 1
+                metric.dist_sync_fn = lambda tensor, group=None: self.group.all_gather(tensor)
+
+    # ------------------------------------------------------------------------ checkpoints
+
+    restore_checkpoint_after_setup = True  # parameters first get their precision, then their values
+
+    def shard_state(self) -> dict[str, Any]:
+        """What this rank alone holds and a checkpoint must keep; tensors, numbers and strings."""
+        return {}
+
+    def load_shard_state(self, state: dict[str, Any]) -> None:
+        """Take back what :meth:`shard_state` gave."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        assert self.lightning_module is not None
+        checkpoints.save(self.group, Path(filepath), checkpoint, self.shard_state(), self.lightning_module)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        fitting = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
+        loaded = checkpoints.load(self.group, Path(checkpoint_path), self.lightning_module, restore_rng=fitting)
+        self.load_shard_state(loaded.shard)
+        return loaded.checkpoint
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            checkpoints.remove(Path(filepath))

@@ -1,0 +1,286 @@
+"""Checkpoints as directories: what all ranks share, what each rank holds, and a manifest written last.
+
+::
+
+    last.ckpt/
+        manifest.json   format, world size, model, checksums; its presence says that the rest is complete
+        trainer.pt      Lightning's checkpoint: weights, optimizers, schedulers, loops, callbacks
+        rank-<r>.pt     that rank's random number generators and shard state
+
+Everything loads with ``weights_only=True``: no object is ever unpickled. A checkpoint is written beside its place and
+renamed, so that a killed run leaves the one before intact.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.nn import Module
+
+from gtrain.errors import CheckpointError
+from gtrain.strategy.group import Group
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+TRAINER = "trainer.pt"
+_PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor, torch.dtype, torch.Size)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint read back: Lightning's part and this rank's shard state."""
+
+    checkpoint: dict[str, Any]
+    shard: dict[str, Any] = field(default_factory=dict)
+
+
+def save(group: Group, path: Path, checkpoint: dict[str, Any], shard: dict[str, Any], module: Module) -> None:
+    """Write a checkpoint; every rank calls it with the same path.
+
+    Raises:
+        CheckpointError: the checkpoint holds an object that could only be read back by unpickling it.
+    """
+    temporary = path.with_name(path.name + ".part")
+    if group.rank == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        torch.save(_plain(checkpoint, "checkpoint"), temporary / TRAINER)
+    group.barrier()
+    torch.save({"rng": rng_state(), "shard": _plain(shard, "shard")}, temporary / f"rank-{group.rank}.pt")
+    group.barrier()
+    if group.rank == 0:
+        _write_manifest(temporary, group.size, checkpoint, module)
+        _swap(temporary, path)
+    group.barrier()
+
+
+def load(group: Group, path: Path, module: Module, *, restore_rng: bool) -> Loaded:
+    """Read a checkpoint back and check that it belongs to ``module``.
+
+    Args:
+        group: the ranks; each reads its own shard.
+        path: a checkpoint directory, or a single file that Lightning wrote.
+        module: the model whose parameters must agree in name and shape.
+        restore_rng: also set this rank's random number generators (a run that goes on, not a test).
+
+    Raises:
+        CheckpointError: missing, incomplete, damaged, or of another model.
+    """
+    path = find(path)
+    if path.is_file():
+        checkpoint = _read(path)
+        _check_parameters(path, _shapes(checkpoint.get("state_dict", {})), module)
+        return Loaded(checkpoint)
+    manifest = read_manifest(path)
+    _check_parameters(path, manifest["model"]["tensors"], module)
+    _verify(path, manifest, TRAINER)
+    checkpoint = _read(path / TRAINER)
+    if manifest["world_size"] != group.size:
+        rank_zero_warn(
+            f"{path} was written by {manifest['world_size']} ranks and is read by {group.size}: "
+            "random numbers (dropout) go on differently."
+        )
+        return Loaded(checkpoint)
+    name = f"rank-{group.rank}.pt"
+    _verify(path, manifest, name)
+    mine = _read(path / name)
+    if restore_rng:
+        set_rng_state(mine["rng"])
+    return Loaded(checkpoint, mine["shard"])
+
+
+def find(path: Path) -> Path:
+    """The checkpoint at ``path``; its predecessor if a run was killed between the two renames of a replacement.
+
+    Raises:
+        CheckpointError: there is none; names those in the same folder.
+    """
+    old = path.with_name(path.name + ".old")
+    if not path.exists() and old.exists():
+        return old
+    if not path.exists():
+        found = sorted(p.name for p in path.parent.glob("*.ckpt")) if path.parent.is_dir() else []
+        raise CheckpointError(
+            f"ckpt_path={path} was set; there is no such checkpoint"
+            + (f"; the folder holds {', '.join(found)}." if found else "."),
+            hint="give the path of a checkpoint, or ckpt_path=last or best.",
+        )
+    return path
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint directory.
+
+    Raises:
+        CheckpointError: it is absent or of a format that this version does not read.
+    """
+    try:
+        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+        version = manifest["format"]
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{path} is no complete checkpoint: {MANIFEST} is missing or damaged ({error}).",
+            hint="use another checkpoint of the run; this one was not finished.",
+        ) from error
+    if version != FORMAT:
+        raise CheckpointError(f"{path} has checkpoint format {version}; this version of gtrain reads format {FORMAT}.")
+    return manifest
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint, directory or file, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------------------------------------------- random numbers
+
+
+def rng_state() -> dict[str, Any]:
+    """State of torch's, numpy's and Python's generators as tensors, numbers and strings."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
+    version, words, gauss_next = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss],
+        "python": [version, list(words), gauss_next],
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put back what :func:`rng_state` took."""
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    version, words, gauss_next = state["python"]
+    random.setstate((version, tuple(words), gauss_next))
+
+
+# ---------------------------------------------------------------------------------------------------- inside
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A copy made of tensors, numbers, strings and containers alone: what ``weights_only=True`` reads back."""
+    if isinstance(value, Mapping):
+        keep = {k: v for k, v in value.items() if not where.endswith("hyper_parameters") or _is_plain(v, f"{where}.{k}")}
+        return {k: _plain(v, f"{where}.{k}") for k, v in keep.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, _PLAIN):
+        return value
+    raise CheckpointError(
+        f"{where} is a {type(value).__name__}, which could only be read back by unpickling it.",
+        hint="keep tensors, numbers, strings, lists and dictionaries in the state of modules and callbacks.",
+    )
+
+
+def _is_plain(value: Any, where: str) -> bool:
+    """Whether a hyper-parameter can be kept; one that cannot is left out, with a warning."""
+    try:
+        _plain(value, where)
+    except CheckpointError as error:
+        rank_zero_warn(f"left out of the checkpoint: {error.message}")
+        return False
+    return True
+
+
+def _write_manifest(folder: Path, world_size: int, checkpoint: Mapping[str, Any], module: Module) -> None:
+    files = {p.name: {"bytes": p.stat().st_size, "crc32": _crc32(p)} for p in sorted(folder.iterdir())}
+    manifest = {
+        "format": FORMAT,
+        "world_size": world_size,
+        "epoch": checkpoint.get("epoch"),
+        "global_step": checkpoint.get("global_step"),
+        "model": {"class": _model_name(module), "tensors": _shapes(checkpoint["state_dict"])},
+        "files": files,
+    }
+    with open(folder / MANIFEST, "w") as handle:
+        json.dump(manifest, handle, indent=1)
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+def _swap(temporary: Path, path: Path) -> None:
+    """Put the new checkpoint in its place. :func:`find` covers a kill between the renames."""
+    old = path.with_name(path.name + ".old")
+    remove(old)
+    if path.exists():
+        os.rename(path, old)
+    os.rename(temporary, path)
+    remove(old)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {str(error).splitlines()[0]}", hint="checkpoints of plain tensors alone are read."
+        ) from error
+    return content
+
+
+def _verify(folder: Path, manifest: dict[str, Any], name: str) -> None:
+    entry = manifest["files"].get(name)
+    path = folder / name
+    if entry is None or not path.is_file():
+        raise CheckpointError(f"{folder} is no complete checkpoint: {name} is missing.", hint="use another checkpoint.")
+    if path.stat().st_size != entry["bytes"] or _crc32(path) != entry["crc32"]:
+        raise CheckpointError(f"{path} is damaged: its checksum is not the manifest's.", hint="use another checkpoint.")
+
+
+def _crc32(path: Path) -> int:
+    value = 0
+    with open(path, "rb") as handle:
+        while chunk := handle.read(1 << 20):
+            value = zlib.crc32(chunk, value)
+    return value
+
+
+def _shapes(state_dict: Mapping[str, Any]) -> dict[str, list[int]]:
+    return {name: list(value.shape) for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
+
+
+def _model_name(module: Module) -> str:
+    network = getattr(module, "network", module)
+    return type(network).__name__
+
+
+def _check_parameters(path: Path, saved: Mapping[str, list[int]], module: Module) -> None:
+    wanted = _shapes(module.state_dict())
+    differences = [
+        f"{name}: {_shape(saved, name)} there, {_shape(wanted, name)} here"
+        for name in [*wanted, *(n for n in saved if n not in wanted)]
+        if saved.get(name) != wanted.get(name)
+    ]
+    if differences:
+        more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise CheckpointError(
+            f"ckpt_path={path} holds another model than {_model_name(module)}: {'; '.join(differences[:3])}{more}.",
+            hint="choose the model and data settings that the checkpoint was trained with.",
+        )
+
+
+def _shape(shapes: Mapping[str, list[int]], name: str) -> str:
+    return str(shapes[name]) if name in shapes else "absent"

@@ -1,0 +1,72 @@
+"""What one rank spent: bytes, seconds, memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from dataclasses import asdict, dataclass
+
+
+@dataclass
+class Counters:
+    """Communication of one rank while :attr:`recording`.
+
+    Attributes:
+        bytes_sent: payload bytes handed to the transport; an all-reduce counts its tensor once.
+        bytes_received: payload bytes taken from the transport.
+        comm_seconds: from posting a transfer to its completion, summed over transfers.
+        wait_seconds: part of that during which the rank stood still.
+        recording: training epochs count, evaluation and set-up do not.
+    """
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    comm_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    recording: bool = False
+
+    def sent(self, nbytes: int) -> None:
+        """Count a payload that leaves this rank."""
+        if self.recording:
+            self.bytes_sent += nbytes
+
+    def received(self, nbytes: int) -> None:
+        """Count a payload that arrives at this rank."""
+        if self.recording:
+            self.bytes_received += nbytes
+
+    def waited(self, posted: float, began: float) -> None:
+        """Count a transfer that was posted and then waited for at these readings of ``time.perf_counter``."""
+        if self.recording:
+            now = time.perf_counter()
+            self.comm_seconds += now - posted
+            self.wait_seconds += now - began
+
+    def as_dict(self) -> dict[str, float]:
+        """The four figures by name."""
+        return {name: value for name, value in asdict(self).items() if name != "recording"}
+
+
+def rss_bytes() -> int:
+    """Resident set size of this process now, bytes."""
+    return _status("VmRSS")
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident set size of this process so far, bytes."""
+    return _status("VmHWM")
+
+
+def cpu_seconds() -> float:
+    """User and system CPU seconds of this process, all threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _status(name: str) -> int:
+    with open(f"/proc/{os.getpid()}/status") as status:
+        for line in status:
+            if line.startswith(name):
+                return int(line.split()[1]) * 1024
+    return 0

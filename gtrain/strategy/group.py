@@ -1,0 +1,229 @@
+"""The ranks of a job as one group, built directly on gloo and never as torch's default group.
+
+Lightning broadcasts on the default group after every training batch, and torchmetrics and Lightning's loggers use it
+unasked. Without one, all traffic of a job goes through here, is counted here, and a group can be formed anew.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo
+
+from gtrain.errors import PeerLostError
+from gtrain.launch.environment import AgentEnvironment
+from gtrain.strategy.counters import Counters
+from gtrain.strategy.rendezvous import job_store
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+_groups_formed = 0
+
+
+class Transfer:
+    """A message on its way. Keeps its tensor alive until :meth:`wait` returns."""
+
+    def __init__(self, group: Group, work: Any, tensor: Tensor, target: Tensor | None = None) -> None:
+        self._group, self._work, self._tensor, self._target = group, work, tensor, target
+        self._posted = time.perf_counter()
+
+    def wait(self) -> Tensor:
+        """Block until the message has left (a send) or arrived (a receive) and return its tensor.
+
+        Raises:
+            PeerLostError: the other rank is gone or did not answer in time.
+        """
+        began = time.perf_counter()
+        self._group.guard(self._work.wait)
+        self._group.counters.waited(self._posted, began)
+        if self._target is not None:  # staged through the host's memory
+            return self._target.copy_(self._tensor)
+        return self._tensor
+
+
+class Group:
+    """All workers of a job; a group of one does nothing.
+
+    Args:
+        rank: this process.
+        size: number of ranks.
+        backend: gloo's group, or None for a group of one.
+        counters: where traffic is counted; None: a count of the group's own.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        backend: ProcessGroupGloo | None = None,
+        counters: Counters | None = None,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.counters = counters or Counters()
+        self._backend = backend
+        self._tag = 0
+
+    # ------------------------------------------------------------------------------------------ point to point
+
+    def next_tag(self) -> int:
+        """A number for the next exchange; equal on all ranks as long as they run the same program."""
+        self._tag = (self._tag + 1) % (1 << 30)
+        return self._tag
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> Transfer:
+        """Post a send of a contiguous tensor; it must not change before the transfer is waited for."""
+        self.counters.sent(tensor.nbytes)
+        staged = tensor.cpu()
+        return Transfer(self, self.guard(self._pg.send, [staged], to, tag), staged)
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> Transfer:
+        """Post a receive into a contiguous tensor."""
+        self.counters.received(tensor.nbytes)
+        if tensor.device.type == "cpu":
+            return Transfer(self, self.guard(self._pg.recv, [tensor], source, tag), tensor)
+        staged = torch.empty_like(tensor, device="cpu")
+        return Transfer(self, self.guard(self._pg.recv, [staged], source, tag), staged, tensor)
+
+    # ------------------------------------------------------------------------------------------ collectives
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Reduce ``tensor`` over the ranks in place and return it. ``op``: sum, mean, max or min."""
+        if self.size == 1:
+            return tensor
+        self.counters.sent(tensor.nbytes)
+        self.counters.received(tensor.nbytes)
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPS[op]
+        began = time.perf_counter()
+        host = tensor.detach().cpu().contiguous()
+        self.guard(lambda: self._pg.allreduce([host], options).wait())
+        self.counters.waited(began, began)
+        if host.data_ptr() != tensor.data_ptr():
+            tensor.copy_(host)
+        return tensor.div_(self.size) if op in ("mean", "avg") else tensor
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor, in rank order. Shapes may differ in any dimension; dtype and rank of the shape may not."""
+        if self.size == 1:
+            return [tensor]
+        host = tensor.detach().cpu().contiguous()
+        shapes = [torch.Size(shape.tolist()) for shape in self._gather_equal(torch.tensor(host.shape, dtype=torch.int64))]
+        flat = host.new_zeros(max(shape.numel() for shape in shapes))
+        flat[: host.numel()] = host.flatten()
+        rows = self._gather_equal(flat)
+        return [row[: shape.numel()].view(shape).to(tensor.device) for row, shape in zip(rows, shapes, strict=True)]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's Python object, in rank order."""
+        if self.size == 1:
+            return [value]
+        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        return [pickle.loads(row.numpy().tobytes()) for row in self.all_gather(payload)]
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """The object of rank ``source``, on every rank."""
+        if self.size == 1:
+            return value
+        payload = torch.frombuffer(bytearray(pickle.dumps(value if self.rank == source else None)), dtype=torch.uint8)
+        length = self._broadcast(torch.tensor([payload.numel()]), source)
+        received = payload if self.rank == source else torch.empty(int(length), dtype=torch.uint8)
+        return pickle.loads(self._broadcast(received, source).numpy().tobytes())
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Overwrite ``tensor`` by that of rank ``source``."""
+        if self.size == 1:
+            return tensor
+        host = self._broadcast(tensor.detach().cpu().contiguous(), source)
+        return tensor.copy_(host) if host.data_ptr() != tensor.data_ptr() else tensor
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.size > 1:
+            self.guard(lambda: self._pg.barrier().wait())
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._backend = None
+
+    # ------------------------------------------------------------------------------------------ inside
+
+    @property
+    def _pg(self) -> ProcessGroupGloo:
+        if self._backend is None:
+            raise PeerLostError("the process group is closed")
+        return self._backend
+
+    def _gather_equal(self, tensor: Tensor) -> list[Tensor]:
+        rows = [torch.empty_like(tensor) for _ in range(self.size)]
+        if tensor.numel():
+            self.guard(lambda: self._pg.allgather([rows], [tensor]).wait())
+        return rows
+
+    def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        if tensor.numel():
+            self.guard(lambda: self._pg.broadcast([tensor], options).wait())
+        return tensor
+
+    @staticmethod
+    def guard(call: Any, *args: Any) -> Any:
+        """Make a call of gloo's; its RuntimeError means that a peer is gone."""
+        try:
+            return call(*args)
+        except RuntimeError as error:
+            raise PeerLostError(f"a peer is gone or silent: {error}") from error
+
+
+def form_group(environment: Any, rank: int, size: int, timeout_seconds: float, counters: Counters) -> Group:
+    """Form the group of a job's workers; every rank calls it the same number of times, in the same order.
+
+    Args:
+        environment: Lightning's cluster environment of this process.
+        rank: this worker.
+        size: number of workers.
+        timeout_seconds: how long any one communication may take.
+        counters: where its traffic is counted.
+    """
+    global _groups_formed
+    if size == 1:
+        return Group(counters=counters)
+    _groups_formed += 1
+    timeout = timedelta(seconds=timeout_seconds)
+    store = PrefixStore(f"gtrain-group-{_groups_formed}", job_store(environment))
+    options = ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._devices = [_device(environment)]
+    return Group(rank, size, Group.guard(ProcessGroupGloo, store, rank, size, options), counters)
+
+
+def _device(environment: Any) -> Any:
+    """The network interface of gloo: loopback where the agent started all ranks on this machine."""
+    if isinstance(environment, AgentEnvironment):
+        return ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    return ProcessGroupGloo.create_device(interface=interface) if interface else ProcessGroupGloo.create_default_device()
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """One flat copy of several tensors of one dtype, for one message instead of many."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def unflatten_into(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy the pieces of ``flat`` back into the tensors that :func:`flatten` joined."""
+    for piece, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True):
+        tensor.copy_(piece.view_as(tensor))

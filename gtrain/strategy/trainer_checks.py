@@ -1,0 +1,64 @@
+"""Settings of the Trainer that a strategy cannot honour, each refused in one sentence before anything runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import lightning.pytorch as pl
+
+from gtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gtrain.strategy.base import GraphStrategy
+
+
+def check_world(strategy: GraphStrategy) -> None:
+    """The processes that the Trainer expects must exist already.
+
+    Raises:
+        ConfigError: with the arithmetic.
+    """
+    environment = strategy.cluster_environment
+    assert environment is not None
+    expected = strategy.num_nodes * strategy.num_processes
+    found = environment.world_size() if environment.creates_processes_externally else 1
+    if expected != found:
+        raise ConfigError(
+            f"num_nodes {strategy.num_nodes} * devices {strategy.num_processes} = {expected} ranks were asked for, "
+            f"but {found} {'was' if found == 1 else 'were'} started.",
+            hint="start the ranks with gtrain.run_local(main, num_nodes=...), torchrun or srun, "
+            "and give the Trainer the same numbers.",
+        )
+
+
+def check_trainer(strategy: GraphStrategy, trainer: pl.Trainer) -> None:
+    """Refuse what would train something else than the single process does.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    name, precision = strategy.strategy_name, strategy.precision_plugin.precision
+    if strategy.precisions is not None and precision not in strategy.precisions:
+        raise ConfigError(
+            f"trainer.precision={precision} was set; strategy={name} serves {' and '.join(strategy.precisions)}.",
+            hint="choose one of these, or strategy=single.",
+        )
+    if strategy.full_batch:
+        _check_full_batch(name, trainer)
+
+
+def _check_full_batch(name: str, trainer: pl.Trainer) -> None:
+    if trainer.accumulate_grad_batches != 1:
+        raise ConfigError(
+            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} was set; an epoch of strategy={name} "
+            "is one batch, the whole graph, so there is nothing to accumulate.",
+            hint="leave trainer.accumulate_grad_batches=1.",
+        )
+    for split in ("train", "val", "test"):
+        value = getattr(trainer, f"limit_{split}_batches")
+        if isinstance(value, float) and 0.0 < value < 1.0:
+            raise ConfigError(
+                f"trainer.limit_{split}_batches={value} was set; an epoch of strategy={name} is one batch, the whole "
+                "graph, and cannot be cut into a fraction.",
+                hint=f"set trainer.limit_{split}_batches to 1 or to 0.",
+            )

@@ -1,0 +1,193 @@
+"""What a rank does: fit, test, partition. Runs in every rank, once for the whole task."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from omegaconf import DictConfig
+
+from gtrain import backends, build, report, runs
+from gtrain.callbacks.progress import ProgressLine
+from gtrain.callbacks.recorder import RunRecorder
+from gtrain.config import plain
+from gtrain.data.module import GraphDataModule
+from gtrain.errors import ConfigError
+from gtrain.launch.environment import find_environment, ranks_on_this_machine
+from gtrain.model.kinds import kind
+from gtrain.strategy.base import GraphStrategy
+from gtrain.strategy.counters import rss_bytes
+from gtrain.strategy.rendezvous import agree
+
+log = logging.getLogger("gtrain")
+
+
+def run(cfg: DictConfig, choices: dict[str, str]) -> float | None:
+    """Do what ``cfg.verb`` says.
+
+    Args:
+        cfg: the resolved and validated configuration.
+        choices: names of the chosen ``strategy``, ``data`` and ``model``.
+
+    Returns:
+        The best monitored score of a training, what a sweeper optimises; else None.
+    """
+    _quieten()
+    _set_threads()
+    config = plain(cfg)
+    if config["verb"] == "partition":
+        return _partition(config)
+    return _Task(config, choices).run()
+
+
+def shared_run_dir(run_dir: str) -> str:
+    """Rank 0's run folder, on every rank of a job that another launcher started."""
+    return agree(find_environment(), run_dir)
+
+
+def _partition(config: dict[str, Any]) -> None:
+    ranks = config["trainer"]["num_nodes"] * config["trainer"]["devices"]
+    module = _data_module(config, ranks)
+    module.prepare_data()
+    report.print_partition(module.open_store())
+
+
+def _data_module(config: dict[str, Any], ranks: int) -> GraphDataModule:
+    """The DataModule, cut into one part a rank unless the configuration says otherwise."""
+    parts = config["data"].get("num_parts") or ranks
+    module = build.make({**config["data"], "num_parts": parts}, "data")
+    if not isinstance(module, GraphDataModule):
+        raise ConfigError(f"data._target_={config['data']['_target_']} is no GraphDataModule.")
+    return module
+
+
+@dataclass
+class _Task:
+    """One job in one rank."""
+
+    config: dict[str, Any]
+    choices: dict[str, str]
+
+    def run(self) -> float | None:
+        baseline = rss_bytes()
+        config, run_dir = self.config, Path(self.config["paths"]["run"])
+        pl.seed_everything(config["seed"], verbose=False)
+        strategy = self._strategy()
+        data = _data_module(config, strategy.world_size)
+        data.prepare_data()
+        store = data.open_store()
+        checkpoint = self._checkpoint()
+        model = build.make_model(config["model"], store)
+        self._check_served(strategy, model)
+        recorder = RunRecorder(strategy.counters)
+        trainer = self._trainer(strategy, recorder, store.num_nodes)
+        if config["verb"] == "train" and strategy.is_global_zero:
+            runs.register(self._runs, run_dir, config)
+        began = time.perf_counter()
+        if config["verb"] == "train":
+            trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
+        fit_seconds = time.perf_counter() - began if config["verb"] == "train" else 0.0
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        metrics |= self._test(trainer, model, data, checkpoint)
+        metrics |= {f"data/{name}": store.facts[name] for name in ("best_acc", "best_auc") if store.facts.get(name)}
+        mine = report.rank_figures(strategy.global_rank, baseline, recorder, strategy.counters)
+        ranks = strategy.group.all_gather_object(mine)
+        if strategy.is_global_zero:
+            content = report.summary(config, self.choices, store, recorder, metrics, ranks, fit_seconds)
+            report.write(run_dir / "summary.json", content)
+            report.print_summary(content, run_dir)
+        return _objective(trainer)
+
+    @property
+    def _runs(self) -> Path:
+        return Path(self.config["paths"]["runs"]).absolute()
+
+    def _strategy(self) -> GraphStrategy:
+        settings = {key: value for key, value in self.config["strategy"].items() if key != "name"}
+        strategy: GraphStrategy = backends.get(self.choices["strategy"]).load_strategy()(**settings)
+        return strategy
+
+    def _checkpoint(self) -> Path | None:
+        """The checkpoint to go on from, or to test."""
+        path = self.config["ckpt_path"]
+        if path is None and self.config["verb"] == "test":
+            path = "best"
+        return None if path is None else runs.resolve(path, self._runs, self.config)
+
+    def _check_served(self, strategy: GraphStrategy, model: pl.LightningModule) -> None:
+        name, found = self.choices["strategy"], kind(model)
+        backend = backends.get(name)
+        if backend.serves is None or found in backend.serves:
+            return
+        raise ConfigError(
+            f"strategy={name} does not serve model={self.choices['model']} (a {found} model): {backend.refusal}. "
+            f"Strategies that do: {', '.join(backends.serving(found))}.",
+            hint=f"set strategy={backends.serving(found)[0]}, or choose a model of kind {' or '.join(backend.serves)}.",
+        )
+
+    def _trainer(self, strategy: GraphStrategy, recorder: RunRecorder, graph_nodes: int) -> pl.Trainer:
+        settings = dict(self.config["trainer"])
+        callbacks = [build.make(node, f"callbacks.{name}") for name, node in self.config["callbacks"].items() if node]
+        if not settings["limit_val_batches"]:
+            for callback in callbacks:
+                if isinstance(callback, ModelCheckpoint):
+                    callback.monitor = None  # nothing is validated, so the last epoch is the best known
+        loggers = [build.make(node, f"logger.{name}") for name, node in self.config["logger"].items() if node]
+        return build.make_trainer(
+            settings,
+            strategy=strategy,
+            callbacks=[recorder, ProgressLine(recorder, graph_nodes), *callbacks],
+            logger=loggers or False,
+            default_root_dir=self.config["paths"]["run"],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
+            use_distributed_sampler=False,
+        )
+
+    def _test(
+        self, trainer: pl.Trainer, model: pl.LightningModule, data: GraphDataModule, checkpoint: Path | None
+    ) -> dict[str, float]:
+        """Test with the best checkpoint of this run; with the given one for ``gtrain test``."""
+        if self.config["verb"] == "train":
+            best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+            checkpoint = Path(best) if best else None
+        results = trainer.test(model, datamodule=data, ckpt_path=checkpoint, verbose=False)
+        return {name: float(value) for result in results for name, value in result.items()}
+
+
+def _objective(trainer: pl.Trainer) -> float | None:
+    score = getattr(trainer.checkpoint_callback, "best_model_score", None)
+    return None if score is None else float(score)
+
+
+def _set_threads() -> None:
+    """Share the cores among the ranks of this machine, unless ``OMP_NUM_THREADS`` says otherwise."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // ranks_on_this_machine()))
+
+
+def _quieten() -> None:
+    """Lightning speaks to people who write a Trainer by hand; here the configuration decides."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for pattern in (
+        ".*does not have many workers.*",
+        ".*Experiment logs directory.*",
+        ".*Checkpoint directory.*",
+        ".*number of training batches.*",
+        ".*`isinstance.treespec, LeafSpec.`.*",
+        ".*log_every_n_steps.*",
+        ".*The dirpath has changed.*",
+        ".*ckpt_path.*weights_only.*",
+    ):
+        warnings.filterwarnings("ignore", pattern)

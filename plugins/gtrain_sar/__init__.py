@@ -1,0 +1,17 @@
+"""``strategy=sar``: sharded-aggregation full-batch training of graph neural networks.
+
+Each rank owns a part of the graph. For every message-passing layer it fetches the rows of remote nodes that its edges
+read, block by block (one block for each owner), and aggregates them (Mostafa, "Sequential Aggregation and
+Rematerialization: Distributed Full-batch Training of Graph Neural Networks on Large Graphs", MLSys 2022).
+"""
+
+from gtrain.backends import Backend
+
+backend = Backend(
+    description="full-batch GNN training over a sharded graph; mode=1 recomputes, 2 keeps, 3 exchanges at once",
+    config="gtrain_sar.config:SarConfig",
+    strategy="gtrain_sar.strategy:SarStrategy",
+    conf="gtrain_sar.conf",
+    serves=frozenset({"message-passing"}),
+    refusal="it shards message passing, and there is nothing to aggregate",
+)

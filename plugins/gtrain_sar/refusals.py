@@ -1,0 +1,46 @@
+"""Layers that would not be exact over shards, and why."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch_geometric.nn import norm
+from torch_geometric.nn.conv import ChebConv, ClusterGCNConv, GravNetConv, MessagePassing
+
+_OVER_ALL_NODES = (
+    norm.GraphNorm,
+    norm.GraphSizeNorm,
+    norm.PairNorm,
+    norm.MeanSubtractionNorm,
+    norm.InstanceNorm,
+)
+_CONVS: dict[type[nn.Module], str] = {
+    ChebConv: "it builds the Laplacian of the whole graph itself",
+    ClusterGCNConv: "it normalises by degrees that it computes from the edges it is given",
+    GravNetConv: "it finds neighbours among the nodes that it is given",
+}
+
+
+def reason(layer: nn.Module) -> str | None:
+    """Why ``layer`` cannot be served, or None if it can; a layer at a time."""
+    if isinstance(layer, _OVER_ALL_NODES):
+        return "it takes statistics over all nodes of the graph, of which a rank has a part"
+    if isinstance(layer, norm.LayerNorm) and layer.mode == "graph":
+        return "mode='graph' takes statistics over all nodes of the graph, of which a rank has a part; mode='node' works"
+    if isinstance(layer, nn.modules.batchnorm._BatchNorm) and not isinstance(layer, nn.BatchNorm1d):
+        return "only BatchNorm1d is synchronised over ranks"
+    if type(layer).__module__.startswith("torch_geometric.nn.pool"):
+        return "pooling chooses among all nodes of the graph, of which a rank has a part"
+    for cls, why in _CONVS.items():
+        if isinstance(layer, cls):
+            return why
+    return _conv_reason(layer) if isinstance(layer, MessagePassing) else None
+
+
+def _conv_reason(conv: MessagePassing) -> str | None:
+    if conv.flow != "source_to_target":
+        return f"flow='{conv.flow}' reads at the targets of edges; flow='source_to_target' works"
+    # PyG generates propagate anew for each class and keeps what the class itself says as _orig_propagate
+    own = getattr(type(conv), "_orig_propagate", type(conv).propagate)
+    if getattr(own, "__qualname__", "") not in ("MessagePassing.propagate", "propagate"):
+        return "it has a propagate of its own, which cannot be run over shards"
+    return None

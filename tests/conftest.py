@@ -1,0 +1,27 @@
+"""Fixtures that all tests share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def real_data() -> Callable[[str], Path]:
+    """Return a function that finds a piece of the real data, or skips the test where it is absent.
+
+    The data are looked for in the folder ``GTRAIN_TEST_DATA``, or else in ``../shared/data`` beside the repository.
+    """
+
+    def find(name: str) -> Path:
+        folder = Path(os.environ.get("GTRAIN_TEST_DATA") or REPO.parent / "shared" / "data")
+        if not (folder / name).exists():
+            pytest.skip(f"real data: there is no {folder / name}; set GTRAIN_TEST_DATA to the folder that has {name}")
+        return folder / name
+
+    return find

@@ -1,0 +1,86 @@
+"""gtrain.data.config and conf/data: the schema, the YAML and the constructor say the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import ConfigCompositionException
+from omegaconf import DictConfig, OmegaConf
+
+from gtrain.data.config import SCHEMAS, register
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+
+
+@pytest.fixture
+def composed() -> Iterator[Any]:
+    """Return a function that composes a configuration with the group ``data`` alone."""
+    register()
+    root = {"defaults": ["_self_", {"data": "planted"}], "seed": 3, "paths": {"data": "raw", "stores": "made"}}
+    ConfigStore.instance().store(name="only_data", node=root)
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        yield lambda *overrides: compose("only_data", overrides=list(overrides)).data
+    GlobalHydra.instance().clear()
+
+
+def arguments(target: str) -> dict[str, Any]:
+    """Return the keyword arguments of a source, with its defaults, through its base classes."""
+    module, name = target.rsplit(".", 1)
+    found: dict[str, Any] = {}
+    for cls in reversed(getattr(importlib.import_module(module), name).__mro__):
+        if cls.__module__.startswith("gtrain.") and "__init__" in vars(cls):
+            own = inspect.signature(cls.__init__).parameters.values()
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in own):
+                found = {}  # takes nothing of its base's
+            found |= {p.name: p.default for p in own if p.kind is p.KEYWORD_ONLY}
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_yaml_schema_and_constructor_agree(name: str, composed: Any) -> None:
+    config: DictConfig = composed(f"data={name}")
+    fields = {field.name: field for field in dataclasses.fields(SCHEMAS[name])}
+    yaml = OmegaConf.to_container(OmegaConf.load(CONF / "data" / f"{name}.yaml"))
+    assert isinstance(yaml, dict)
+    assert set(yaml) - {"defaults"} == set(fields), "YAML and schema"
+    accepted = arguments(config._target_)
+    if name in ("planetoid", "amazon", "coauthor", "heterophilous"):
+        accepted.pop("options")  # of the general class; a preset fixes them
+    assert set(accepted) == set(fields) - {"_target_"}, "schema and constructor"
+    assert OmegaConf.get_type(config) is SCHEMAS[name]
+    for key in set(fields) - {"_target_", "root", "store", "seed", "path"}:
+        assert yaml[key] == fields[key].default, key
+        preset = key in ("split", "normalize_features")  # set by the subclass on the way to the base
+        assert preset or accepted[key] == fields[key].default, key
+    assert (config.seed, config.root, config.store) == (3, "raw", "made")
+
+
+@pytest.mark.parametrize(
+    "override", ["data.num_nodes=many", "data.homophily=high", "data.num_neighbors=[5,a]", "data.num_node=5"]
+)
+def test_wrong_types_and_names_are_refused(override: str, composed: Any) -> None:
+    with pytest.raises(ConfigCompositionException):
+        composed(override)
+
+
+def test_options_of_a_dataset(composed: Any) -> None:
+    assert composed("data=pyg", "data.options={name: Cora}").options == {"name": "Cora"}
+    assert composed("data=pyg", "+data.options.name=Cora").options == {"name": "Cora"}
+
+
+def test_it_is_light() -> None:
+    code = "import sys, gtrain.data.config as c; c.register(); print('torch' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=CONF.parent, check=True)
+    assert done.stdout.split() == ["False", "False"]

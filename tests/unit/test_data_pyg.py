@@ -1,0 +1,156 @@
+"""gtrain.data.pyg: PyTorch Geometric's data sets, read without a trace beside the raw files."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch_geometric.datasets
+from torch_geometric.data import InMemoryDataset
+
+from gtrain.data.pyg import AmazonData, CoauthorData, HeterophilousData, PlanetoidData, PyGData
+from gtrain.errors import ConfigError, DataError
+
+Real = Callable[[str], Path]
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*"))
+
+
+def test_cora(real_data: Real, tmp_path: Path) -> None:
+    shutil.copytree(real_data("planetoid/Cora"), tmp_path / "raw" / "planetoid" / "Cora")
+    before = listing(tmp_path / "raw")
+    module = PlanetoidData(root=str(tmp_path / "raw"), store=str(tmp_path / "s"), num_parts=2)
+    module.prepare_data()
+    store = module.open_store()
+    assert (store.num_nodes, store.num_edges) == (2708, 10556)
+    assert (module.facts["num_features"], module.facts["num_classes"]) == (1433, 7)
+    assert module.facts["split"]["sizes"] == {"train": 140, "val": 500, "test": 1000}
+    assert store.node("x", 0).sum(1).max() == pytest.approx(1.0, abs=1e-5)
+    assert store.manifest.partition.edge_cut < 900  # a random cut severs about 5278
+    assert listing(tmp_path / "raw") == before
+    direct = PlanetoidData(root=str(tmp_path / "raw" / "planetoid"), store=str(tmp_path / "s"), num_parts=2)
+    assert direct.store_path == module.store_path
+
+
+def test_the_other_presets(real_data: Real, tmp_path: Path) -> None:
+    for cls, name, nodes, edges, split in (
+        (AmazonData, "photo", 7650, 238162, {"train": 160, "val": 240, "test": 7250}),
+        (HeterophilousData, "minesweeper", 10000, 78804, {"train": 5000, "val": 2500, "test": 2500}),
+    ):
+        folder = real_data("amazon" if cls is AmazonData else "heterophilous")
+        module = cls(name=name, root=str(folder), store=str(tmp_path))
+        module.prepare_data()
+        assert (module.open_store().num_nodes, module.open_store().num_edges) == (nodes, edges)
+        assert module.facts["split"]["sizes"] == split
+    assert "processed" not in [file.name for file in real_data("amazon").rglob("*")]
+
+
+def test_coauthor(real_data: Real) -> None:
+    data = CoauthorData(root=str(real_data("coauthor"))).read()
+    assert (data.num_nodes, data.num_edges, data.num_features) == (18333, 163788, 6805)
+
+
+def test_a_class_without_files(tmp_path: Path) -> None:
+    module = PyGData(name="KarateClub", root=str(tmp_path / "none"), store=str(tmp_path / "s"), split="random")
+    module.prepare_data()
+    assert (module.open_store().num_nodes, module.open_store().num_edges) == (34, 156)
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(ConfigError, match="without masks"):
+        PyGData(name="FakeDataset", options={"num_graphs": 1}, store=str(tmp_path / "s")).prepare_data()
+
+
+class Fetched(InMemoryDataset):
+    """A data set that downloads one file, or fails to."""
+
+    online = True
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.load(self.processed_paths[0])
+
+    raw_file_names = ("edges.npy", "labels.npy")
+    processed_file_names = "data.pt"
+
+    def download(self) -> None:
+        np.save(Path(self.raw_dir) / "edges.npy", np.array([[0, 1, 2], [1, 2, 0]]))
+        if not self.online:
+            raise OSError("no route to host")
+        np.save(Path(self.raw_dir) / "labels.npy", np.array([0, 1, 0]))
+
+    def process(self) -> None:
+        edges, labels = (torch_geometric.utils.torch.from_numpy(np.load(path)) for path in self.raw_paths)
+        self.save([torch_geometric.data.Data(edge_index=edges, y=labels)], self.processed_paths[0])
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> type[Fetched]:
+    monkeypatch.setattr(torch_geometric.datasets, "Fetched", Fetched, raising=False)
+    monkeypatch.setattr(torch_geometric.datasets, "__all__", [*torch_geometric.datasets.__all__, "Fetched"])
+    return Fetched
+
+
+def test_a_download_is_kept(fetched: type[Fetched], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"root": str(tmp_path / "raw"), "store": str(tmp_path / "s"), "split": "random"}
+    PyGData(name="Fetched", **options).prepare_data()
+    wanted = ["Fetched", "Fetched/raw", "Fetched/raw/edges.npy", "Fetched/raw/labels.npy"]
+    assert listing(tmp_path / "raw") == wanted
+    monkeypatch.setattr(fetched, "online", False)
+    again = PyGData(name="Fetched", **options)
+    again.prepare_data()
+    assert again.open_store().num_edges == 3
+    assert len(list((tmp_path / "s").iterdir())) == 1
+
+
+def test_a_failed_download_says_what_is_missing(
+    fetched: type[Fetched], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetched, "online", False)
+    (tmp_path / "raw").mkdir()
+    np.save(tmp_path / "raw" / "edges.npy", np.array([[0], [1]]))  # one of two files, where PyG looks
+    before = listing(tmp_path)
+    with pytest.raises(DataError, match=r"lacks raw/labels\.npy, and Fetched could not download: OSError: no route"):
+        PyGData(name="Fetched", root=str(tmp_path), store=str(tmp_path / "s")).prepare_data()
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PyGData(name="karateclub"), "did you mean KarateClub"),
+        (lambda: PyGData(name="zzzzzz"), "choose one of .*Planetoid"),
+        (lambda: PlanetoidData(name="core"), "choose one of Cora, CiteSeer, PubMed; did you mean Cora"),
+        (lambda: PyGData(options="Cora"), "data.options='Cora' is no mapping"),
+        (lambda: PyGData(options={"nme": "Cora"}).fetch(), r"options\.nme is not an option of Planetoid\n.*name, split"),
+    ],
+)
+def test_typos(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_presets_know_their_names_in_any_case() -> None:
+    assert PlanetoidData(name="citeseer").options == {"name": "CiteSeer"}
+    assert HeterophilousData(name="roman_empire").options == {"name": "Roman-empire"}
+
+
+def test_what_is_not_one_homogeneous_graph(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="FakeHeteroDataset is a HeteroData"):
+        PyGData(name="FakeHeteroDataset", options={"num_graphs": 1}).read()
+    with pytest.raises(DataError, match="FakeDataset holds 3 graphs"):
+        PyGData(name="FakeDataset", options={"num_graphs": 3}).read()
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def needy(root: str) -> None:
+        raise ModuleNotFoundError("No module named 'rdflib'", name="rdflib")
+
+    module = PyGData(name="KarateClub")
+    monkeypatch.setattr(module, "_class", type("Needy", (), {"__init__": lambda self: needy("")}))
+    with pytest.raises(DataError, match="Needy needs the package 'rdflib'(.|\n)*pip install rdflib"):
+        module.read()
