@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from hydra.errors import InstantiationException
-from hydra.utils import get_object, instantiate
+from hydra.utils import instantiate
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -98,11 +99,13 @@ def make_trainer(settings: dict[str, Any], **extra: Any) -> pl.Trainer:
 
 
 def _target(path: Any) -> Any:
+    """The class or function at a dotted path."""
+    module, _, name = str(path).rpartition(".")
     try:
-        return get_object(str(path))
+        return getattr(importlib.import_module(module), name)
     except Exception as error:
         raise ConfigError(
-            f"model._target_={path} was set; it cannot be imported: {str(error).splitlines()[0]}",
+            f"model._target_={path} was set; it cannot be imported: {type(error).__name__}: {error}.",
             hint="give the full path of a torch module, such as torch_geometric.nn.GCN.",
         ) from error
 

@@ -11,17 +11,18 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gtrain import backends, config, messages
-from gtrain.errors import ConfigError, RankFailedError
+from gtrain.errors import ConfigError, GtrainError, RankFailedError
 from gtrain.launch import cluster
 from gtrain.launch.agent import run_local
 
@@ -53,7 +54,7 @@ def main() -> None:
         message = messages.readable(error, sys.argv[1:])
         if message is None or show_traceback:
             raise
-        _leave(message, error.exit_code if isinstance(error, RankFailedError) else 1)
+        _leave(message, exit_code(error))
 
 
 def verb_to_override(arguments: list[str]) -> list[str]:
@@ -103,6 +104,15 @@ def _rank_arguments(arguments: list[str]) -> Iterator[list[str]]:
 @hydra.main(version_base="1.3", config_path="pkg://gtrain.conf", config_name="config")
 def _hydra_main(cfg: DictConfig) -> Any:
     """One job of the command; returns the value that a sweeper optimises (the best monitored score)."""
+    try:
+        return _job(cfg)
+    except GtrainError as error:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            raise  # Hydra names the job and goes on with the others
+        _leave(str(error), exit_code(error))
+
+
+def _job(cfg: DictConfig) -> Any:
     launcher = cluster.resolve(cfg.cluster.kind)
     hydra_config = HydraConfig.get()
     choices = {group: str(hydra_config.runtime.choices[group]) for group in ("strategy", "data", "model")}
@@ -140,6 +150,11 @@ def _take_world(cfg: DictConfig, launcher: str) -> None:
         cfg.trainer.num_nodes, cfg.trainer.devices = size, 1
 
 
-def _leave(message: str, code: int) -> None:
+def exit_code(error: Exception) -> int:
+    """What the command ends with after this error."""
+    return error.exit_code if isinstance(error, RankFailedError) else 1
+
+
+def _leave(message: str, code: int) -> NoReturn:
     print(f"gtrain: {message}", file=sys.stderr)
     sys.exit(code)

@@ -155,11 +155,14 @@ def _check_model(model: DictConfig) -> None:
         value = OmegaConf.select(model, key, default=types[0]())
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             wanted = " or ".join(t.__name__ for t in types if t is not type(None))
-            raise ConfigError(f"model.{key}={value} was set; it must be of type {wanted}, not {type(value).__name__}.")
+            raise ConfigError(
+                f"model.{key}={value} was set; it must be of type {wanted}, not {type(value).__name__}.",
+                hint=f"give model.{key} a value of that type.",
+            )
     for key in ("hidden_channels", "num_layers", "heads"):
         value = OmegaConf.select(model, key, default=1)
         if value < 1:
-            raise ConfigError(f"model.{key}={value} was set; it must be at least 1.")
+            raise ConfigError(f"model.{key}={value} was set; it must be at least 1.", hint=f"raise model.{key}.")
     dropout = OmegaConf.select(model, "dropout", default=0.0)
     if not 0 <= dropout < 1:
         raise ConfigError(f"model.dropout={dropout} was set; it must be at least 0 and below 1.")

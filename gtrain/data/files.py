@@ -32,8 +32,8 @@ def find_file(key: str, name: str, root: Path) -> Path:
     if path.is_dir():
         raise DataError(f"{key}={name} is a folder", hint=_nearby("", path) or "name a file")
     places = f"there is no such file, nor {root / path}" if not path.is_absolute() else "there is no such file"
-    folder = next((place.parent for place in (path, root / path) if place.parent.is_dir()), None)
-    hint = _nearby(path.name, folder) if folder else f"the folder {path.parent} does not exist either"
+    folders = [folder for folder in (path.parent, (root / path).parent) if folder.is_dir()]
+    hint = _nearby(path.name, *folders) if folders else f"the folder {path.parent} does not exist either"
     raise DataError(f"{key}={name}: {places}", hint=hint or f"set {key} to a file")
 
 
@@ -69,8 +69,11 @@ def _tensor(loaded: object, key: str, path: Path) -> Tensor:
     return loaded.detach()
 
 
-def _nearby(name: str, folder: Path) -> str | None:
-    """Return a hint that lists the files of a folder, the nearest names first."""
-    files = sorted(file.name for file in folder.iterdir() if file.is_file())
-    near = difflib.get_close_matches(name, files, n=3, cutoff=0.4) or files[:5]
-    return f"in {folder} there are {', '.join(near)}" if near else None
+def _nearby(name: str, *folders: Path) -> str | None:
+    """Return a hint that lists the files with the nearest names, or else some files of the last folder."""
+    files: list[str] = []
+    for folder in folders:
+        files = sorted(file.name for file in folder.iterdir() if file.is_file())
+        if near := difflib.get_close_matches(name, files, n=3):
+            return f"in {folder} there are {', '.join(near)}"
+    return f"in {folders[-1]} there are {', '.join(files[:5])}" if files else None

@@ -92,7 +92,7 @@ class PlantedData(GraphDataModule):
     The pairs without an edge contribute ``exp(-theta_i sum_j theta_j w[c, c_j])``, the same for all c since classes
     have equal total weight, and drop out; so does ``theta_i``. Given the classes around it, nothing else in the graph
     tells of node i. Noise turns p into the label's posterior, ``q(c) = (1 - e) p(c) + e (1 - p(c)) / (k - 1)``.
-    Guessing the largest q is right with probability ``max_c q(c)``, and ``best_acc`` is its mean over the nodes of this graph.
+    Guessing the largest q is right with probability ``max_c q(c)``; ``best_acc`` is its mean over this graph's nodes.
 
     It is an upper bound: a trained model has to infer its neighbours' classes. It is tight where it can, that is where
     features and second neighbours leave little doubt of them. The departures of the generated graph from the Poisson

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import shutil
 import tempfile
@@ -10,27 +11,30 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch_geometric.datasets
+from torch import Tensor
 from torch_geometric.data import Data, Dataset
 
 from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp, log
-from gtrain.data.raw import Missing, construct, mirror, probe
-from gtrain.errors import ConfigError, DataError
+from gtrain.data.raw import Missing, construct, download, mirror, probe
+from gtrain.errors import ConfigError, DataError, GtrainError
 from gtrain.graph.lock import file_lock
 
 
 class PyGData(GraphDataModule):
     """The single graph of any class of ``torch_geometric.datasets``.
 
-    Raw files are looked for in ``<root>/<class name>``, and where that folder is missing in ``root`` itself, each laid
-    out as PyG lays it out (``Cora/raw/...``). The folder stays clean: PyG works in a temporary mirror of it. Files that
-    have to be downloaded are kept under ``<root>/<class name>``. PyG's own readers of some raw formats, Planetoid's
-    among them, unpickle: use files from a source that you trust.
+    Raw files are looked for in ``<root>/<preset>`` (such as ``planetoid``), ``<root>/<class name>`` and ``root``
+    itself, laid out as PyG lays them out (``Cora/raw/...``). These folders stay clean: PyG works in a temporary mirror.
+    Files that have to be downloaded go to the first of them that exists, and otherwise to ``<root>/<class name>``.
+    PyG's own readers of some raw formats, Planetoid's among them, unpickle: use files from a source that you trust.
 
     Args:
         name: the data set class, such as ``Planetoid`` or ``KarateClub``.
         options: its arguments other than ``root``, such as ``{"name": "Cora"}``.
         **common: see :class:`~gtrain.data.module.GraphDataModule`.
     """
+
+    preset: str | None = None
 
     def __init__(
         self, *, name: str = "Planetoid", options: Mapping[str, Any] | None = None, **common: Unpack[CommonOptions]
@@ -40,18 +44,17 @@ class PyGData(GraphDataModule):
             raise ConfigError(f"data.options={options!r} is no mapping", hint="set it like data.options={name: Cora}")
         self.options = dict(options or {})
         self._class = dataset_class(name)
-        self._raw: list[Path] | None = None
+        self._raw: tuple[Path, list[Path]] | None = None
         self.name = "-".join([name, *(str(v) for k, v in self.options.items() if k == "name")])
 
     def identity(self) -> dict[str, Any]:
         """Return the class, its options, and the stamps of its raw files."""
         if self._raw is None:
-            self._raw = self._find_raw()
-        return {
-            "dataset": self._class.__name__,
-            "options": self.options,
-            "files": [file_stamp(file) for file in self._raw],
-        }
+            with contextlib.suppress(Missing):
+                self._raw = self._find_raw()
+        files = self._raw[1] if self._raw else []
+        stamps = [file_stamp(file) for file in files]
+        return {"dataset": self._class.__name__, "options": self.options, "files": stamps}
 
     def fetch(self) -> None:
         """Download the raw files where they are missing.
@@ -60,113 +63,120 @@ class PyGData(GraphDataModule):
             DataError: they are missing and cannot be downloaded; says which, and where to put them.
         """
         try:
-            self._raw = self._find_raw(strict=True)
+            self._raw = self._find_raw()
         except Missing:
             with file_lock(self.store / f"{self.name}.raw.lock", log.info):
                 self._raw = self._download()
 
     def read(self) -> Data:
         """Construct the data set in a temporary mirror of the raw files, and return its graph."""
+        if self._raw is None:
+            self.fetch()
+        assert self._raw is not None  # found or fetched
+        place = self._raw[0]
         with tempfile.TemporaryDirectory(prefix="gtrain-") as scratch:
-            mirror(self.base, Path(scratch), skip=self.store)
+            mirror(place, Path(scratch), skip=self.store)
             try:
-                dataset = construct(self._class, scratch, self.options)
-            except OSError as err:
-                raise self._missing([], err) from err
-            return _single_graph(dataset, self.name)
+                return _single_graph(construct(self._class, scratch, self.options), self.name)
+            except GtrainError:
+                raise
+            except Exception as err:  # a damaged file shows in whatever its reader trips over
+                raise DataError(
+                    f"{self.name}: {self._class.__name__} could not read the files under {place}: "
+                    f"{type(err).__name__}: {err}",
+                    hint="if the files are damaged, delete them, and they are downloaded again",
+                ) from err
 
     @property
-    def base(self) -> Path:
-        """The folder that is given to PyG as root."""
-        own = self.root / self._class.__name__
-        return own if own.is_dir() else self.root
+    def places(self) -> list[Path]:
+        """The folders that may be what PyG calls root, the preferred one first."""
+        own = [self.root / name for name in (self.preset, self._class.__name__) if name]
+        return [*(folder for folder in own if folder.is_dir()), self.root]
 
-    def _find_raw(self, *, strict: bool = False) -> list[Path]:
-        """Return the raw files; where some are missing, none, or :class:`Missing` with ``strict``."""
-        try:
-            return probe(self._class, self.base, self.options, skip=self.store)
-        except Missing:
-            if strict:
-                raise
-            return []
+    def _find_raw(self) -> tuple[Path, list[Path]]:
+        """Return the folder that has all raw files, and these files.
 
-    def _download(self) -> list[Path]:
+        Raises:
+            Missing: no folder has all of them; names those that the preferred one lacks.
+        """
+        missing: Missing | None = None
+        for place in self.places:
+            try:
+                return place, probe(self._class, place, self.options, skip=self.store)
+            except Missing as err:
+                missing = missing or err
+        assert missing is not None  # there is always one place, the root
+        raise missing
+
+    def _download(self) -> tuple[Path, list[Path]]:
         """Let PyG download into an empty folder, and move what came to the user's root."""
         try:
-            return self._find_raw(strict=True)  # another process was faster
+            return self._find_raw()  # another process was faster
         except Missing as missing:
             wanted = missing.files
         with tempfile.TemporaryDirectory(prefix="gtrain-") as scratch:
             try:
-                construct(self._class, scratch, self.options)
-            except Exception as err:
+                download(self._class, Path(scratch), self.options)
+            except GtrainError:
+                raise
+            except Exception as err:  # anything at all: each class downloads in a way of its own
                 raise self._missing(wanted, err) from err
-            _move_new(Path(scratch), self.root / self._class.__name__)
-        return self._find_raw(strict=True)
+            preferred = self.places[0]
+            _move_new(Path(scratch), self.root / self._class.__name__ if preferred == self.root else preferred)
+        return self._find_raw()
 
     def _missing(self, wanted: list[Path], err: Exception) -> DataError:
-        files = ", ".join(str(file.relative_to(self.base)) for file in wanted) or "raw files"
+        place = self.places[0]
+        files = ", ".join(str(file.relative_to(place)) for file in wanted)
         return DataError(
-            f"data.root={self.root}: {self.base} lacks {files}, and {self._class.__name__} could not download: "
+            f"data.root={self.root}: {place} lacks {files}, and {self._class.__name__} could not download: "
             f"{type(err).__name__}: {err}",
-            hint=f"put the files under {self.base}, or set data.root to the folder that has them",
+            hint=f"put the files under {place}, or set data.root to the folder that has them",
         )
 
 
 class PlanetoidData(PyGData):
     """Cora, CiteSeer or PubMed with their public split and normalised features (Yang et al. 2016)."""
 
+    preset = "planetoid"
+
     def __init__(self, *, name: str = "Cora", **common: Unpack[CommonOptions]) -> None:
         name = _known("Planetoid", name, ("Cora", "CiteSeer", "PubMed"))
         options: CommonOptions = {"split": "public", "normalize_features": True, **common}
         super().__init__(name="Planetoid", options={"name": name}, **options)
 
-    @property
-    def base(self) -> Path:
-        """The folder that is given to PyG as root."""
-        return _preset_folder(self.root, "planetoid", super().base)
-
 
 class AmazonData(PyGData):
     """The co-purchase graphs Computers and Photo, split by class (Shchur et al. 2018)."""
+
+    preset = "amazon"
 
     def __init__(self, *, name: str = "Photo", **common: Unpack[CommonOptions]) -> None:
         name = _known("Amazon", name, ("Computers", "Photo"))
         options: CommonOptions = {"split": "per_class", **common}
         super().__init__(name="Amazon", options={"name": name}, **options)
 
-    @property
-    def base(self) -> Path:
-        """The folder that is given to PyG as root."""
-        return _preset_folder(self.root, "amazon", super().base)
-
 
 class CoauthorData(PyGData):
     """The co-authorship graphs CS and Physics, split by class (Shchur et al. 2018)."""
+
+    preset = "coauthor"
 
     def __init__(self, *, name: str = "CS", **common: Unpack[CommonOptions]) -> None:
         name = _known("Coauthor", name, ("CS", "Physics"))
         options: CommonOptions = {"split": "per_class", **common}
         super().__init__(name="Coauthor", options={"name": name}, **options)
 
-    @property
-    def base(self) -> Path:
-        """The folder that is given to PyG as root."""
-        return _preset_folder(self.root, "coauthor", super().base)
-
 
 class HeterophilousData(PyGData):
     """The heterophilous graphs of Platonov et al. 2023, each with ten published splits."""
+
+    preset = "heterophilous"
 
     def __init__(self, *, name: str = "Minesweeper", **common: Unpack[CommonOptions]) -> None:
         options = ("Roman-empire", "Amazon-ratings", "Minesweeper", "Tolokers", "Questions")
         name = _known("HeterophilousGraphDataset", name, options)
         super().__init__(name="HeterophilousGraphDataset", options={"name": name}, **common)
-
-    @property
-    def base(self) -> Path:
-        """The folder that is given to PyG as root."""
-        return _preset_folder(self.root, "heterophilous", super().base)
 
 
 def dataset_class(name: str) -> type[Dataset]:
@@ -196,11 +206,6 @@ def _known(family: str, name: str, options: tuple[str, ...]) -> str:
     raise ConfigError(f"data.name={name!r} is not a data set of {family}", hint=hint)
 
 
-def _preset_folder(root: Path, preset: str, otherwise: Path) -> Path:
-    """Presets also look into the folder that is named like their configuration option."""
-    return root / preset if (root / preset).is_dir() else otherwise
-
-
 def _single_graph(dataset: Dataset, name: str) -> Data:
     if len(dataset) != 1:
         raise DataError(f"{name} holds {len(dataset)} graphs, and only data sets of a single graph are served")
@@ -209,6 +214,8 @@ def _single_graph(dataset: Dataset, name: str) -> Data:
         raise DataError(f"{name} is a {type(data).__name__}, and only homogeneous graphs (Data) are served")
     if data.edge_index is None:
         raise DataError(f"{name} has no edge_index, and only graphs with an edge list are served")
+    if data.x is None and isinstance(data.y, Tensor) and data.y.dim():
+        data.num_nodes = data.y.size(0)  # PyG would guess it from the edges, and warn
     return data
 
 

@@ -60,6 +60,12 @@ def probe(cls: type[Dataset], root: Path, options: dict[str, Any], *, skip: Path
     return []
 
 
+def download(cls: type[Dataset], root: Path, options: dict[str, Any]) -> None:
+    """Let a data set class download its raw files below ``root``, and do nothing with them."""
+    with contextlib.suppress(_Complete):
+        construct(_without_work(cls, download=True), root, options)
+
+
 def construct(cls: type[Dataset], root: str | Path, options: dict[str, Any]) -> Dataset:
     """Construct a data set quietly, its root at ``root`` where it takes one.
 
@@ -98,13 +104,16 @@ def mirror(source: Path, target: Path, *, skip: Path) -> None:
             (place / file).symlink_to(Path(folder, file))
 
 
-def _without_work(cls: type[Dataset]) -> type[Dataset]:
-    """Return a subclass that reports its raw files in place of downloading or processing."""
+def _without_work(cls: type[Dataset], *, download: bool = False) -> type[Dataset]:
+    """Return a subclass that reports its raw files in place of processing, and of downloading if that is not wanted."""
 
-    def download(self: Dataset) -> None:
+    def report_missing(self: Dataset) -> None:
         raise Missing([Path(path) for path in self.raw_paths])
 
     def process(self: Dataset) -> None:
         raise _Complete(self.raw_paths)
 
-    return type(cls.__name__, (cls,), {"download": download, "process": process, "__init__": cls.__init__})
+    methods: dict[str, Any] = {"process": process, "__init__": cls.__init__}
+    if not download:
+        methods["download"] = report_missing
+    return type(cls.__name__, (cls,), methods)

@@ -59,7 +59,10 @@ def test_weights_and_both_directions(tmp_path: Path) -> None:
         ("0,1\n1,\n", "line 2: '' is not an integer"),
         ("0 1\n1 99999999999999999999\n", "line 2: '99999999999999999999' is not an integer"),
         ("0 1\n\n1 -2\n", "line 3: the edge 1 -> -2 names node -2"),
-        ("h1 h2\n0 1\n1 9\n", r"line 3: the edge 1 -> 9 names node 9, and there are 4 nodes, 0\.\.3 \(data.num_nodes=4"),
+        (
+            "h1 h2\n0 1\n1 9\n",
+            r"line 3: the edge 1 -> 9 names node 9, and there are 4 nodes, 0\.\.3 \(data.num_nodes=4",
+        ),
         ("0 1 2 3\n", "line 1: 4 columns, and 2 or 3 were expected"),
         ("# nothing\n", "no lines other than comments"),
     ],

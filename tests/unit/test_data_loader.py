@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_graphs import messy_graph, random_parts, stored
 from torch_geometric.data import Data
 
 from gtrain.data.loader import SeedLoader, full_batch
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.shard import load_shard
-from small_graphs import messy_graph, random_parts, stored
 
 
 def test_the_shards_seeds_together_are_the_split(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_graphs import messy_graph
 from torch_geometric.data import Data
 
 from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError, DataError, StoreError
 from gtrain.graph.shard import load_whole
-from small_graphs import messy_graph
 
 
 class Counted(GraphDataModule):

@@ -98,7 +98,7 @@ def test_the_oracle_reaches_it_and_a_gcn_nearly(tmp_path: Path) -> None:
         hidden = first(torch.dropout(batch.x, 0.5, training), batch.edge_index).relu()
         return second(torch.dropout(hidden, 0.5, training), batch.edge_index)
 
-    for _ in range(50):
+    for _ in range(30):
         optimizer.zero_grad()
         seeds = batch.seeds
         torch.nn.functional.cross_entropy(forward(True)[seeds], batch.y[seeds]).backward()

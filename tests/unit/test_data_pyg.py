@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 import torch_geometric.datasets
-from torch_geometric.data import InMemoryDataset
+from torch_geometric.data import Data, Dataset, InMemoryDataset
 
 from gtrain.data.pyg import AmazonData, CoauthorData, HeterophilousData, PlanetoidData, PyGData
 from gtrain.errors import ConfigError, DataError
@@ -84,8 +85,8 @@ class Fetched(InMemoryDataset):
         np.save(Path(self.raw_dir) / "labels.npy", np.array([0, 1, 0]))
 
     def process(self) -> None:
-        edges, labels = (torch_geometric.utils.torch.from_numpy(np.load(path)) for path in self.raw_paths)
-        self.save([torch_geometric.data.Data(edge_index=edges, y=labels)], self.processed_paths[0])
+        edges, labels = (torch.from_numpy(np.load(path)) for path in self.raw_paths)
+        self.save([Data(edge_index=edges, y=labels)], self.processed_paths[0])
 
 
 @pytest.fixture
@@ -125,8 +126,11 @@ def test_a_failed_download_says_what_is_missing(
         (lambda: PyGData(name="karateclub"), "did you mean KarateClub"),
         (lambda: PyGData(name="zzzzzz"), "choose one of .*Planetoid"),
         (lambda: PlanetoidData(name="core"), "choose one of Cora, CiteSeer, PubMed; did you mean Cora"),
-        (lambda: PyGData(options="Cora"), "data.options='Cora' is no mapping"),
-        (lambda: PyGData(options={"nme": "Cora"}).fetch(), r"options\.nme is not an option of Planetoid\n.*name, split"),
+        (lambda: PyGData(options=cast(Any, "Cora")), "data.options='Cora' is no mapping"),
+        (
+            lambda: PyGData(options={"nme": "Cora"}).fetch(),
+            r"options\.nme is not an option of Planetoid\n.*name, split",
+        ),
     ],
 )
 def test_typos(make: Callable[[], Any], message: str) -> None:
@@ -147,10 +151,29 @@ def test_what_is_not_one_homogeneous_graph(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def needy(root: str) -> None:
+    def needy() -> None:
         raise ModuleNotFoundError("No module named 'rdflib'", name="rdflib")
 
     module = PyGData(name="KarateClub")
-    monkeypatch.setattr(module, "_class", type("Needy", (), {"__init__": lambda self: needy("")}))
+    monkeypatch.setattr(module, "_class", type("Needy", (Dataset,), {"__init__": lambda self: needy()}))
     with pytest.raises(DataError, match="Needy needs the package 'rdflib'(.|\n)*pip install rdflib"):
         module.read()
+
+
+def test_a_damaged_raw_file_is_no_crash(fetched: type[Fetched], tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    for name in ("edges.npy", "labels.npy"):
+        (tmp_path / "raw" / name).write_text("<html>not found</html>")
+    with pytest.raises(DataError, match="Fetched could not read the files under .*: ValueError"):
+        PyGData(name="Fetched", root=str(tmp_path), store=str(tmp_path / "s")).prepare_data()
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_download_hides_nothing(fetched: type[Fetched], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files directly below the root are still found when another data set of the class was downloaded beside them."""
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "Fetched").mkdir()
+    np.save(tmp_path / "raw" / "edges.npy", np.array([[0, 1], [1, 0]]))
+    np.save(tmp_path / "raw" / "labels.npy", np.array([0, 1]))
+    monkeypatch.setattr(fetched, "online", False)
+    assert PyGData(name="Fetched", root=str(tmp_path), store=str(tmp_path / "s")).read().num_edges == 2

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_graphs import messy_graph, random_parts, stored
 from torch_geometric.data import Data
 
 from gtrain.errors import StoreError
 from gtrain.graph.shard import GraphShard, load_shard, load_whole
 from gtrain.graph.store import Store
-from small_graphs import messy_graph, random_parts, stored
 
 
 def original_edges(store: Store, shard: GraphShard) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from small_graphs import messy_graph, random_parts, stored
 from torch_geometric.data import Data
 
 from gtrain.errors import StoreError
@@ -16,7 +17,6 @@ from gtrain.graph import writer
 from gtrain.graph.lock import ensure_store, file_lock
 from gtrain.graph.manifest import Manifest
 from gtrain.graph.store import Store
-from small_graphs import messy_graph, random_parts, stored
 
 
 def test_layout_and_contents(tmp_path: Path) -> None:
@@ -118,7 +118,8 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_ensure_builds_once_and_clears_what_a_killed_builder_left(tmp_path: Path) -> None:
-    path, built, said = tmp_path / "s", [], []
+    path, built = tmp_path / "s", []
+    said: list[str] = []
     (tmp_path / "s.tmp" / "part-0").mkdir(parents=True)
 
     def build() -> Store:
