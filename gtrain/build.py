@@ -63,12 +63,12 @@ def make_model(settings: dict[str, Any], store: Store) -> pl.LightningModule:
     Raises:
         ConfigError: the target cannot be imported, is no module, or does not take the settings.
     """
-    settings = dict(settings)
+    settings, facts = dict(settings), store.facts
     target = _target(settings.get("_target_"))
-    sizes = {"in_channels": store.facts.get("num_features"), "out_channels": store.facts.get("num_classes")}
+    sizes = {"in_channels": facts.get("num_features"), "out_channels": facts.get("num_classes")}
     if inspect.isclass(target) and issubclass(target, pl.LightningModule):
         return _own_module(target, settings, sizes)
-    if store.facts.get("num_classes") is None:
+    if sizes["out_channels"] is None:
         raise ConfigError("the graph has no labels, and a node classifier needs them.", hint="set data.labels.")
     if sizes["in_channels"] is None:
         raise ConfigError(
@@ -81,8 +81,8 @@ def make_model(settings: dict[str, Any], store: Store) -> pl.LightningModule:
     options = {key: settings[key] for key in ("monitor", "test_metrics") if settings.get(key) is not None}
     return NodeClassifier(
         network,
-        store.facts["num_classes"],
-        multilabel=bool(store.facts.get("multilabel")),
+        sizes["out_channels"],
+        multilabel=bool(facts.get("multilabel")),
         optimizer=optional(settings.get("optimizer"), "model.optimizer"),
         scheduler=optional(settings.get("scheduler"), "model.scheduler"),
         class_weights=_class_weights(settings.get("class_weights"), store),
@@ -95,7 +95,9 @@ def make_trainer(settings: dict[str, Any], **extra: Any) -> pl.Trainer:
     try:
         return pl.Trainer(**settings, **extra)
     except (ValueError, TypeError, MisconfigurationException) as error:
-        raise ConfigError(f"trainer: {str(error).splitlines()[0]}", hint="gtrain --cfg job --package trainer") from error
+        raise ConfigError(
+            f"trainer: {str(error).splitlines()[0]}", hint="gtrain --cfg job --package trainer"
+        ) from error
 
 
 def _target(path: Any) -> Any:
@@ -110,10 +112,14 @@ def _target(path: Any) -> Any:
         ) from error
 
 
-def _own_module(target: type[pl.LightningModule], settings: dict[str, Any], sizes: dict[str, Any]) -> pl.LightningModule:
+def _own_module(
+    target: type[pl.LightningModule], settings: dict[str, Any], sizes: dict[str, Any]
+) -> pl.LightningModule:
     """A LightningModule of the user's: it gets the settings that it names, and the sizes if it names them."""
     names = inspect.signature(target).parameters
-    given = {k: v for k, v in {**sizes, **settings}.items() if k in names or (k not in _SHARED + _MODULE and k not in sizes)}
+    given = {
+        k: v for k, v in {**sizes, **settings}.items() if k in names or (k not in _SHARED + _MODULE and k not in sizes)
+    }
     for key in ("optimizer", "scheduler"):
         if isinstance(given.get(key), dict):
             given[key] = optional(given[key], f"model.{key}")
@@ -143,7 +149,9 @@ def _class_weights(setting: Any, store: Store) -> list[float] | None:
     if setting is None or isinstance(setting, list):
         return setting
     if setting != "balanced" or store.facts.get("multilabel"):
-        raise ConfigError(f"model.class_weights={setting} was set; give one number a class, or balanced (single labels).")
+        raise ConfigError(
+            f"model.class_weights={setting} was set; give one number a class, or balanced (single labels)."
+        )
     labels = torch.cat([store.node("y", p)[store.node("train_mask", p)] for p in range(store.num_parts)])
     counts = torch.bincount(labels, minlength=store.facts["num_classes"]).double()
     weights = labels.numel() / (len(counts) * counts.clamp(min=1)) * (counts > 0)

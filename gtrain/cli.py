@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
@@ -25,6 +26,7 @@ from gtrain import backends, config, messages
 from gtrain.errors import ConfigError, GtrainError, RankFailedError
 from gtrain.launch import cluster
 from gtrain.launch.agent import run_local
+from gtrain.launch.logs import capture, log_path
 
 TASK = "gtrain.task:run"
 
@@ -63,7 +65,18 @@ def verb_to_override(arguments: list[str]) -> list[str]:
     Raises:
         ConfigError: the word is no verb.
     """
-    takes_value = {"--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c", "--package", "-p"}
+    takes_value = {
+        "--config-dir",
+        "-cd",
+        "--config-name",
+        "-cn",
+        "--config-path",
+        "-cp",
+        "--cfg",
+        "-c",
+        "--package",
+        "-p",
+    }
     result, previous = [], ""
     for argument in arguments:
         is_word = not argument.startswith("-") and "=" not in argument and not argument.startswith("~")
@@ -117,15 +130,17 @@ def _job(cfg: DictConfig) -> Any:
     hydra_config = HydraConfig.get()
     choices = {group: str(hydra_config.runtime.choices[group]) for group in ("strategy", "data", "model")}
     if launcher != cluster.LOCAL:
-        from gtrain import task
+        from gtrain import task  # this process is a rank already, so it may import torch
 
         _take_world(cfg, launcher)
         cfg.paths.run = task.shared_run_dir(cfg.paths.run)
         config.validate(cfg)
+        rank = cluster.external_rank_and_size(launcher)[0]
+        capture(log_path(Path(cfg.paths.run, "logs"), f"rank {rank}"), terminal=True)
         return task.run(cfg, choices)
     config.validate(cfg)
     ranks = (1, 1) if cfg.verb == "partition" else (cfg.trainer.num_nodes, cfg.trainer.devices)
-    logs = os.path.join(cfg.paths.run, "logs")
+    logs = Path(cfg.paths.run, "logs")
     return run_local(TASK, cfg, choices, num_nodes=ranks[0], devices=ranks[1], log_dir=logs)
 
 

@@ -116,6 +116,7 @@ def validate(cfg: DictConfig) -> None:
     Raises:
         ConfigError: what was set, what is allowed, and what to do.
     """
+    _check_seed(cfg)  # other settings refer to it
     try:
         OmegaConf.resolve(cfg)
         missing = sorted(OmegaConf.missing_keys(cfg))
@@ -127,10 +128,17 @@ def validate(cfg: DictConfig) -> None:
         raise ConfigError(f"{', '.join(missing)} must be set.", hint=f"add {missing[0]}=... to the command.")
     if cfg.verb not in VERBS:
         raise ConfigError(f"verb={cfg.verb} was set; the verbs are {', '.join(VERBS)}.")
-    if not isinstance(cfg.seed, int) or isinstance(cfg.seed, bool) or not 0 <= cfg.seed < 2**32:
-        raise ConfigError(f"seed={cfg.seed} was set; it must be a whole number from 0 to 2**32 - 1.")
     _check_trainer(cfg)
     _check_model(cfg.model)
+
+
+def _check_seed(cfg: DictConfig) -> None:
+    try:
+        seed = cfg.seed
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0]) from error
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+        raise ConfigError(f"seed={seed} was set; it must be a whole number from 0 to 2**32 - 1.", hint="set seed=0.")
 
 
 def _check_trainer(cfg: DictConfig) -> None:

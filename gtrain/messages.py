@@ -68,9 +68,12 @@ def _unknown_key(error: Any, causes: Sequence[BaseException], arguments: Sequenc
     owner = _strategies_with(full_key)
     known = f"{where or 'the configuration'} has no key {key}"
     if owner:
-        return f"{setting} was set; {known} here.\nHINT: {full_key} is a setting of strategy={' and strategy='.join(owner)}."
+        owners = " and ".join(f"strategy={name}" for name in owner)
+        return f"{setting} was set; {known} here.\nHINT: {full_key} is a setting of {owners}."
     keys = f"; its keys are {', '.join(options)}" if options else ""
-    return f"{setting} was set; {known}{keys}.\nHINT: {did_you_mean(key, options) or 'gtrain --cfg job shows every key.'}"
+    return (
+        f"{setting} was set; {known}{keys}.\nHINT: {did_you_mean(key, options) or 'gtrain --cfg job shows every key.'}"
+    )
 
 
 def _wrong_type(error: ValidationError, arguments: Sequence[str]) -> str:

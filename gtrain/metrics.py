@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
 from torchmetrics import MetricCollection
 from torchmetrics.classification import (
     BinaryAccuracy,
@@ -16,6 +19,8 @@ from torchmetrics.classification import (
 )
 
 NAMES = ("acc", "f1", "auc")
+_NO_LABEL = -1
+_OPTIONS: dict[str, Any] = {"ignore_index": _NO_LABEL, "validate_args": False}
 
 
 def classification_metrics(num_classes: int, multilabel: bool, names: tuple[str, ...], prefix: str) -> MetricCollection:
@@ -31,25 +36,43 @@ def classification_metrics(num_classes: int, multilabel: bool, names: tuple[str,
         prefix: put before each name, such as ``val/``.
 
     Shapes:
-        update(preds, target) takes preds [S] (two classes: the probability of class 1), [S, C] (logits) and
-        target [S], or [S, C] for several labels a node; S may be 0.
+        see :func:`update`.
     """
     if multilabel:
         made = {
-            "acc": MultilabelAccuracy(num_classes, average="micro", validate_args=False),
-            "f1": MultilabelF1Score(num_classes, average="micro", validate_args=False),
-            "auc": MultilabelAUROC(num_classes, validate_args=False),
+            "acc": MultilabelAccuracy(num_classes, average="micro", **_OPTIONS),
+            "f1": MultilabelF1Score(num_classes, average="micro", **_OPTIONS),
+            "auc": MultilabelAUROC(num_classes, **_OPTIONS),
         }
     elif num_classes == 2:
         made = {
-            "acc": BinaryAccuracy(validate_args=False),
-            "f1": BinaryF1Score(validate_args=False),
-            "auc": BinaryAUROC(validate_args=False),
+            "acc": BinaryAccuracy(**_OPTIONS),
+            "f1": BinaryF1Score(**_OPTIONS),
+            "auc": BinaryAUROC(**_OPTIONS),
         }
     else:
         made = {
-            "acc": MulticlassAccuracy(num_classes, average="micro", validate_args=False),
-            "f1": MulticlassF1Score(num_classes, average="macro", validate_args=False),
-            "auc": MulticlassAUROC(num_classes, validate_args=False),
+            "acc": MulticlassAccuracy(num_classes, average="micro", **_OPTIONS),
+            "f1": MulticlassF1Score(num_classes, average="macro", **_OPTIONS),
+            "auc": MulticlassAUROC(num_classes, **_OPTIONS),
         }
     return MetricCollection({name: made[name] for name in names}, prefix=prefix, compute_groups=False)
+
+
+def update(metrics: MetricCollection, scores: Tensor, labels: Tensor, multilabel: bool) -> None:
+    """Take in a batch, perhaps one without any seed.
+
+    A rank without seeds must still update: a metric that never was has no state to gather, and the other ranks would
+    wait for it. Torchmetrics takes no empty batch, so such a rank adds one row that is ignored.
+
+    Shapes:
+        scores [S, C], labels int64 [S], or [S, C] of 0 and 1 for several labels a node.
+    """
+    if not len(scores):
+        scores = scores.new_zeros(1, scores.size(1))
+        labels = labels.new_full((1, *labels.shape[1:]), _NO_LABEL)
+    if multilabel:
+        metrics.update(scores.sigmoid(), labels.long())
+        return
+    probabilities = scores.softmax(dim=-1)
+    metrics.update(probabilities[:, 1] if scores.size(1) == 2 else probabilities, labels.long())

@@ -86,7 +86,9 @@ def write(path: Path, content: dict[str, Any]) -> None:
 def print_summary(content: dict[str, Any], run_dir: Path) -> None:
     """The closing tables: metrics and time of the run, then memory and bytes of each rank."""
     console = Console()
-    result = Table(title=f"strategy={content['strategy']} data={content['data']} model={content['model']}", title_justify="left")
+    result = Table(
+        title=f"strategy={content['strategy']} data={content['data']} model={content['model']}", title_justify="left"
+    )
     result.add_column("result")
     result.add_column("", justify="right")
     for name, value in content["metrics"].items():
@@ -118,7 +120,9 @@ def print_summary(content: dict[str, Any], run_dir: Path) -> None:
 def print_partition(store: Store) -> None:
     """What ``gtrain partition`` says: edge cut, halo sizes and balance of each part."""
     partition, console = store.manifest.partition, Console()
-    table = Table(title=f"{store.num_nodes:,} nodes, {store.num_edges:,} edges in {store.num_parts} parts", title_justify="left")
+    table = Table(
+        title=f"{store.num_nodes:,} nodes, {store.num_edges:,} edges in {store.num_parts} parts", title_justify="left"
+    )
     for heading in ("part", "nodes", "edges", "train nodes", "halo nodes"):
         table.add_column(heading, justify="right")
     columns = (partition.nodes, partition.edges, partition.train_nodes, partition.halo)
@@ -126,7 +130,9 @@ def print_partition(store: Store) -> None:
         table.add_row(str(part), *(f"{value:,}" for value in row))
     console.print(table)
     cut = partition.edge_cut
-    console.print(f"partitioner {partition.partitioner}: edge cut {cut:,} ({cut / max(store.num_edges, 1):.1%} of the edges)")
+    console.print(
+        f"partitioner {partition.partitioner}: edge cut {cut:,} ({cut / max(store.num_edges, 1):.1%} of the edges)"
+    )
     balance = "  ".join(f"{name} {value:.3f}" for name, value in partition.imbalance.items())
     console.print(f"imbalance (largest / mean): {balance}")
     console.print(f"store: {store.path}", highlight=False, soft_wrap=True)

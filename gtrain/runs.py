@@ -52,7 +52,9 @@ def resolve(ckpt_path: str, runs: Path, config: dict[str, Any]) -> Path:
     wanted = identity(config)
     for run_dir in reversed(_known(runs)):
         checkpoint = run_dir / "checkpoints" / f"{ckpt_path}.ckpt"
-        if _identity_of(run_dir) == wanted and (checkpoint.exists() or checkpoint.with_name(f"{ckpt_path}.ckpt.old").exists()):
+        if _identity_of(run_dir) == wanted and (
+            checkpoint.exists() or checkpoint.with_name(f"{ckpt_path}.ckpt.old").exists()
+        ):
             return checkpoint
     raise CheckpointError(
         f"ckpt_path={ckpt_path} was set; no run under {runs} with the same data, model and strategy has a checkpoint.",

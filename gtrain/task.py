@@ -44,7 +44,8 @@ def run(cfg: DictConfig, choices: dict[str, str]) -> float | None:
     _set_threads()
     config = plain(cfg)
     if config["verb"] == "partition":
-        return _partition(config)
+        _partition(config)
+        return None
     return _Task(config, choices).run()
 
 
@@ -97,7 +98,8 @@ class _Task:
         fit_seconds = time.perf_counter() - began if config["verb"] == "train" else 0.0
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         metrics |= self._test(trainer, model, data, checkpoint)
-        metrics |= {f"data/{name}": store.facts[name] for name in ("best_acc", "best_auc") if store.facts.get(name)}
+        known_best = {name: store.facts.get(name) for name in ("best_acc", "best_auc")}
+        metrics |= {f"data/{name}": float(value) for name, value in known_best.items() if value is not None}
         mine = report.rank_figures(strategy.global_rank, baseline, recorder, strategy.counters)
         ranks = strategy.group.all_gather_object(mine)
         if strategy.is_global_zero:

@@ -18,7 +18,6 @@ class RunRecorder(Callback):
         epoch_seconds: wall seconds of each epoch's training.
         history: per epoch ``{"epoch": number, "train/loss": ..., "val/...": ...}``.
         cpu_seconds: CPU seconds of this rank in training epochs.
-        first_step_time: ``time.time()`` at the first training batch, or None.
     """
 
     def __init__(self, counters: Counters) -> None:
@@ -26,17 +25,12 @@ class RunRecorder(Callback):
         self.epoch_seconds: list[float] = []
         self.history: list[dict[str, Any]] = []
         self.cpu_seconds = 0.0
-        self.first_step_time: float | None = None
         self._elapsed = 0.0
         self._began: tuple[float, float] | None = None
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._elapsed = 0.0
         self._resume()
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        if self.first_step_time is None:
-            self.first_step_time = time.time()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pause()

@@ -121,6 +121,7 @@ class GraphDataModule(pl.LightningDataModule):
         self.num_classes = num_classes
         self._num_parts = num_parts
         self._opened: Store | None = None
+        self._prepared = False
         self._check_options()
 
     @abstractmethod
@@ -165,7 +166,8 @@ class GraphDataModule(pl.LightningDataModule):
     def prepare_data(self) -> None:
         """Make the store where there is none; safe to call from any number of processes at once."""
         self.fetch()
-        ensure_store(self.store_path, self._build, log.info)
+        ensure_store(self.store_path, self._build, log.debug if self._prepared else log.info)  # said once
+        self._prepared = True
 
     def setup(self, stage: str | None = None) -> None:
         """Open the store."""

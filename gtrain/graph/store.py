@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,7 +83,7 @@ class Store:
         return self._edges.num_edges
 
     @property
-    def facts(self) -> dict[str, object]:
+    def facts(self) -> dict[str, Any]:
         """What a model needs to know of the data; see :class:`~gtrain.graph.manifest.Manifest`."""
         return self.manifest.facts
 

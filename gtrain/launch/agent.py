@@ -25,6 +25,7 @@ from typing import Any
 
 from gtrain.errors import GtrainError, RankFailedError
 from gtrain.launch import slot as slots
+from gtrain.launch.logs import capture, log_path
 from gtrain.launch.slot import JobContext, Slot
 
 PRELOAD = "gtrain.launch.preload"
@@ -128,7 +129,8 @@ def _fork(job: Job, slot: Slot, store: socket.socket, task: str | Callable[..., 
             os.close(sibling.reports)
             os.close(sibling.pidfd)
         port = store.getsockname()[1]
-        store_fd = store.detach() if slot.rank == 0 else store.close()
+        store_fd = store.detach() if slot.rank == 0 else None
+        store.close()  # a detached socket has nothing left to close
         _child(JobContext(slot, job.num_nodes, job.devices, port, store_fd, write_end, job.log_dir), agent, task, args)
     os.close(write_end)
     job.children.append(Child(slot, pid, os.pidfd_open(pid), read_end))
@@ -136,13 +138,14 @@ def _fork(job: Job, slot: Slot, store: socket.socket, task: str | Callable[..., 
 
 def _child(context: JobContext, agent: int, task: str | Callable[..., Any], args: Sequence[Any]) -> None:
     """The life of a rank. Never returns: it leaves by ``os._exit``, past the agent's own exit handlers."""
-    code = 1
+    code, slot = 1, context.slot
     try:
         _die_with(agent)
         os.setpgid(0, 0)  # Ctrl-C reaches the agent alone, which ends the ranks in order
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
-        _redirect(context)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        capture(log_path(context.log_dir, slot.label), terminal=slot.role == "worker" and slot.rank == 0)
         slots.enter(context)
         result = _resolve(task)(*args)
         slots.report("done", result=result if _is_json(result) else None)
@@ -168,45 +171,10 @@ def _die_with(agent: int) -> None:
         os._exit(1)
 
 
-class _Tee:
-    """Rank 0's output: the terminal and its log file."""
-
-    def __init__(self, terminal: Any, log: Any) -> None:
-        self._terminal, self._log = terminal, log
-
-    def write(self, text: str) -> int:
-        self._log.write(text)
-        return int(self._terminal.write(text))
-
-    def flush(self) -> None:
-        self._log.flush()
-        self._terminal.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._terminal, name)
-
-
-def _redirect(context: JobContext) -> None:
-    """Send the output to the rank's log; standard input is nobody's."""
-    log = open(_log_path(context.log_dir, context.slot), "w", buffering=1)  # noqa: SIM115 - open while the rank lives
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    if context.slot.role == "worker" and context.slot.rank == 0:
-        sys.stdout, sys.stderr = _Tee(sys.stdout, log), _Tee(sys.stderr, log)
-        return
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
-    sys.stdout = sys.stderr = log
-
-
 def _log_failure(context: JobContext, exception: BaseException) -> None:
     """Keep the traceback in the log file alone: the terminal gets the agent's one message."""
-    with open(_log_path(context.log_dir, context.slot), "a") as log:
+    with open(log_path(context.log_dir, context.slot.label), "a") as log:
         log.write("".join(traceback.format_exception(exception)))
-
-
-def _log_path(log_dir: Path, slot: Slot) -> Path:
-    return log_dir / f"{slot.label.replace(' ', '-')}.log"
 
 
 def _resolve(task: str | Callable[..., Any]) -> Callable[..., Any]:
@@ -313,6 +281,7 @@ def _terminate_on_signals() -> Iterator[None]:
     """Turn SIGTERM and SIGHUP into an exception, so that the ranks are ended on the way out (Ctrl-C is one already)."""
 
     def stop(number: int, _: Any) -> None:
+        print(f"gtrain: ended by {signal.Signals(number).name}", file=sys.stderr)
         raise SystemExit(128 + number)
 
     try:
@@ -333,7 +302,7 @@ def _raise_first_cause(job: Job) -> None:
     if not causes:
         return
     _, _, child = min(causes, key=lambda cause: cause[:2])
-    log = _log_path(job.log_dir, child.slot)
+    log = log_path(job.log_dir, child.slot.label)
     failure = child.failure
     if failure is not None and failure["user"] and not failure["echo"]:
         raise GtrainError(failure["message"], hint=failure["hint"])

@@ -29,7 +29,7 @@ def resolve(kind: str, environ: Mapping[str, str] = os.environ) -> str:
         raise ConfigError(f"cluster={kind} was set; the launchers are {', '.join(KINDS)}.")
     if kind not in (LOCAL, found):
         raise ConfigError(
-            f"cluster={kind} was set, but this process was not started by {kind} (its environment variables are absent).",
+            f"cluster={kind} was set, but {kind} did not start this process: its environment variables are absent.",
             hint=f"start the command with {kind}, or leave cluster=auto.",
         )
     return kind

@@ -93,7 +93,7 @@ def report_failure(exception: BaseException) -> None:
 
 
 def describe(exception: BaseException) -> dict[str, Any]:
-    """What the agent needs to name a failure: its type, message and hint, and whether it is a user's mistake or an echo."""
+    """What the agent needs to name a failure: type, message, hint, and whether it is a user's mistake or an echo."""
     user = isinstance(exception, GtrainError)
     return {
         "type": type(exception).__name__,

@@ -14,7 +14,7 @@ from torch_geometric.data import Data
 from torchmetrics import MeanMetric
 
 from gtrain.errors import ConfigError, DataError
-from gtrain.metrics import NAMES, classification_metrics
+from gtrain.metrics import NAMES, classification_metrics, update
 
 
 class NodeClassifier(pl.LightningModule):
@@ -61,15 +61,12 @@ class NodeClassifier(pl.LightningModule):
                 f"model.class_weights has {len(class_weights)} numbers, but the graph has {num_classes} classes."
             )
         weights = None if class_weights is None else torch.tensor(list(class_weights), dtype=torch.get_default_dtype())
+        self.class_weights: Tensor | None
         self.register_buffer("class_weights", weights, persistent=False)
         quick = NAMES if multilabel or num_classes == 2 else ("acc", "f1")
-        self.losses = nn.ModuleDict({f"{split}_loss": MeanMetric() for split in ("train", "val", "test")})
-        self.scores = nn.ModuleDict(
-            {
-                "val": classification_metrics(num_classes, multilabel, quick, "val/"),
-                "test": classification_metrics(num_classes, multilabel, tuple(test_metrics), "test/"),
-            }
-        )
+        self.train_loss, self.val_loss, self.test_loss = MeanMetric(), MeanMetric(), MeanMetric()
+        self.val_scores = classification_metrics(num_classes, multilabel, quick, "val/")
+        self.test_scores = classification_metrics(num_classes, multilabel, tuple(test_metrics), "test/")
         self._inputs = _input_names(network)
 
     def forward(self, batch: Data) -> Tensor:
@@ -98,7 +95,9 @@ class NodeClassifier(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         parameters = [p for p in self.parameters() if p.requires_grad]
-        optimizer = torch.optim.Adam(parameters, lr=0.01) if self._make_optimizer is None else self._make_optimizer(parameters)
+        optimizer = (
+            torch.optim.Adam(parameters, lr=0.01) if self._make_optimizer is None else self._make_optimizer(parameters)
+        )
         if self._make_scheduler is None:
             return optimizer
         scheduler = {"scheduler": self._make_scheduler(optimizer), "interval": "epoch", "monitor": self._monitor}
@@ -106,18 +105,18 @@ class NodeClassifier(pl.LightningModule):
 
     def _evaluate(self, batch: Data, split: str) -> None:
         _, _, scores, labels = self._loss(batch, split)
-        metrics = self.scores[split]
-        metrics.update(_probabilities(scores, self.multilabel, self.num_classes), labels.long())
+        metrics = self.val_scores if split == "val" else self.test_scores
+        update(metrics, scores, labels, self.multilabel)
         self.log_dict(metrics, on_step=False, on_epoch=True, batch_size=1)
 
     def _loss(self, batch: Data, split: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Mean loss over the seeds, the weight of that mean, the seeds' scores and labels; a batch may have no seeds."""
+        """Mean loss over the seeds (there may be none), the weight of that mean, the seeds' scores and labels."""
         if "y" not in batch:
             raise DataError("this graph has no labels, so there is nothing to classify.", hint="set data.labels.")
         scores, labels = self(batch)[batch.seeds], batch.y[batch.seeds]
         total, weight = self._summed(scores, labels)
         loss = total / weight.clamp(min=torch.finfo(weight.dtype).tiny)
-        metric = self.losses[f"{split}_loss"]
+        metric: MeanMetric = getattr(self, f"{split}_loss")
         metric.set_dtype(torch.float64)
         metric.update(loss.detach().double(), weight.double())
         self.log(f"{split}/loss", metric, on_step=False, on_epoch=True, batch_size=1, prog_bar=split == "train")
@@ -146,10 +145,3 @@ def _input_names(network: nn.Module) -> dict[str, bool]:
             hint="choose a network over node features, or give a LightningModule of your own as model._target_.",
         )
     return names
-
-
-def _probabilities(scores: Tensor, multilabel: bool, num_classes: int) -> Tensor:
-    """What torchmetrics takes: the probability of class 1 for two classes, of each label, or logits otherwise."""
-    if multilabel:
-        return scores.sigmoid()
-    return scores.softmax(dim=-1)[:, 1] if num_classes == 2 else scores.softmax(dim=-1)

@@ -124,7 +124,8 @@ class GraphStrategy(ParallelStrategy):
         environment = self.cluster_environment
         if isinstance(environment, LightningEnvironment):
             environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        fabric_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
         trainer_checks.check_world(self)

@@ -178,7 +178,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
 def _plain(value: Any, where: str) -> Any:
     """A copy made of tensors, numbers, strings and containers alone: what ``weights_only=True`` reads back."""
     if isinstance(value, Mapping):
-        keep = {k: v for k, v in value.items() if not where.endswith("hyper_parameters") or _is_plain(v, f"{where}.{k}")}
+        keep = {
+            k: v for k, v in value.items() if not where.endswith("hyper_parameters") or _is_plain(v, f"{where}.{k}")
+        }
         return {k: _plain(v, f"{where}.{k}") for k, v in keep.items()}
     if isinstance(value, (list, tuple)):
         items = [_plain(v, f"{where}[{i}]") for i, v in enumerate(value)]

@@ -30,6 +30,7 @@ _OPS = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
+_SMALL = 1024
 _groups_formed = 0
 
 
@@ -68,7 +69,7 @@ class Group:
         self,
         rank: int = 0,
         size: int = 1,
-        backend: ProcessGroupGloo | None = None,
+        backend: Any = None,
         counters: Counters | None = None,
     ) -> None:
         self.rank, self.size = rank, size
@@ -106,7 +107,7 @@ class Group:
         self.counters.sent(tensor.nbytes)
         self.counters.received(tensor.nbytes)
         options = dist.AllreduceOptions()
-        options.reduceOp = _OPS[op]
+        options.reduceOp = _OPS[op]  # type: ignore[assignment]
         began = time.perf_counter()
         host = tensor.detach().cpu().contiguous()
         self.guard(lambda: self._pg.allreduce([host], options).wait())
@@ -116,15 +117,30 @@ class Group:
         return tensor.div_(self.size) if op in ("mean", "avg") else tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's tensor, in rank order. Shapes may differ in any dimension; dtype and rank of the shape may not."""
+        """Every rank's tensor, in rank order. Shapes may differ in any dimension; dtype and rank of the shape may not.
+
+        Shape and content travel in one message where they fit into :data:`_SMALL` bytes on every rank (metrics do).
+        """
         if self.size == 1:
             return [tensor]
         host = tensor.detach().cpu().contiguous()
-        shapes = [torch.Size(shape.tolist()) for shape in self._gather_equal(torch.tensor(host.shape, dtype=torch.int64))]
-        flat = host.new_zeros(max(shape.numel() for shape in shapes))
-        flat[: host.numel()] = host.flatten()
-        rows = self._gather_equal(flat)
-        return [row[: shape.numel()].view(shape).to(tensor.device) for row, shape in zip(rows, shapes, strict=True)]
+        content = host.view(-1).view(torch.uint8) if host.numel() else torch.empty(0, dtype=torch.uint8)
+        header = torch.tensor(host.shape, dtype=torch.int64).view(torch.uint8)
+        first = torch.zeros(len(header) + _SMALL, dtype=torch.uint8)
+        first[: len(header)] = header
+        first[len(header) : len(header) + len(content)] = content[:_SMALL]
+        rows = self._gather_equal(first)
+        shapes = [torch.Size(row[: len(header)].clone().view(torch.int64).tolist()) for row in rows]
+        sizes = [shape.numel() * host.element_size() for shape in shapes]
+        rows = [row[len(header) :] for row in rows]
+        if max(sizes) > _SMALL:
+            padded = torch.zeros(max(sizes), dtype=torch.uint8)
+            padded[: len(content)] = content
+            rows = self._gather_equal(padded)
+        return [
+            row[:size].clone().view(host.dtype).view(shape).to(tensor.device)
+            for row, size, shape in zip(rows, sizes, shapes, strict=True)
+        ]
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's Python object, in rank order."""
@@ -161,7 +177,7 @@ class Group:
     # ------------------------------------------------------------------------------------------ inside
 
     @property
-    def _pg(self) -> ProcessGroupGloo:
+    def _pg(self) -> Any:
         if self._backend is None:
             raise PeerLostError("the process group is closed")
         return self._backend
@@ -204,10 +220,11 @@ def form_group(environment: Any, rank: int, size: int, timeout_seconds: float, c
     _groups_formed += 1
     timeout = timedelta(seconds=timeout_seconds)
     store = PrefixStore(f"gtrain-group-{_groups_formed}", job_store(environment))
-    options = ProcessGroupGloo._Options()
+    gloo: Any = ProcessGroupGloo  # its methods are not in the type stubs
+    options = gloo._Options()
     options._timeout = timeout
     options._devices = [_device(environment)]
-    return Group(rank, size, Group.guard(ProcessGroupGloo, store, rank, size, options), counters)
+    return Group(rank, size, Group.guard(gloo, store, rank, size, options), counters)
 
 
 def _device(environment: Any) -> Any:
@@ -215,7 +232,9 @@ def _device(environment: Any) -> Any:
     if isinstance(environment, AgentEnvironment):
         return ProcessGroupGloo.create_device(hostname="127.0.0.1")
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    return ProcessGroupGloo.create_device(interface=interface) if interface else ProcessGroupGloo.create_default_device()
+    return (
+        ProcessGroupGloo.create_device(interface=interface) if interface else ProcessGroupGloo.create_default_device()
+    )
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

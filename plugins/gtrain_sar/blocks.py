@@ -40,7 +40,8 @@ class _Sum:
     """Adds messages to their targets; a block may be added at any time."""
 
     def __init__(self, call: PropagateCall) -> None:
-        self._call, self._out = call, None
+        self._call = call
+        self._out: Tensor | None = None
 
     def add(self, r: int, messages: Tensor) -> None:
         if self._out is None:

@@ -74,7 +74,7 @@ def synchronised_batch_norm(norm: nn.BatchNorm1d, group: Group, x: Tensor) -> Te
 def _global_moments(group: Group, x: Tensor) -> tuple[float, Tensor, Tensor]:
     """Rows, mean and sum of squared deviations over all ranks.
 
-    Merged pairwise (Chan, Golub and LeVeque 1979): E[x^2] - E[x]^2 would lose the variance of columns with a large mean.
+    Merged pairwise (Chan, Golub and LeVeque 1979): E[x^2] - E[x]^2 would lose the variance where the mean is large.
     """
     wide = x.double()
     mean = wide.mean(0)

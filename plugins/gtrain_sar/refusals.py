@@ -25,7 +25,9 @@ def reason(layer: nn.Module) -> str | None:
     if isinstance(layer, _OVER_ALL_NODES):
         return "it takes statistics over all nodes of the graph, of which a rank has a part"
     if isinstance(layer, norm.LayerNorm) and layer.mode == "graph":
-        return "mode='graph' takes statistics over all nodes of the graph, of which a rank has a part; mode='node' works"
+        return (
+            "mode='graph' takes statistics over all nodes of the graph, of which a rank has a part; mode='node' works"
+        )
     if isinstance(layer, nn.modules.batchnorm._BatchNorm) and not isinstance(layer, nn.BatchNorm1d):
         return "only BatchNorm1d is synchronised over ranks"
     if type(layer).__module__.startswith("torch_geometric.nn.pool"):

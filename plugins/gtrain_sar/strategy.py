@@ -88,5 +88,3 @@ class SarStrategy(GraphStrategy):
         self._module = None
         if self._takeover is not None:
             self._takeover.uninstall()
-
-

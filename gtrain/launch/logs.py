@@ -1,0 +1,49 @@
+"""One log file a rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+
+def log_path(log_dir: Path, label: str) -> Path:
+    """``rank-2.log`` for the label ``rank 2``."""
+    return log_dir / f"{label.replace(' ', '-')}.log"
+
+
+def capture(path: Path, *, terminal: bool) -> None:
+    """Send this process's output to its log file.
+
+    Args:
+        path: the file, written anew.
+        terminal: also let what Python prints through to the terminal; else the file alone gets it, and what compiled
+            code prints as well.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = open(path, "w", buffering=1)  # noqa: SIM115 - open as long as the process lives
+    if terminal:
+        sys.stdout, sys.stderr = _Tee(sys.stdout, log), _Tee(sys.stderr, log)  # type: ignore[assignment]
+        return
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    sys.stdout = sys.stderr = log
+
+
+class _Tee:
+    """A text stream that writes to the terminal and to the log."""
+
+    def __init__(self, terminal: TextIO, log: TextIO) -> None:
+        self._terminal, self._log = terminal, log
+
+    def write(self, text: str) -> int:
+        self._log.write(text)
+        return self._terminal.write(text)
+
+    def flush(self) -> None:
+        self._log.flush()
+        self._terminal.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._terminal, name)

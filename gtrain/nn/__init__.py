@@ -1,1 +1,0 @@
-"""Layers and losses that strategies know how to re-home."""

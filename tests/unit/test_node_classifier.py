@@ -1,0 +1,156 @@
+"""The loss, its weight and the metrics of a node classifier."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.metrics import accuracy_score, f1_score, roc_auc_score
+from torch import Tensor, nn
+from torch_geometric.data import Data
+
+from gtrain.errors import ConfigError, DataError
+from gtrain.metrics import classification_metrics, update
+from gtrain.model.kinds import kind
+from gtrain.model.networks import gat, gcn, mlp, sage
+from gtrain.model.node_classifier import NodeClassifier
+
+
+class Scores(nn.Module):
+    """Returns what it was given: scores are then known."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def batch(classes: int = 3, seeds: int = 20, multilabel: bool = False) -> Data:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50, classes, generator=generator)
+    y = torch.randint(0, classes, (50,), generator=generator)
+    if multilabel:
+        y = (torch.rand(50, classes, generator=generator) > 0.5).float()
+    return Data(x=x, y=y, edge_index=torch.zeros(2, 0, dtype=torch.int64), seeds=torch.arange(seeds))
+
+
+def module(classes: int = 3, **kwargs: object) -> NodeClassifier:
+    made = NodeClassifier(Scores(), classes, **kwargs)  # type: ignore[arg-type]
+    made.log = made.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    return made
+
+
+def test_the_loss_is_the_mean_cross_entropy_over_the_seeds() -> None:
+    b = batch()
+    out = module().training_step(b, 0)
+    assert out["weight"] == 20
+    torch.testing.assert_close(out["loss"], F.cross_entropy(b.x[:20], b.y[:20]))
+
+
+def test_class_weights_weigh_loss_and_weight() -> None:
+    b, weights = batch(), [1.0, 2.0, 5.0]
+    out = module(class_weights=weights).training_step(b, 0)
+    torch.testing.assert_close(out["loss"], F.cross_entropy(b.x[:20], b.y[:20], weight=torch.tensor(weights)))
+    torch.testing.assert_close(out["weight"], torch.tensor(weights)[b.y[:20]].sum())
+
+
+def test_several_labels_use_binary_cross_entropy() -> None:
+    b = batch(multilabel=True)
+    out = module(multilabel=True).training_step(b, 0)
+    torch.testing.assert_close(out["loss"], F.binary_cross_entropy_with_logits(b.x[:20], b.y[:20]))
+
+
+def test_a_batch_without_seeds_has_loss_and_weight_zero_and_zero_gradients() -> None:
+    b = batch(seeds=0)
+    b.x.requires_grad_()
+    out = module().training_step(b, 0)
+    assert (out["loss"].item(), out["weight"].item()) == (0.0, 0.0)
+    out["loss"].backward()
+    assert b.x.grad is not None and not b.x.grad.any()
+
+
+def computed(b: Data, classes: int, multilabel: bool = False, *, empty_batch_first: bool = False) -> dict[str, float]:
+    metrics = classification_metrics(classes, multilabel, ("acc", "f1", "auc"), "")
+    if empty_batch_first:
+        update(metrics, b.x[:0], b.y[:0], multilabel)
+    update(metrics, b.x, b.y, multilabel)
+    return {name: float(value) for name, value in metrics.compute().items()}
+
+
+@pytest.mark.parametrize("empty_batch_first", [False, True])
+def test_metrics_agree_with_scikit_learn(empty_batch_first: bool) -> None:
+    for classes in (2, 4):
+        b = batch(classes)
+        found = computed(b, classes, empty_batch_first=empty_batch_first)
+        predicted, probabilities = b.x.argmax(-1), b.x.softmax(-1)
+        scores = probabilities[:, 1] if classes == 2 else probabilities
+        assert found["acc"] == pytest.approx(accuracy_score(b.y, predicted))
+        assert found["f1"] == pytest.approx(f1_score(b.y, predicted, average="binary" if classes == 2 else "macro"))
+        assert found["auc"] == pytest.approx(roc_auc_score(b.y, scores, multi_class="ovr"), abs=1e-6)
+
+
+@pytest.mark.parametrize("empty_batch_first", [False, True])
+def test_multilabel_metrics_agree_with_scikit_learn(empty_batch_first: bool) -> None:
+    b = batch(multilabel=True)
+    found, predicted = computed(b, 3, True, empty_batch_first=empty_batch_first), (b.x > 0).int()
+    assert found["acc"] == pytest.approx(float((predicted == b.y).float().mean()))
+    assert found["f1"] == pytest.approx(f1_score(b.y, predicted, average="micro"))
+    assert found["auc"] == pytest.approx(roc_auc_score(b.y, b.x, average="macro"), abs=1e-6)
+
+
+def test_a_network_gets_what_its_forward_names() -> None:
+    b = batch()
+    b.edge_weight = torch.ones(0)
+
+    class Asks(nn.Module):
+        def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None, extra: int = 0) -> Tensor:
+            assert edge_weight is b.edge_weight and extra == 0
+            return x
+
+    assert NodeClassifier(Asks(), 3)(b) is b.x
+
+
+def test_missing_inputs_and_wrong_networks_are_explained() -> None:
+    class NeedsEdgeAttributes(nn.Module):
+        def forward(self, x: Tensor, edge_attr: Tensor) -> Tensor:
+            return x
+
+    class TakesTriples(nn.Module):
+        def forward(self, head: Tensor, relation: Tensor, tail: Tensor) -> Tensor:
+            return head
+
+    with pytest.raises(DataError, match="NeedsEdgeAttributes needs edge_attr"):
+        NodeClassifier(NeedsEdgeAttributes(), 3)(batch())
+    with pytest.raises(ConfigError, match=r"takes \(head, relation, tail\)"):
+        NodeClassifier(TakesTriples(), 3)
+    with pytest.raises(ConfigError, match="class_weights has 2 numbers, but the graph has 3 classes"):
+        NodeClassifier(Scores(), 3, class_weights=[1, 2])
+
+
+def test_networks_are_pygs_own_with_our_names_for_norms() -> None:
+    sizes = {"in_channels": 5, "out_channels": 3, "hidden_channels": 8, "num_layers": 2}
+    assert type(gcn(**sizes, norm="none")).__module__.startswith("torch_geometric.")
+    assert sage(**sizes, norm="layer").norms[0].mode == "node"
+    assert kind(gcn(**sizes)) == "message-passing" and kind(mlp(**sizes)) == "per-node"
+    with pytest.raises(ConfigError, match="norm=instance was set; the norms are batch, layer, none"):
+        gcn(**sizes, norm="instance")
+    with pytest.raises(ConfigError, match=r"8 / 3 = 2\.66667"):
+        gat(**sizes, heads=3)
+
+
+def test_input_dropout_acts_in_training_only() -> None:
+    network = gcn(in_channels=4, out_channels=2, hidden_channels=8, num_layers=2, input_dropout=0.9)
+    x, edges = torch.ones(30, 4), torch.tensor([[0, 1], [1, 0]])
+    assert not torch.equal(network(x=x, edge_index=edges), network(x=x, edge_index=edges))
+    network.eval()
+    assert torch.equal(network(x=x, edge_index=edges), network(x=x, edge_index=edges))
+
+
+def test_optimizer_and_scheduler_come_from_factories() -> None:
+    made = module(
+        optimizer=lambda parameters: torch.optim.SGD(parameters or [nn.Parameter(torch.ones(1))], lr=0.5),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1),
+    )
+    configured = made.configure_optimizers()
+    assert configured["optimizer"].param_groups[0]["lr"] == 0.5
+    assert configured["lr_scheduler"]["interval"] == "epoch"
+    assert isinstance(made, pl.LightningModule)

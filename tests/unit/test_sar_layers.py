@@ -1,0 +1,202 @@
+"""sar in one process: what it takes over, what it refuses, and that it leaves a module as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch_geometric.nn import (
+    APPNP,
+    ChebConv,
+    GATConv,
+    GCNConv,
+    GINConv,
+    GraphConv,
+    GraphNorm,
+    LayerNorm,
+    MessagePassing,
+    NNConv,
+    PNAConv,
+    ResGatedGraphConv,
+    SAGEConv,
+    TransformerConv,
+)
+from torch_geometric.nn.conv import gcn_conv
+
+from gtrain.errors import ConfigError
+from gtrain.graph.shard import GraphShard
+from gtrain.strategy.group import Group
+from gtrain_sar import refusals
+from gtrain_sar.call import reduction
+from gtrain_sar.config import SarConfig
+from gtrain_sar.halo import HaloExchange
+from gtrain_sar.normalize import synchronised_batch_norm
+from gtrain_sar.strategy import SarStrategy
+from gtrain_sar.takeover import Takeover
+
+NODES, EDGES = 30, 120
+
+
+def graph() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    edge_index = torch.randint(0, NODES, (2, EDGES), generator=generator)
+    return torch.randn(NODES, 6, generator=generator, dtype=torch.float64), edge_index
+
+
+def whole_shard(edge_index: torch.Tensor) -> GraphShard:
+    return GraphShard(
+        part=0,
+        num_parts=1,
+        offsets=torch.tensor([0, NODES]),
+        edge_index=edge_index,
+        blocks=(0,),
+        block_ptr=torch.tensor([0, NODES]),
+        halo=(torch.empty(0, dtype=torch.int64),),
+        node_data={},
+        edge_data={},
+    )
+
+
+def mlp(size: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, size), nn.ReLU(), nn.Linear(size, size))
+
+
+CONVS = {
+    "gcn": lambda: GCNConv(6, 4),
+    "sage-mean": lambda: SAGEConv(6, 4),
+    "sage-max": lambda: SAGEConv(6, 4, aggr="max"),
+    "sage-min": lambda: SAGEConv(6, 4, aggr="min"),
+    "gin": lambda: GINConv(mlp(4)),
+    "gat": lambda: GATConv(6, 2, heads=2),
+    "graph": lambda: GraphConv(6, 4),
+    "appnp": lambda: APPNP(3, 0.1),
+    "transformer": lambda: TransformerConv(6, 2, heads=2),
+    "gated": lambda: ResGatedGraphConv(6, 4),
+    "pna": lambda: PNAConv(6, 4, ["mean", "max"], ["identity"], torch.ones(20, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("mode", [1, 2, 3])
+@pytest.mark.parametrize("name", CONVS)
+def test_outputs_and_gradients_are_pygs(name: str, mode: int) -> None:
+    x, edge_index = graph()
+    x = x.relu()  # exact zeros: a maximum of 0 is where ties are counted differently
+    torch.manual_seed(0)
+    conv = CONVS[name]().double()
+    results = []
+    for taken_over in (False, True):
+        takeover = Takeover(HaloExchange(Group(), whole_shard(edge_index)), mode, prefetch=1)
+        if taken_over:
+            takeover.install(conv)
+        leaf = x.clone().requires_grad_()
+        out = conv(leaf, edge_index)
+        parameters = [leaf, *(p for p in conv.parameters() if p.requires_grad)]
+        weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+        results.append([out, *torch.autograd.grad((out * weights).sum(), parameters, allow_unused=True)])
+        takeover.uninstall()
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_module_is_left_as_it_was_found() -> None:
+    module = nn.ModuleList([GCNConv(6, 4), SAGEConv(6, 4), nn.BatchNorm1d(4)])
+    before = [set(layer.__dict__) for layer in module.modules()]
+    hooks = [len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in module.modules()]
+    original = gcn_conv.gcn_norm
+    takeover = Takeover(HaloExchange(Group(), whole_shard(graph()[1])), 1, 1)
+    takeover.install(module)
+    assert gcn_conv.gcn_norm is not original and "propagate" in module[0].__dict__
+    takeover.uninstall()
+    assert gcn_conv.gcn_norm is original
+    assert [set(layer.__dict__) for layer in module.modules()] == before
+    assert [len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in module.modules()] == hooks
+
+
+def test_gcn_norm_elsewhere_in_the_process_stays_pygs() -> None:
+    _, edge_index = graph()
+    taken = GCNConv(6, 4)
+    takeover = Takeover(HaloExchange(Group(), whole_shard(edge_index)), 1, 1)
+    takeover.install(taken)
+    other = torch.tensor([[0, 1], [1, 0]])
+    try:
+        assert GCNConv(6, 4)(torch.ones(2, 6), other).shape == (2, 4)
+    finally:
+        takeover.uninstall()
+
+
+def test_blocks_are_used_where_messages_are_per_edge_and_not_elsewhere() -> None:
+    expected = {
+        "gcn": "sum",
+        "sage-mean": "mean",
+        "sage-max": "max",
+        "sage-min": "min",
+        "gin": "sum",
+        "graph": "sum",
+        "gat": "sum",  # its softmax is in edge_update
+        "transformer": None,  # softmax in message
+        "pna": None,  # several aggregations
+    }
+    assert {name: reduction(CONVS[name]()) for name in expected} == expected
+    assert reduction(NNConv(6, 4, nn.Linear(3, 24))) == "sum"
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_batch_norm_agrees_with_torch_forward_backward_and_running(offset: float) -> None:
+    torch.manual_seed(0)
+    ours, reference = nn.BatchNorm1d(5), nn.BatchNorm1d(5).double()
+    x = torch.randn(60, 5) + offset
+    a, b = x.clone().requires_grad_(), x.double().requires_grad_()
+    weights = torch.randn(60, 5)
+    out, expected = synchronised_batch_norm(ours, Group(), a), reference(b)
+    (out * weights).sum().backward()
+    (expected * weights).sum().backward()
+    tolerance = 1e-5 if offset == 0 else 2e-3
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(a.grad.double(), b.grad, rtol=0, atol=tolerance)
+    torch.testing.assert_close(ours.running_var.double(), reference.running_var, rtol=1e-4, atol=0)
+    ours.eval()
+    torch.testing.assert_close(out.std(0, unbiased=False), torch.ones(5), rtol=0, atol=1e-3)
+    torch.testing.assert_close(
+        synchronised_batch_norm(ours, Group(), x).double(), reference.eval()(x.double()), rtol=0, atol=tolerance
+    )
+
+
+class OwnPropagate(MessagePassing):
+    def propagate(self, edge_index, size=None, **kwargs):  # noqa: ANN001, ANN003, ANN201
+        return super().propagate(edge_index, size=size, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"),
+    [
+        (lambda: GraphNorm(4), "statistics over all nodes"),
+        (lambda: LayerNorm(4), "mode='node' works"),
+        (lambda: nn.BatchNorm2d(4), "only BatchNorm1d"),
+        (lambda: ChebConv(4, 4, 2), "Laplacian"),
+        (lambda: GCNConv(4, 4, flow="target_to_source"), "flow='target_to_source'"),
+        (lambda: OwnPropagate(), "propagate of its own"),
+    ],
+)
+def test_what_would_not_be_exact_is_refused_with_the_reason(layer, why: str) -> None:  # noqa: ANN001
+    module = nn.ModuleList([GCNConv(4, 4), layer()])
+    with pytest.raises(ConfigError, match=f"strategy=sar does not serve {type(module[1]).__name__} \\(1\\): .*{why}"):
+        SarStrategy().check_module(module)
+
+
+def test_a_model_without_message_passing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no message-passing layer, so there is nothing to aggregate"):
+        SarStrategy().check_module(nn.Linear(2, 2))
+
+
+def test_the_built_in_networks_are_all_served() -> None:
+    for conv in CONVS.values():
+        assert refusals.reason(conv()) is None
+    assert refusals.reason(LayerNorm(4, mode="node")) is None
+    assert refusals.reason(nn.BatchNorm1d(4)) is None
+
+
+@pytest.mark.parametrize("mode", [0, 4, -1])
+def test_other_modes_are_refused_by_config_and_strategy_alike(mode: int) -> None:
+    for make in (lambda: SarStrategy(mode=mode), lambda: SarConfig(name="sar", mode=mode)):
+        with pytest.raises(ConfigError, match=f"mode={mode} was set"):
+            make()

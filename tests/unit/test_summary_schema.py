@@ -1,0 +1,84 @@
+"""docs/summary.schema.json: the contract of summary.json, held against what gtrain.report writes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from small_graphs import messy_graph, random_parts, stored
+
+from gtrain import report
+from gtrain.callbacks.recorder import RunRecorder
+from gtrain.strategy.counters import Counters
+
+SCHEMA = json.loads((Path(__file__).resolve().parents[2] / "docs" / "summary.schema.json").read_text())
+
+
+@pytest.fixture
+def content(tmp_path: Path) -> dict[str, Any]:
+    """A summary of two epochs and three ranks, made by the code that a run uses, read back from its file."""
+    store = stored(tmp_path / "store", messy_graph(), random_parts(40, 3))
+    counters = Counters(bytes_sent=7, bytes_received=9, comm_seconds=0.5, wait_seconds=0.25)
+    recorder = RunRecorder(counters)
+    recorder.epoch_seconds = [0.5, 1.5]
+    recorder.history = [{"epoch": 0, "train/loss": float("nan")}, {"epoch": 1, "train/loss": 0.5}]
+    ranks = [report.rank_figures(rank, 1000, recorder, counters) for rank in range(3)]
+    config = {"verb": "train", "trainer": {"num_nodes": 3, "devices": 1}}
+    choices = {"strategy": "sar", "data": "planted", "model": "gcn"}
+    made = report.summary(config, choices, store, recorder, {"test/acc": 0.75, "test/loss": float("inf")}, ranks, 2.5)
+    report.write(tmp_path / "summary.json", made)
+    loaded: dict[str, Any] = json.loads((tmp_path / "summary.json").read_text())
+    return loaded
+
+
+def test_the_schema_is_one() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+def test_what_is_written_is_what_is_promised(content: dict[str, Any]) -> None:
+    jsonschema.validate(content, SCHEMA)
+    assert content["throughput"] == {"value": 40 * 2 / 2.0, "unit": "nodes/s"}
+    assert content["metrics"] == {"test/acc": 0.75, "test/loss": None}
+    assert [epoch["train/loss"] for epoch in content["history"]] == [None, 0.5]
+    assert (content["world_size"], len(content["store"]["halo"])) == (3, 3)
+
+
+def test_every_key_is_required_and_described(content: dict[str, Any]) -> None:
+    """A key that the code drops or adds fails one of these two, here and in the parts of the summary."""
+    places: list[tuple[Any, dict[str, Any]]] = [
+        (content, SCHEMA),
+        (content["ranks"][0], SCHEMA["properties"]["ranks"]["items"]),
+        (content["store"], SCHEMA["properties"]["store"]),
+        (content["throughput"], SCHEMA["properties"]["throughput"]),
+    ]
+    for found, schema in places:
+        assert set(found) == set(schema["properties"]) == set(schema["required"])
+        assert schema["additionalProperties"] is False
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("verb",), "fit"),
+        (("epochs",), -1),
+        (("epochs",), 1.5),
+        (("metrics", "test/acc"), "high"),
+        (("ranks", 0, "bytes_sent"), 0.5),
+        (("ranks", 0, "spare"), 1),
+        (("throughput", "unit"), "edges/s"),
+        (("spare",), 1),
+        (("history", 0, "epoch"), None),
+    ],
+)
+def test_what_is_wrong_is_refused(content: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
+    changed = copy.deepcopy(content)
+    place = changed
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(changed, SCHEMA)
