@@ -60,7 +60,10 @@ def get(name: str) -> Backend:
         ConfigError: none is installed under that name, or it cannot be imported.
     """
     if name not in installed():
-        raise ConfigError(f"strategy={name} was set; the installed strategies are {', '.join(installed())}.")
+        raise ConfigError(
+            f"strategy={name} was set, and no such strategy is installed.",
+            hint=f"the installed strategies are {', '.join(installed())}.",
+        )
     try:
         backend = installed()[name].load()
     except Exception as error:
@@ -70,7 +73,10 @@ def get(name: str) -> Backend:
             hint="reinstall the package that provides it.",
         ) from error
     if not isinstance(backend, Backend):
-        raise ConfigError(f"the entry point {name} = {installed()[name].value} is no gtrain.backends.Backend.")
+        raise ConfigError(
+            f"the entry point {name} = {installed()[name].value} is no gtrain.backends.Backend.",
+            hint="let the entry point name the Backend object of the package.",
+        )
     return backend
 
 

@@ -40,10 +40,13 @@ def make(node: dict[str, Any], key: str, **extra: Any) -> Any:
         return instantiate(node, **extra)
     except InstantiationException as error:
         cause = error.__cause__ or error
-        if isinstance(cause, GtrainError):
-            raise cause from None
-        reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
-        raise ConfigError(f"{key}._target_={node.get('_target_')} could not be made: {reason}") from error
+    if isinstance(cause, GtrainError):
+        raise cause
+    reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+    raise ConfigError(
+        f"{key}._target_={node.get('_target_')} could not be made: {type(cause).__name__}: {reason}",
+        hint=f"gtrain --cfg job --package {key} shows its settings.",
+    ) from cause
 
 
 def optional(node: dict[str, Any] | None, key: str) -> Callable[..., Any] | None:
@@ -77,7 +80,10 @@ def make_model(settings: dict[str, Any], store: Store) -> pl.LightningModule:
         )
     network = make(_network_settings(target, settings, sizes), "model")
     if not isinstance(network, nn.Module):
-        raise ConfigError(f"model._target_={settings['_target_']} made a {type(network).__name__}, not a torch module.")
+        raise ConfigError(
+            f"model._target_={settings['_target_']} made a {type(network).__name__}, not a torch module.",
+            hint="name a class or function that makes a torch.nn.Module.",
+        )
     options = {key: settings[key] for key in ("monitor", "test_metrics") if settings.get(key) is not None}
     return NodeClassifier(
         network,
@@ -150,7 +156,8 @@ def _class_weights(setting: Any, store: Store) -> list[float] | None:
         return setting
     if setting != "balanced" or store.facts.get("multilabel"):
         raise ConfigError(
-            f"model.class_weights={setting} was set; give one number a class, or balanced (single labels)."
+            f"model.class_weights={setting} was set.",
+            hint="give a list with one number a class, or balanced (for one label a node).",
         )
     labels = torch.cat([store.node("y", p)[store.node("train_mask", p)] for p in range(store.num_parts)])
     counts = torch.bincount(labels, minlength=store.facts["num_classes"]).double()

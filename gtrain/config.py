@@ -83,7 +83,10 @@ class StrategyConfig:
 
     def __post_init__(self) -> None:
         if self.timeout_seconds <= 0:
-            raise ConfigError(f"strategy.timeout_seconds={self.timeout_seconds} was set; it must be above 0.")
+            raise ConfigError(
+                f"strategy.timeout_seconds={self.timeout_seconds} was set; it must be above 0.",
+                hint="1800 is the default.",
+            )
 
 
 _MODEL_TYPES: dict[str, tuple[type, ...]] = {
@@ -123,11 +126,11 @@ def validate(cfg: DictConfig) -> None:
         if not missing:
             OmegaConf.to_object(cfg.strategy)  # runs the dataclass's own checks
     except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0]) from error
+        raise ConfigError(str(error).splitlines()[0], hint="gtrain --cfg job shows the configuration.") from error
     if missing:
         raise ConfigError(f"{', '.join(missing)} must be set.", hint=f"add {missing[0]}=... to the command.")
     if cfg.verb not in VERBS:
-        raise ConfigError(f"verb={cfg.verb} was set; the verbs are {', '.join(VERBS)}.")
+        raise ConfigError(f"verb={cfg.verb} was set.", hint=f"the verbs are {', '.join(VERBS)}.")
     _check_trainer(cfg)
     _check_model(cfg.model)
 
@@ -136,7 +139,7 @@ def _check_seed(cfg: DictConfig) -> None:
     try:
         seed = cfg.seed
     except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0]) from error
+        raise ConfigError(str(error).splitlines()[0], hint="gtrain --cfg job shows the configuration.") from error
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
         raise ConfigError(f"seed={seed} was set; it must be a whole number from 0 to 2**32 - 1.", hint="set seed=0.")
 
@@ -150,10 +153,13 @@ def _check_trainer(cfg: DictConfig) -> None:
             )
     epochs = cfg.trainer.max_epochs
     if epochs is not None and epochs < -1:
-        raise ConfigError(f"trainer.max_epochs={epochs} was set; it must be -1 (no limit), 0 or more.")
+        raise ConfigError(
+            f"trainer.max_epochs={epochs} was set; it must be -1 (no limit), 0 or more.", hint="set a number of epochs."
+        )
     if cfg.trainer.accumulate_grad_batches < 1:
         raise ConfigError(
-            f"trainer.accumulate_grad_batches={cfg.trainer.accumulate_grad_batches} was set; it must be at least 1."
+            f"trainer.accumulate_grad_batches={cfg.trainer.accumulate_grad_batches} was set; it must be at least 1.",
+            hint="leave it at 1 to step after every batch.",
         )
 
 
@@ -173,7 +179,9 @@ def _check_model(model: DictConfig) -> None:
             raise ConfigError(f"model.{key}={value} was set; it must be at least 1.", hint=f"raise model.{key}.")
     dropout = OmegaConf.select(model, "dropout", default=0.0)
     if not 0 <= dropout < 1:
-        raise ConfigError(f"model.dropout={dropout} was set; it must be at least 0 and below 1.")
+        raise ConfigError(
+            f"model.dropout={dropout} was set; it must be at least 0 and below 1.", hint="0 switches it off."
+        )
 
 
 def plain(node: Any) -> Any:

@@ -66,7 +66,10 @@ def _data_module(config: dict[str, Any], ranks: int) -> GraphDataModule:
     parts = config["data"].get("num_parts") or ranks
     module = build.make({**config["data"], "num_parts": parts}, "data")
     if not isinstance(module, GraphDataModule):
-        raise ConfigError(f"data._target_={config['data']['_target_']} is no GraphDataModule.")
+        raise ConfigError(
+            f"data._target_={config['data']['_target_']} is no GraphDataModule.",
+            hint="subclass gtrain.GraphDataModule.",
+        )
     return module
 
 

@@ -102,7 +102,10 @@ class EdgesData(GraphDataModule):
         path = find_file("data.features", self.features, self.root)
         x = read_array("data.features", path)
         if x.dim() not in (1, 2):
-            raise DataError(f"data.features={path} has shape {list(x.shape)}, and [N, F] is expected")
+            raise DataError(
+                f"data.features={path} has shape {list(x.shape)}, and [N, F] is expected",
+                hint="save one row of numbers for each node: array.reshape(num_nodes, -1)",
+            )
         return x.reshape(x.size(0), -1).float()
 
     def _read_labels(self) -> Tensor | Table | None:
@@ -111,7 +114,13 @@ class EdgesData(GraphDataModule):
             return None
         path = find_file("data.labels", self.labels, self.root)
         if path.suffix in (".npy", ".pt"):
-            return read_array("data.labels", path)
+            labels = read_array("data.labels", path)
+            if labels.dim() not in (1, 2):
+                raise DataError(
+                    f"data.labels={path} has shape {list(labels.shape)}, and [N] or [N, C] is expected",
+                    hint="save one label for each node, or one row of 0 and 1 for each node",
+                )
+            return labels
         table = read_table(path, integers=None, header=True, widths=(1, 2))
         return table if len(table.columns) == 2 else torch.from_numpy(table.columns[0].astype(np.int64))
 
@@ -127,7 +136,11 @@ class EdgesData(GraphDataModule):
         (first, num_nodes), *others = counts.items()
         for other, count in others:
             if count != num_nodes:
-                raise DataError(f"{other} has {count} rows, and {first} says that there are {num_nodes} nodes")
+                key = first.split("=")[0]
+                raise DataError(
+                    f"{other} has {count} rows, and {first} says that there are {num_nodes} nodes",
+                    hint=f"give {other.split('=')[0]} one row for each node, or correct {key}",
+                )
         return num_nodes
 
     def _counted_by(self, x: Tensor | None, labels: Tensor | Table | None) -> str:
@@ -146,13 +159,17 @@ class EdgesData(GraphDataModule):
             row = int(outside[0])
             raise DataError(
                 f"{table.path}, line {table.line(row)}: a label for node {int(ids[row])}, and the graph has "
-                f"{num_nodes} nodes, 0..{num_nodes - 1}"
+                f"{num_nodes} nodes, 0..{num_nodes - 1}",
+                hint="ids start at 0; correct the line, or give the right number of nodes",
             )
         counts = torch.bincount(ids, minlength=num_nodes)
         if counts.max() > 1:
             node = int(counts.argmax())
-            row = int((ids == node).nonzero()[1])
-            raise DataError(f"{table.path}, line {table.line(row)}: a second label for node {node}")
+            first, second = (table.line(int(row)) for row in (ids == node).nonzero()[:2])
+            raise DataError(
+                f"{table.path}, line {second}: a second label for node {node}, which has one in line {first}",
+                hint="delete one of the two lines",
+            )
         missing = int((counts == 0).sum())
         if missing and self.unlabelled is None:
             raise DataError(

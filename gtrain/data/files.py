@@ -30,11 +30,11 @@ def find_file(key: str, name: str, root: Path) -> Path:
         if candidate.is_file():
             return candidate
     if path.is_dir():
-        raise DataError(f"{key}={name} is a folder", hint=_nearby("", path) or "name a file")
+        raise DataError(f"{key}={name} is a folder", hint=f"set {key} to a file{_nearby('', path)}")
     places = f"there is no such file, nor {root / path}" if not path.is_absolute() else "there is no such file"
     folders = [folder for folder in (path.parent, (root / path).parent) if folder.is_dir()]
-    hint = _nearby(path.name, *folders) if folders else f"the folder {path.parent} does not exist either"
-    raise DataError(f"{key}={name}: {places}", hint=hint or f"set {key} to a file")
+    near = _nearby(path.name, *folders) if folders else f"; the folder {path.parent} does not exist either"
+    raise DataError(f"{key}={name}: {places}", hint=f"set {key} to a file{near}")
 
 
 def read_array(key: str, path: Path) -> Tensor:
@@ -58,22 +58,28 @@ def read_array(key: str, path: Path) -> Tensor:
         ) from err
     except (ValueError, TypeError, RuntimeError, EOFError) as err:
         reason = str(err).splitlines()[0] if str(err) else type(err).__name__
-        raise DataError(f"{key}={path} cannot be read as an array of numbers: {reason}") from err
+        raise DataError(
+            f"{key}={path} cannot be read as an array of numbers: {reason}",
+            hint="write it again, numbers only: numpy.save(file, array) for .npy, torch.save(tensor, file) for .pt",
+        ) from err
     columns = read_table(path, integers=0, header=False).columns
     return torch.from_numpy(np.stack(columns, axis=1))
 
 
 def _tensor(loaded: object, key: str, path: Path) -> Tensor:
     if not isinstance(loaded, Tensor):
-        raise DataError(f"{key}={path} holds a {type(loaded).__name__}, and a single tensor is expected")
+        raise DataError(
+            f"{key}={path} holds a {type(loaded).__name__}, and a single tensor is expected",
+            hint="save the tensor alone: torch.save(tensor, file)",
+        )
     return loaded.detach()
 
 
-def _nearby(name: str, *folders: Path) -> str | None:
-    """Return a hint that lists the files with the nearest names, or else some files of the last folder."""
+def _nearby(name: str, *folders: Path) -> str:
+    """Return the end of a hint: the files with the nearest names, or else some files of the last folder."""
     files: list[str] = []
     for folder in folders:
         files = sorted(file.name for file in folder.iterdir() if file.is_file())
         if near := difflib.get_close_matches(name, files, n=3):
-            return f"in {folder} there are {', '.join(near)}"
-    return f"in {folders[-1]} there are {', '.join(files[:5])}" if files else None
+            return f"; in {folder} there are {', '.join(near)}"
+    return f"; in {folders[-1]} there are {', '.join(files[:5])}" if files else ""

@@ -283,6 +283,7 @@ class GraphDataModule(pl.LightningDataModule):
             seed=self.seed,
             train_mask=data.train_mask if "train_mask" in data else None,
             assignment=read_assignment(self.partition_path) if self.partition_path is not None else None,
+            origin=f"data.partition_path={self.partition_path}",
         )
 
 

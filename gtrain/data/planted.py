@@ -40,7 +40,10 @@ class PlantedModel:
             if not 0 <= getattr(self, key) <= 1:
                 raise ConfigError(f"data.{key}={getattr(self, key)} is no probability", hint="set 0 to 1")
         if self.num_classes > self.num_nodes:
-            raise ConfigError(f"data.num_classes={self.num_classes} is more than data.num_nodes={self.num_nodes}")
+            raise ConfigError(
+                f"data.num_classes={self.num_classes} is more than data.num_nodes={self.num_nodes}",
+                hint="lower data.num_classes, or raise data.num_nodes",
+            )
         if self.degree_exponent <= 2:
             raise ConfigError(
                 f"data.degree_exponent={self.degree_exponent:g} has no finite mean degree", hint="set more than 2"

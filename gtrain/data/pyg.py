@@ -208,12 +208,21 @@ def _known(family: str, name: str, options: tuple[str, ...]) -> str:
 
 def _single_graph(dataset: Dataset, name: str) -> Data:
     if len(dataset) != 1:
-        raise DataError(f"{name} holds {len(dataset)} graphs, and only data sets of a single graph are served")
+        raise DataError(
+            f"{name} holds {len(dataset)} graphs, and only data sets of a single graph are served",
+            hint="set data.name to a data set of one graph, or write one of its graphs to files and use data=edges",
+        )
     data = dataset[0]
     if not isinstance(data, Data):
-        raise DataError(f"{name} is a {type(data).__name__}, and only homogeneous graphs (Data) are served")
+        raise DataError(
+            f"{name} is a {type(data).__name__}, and only homogeneous graphs (Data) are served",
+            hint="set data.name to a homogeneous data set, or write one of its edge types to a file and use data=edges",
+        )
     if data.edge_index is None:
-        raise DataError(f"{name} has no edge_index, and only graphs with an edge list are served")
+        raise DataError(
+            f"{name} has no edge_index, and only graphs with an edge list are served",
+            hint="set data.name to a data set with edges, or write the edges to a file and use data=edges",
+        )
     if data.x is None and isinstance(data.y, Tensor) and data.y.dim():
         data.num_nodes = data.y.size(0)  # PyG would guess it from the edges, and warn
     return data

@@ -90,7 +90,11 @@ def construct(cls: type[Dataset], root: str | Path, options: dict[str, Any]) -> 
             f"{cls.__name__} needs the package {package!r}, which is not installed", hint=f"pip install {package}"
         ) from err
     except (AssertionError, TypeError) as err:  # how PyG's classes refuse an option's value
-        raise ConfigError(f"{cls.__name__} does not accept data.options={options}: {err}") from err
+        raise ConfigError(
+            f"{cls.__name__} does not accept data.options={options}: {err}",
+            hint="correct data.options, such as data.options={name: Cora}; the documentation of "
+            f"torch_geometric.datasets.{cls.__name__} lists what it takes",
+        ) from err
 
 
 def mirror(source: Path, target: Path, *, skip: Path) -> None:

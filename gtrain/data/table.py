@@ -67,14 +67,17 @@ def read_table(path: Path, *, integers: int | None, header: bool, widths: tuple[
     text = _text(path)
     first = next(_data_lines(text), None)
     if first is None:
-        raise DataError(f"{path} has no lines other than comments")
+        raise DataError(
+            f"{path} has no lines other than comments", hint="name a file with one row of numbers in each line"
+        )
     separator = _separator(first[1])
     fields = _fields(first[1], separator)
     named = header and not any(_is_number(field) for field in fields[:2])
     if widths is not None and len(fields) not in widths:
         wanted = " or ".join(str(width) for width in widths)
         raise DataError(
-            f"{path}, line {first[0]}: {len(fields)} columns, and {wanted} were expected: {first[1][:60]!r}"
+            f"{path}, line {first[0]}: {len(fields)} columns, and {wanted} were expected: {first[1][:60]!r}",
+            hint=f"give each line {wanted} columns, separated by commas, semicolons, tabs or spaces",
         )
     kinds = [integers is None or column < integers for column in range(len(fields))]
     try:
@@ -90,7 +93,10 @@ def _text(path: Path) -> bytes:
     try:
         text = gzip.decompress(raw) if path.suffix == ".gz" else raw
     except (OSError, EOFError, zlib.error) as err:
-        raise DataError(f"{path} cannot be unpacked: {err}") from err
+        raise DataError(
+            f"{path} cannot be unpacked: {err}",
+            hint="copy or download the file again, or take .gz off its name if it is not compressed",
+        ) from err
     text = text.removeprefix(b"\xef\xbb\xbf")  # the byte order mark that spreadsheets put in front
     return text.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in text else text
 
@@ -146,12 +152,21 @@ def _malformed(path: Path, text: bytes, separator: str, kinds: list[bool], skip:
         fields = _fields(line, separator)
         if len(fields) != len(kinds):
             wrong = f"{len(fields)} columns, and the lines before have {len(kinds)}"
-            return DataError(f"{path}, line {number}: {wrong}: {line[:60]!r}")
+            return DataError(
+                f"{path}, line {number}: {wrong}: {line[:60]!r}",
+                hint=f"give the line {len(kinds)} columns, or put # in front of it if it is a comment",
+            )
         for field, integer in zip(fields, kinds, strict=True):
             if not (_is_integer(field) if integer else _is_number(field)):
                 wanted = "an integer" if integer else "a number"
-                return DataError(f"{path}, line {number}: {field[:30]!r} is not {wanted}: {line[:60]!r}")
-    return DataError(f"{path} cannot be read as a table of {len(kinds)} columns of numbers")
+                return DataError(
+                    f"{path}, line {number}: {field[:30]!r} is not {wanted}: {line[:60]!r}",
+                    hint=f"write {wanted} there, or put # in front of the line if it is a comment or names columns",
+                )
+    return DataError(
+        f"{path} cannot be read as a table of {len(kinds)} columns of numbers",
+        hint=f"write it again as plain text, {len(kinds)} columns of numbers in each line",
+    )
 
 
 def _is_integer(field: str) -> bool:

@@ -31,7 +31,10 @@ def validate_graph(
     """
     num_nodes = data.num_nodes
     if not num_nodes:
-        raise DataError(f"{origin}: the graph has no nodes")
+        raise DataError(
+            f"{origin}: the graph has no nodes",
+            hint="give it an edge, or a number of nodes (data.num_nodes for an edge list)",
+        )
     _check_edges(data, num_nodes, origin)
     _check_features(data.x, num_nodes, origin)
     for name in MASKS:
@@ -57,14 +60,20 @@ def labelled_nodes(y: Tensor, unlabelled: int | None) -> Tensor:
 def _check_rows(name: str, tensor: Tensor, num_nodes: int, origin: str) -> None:
     found = tensor.size(0) if tensor.dim() else 0
     if found != num_nodes:
-        raise DataError(f"{origin}: {name} has {found} rows, and the graph has {num_nodes} nodes")
+        raise DataError(
+            f"{origin}: {name} has {found} rows, and the graph has {num_nodes} nodes",
+            hint=f"give {name} one row for each node, in the order of the node ids",
+        )
 
 
 def _check_edges(data: Data, num_nodes: int, origin: str) -> None:
     edges = data.edge_index
     if not isinstance(edges, Tensor) or edges.dim() != 2 or edges.size(0) != 2 or edges.dtype != torch.int64:
         found = f"{edges.dtype} of shape {list(edges.shape)}" if isinstance(edges, Tensor) else type(edges).__name__
-        raise DataError(f"{origin}: edge_index is {found}, and it should be int64 of shape [2, E]")
+        raise DataError(
+            f"{origin}: edge_index is {found}, and it should be int64 of shape [2, E]",
+            hint="give edge_index the sources in row 0 and the targets in row 1, as torch.int64",
+        )
     outside = ((edges < 0) | (edges >= num_nodes)).any(dim=0).nonzero()
     if outside.numel():
         edge = int(outside[0])
@@ -80,13 +89,18 @@ def _check_features(x: object, num_nodes: int, origin: str) -> None:
         return
     if not isinstance(x, Tensor) or x.dim() != 2 or x.layout != torch.strided:
         found = f"{x.layout} of shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise DataError(f"{origin}: x is {found}, and it should be a dense tensor of shape [N, F]")
+        raise DataError(
+            f"{origin}: x is {found}, and it should be a dense tensor of shape [N, F]",
+            hint="give x one row for each node: x.to_dense() if it is sparse, x.reshape(N, -1) if its shape differs",
+        )
     _check_rows("x", x, num_nodes, origin)
     finite = torch.isfinite(x)
     if not finite.all():
         row, column = (~finite).nonzero()[0].tolist()
+        rows = int((~finite).any(dim=1).sum())
         raise DataError(
-            f"{origin}: x has {float(x[row, column])} at row {row}, column {column}",
+            f"{origin}: x has {float(x[row, column])} at row {row}, column {column} (rows and columns count from 0), "
+            f"and {rows} of {num_nodes} rows are not finite",
             hint="replace missing features before training, for example by the column's mean",
         )
 
@@ -94,7 +108,10 @@ def _check_features(x: object, num_nodes: int, origin: str) -> None:
 def _check_mask(name: str, mask: Tensor, num_nodes: int, origin: str) -> None:
     _check_rows(name, mask, num_nodes, origin)
     if mask.dim() > 2 or not ((mask == 0) | (mask == 1)).all():
-        raise DataError(f"{origin}: {name} is no mask: it should hold true and false, as [N] or [N, number of splits]")
+        raise DataError(
+            f"{origin}: {name} is no mask: it should hold true and false, as [N] or [N, number of splits]",
+            hint=f"give {name} as torch.bool, one row for each node",
+        )
 
 
 def _check_multilabel(y: Tensor, num_classes: int | None, origin: str) -> dict[str, Any]:
@@ -107,19 +124,30 @@ def _check_multilabel(y: Tensor, num_classes: int | None, origin: str) -> dict[s
             hint="give 0 or 1 for each label, or one column of class numbers",
         )
     if num_classes is not None and num_classes != y.size(1):
-        raise DataError(f"{origin}: y has {y.size(1)} columns, and data.num_classes={num_classes}")
+        raise DataError(
+            f"{origin}: y has {y.size(1)} columns, and data.num_classes={num_classes}",
+            hint=f"set data.num_classes={y.size(1)}, or null to count the columns",
+        )
     return {"num_classes": y.size(1), "multilabel": True}
 
 
 def _check_classes(y: Tensor, unlabelled: int | None, num_classes: int | None, origin: str) -> int:
     """Check one label for each node, and return the number of classes."""
     y = y.flatten()
-    if y.is_floating_point() and not (y == y.round()).all():  # a NaN is not equal to itself, and so is caught here
-        node = int((y != y.round()).nonzero()[0])
-        raise DataError(f"{origin}: the label of node {node} is {float(y[node])}, and labels are integers")
+    wrong = (~(y.isfinite() & (y == y.round()))).nonzero() if y.is_floating_point() else y.new_empty(0)
+    if wrong.numel():
+        node = int(wrong[0])
+        raise DataError(
+            f"{origin}: the label of node {node} is {float(y[node])}, and labels are integers; {wrong.numel()} of "
+            f"{y.numel()} are not",
+            hint="give each node a class 0..C-1; mark those without a label by -1, and set data.unlabelled=-1",
+        )
     known = y if unlabelled is None else y[y != unlabelled]
     if not known.numel():
-        raise DataError(f"{origin}: all {y.numel()} nodes have the label {unlabelled}, which data.unlabelled names")
+        raise DataError(
+            f"{origin}: all {y.numel()} nodes have the label {unlabelled}, which data.unlabelled names",
+            hint="give some nodes a label, or correct data.unlabelled (null if every node has a label)",
+        )
     lowest, highest = int(known.min()), int(known.max())
     if lowest < 0:
         node, count = int((y == lowest).nonzero()[0]), int((known < 0).sum())
@@ -130,7 +158,11 @@ def _check_classes(y: Tensor, unlabelled: int | None, num_classes: int | None, o
     if num_classes is not None:
         if highest >= num_classes:
             node = int((y == highest).nonzero()[0])
-            raise DataError(f"{origin}: node {node} has the label {highest}, and data.num_classes={num_classes}")
+            raise DataError(
+                f"{origin}: node {node} has the label {highest}, and data.num_classes={num_classes} allows "
+                f"0..{num_classes - 1}",
+                hint=f"correct the label, or set data.num_classes={highest + 1}, or null to count the classes",
+            )
         return num_classes
     distinct = known.unique().numel()
     if 2 * distinct < highest + 1:

@@ -6,12 +6,16 @@ import dataclasses
 import json
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gtrain.errors import StoreError
 
 FORMAT = 1
 """Version of the on-disk layout; it takes part in a store's name, so a new layout never meets an old store."""
+
+REBUILD = "delete the store's folder ({path}) and run again: it is built anew from the source data"
+"""What to do about a store that is damaged or of another format."""
 
 NODE_TYPE = "node"
 EDGE_TYPE = ("node", "to", "node")
@@ -126,21 +130,28 @@ class Manifest:
         return json.dumps({**body, "crc32": _crc(body)}, indent=1)
 
     @classmethod
-    def from_json(cls, text: str) -> Manifest:
+    def from_json(cls, text: str | bytes, path: str | Path = "store") -> Manifest:
         """Read what :meth:`to_json` wrote.
+
+        Args:
+            text: the JSON text.
+            path: the store's folder, for messages.
 
         Raises:
             StoreError: the text is not JSON, is of another format version, or was changed after it was written.
         """
+        hint = REBUILD.format(path=path)
         try:
             body = json.loads(text)
             crc, version = body.pop("crc32"), body["format"]
         except (ValueError, KeyError, AttributeError, TypeError) as err:
-            raise StoreError(f"manifest.json is not a manifest ({err})") from err
+            raise StoreError(f"{path}: manifest.json is not a manifest ({err})", hint=hint) from err
         if version != FORMAT:
-            raise StoreError(f"the store has format {version}, and this gtrain reads format {FORMAT}")
+            raise StoreError(
+                f"{path}: the store has format {version}, and this gtrain reads format {FORMAT}", hint=hint
+            )
         if crc != _crc(body):
-            raise StoreError("manifest.json does not match its own checksum")
+            raise StoreError(f"{path}: manifest.json does not match its own checksum", hint=hint)
         return cls(**{**body, **_typed(body)})
 
 

@@ -27,6 +27,7 @@ def partition_nodes(
     seed: int = 0,
     train_mask: Tensor | None = None,
     assignment: Tensor | None = None,
+    origin: str = "the partition file",
 ) -> Tensor:
     """Assign each node to a part; every part gets at least one node.
 
@@ -39,6 +40,7 @@ def partition_nodes(
         seed: makes ``metis`` and ``random`` repeatable.
         train_mask: nodes of the train split, so that ``metis`` balances them too; None when there is no split.
         assignment: the part of each node, for ``file`` only.
+        origin: where the assignment comes from, for messages.
 
     Shapes:
         edge_index ``[2, E]`` int64, train_mask ``[N]`` bool, assignment ``[N]`` integer.
@@ -62,7 +64,7 @@ def partition_nodes(
             hint="lower data.num_parts, or run on fewer ranks",
         )
     if method == "file":
-        return _checked(assignment, num_nodes, num_parts)
+        return _checked(assignment, num_nodes, num_parts, origin)
     if num_parts == 1:
         return torch.zeros(num_nodes, dtype=torch.int64)
     if method == "random" or edge_index.numel() == 0:
@@ -83,13 +85,18 @@ def read_assignment(path: str | Path) -> Tensor:
     path = Path(path)
     if not path.is_file():
         raise DataError(f"data.partition_path={path}: there is no such file", hint="name a .npy or text file")
+    wanted = "write one integer for each node, its part, as text or with numpy.save"
     try:
         values = np.load(path) if path.suffix == ".npy" else _read_integers(path)
-    except ValueError as err:
-        raise DataError(f"{path}: cannot be read as one integer per node ({err})") from err
+    except (ValueError, OverflowError, EOFError) as err:
+        raise DataError(
+            f"data.partition_path={path}: cannot be read as one integer per node ({err})", hint=wanted
+        ) from err
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
         found = f"{values.dtype} of shape {list(values.shape)}"
-        raise DataError(f"{path}: holds {found}, and a partition is one integer for each node")
+        raise DataError(
+            f"data.partition_path={path}: holds {found}, and a partition is one integer for each node", hint=wanted
+        )
     return torch.from_numpy(values.astype(np.int64))
 
 
@@ -101,24 +108,30 @@ def _read_integers(path: Path) -> Ints:
     return np.array(words, dtype=np.int64)
 
 
-def _checked(assignment: Tensor | None, num_nodes: int, num_parts: int) -> Tensor:
+def _checked(assignment: Tensor | None, num_nodes: int, num_parts: int, origin: str) -> Tensor:
     """Return the caller's assignment as int64, or say what is wrong with it."""
     if assignment is None:
         raise ConfigError("data.partitioner=file without an assignment", hint="set data.partition_path=FILE")
     if assignment.dim() != 1 or assignment.numel() != num_nodes:
         found = "x".join(str(n) for n in assignment.shape)
-        raise DataError(f"the partition file has {found} entries, and the graph has {num_nodes} nodes")
+        raise DataError(
+            f"{origin} has {found} entries, and the graph has {num_nodes} nodes",
+            hint="give one entry for each node, in the order of the source data's nodes",
+        )
     parts = assignment.to(torch.int64)
     outside = ((parts < 0) | (parts >= num_parts)).nonzero()
     if outside.numel():
         node = int(outside[0])
         raise DataError(
-            f"the partition file puts node {node} into part {int(parts[node])}, and parts are 0..{num_parts - 1}",
+            f"{origin} puts node {node} into part {int(parts[node])}, and parts are 0..{num_parts - 1}",
             hint=f"set data.num_parts={int(parts.max()) + 1}, or correct the file",
         )
     empty = (torch.bincount(parts, minlength=num_parts) == 0).nonzero().flatten().tolist()
     if empty:
-        raise DataError(f"the partition file leaves part {empty[0]} of {num_parts} without a node")
+        raise DataError(
+            f"{origin} leaves part {empty[0]} of {num_parts} without a node",
+            hint=f"put a node into part {empty[0]}, or number the parts without gaps and lower data.num_parts",
+        )
     return parts
 
 

@@ -26,9 +26,7 @@ import torch
 from torch import Tensor
 
 from gtrain.errors import StoreError
-from gtrain.graph.manifest import EDGE_TYPE, NODE_TYPE, EdgeTypeSpec, Manifest, NodeTypeSpec, edge_key
-
-REBUILD = "delete the store's folder ({path}) and run again: it is built anew from the source data"
+from gtrain.graph.manifest import EDGE_TYPE, NODE_TYPE, REBUILD, EdgeTypeSpec, Manifest, NodeTypeSpec, edge_key
 
 
 class Store:
@@ -58,12 +56,7 @@ class Store:
                 f"there is no store at {path}: it has no manifest.json",
                 hint="prepare it first with `gtrain partition`, or delete the folder if it is the rest of one",
             )
-        try:
-            manifest = Manifest.from_json((path / "manifest.json").read_text())
-        except (StoreError, UnicodeDecodeError) as err:
-            reason = err.message if isinstance(err, StoreError) else str(err)
-            raise StoreError(f"{path}: {reason}", hint=REBUILD.format(path=path)) from err
-        store = cls(path, manifest)
+        store = cls(path, Manifest.from_json((path / "manifest.json").read_bytes(), path))
         store._check_sizes()
         return store
 
@@ -141,7 +134,10 @@ class Store:
         try:
             array = np.load(file, mmap_mode="c")
         except FileNotFoundError:
-            raise StoreError(f"the store has no {file.relative_to(self.path)}") from None
+            raise StoreError(
+                f"the store {self.path} has no {file.relative_to(self.path)}",
+                hint=f"add such a tensor to the source data if it has none; {REBUILD.format(path=self.path)}",
+            ) from None
         except ValueError as err:
             raise StoreError(f"{file} is damaged: {err}", hint=REBUILD.format(path=self.path)) from err
         return torch.from_numpy(array) if math.prod(array.shape) else torch.from_numpy(np.array(array))

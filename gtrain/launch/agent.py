@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gtrain.errors import GtrainError, RankFailedError
+from gtrain.errors import ConfigError, GtrainError, RankFailedError
 from gtrain.launch import slot as slots
 from gtrain.launch.logs import capture, log_path
 from gtrain.launch.slot import JobContext, Slot
@@ -90,7 +90,10 @@ def run_local(
         RankFailedError: names the rank that failed first, how, and where its log is.
     """
     if num_nodes < 1 or devices < 1:
-        raise RankFailedError(f"num_nodes={num_nodes} and devices={devices} were set; both must be at least 1.")
+        raise ConfigError(
+            f"num_nodes={num_nodes} and devices={devices} were set; both must be at least 1.",
+            hint="ranks = num_nodes * devices.",
+        )
     importlib.import_module(PRELOAD)
     job = Job(num_nodes, devices, Path(log_dir).absolute())
     job.log_dir.mkdir(parents=True, exist_ok=True)
@@ -310,7 +313,8 @@ def _raise_first_cause(job: Job) -> None:
     if failure is not None:
         text = failure["message"] or "no message"
         raise RankFailedError(f"{where} failed with {failure['type']}: {text}", hint=f"the full traceback is in {log}")
-    raise RankFailedError(*_describe_death(where, child, log))
+    message, hint = _describe_death(where, child.status or 0, log)
+    raise RankFailedError(message, hint=hint)
 
 
 def _cause(child: Child) -> tuple[bool, int, Child]:
@@ -320,11 +324,10 @@ def _cause(child: Child) -> tuple[bool, int, Child]:
     return False, child.ended_ns, child
 
 
-def _describe_death(where: str, child: Child, log: Path) -> tuple[str]:
-    status = child.status or 0
+def _describe_death(where: str, status: int, log: Path) -> tuple[str, str]:
+    """Message and hint for a process that ended without saying why; ``status`` is negative for a signal."""
     if status < 0:
-        name = signal.Signals(-status).name
-        message = f"{where} was killed by {name} (signal {-status})."
         advice = "the kernel kills with SIGKILL when memory runs out; " if -status == signal.SIGKILL else ""
-        return (f"{message}\nHINT: {advice}the rank's log is {log}",)
-    return (f"{where} ended with exit code {status} before its task was done.\nHINT: the rank's log is {log}",)
+        name = signal.Signals(-status).name
+        return f"{where} was killed by {name} (signal {-status}).", f"{advice}the rank's log is {log}"
+    return f"{where} ended with exit code {status} before its task was done.", f"the rank's log is {log}"

@@ -26,7 +26,7 @@ def resolve(kind: str, environ: Mapping[str, str] = os.environ) -> str:
     if kind == "auto":
         return found
     if kind not in KINDS:
-        raise ConfigError(f"cluster={kind} was set; the launchers are {', '.join(KINDS)}.")
+        raise ConfigError(f"cluster={kind} was set.", hint=f"the launchers are {', '.join(KINDS)}.")
     if kind not in (LOCAL, found):
         raise ConfigError(
             f"cluster={kind} was set, but {kind} did not start this process: its environment variables are absent.",

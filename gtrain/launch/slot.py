@@ -106,8 +106,10 @@ def describe(exception: BaseException) -> dict[str, Any]:
 
 def _is_echo(exception: BaseException | None) -> bool:
     """Whether a lost peer lies anywhere in the chain of causes."""
-    while exception is not None:
+    seen: set[int] = set()
+    while exception is not None and id(exception) not in seen:  # a chain may bite its own tail
         if isinstance(exception, PeerLostError):
             return True
+        seen.add(id(exception))
         exception = exception.__cause__ or exception.__context__
     return False

@@ -59,7 +59,7 @@ def norm_settings(norm: str | None) -> tuple[str | None, dict[str, Any]]:
     if norm is None or norm == "none":
         return None, {}
     if norm not in _NORMS:
-        raise ConfigError(f"model.norm={norm} was set; the norms are {', '.join([*_NORMS, 'none'])}.")
+        raise ConfigError(f"model.norm={norm} was set.", hint=f"the norms are {', '.join([*_NORMS, 'none'])}.")
     return _NORMS[norm]
 
 

@@ -58,7 +58,8 @@ class NodeClassifier(pl.LightningModule):
         self._monitor = monitor
         if class_weights is not None and len(class_weights) != num_classes:
             raise ConfigError(
-                f"model.class_weights has {len(class_weights)} numbers, but the graph has {num_classes} classes."
+                f"model.class_weights has {len(class_weights)} numbers, but the graph has {num_classes} classes.",
+                hint="give one number a class.",
             )
         weights = None if class_weights is None else torch.tensor(list(class_weights), dtype=torch.get_default_dtype())
         self.class_weights: Tensor | None

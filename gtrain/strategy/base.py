@@ -236,7 +236,10 @@ class GraphStrategy(ParallelStrategy):
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if sync_grads and self.world_size > 1:
-            raise ConfigError(f"all_gather(sync_grads=True) is not served by strategy={self.strategy_name}.")
+            raise ConfigError(
+                f"all_gather(sync_grads=True) is not served by strategy={self.strategy_name}.",
+                hint="gather without gradients, or let the loss be local: gradients are summed over the ranks.",
+            )
         return torch.stack(self.group.all_gather(tensor))
 
     def _synchronise_metrics(self, module: Module) -> None:

@@ -134,7 +134,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
             hint="use another checkpoint of the run; this one was not finished.",
         ) from error
     if version != FORMAT:
-        raise CheckpointError(f"{path} has checkpoint format {version}; this version of gtrain reads format {FORMAT}.")
+        raise CheckpointError(
+            f"{path} has checkpoint format {version}; this version of gtrain reads format {FORMAT}.",
+            hint="use the version of gtrain that wrote it.",
+        )
     return manifest
 
 

@@ -24,7 +24,10 @@ def check(mode: int, prefetch: int) -> None:
         options = "; ".join(f"{number}: {text}" for number, text in MODES.items())
         raise ConfigError(f"mode={mode} was set; strategy=sar has the modes 1, 2 and 3.", hint=options)
     if prefetch < 0:
-        raise ConfigError(f"strategy.prefetch={prefetch} was set; it must be 0 or more blocks.")
+        raise ConfigError(
+            f"strategy.prefetch={prefetch} was set; it must be 0 or more blocks.",
+            hint="1 overlaps best at least memory.",
+        )
 
 
 @dataclass

@@ -47,33 +47,32 @@ def worst(expected: dict[str, Any], found: dict[str, Any], name: str = "train/lo
 def test_every_mode_and_number_of_ranks_on_a_planted_graph(sweep: Runner, model: str) -> None:
     arguments = [*SMALL, *MODELS[model], *EXACT]
     (single,) = sweep("strategy=single", *arguments, name="single")
-    sharded = sweep("strategy=sar", "mode=1,2,3", "trainer.num_nodes=1,2,4", *arguments, name="sar")
-    sharded += sweep(
-        "strategy=sar", "mode=1,2,3", "trainer.num_nodes=3", "data.partitioner=random", *arguments, name="random"
-    )
-    assert [run["world_size"] for run in sharded] == [1, 2, 4] * 3 + [3] * 3
+    sharded = sweep("strategy=sar", "mode=1,2,3", "trainer.num_nodes=2,4", *arguments, name="sar")
+    random = ["trainer.num_nodes=3", "data.partitioner=random"]
+    sharded += sweep("strategy=sar", "mode=1,3", *random, *arguments, name="random")
+    assert [run["world_size"] for run in sharded] == [2, 4] * 3 + [3] * 2
     for run in sharded:
         for name in ("train/loss", "val/loss"):
             assert worst(single, run, name) < 1e-10
         assert [e["val/acc"] for e in run["history"]] == [e["val/acc"] for e in single["history"]]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["gcn", "sage max", "gat"])
 def test_cora(sweep: Runner, real_data: Callable[[str], Path], model: str) -> None:
     data = ["data=planetoid", "data.name=Cora", f"data.root={real_data('planetoid')}"]
     (single,) = sweep("strategy=single", *data, *MODELS[model], *EXACT, name="single")
-    for run in sweep("strategy=sar", "mode=1,2,3", "trainer.num_nodes=3", *data, *MODELS[model], *EXACT, name="sar"):
+    for run in sweep("strategy=sar", "mode=1,2", "trainer.num_nodes=3", *data, *MODELS[model], *EXACT, name="sar"):
         assert worst(single, run) < 1e-10
 
 
-@pytest.mark.parametrize(("model", "tolerance"), [("gcn", 1e-4), ("sage max", 1e-4), ("gin", 1e-3)])
+@pytest.mark.parametrize(("model", "tolerance"), [("gcn", 1e-4), ("gin", 1e-3)])
 def test_photo_in_single_precision(
     sweep: Runner, real_data: Callable[[str], Path], model: str, tolerance: float
 ) -> None:
     data = ["data=amazon", "data.name=Photo", f"data.root={real_data('amazon')}", "data.partitioner=random"]
     arguments = [*data, *MODELS[model], "model.dropout=0"]
     (single,) = sweep("strategy=single", *arguments, name="single")
-    for run in sweep("strategy=sar", "mode=1,3", "trainer.num_nodes=2", *arguments, name="sar"):
+    for run in sweep("strategy=sar", "mode=1", "trainer.num_nodes=2", *arguments, name="sar"):
         assert worst(single, run) < tolerance
 
 
@@ -100,7 +99,7 @@ def test_batch_norm_class_weights_clipping_and_prefetch(sweep: Runner) -> None:
         "trainer.gradient_clip_val=0.5",
     ]
     (single,) = sweep("strategy=single", *arguments, name="single")
-    for run in sweep("mode=1,2,3", "strategy.prefetch=0,3", "trainer.num_nodes=3", *arguments, name="sar"):
+    for run in sweep("mode=1,2", "strategy.prefetch=0,3", "trainer.num_nodes=3", *arguments, name="sar"):
         for name in ("train/loss", "val/loss"):
             assert worst(single, run, name) < 1e-10
     (balanced,) = sweep("strategy=single", *arguments, "model.class_weights=balanced", name="balanced")

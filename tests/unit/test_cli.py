@@ -49,7 +49,9 @@ def test_a_verb_becomes_an_override(arguments: list[str], expected: list[str]) -
 
 
 def test_an_unknown_verb_lists_the_verbs() -> None:
-    with pytest.raises(ConfigError, match=r"partion was given; the verbs are train, test, partition(.|\n)*mean partition"):
+    with pytest.raises(
+        ConfigError, match=r"partion was given; the verbs are train, test, partition(.|\n)*mean partition"
+    ):
         cli.verb_to_override(["partion"])
 
 

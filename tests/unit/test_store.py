@@ -72,6 +72,12 @@ def test_manifest_survives_json_and_notices_edits(tmp_path: Path) -> None:
         Manifest.from_json(json.dumps({**body, "format": 99}))
     with pytest.raises(StoreError, match="not a manifest"):
         Manifest.from_json(text[:-30])
+    for damage in (text[:-30].encode(), b"\xff\xfe\xff"):
+        (tmp_path / "s" / "manifest.json").write_bytes(damage)
+        with pytest.raises(StoreError, match="s: manifest.json is not a manifest") as caught:
+            Store.open(tmp_path / "s")
+        assert str(caught.value).count("HINT: ") == 1
+        assert f"delete the store's folder ({tmp_path / 's'})" in str(caught.value)
 
 
 def test_a_flipped_byte_is_named(tmp_path: Path) -> None:

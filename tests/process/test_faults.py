@@ -1,0 +1,120 @@
+"""What a killed run leaves, and that it can go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import clean_environment, gtrain, logs, ok, summary
+
+ARGUMENTS = [
+    "trainer.num_nodes=4",
+    "trainer.max_epochs=12",
+    "data.num_nodes=4000",
+    "data.num_edges=80000",
+    "model.dropout=0.5",
+]
+
+
+def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "gtrain", *arguments],
+        cwd=cwd,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def until(condition: Callable[[], Any], seconds: float, folder: Path) -> Any:
+    """What ``condition`` returns once it is true."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds} s\n{logs(folder)}"
+        time.sleep(0.01)
+    return value
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def epochs_logged(run_dir: Path) -> int:
+    metrics = run_dir / "metrics.csv"
+    return len(metrics.read_text().splitlines()) - 1 if metrics.exists() else 0
+
+
+def checkpoint_epoch(run_dir: Path) -> int:
+    try:
+        return int(json.loads((run_dir / "checkpoints" / "last.ckpt" / "manifest.json").read_text())["epoch"])
+    except (OSError, ValueError):
+        return -1
+
+
+@pytest.mark.parametrize("mode", [1])
+def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_end(tmp_path: Path, mode: int) -> None:
+    arguments = [*ARGUMENTS, f"mode={mode}"]
+    # the undisturbed run is kept apart, so that ckpt_path=last cannot find it
+    ok(gtrain(*arguments, "hydra.run.dir=undisturbed", "paths.runs=other", cwd=tmp_path))
+    job = start(*arguments, "hydra.run.dir=killed", cwd=tmp_path)
+    until(lambda: checkpoint_epoch(tmp_path / "killed") >= 3, 60, tmp_path)
+    ranks = children(job.pid)
+    assert len(ranks) == 4
+    began = time.monotonic()
+    os.kill(ranks[2], signal.SIGKILL)
+    output, errors = job.communicate(timeout=10)
+    assert time.monotonic() - began < 10
+    assert job.returncode == 1
+    assert "rank 2 of 4 (machine 2) was killed by SIGKILL (signal 9)" in errors
+    assert "Traceback" not in output + errors
+    assert not any(map(alive, ranks))
+    assert not (tmp_path / "killed" / "summary.json").exists()
+
+    ok(gtrain(*arguments, "hydra.run.dir=resumed", "ckpt_path=last", cwd=tmp_path))
+    whole, rest = summary(tmp_path / "undisturbed"), summary(tmp_path / "resumed")
+    assert 0 < len(rest["history"]) < len(whole["history"]) == 12
+    by_epoch = {epoch["epoch"]: epoch for epoch in whole["history"]}
+    for epoch in rest["history"]:  # dropout included: every rank's random numbers went on
+        assert epoch["train/loss"] == pytest.approx(by_epoch[epoch["epoch"]]["train/loss"], rel=1e-6)
+    assert rest["history"][-1]["val/loss"] == pytest.approx(whole["history"][-1]["val/loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_ending_the_command_ends_every_rank(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    job = start(*ARGUMENTS, "trainer.max_epochs=10000", "hydra.run.dir=run", cwd=tmp_path)
+    until(lambda: checkpoint_epoch(tmp_path / "run") >= 0, 60, tmp_path)
+    ranks = children(job.pid)
+    job.send_signal(number)
+    job.communicate(timeout=10)
+    assert job.returncode == code
+    until(lambda: not any(map(alive, ranks)), 5, tmp_path)
+
+
+def test_a_killed_builder_leaves_no_store_and_the_next_run_makes_it(tmp_path: Path) -> None:
+    job = start("partition", "data.num_nodes=60000", "data.num_edges=2000000", cwd=tmp_path)
+    stores = tmp_path / "data" / "stores"
+    until(lambda: stores.exists() and any(path.is_dir() for path in stores.iterdir()), 60, tmp_path)
+    for pid in children(job.pid):
+        os.kill(pid, signal.SIGKILL)
+    job.communicate(timeout=10)
+    assert not list(stores.glob("*/manifest.json"))
+    ok(gtrain("partition", "data.num_nodes=60000", "data.num_edges=2000000", cwd=tmp_path))
+    assert len(list(stores.glob("*/manifest.json"))) == 1
+    assert len([path for path in stores.iterdir() if path.is_dir()]) == 1
