@@ -1,0 +1,46 @@
+"""A strategy directly on gtrain's base: nothing is sharded but the seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch_geometric.data import Data
+
+from gtrain.data.loader import SeedLoader, full_batch
+from gtrain.errors import ConfigError
+from gtrain.graph.shard import GraphShard, load_whole
+from gtrain.graph.store import Store
+from gtrain.strategy.base import GraphStrategy
+
+
+class ReplicatedStrategy(GraphStrategy):
+    """Every rank computes on the whole graph; loss and metrics of a rank are over its share of the seeds.
+
+    Args:
+        share: ``strided`` or ``contiguous``; see :class:`gtrain_example.config.ReplicatedConfig`.
+        kwargs: passed on to :class:`gtrain.strategy.base.GraphStrategy`.
+    """
+
+    strategy_name: ClassVar[str] = "replicated"
+
+    def __init__(self, share: str = "strided", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.share = share
+
+    def open_shard(self, store: Store) -> GraphShard:
+        return load_whole(store)
+
+    def batches(self, shard: GraphShard, loader: SeedLoader) -> Iterable[Data]:
+        if loader.batch_size is not None:
+            raise ConfigError(f"data.batch_size={loader.batch_size} was set; strategy=replicated trains in full batch.")
+        batch = full_batch(shard, loader.split, self.dtype)
+        batch.seeds = self._mine(batch.seeds)
+        batch.batch_size = batch.seeds.numel()
+        return [batch]  # one batch on every rank, be it without a seed: ranks must not wait for each other
+
+    def _mine(self, seeds: Tensor) -> Tensor:
+        if self.share == "strided":
+            return seeds[self.global_rank :: self.world_size]
+        return seeds.tensor_split(self.world_size)[self.global_rank]
