@@ -62,7 +62,7 @@ def summary(
         "history": [{name: _number(value) for name, value in epoch.items()} for epoch in recorder.history],
         "ranks": ranks,
         "store": {
-            "path": str(store.path),
+            "path": str(store.path.absolute()),
             "parts": store.num_parts,
             "edge_cut": partition.edge_cut,
             "halo": list(partition.halo),

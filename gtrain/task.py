@@ -21,6 +21,7 @@ from gtrain.callbacks.recorder import RunRecorder
 from gtrain.config import plain
 from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError
+from gtrain.graph.store import Store
 from gtrain.launch.environment import find_environment, ranks_on_this_machine
 from gtrain.model.kinds import kind
 from gtrain.strategy.base import GraphStrategy
@@ -84,15 +85,14 @@ class _Task:
         baseline = rss_bytes()
         config, run_dir = self.config, Path(self.config["paths"]["run"])
         pl.seed_everything(config["seed"], verbose=False)
-        strategy = self._strategy()
+        strategy, checkpoint = self._strategy(), self._checkpoint()
         data = _data_module(config, strategy.world_size)
         data.prepare_data()
         store = data.open_store()
-        checkpoint = self._checkpoint()
         model = build.make_model(config["model"], store)
         self._check_served(strategy, model)
         recorder = RunRecorder(strategy.counters)
-        trainer = self._trainer(strategy, recorder, store.num_nodes)
+        trainer = self._trainer(strategy, recorder, store)
         if config["verb"] == "train" and strategy.is_global_zero:
             runs.register(self._runs, run_dir, config)
         began = time.perf_counter()
@@ -100,7 +100,8 @@ class _Task:
             trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
         fit_seconds = time.perf_counter() - began if config["verb"] == "train" else 0.0
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        metrics |= self._test(trainer, model, data, checkpoint)
+        if store.split_size("test") > 0:
+            metrics |= self._test(trainer, model, data, checkpoint)
         known_best = {name: store.facts.get(name) for name in ("best_acc", "best_auc")}
         metrics |= {f"data/{name}": float(value) for name, value in known_best.items() if value is not None}
         mine = report.rank_figures(strategy.global_rank, baseline, recorder, strategy.counters)
@@ -138,8 +139,10 @@ class _Task:
             hint=f"set strategy={backends.serving(found)[0]}, or choose a model of kind {' or '.join(backend.serves)}.",
         )
 
-    def _trainer(self, strategy: GraphStrategy, recorder: RunRecorder, graph_nodes: int) -> pl.Trainer:
+    def _trainer(self, strategy: GraphStrategy, recorder: RunRecorder, store: Store) -> pl.Trainer:
         settings = dict(self.config["trainer"])
+        if store.split_size("val") == 0:
+            settings["limit_val_batches"] = 0  # a data set may publish no validation nodes
         callbacks = [build.make(node, f"callbacks.{name}") for name, node in self.config["callbacks"].items() if node]
         if not settings["limit_val_batches"]:
             for callback in callbacks:
@@ -149,7 +152,7 @@ class _Task:
         return build.make_trainer(
             settings,
             strategy=strategy,
-            callbacks=[recorder, ProgressLine(recorder, graph_nodes), *callbacks],
+            callbacks=[recorder, ProgressLine(recorder, store.num_nodes), *callbacks],
             logger=loggers or False,
             default_root_dir=self.config["paths"]["run"],
             enable_progress_bar=False,

@@ -56,10 +56,7 @@ class SeedLoader:
     @property
     def num_seeds(self) -> int:
         """Number of the split's nodes over all parts."""
-        if self.split == "predict":
-            return self.store.num_nodes
-        name = f"{self.split}_mask"
-        return sum(int(self.store.node(name, part).sum()) for part in range(self.store.num_parts))
+        return self.store.num_nodes if self.split == "predict" else self.store.split_size(self.split)
 
     def __iter__(self) -> Iterator[Data]:
         return self.steps(full_batch(load_whole(self.store), self.split))
@@ -69,7 +66,7 @@ class SeedLoader:
         if self.num_neighbors is not None:
             raise ConfigError(
                 f"data.num_neighbors={list(self.num_neighbors)} is set, and this strategy draws no neighbours",
-                hint="set data.num_neighbors=null, or choose a strategy that samples, such as strategy=pyg",
+                hint="set data.num_neighbors=null, or choose a strategy that samples",
             )
         seeds, epoch = batch.seeds, self.epoch
         self.epoch += 1

@@ -75,6 +75,13 @@ class Store:
         """E, the number of directed edges over all parts."""
         return self._edges.num_edges
 
+    def split_size(self, split: str) -> int:
+        """Return the nodes in ``train``, ``val`` or ``test`` over all parts; 0 where there is no such split."""
+        name = f"{split}_mask"
+        if name not in self.node_names:
+            return 0
+        return sum(int(self.node(name, part).sum()) for part in range(self.num_parts))
+
     @property
     def facts(self) -> dict[str, Any]:
         """What a model needs to know of the data; see :class:`~gtrain.graph.manifest.Manifest`."""

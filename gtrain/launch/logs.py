@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -24,7 +25,11 @@ def capture(path: Path, *, terminal: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     log = open(path, "w", buffering=1)  # noqa: SIM115 - open as long as the process lives
     if terminal:
+        before = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = _Tee(sys.stdout, log), _Tee(sys.stderr, log)  # type: ignore[assignment]
+        for handler in logging.getLogger().handlers:  # these keep the streams that they were made with
+            if isinstance(handler, logging.StreamHandler) and handler.stream in before:
+                handler.setStream(sys.stdout if handler.stream is before[0] else sys.stderr)
         return
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)

@@ -32,6 +32,7 @@ class NodeMLP(nn.Module):
 
 def _build(model: type[nn.Module], input_dropout: float, norm: str | None, **settings: Any) -> nn.Module:
     heads, hidden = settings.get("heads", 1), settings["hidden_channels"]
+    settings["dropout"] = float(settings.get("dropout", 0.0))
     if model is GAT and settings.get("concat", True) and hidden % heads:
         raise ConfigError(
             f"model.hidden_channels={hidden} cannot be divided among model.heads={heads}: "
@@ -86,4 +87,5 @@ def gin(*, input_dropout: float = 0.0, norm: str | None = None, **settings: Any)
 def mlp(*, norm: str | None = None, **settings: Any) -> nn.Module:
     """Multi-layer perceptron without edges: what a model gains from the graph is measured against it."""
     name, norm_kwargs = norm_settings(norm)
+    settings["dropout"] = float(settings.get("dropout", 0.0))  # PyG's MLP takes a whole number for a list
     return NodeMLP(norm=name, norm_kwargs=norm_kwargs, **settings)

@@ -8,7 +8,8 @@ group of ranks, gradients, metrics, checkpoints and refusals are here.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -62,7 +63,7 @@ class GraphStrategy(ParallelStrategy):
         self.counters = Counters()
         self.group = Group(counters=self.counters)
         self._num_nodes = 1
-        self._group_formed = False
+        self._group_formed = self._accumulating = False
         self._shards: dict[Path, GraphShard] = {}
         self._trainer: pl.Trainer | None = None
 
@@ -216,8 +217,18 @@ class GraphStrategy(ParallelStrategy):
 
     def post_backward(self, closure_loss: Tensor) -> None:
         assert self.lightning_module is not None
-        sum_gradients(self.group, self.lightning_module.parameters())
+        if not self._accumulating:
+            sum_gradients(self.group, self.lightning_module.parameters())
         super().post_backward(closure_loss)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None]:
+        """Where batches are accumulated, only the last one's backward pass sums over the ranks, for all of them."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
 
     # ------------------------------------------------------------------------ Lightning's collectives
 

@@ -59,7 +59,12 @@ class SarStrategy(GraphStrategy):
         if loader.batch_size is not None:
             raise ConfigError(
                 f"data.batch_size={loader.batch_size} was set; strategy=sar trains on the whole graph at once.",
-                hint="leave data.batch_size=null, or choose a strategy that trains on mini-batches.",
+                hint="leave data.batch_size=null, or use strategy=single, which steps after each group of seeds.",
+            )
+        if loader.num_neighbors is not None:
+            raise ConfigError(
+                f"data.num_neighbors={list(loader.num_neighbors)} was set; strategy=sar uses every neighbour.",
+                hint="leave data.num_neighbors=null.",
             )
         return [full_batch(shard, loader.split, self.dtype)]
 

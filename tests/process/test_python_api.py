@@ -41,3 +41,9 @@ def test_ranks_that_nobody_started_are_asked_for(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "num_nodes 2 * devices 1 = 2 ranks were asked for, but 1 was started" in done.stderr
     assert "gtrain.run_local" in done.stderr
+
+
+def test_accumulated_gradients_are_summed_over_ranks_once(tmp_path: Path) -> None:
+    program = PROGRAM.with_name("accumulate.py")
+    done = ok(run([sys.executable, str(program)], cwd=tmp_path))
+    assert float(done.stdout.rsplit("RESULT ", 1)[1]) < 1e-6  # printed parameters are compared in single precision

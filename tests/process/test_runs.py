@@ -196,7 +196,11 @@ def test_mode_1_needs_a_fraction_of_the_memory_on_four_ranks(tmp_path: Path) -> 
     dense = ["data.num_nodes=8000", "data.num_edges=1600000", "data.partitioner=random", "data.num_features=32"]
     extra = {}
     for ranks in (1, 4):
-        ok(gtrain(*dense, f"trainer.num_nodes={ranks}", "trainer.max_epochs=2", f"hydra.run.dir=r{ranks}", cwd=tmp_path))
+        ok(
+            gtrain(
+                *dense, f"trainer.num_nodes={ranks}", "trainer.max_epochs=2", f"hydra.run.dir=r{ranks}", cwd=tmp_path
+            )
+        )
         found = summary(tmp_path / f"r{ranks}")
         extra[ranks] = max(rank["peak_rss_bytes"] - rank["baseline_rss_bytes"] for rank in found["ranks"])
     assert extra[4] < 0.45 * extra[1]
