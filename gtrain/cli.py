@@ -171,5 +171,7 @@ def exit_code(error: Exception) -> int:
 
 
 def _leave(message: str, code: int) -> NoReturn:
+    if sys.stderr.isatty():
+        print(file=sys.stderr)  # the live line may still be open
     print(f"gtrain: {message}", file=sys.stderr)
     sys.exit(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 
@@ -36,7 +37,7 @@ class ProgressLine(Callback):
         if not (live or last or now - self._printed >= self._every):
             return
         self._printed = now
-        text = self._line(trainer)
+        text = self._line(trainer)[: shutil.get_terminal_size().columns if live else None]
         print(f"\r\x1b[2K{text}" if live else text, end="\n" if last or not live else "", flush=True)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -129,7 +129,8 @@ class GraphStrategy(ParallelStrategy):
         fabric_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
-        trainer_checks.check_world(self)
+        assert self.cluster_environment is not None
+        trainer_checks.check_world(self.cluster_environment, self.num_nodes, self.num_processes)
         super().setup_environment()
         self.set_world_ranks()
         if not self._group_formed:
@@ -142,7 +143,7 @@ class GraphStrategy(ParallelStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
-        trainer_checks.check_trainer(self, trainer)
+        trainer_checks.check_trainer(self.strategy_name, trainer, self.precisions, self.full_batch)
         assert self.lightning_module is not None
         self.check_module(self.lightning_module)
         super().setup(trainer)

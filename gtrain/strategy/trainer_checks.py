@@ -2,48 +2,50 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins.environments import ClusterEnvironment
 
 from gtrain.errors import ConfigError
 
-if TYPE_CHECKING:
-    from gtrain.strategy.base import GraphStrategy
 
-
-def check_world(strategy: GraphStrategy) -> None:
+def check_world(environment: ClusterEnvironment, num_nodes: int, devices: int) -> None:
     """The processes that the Trainer expects must exist already.
 
     Raises:
         ConfigError: with the arithmetic.
     """
-    environment = strategy.cluster_environment
-    assert environment is not None
-    expected = strategy.num_nodes * strategy.num_processes
+    expected = num_nodes * devices
     found = environment.world_size() if environment.creates_processes_externally else 1
     if expected != found:
         raise ConfigError(
-            f"num_nodes {strategy.num_nodes} * devices {strategy.num_processes} = {expected} ranks were asked for, "
+            f"num_nodes {num_nodes} * devices {devices} = {expected} ranks were asked for, "
             f"but {found} {'was' if found == 1 else 'were'} started.",
             hint="start the ranks with gtrain.run_local(main, num_nodes=...), torchrun or srun, "
             "and give the Trainer the same numbers.",
         )
 
 
-def check_trainer(strategy: GraphStrategy, trainer: pl.Trainer) -> None:
+def check_trainer(name: str, trainer: pl.Trainer, precisions: Sequence[str] | None, full_batch: bool) -> None:
     """Refuse what would train something else than the single process does.
+
+    Args:
+        name: the strategy, for messages.
+        trainer: its settings.
+        precisions: values of ``trainer.precision`` that the strategy computes exactly with; None for all.
+        full_batch: whether an epoch is one batch.
 
     Raises:
         ConfigError: names the setting.
     """
-    name, precision = strategy.strategy_name, strategy.precision_plugin.precision
-    if strategy.precisions is not None and precision not in strategy.precisions:
+    precision = trainer.precision
+    if precisions is not None and precision not in precisions:
         raise ConfigError(
-            f"trainer.precision={precision} was set; strategy={name} serves {' and '.join(strategy.precisions)}.",
+            f"trainer.precision={precision} was set; strategy={name} serves {' and '.join(precisions)}.",
             hint="choose one of these, or strategy=single.",
         )
-    if strategy.full_batch:
+    if full_batch:
         _check_full_batch(name, trainer)
 
 

@@ -50,6 +50,8 @@ class SarStrategy(GraphStrategy):
         shard = load_shard(store, self.global_rank)
         exchange = HaloExchange(self.group, shard)
         exchange.to(self.root_device)
+        if self._takeover is not None:  # of another graph
+            self._takeover.uninstall()
         self._takeover = Takeover(exchange, self.mode, self.prefetch)
         if self._module is not None:
             self._takeover.install(self._module)
