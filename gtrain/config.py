@@ -47,6 +47,10 @@ class TrainerConfig:
     gradient_clip_algorithm: str | None = None
     deterministic: Any = None
     benchmark: bool | None = None
+    reload_dataloaders_every_n_epochs: int = 0
+    enable_progress_bar: bool = True
+    enable_checkpointing: bool = True
+    enable_model_summary: bool = False
     inference_mode: bool = True
     detect_anomaly: bool = False
     profiler: str | None = None

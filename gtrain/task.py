@@ -148,16 +148,18 @@ class _Task:
             for callback in callbacks:
                 if isinstance(callback, ModelCheckpoint):
                     callback.monitor = None  # nothing is validated, so the last epoch is the best known
+        if not settings["enable_checkpointing"]:
+            callbacks = [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)]
+        settings["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+        live = [ProgressLine(recorder, store.num_nodes)] if settings.pop("enable_progress_bar") else []
         loggers = [build.make(node, f"logger.{name}") for name, node in self.config["logger"].items() if node]
         return build.make_trainer(
             settings,
             strategy=strategy,
-            callbacks=[recorder, ProgressLine(recorder, store.num_nodes), *callbacks],
+            callbacks=[recorder, *live, *callbacks],
             logger=loggers or False,
             default_root_dir=self.config["paths"]["run"],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
+            enable_progress_bar=False,  # Lightning's own
             use_distributed_sampler=False,
         )
 

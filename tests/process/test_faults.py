@@ -93,6 +93,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_end(tmp_path: Pa
     by_epoch = {epoch["epoch"]: epoch for epoch in whole["history"]}
     for epoch in rest["history"]:  # dropout included: every rank's random numbers went on
         assert epoch["train/loss"] == pytest.approx(by_epoch[epoch["epoch"]]["train/loss"], rel=1e-6)
+    assert rest["metrics"]["test/loss"] == pytest.approx(whole["metrics"]["test/loss"], rel=1e-6)  # of the same best
     assert rest["history"][-1]["val/loss"] == pytest.approx(whole["history"][-1]["val/loss"], rel=1e-6)
 
 

@@ -132,6 +132,9 @@ def test_trainer_settings_that_work(tmp_path: Path, strategy: str) -> None:
     limits = ["trainer.limit_train_batches=1", "trainer.limit_val_batches=0", "trainer.max_epochs=2"]
     ok(gtrain(*choose, *limits, "hydra.run.dir=limits", cwd=tmp_path))
     assert "val/acc" not in summary(tmp_path / "limits")["history"][-1]
+    off = ["trainer.enable_checkpointing=false", "trainer.enable_progress_bar=false", "trainer.max_epochs=1"]
+    quiet = ok(gtrain(*choose, *off, "hydra.run.dir=off", cwd=tmp_path))
+    assert "epoch 1/1" not in quiet.stdout and not (tmp_path / "off" / "checkpoints").exists()
     plateau = "model.scheduler={_target_: torch.optim.lr_scheduler.ReduceLROnPlateau, patience: 1}"
     ok(gtrain(*choose, plateau, "trainer.max_epochs=2", cwd=tmp_path))
 
