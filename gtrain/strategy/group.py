@@ -6,6 +6,7 @@ unasked. Without one, all traffic of a job goes through here, is counted here, a
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import time
@@ -171,7 +172,7 @@ class Group:
             self.guard(lambda: self._pg.barrier().wait())
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Let go of the connections; the backend's threads end here."""
         self._backend = None
 
     # ------------------------------------------------------------------------------------------ inside
@@ -224,7 +225,10 @@ def form_group(environment: Any, rank: int, size: int, timeout_seconds: float, c
     options = gloo._Options()
     options._timeout = timeout
     options._devices = [_device(environment)]
-    return Group(rank, size, Group.guard(gloo, store, rank, size, options), counters)
+    group = Group(rank, size, Group.guard(gloo, store, rank, size, options), counters)
+    # gloo's threads must end before the interpreter does, or the C++ runtime aborts the process on its way out
+    atexit.register(group.close)
+    return group
 
 
 def _device(environment: Any) -> Any:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers import heed_interrupts
 
 PROGRAM = """
 import json, os, signal, sys, time
@@ -147,7 +148,11 @@ def test_a_killed_rank_ends_the_job_and_every_other_rank(tmp_path: Path) -> None
 )
 def test_no_rank_outlives_the_agent(tmp_path: Path, number: signal.Signals, exit_code: int | None) -> None:
     job = subprocess.Popen(
-        [sys.executable, str(write(tmp_path, EVERYONE_WAITS))], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+        [sys.executable, str(write(tmp_path, EVERYONE_WAITS))],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_interrupts,
     )
     ranks = pids(tmp_path)
     job.send_signal(number)

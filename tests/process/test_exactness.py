@@ -47,17 +47,17 @@ def worst(expected: dict[str, Any], found: dict[str, Any], name: str = "train/lo
 def test_every_mode_and_number_of_ranks_on_a_planted_graph(sweep: Runner, model: str) -> None:
     arguments = [*SMALL, *MODELS[model], *EXACT]
     (single,) = sweep("strategy=single", *arguments, name="single")
-    sharded = sweep("strategy=sar", "mode=1,2,3", "trainer.num_nodes=2,4", *arguments, name="sar")
-    random = ["trainer.num_nodes=3", "data.partitioner=random"]
-    sharded += sweep("strategy=sar", "mode=1,3", *random, *arguments, name="random")
-    assert [run["world_size"] for run in sharded] == [2, 4] * 3 + [3] * 2
+    sharded = sweep("strategy=sar", "mode=1,2,3", "trainer.num_nodes=3", *arguments, name="sar")
+    random = ["trainer.num_nodes=2,4", "data.partitioner=random"]
+    sharded += sweep("strategy=sar", "mode=1", *random, *arguments, name="random")
+    assert [run["world_size"] for run in sharded] == [3, 3, 3, 2, 4]
     for run in sharded:
         for name in ("train/loss", "val/loss"):
             assert worst(single, run, name) < 1e-10
         assert [e["val/acc"] for e in run["history"]] == [e["val/acc"] for e in single["history"]]
 
 
-@pytest.mark.parametrize("model", ["gcn", "sage max", "gat"])
+@pytest.mark.parametrize("model", ["sage max", "gat"])
 def test_cora(sweep: Runner, real_data: Callable[[str], Path], model: str) -> None:
     data = ["data=planetoid", "data.name=Cora", f"data.root={real_data('planetoid')}"]
     (single,) = sweep("strategy=single", *data, *MODELS[model], *EXACT, name="single")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import clean_environment, gtrain, logs, ok, summary
+from helpers import clean_environment, gtrain, heed_interrupts, logs, ok, summary
 
 ARGUMENTS = [
     "trainer.num_nodes=4",
@@ -33,6 +33,7 @@ def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=heed_interrupts,
     )
 
 
