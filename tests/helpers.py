@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -91,6 +92,23 @@ def only_run(folder: Path) -> Path:
     found = sorted(path.parent for path in folder.rglob("summary.json"))
     assert len(found) == 1, f"{len(found)} summaries below {folder}: {[str(path) for path in found]}"
     return found[0]
+
+
+def until(condition: Callable[[], Any], seconds: float, folder: Path) -> Any:
+    """What ``condition`` returns once it is true; fails with the logs below ``folder`` if it is not in time."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds} s\n{logs(folder)}"
+        time.sleep(0.01)
+    return value
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that ended and is not yet collected does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def heed_interrupts() -> None:

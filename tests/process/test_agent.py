@@ -9,11 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import heed_interrupts
+from helpers import alive, heed_interrupts, until
 
 PROGRAM = """
 import json, os, signal, sys, time
@@ -51,26 +50,11 @@ def run(folder: Path, body: str, timeout: float = 60) -> subprocess.CompletedPro
     )
 
 
-def until(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.01)
-
-
 def pids(folder: Path) -> list[int]:
     """The four ranks' processes, once all have started."""
     files = [folder / f"pid-{rank}" for rank in range(4)]
-    until(lambda: all(f.exists() and f.read_text() for f in files), 60, "four ranks start")
+    until(lambda: all(f.exists() and f.read_text() for f in files), 60, folder)
     return [int(f.read_text()) for f in files]
-
-
-def alive(pid: int) -> bool:
-    """Whether the process runs; one that ended and is not yet collected does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_every_rank_runs_and_rank_0_answers(tmp_path: Path) -> None:
@@ -157,7 +141,7 @@ def test_no_rank_outlives_the_agent(tmp_path: Path, number: signal.Signals, exit
     ranks = pids(tmp_path)
     job.send_signal(number)
     _, errors = job.communicate(timeout=10)
-    until(lambda: not any(map(alive, ranks)), 5, f"all ranks gone after {number.name}")
+    until(lambda: not any(map(alive, ranks)), 5, tmp_path)
     if exit_code is not None:
         assert job.returncode == exit_code
     else:
@@ -179,7 +163,7 @@ if rank == 0:
     done = run(tmp_path, body)
     assert re.search(r"rank 0 .* ValueError: enough", done.stdout)
     assert time.monotonic() - started < 40
-    until(lambda: not alive(int((tmp_path / "grandchild").read_text())), 5, "the grandchild is gone")
+    until(lambda: not alive(int((tmp_path / "grandchild").read_text())), 5, tmp_path)
 
 
 def test_what_the_agent_imports_starts_no_thread_pool(tmp_path: Path) -> None:
