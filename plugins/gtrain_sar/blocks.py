@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gtrain_sar.call import EdgeBlocks, PropagateCall, message_parameters
+from gtrain_sar.call import PropagateCall, message_parameters
 from gtrain_sar.halo import FetchedBlock, HaloExchange, InFlight, add_rows
 
 
@@ -249,6 +249,3 @@ def _set_random_state(state: tuple[Tensor, Tensor | None]) -> None:
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1])
-
-
-__all__ = ["EdgeBlocks", "aggregate_kept", "aggregate_recomputed"]
