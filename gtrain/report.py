@@ -13,8 +13,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from gtrain.callbacks.recorder import RunRecorder
+from gtrain.data.module import GraphDataModule
+from gtrain.graph.manifest import HELD_OUT
 from gtrain.graph.store import Store
 from gtrain.strategy.counters import Counters, peak_rss_bytes
 
@@ -38,7 +41,7 @@ def rank_figures(rank: int, baseline_rss: int, recorder: RunRecorder, counters: 
 def summary(
     config: dict[str, Any],
     choices: dict[str, str],
-    store: Store,
+    data: GraphDataModule,
     recorder: RunRecorder,
     metrics: dict[str, float],
     ranks: list[dict[str, Any]],
@@ -46,18 +49,20 @@ def summary(
 ) -> dict[str, Any]:
     """The machine-readable result; its keys are a contract (``docs/summary.schema.json``)."""
     training = sum(recorder.epoch_seconds)
-    rate = store.num_nodes * len(recorder.epoch_seconds) / training if training else 0.0
+    work, unit = data.work
+    rate = work * len(recorder.epoch_seconds) / training if training else 0.0
+    store = data.open_store()
     partition = store.manifest.partition
     return {
         "verb": config["verb"],
         **choices,
         "num_nodes": config["trainer"]["num_nodes"],
         "devices": config["trainer"]["devices"],
-        "world_size": len(ranks),
+        "world_size": sum(rank["role"] == "worker" for rank in ranks),
         "epochs": len(recorder.epoch_seconds),
         "fit_seconds": fit_seconds,
         "epoch_seconds": recorder.epoch_seconds,
-        "throughput": {"value": rate, "unit": "nodes/s"},
+        "throughput": {"value": rate, "unit": unit},
         "metrics": {name: _number(value) for name, value in metrics.items()},
         "history": [{name: _number(value) for name, value in epoch.items()} for epoch in recorder.history],
         "ranks": ranks,
@@ -104,7 +109,7 @@ def print_summary(content: dict[str, Any], run_dir: Path) -> None:
         ranks.add_column(heading, justify="right")
     for rank in content["ranks"]:
         ranks.add_row(
-            str(rank["rank"]),
+            str(rank["rank"]) if rank["role"] == "worker" else f"{rank['role']} {rank['rank']}",
             _mib(rank["peak_rss_bytes"]),
             _mib(rank["peak_rss_bytes"] - rank["baseline_rss_bytes"]),
             _mib(rank["bytes_sent"]),
@@ -118,7 +123,7 @@ def print_summary(content: dict[str, Any], run_dir: Path) -> None:
 
 
 def print_partition(store: Store) -> None:
-    """What ``gtrain partition`` says: edge cut, halo sizes and balance of each part."""
+    """What ``gtrain partition`` says: edge cut, halo sizes and balance of each part, and what there is of each type."""
     partition, console = store.manifest.partition, Console()
     table = Table(
         title=f"{store.num_nodes:,} nodes, {store.num_edges:,} edges in {store.num_parts} parts", title_justify="left"
@@ -129,13 +134,38 @@ def print_partition(store: Store) -> None:
     for part, row in enumerate(zip(*columns, strict=True)):
         table.add_row(str(part), *(f"{value:,}" for value in row))
     console.print(table)
+    for types in _type_tables(store) if store.is_hetero else ():
+        console.print(types)
     cut = partition.edge_cut
     console.print(
         f"partitioner {partition.partitioner}: edge cut {cut:,} ({cut / max(store.num_edges, 1):.1%} of the edges)"
     )
     balance = "  ".join(f"{name} {value:.3f}" for name, value in partition.imbalance.items())
     console.print(f"imbalance (largest / mean): {balance}")
+    for split in HELD_OUT:
+        if held_out := sum(store.held_out_size(split, kind) for kind in store.edge_types):
+            console.print(f"{split} edges, held out: {held_out:,}")
     console.print(f"store: {store.path}", highlight=False, soft_wrap=True)
+
+
+def _type_tables(store: Store) -> tuple[Table, Table]:
+    """Nodes of each type in each part; edges of each type, and how many of them are cut."""
+    partition = store.manifest.partition
+    nodes, edges = Table(), Table()
+    nodes.add_column("node type")
+    for heading in ("nodes", *(f"part {part}" for part in range(store.num_parts)), "largest / mean"):
+        nodes.add_column(heading, justify="right")
+    for kind, counts in partition.nodes_by_type.items():
+        balance = max(counts) * len(counts) / max(sum(counts), 1)
+        nodes.add_row(Text(kind), f"{sum(counts):,}", *(f"{count:,}" for count in counts), f"{balance:.3f}")
+    edges.add_column("edge type")
+    for heading in ("edges", "edge cut"):
+        edges.add_column(heading, justify="right")
+    for key, spec in store.manifest.edge_types.items():
+        cut = partition.edge_cut_by_type[key]
+        share = f"{cut:,} ({cut / max(spec.num_edges, 1):.1%})"
+        edges.add_row(Text(" ".join(spec.edge_type)), f"{spec.num_edges:,}", share)
+    return nodes, edges
 
 
 def _mib(value: float) -> str:

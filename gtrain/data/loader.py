@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
+from gtrain.data.edge_seeds import EdgeSeeds, edge_seeds
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.shard import GraphShard, load_whole
 from gtrain.graph.store import Store
+from gtrain.graph.whole import load_whole_hetero
 
 SPLITS = ("train", "val", "test", "predict")
+TASKS = ("node", "link")
+Batch = TypeVar("Batch", bound=Data | HeteroData)
 
 
 @dataclass
@@ -31,6 +37,7 @@ class SeedLoader:
         shuffle: whether each epoch has another order; it matters only with a ``batch_size``.
         seed: seed of the order; epoch e is shuffled with ``seed + e``.
         epoch: number of the next epoch, advanced by each iteration.
+        task: ``node``: seeds are nodes; ``link``: seeds are edges, except for ``predict``, whose seeds are all nodes.
     """
 
     store: Store
@@ -40,11 +47,12 @@ class SeedLoader:
     shuffle: bool = False
     seed: int = 0
     epoch: int = field(default=0, compare=False)
+    task: str = "node"
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
             raise ConfigError(f"{self.split!r} is not a split", hint=f"choose one of {', '.join(SPLITS)}")
-        if self.split != "predict" and f"{self.split}_mask" not in self.store.node_names:
+        if self.task == "node" and self.split != "predict" and not has_split(self.store, self.split):
             raise _no_split(self.split)
 
     def __len__(self) -> int:
@@ -54,27 +62,82 @@ class SeedLoader:
         return max(1, -(-self.num_seeds // self.batch_size))
 
     @property
+    def seeds_are_edges(self) -> bool:
+        """Whether the batches carry edges to be scored."""
+        return self.task == "link" and self.split != "predict"
+
+    @property
     def num_seeds(self) -> int:
-        """Number of the split's nodes over all parts."""
-        return self.store.num_nodes if self.split == "predict" else self.store.split_size(self.split)
+        """Number of the split's nodes, or edges, over all parts."""
+        if self.split == "predict":
+            return self.store.num_nodes_of(target_type(self.store))
+        return num_link_seeds(self.store, self.split) if self.seeds_are_edges else self.store.split_size(self.split)
 
-    def __iter__(self) -> Iterator[Data]:
-        return self.steps(full_batch(load_whole(self.store), self.split))
+    def __iter__(self) -> Iterator[Data | HeteroData]:
+        graph: Data | HeteroData = (
+            hetero_batch(load_whole_hetero(self.store), self.store)
+            if self.store.is_hetero
+            else graph_batch(load_whole(self.store))
+        )
+        return self.steps(graph, self.seeds(graph))
 
-    def steps(self, batch: Data) -> Iterator[Data]:
-        """Yield ``batch``, the whole graph, once for each group of its seeds: one epoch without sampling."""
+    def seeds(self, graph: Data | HeteroData) -> Tensor | EdgeSeeds:
+        """Return the split's seeds in the order of the source data, whatever the parts of the store.
+
+        Args:
+            graph: every node and edge, as :func:`graph_batch` or :func:`hetero_batch` returns it.
+
+        Returns:
+            Local ids of nodes, int64, or the edges.
+        """
+        return edge_seeds(graph, self.store, self.split) if self.seeds_are_edges else node_seeds(graph, self.split)
+
+    def steps(self, graph: Batch, seeds: Tensor | EdgeSeeds) -> Iterator[Batch]:
+        """Yield the whole graph once for each group of its seeds: one epoch without sampling."""
         if self.num_neighbors is not None:
             raise ConfigError(
                 f"data.num_neighbors={list(self.num_neighbors)} is set, and this strategy draws no neighbours",
                 hint="set data.num_neighbors=null, or choose a strategy that samples",
             )
-        seeds, epoch = batch.seeds, self.epoch
+        epoch = self.epoch
         self.epoch += 1
-        if self.shuffle and self.batch_size is not None:
-            generator = torch.Generator().manual_seed(self.seed + epoch)
-            seeds = seeds[torch.randperm(seeds.numel(), generator=generator)]
-        for chunk in seeds.split(self.batch_size) if self.batch_size else (seeds,):
-            yield _with_seeds(batch, chunk)
+        if isinstance(seeds, Tensor):
+            for chunk in self._chunks(seeds, epoch):
+                yield with_seeds(graph, chunk)
+        else:
+            for chunk in self._chunks(torch.arange(len(seeds)), epoch):
+                yield with_edges(graph, seeds, chunk)
+
+    def _chunks(self, seeds: Tensor, epoch: int) -> Sequence[Tensor]:
+        """Cut the seeds, in the order of the source data, into the steps of one epoch."""
+        if self.batch_size is None:
+            return (seeds,)
+        if self.shuffle:
+            seeds = seeds[torch.randperm(seeds.numel(), generator=torch.Generator().manual_seed(self.seed + epoch))]
+        return seeds.split(self.batch_size)
+
+
+def has_split(store: Store, split: str) -> bool:
+    """Return whether the store says which nodes are in ``train``, ``val`` or ``test``."""
+    return f"{split}_mask" in store.node_tensors(target_type(store))
+
+
+def target_type(store: Store) -> str:
+    """Return the node type that carries the labels: the only one of a homogeneous graph."""
+    target = store.facts.get("target")
+    return target if isinstance(target, str) else store.node_types[0]
+
+
+def target_edge_type(store: Store) -> tuple[str, str, str]:
+    """Return the edge type that is predicted: the only one of a homogeneous graph."""
+    source, relation, target = store.facts.get("target_edge") or store.edge_types[0]
+    return source, relation, target
+
+
+def num_link_seeds(store: Store, split: str) -> int:
+    """Return the edges of a split over all parts."""
+    edge_type = target_edge_type(store)
+    return store.num_edges_of(edge_type) if split == "train" else store.held_out_size(split, edge_type)
 
 
 def full_batch(shard: GraphShard, split: str, dtype: torch.dtype | None = None) -> Data:
@@ -86,14 +149,24 @@ def full_batch(shard: GraphShard, split: str, dtype: torch.dtype | None = None) 
         dtype: the precision to give ``x`` and floating-point edge data; None leaves them as they are stored.
 
     Returns:
-        A ``Data`` with every tensor of ``node_data`` and ``edge_data``, and
+        What :func:`graph_batch` returns, and
 
-        * ``edge_index`` int64 ``[2, E]``, local ids (sources up to n+h-1, targets up to n-1);
-        * ``num_nodes`` n, the own nodes, which is the number of rows of ``x``;
         * ``seeds`` int64 ``[s]``, local ids of the own nodes that are in the split, ascending (``predict``: all own
           nodes). **A batch's loss and metrics are over these nodes, and over no others.** A rank may have none;
-        * ``batch_size`` s;
-        * ``n_id`` int64 ``[n]``, global ids of the own nodes.
+        * ``batch_size`` s.
+    """
+    batch = graph_batch(shard, dtype)
+    return with_seeds(batch, node_seeds(batch, split).sort().values)
+
+
+def graph_batch(shard: GraphShard, dtype: torch.dtype | None = None) -> Data:
+    """Return a shard as a ``Data`` with every tensor of ``node_data`` and ``edge_data``, and
+
+    * ``edge_index`` int64 ``[2, E]``, local ids (sources up to n+h-1, targets up to n-1);
+    * ``num_nodes`` n, the own nodes, which is the number of rows of ``x``;
+    * ``n_id`` int64 ``[n]``, global ids of the own nodes.
+
+    ``x`` is dense, or a sparse CSR tensor where the store keeps it so.
     """
     batch = Data(edge_index=shard.edge_index, num_nodes=shard.num_local)
     for name, tensor in shard.node_data.items():
@@ -101,26 +174,65 @@ def full_batch(shard: GraphShard, split: str, dtype: torch.dtype | None = None) 
     for name, tensor in shard.edge_data.items():
         batch[name] = _cast(tensor, dtype)
     batch.n_id = torch.arange(int(shard.offsets[shard.part]), int(shard.offsets[shard.part + 1]))
-    return _with_seeds(batch, _seeds(shard, split))
+    return batch
+
+
+def hetero_batch(graph: HeteroData, store: Store, dtype: torch.dtype | None = None) -> HeteroData:
+    """Return a whole heterogeneous graph as a batch: a copy without held-out edges, and with
+
+    * ``n_id`` int64 ``[n]`` of each node type, global ids;
+    * ``target``, the node type that the labels belong to (str).
+    """
+    batch = HeteroData()
+    for node_type in graph.node_types:
+        for name, value in graph[node_type].items():
+            batch[node_type][name] = _cast(value, dtype) if name == "x" else value
+        batch[node_type].n_id = torch.arange(int(graph[node_type].num_nodes or 0))
+    for edge_type in graph.edge_types:
+        for name, value in graph[edge_type].items():
+            if not name.startswith(("val_edge_", "test_edge_")):
+                batch[edge_type][name] = _cast(value, dtype)
+    batch.target = target_type(store)
+    return batch
+
+
+def node_seeds(graph: Data | HeteroData, split: str) -> Tensor:
+    """Return the local ids of a split's nodes in the order of the source data, whatever the parts of the store."""
+    nodes = graph[graph.target] if isinstance(graph, HeteroData) else graph
+    if split == "predict":
+        seeds = torch.arange(int(nodes.num_nodes or 0))
+    elif f"{split}_mask" not in nodes:
+        raise _no_split(split)
+    else:
+        seeds = nodes[f"{split}_mask"].nonzero().flatten()
+    return seeds[torch.argsort(nodes.orig_id[seeds])]
+
+
+def with_seeds(batch: Batch, seeds: Tensor) -> Batch:
+    """Return a shallow copy of a batch with these seeds."""
+    copied = _copied(batch)
+    copied.seeds, copied.batch_size = seeds, seeds.numel()
+    return copied
+
+
+def with_edges(batch: Batch, edges: EdgeSeeds, chosen: Tensor) -> Batch:
+    """Return a shallow copy of a batch whose seeds are these of a split's edges; see :class:`EdgeSeeds`."""
+    copied = _copied(batch)
+    for name, value in edges.select(chosen).items():
+        copied[name] = value
+    copied.seeds, copied.batch_size = chosen, chosen.numel()
+    if isinstance(copied, HeteroData):
+        copied.target = edges.edge_type
+    return copied
+
+
+def _copied(batch: Batch) -> Batch:
+    """Copy the containers and none of the tensors."""
+    return copy.copy(batch)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-
-
-def _seeds(shard: GraphShard, split: str) -> Tensor:
-    if split == "predict":
-        return torch.arange(shard.num_local)
-    if f"{split}_mask" not in shard.node_data:
-        raise _no_split(split)
-    return shard.node_data[f"{split}_mask"].nonzero().flatten()
-
-
-def _with_seeds(batch: Data, seeds: Tensor) -> Data:
-    """Return a shallow copy of a batch with other seeds."""
-    batch = Data(**batch.to_dict())
-    batch.seeds, batch.batch_size = seeds, seeds.numel()
-    return batch
+    return tensor.to(dtype) if isinstance(tensor, Tensor) and dtype and tensor.is_floating_point() else tensor
 
 
 def _no_split(split: str) -> DataError:

@@ -6,22 +6,20 @@ import hashlib
 import json
 import logging
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 import lightning.pytorch as pl
-import torch
 from torch import Tensor
-from torch_geometric.data import Data
 
-from gtrain.data.loader import SeedLoader
-from gtrain.data.split import MASKS, SplitOptions, split_nodes
-from gtrain.data.validate import labelled_nodes, validate_graph
+from gtrain.data.loader import TASKS, SeedLoader, has_split, num_link_seeds
+from gtrain.data.prepare import Graph, Names, Preparation, cut, describe, prepare_graph
+from gtrain.data.split import SplitOptions
 from gtrain.errors import ConfigError
 from gtrain.graph.lock import ensure_store
 from gtrain.graph.manifest import FORMAT
-from gtrain.graph.partition import METHODS, partition_nodes, read_assignment
+from gtrain.graph.partition import METHODS
 from gtrain.graph.store import Store
 from gtrain.graph.writer import write_store
 
@@ -47,6 +45,8 @@ class SharedOptions(TypedDict):
     batch_size: NotRequired[int | None]
     num_neighbors: NotRequired[Sequence[int] | None]
     unlabelled: NotRequired[int | None]
+    task: NotRequired[str]
+    target: NotRequired[str | None]
 
 
 class CommonOptions(SharedOptions):
@@ -56,19 +56,20 @@ class CommonOptions(SharedOptions):
 
 
 class GraphDataModule(pl.LightningDataModule):
-    """A graph with a task on its nodes, kept as a partitioned store.
+    """A graph with a task on its nodes or its edges, kept as a partitioned store.
 
     A source overrides :meth:`identity` and :meth:`read`, and sets ``name``. Everything else is done here: the first
     process that needs the graph reads it, checks it, splits it, partitions it and writes the store; all others open it.
+    Rows of sparse features are nodes of a graph without edges.
 
     Args:
         root: folder of the raw files.
         store: folder that the stores are kept in.
         num_parts: parts to cut the graph into; None means one for each rank.
-        partitioner: ``metis``, ``random`` or ``file``.
+        partitioner: ``metis``, ``ldg``, ``fennel``, ``random`` or ``file``; see :mod:`gtrain.graph.partition`.
         partition_path: the part of each node, for ``partitioner="file"``.
-        split: ``public``, ``random`` or ``per_class``; see :class:`~gtrain.data.split.SplitOptions`, which explains the
-            next five too.
+        split: ``public``, ``random``, ``per_class`` or ``time``; see :class:`~gtrain.data.split.SplitOptions`, which
+            explains the next five too.
         split_index: which of several published splits.
         train_fraction: share of the labelled nodes that train, for ``random``.
         val_fraction: share that validates, for ``random``.
@@ -80,6 +81,9 @@ class GraphDataModule(pl.LightningDataModule):
         num_neighbors: neighbours to draw for each hop, for strategies that sample.
         unlabelled: the label that means no label; such nodes are in no split.
         num_classes: number of classes, where it is not the largest label + 1.
+        task: what is predicted, and so what the seeds are: labels of nodes (``node``) or edges (``link``).
+        target: in a heterogeneous graph the node type that is classified, or the edge type that is predicted, as
+            ``source,relation,target``; None where there is one choice.
     """
 
     name: str = "graph"
@@ -104,6 +108,8 @@ class GraphDataModule(pl.LightningDataModule):
         num_neighbors: Sequence[int] | None = None,
         unlabelled: int | None = None,
         num_classes: int | None = None,
+        task: str = "node",
+        target: str | None = None,
     ) -> None:
         super().__init__()
         self.root = Path(root).expanduser()
@@ -119,6 +125,8 @@ class GraphDataModule(pl.LightningDataModule):
         self.num_neighbors = num_neighbors
         self.unlabelled = unlabelled
         self.num_classes = num_classes
+        self.task = task
+        self.target = target
         self._num_parts = num_parts
         self._opened: Store | None = None
         self._prepared = False
@@ -129,8 +137,15 @@ class GraphDataModule(pl.LightningDataModule):
         """Return the options and the stamps of the input files that identify the graph, as JSON."""
 
     @abstractmethod
-    def read(self) -> Data:
-        """Read or generate the graph: ``edge_index``, and ``x``, ``y``, masks and edge tensors where there are any."""
+    def read(self) -> Graph:
+        """Read or generate the graph, with these tensors where there are any.
+
+        Nodes: ``x`` (float [N, F], dense or sparse CSR), ``y`` ([N], or [N, C] for several labels), ``train_mask``,
+        ``val_mask``, ``test_mask`` (bool), ``time`` (int64 [N]). Edges: ``edge_index`` (int64 [2, E]), ``edge_weight``,
+        ``edge_attr``, ``edge_type`` (int64 [E], the relation), ``edge_time`` (int64 [E]). Edges that the data holds
+        out for validation and test have the same names with ``val_`` or ``test_`` before them. In a ``HeteroData`` they
+        lie with their node type or edge type. An edge list too large for memory is an ``EdgeArrays`` instead.
+        """
 
     def fetch(self) -> None:
         """Download raw files that are missing, before the graph is identified; sources that do, override this."""
@@ -138,6 +153,15 @@ class GraphDataModule(pl.LightningDataModule):
     def extra_facts(self) -> dict[str, Any]:
         """Return facts of the source's own for the manifest; called after :meth:`read`."""
         return {}
+
+    def names(self) -> Mapping[str, Names]:
+        """Return string names by node type (``node`` in a homogeneous graph) and of ``relation``, in the order of the
+        source data's ids; called after :meth:`read`."""
+        return {}
+
+    def assignment(self) -> Tensor | dict[str, Tensor] | None:
+        """Return the part of each node (by node type), where the data comes in parts; called after :meth:`read`."""
+        return None
 
     @property
     def origin(self) -> str:
@@ -183,6 +207,18 @@ class GraphDataModule(pl.LightningDataModule):
             self._opened = Store.open(self.store_path)
         return self._opened
 
+    def num_seeds(self, split: str) -> int:
+        """Return the nodes of a split, or its edges where edges are predicted; 0 without such a split."""
+        store = self.open_store()
+        if self.task == "link":
+            return num_link_seeds(store, split)
+        return store.split_size(split) if has_split(store, split) else 0
+
+    @property
+    def work(self) -> tuple[int, str]:
+        """What one training epoch goes through, and the unit of its rate: ``nodes/s`` or ``edges/s``."""
+        return (self.num_seeds("train"), "edges/s") if self.task == "link" else (self.open_store().num_nodes, "nodes/s")
+
     def train_dataloader(self) -> SeedLoader:
         """Describe the training batches."""
         return self._loader("train", shuffle=True)
@@ -200,7 +236,8 @@ class GraphDataModule(pl.LightningDataModule):
         return self._loader("predict")
 
     def _loader(self, split: str, *, shuffle: bool = False) -> SeedLoader:
-        return SeedLoader(self.open_store(), split, self.batch_size, self.num_neighbors, shuffle, self.seed)
+        store = self.open_store()
+        return SeedLoader(store, split, self.batch_size, self.num_neighbors, shuffle, self.seed, task=self.task)
 
     def _check_options(self) -> None:
         if self.partitioner not in METHODS:
@@ -213,6 +250,8 @@ class GraphDataModule(pl.LightningDataModule):
                 f"data.partitioner={self.partitioner} with data.partition_path={self.partition_path}",
                 hint="set both data.partitioner=file and data.partition_path=FILE, or neither",
             )
+        if self.task not in TASKS:
+            raise ConfigError(f"data.task={self.task!r} is no task", hint=f"choose one of {', '.join(TASKS)}")
         for key in ("_num_parts", "batch_size"):
             value = getattr(self, key)
             if value is not None and value < 1:
@@ -233,58 +272,34 @@ class GraphDataModule(pl.LightningDataModule):
             "unlabelled": self.unlabelled,
             "num_classes": self.num_classes,
             "split": self.split.identity(),
+            "task": self.task,
+            "target": self.target,
             "partition": partition,
         }
 
     def _build(self) -> Store:
         path, num_parts = self.store_path, self.num_parts
         log.info("reading %s", self.name)
-        data = self.read()
-        facts = validate_graph(data, unlabelled=self.unlabelled, num_classes=self.num_classes, origin=self.origin)
-        facts |= {"split": self._apply_split(data), **self.extra_facts()}
-        if self.normalize_features and data.x is not None:
-            data.x = _rows_to_one(data.x)
-        log.info("partitioning %d nodes and %d edges into %d (%s)", *_size(data), num_parts, self.partitioner)
-        assignment = self._partition(data, num_parts)
+        graph = self.read()
+        options = (self.unlabelled, self.num_classes, self.normalize_features, self.origin)
+        facts = prepare_graph(graph, Preparation(self.task, self.target, self.split, *options))
+        log.info("partitioning %s into %d (%s)", describe(graph), num_parts, self.partitioner)
+        assignment = self.assignment()
+        if assignment is None:
+            assignment = cut(graph, num_parts, self.partitioner, self.seed, self.partition_path)
         store = write_store(
             path,
-            data,
+            graph,
             assignment,
             num_parts,
             source=self._source(),
-            facts=facts,
+            facts=facts | self.extra_facts(),
             partitioner=self.partitioner,
             seed=self.seed,
+            names=self.names(),
         )
         log.info("written: the store %s, %d bytes", path, sum(store.manifest.nbytes))
         return store
-
-    def _apply_split(self, data: Data) -> dict[str, Any] | None:
-        """Put the masks into ``data``, and return how they were made; None without labels."""
-        if not isinstance(data.y, Tensor):
-            for name in MASKS:
-                data.pop(name, None)
-            return None
-        if data.y.dim() == 2 and data.y.size(1) == 1:
-            data.y = data.y.flatten()
-        data.y = data.y.float() if data.y.dim() == 2 else data.y.long()
-        masks = split_nodes(data, labelled_nodes(data.y, self.unlabelled), self.split)
-        data.update(masks)
-        return {**self.split.identity(), "sizes": {name[:-5]: int(mask.sum()) for name, mask in masks.items()}}
-
-    def _partition(self, data: Data, num_parts: int) -> Tensor:
-        num_nodes, _ = _size(data)
-        assert data.edge_index is not None  # validated
-        return partition_nodes(
-            data.edge_index,
-            num_nodes,
-            num_parts,
-            self.partitioner,
-            seed=self.seed,
-            train_mask=data.train_mask if "train_mask" in data else None,
-            assignment=read_assignment(self.partition_path) if self.partition_path is not None else None,
-            origin=f"data.partition_path={self.partition_path}",
-        )
 
 
 def file_stamp(path: Path) -> list[Any]:
@@ -294,13 +309,3 @@ def file_stamp(path: Path) -> list[Any]:
     """
     status = path.stat() if path.is_file() else None
     return [path.name, status and status.st_size, status and status.st_mtime_ns]
-
-
-def _rows_to_one(x: Tensor) -> Tensor:
-    """Scale each row to the sum 1, as the citation graphs' features are by custom; rows of sum 0 stay."""
-    total = x.sum(dim=1, keepdim=True, dtype=torch.float32)
-    return x / torch.where(total == 0, torch.ones_like(total), total)
-
-
-def _size(data: Data) -> tuple[int, int]:
-    return int(data.num_nodes or 0), int(data.num_edges)

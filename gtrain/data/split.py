@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
 
 from gtrain.errors import ConfigError, DataError
 
-KINDS = ("public", "random", "per_class")
+KINDS = ("public", "random", "per_class", "time")
 MASKS = ("train_mask", "val_mask", "test_mask")
 
 
 @dataclass(frozen=True)
 class SplitOptions:
-    """How to split the labelled nodes.
+    """How to split the labelled nodes, or the edges where edges are predicted.
 
     Attributes:
-        kind: ``public`` (the masks that come with the data), ``random`` (fractions of the labelled nodes), or
-            ``per_class`` (a number of nodes of each class, the rest for test; Shchur et al. 2018, section 3).
+        kind: ``public`` (what comes with the data: masks, or held-out edges), ``random`` (fractions of the labelled
+            nodes or of the edges), ``per_class`` (a number of nodes of each class, the rest for test; Shchur et al.
+            2018, section 3), or ``time`` (the same fractions, earliest first: the past trains, the future tests).
         index: which of several published splits, for masks ``[N, S]``.
-        train_fraction: share of the labelled nodes that train, for ``random``.
-        val_fraction: share that validates, for ``random``; the rest tests.
+        train_fraction: share that trains, for ``random`` and ``time``.
+        val_fraction: share that validates, for ``random`` and ``time``; the rest tests.
         train_per_class: nodes of each class that train, for ``per_class``.
         val_per_class: nodes of each class that validate, for ``per_class``.
         seed: seed of ``random`` and ``per_class``.
@@ -42,7 +43,7 @@ class SplitOptions:
         if self.kind not in KINDS:
             raise ConfigError(f"data.split={self.kind!r} is not a split", hint=f"choose one of {', '.join(KINDS)}")
         train, val = self.train_fraction, self.val_fraction
-        if self.kind == "random" and not (train > 0 and val >= 0 and train + val <= 1 + 1e-9):
+        if self.kind in ("random", "time") and not (train > 0 and val >= 0 and train + val <= 1 + 1e-9):
             raise ConfigError(
                 f"data.train_fraction={train:g} + data.val_fraction={val:g} = {train + val:g}",
                 hint="give a positive train fraction and a sum of 1 or less; the rest is for test",
@@ -59,15 +60,27 @@ class SplitOptions:
             "public": ("index",),
             "random": ("train_fraction", "val_fraction", "seed"),
             "per_class": ("train_per_class", "val_per_class", "seed"),
+            "time": ("train_fraction", "val_fraction"),
         }[self.kind]
         return {"kind": self.kind, **{name: getattr(self, name) for name in names}}
 
+    def sizes(self, total: int) -> tuple[int, int, int]:
+        """Return how many of ``total`` train, validate and test by the two fractions."""
+        train = round(self.train_fraction * total)
+        val = min(round(self.val_fraction * total), total - train)
+        return train, val, total - train - val
 
-def split_nodes(data: Data, labelled: Tensor, options: SplitOptions) -> dict[str, Tensor]:
+    def permutation(self, total: int) -> Tensor:
+        """Return the order in which ``random`` deals out ``total`` items, int64 ``[total]``."""
+        return torch.randperm(total, generator=torch.Generator().manual_seed(self.seed))
+
+
+def split_nodes(data: Mapping[str, Any], labelled: Tensor, options: SplitOptions) -> dict[str, Tensor]:
     """Return the three masks.
 
     Args:
-        data: the graph, with labels ``y``.
+        data: the node tensors by name: labels ``y``; the masks for ``public``; ``time`` for ``time``. A PyG ``Data``,
+            or the storage of one node type of a ``HeteroData``.
         labelled: the nodes that have a label, ``[N]`` bool; the others are in no split.
         options: how to split.
 
@@ -81,7 +94,7 @@ def split_nodes(data: Data, labelled: Tensor, options: SplitOptions) -> dict[str
     if options.kind == "public":
         masks = [mask & labelled for mask in _public(data, options.index)]
     else:
-        draw = _random if options.kind == "random" else _per_class
+        draw = {"random": _random, "per_class": _per_class, "time": _by_time}[options.kind]
         groups = draw(data, labelled.nonzero().flatten(), options)
         masks = [torch.zeros_like(labelled).index_fill_(0, group, True) for group in groups]
     if not masks[0].any():
@@ -92,14 +105,14 @@ def split_nodes(data: Data, labelled: Tensor, options: SplitOptions) -> dict[str
     return dict(zip(MASKS, masks, strict=True))
 
 
-def _public(data: Data, index: int) -> list[Tensor]:
+def _public(data: Mapping[str, Any], index: int) -> list[Tensor]:
     """Return the published masks; a missing val or test mask selects nothing."""
     if "train_mask" not in data:
         raise ConfigError(
             "data.split=public, and the data comes without masks",
             hint="set data.split=random or data.split=per_class",
         )
-    empty = torch.zeros_like(data.train_mask)
+    empty = torch.zeros_like(data["train_mask"])
     return [_column(data[name] if name in data else empty, index) for name in MASKS]
 
 
@@ -114,21 +127,27 @@ def _column(mask: Tensor, index: int) -> Tensor:
     return mask[:, index].bool()
 
 
-def _random(data: Data, nodes: Tensor, options: SplitOptions) -> list[Tensor]:
-    nodes = _shuffled(nodes, torch.Generator().manual_seed(options.seed))
-    train = round(options.train_fraction * nodes.numel())
-    val = min(round(options.val_fraction * nodes.numel()), nodes.numel() - train)
-    return [nodes[:train], nodes[train : train + val], nodes[train + val :]]
+def _random(data: Mapping[str, Any], nodes: Tensor, options: SplitOptions) -> list[Tensor]:
+    return list(nodes[options.permutation(nodes.numel())].split(options.sizes(nodes.numel())))
 
 
-def _per_class(data: Data, nodes: Tensor, options: SplitOptions) -> list[Tensor]:
-    if not isinstance(data.y, Tensor) or data.y.dim() != 1:
+def _by_time(data: Mapping[str, Any], nodes: Tensor, options: SplitOptions) -> list[Tensor]:
+    if "time" not in data:
+        raise ConfigError("data.split=time, and the nodes have no times", hint="set data.split=random")
+    order = torch.argsort(data["time"][nodes], stable=True)
+    return list(nodes[order].split(options.sizes(nodes.numel())))
+
+
+def _per_class(data: Mapping[str, Any], nodes: Tensor, options: SplitOptions) -> list[Tensor]:
+    labels = data["y"]
+    if not isinstance(labels, Tensor) or labels.dim() != 1:
         raise ConfigError("data.split=per_class, and the nodes have several labels each", hint="set data.split=random")
     generator = torch.Generator().manual_seed(options.seed)
     train, needed = options.train_per_class, options.train_per_class + options.val_per_class
     groups: list[list[Tensor]] = [[], [], []]
-    for label in data.y[nodes].unique():
-        members = _shuffled(nodes[data.y[nodes] == label], generator)
+    for label in labels[nodes].unique():
+        members = nodes[labels[nodes] == label]
+        members = members[torch.randperm(members.numel(), generator=generator)]
         if members.numel() < needed:
             raise DataError(
                 f"class {int(label)} has {members.numel()} labelled nodes, and data.train_per_class={train} + "
@@ -138,7 +157,3 @@ def _per_class(data: Data, nodes: Tensor, options: SplitOptions) -> list[Tensor]
         for group, piece in zip(groups, members.tensor_split([train, needed]), strict=True):
             group.append(piece)
     return [torch.cat(group) if group else nodes[:0] for group in groups]
-
-
-def _shuffled(nodes: Tensor, generator: torch.Generator) -> Tensor:
-    return nodes[torch.randperm(nodes.numel(), generator=generator)]

@@ -6,48 +6,121 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from gtrain.data.split import MASKS
+from gtrain.data.validate_edges import check_edges, check_integers, check_rows
 from gtrain.errors import DataError
 
 
 def validate_graph(
-    data: Data, *, unlabelled: int | None = None, num_classes: int | None = None, origin: str = "the data"
+    data: Data | HeteroData,
+    *,
+    unlabelled: int | None = None,
+    num_classes: int | None = None,
+    origin: str = "the data",
 ) -> dict[str, Any]:
     """Check a graph, and return what a model needs to know of it.
 
     Args:
-        data: the graph; ``x`` and ``y`` may be None.
+        data: the graph; ``x`` and ``y`` may be None. At most one node type of a heterogeneous graph has ``y``.
         unlabelled: the value of ``y`` that means no label; None means that each node has one.
         num_classes: the number of classes, where the caller knows it; None counts them.
         origin: the file or data set, for messages.
 
     Returns:
-        ``num_features`` (None without features), ``num_classes`` and ``multilabel`` (None without labels).
+        ``num_nodes``, ``num_features`` (None without features), ``sparse_features`` (whether ``x`` is a sparse
+        tensor), ``num_relations`` (None without ``edge_type``), ``num_classes`` and ``multilabel`` (None without
+        labels). For a heterogeneous graph the first two are dictionaries by node type, ``sparse_features`` is a list of
+        node types, and ``target`` is the node type with labels.
 
     Raises:
         DataError: says what is wrong, and where.
     """
+    if isinstance(data, HeteroData):
+        return _validate_hetero(data, unlabelled, num_classes, origin)
     num_nodes = data.num_nodes
     if not num_nodes:
         raise DataError(
             f"{origin}: the graph has no nodes",
             hint="give it an edge, or a number of nodes (data.num_nodes for an edge list)",
         )
-    _check_edges(data, num_nodes, origin)
-    _check_features(data.x, num_nodes, origin)
+    nodes = _check_nodes(data.stores[0], num_nodes, origin)
+    relations = check_edges(data.stores[0], (num_nodes, num_nodes), origin)
+    labels = _check_labels(data.y, num_nodes, unlabelled, num_classes, origin)
+    return {"num_nodes": num_nodes, **nodes, "num_relations": relations, **labels}
+
+
+def _validate_hetero(data: HeteroData, unlabelled: int | None, num_classes: int | None, origin: str) -> dict[str, Any]:
+    sizes = {node_type: _num_nodes(data, node_type, origin) for node_type in data.node_types}
+    if not sizes:
+        raise DataError(f"{origin}: the graph has no node types", hint="give the graph nodes of at least one type")
+    nodes = {
+        node_type: _check_nodes(data[node_type], size, f"{origin}, nodes {node_type!r}")
+        for node_type, size in sizes.items()
+    }
+    relations = None
+    for edge_type in data.edge_types:
+        where = f"{origin}, edges {' '.join(edge_type)}"
+        unknown = [end for end in (edge_type[0], edge_type[2]) if end not in sizes]
+        if unknown:
+            raise DataError(
+                f"{where}: there are no nodes of the type {unknown[0]!r}", hint=f"the types are {', '.join(sizes)}"
+            )
+        found = check_edges(data[edge_type], (sizes[edge_type[0]], sizes[edge_type[2]]), where)
+        relations = found if relations is None else max(relations, found or 0)
+    targets = [node_type for node_type in data.node_types if isinstance(data[node_type].get("y"), Tensor)]
+    if len(targets) > 1:
+        raise DataError(
+            f"{origin}: nodes of {len(targets)} types have labels: {', '.join(targets)}",
+            hint="set data.target to the node type that is to be classified",
+        )
+    labels: dict[str, Any] = {"num_classes": None, "multilabel": None}
+    if targets:
+        where = f"{origin}, nodes {targets[0]!r}"
+        labels = _check_labels(data[targets[0]].y, sizes[targets[0]], unlabelled, num_classes, where)
+    return {
+        "num_nodes": sizes,
+        "num_features": {node_type: facts["num_features"] for node_type, facts in nodes.items()},
+        "sparse_features": [node_type for node_type, facts in nodes.items() if facts["sparse_features"]],
+        "num_relations": relations,
+        "target": targets[0] if targets else None,
+        **labels,
+    }
+
+
+def _num_nodes(data: HeteroData, node_type: str, origin: str) -> int:
+    count = data[node_type].num_nodes
+    if not count:
+        raise DataError(
+            f"{origin}: there are no nodes of the type {node_type!r}, or their number is not known",
+            hint="give the node type features, labels or num_nodes, or leave it out",
+        )
+    return int(count)
+
+
+def _check_nodes(nodes: Any, num_nodes: int, origin: str) -> dict[str, Any]:
+    """Check the node tensors of one type."""
+    x = nodes.get("x")
+    _check_features(x, num_nodes, origin)
     for name in MASKS:
-        if name in data:
-            _check_mask(name, data[name], num_nodes, origin)
-    features = None if data.x is None else data.x.size(1)
-    if not isinstance(data.y, Tensor):
-        return {"num_features": features, "num_classes": None, "multilabel": None}
-    _check_rows("y", data.y, num_nodes, origin)
-    if data.y.dim() == 2 and data.y.size(1) > 1:
-        return {"num_features": features, **_check_multilabel(data.y, num_classes, origin)}
-    classes = _check_classes(data.y, unlabelled, num_classes, origin)
-    return {"num_features": features, "num_classes": classes, "multilabel": False}
+        if name in nodes:
+            _check_mask(name, nodes[name], num_nodes, origin)
+    if "time" in nodes:
+        check_integers("time", nodes["time"], num_nodes, origin, negative=True)
+    sparse = isinstance(x, Tensor) and x.layout == torch.sparse_csr
+    return {"num_features": None if x is None else x.size(1), "sparse_features": sparse}
+
+
+def _check_labels(
+    y: object, num_nodes: int, unlabelled: int | None, num_classes: int | None, origin: str
+) -> dict[str, Any]:
+    if not isinstance(y, Tensor):
+        return {"num_classes": None, "multilabel": None}
+    check_rows("y", y, num_nodes, origin)
+    if y.dim() == 2 and y.size(1) > 1:
+        return _check_multilabel(y, num_classes, origin)
+    return {"num_classes": _check_classes(y, unlabelled, num_classes, origin), "multilabel": False}
 
 
 def labelled_nodes(y: Tensor, unlabelled: int | None) -> Tensor:
@@ -57,43 +130,21 @@ def labelled_nodes(y: Tensor, unlabelled: int | None) -> Tensor:
     return y != unlabelled
 
 
-def _check_rows(name: str, tensor: Tensor, num_nodes: int, origin: str) -> None:
-    found = tensor.size(0) if tensor.dim() else 0
-    if found != num_nodes:
-        raise DataError(
-            f"{origin}: {name} has {found} rows, and the graph has {num_nodes} nodes",
-            hint=f"give {name} one row for each node, in the order of the node ids",
-        )
-
-
-def _check_edges(data: Data, num_nodes: int, origin: str) -> None:
-    edges = data.edge_index
-    if not isinstance(edges, Tensor) or edges.dim() != 2 or edges.size(0) != 2 or edges.dtype != torch.int64:
-        found = f"{edges.dtype} of shape {list(edges.shape)}" if isinstance(edges, Tensor) else type(edges).__name__
-        raise DataError(
-            f"{origin}: edge_index is {found}, and it should be int64 of shape [2, E]",
-            hint="give edge_index the sources in row 0 and the targets in row 1, as torch.int64",
-        )
-    outside = ((edges < 0) | (edges >= num_nodes)).any(dim=0).nonzero()
-    if outside.numel():
-        edge = int(outside[0])
-        raise DataError(
-            f"{origin}: edge {edge} joins {int(edges[0, edge])} and {int(edges[1, edge])}, and the graph has "
-            f"{num_nodes} nodes, 0..{num_nodes - 1}",
-            hint="correct the edges, or raise the number of nodes (data.num_nodes)",
-        )
-
-
 def _check_features(x: object, num_nodes: int, origin: str) -> None:
     if x is None:
+        return
+    if isinstance(x, Tensor) and x.layout == torch.sparse_csr and x.dim() == 2:
+        check_rows("x", x, num_nodes, origin)
+        _check_sparse(x, origin)
         return
     if not isinstance(x, Tensor) or x.dim() != 2 or x.layout != torch.strided:
         found = f"{x.layout} of shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise DataError(
-            f"{origin}: x is {found}, and it should be a dense tensor of shape [N, F]",
-            hint="give x one row for each node: x.to_dense() if it is sparse, x.reshape(N, -1) if its shape differs",
+            f"{origin}: x is {found}, and it should be a dense or sparse CSR tensor of shape [N, F]",
+            hint="give x one row for each node: x.to_sparse_csr() if it is sparse, x.reshape(N, -1) if its shape is "
+            "another",
         )
-    _check_rows("x", x, num_nodes, origin)
+    check_rows("x", x, num_nodes, origin)
     finite = torch.isfinite(x)
     if not finite.all():
         row, column = (~finite).nonzero()[0].tolist()
@@ -105,8 +156,27 @@ def _check_features(x: object, num_nodes: int, origin: str) -> None:
         )
 
 
+def _check_sparse(x: Tensor, origin: str) -> None:
+    wrong = (~torch.isfinite(x.values())).nonzero().flatten()
+    if wrong.numel():
+        place = int(wrong[0])
+        row = int(torch.searchsorted(x.crow_indices(), place, right=True)) - 1
+        raise DataError(
+            f"{origin}: x has {float(x.values()[place])} at row {row}, column {int(x.col_indices()[place])} (rows and "
+            f"columns count from 0), and {wrong.numel()} of its {x.values().numel()} entries are not finite",
+            hint="replace missing features before training, or leave them out of the sparse rows",
+        )
+    columns = x.col_indices()
+    if columns.numel() and (int(columns.min()) < 0 or int(columns.max()) >= x.size(1)):
+        raise DataError(
+            f"{origin}: x has entries in columns {int(columns.min())}..{int(columns.max())}, and its shape is "
+            f"{list(x.shape)}",
+            hint="columns count from 0 and are below the number of features",
+        )
+
+
 def _check_mask(name: str, mask: Tensor, num_nodes: int, origin: str) -> None:
-    _check_rows(name, mask, num_nodes, origin)
+    check_rows(name, mask, num_nodes, origin)
     if mask.dim() > 2 or not ((mask == 0) | (mask == 1)).all():
         raise DataError(
             f"{origin}: {name} is no mask: it should hold true and false, as [N] or [N, number of splits]",

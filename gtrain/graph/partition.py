@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pymetis
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch_geometric.data import HeteroData
 
 from gtrain.errors import ConfigError, DataError
+from gtrain.graph.metis import metis_partition
 
-METHODS = ("metis", "random", "file")
+METHODS = ("metis", "random", "file", "ldg", "fennel")
+
+STREAMING = ("ldg", "fennel")
+"""Methods for graphs whose edges do not fit in memory."""
 
 Ints = NDArray[np.int64]
 
 
 def partition_nodes(
-    edge_index: Tensor,
+    edge_index: Tensor | tuple[NDArray[Any], NDArray[Any]],
     num_nodes: int,
     num_parts: int,
     method: str,
@@ -32,18 +38,21 @@ def partition_nodes(
     """Assign each node to a part; every part gets at least one node.
 
     Args:
-        edge_index: directed edges, row 0 the sources, row 1 the targets.
+        edge_index: directed edges: row 0 the sources, row 1 the targets; or two arrays, which may be memory maps.
         num_nodes: N, number of nodes.
         num_parts: P, number of parts.
-        method: ``metis`` (few cut edges, balanced work), ``random`` (sizes differ by at most one) or ``file`` (the
-            caller's own ``assignment``).
-        seed: makes ``metis`` and ``random`` repeatable.
-        train_mask: nodes of the train split, so that ``metis`` balances them too; None when there is no split.
+        method: ``metis`` (few cut edges, balanced work), ``ldg`` or ``fennel`` (the same by streaming, where METIS
+            takes too much memory; see :mod:`gtrain.graph.streaming`), ``random`` (sizes differ by at most one) or
+            ``file`` (the caller's own ``assignment``).
+        seed: makes each method repeatable.
+        train_mask: nodes of the train split, so that ``metis``, ``ldg`` and ``fennel`` balance them too; None when
+            there is no split.
         assignment: the part of each node, for ``file`` only.
         origin: where the assignment comes from, for messages.
 
     Shapes:
-        edge_index ``[2, E]`` int64, train_mask ``[N]`` bool, assignment ``[N]`` integer.
+        edge_index ``[2, E]`` int64 or two of ``[E]`` int32 or int64, train_mask ``[N]`` bool, assignment ``[N]``
+        integer.
 
     Returns:
         The part of each node, ``[N]`` int64.
@@ -52,25 +61,65 @@ def partition_nodes(
         ConfigError: the method is unknown.
         DataError: there are more parts than nodes, or the assignment does not fit the graph.
     """
-    if method not in METHODS:
-        raise ConfigError(
-            f"data.partitioner={method!r} is not a partitioner", hint=f"choose one of {', '.join(METHODS)}"
-        )
-    if num_parts < 1:
-        raise ConfigError(f"data.num_parts={num_parts} is not a number of parts", hint="set 1 or more")
-    if num_parts > num_nodes:
-        raise DataError(
-            f"more parts than nodes: {num_parts} parts were asked for and the graph has {num_nodes} nodes",
-            hint="lower data.num_parts, or run on fewer ranks",
-        )
+    _check(num_nodes, num_parts, method)
     if method == "file":
         return _checked(assignment, num_nodes, num_parts, origin)
     if num_parts == 1:
         return torch.zeros(num_nodes, dtype=torch.int64)
-    if method == "random" or edge_index.numel() == 0:
+    source, target = edge_index.numpy() if isinstance(edge_index, Tensor) else edge_index
+    if method == "random" or not len(source):
         return _random(num_nodes, num_parts, seed)
-    parts = _metis(edge_index.numpy(), num_nodes, num_parts, seed, train_mask)
+    train = None if train_mask is None else train_mask.numpy().astype(bool)
+    parts = _cut(source, target, num_nodes, num_parts, method, seed, train, train)
     return torch.from_numpy(_fill_empty(parts, num_parts))
+
+
+def partition_hetero(
+    data: HeteroData,
+    num_parts: int,
+    method: str,
+    *,
+    seed: int = 0,
+    assignment: Mapping[str, Tensor] | None = None,
+    origin: str = "the partition file",
+) -> dict[str, Tensor]:
+    """Assign each node of a graph with types to a part; every part gets a node of some type.
+
+    ``metis``, ``ldg`` and ``fennel`` cut the graph that has the nodes and edges of all types. METIS balances the sum
+    of nodes, in-edges and training nodes over all types; the streaming methods balance each node type, and its training
+    nodes, for itself, as ``random`` does too.
+
+    Args:
+        data: the graph; ``train_mask`` of a node type is balanced where there is one.
+        num_parts: P, number of parts.
+        method: as for :func:`partition_nodes`.
+        seed: makes each method repeatable.
+        assignment: the part of each node by node type, for ``file`` only.
+        origin: where the assignment comes from, for messages.
+
+    Returns:
+        The part of each node by node type, ``[N_type]`` int64. A part may have no node of a type.
+
+    Raises:
+        ConfigError: the method is unknown.
+        DataError: there are more parts than nodes of all types, or the assignment does not fit the graph.
+    """
+    sizes = {kind: int(data[kind].num_nodes or 0) for kind in data.node_types}
+    first = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
+    num_nodes = sum(sizes.values())
+    _check(num_nodes, num_parts, method)
+    source, target = _joined_edges(data, first)
+    if method == "file":
+        parts = _checked(_joined_assignment(assignment, sizes, origin), num_nodes, num_parts, origin).numpy()
+    elif num_parts == 1:
+        parts = np.zeros(num_nodes, dtype=np.int64)
+    elif method == "random" or not source.size:
+        parts = _random_by_type(list(sizes.values()), num_parts, seed)
+    else:
+        train = np.concatenate([_train_mask(data, kind, size) for kind, size in sizes.items()])
+        group = np.repeat(np.arange(len(sizes)), list(sizes.values())) * 2 + train
+        parts = _fill_empty(_cut(source, target, num_nodes, num_parts, method, seed, train, group), num_parts)
+    return {kind: torch.from_numpy(parts[first[kind] :][:size].copy()) for kind, size in sizes.items()}
 
 
 def read_assignment(path: str | Path) -> Tensor:
@@ -135,6 +184,38 @@ def _checked(assignment: Tensor | None, num_nodes: int, num_parts: int, origin: 
     return parts
 
 
+def _check(num_nodes: int, num_parts: int, method: str) -> None:
+    if method not in METHODS:
+        raise ConfigError(
+            f"data.partitioner={method!r} is not a partitioner", hint=f"choose one of {', '.join(METHODS)}"
+        )
+    if num_parts < 1:
+        raise ConfigError(f"data.num_parts={num_parts} is not a number of parts", hint="set 1 or more")
+    if num_parts > num_nodes:
+        raise DataError(
+            f"more parts than nodes: {num_parts} parts were asked for and the graph has {num_nodes} nodes",
+            hint="lower data.num_parts, or run on fewer ranks",
+        )
+
+
+def _cut(
+    source: NDArray[Any],
+    target: NDArray[Any],
+    num_nodes: int,
+    num_parts: int,
+    method: str,
+    seed: int,
+    train: NDArray[np.bool_] | None,
+    group: NDArray[Any] | None,
+) -> Ints:
+    """Run a method that looks at the edges; ``group`` is what the streaming methods balance."""
+    if method not in STREAMING:
+        return metis_partition(source, target, num_nodes, num_parts, seed=seed, train_mask=train)
+    from gtrain.graph.streaming import stream_partition
+
+    return stream_partition(source, target, num_nodes, num_parts, method, group=group, seed=seed)
+
+
 def _random(num_nodes: int, num_parts: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     parts = torch.empty(num_nodes, dtype=torch.int64)
@@ -142,47 +223,40 @@ def _random(num_nodes: int, num_parts: int, seed: int) -> Tensor:
     return parts
 
 
-def _metis(edges: Ints, num_nodes: int, num_parts: int, seed: int, train_mask: Tensor | None) -> Ints:
-    """Run METIS (Karypis and Kumar 1998) on the symmetric, loop-free, simple graph under ``edges``."""
-    starts, adjacent = _adjacency(edges, num_nodes)
-    result = pymetis.part_graph(
-        num_parts,
-        pymetis.CSRAdjacency(starts, adjacent),
-        vweights=_weights(edges, num_nodes, train_mask),
-        options=pymetis.Options(seed=seed % 2**31),
-    )
-    return np.asarray(result.vertex_part, dtype=np.int64)
+def _random_by_type(sizes: list[int], num_parts: int, seed: int) -> Ints:
+    """Deal the nodes of each type to the parts in turn; each type goes on where the last one stopped."""
+    generator, dealt, parts = np.random.default_rng(seed), 0, []
+    for size in sizes:
+        parts.append((generator.permutation(size) + dealt) % num_parts)
+        dealt += size
+    return np.concatenate(parts)
 
 
-def _adjacency(edges: Ints, num_nodes: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return the CSR form that METIS wants: both directions of each edge once, no loops."""
-    source, target = edges[:, edges[0] != edges[1]]
-    keys = np.concatenate([source * num_nodes + target, target * num_nodes + source])
-    keys.sort()
-    if keys.size:
-        keys = keys[np.concatenate([[True], keys[1:] != keys[:-1]])]
-    if keys.size >= 2**31:
-        raise DataError(
-            f"METIS counts in 32 bits and the symmetric graph has {keys.size} edges", hint="set data.partitioner=random"
-        )
-    starts = np.zeros(num_nodes + 1, dtype=np.int64)
-    np.cumsum(np.bincount(keys // num_nodes, minlength=num_nodes), out=starts[1:])
-    return starts.astype(np.int32), (keys % num_nodes).astype(np.int32)
+def _joined_edges(data: HeteroData, first: dict[str, int]) -> tuple[Ints, Ints]:
+    """Return the edges of all types, the ids of each node type counted from its ``first``."""
+    ends: list[list[Ints]] = [[np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]]
+    for edge_type in data.edge_types:
+        for row, kind, end in zip(data[edge_type].edge_index.numpy(), edge_type[::2], ends, strict=True):
+            end.append(row + first[kind])
+    return np.concatenate(ends[0]), np.concatenate(ends[1])
 
 
-def _weights(edges: Ints, num_nodes: int, train_mask: Tensor | None) -> NDArray[np.int32]:
-    """Return one weight for each node: a node, its in-edges and its training seed count alike on the average.
+def _train_mask(data: HeteroData, kind: str, size: int) -> NDArray[np.bool_]:
+    mask = data[kind].get("train_mask")
+    return mask.numpy().astype(bool) if isinstance(mask, Tensor) else np.zeros(size, dtype=bool)
 
-    METIS balances a single weight here, ``a + b * in-degree + c * is_train`` with b and c such that the three sums are
-    equal. The in-degree counts, since a part stores the edges that point at its nodes.
-    """
-    terms = [np.ones(num_nodes), np.bincount(edges[1], minlength=num_nodes).astype(float)]
-    if train_mask is not None:
-        terms.append(train_mask.numpy().astype(float))
-    total = np.sum([term / term.mean() for term in terms if term.any()], axis=0)
-    # METIS adds the weights up in 32 bits, so their sum has to stay below 2^31.
-    scale = min(100.0, 2**29 / float(total.sum()))
-    return np.maximum(1, np.rint(total * scale)).astype(np.int32)
+
+def _joined_assignment(assignment: Mapping[str, Tensor] | None, sizes: dict[str, int], origin: str) -> Tensor | None:
+    if assignment is None:
+        return None
+    for kind, size in sizes.items():
+        found = assignment[kind].numel() if kind in assignment else 0
+        if found != size:
+            raise DataError(
+                f"{origin} has {found} entries for {kind}, and the graph has {size} such nodes",
+                hint="give one entry for each node, by node type, in the order of the source data's nodes",
+            )
+    return torch.cat([assignment[kind] for kind in sizes])
 
 
 def _fill_empty(parts: Ints, num_parts: int) -> Ints:

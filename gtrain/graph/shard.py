@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gtrain.graph.store import Store
+from gtrain.graph.whole import whole_edges, whole_indptr, whole_nodes
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class GraphShard:
         offsets: int64 ``[P + 1]``, global ids; part p owns ``offsets[p] .. offsets[p+1]-1``.
         edge_index: int64 ``[2, E_p]``, local ids; row 0 the sources, ``0 .. n+h-1``, row 1 the targets, ``0 .. n-1``.
             Edges are grouped by the block of their source, block 0 first, and sorted by target and then source within
-            a block.
+            a block; where the graph has ``edge_time``, by target, time and source.
         blocks: P part numbers, the owner of each block in order: ``part, part-1, part-2, ...`` modulo P. Every shard
             has P blocks, some of them perhaps empty, so that in round r each rank reads from one rank and is read by
             one.
@@ -33,8 +34,9 @@ class GraphShard:
             the own nodes.
         halo: for each block an int64 tensor of global ids, ascending: ``halo[r][i]`` is the node with the local id
             ``block_ptr[r] + i``. ``halo[0]`` is empty: the own nodes are not listed.
-        node_data: tensors ``[n, ...]`` of the own nodes, by name: ``orig_id`` (int64) always; ``x``, ``y``,
-            ``train_mask``, ``val_mask``, ``test_mask`` (bool) and others where the data has them.
+        node_data: tensors ``[n, ...]`` of the own nodes, by name: ``orig_id`` (int64) always; ``x`` (dense, or
+            ``torch.sparse_csr``), ``y``, ``train_mask``, ``val_mask``, ``test_mask`` (bool) and others where the data
+            has them.
         edge_data: tensors ``[E_p, ...]`` in the order of ``edge_index``, by name: ``edge_id`` (int64, the edge's
             position in the source data) always; ``edge_weight``, ``edge_attr`` and others where the data has them.
 
@@ -84,8 +86,8 @@ def load_shard(store: Store, part: int) -> GraphShard:
         store.offsets,
         indptr=store.edge("indptr", part),
         indices=store.edge("indices", part).to(torch.int64),
-        node_data={name: store.node(name, part) for name in store.node_names},
-        edge_data={name: store.edge(name, part) for name in store.edge_names if name != "indices"},
+        node_data={name: store.node(name, part) for name in store.node_tensors()},
+        edge_data={name: store.edge(name, part) for name in store.edge_tensors() if name != "indices"},
     )
 
 
@@ -93,25 +95,19 @@ def load_whole(store: Store) -> GraphShard:
     """Verify a store and return the whole graph as one shard, part 0 of 1, its nodes in the order of the global ids.
 
     Raises:
-        StoreError: a file is damaged.
+        StoreError: a file is damaged, or the graph has node types or edge types.
     """
     if store.num_parts == 1:
         return load_shard(store, 0)
-    parts = range(store.num_parts)
-    for part in parts:
+    for part in range(store.num_parts):
         store.verify(part)
-    degrees = torch.cat([store.edge("indptr", part).diff() for part in parts])
     return _shard(
         0,
         torch.tensor([0, store.num_nodes]),
-        indptr=torch.cat([torch.zeros(1, dtype=torch.int64), degrees.cumsum(0)]),
-        indices=torch.cat([store.edge("indices", part) for part in parts]).to(torch.int64),
-        node_data={name: torch.cat([store.node(name, part) for part in parts]) for name in store.node_names},
-        edge_data={
-            name: torch.cat([store.edge(name, part) for part in parts])
-            for name in store.edge_names
-            if name != "indices"
-        },
+        indptr=whole_indptr(store),
+        indices=whole_edges(store, "indices").to(torch.int64),
+        node_data={name: whole_nodes(store, name) for name in store.node_tensors()},
+        edge_data={name: whole_edges(store, name) for name in store.edge_tensors() if name != "indices"},
     )
 
 

@@ -4,44 +4,74 @@ Layout, everything keyed by node type and edge type (a homogeneous graph has one
 ``node__to__node``)::
 
     <store>/manifest.json
+    <store>/names/<node type or "relation">/{offsets,bytes,hashes,order}.npy
     <store>/part-<p>/nodes/<node type>/<tensor>.npy
+    <store>/part-<p>/nodes/<node type>/<sparse tensor>.{indptr,indices,values}.npy
     <store>/part-<p>/edges/<src>__<rel>__<dst>/{indptr,indices,edge_id,<tensor>}.npy
+    <store>/part-<p>/edges/<src>__<rel>__<dst>/{val,test}/{source,target,edge_id,<tensor>}.npy
+    <store>/part-<p>/buckets/<src>__<rel>__<dst>/{source,target,<tensor>}.npy
 
-Nodes are renumbered so that each part's nodes are contiguous; inside a part they keep the order of the source data.
-These are the *global ids*; ``orig_id`` leads back to the source data's numbering. A part stores the edges that point at
-its nodes, by column (CSC): the in-edges of the part's node ``i`` are ``indices[indptr[i]:indptr[i+1]]``, global ids
-of the sources in ascending order; ``edge_id`` is the edge's position in the source data, and every other edge tensor
-lies in the same order. Parallel edges and self-loops are kept as they are.
+Nodes are renumbered, each type for itself, so that each part's nodes are contiguous; inside a part they keep the order
+of the source data. These are the *global ids* of a type; ``orig_id`` leads back to the source data's numbering. A part
+stores the edges that point at its nodes, by column (CSC): the in-edges of the part's node ``i`` are
+``indices[indptr[i]:indptr[i+1]]``, global ids of the sources in ascending order, or ordered by ``edge_time`` and then
+source where edges have times; ``edge_id`` is the edge's position in the source data, and every other edge tensor lies
+in the same order. Parallel edges and self-loops are kept as they are.
+
+*Held-out* edges (what a link task validates and tests on) are no part of that graph. They lie with the part of their
+target, in the order of the source data, both ends as global ids.
+
+*Buckets* are the same edges once more, if the store was written with them: bucket (i, j) holds those from part i to
+part j in the order of the source data, both ends as offsets within their parts. The buckets into one part share its
+files, bucket (0, j) first.
 """
 
 from __future__ import annotations
 
 import math
-import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gtrain.errors import StoreError
-from gtrain.graph.manifest import EDGE_TYPE, NODE_TYPE, REBUILD, EdgeTypeSpec, Manifest, NodeTypeSpec, edge_key
+from gtrain.graph.files import bucket_file, edge_file, file_crc, held_out_file, names_file, node_file
+from gtrain.graph.manifest import (
+    EDGE_TYPE,
+    NODE_TYPE,
+    REBUILD,
+    EdgeType,
+    EdgeTypeSpec,
+    Manifest,
+    NodeTypeSpec,
+    TensorSpec,
+    edge_key,
+)
+from gtrain.graph.names import Names, open_names
+from gtrain.graph.tables import csr_tensor
 
 
 class Store:
     """A complete store on disk, opened for reading.
 
+    Where a method takes a ``node_type`` or an ``edge_type``, None means the only one there is.
+
     Attributes:
         path: the store's folder.
         manifest: its manifest.
-        offsets: int64 ``[P + 1]``; part p owns the global ids ``offsets[p] .. offsets[p+1]-1``.
+        node_types: names of the node types.
+        edge_types: the edge types, each (type of the sources, relation, type of the targets).
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
         self.manifest = manifest
-        self.offsets = torch.tensor(self._nodes.offsets, dtype=torch.int64)
+        self.node_types = tuple(manifest.node_types)
+        self.edge_types: tuple[EdgeType, ...] = tuple(spec.edge_type for spec in manifest.edge_types.values())
+        self._names: dict[str, Names] = {}
 
     @classmethod
     def open(cls, path: str | Path) -> Store:
@@ -61,49 +91,150 @@ class Store:
         return store
 
     @property
+    def is_hetero(self) -> bool:
+        """Whether the graph has types: more than the one node type and edge type of a homogeneous graph."""
+        return self.node_types != (NODE_TYPE,) or self.edge_types != (EDGE_TYPE,)
+
+    @property
     def num_parts(self) -> int:
         """P, the number of parts."""
         return self.manifest.num_parts
 
     @property
     def num_nodes(self) -> int:
-        """N, the number of nodes over all parts."""
-        return self._nodes.offsets[-1]
+        """Number of nodes over all parts and types."""
+        return sum(spec.offsets[-1] for spec in self.manifest.node_types.values())
 
     @property
     def num_edges(self) -> int:
-        """E, the number of directed edges over all parts."""
-        return self._edges.num_edges
+        """Number of directed edges over all parts and types; held-out edges are not counted."""
+        return sum(spec.num_edges for spec in self.manifest.edge_types.values())
 
-    def split_size(self, split: str) -> int:
-        """Return the nodes in ``train``, ``val`` or ``test`` over all parts; 0 where there is no such split."""
-        name = f"{split}_mask"
-        if name not in self.node_names:
+    def num_nodes_of(self, node_type: str | None = None) -> int:
+        """Return the number of nodes of one type over all parts."""
+        return self._nodes(node_type)[1].offsets[-1]
+
+    def num_edges_of(self, edge_type: EdgeType | None = None) -> int:
+        """Return the number of directed edges of one type over all parts; held-out edges are not counted."""
+        return self._edges(edge_type).num_edges
+
+    @property
+    def offsets(self) -> Tensor:
+        """int64 ``[P + 1]``; part p owns the global ids ``offsets[p] .. offsets[p+1]-1``. For one node type only."""
+        return self.offsets_of()
+
+    def offsets_of(self, node_type: str | None = None) -> Tensor:
+        """Return int64 ``[P + 1]``; part p owns the global ids ``offsets[p] .. offsets[p+1]-1`` of the type."""
+        return torch.tensor(self._nodes(node_type)[1].offsets, dtype=torch.int64)
+
+    def split_size(self, split: str, node_type: str | None = None) -> int:
+        """Return the nodes in ``train``, ``val`` or ``test`` over all parts; 0 where there is no such split.
+
+        ``node_type`` None means the type with labels (``facts["target"]``), if the graph has types.
+        """
+        name, kind = f"{split}_mask", node_type or self.facts.get("target")
+        if name not in self.node_tensors(kind):
             return 0
-        return sum(int(self.node(name, part).sum()) for part in range(self.num_parts))
+        return sum(int(self.node(name, part, kind).sum()) for part in range(self.num_parts))
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a model needs to know of the data; see :class:`~gtrain.graph.manifest.Manifest`."""
         return self.manifest.facts
 
-    @property
-    def node_names(self) -> tuple[str, ...]:
-        """Names of the node tensors, such as ``x`` and ``orig_id``."""
-        return tuple(self._nodes.tensors)
+    def node_tensors(self, node_type: str | None = None) -> tuple[str, ...]:
+        """Return the names of the node tensors, such as ``x`` and ``orig_id``."""
+        return tuple(self._nodes(node_type)[1].tensors)
 
-    @property
-    def edge_names(self) -> tuple[str, ...]:
-        """Names of the edge tensors that have one row for each edge: ``indices``, ``edge_id`` and the data's own."""
-        return tuple(name for name in self._edges.tensors if name != "indptr")
+    def edge_tensors(self, edge_type: EdgeType | None = None) -> tuple[str, ...]:
+        """Return the names of the tensors with a row for each edge: ``indices``, ``edge_id`` and the data's own."""
+        return tuple(name for name in self._edges(edge_type).tensors if name != "indptr")
 
-    def node(self, name: str, part: int) -> Tensor:
-        """Memory-map a node tensor of one part, ``[n_p, ...]``; writing to it does not reach the disk."""
-        return self._map(self.path / node_file(part, name))
+    def node(self, name: str, part: int, node_type: str | None = None) -> Tensor:
+        """Memory-map a node tensor of one part, ``[n_p, ...]``; writing to it does not reach the disk.
 
-    def edge(self, name: str, part: int) -> Tensor:
+        A tensor that was given as a sparse matrix is a ``torch.sparse_csr`` tensor over memory-mapped arrays.
+        """
+        kind, spec = self._nodes(node_type)
+        tensor = self._spec(spec.tensors, name, f"node tensor of {kind}")
+        if tensor.layout == "dense":
+            return self._map(node_file(part, name, kind))
+        pieces = (self._map(node_file(part, f"{name}.{piece}", kind)) for piece in ("indptr", "indices", "values"))
+        indptr, indices, values = pieces
+        return csr_tensor(indptr, indices, values, (indptr.numel() - 1, tensor.shape[1]))
+
+    def edge(self, name: str, part: int, edge_type: EdgeType | None = None) -> Tensor:
         """Memory-map an edge tensor of one part, ``[E_p, ...]``; ``indptr`` is ``[n_p + 1]``."""
-        return self._map(self.path / edge_file(part, name))
+        spec = self._edges(edge_type)
+        self._spec(spec.tensors, name, f"edge tensor of {edge_key(spec.edge_type)}")
+        return self._map(edge_file(part, name, spec.edge_type))
+
+    def held_out(self, name: str, part: int, split: str, edge_type: EdgeType | None = None) -> Tensor:
+        """Memory-map a tensor of the held-out edges of one part, those that point at its nodes.
+
+        Args:
+            name: ``source`` or ``target`` (global ids, int64), ``edge_id`` (position among the held-out edges of the
+                source data), or one of the data's own, without the prefix: ``edge_type``, ``edge_time``...
+            part: the part.
+            split: ``val`` or ``test``.
+            edge_type: the edge type.
+        """
+        spec = self._edges(edge_type)
+        if split not in spec.held_out:
+            raise StoreError(
+                f"the store {self.path} has no {split} edges of the type {edge_key(spec.edge_type)}",
+                hint=f"give the source data {split}_edge_index, or split its edges when it is prepared",
+            )
+        self._spec(spec.held_out[split].tensors, name, f"tensor of {split} edges")
+        return self._map(held_out_file(part, name, split, spec.edge_type))
+
+    def held_out_tensors(self, split: str, edge_type: EdgeType | None = None) -> tuple[str, ...]:
+        """Return the names that :meth:`held_out` takes; none where the split holds out no edges."""
+        spec = self._edges(edge_type).held_out.get(split)
+        return tuple(spec.tensors) if spec is not None else ()
+
+    def held_out_size(self, split: str, edge_type: EdgeType | None = None) -> int:
+        """Return the held-out edges of one type over all parts; 0 where there are none."""
+        spec = self._edges(edge_type).held_out.get(split)
+        return sum(spec.num_edges) if spec is not None else 0
+
+    @property
+    def has_buckets(self) -> bool:
+        """Whether the store was written with edge buckets."""
+        return any(spec.buckets is not None for spec in self.manifest.edge_types.values())
+
+    def bucket(self, source_part: int, target_part: int, edge_type: EdgeType | None = None) -> dict[str, Tensor]:
+        """Memory-map the edges from one part to another, in the order of the source data.
+
+        Returns:
+            ``source`` and ``target``, ``[e]`` offsets within their parts (int32 where they fit, else int64), and the
+            data's edge tensors, ``[e, ...]``.
+
+        Raises:
+            StoreError: the store was written without buckets.
+        """
+        spec = self._edges(edge_type)
+        if spec.buckets is None:
+            raise StoreError(
+                f"the store {self.path} has no edge buckets",
+                hint=f"prepare it for a strategy that needs them; {REBUILD.format(path=self.path)}",
+            )
+        start = sum(spec.buckets[part][target_part] for part in range(source_part))
+        rows = slice(start, start + spec.buckets[source_part][target_part])
+        return {name: self._map(bucket_file(target_part, name, spec.edge_type))[rows] for name in spec.bucket_tensors}
+
+    def names(self, kind: str) -> Names | None:
+        """Open the string dictionary of a node type or of ``relation``, by orig id; None where there is none.
+
+        Raises:
+            StoreError: a file of it is damaged.
+        """
+        if kind not in self.manifest.names:
+            return None
+        if kind not in self._names:
+            self._verify(f"{Path(names_file(kind, 'order')).parent.as_posix()}/")
+            self._names[kind] = open_names(lambda name: self._load(names_file(kind, name)))
+        return self._names[kind]
 
     def verify(self, part: int) -> None:
         """Compare the checksum of each file of one part.
@@ -113,20 +244,49 @@ class Store:
         Raises:
             StoreError: names the first file that differs from what was written.
         """
+        self._verify(f"part-{part}/")
+
+    def _verify(self, prefix: str) -> None:
         for name, crc in self.manifest.checksums.items():
-            if name.startswith(f"part-{part}/") and file_crc(self.path / name) != crc:
+            if name.startswith(prefix) and file_crc(self.path / name) != crc:
                 raise StoreError(
                     f"{self.path / name} is damaged: its checksum is not that of the manifest",
                     hint=REBUILD.format(path=self.path),
                 )
 
-    @property
-    def _nodes(self) -> NodeTypeSpec:
-        return self.manifest.node_types[NODE_TYPE]
+    def _nodes(self, node_type: str | None) -> tuple[str, NodeTypeSpec]:
+        types = self.manifest.node_types
+        if node_type is None and len(types) > 1:
+            raise StoreError(
+                f"the store {self.path} has {len(types)} node types, and none was named",
+                hint=f"name one of {', '.join(types)}, or choose a strategy and a model for graphs with types",
+            )
+        name = next(iter(types)) if node_type is None else node_type
+        if name not in types:
+            raise StoreError(
+                f"the store {self.path} has no node type {name!r}", hint=f"choose one of {', '.join(types)}"
+            )
+        return name, types[name]
 
-    @property
-    def _edges(self) -> EdgeTypeSpec:
-        return self.manifest.edge_types[edge_key(EDGE_TYPE)]
+    def _edges(self, edge_type: EdgeType | None) -> EdgeTypeSpec:
+        types = self.manifest.edge_types
+        if edge_type is None and len(types) != 1:
+            raise StoreError(
+                f"the store {self.path} has {len(types)} edge types, and none was named",
+                hint=f"name one of {', '.join(types)}, or choose a strategy and a model for graphs with types",
+            )
+        key = next(iter(types)) if edge_type is None else edge_key(edge_type)
+        if key not in types:
+            raise StoreError(f"the store {self.path} has no edge type {key}", hint=f"choose one of {', '.join(types)}")
+        return types[key]
+
+    def _spec(self, tensors: dict[str, TensorSpec], name: str, what: str) -> TensorSpec:
+        if name not in tensors:
+            raise StoreError(
+                f"the store {self.path} has no {what} called {name!r}; it has {', '.join(tensors)}",
+                hint="add such a tensor to the source data, or choose another one",
+            )
+        return tensors[name]
 
     def _check_sizes(self) -> None:
         for name, size in self.manifest.sizes.items():
@@ -136,34 +296,16 @@ class Store:
                 state = "is missing" if found is None else f"has {found} bytes and the manifest says {size}"
                 raise StoreError(f"{file} {state}", hint=REBUILD.format(path=self.path))
 
-    def _map(self, file: Path) -> Tensor:
+    def _map(self, name: str) -> Tensor:
+        return torch.from_numpy(self._load(name))
+
+    def _load(self, name: str) -> NDArray[Any]:
         """Open one file copy-on-write: torch takes no read-only array without a warning."""
+        file = self.path / name
         try:
             array = np.load(file, mmap_mode="c")
         except FileNotFoundError:
-            raise StoreError(
-                f"the store {self.path} has no {file.relative_to(self.path)}",
-                hint=f"add such a tensor to the source data if it has none; {REBUILD.format(path=self.path)}",
-            ) from None
+            raise StoreError(f"{file} is missing", hint=REBUILD.format(path=self.path)) from None
         except ValueError as err:
             raise StoreError(f"{file} is damaged: {err}", hint=REBUILD.format(path=self.path)) from err
-        return torch.from_numpy(array) if math.prod(array.shape) else torch.from_numpy(np.array(array))
-
-
-def node_file(part: int, name: str, node_type: str = NODE_TYPE) -> str:
-    """Return the path of a node tensor relative to the store."""
-    return f"part-{part}/nodes/{node_type}/{name}.npy"
-
-
-def edge_file(part: int, name: str, edge_type: tuple[str, str, str] = EDGE_TYPE) -> str:
-    """Return the path of an edge tensor relative to the store."""
-    return f"part-{part}/edges/{edge_key(edge_type)}/{name}.npy"
-
-
-def file_crc(path: Path, chunk: int = 1 << 22) -> int:
-    """Return the crc32 of a file, holding ``chunk`` bytes of it in memory at a time."""
-    crc, buffer = 0, bytearray(chunk)
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            crc = zlib.crc32(memoryview(buffer)[:count], crc)
-    return crc
+        return array if math.prod(array.shape) else np.array(array)

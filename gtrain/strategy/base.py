@@ -22,21 +22,23 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.nn import Module
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torchmetrics import Metric
 
 from gtrain.data.loader import SeedLoader
 from gtrain.errors import ConfigError
-from gtrain.graph.shard import GraphShard
 from gtrain.graph.store import Store
 from gtrain.launch import slot as slots
 from gtrain.launch.environment import agent_environment, find_environment
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy import trainer_checks
 from gtrain.strategy.counters import Counters
+from gtrain.strategy.forming import form_group
 from gtrain.strategy.gradients import sum_gradients
-from gtrain.strategy.group import Group, form_group
+from gtrain.strategy.group import Group
+from gtrain.strategy.servers import Servers
 
+_OWN = ("loops", "epoch", "global_step", "optimizer_states", "lr_schedulers")  # a rank's, where steps are its own
 _DTYPES = {"64-true": torch.float64, "32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
@@ -53,6 +55,14 @@ class GraphStrategy(ParallelStrategy):
     """Values of ``trainer.precision`` that the backend computes exactly with; None for all of Lightning's."""
     full_batch: bool = True
     """Whether an epoch is one batch, the whole graph."""
+    tasks: ClassVar[tuple[str, ...]] = ("node",)
+    """What the seeds of its batches may be: nodes, or edges (``link``) too."""
+    heterogeneous: ClassVar[bool] = False
+    """Whether it takes graphs with several types of nodes or edges."""
+    lockstep: ClassVar[bool] = True
+    """Whether all ranks take each step together; else a step is a rank's own, and they may take unequal numbers."""
+    reforms: ClassVar[bool] = False
+    """Whether :attr:`group` can be formed anew after a rank died and was started again; see :meth:`Group.reform`."""
 
     is_distributed = True  # what Lightning asks of a custom strategy
 
@@ -64,22 +74,25 @@ class GraphStrategy(ParallelStrategy):
         self.group = Group(counters=self.counters)
         self._num_nodes = 1
         self._group_formed = self._accumulating = False
-        self._shards: dict[Path, GraphShard] = {}
+        self._shards: dict[Path, Any] = {}
         self._trainer: pl.Trainer | None = None
+        self._servers: Servers | None = None
 
     # ------------------------------------------------------------------------ what a backend says
 
     @abstractmethod
-    def open_shard(self, store: Store) -> GraphShard:
-        """The part of the store that this rank works on.
+    def open_shard(self, store: Store) -> Any:
+        """The part of the store that this rank works on, a ``GraphShard`` in most backends.
 
         Raises:
             ConfigError: the store does not suit the number of ranks.
         """
 
     @abstractmethod
-    def batches(self, shard: GraphShard, loader: SeedLoader) -> Iterable[Data]:
+    def batches(self, shard: Any, loader: SeedLoader) -> Iterable[Data | HeteroData]:
         """The batches of an epoch over ``loader``'s split: sized, iterated anew each epoch, not a ``DataLoader``.
+
+        ``shard`` is what :meth:`open_shard` returned.
 
         Every rank must yield the same number, or the ranks would wait for each other in vain.
         """
@@ -117,7 +130,8 @@ class GraphStrategy(ParallelStrategy):
     def root_device(self) -> torch.device:
         devices = self.parallel_devices or [torch.device("cpu")]
         # simulated machines share this machine's accelerators: their local ranks all start at 0
-        index = self.global_rank if agent_environment() else self.local_rank
+        agent = agent_environment()
+        index = self.global_rank if agent is not None and agent.context.simulated else self.local_rank
         return devices[0] if devices[0].type == "cpu" else devices[index % len(devices)]
 
     def set_world_ranks(self) -> None:
@@ -134,9 +148,8 @@ class GraphStrategy(ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         if not self._group_formed:
-            self.group = form_group(
-                self.cluster_environment, self.global_rank, self.world_size, self.timeout_seconds, self.counters
-            )
+            place = self.cluster_environment, self.global_rank, self.world_size
+            self.group = form_group(*place, self.timeout_seconds, self.counters, again=self.reforms)
             self._group_formed = True
 
     # ------------------------------------------------------------------------ life of a run
@@ -168,9 +181,24 @@ class GraphStrategy(ParallelStrategy):
         slots.report_failure(exception)
         super().on_exception(exception)
 
+    # ------------------------------------------------------------------------ servers, and coming back
+
+    @property
+    def servers(self) -> Servers:
+        """The servers that the backend's roles have in this job, and a client for each."""
+        if self._servers is None:
+            assert self.cluster_environment is not None
+            self._servers = Servers(self.cluster_environment, self.counters, self.timeout_seconds)
+        return self._servers
+
+    def restart_checkpoint(self, run_dir: Path) -> Path | None:
+        """The checkpoint from which a rank goes on that died and was started again; None: from the beginning."""
+        path = run_dir / "checkpoints" / "last.ckpt"
+        return path if path.exists() or path.with_name("last.ckpt.old").exists() else None
+
     # ------------------------------------------------------------------------ batches
 
-    def process_dataloader(self, dataloader: object) -> Iterable[Data]:
+    def process_dataloader(self, dataloader: object) -> Iterable[Data | HeteroData]:
         """Turn a loader's description into this rank's batches."""
         if not isinstance(dataloader, SeedLoader):
             raise ConfigError(
@@ -178,10 +206,26 @@ class GraphStrategy(ParallelStrategy):
                 f"it was given a {type(dataloader).__name__}.",
                 hint="subclass gtrain.GraphDataModule, or return a gtrain.data.SeedLoader from the data module.",
             )
+        self._check_data(dataloader)
         shard = self._shard(dataloader.store)
         return self.batches(shard, dataloader)
 
-    def _shard(self, store: Store) -> GraphShard:
+    def _check_data(self, loader: SeedLoader) -> None:
+        """Refuse a task or a kind of graph that the backend does not serve."""
+        if loader.seeds_are_edges and "link" not in self.tasks:
+            raise ConfigError(
+                f"data.task=link was set; strategy={self.strategy_name} makes batches of nodes.",
+                hint="set strategy=single, or data.task=node.",
+            )
+        if loader.store.is_hetero and not self.heterogeneous:
+            types = len(loader.store.node_types), len(loader.store.edge_types)
+            raise ConfigError(
+                f"the graph has {types[0]} types of nodes and {types[1]} of edges; strategy={self.strategy_name} takes "
+                "graphs with one of each.",
+                hint="set strategy=single.",
+            )
+
+    def _shard(self, store: Store) -> Any:
         if store.path not in self._shards:
             self._shards = {store.path: self.open_shard(store)}
         return self._shards[store.path]
@@ -201,7 +245,7 @@ class GraphStrategy(ParallelStrategy):
         are then *summed*, so that the step is the single process's whatever the ranks' shares.
         """
         output = super().training_step(*args, **kwargs)
-        if output is None or self.world_size == 1:
+        if output is None or self.world_size == 1 or not self.lockstep:
             return output
         loss = output["loss"] if isinstance(output, Mapping) else output
         share = self._share(output, args[0])
@@ -211,14 +255,14 @@ class GraphStrategy(ParallelStrategy):
     def _share(self, output: Any, batch: Any) -> float:
         weight = output.get("weight") if isinstance(output, Mapping) else None
         if weight is None:
-            weight = batch.seeds.numel() if isinstance(batch, Data) and "seeds" in batch else 1
+            weight = batch.seeds.numel() if isinstance(batch, (Data, HeteroData)) and "seeds" in batch else 1
         mine = torch.tensor([float(weight)], dtype=torch.float64)
         total = self.group.all_reduce(mine.clone())
         return float(mine / total) if float(total) > 0 else 0.0
 
     def post_backward(self, closure_loss: Tensor) -> None:
         assert self.lightning_module is not None
-        if not self._accumulating:
+        if not self._accumulating and self.lockstep:
             sum_gradients(self.group, self.lightning_module.parameters())
         super().post_backward(closure_loss)
 
@@ -274,14 +318,21 @@ class GraphStrategy(ParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         assert self.lightning_module is not None
-        checkpoints.save(self.group, Path(filepath), checkpoint, self.shard_state(), self.lightning_module)
+        shard = self.shard_state()
+        if not self.lockstep:
+            shard = {"own": {name: checkpoint[name] for name in _OWN if name in checkpoint}, "shard": shard}
+        checkpoints.save(self.group, Path(filepath), checkpoint, shard, self.lightning_module)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
         fitting = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
-        loaded = checkpoints.load(self.group, Path(checkpoint_path), self.lightning_module, restore_rng=fitting)
-        self.load_shard_state(loaded.shard)
-        return loaded.checkpoint
+        place = Group(self.global_rank, self.world_size)  # not that of self.group, which a returning rank is outside of
+        loaded = checkpoints.load(place, Path(checkpoint_path), self.lightning_module, restore_rng=fitting)
+        if self.lockstep:
+            self.load_shard_state(loaded.shard)
+            return loaded.checkpoint
+        self.load_shard_state(loaded.shard.get("shard", {}))
+        return {**loaded.checkpoint, **loaded.shard.get("own", {})}
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
-from torch_geometric.data import Data
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
 
-from gtrain.data.loader import SeedLoader, full_batch
+from gtrain.data.edge_seeds import EdgeSeeds
+from gtrain.data.loader import TASKS, SeedLoader, graph_batch, hetero_batch
 from gtrain.errors import ConfigError
 from gtrain.graph.shard import GraphShard, load_whole
 from gtrain.graph.store import Store
+from gtrain.graph.whole import load_whole_hetero
 from gtrain.strategy.base import GraphStrategy
 
 
@@ -23,6 +26,8 @@ class SingleStrategy(GraphStrategy):
 
     strategy_name: ClassVar[str] = "single"
     precisions: ClassVar[tuple[str, ...] | None] = None
+    tasks: ClassVar[tuple[str, ...]] = TASKS
+    heterogeneous: ClassVar[bool] = True
 
     @property
     def full_batch(self) -> bool:  # type: ignore[override]
@@ -39,21 +44,26 @@ class SingleStrategy(GraphStrategy):
             )
         super().setup_environment()
 
-    def open_shard(self, store: Store) -> GraphShard:
-        return load_whole(store)
+    def open_shard(self, store: Store) -> GraphShard | HeteroData:
+        return load_whole_hetero(store) if store.is_hetero else load_whole(store)
 
-    def batches(self, shard: GraphShard, loader: SeedLoader) -> Iterable[Data]:
-        return _Steps(loader, full_batch(shard, loader.split, self.dtype))
+    def batches(self, shard: GraphShard | HeteroData, loader: SeedLoader) -> Iterable[Data | HeteroData]:
+        if isinstance(shard, HeteroData):
+            return _Steps(loader, hetero_batch(shard, loader.store, self.dtype))
+        return _Steps(loader, graph_batch(shard, self.dtype))
 
 
 class _Steps:
     """The whole graph once for each group of seeds, in the order that the loader describes."""
 
-    def __init__(self, loader: SeedLoader, whole: Data) -> None:
+    def __init__(self, loader: SeedLoader, whole: Data | HeteroData) -> None:
         self._loader, self._whole = loader, whole
+        self._seeds: Tensor | EdgeSeeds | None = None
 
     def __len__(self) -> int:
         return len(self._loader)
 
-    def __iter__(self) -> Iterator[Data]:
-        return self._loader.steps(self._whole)
+    def __iter__(self) -> Iterator[Data | HeteroData]:
+        if self._seeds is None:
+            self._seeds = self._loader.seeds(self._whole)
+        return self._loader.steps(self._whole, self._seeds)

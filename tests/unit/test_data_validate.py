@@ -26,13 +26,14 @@ def with_value(name: str, value: object) -> Callable[[Data], None]:
 
 
 def test_facts() -> None:
-    assert validate_graph(good()) == {"num_features": 2, "num_classes": 3, "multilabel": False}
+    sizes = {"num_nodes": 4, "num_relations": None, "sparse_features": False}
+    assert validate_graph(good()) == {**sizes, "num_features": 2, "num_classes": 3, "multilabel": False}
     assert validate_graph(good(), num_classes=7)["num_classes"] == 7
     several = good()
     several.y = torch.tensor([[0.0, 1, 1], [0, 0, 0], [1, 0, 0], [1, 1, 1]])
-    assert validate_graph(several) == {"num_features": 2, "num_classes": 3, "multilabel": True}
+    assert validate_graph(several) == {**sizes, "num_features": 2, "num_classes": 3, "multilabel": True}
     bare = Data(edge_index=good().edge_index, num_nodes=4)
-    assert validate_graph(bare) == {"num_features": None, "num_classes": None, "multilabel": None}
+    assert validate_graph(bare) == {**sizes, "num_features": None, "num_classes": None, "multilabel": None}
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def test_facts() -> None:
     [
         (with_x(2, 1, float("nan")), "the file: x has nan at row 2, column 1"),
         (with_x(0, 0, float("-inf")), "x has -inf at row 0, column 0"),
-        (with_value("x", torch.ones(4)), "dense tensor of shape"),
+        (with_value("x", torch.ones(4)), "dense or sparse CSR tensor of shape"),
         (with_value("y", torch.tensor([0, 1, 2])), "y has 3 rows, and the graph has 4 nodes"),
         (with_value("y", torch.tensor([0, -1, 1, -1])), "node 1 has the label -1, and 2 of 4(.|\n)*unlabelled=-1"),
         (with_value("y", torch.tensor([0.0, 1.5, 1, 0])), "label of node 1 is 1.5"),

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch_geometric.data import HeteroData
 
 from gtrain.errors import ConfigError, DataError
-from gtrain.graph.partition import partition_nodes, read_assignment
+from gtrain.graph.partition import partition_hetero, partition_nodes, read_assignment
 
 
 def ring_of_cliques(cliques: int, size: int) -> Tensor:
@@ -118,3 +119,109 @@ def test_read_assignment(tmp_path: Path) -> None:
         read_assignment(tmp_path / "b.npy")
     with pytest.raises(DataError, match="no such file"):
         read_assignment(tmp_path / "c.npy")
+
+
+# -------------------------------------------------------------------------------------------------- streaming
+
+
+def planted(num_nodes: int, blocks: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Ten edges a node, four fifths of them inside its block; which block is no matter of the id."""
+    random = np.random.default_rng(seed)
+    block = random.permutation(np.arange(num_nodes) % blocks)
+    members = np.argsort(block, kind="stable").reshape(blocks, -1)
+    source = np.repeat(np.arange(num_nodes), 10)
+    inside = random.random(source.size) < 0.8
+    near = members[block[source], random.integers(0, members.shape[1], source.size)]
+    return source, np.where(inside, near, random.integers(0, num_nodes, source.size))
+
+
+@pytest.mark.parametrize("method", ["ldg", "fennel"])
+def test_streaming_cuts_less_and_balances(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random cut severs 3/4 of the edges, the planted one 0.15; by one range of nodes and by many."""
+    source, target = planted(8000, 40)
+    train = torch.zeros(8000, dtype=torch.bool)
+    train[:500] = True
+    edges = torch.from_numpy(np.stack([source, target]))
+    parts = partition_nodes(edges, 8000, 4, method, train_mask=train)
+    share = float((parts[source] != parts[target]).float().mean())
+    assert share < 0.3, share
+    assert parts.bincount(minlength=4).max() <= 2000 * 1.05 + 2
+    assert parts[train].bincount(minlength=4).max() <= -(-500 // 4) * 1.05 + 1
+    assert parts[~train].bincount(minlength=4).max() <= 1875 * 1.05 + 1
+    monkeypatch.setattr("gtrain.graph.csc.RANGE_EDGES", 20_000)
+    arrays = (source.astype(np.int32), target.astype(np.int32))
+    assert torch.equal(partition_nodes(arrays, 8000, 4, method, train_mask=train), parts)
+    assert not torch.equal(partition_nodes(arrays, 8000, 4, method, train_mask=train, seed=1), parts)
+
+
+@pytest.mark.parametrize("method", ["ldg", "fennel"])
+def test_streaming_takes_loops_hubs_and_few_nodes(method: str) -> None:
+    hub = torch.stack([torch.arange(50), torch.zeros(50, dtype=torch.int64)])
+    for num_parts in (2, 7, 50):
+        sizes = partition_nodes(hub, 50, num_parts, method).bincount(minlength=num_parts)
+        assert sizes.min() >= 1 and sizes.sum() == 50
+        assert sizes.max() <= -(-50 // num_parts) * 1.05 + 1
+
+
+# --------------------------------------------------------------------------------------------- graphs with types
+
+
+def two_types(seed: int = 0) -> HeteroData:
+    """1600 users and 400 items in 4 blocks, and 3 nodes of a type that nothing points at."""
+    source, target = planted(2000, 4, seed)
+    kept = (source < 1600) & (target >= 1600)
+    data = HeteroData()
+    data["user"].num_nodes, data["item"].num_nodes, data["site"].num_nodes = 1600, 400, 3
+    data["item"].train_mask = torch.arange(400) < 100
+    ends = torch.from_numpy(np.stack([source[kept], target[kept] - 1600]))
+    data["user", "buys", "item"].edge_index = ends
+    data["item", "bought", "user"].edge_index = ends.flip(0)
+    data["site", "sells", "item"].edge_index = torch.tensor([[0, 1, 2], [5, 6, 7]])
+    return data
+
+
+def hetero_cut(data: HeteroData, parts: dict[str, Tensor]) -> float:
+    cut = total = 0
+    for kind in data.edge_types:
+        source, target = data[kind].edge_index
+        cut += int((parts[kind[0]][source] != parts[kind[2]][target]).sum())
+        total += source.numel()
+    return cut / total
+
+
+@pytest.mark.parametrize("method", ["metis", "ldg", "fennel", "random"])
+def test_types_are_cut_together(method: str) -> None:
+    data = two_types()
+    parts = partition_hetero(data, 4, method, seed=1)
+    assert {kind: ids.numel() for kind, ids in parts.items()} == {"user": 1600, "item": 400, "site": 3}
+    assert (hetero_cut(data, parts) < 0.5) == (method != "random")
+    for ids in parts.values():
+        largest = int(ids.bincount(minlength=4).max())
+        if method == "random":
+            assert largest == -(-ids.numel() // 4)
+        elif method != "metis":  # which balances all types together
+            assert largest <= -(-ids.numel() // 4) * 1.05 + 2
+    assert torch.equal(parts["user"], partition_hetero(data, 4, method, seed=1)["user"])
+
+
+@pytest.mark.parametrize("method", ["metis", "ldg", "random"])
+def test_every_part_has_a_node_of_some_type(method: str) -> None:
+    data = HeteroData()
+    data["a"].num_nodes, data["b"].num_nodes = 3, 4
+    data["a", "to", "b"].edge_index = torch.tensor([[0, 0, 0], [1, 2, 3]])
+    for num_parts in (1, 5, 7):
+        parts = torch.cat(list(partition_hetero(data, num_parts, method).values()))
+        assert parts.bincount(minlength=num_parts).min() >= 1
+    with pytest.raises(DataError, match="8 parts were asked for and the graph has 7 nodes"):
+        partition_hetero(data, 8, method)
+
+
+def test_assignments_by_type_are_checked() -> None:
+    data = two_types()
+    given = {"user": torch.arange(1600) % 2, "item": torch.arange(400) % 2, "site": torch.tensor([0, 0, 0])}
+    found = partition_hetero(data, 2, "file", assignment=given)
+    assert all(torch.equal(found[kind], given[kind]) for kind in given)
+    with pytest.raises(DataError, match="has 0 entries for site, and the graph has 3 such nodes"):
+        partition_hetero(data, 2, "file", assignment={kind: given[kind] for kind in ("user", "item")})
+    with pytest.raises(DataError, match="leaves part 2 of 3 without a node"):
+        partition_hetero(data, 3, "file", assignment=given)

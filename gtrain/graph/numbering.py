@@ -1,0 +1,87 @@
+"""Global ids: the numbering of one node type in which each part's nodes are contiguous."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+@dataclass
+class Numbering:
+    """The global ids of one node type.
+
+    Attributes:
+        offsets: first global id of each part, and N, ``[P + 1]`` int64.
+        orig_id: source data's id of each global id, ``[N]`` int64; None where the two are the same.
+        global_id: global id of each of the source data's ids, ``[N]`` int32 or int64; None likewise.
+    """
+
+    offsets: Ints
+    orig_id: Ints | None
+    global_id: NDArray[Any] | None
+
+    @classmethod
+    def of(cls, assignment: NDArray[Any], num_parts: int) -> Numbering:
+        """Number the nodes by part, and within a part in the order of the source data.
+
+        Args:
+            assignment: the part of each node, ``[N]`` integer.
+            num_parts: P; a part may have no node.
+        """
+        offsets = np.zeros(num_parts + 1, dtype=np.int64)
+        np.cumsum(np.bincount(assignment, minlength=num_parts), out=offsets[1:])
+        if num_parts == 1:
+            return cls(offsets, None, None)
+        # numpy sorts 16-bit numbers by their digits, in linear time.
+        narrow = assignment.astype(np.uint16) if num_parts <= 2**16 else assignment
+        orig_id = np.argsort(narrow, kind="stable")
+        global_id = np.empty(orig_id.size, dtype=index_dtype(orig_id.size))
+        global_id[orig_id] = np.arange(orig_id.size, dtype=global_id.dtype)
+        return cls(offsets, orig_id, global_id)
+
+    @property
+    def num_parts(self) -> int:
+        return self.offsets.size - 1
+
+    @property
+    def num_nodes(self) -> int:
+        return int(self.offsets[-1])
+
+    def range(self, part: int) -> tuple[int, int]:
+        """Return the first global id of a part, and the one after its last."""
+        return int(self.offsets[part]), int(self.offsets[part + 1])
+
+    def originals(self, start: int, stop: int) -> Ints:
+        """Return the source data's ids of the global ids ``start .. stop-1``."""
+        return np.arange(start, stop) if self.orig_id is None else self.orig_id[start:stop]
+
+    def owners(self) -> NDArray[Any]:
+        """Return the part of each of the source data's ids, ``[N]`` uint16 or int64."""
+        sizes = np.diff(self.offsets)
+        parts = np.arange(self.num_parts, dtype=np.uint16 if self.num_parts <= 2**16 else np.int64)
+        owners = np.empty(self.num_nodes, dtype=parts.dtype)
+        owners[slice(None) if self.orig_id is None else self.orig_id] = np.repeat(parts, sizes)
+        return owners
+
+    def within(self) -> NDArray[Any]:
+        """Return the offset within its part of each of the source data's ids, ``[N]`` int32 or int64."""
+        sizes = np.diff(self.offsets)
+        numbers = np.arange(self.num_nodes, dtype=index_dtype(self.num_nodes))
+        offsets = np.empty_like(numbers)
+        start = np.repeat(self.offsets[:-1].astype(numbers.dtype), sizes)
+        offsets[slice(None) if self.orig_id is None else self.orig_id] = numbers - start
+        return offsets
+
+    def globals(self, ids: NDArray[Any]) -> Ints:
+        """Return the global ids of the source data's ids."""
+        return np.asarray(ids if self.global_id is None else self.global_id[ids], dtype=np.int64)
+
+
+def index_dtype(count: int) -> np.dtype[Any]:
+    """Return the narrowest of int32 and int64 that holds the numbers below ``count``."""
+    return np.dtype(np.int32 if count < 2**31 else np.int64)

@@ -1,0 +1,147 @@
+"""gtrain.data.split_edges and edge_seeds: what is held out, and what a batch of edges says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.utils import is_undirected, to_undirected
+
+from gtrain.data.edge_seeds import KnownEdges
+from gtrain.data.module import GraphDataModule
+from gtrain.data.split import SplitOptions
+from gtrain.data.split_edges import split_edges
+from gtrain.errors import ConfigError
+
+
+class Given(GraphDataModule):
+    """A data module around a graph in memory."""
+
+    name = "given"
+
+    def __init__(self, graph: Data | HeteroData, folder: Path, **options: Any) -> None:
+        super().__init__(store=str(folder), **options)
+        self.graph = graph
+
+    def identity(self) -> dict[str, Any]:
+        return {}
+
+    def read(self) -> Data | HeteroData:
+        return self.graph.clone()
+
+
+def knowledge() -> Data:
+    """A graph of 40 nodes with relations and times."""
+    generator = torch.Generator().manual_seed(0)
+    return Data(
+        num_nodes=40,
+        edge_index=torch.randint(0, 40, (2, 200), generator=generator),
+        edge_type=torch.randint(0, 3, (200,), generator=generator),
+        edge_time=torch.randperm(200, generator=generator),
+    )
+
+
+def triples(index: torch.Tensor, relation: torch.Tensor) -> list[tuple[int, int, int]]:
+    return sorted(zip(index[0].tolist(), relation.tolist(), index[1].tolist(), strict=True))
+
+
+def test_random_split_loses_no_edge() -> None:
+    graph, before = knowledge(), knowledge()
+    sizes = split_edges(graph, None, SplitOptions("random", train_fraction=0.7, val_fraction=0.1, seed=3))
+    assert sizes == {"train": 140, "val": 20, "test": 40}
+    pieces = [triples(graph[f"{p}edge_index"], graph[f"{p}edge_type"]) for p in ("", "val_", "test_")]
+    assert sorted(sum(pieces, [])) == triples(before.edge_index, before.edge_type)
+    assert graph.edge_time.numel() == 140 and graph.val_edge_time.numel() == 20
+
+
+def test_the_past_trains_and_the_future_tests() -> None:
+    graph = knowledge()
+    split_edges(graph, None, SplitOptions("time", train_fraction=0.7, val_fraction=0.15))
+    assert graph.edge_time.max() < graph.val_edge_time.min()
+    assert graph.val_edge_time.max() < graph.test_edge_time.min()
+
+
+def test_both_directions_of_an_edge_stay_together() -> None:
+    pairs = torch.randint(0, 30, (2, 150), generator=torch.Generator().manual_seed(1))
+    graph = Data(num_nodes=30, edge_index=to_undirected(pairs))
+    total = graph.num_edges
+    sizes = split_edges(graph, None, SplitOptions("random", train_fraction=0.5, val_fraction=0.25, seed=0))
+    assert is_undirected(graph.edge_index, num_nodes=30)
+    kept = {tuple(edge) for edge in graph.edge_index.t().tolist()}
+    for split in ("val", "test"):
+        held = [tuple(edge) for edge in graph[f"{split}_edge_index"].t().tolist()]
+        assert not kept & {*held, *((b, a) for a, b in held)}
+    loops = int((pairs[0] == pairs[1]).any()) and len({a for a, b in pairs.t().tolist() if a == b})
+    assert (total + loops) / 2 == len({tuple(sorted(e)) for e in kept}) + sizes["val"] + sizes["test"]
+
+
+def test_edges_of_a_mirror_type_leave_with_their_originals() -> None:
+    index = torch.stack([torch.arange(60) % 20, torch.arange(60) % 7])
+    graph = HeteroData()
+    graph["user"].num_nodes, graph["film"].num_nodes = 20, 7
+    graph["user", "saw", "film"].edge_index = index
+    graph["film", "seen_by", "user"].edge_index = index.flip(0)
+    split_edges(graph, ("user", "saw", "film"), SplitOptions("random", seed=0))
+    kept, mirror = graph["user", "saw", "film"].edge_index, graph["film", "seen_by", "user"].edge_index
+    assert sorted(map(tuple, kept.t().tolist())) == sorted(map(tuple, mirror.flip(0).t().tolist()))
+
+
+def test_what_cannot_be_split_is_said() -> None:
+    with pytest.raises(ConfigError, match="holds no edges out"):
+        split_edges(knowledge(), None, SplitOptions("public"))
+    timeless = knowledge()
+    del timeless.edge_time
+    with pytest.raises(ConfigError, match="the edges have no times"):
+        split_edges(timeless, None, SplitOptions("time"))
+    with pytest.raises(ConfigError, match="splits nodes"):
+        split_edges(knowledge(), None, SplitOptions("per_class"))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_batches_are_those_of_the_source_data_however_it_is_cut(parts: int, tmp_path: Path) -> None:
+    module = Given(knowledge(), tmp_path, task="link", split="random", seed=5, num_parts=parts, batch_size=30)
+    module.prepare_data()
+    reference = knowledge()
+    split_edges(reference, None, SplitOptions("random", seed=5))
+    (batch, *more) = list(module.val_dataloader())
+    assert [b.batch_size for b in (batch, *more)] == [30, 10]
+    found = batch.orig_id[batch.edge_label_index]
+    assert torch.equal(found, reference.val_edge_index[:, :30])
+    assert torch.equal(batch.edge_label_type, reference.val_edge_type[:30])
+    assert torch.equal(batch.seeds, torch.arange(30))
+    train = torch.cat([b.orig_id[b.edge_label_index] for b in module.train_dataloader()], dim=1)
+    assert sorted(train.t().tolist()) == sorted(reference.edge_index.t().tolist())
+
+
+def test_known_answers_are_those_of_all_splits(tmp_path: Path) -> None:
+    module = Given(knowledge(), tmp_path, task="link", split="random")
+    module.prepare_data()
+    (batch,) = module.test_dataloader()
+    everything = triples(knowledge().edge_index, knowledge().edge_type)
+    for query in range(0, batch.batch_size, 7):
+        head, tail = batch.orig_id[batch.edge_label_index[:, query]].tolist()
+        relation = int(batch.edge_label_type[query])
+        tails = batch.known_tail[batch.known_tail_ptr[query] : batch.known_tail_ptr[query + 1]]
+        heads = batch.known_head[batch.known_head_ptr[query] : batch.known_head_ptr[query + 1]]
+        assert sorted(batch.orig_id[tails].tolist()) == [t for h, r, t in everything if (h, r) == (head, relation)]
+        assert sorted(batch.orig_id[heads].tolist()) == sorted(
+            h for h, r, t in everything if (r, t) == (relation, tail)
+        )
+
+
+def test_known_edges_without_relations() -> None:
+    known = KnownEdges(torch.tensor([[0, 0, 1], [1, 2, 2]]), None)
+    pointer, tails = known.tails(torch.tensor([0, 2, 1]), None)
+    assert pointer.tolist() == [0, 2, 2, 3] and tails.tolist() == [1, 2, 2]
+
+
+def test_the_edge_type_to_predict_must_be_clear(tmp_path: Path) -> None:
+    graph = HeteroData()
+    graph["a"].num_nodes, graph["b"].num_nodes = 3, 3
+    graph["a", "to", "b"].edge_index = graph["b", "back", "a"].edge_index = torch.tensor([[0, 1, 2], [1, 2, 0]])
+    module = Given(graph, tmp_path, task="link", split="random")
+    with pytest.raises(ConfigError, match="a,to,b; b,back,a"):
+        module.prepare_data()
