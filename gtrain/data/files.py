@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import glob
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +37,37 @@ def find_file(key: str, name: str, root: Path) -> Path:
     folders = [folder for folder in (path.parent, (root / path).parent) if folder.is_dir()]
     near = _nearby(path.name, *folders) if folders else f"; the folder {path.parent} does not exist either"
     raise DataError(f"{key}={name}: {places}", hint=f"set {key} to a file{near}")
+
+
+def find_files(key: str, names: str | Sequence[str], root: Path) -> list[Path]:
+    """Return the files of a list, glob pattern or folder, as they are or below ``root``, sorted within each pattern.
+
+    In a folder, and by a pattern, files whose names begin with ``.`` or ``_`` are left out.
+
+    Args:
+        key: the option that names them, for messages.
+        names: what the option was set to.
+        root: the folder of raw files.
+
+    Raises:
+        DataError: there is none.
+    """
+    if not isinstance(names, str):
+        if not names:
+            raise DataError(f"{key} is an empty list", hint=f"set {key} to at least one file")
+        return [path for name in names for path in find_files(key, name, root)]
+    for candidate in (Path(names).expanduser(), root / Path(names).expanduser()):
+        if candidate.is_file():
+            return [candidate]
+        pattern = str(candidate / "*") if candidate.is_dir() else str(candidate)
+        found = [Path(name) for name in sorted(glob.glob(pattern))]
+        if files := [path for path in found if path.is_file() and path.name[0] not in "._"]:
+            return files
+        if candidate.is_dir():
+            raise DataError(f"{key}={names}: there are no files in the folder", hint=f"set {key} to a folder of files")
+    if any(mark in names for mark in "*?["):
+        raise DataError(f"{key}={names}: no file fits the pattern, here or in {root}", hint=f"correct {key}")
+    return [find_file(key, names, root)]
 
 
 def read_array(key: str, path: Path) -> Tensor:
