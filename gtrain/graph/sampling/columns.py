@@ -1,0 +1,143 @@
+"""The arrays of a graph that sampling reads, checked once so that the kernels can trust them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gtrain.errors import DataError
+from gtrain.graph.sampling import spans
+
+Array = NDArray[Any]
+
+_PIECE = 1 << 22  # edges that are checked at a time, so that a check of a mapped file needs no memory of its size
+_HEAVIEST = np.float64(1e300)  # the sum of a column's weights stays finite
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The edges of one type by target, in compressed sparse columns (CSC).
+
+    With N targets, M sources and E edges; the in-edges of target v are ``indptr[v] .. indptr[v+1]-1``. In a homogeneous
+    graph targets and sources are the same nodes. Arrays may be memory maps; they are read, never copied, unless their
+    dtype is another than named here.
+
+    Attributes:
+        indptr: int64 ``[N + 1]``, from 0 to E, not descending.
+        indices: int32 or int64 ``[E]``, the source of each edge, ``0 .. M-1``.
+        num_sources: M; None means N.
+        weight: float32 or float64 ``[E]``, at least 0 and finite; an edge of weight 0 is never chosen. None: edges are
+            equally likely.
+        edge_time: int64 ``[E]``, ascending within each column. None: edges have no times.
+        edge_id: int64 ``[E]``, the edge's position in the source data. None: nothing but positions here is known.
+        first_target: added to a target's number to give the id that names its random stream: the first global id of
+            the part where a part of a graph is sampled.
+        checked: the arrays are known to be good (a store's are), so that nothing of length E is read now.
+
+    Raises:
+        DataError: an array has the wrong length, dtype or values.
+    """
+
+    indptr: Array
+    indices: Array
+    num_sources: int | None = None
+    weight: Array | None = None
+    edge_time: Array | None = None
+    edge_id: Array | None = None
+    first_target: int = 0
+    checked: bool = False
+
+    def __post_init__(self) -> None:
+        dtypes = {"indptr": ("i8",), "indices": ("i4", "i8"), "weight": ("f4", "f8"), "edge_time": ("i8",)}
+        for name, allowed in {**dtypes, "edge_id": ("i8",)}.items():
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, readable(getattr(self, name), name, allowed))
+        if self.num_sources is None:
+            object.__setattr__(self, "num_sources", self.num_targets)
+        self._check_lengths()
+        if not self.checked:
+            self._check_values()
+
+    @property
+    def num_targets(self) -> int:
+        """N, the number of columns."""
+        return int(self.indptr.size) - 1
+
+    @property
+    def num_edges(self) -> int:
+        """E."""
+        return int(self.indices.size)
+
+    def _check_lengths(self) -> None:
+        if self.indptr.size == 0 or self.indptr[0] != 0 or self.indptr[-1] != self.num_edges:
+            found = f"runs from {self.indptr[0]} to {self.indptr[-1]}" if self.indptr.size else "is empty"
+            raise DataError(
+                f"indptr {found}; with {self.num_edges} edges it must run from 0 to {self.num_edges}.",
+                hint="give the columns' N + 1 offsets into indices.",
+            )
+        for name in ("weight", "edge_time", "edge_id"):
+            array = getattr(self, name)
+            if array is not None and array.size != self.num_edges:
+                raise DataError(
+                    f"{name} has {array.size} values for {self.num_edges} edges.", hint="give one value for each edge."
+                )
+
+    def _check_values(self) -> None:
+        if np.any(self.indptr[1:] < self.indptr[:-1]):
+            column = int(np.argmax(self.indptr[1:] < self.indptr[:-1]))
+            raise DataError(
+                f"indptr descends after column {column}.", hint="give the columns' offsets in ascending order."
+            )
+        for start in range(0, self.num_edges, _PIECE):
+            self._check_piece(slice(start, start + _PIECE))
+        if self.edge_time is not None and (column := spans.first_unsorted(self.indptr, self.edge_time)) >= 0:
+            raise DataError(
+                f"the edge times of column {column} are not ascending.",
+                hint="sort the in-edges of each node by time, as gtrain's store does.",
+            )
+
+    def _check_piece(self, piece: slice) -> None:
+        sources = self.indices[piece]
+        if sources.min() < 0 or sources.max() >= (self.num_sources or 0):
+            wrong = int(sources.min()) if sources.min() < 0 else int(sources.max())
+            raise DataError(
+                f"indices hold source {wrong}, and there are {self.num_sources} sources, 0 .. {self.num_sources}-1.",
+                hint="check the numbering of the edges' sources.",
+            )
+        if self.weight is None:
+            return
+        good = (self.weight[piece] >= 0) & (self.weight[piece] <= _HEAVIEST)  # False for NaN
+        if not good.all():
+            edge = piece.start + int(np.argmin(good))
+            raise DataError(
+                f"the weight of edge {edge} is {self.weight[edge]}; weights are numbers from 0 to {_HEAVIEST:g}.",
+                hint="sampling in proportion needs weights of 0 or more; shift them or leave them out.",
+            )
+
+
+def readable(array: Any, name: str, dtypes: tuple[str, ...]) -> Array:
+    """A read-only plain view of an array, converted to the first dtype allowed where its own is not.
+
+    Args:
+        array: anything that numpy takes: a memory map, a torch tensor on the CPU.
+        name: what to call it in a message.
+        dtypes: numpy's codes, such as ``i8``.
+
+    Raises:
+        DataError: it is no vector, or its dtype cannot be converted without loss.
+    """
+    plain = np.asarray(array).view(np.ndarray)
+    if plain.ndim != 1:
+        raise DataError(f"{name} has {plain.ndim} dimensions.", hint=f"give {name} as a vector.")
+    if plain.dtype not in [np.dtype(code) for code in dtypes]:
+        wanted = np.dtype(dtypes[-1])
+        kinds = "iub" if wanted.kind == "i" else "iubf"
+        if plain.size and (plain.dtype.kind not in kinds or plain.dtype == np.uint64):
+            raise DataError(f"{name} is {plain.dtype}.", hint=f"convert it to {wanted}.")
+        plain = plain.astype(wanted)
+    plain = np.ascontiguousarray(plain)[:]
+    plain.flags.writeable = False
+    return plain

@@ -1,0 +1,143 @@
+"""Compiled kernels that read the chosen edges' sources and number the nodes in order of discovery.
+
+A number is kept in a table together with the *turn*, the number of the batch that set it: an entry of another turn is
+empty, so that no table is cleared between batches. There are two tables: a dense one (one entry a node of the graph,
+the faster) and a hash map by (node, subgraph), for disjoint subgraphs and for graphs too large for a table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_LOCAL = np.int64(0xFFFFFFFF)
+
+
+@njit(cache=True, nogil=True)
+def _slot(key: int, mask: int) -> int:
+    """Multiplicative hashing (Knuth, TAOCP 3, 6.4), the high half folded onto the low bits that the mask keeps."""
+    x = np.uint64(key) * _GOLDEN
+    return np.int64((x ^ (x >> np.uint64(32))) & np.uint64(mask))  # type: ignore[return-value]
+
+
+@njit(cache=True, nogil=True)
+def gather(indices: Array, position: Array, out: Array) -> None:
+    """The source of each chosen edge."""
+    for j in range(position.size):
+        out[j] = indices[position[j]]
+
+
+@njit(cache=True, nogil=True)
+def number_dense(table: Array, turn: int, nodes: Array, count: int, row: Array) -> int:
+    """Replace global ids by local ids; unseen nodes are appended to ``nodes``.
+
+    Args:
+        table: int64, one entry a node of the graph: ``turn << 32 | local_id``.
+        turn: the number of this batch, 1 .. 2**31 - 1.
+        nodes: the nodes found so far, with room for more.
+        count: how many there are.
+        row: on entry global ids, on return local ids.
+
+    Returns:
+        How many nodes there are now.
+    """
+    for j in range(row.size):
+        node = row[j]
+        entry = table[node]
+        if entry >> 32 == turn:
+            row[j] = entry & _LOCAL
+        else:
+            table[node] = turn << 32 | count
+            nodes[count] = node
+            row[j] = count
+            count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)
+def number_hashed(
+    table: Array,
+    turn: int,
+    width: int,
+    nodes: Array,
+    batch: Array,
+    count: int,
+    row: Array,
+    column: Array,
+    subgraph: Array,
+) -> int:
+    """As :func:`number_dense`, with a hash map by (node, subgraph).
+
+    Args:
+        table: int64 ``[2**n, 2]``: the key ``node * width + subgraph``, and ``turn << 32 | local_id``.
+        width: the number of subgraphs.
+        batch: the subgraph of each of ``nodes``, with room for more.
+        column: the local id of each edge's target.
+        subgraph: the subgraph of each target (for one edge type it may be ``batch`` itself).
+    """
+    mask = table.shape[0] - 1
+    for j in range(row.size):
+        node, owner = row[j], subgraph[column[j]]
+        key = node * width + owner
+        slot = _slot(key, mask)
+        while table[slot, 1] >> 32 == turn and table[slot, 0] != key:
+            slot = (slot + 1) & mask
+        if table[slot, 1] >> 32 == turn:
+            row[j] = table[slot, 1] & _LOCAL
+        else:
+            table[slot, 0] = key
+            table[slot, 1] = turn << 32 | count
+            nodes[count] = node
+            batch[count] = owner
+            row[j] = count
+            count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)
+def rehash(table: Array, turn: int, width: int, nodes: Array, batch: Array, count: int) -> None:
+    """Fill a new, empty hash map with the nodes found so far."""
+    mask = table.shape[0] - 1
+    for j in range(count):
+        key = nodes[j] * width + batch[j]
+        slot = _slot(key, mask)
+        while table[slot, 1] >> 32 == turn:
+            slot = (slot + 1) & mask
+        table[slot, 0] = key
+        table[slot, 1] = turn << 32 | j
+
+
+@njit(cache=True, nogil=True)
+def keep_dense(table: Array, turn: int, row: Array, column: Array, position: Array) -> int:
+    """Drop the edges whose sources are not among the nodes found; returns how many stay, with local ids in ``row``."""
+    edges = 0
+    for j in range(row.size):
+        entry = table[row[j]]
+        if entry >> 32 == turn:
+            row[edges], column[edges], position[edges] = entry & _LOCAL, column[j], position[j]
+            edges += 1
+    return edges
+
+
+@njit(cache=True, nogil=True)
+def keep_hashed(
+    table: Array, turn: int, width: int, row: Array, column: Array, position: Array, subgraph: Array
+) -> int:
+    """As :func:`keep_dense`, within each subgraph."""
+    mask = table.shape[0] - 1
+    edges = 0
+    for j in range(row.size):
+        key = row[j] * width + subgraph[column[j]]
+        slot = _slot(key, mask)
+        while table[slot, 1] >> 32 == turn and table[slot, 0] != key:
+            slot = (slot + 1) & mask
+        if table[slot, 1] >> 32 == turn:
+            row[edges], column[edges], position[edges] = table[slot, 1] & _LOCAL, column[j], position[j]
+            edges += 1
+    return edges
