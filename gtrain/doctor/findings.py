@@ -1,0 +1,184 @@
+"""Judging the facts: what is wrong, and what to do about it."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from gtrain.doctor.machine import PINNING_VARIABLES, THREAD_VARIABLES
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A problem.
+
+    Attributes:
+        message: what was found.
+        hint: what to do.
+        essential: gtrain cannot train before it is solved; the command then ends with 1.
+    """
+
+    message: str
+    hint: str
+    essential: bool = False
+
+
+def judge(facts: dict[str, Any], ranks: int, strategy: str | None) -> list[Finding]:
+    """All problems, essential ones first.
+
+    Args:
+        facts: what :func:`gtrain.doctor.report.collect` found.
+        ranks: processes that are to run on this machine.
+        strategy: the one that must work; None: any of them.
+    """
+    found = [*_packages(facts["packages"]), *_imports(facts["imports"]), *_strategies(facts["strategies"], strategy)]
+    found += [*_places(facts), *_memory(facts["memory"], ranks), *_threads(facts, ranks), *_rest(facts)]
+    return sorted(found, key=lambda finding: not finding.essential)
+
+
+def _packages(facts: dict[str, Any]) -> Iterator[Finding]:
+    if facts["gtrain"] is None:
+        yield Finding(
+            "gtrain runs from its source folder and is not installed: its strategies are not found.",
+            "pip install -e . in that folder.",
+            essential=True,
+        )
+    for name, state in facts["dependencies"].items():
+        if state["installed"] is None:
+            yield Finding(f"{name} is not installed.", f'pip install "{name}{_bound(state)}".', essential=True)
+        elif not state["ok"]:
+            yield Finding(
+                f"{name} {state['installed']} is installed; gtrain needs {state['needed']}.",
+                f'pip install "{name}{_bound(state)}".',
+            )
+
+
+def _bound(state: dict[str, Any]) -> str:
+    return "" if state["needed"] == "any" else str(state["needed"])
+
+
+def _imports(facts: dict[str, Any]) -> Iterator[Finding]:
+    for name, error in facts.items():
+        if error is not None:
+            package = name.partition(".")[0]
+            yield Finding(
+                f"import {name} fails: {error}.", f"reinstall the package that provides {package}.", essential=True
+            )
+
+
+def _strategies(facts: dict[str, Any], wanted: str | None) -> Iterator[Finding]:
+    works = [name for name, state in facts.items() if state["error"] is None]
+    for name, state in facts.items():
+        if state["error"] is not None:
+            yield Finding(
+                f"strategy={name} cannot be used: {state['error']}.",
+                f"reinstall the package that provides {state['from']}.",
+                essential=name == wanted or not works,
+            )
+    if wanted is not None and wanted not in facts:
+        yield Finding(
+            f"strategy={wanted} is not installed.",
+            f"the installed strategies are {', '.join(facts) or 'none'}.",
+            essential=True,
+        )
+    if not facts:
+        yield Finding("no strategy is installed.", "reinstall gtrain: pip install -U gtrain.", essential=True)
+
+
+def _places(facts: dict[str, Any]) -> Iterator[Finding]:
+    shared, temporary, kernels = facts["shared_memory"], facts["temporary_folder"], facts["kernels"]
+    if not shared["writable"]:
+        yield Finding(
+            f"{shared['path']} cannot be written: ranks of one machine cannot share memory.",
+            "mount a tmpfs there, in a container with --shm-size=8g or --ipc=host.",
+        )
+    elif shared["free"] < GIB:
+        yield Finding(
+            f"{shared['path']} has {size(shared['free'])} free of {size(shared['total'])}; ranks share tables there.",
+            "raise it: in a container --shm-size=8g or --ipc=host, otherwise mount -o remount,size=8g /dev/shm.",
+        )
+    if not temporary["writable"]:
+        yield Finding(
+            f"the temporary folder {temporary['path']} cannot be written.",
+            "set TMPDIR to a folder that can.",
+            essential=True,
+        )
+    elif temporary["free"] < GIB:
+        yield Finding(
+            f"the temporary folder {temporary['path']} has {size(temporary['free'])} free.",
+            "set TMPDIR to a folder with more room, or clear it.",
+        )
+    if kernels is not None and not kernels["writable"]:
+        yield Finding(
+            "compiled kernels cannot be kept: each process compiles them again, which takes seconds.",
+            "set NUMBA_CACHE_DIR to a folder that can be written.",
+        )
+
+
+def _memory(facts: dict[str, Any], ranks: int) -> Iterator[Finding]:
+    available = facts["available"] if facts["limit"] is None else min(facts["available"], facts["limit"])
+    if available < ranks * GIB:
+        yield Finding(
+            f"{size(available)} of memory free for {ranks} rank(s): each needs {size(GIB // 2)} before its data.",
+            "end other programs, or run fewer ranks on this machine.",
+        )
+
+
+def _threads(facts: dict[str, Any], ranks: int) -> Iterator[Finding]:
+    environment, cores = facts["environment"], facts["cores"]
+    usable = min(cores["usable"], max(1, int(cores["limit"] or cores["usable"])))
+    share = max(1, usable // ranks)
+    if ranks > usable:
+        yield Finding(f"{ranks} ranks share {usable} cores.", f"run at most {usable} ranks on this machine.")
+    if "OMP_NUM_THREADS" not in environment and ranks > 1:
+        yield Finding(
+            f"OMP_NUM_THREADS is not set: torch takes {share} threads a rank, but the libraries under numpy take all "
+            f"{usable} cores in each of the {ranks} ranks.",
+            f"export OMP_NUM_THREADS={share}.",
+        )
+    for name in THREAD_VARIABLES:
+        value = environment.get(name, "")
+        if value.isdigit() and int(value) * ranks > usable and int(value) > 1:
+            yield Finding(
+                f"{name}={value} with {ranks} ranks makes {int(value) * ranks} threads on {usable} cores.",
+                f"export {name}={share}, or unset it.",
+            )
+    for name in PINNING_VARIABLES:
+        if ranks > 1 and environment.get(name, "false").lower() not in ("false", "disabled", "none"):
+            yield Finding(
+                f"{name}={environment[name]} pins threads: every rank's may land on the same cores.",
+                f"unset {name}, or let the launcher bind ranks to cores.",
+            )
+    if cores["limit"] is not None and cores["limit"] < cores["usable"] and "OMP_NUM_THREADS" not in environment:
+        yield Finding(
+            f"the container may use {cores['limit']:g} of {cores['usable']} cores, which programs do not see.",
+            f"export OMP_NUM_THREADS={share}.",
+        )
+
+
+def _rest(facts: dict[str, Any]) -> Iterator[Finding]:
+    for name, error in facts["failed"].items():
+        yield Finding(f"looking for {name} fails: {error}.", "reinstall torch (gpus) or numba (kernels).")
+    gpus = facts["gpus"]
+    if gpus is not None and not gpus["devices"] and glob.glob("/dev/nvidia[0-9]*"):
+        built = f"for CUDA {gpus['built_for']}" if gpus["built_for"] else "without CUDA"
+        yield Finding(
+            f"the machine has an NVIDIA device that torch, built {built}, does not see.",
+            "install a torch built for the driver's CUDA version, and look at CUDA_VISIBLE_DEVICES.",
+        )
+    if facts["open_files"]["limit"] < 1024:
+        yield Finding(f"a process may open {facts['open_files']['limit']} files.", "ulimit -n 65536.")
+
+
+def size(count: int) -> str:
+    """Bytes in a unit that reads well."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

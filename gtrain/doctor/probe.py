@@ -1,0 +1,131 @@
+"""The part of ``gtrain doctor`` that may crash: imports, GPUs, strategies, compiled kernels. Runs in a child process.
+
+Each step prints one JSON line when it begins and one when it ends, so that the parent knows what a crash ended.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+MODULES = (
+    "numpy",
+    "torch",
+    "torch_geometric",
+    "lightning.pytorch",
+    "numba",
+    "pyarrow",
+    "pymetis",
+    "zmq",
+    "msgpack",
+    "rich",
+)
+TIMEOUT_SECONDS = 180
+
+
+def facts() -> dict[str, dict[str, Any]]:
+    """Run the steps in a child; by step: ``error`` (None if it went well) and what it found as ``value``."""
+    command = [sys.executable, "-m", "gtrain.doctor.probe"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    try:
+        child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+        lines, ended = child.stdout, _how_it_ended(child.returncode, child.stderr)
+    except subprocess.TimeoutExpired as error:
+        lines, ended = _text(error.stdout), f"did not end within {TIMEOUT_SECONDS} s"
+    return read(lines, ended)
+
+
+def read(lines: str, ended: str) -> dict[str, dict[str, Any]]:
+    """Put the child's lines together.
+
+    Args:
+        lines: what it printed.
+        ended: how it ended, for the step that it did not finish.
+    """
+    steps: dict[str, dict[str, Any]] = {}
+    for line in lines.splitlines():
+        if line.startswith('{"step": '):
+            entry = json.loads(line)
+            steps[entry.pop("step")] = entry
+    if not steps:
+        steps["python"] = {}
+    return {name: found or {"error": ended, "value": None} for name, found in steps.items()}
+
+
+def main() -> None:
+    """The child: run every step."""
+    for name in MODULES:
+        _step(f"import {name}", lambda name=name: getattr(importlib.import_module(name), "__version__", None))  # type: ignore[misc]
+    _step("gpus", _gpus)
+    _step("kernels", _kernels)
+    from gtrain import backends
+
+    for name in backends.installed():
+        _step(f"strategy {name}", lambda name=name: _strategy(name))  # type: ignore[misc]
+
+
+def _step(name: str, work: Callable[[], Any]) -> None:
+    print(json.dumps({"step": name}), flush=True)
+    try:
+        found = {"error": None, "value": work()}
+    except Exception as error:
+        found = {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", "value": None}
+    print(json.dumps({"step": name, **found}), flush=True)
+
+
+def _gpus() -> dict[str, Any]:
+    import torch
+
+    devices = []
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(i)
+            devices.append({"name": properties.name, "memory": properties.total_memory})
+    return {"built_for": torch.version.cuda, "devices": devices}
+
+
+def _kernels() -> dict[str, Any]:
+    """Where compiled kernels are kept: numba's own choice for a kernel of ours."""
+    from numba.core.caching import FunctionCache
+
+    from gtrain.graph.sampling import spans
+
+    try:
+        return {"cache": FunctionCache(spans.room.py_func).cache_path, "writable": True}
+    except RuntimeError:  # numba: "cannot cache function: no locator available"
+        return {"cache": None, "writable": False}
+
+
+def _strategy(name: str) -> dict[str, Any]:
+    """Import all of a strategy, and say what it uses."""
+    from gtrain import backends
+
+    backend = backends.get(name)
+    backend.load_config()
+    backend.load_strategy()
+    return {
+        "description": backend.description,
+        "models": None if backend.serves is None else sorted(backend.serves),
+        "servers": backend.server_roles,
+    }
+
+
+def _how_it_ended(code: int, errors: str) -> str:
+    if code < 0:
+        return f"ended the process with {signal.Signals(-code).name}"
+    last = errors.strip().splitlines()[-1:] or ["no message"]
+    return f"ended the process with exit code {code}: {last[0]}"
+
+
+def _text(output: str | bytes | None) -> str:
+    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""``gtrain doctor`` as a command, beside strategies that cannot be imported."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from helpers import gtrain, ok
+
+BACKEND = """
+from gtrain.backends import Backend
+backend = Backend("fails late", "gtrain.config:StrategyConfig", "late_strategy:Strategy", "gtrain.conf")
+"""
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> dict[str, str]:
+    """The environment with two more strategies: one's package is missing, the other's strategy ends the process."""
+    folder = tmp_path / "packages"
+    info = folder / "strategies_of_tests-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: strategies-of-tests\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[gtrain.backends]\nabsent = no_such_package:backend\nzlate = late:backend\n"
+    )
+    (folder / "late.py").write_text(BACKEND)
+    (folder / "late_strategy.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_a_report_for_programs(tmp_path: Path, broken: dict[str, str]) -> None:
+    """Broken strategies are named with the reason, and do not make the others, or the command, fail."""
+    cwd = tmp_path / "empty"
+    cwd.mkdir()
+    facts = json.loads(ok(gtrain("doctor", "format=json", cwd=cwd, env=broken)).stdout)
+    assert list(cwd.iterdir()) == [], "no run's folder is made"
+    assert facts["packages"]["dependencies"]["torch"]["installed"] == version("torch")
+    assert facts["imports"]["torch"] is None and facts["kernels"]["writable"]
+    strategies = facts["strategies"]
+    assert [name for name, state in strategies.items() if state["error"] is None] == ["sar", "single"]
+    assert strategies["sar"]["models"] == ["message-passing"]
+    assert "No module named 'no_such_package'" in strategies["absent"]["error"]
+    assert strategies["zlate"]["error"] == "ended the process with SIGSEGV"
+    named = [problem for problem in facts["problems"] if "strategy=" in problem["message"]]
+    assert len(named) == 2 and not any(problem["essential"] for problem in named)
+
+
+def test_a_report_for_people_about_a_broken_strategy(tmp_path: Path, broken: dict[str, str]) -> None:
+    result = gtrain("doctor", "strategy=absent", "trainer.num_nodes=64", cwd=tmp_path, env=broken)
+    assert result.returncode == 1
+    assert "BROKEN: strategy=absent cannot be used" in result.stdout
+    assert "HINT: reinstall the package that provides no_such_package:backend." in result.stdout
+    assert "NOTE: 64 ranks share" in result.stdout
+    assert "Traceback" not in result.stdout + result.stderr
+
+
+def test_an_argument_of_another_verb(tmp_path: Path) -> None:
+    result = gtrain("doctor", "data=planted", cwd=tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.startswith("gtrain: gtrain doctor was given data=planted; it reads format")
