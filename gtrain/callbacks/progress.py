@@ -17,12 +17,13 @@ class ProgressLine(Callback):
 
     Args:
         recorder: where this run's figures are; it must come before this callback.
-        num_nodes: graph nodes that an epoch trains on.
+        work: what an epoch goes through.
+        unit: of its rate, such as ``nodes/s``.
         every_seconds: least time between two lines where there is no terminal.
     """
 
-    def __init__(self, recorder: RunRecorder, num_nodes: int, every_seconds: float = 2.0) -> None:
-        self._recorder, self._num_nodes, self._every = recorder, num_nodes, every_seconds
+    def __init__(self, recorder: RunRecorder, work: int, unit: str, every_seconds: float = 2.0) -> None:
+        self._recorder, self._work, self._unit, self._every = recorder, work, unit, every_seconds
         self._began = self._printed = 0.0
         self._first_epoch = 0
 
@@ -53,9 +54,11 @@ class ProgressLine(Callback):
             per_epoch = (time.monotonic() - self._began) / max(done - self._first_epoch, 1)
             parts.append(f"ETA {_clock(per_epoch * (trainer.max_epochs - done))}")  # type: ignore[operator]
         newest = recorder.history[-1]
-        parts += [f"{name} {newest[name]:.4f}" for name in ("train/loss", "val/loss", "val/acc") if name in newest]
+        parts += [
+            f"{name} {newest[name]:.4f}" for name in ("train/loss", "val/loss", "val/acc", "val/mrr") if name in newest
+        ]
         if seconds > 0:
-            parts.append(f"{_scaled(self._num_nodes * len(recorder.epoch_seconds) / seconds, 1000)}nodes/s")
+            parts.append(f"{_scaled(self._work * len(recorder.epoch_seconds) / seconds, 1000)}{self._unit}")
             parts.append(f"{_scaled(recorder.counters.bytes_sent / seconds, 1024)}B/s sent")
         return "  ".join(parts)
 

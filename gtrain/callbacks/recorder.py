@@ -50,11 +50,11 @@ class RunRecorder(Callback):
         self._pause()
 
     def _resume(self) -> None:
-        self.counters.recording = True
+        self.counters.start()
         self._began = (time.perf_counter(), cpu_seconds())
 
     def _pause(self) -> None:
-        self.counters.recording = False
+        self.counters.stop()
         if self._began is not None:
             wall, cpu = self._began
             self._elapsed += time.perf_counter() - wall

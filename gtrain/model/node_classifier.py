@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch_geometric.data import Data
-from torchmetrics import MeanMetric
+from torch_geometric.data import Data, HeteroData
 
-from gtrain.errors import ConfigError, DataError
-from gtrain.metrics import NAMES, classification_metrics, update
+from gtrain.metrics import NAMES
+from gtrain.model.classification import Classifier
+from gtrain.model.configured import MakeOptimizer
+from gtrain.model.inputs import input_names, network_inputs
 
 
-class NodeClassifier(pl.LightningModule):
+class NodeClassifier(Classifier):
     """Cross-entropy over the seeds of a batch; binary cross-entropy where a node may carry several labels.
 
     Args:
         network: called with those of the batch's attributes that its ``forward`` names (``x``, ``edge_index``,
-            ``edge_weight``, ``edge_attr`` ...); returns [N, num_classes] scores.
+            ``edge_weight``, ``edge_attr``, ``edge_type``; by type ``x_dict``, ``edge_index_dict`` ...); returns
+            [N, num_classes] scores, by node type where it takes ``x_dict``.
         num_classes: classes, or labels where a node may carry several.
+        encoder: makes the features that the network gets; None: the graph's own.
         multilabel: whether ``batch.y`` is a [N, num_classes] matrix of 0 and 1.
         optimizer: makes an optimizer from parameters; None: Adam with lr 0.01.
         scheduler: makes a learning-rate scheduler from the optimizer, stepped once an epoch; None: none.
@@ -34,7 +33,8 @@ class NodeClassifier(pl.LightningModule):
             where it costs a sort of every class's scores.
 
     Shapes:
-        batch.x [N, num_features], batch.edge_index [2, E], batch.y [N] or [N, num_classes], batch.seeds [S].
+        batch.x [N, num_features], batch.edge_index [2, E], batch.y [N] or [N, num_classes], batch.seeds [S]; the
+        first three by type in a heterogeneous batch, whose seeds are nodes of the type ``batch.target``.
     """
 
     def __init__(
@@ -42,107 +42,34 @@ class NodeClassifier(pl.LightningModule):
         network: nn.Module,
         num_classes: int,
         *,
+        encoder: nn.Module | None = None,
         multilabel: bool = False,
-        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        optimizer: MakeOptimizer | None = None,
         scheduler: Callable[..., Any] | None = None,
         monitor: str = "val/loss",
         class_weights: Sequence[float] | None = None,
         test_metrics: Sequence[str] = NAMES,
     ) -> None:
-        super().__init__()
+        super().__init__(
+            num_classes,
+            multilabel=multilabel,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            monitor=monitor,
+            class_weights=class_weights,
+            test_metrics=test_metrics,
+        )
+        self.encoder = encoder
         self.network = network
-        self.num_classes = num_classes
-        self.multilabel = multilabel
-        self._make_optimizer = optimizer
-        self._make_scheduler = scheduler
-        self._monitor = monitor
-        if class_weights is not None and len(class_weights) != num_classes:
-            raise ConfigError(
-                f"model.class_weights has {len(class_weights)} numbers, but the graph has {num_classes} classes.",
-                hint="give one number a class.",
-            )
-        weights = None if class_weights is None else torch.tensor(list(class_weights), dtype=torch.get_default_dtype())
-        self.class_weights: Tensor | None
-        self.register_buffer("class_weights", weights, persistent=False)
-        quick = NAMES if multilabel or num_classes == 2 else ("acc", "f1")
-        self.train_loss, self.val_loss, self.test_loss = MeanMetric(), MeanMetric(), MeanMetric()
-        self.val_scores = classification_metrics(num_classes, multilabel, quick, "val/")
-        self.test_scores = classification_metrics(num_classes, multilabel, tuple(test_metrics), "test/")
-        self._inputs = _input_names(network)
+        self._inputs = input_names(network)
 
-    def forward(self, batch: Data) -> Tensor:
-        """Scores of every node of the batch, [N, num_classes]."""
-        missing = [name for name in self._inputs if name not in batch and self._inputs[name]]
-        if missing:
-            raise DataError(
-                f"{type(self.network).__name__} needs {', '.join(missing)}, which this graph does not have.",
-                hint="give the graph features (data.features) or choose another model." if "x" in missing else None,
-            )
-        scores: Tensor = self.network(**{name: batch[name] for name in self._inputs if name in batch})
-        return scores
+    def forward(self, batch: Data | HeteroData) -> Tensor:
+        """Scores of every node of the batch, [N, num_classes]; of the target type where it has several."""
+        x = None if self.encoder is None else self.encoder(batch)
+        scores = self.network(**network_inputs(self.network, self._inputs, batch, x))
+        return scores[batch.target] if isinstance(scores, dict) else scores
 
-    def training_step(self, batch: Data, batch_idx: int) -> dict[str, Tensor]:
-        loss, weight, _, _ = self._loss(batch, "train")
-        return {"loss": loss, "weight": weight}
-
-    def validation_step(self, batch: Data, batch_idx: int) -> None:
-        self._evaluate(batch, "val")
-
-    def test_step(self, batch: Data, batch_idx: int) -> None:
-        self._evaluate(batch, "test")
-
-    def predict_step(self, batch: Data, batch_idx: int) -> Tensor:
-        return self(batch)[batch.seeds]
-
-    def configure_optimizers(self) -> Any:
-        parameters = [p for p in self.parameters() if p.requires_grad]
-        optimizer = (
-            torch.optim.Adam(parameters, lr=0.01) if self._make_optimizer is None else self._make_optimizer(parameters)
-        )
-        if self._make_scheduler is None:
-            return optimizer
-        scheduler = {"scheduler": self._make_scheduler(optimizer), "interval": "epoch", "monitor": self._monitor}
-        return {"optimizer": optimizer, "lr_scheduler": scheduler}
-
-    def _evaluate(self, batch: Data, split: str) -> None:
-        _, _, scores, labels = self._loss(batch, split)
-        metrics = self.val_scores if split == "val" else self.test_scores
-        update(metrics, scores, labels, self.multilabel)
-        self.log_dict(metrics, on_step=False, on_epoch=True, batch_size=1)
-
-    def _loss(self, batch: Data, split: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Mean loss over the seeds (there may be none), the weight of that mean, the seeds' scores and labels."""
-        if "y" not in batch:
-            raise DataError("this graph has no labels, so there is nothing to classify.", hint="set data.labels.")
-        scores, labels = self(batch)[batch.seeds], batch.y[batch.seeds]
-        total, weight = self._summed(scores, labels)
-        loss = total / weight.clamp(min=torch.finfo(weight.dtype).tiny)
-        metric: MeanMetric = getattr(self, f"{split}_loss")
-        metric.set_dtype(torch.float64)
-        metric.update(loss.detach().double(), weight.double())
-        self.log(f"{split}/loss", metric, on_step=False, on_epoch=True, batch_size=1, prog_bar=split == "train")
-        return loss, weight, scores, labels
-
-    def _summed(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss summed over the seeds and the sum of their weights, what the mean divides by."""
-        if self.multilabel:
-            total = F.binary_cross_entropy_with_logits(scores, labels.to(scores), self.class_weights, reduction="sum")
-            return total, scores.new_tensor(float(scores.numel()))
-        total = F.cross_entropy(scores, labels, weight=self.class_weights, reduction="sum")
-        if self.class_weights is None:
-            return total, scores.new_tensor(float(labels.numel()))
-        return total, self.class_weights[labels].sum()
-
-
-def _input_names(network: nn.Module) -> dict[str, bool]:
-    """Batch attributes that the network's forward takes: name -> whether it is required."""
-    known = ("x", "edge_index", "edge_weight", "edge_attr")
-    parameters = inspect.signature(network.forward).parameters
-    names = {n: p.default is inspect.Parameter.empty for n, p in parameters.items() if n in known}
-    if "x" not in names:
-        raise ConfigError(
-            f"model._target_={type(network).__module__}.{type(network).__qualname__} was set; its forward takes "
-            f"({', '.join(parameters)}), but a node classifier's network takes x and, for message passing, edge_index.",
-            hint="choose a network over node features, or give a LightningModule of your own as model._target_.",
-        )
-    return names
+    def seed_scores(self, batch: Data | HeteroData) -> Tensor:
+        """Scores of the seeds, [S, num_classes]."""
+        scores: Tensor = self(batch)
+        return scores[batch.seeds]

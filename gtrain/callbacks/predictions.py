@@ -1,0 +1,180 @@
+"""``gtrain predict``: what a model says of each graph node, by the source data's ids."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch_geometric.data import Data, HeteroData
+
+from gtrain.data.loader import target_type
+from gtrain.errors import ConfigError
+from gtrain.graph.store import Store
+from gtrain.strategy.base import GraphStrategy
+
+FORMATS = ("npy", "parquet")
+_ROWS = 1 << 16  # of one Parquet row group
+
+
+class PredictionWriter(pl.Callback):
+    """Collects each rank's rows and writes them into one file, in the order of the source data's ids.
+
+    Every rank writes its own rows into a shared memory-mapped file, so no rank ever holds all of them; the file gets
+    its name when it is complete.
+
+    Args:
+        path: the file to write.
+        fmt: ``npy``: float [N, D]; ``parquet``: columns ``id`` (the name, where the data has names) and ``values`` (a
+            list of D numbers), and ``prediction`` (the best class) where the values are scores of classes.
+        store: the graph.
+        strategy: the ranks.
+        embeddings: write what the network's last layer reads, instead of what ``predict_step`` returns.
+
+    Raises:
+        ConfigError: the format is unknown, or ``predict_step`` does not return one row for each seed.
+    """
+
+    def __init__(self, path: Path, fmt: str, store: Store, strategy: GraphStrategy, embeddings: bool) -> None:
+        if fmt not in FORMATS:
+            raise ConfigError(f"format={fmt} was set.", hint=f"the formats are {', '.join(FORMATS)}.")
+        self.path, self._format, self._store, self._embeddings = path, fmt, store, embeddings
+        self._strategy = strategy  # its group of ranks is formed later
+        self._rows: list[Tensor] = []
+        self._ids: list[Tensor] = []
+        self._seen: list[Tensor] = []
+
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._embeddings:
+            layer = last_layer(pl_module)
+            self._hook = layer.register_forward_pre_hook(lambda _, args: self._seen.append(_features(args[0])))
+
+    def on_predict_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self._embeddings:
+            outputs = self._embedded(batch)[batch.seeds]
+            self._seen.clear()
+        if not isinstance(outputs, Tensor) or len(outputs) != len(batch.seeds):
+            found = f"{len(outputs)} rows" if isinstance(outputs, Tensor) else type(outputs).__name__
+            raise ConfigError(
+                f"{type(pl_module).__name__}.predict_step returned {found} for {len(batch.seeds)} seeds.",
+                hint="return one row for each of batch.seeds.",
+            )
+        self._rows.append(outputs.detach().reshape(len(outputs), -1).cpu())
+        self._ids.append(_orig_ids(batch)[batch.seeds])
+
+    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._embeddings:
+            self._hook.remove()
+        rows, ids = torch.cat(self._rows), torch.cat(self._ids)
+        width = int(self._strategy.group.all_reduce(torch.tensor([rows.size(1)]), "max"))
+        shape = (self._store.num_nodes_of(target_type(self._store)), width)
+        with self._shared_file(shape) as values:
+            if len(ids):
+                values[ids.numpy()] = rows.float().numpy()
+        classes = not self._embeddings and width == self._store.facts.get("num_classes")
+        if self._strategy.is_global_zero:
+            self._finish(shape, classes and not self._store.facts.get("multilabel"))
+        self._strategy.barrier()
+
+    def _embedded(self, batch: Data | HeteroData) -> Tensor:
+        """What the last layer read; by node type in turn where it is called for each of them."""
+        if isinstance(batch, HeteroData) and len(self._seen) == len(batch.node_types):
+            return self._seen[batch.node_types.index(batch.target)]
+        return self._seen[-1]
+
+    @property
+    def _scratch(self) -> Path:
+        return self.path.with_name(self.path.name + ".part")
+
+    @contextmanager
+    def _shared_file(self, shape: tuple[int, int]) -> Iterator[NDArray[np.float32]]:
+        """A file that all ranks write into; a node that no rank predicts has NaN."""
+        if self._strategy.is_global_zero:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            made = np.lib.format.open_memmap(self._scratch, "w+", np.float32, shape)
+            made[:] = np.nan
+            made.flush()
+        self._strategy.barrier()
+        values: np.memmap[Any, np.dtype[np.float32]] = np.load(self._scratch, mmap_mode="r+")
+        yield values
+        values.flush()
+        self._strategy.barrier()
+
+    def _finish(self, shape: tuple[int, int], classes: bool) -> None:
+        if self._format == "npy":
+            os.replace(self._scratch, self.path)
+            return
+        done = self.path.with_name(self.path.name + ".done")
+        self._write_parquet(done, shape, classes)
+        os.replace(done, self.path)
+        self._scratch.unlink()
+
+    def _write_parquet(self, path: Path, shape: tuple[int, int], classes: bool) -> None:
+        values = np.load(self._scratch, mmap_mode="r")
+        names = self._store.names(target_type(self._store))
+        fields = [("id", pa.int64() if names is None else pa.string()), ("values", pa.list_(pa.float32(), shape[1]))]
+        schema = pa.schema([*fields, ("prediction", pa.int64())] if classes else fields)
+        with pq.ParquetWriter(path, schema) as writer:
+            for first in range(0, shape[0], _ROWS):
+                block = np.ascontiguousarray(values[first : first + _ROWS])
+                ids = np.arange(first, first + len(block))
+                columns = {
+                    "id": ids if names is None else names.decode(torch.from_numpy(ids)),
+                    "values": pa.FixedSizeListArray.from_arrays(block.reshape(-1), shape[1]),
+                    "prediction": block.argmax(axis=1),
+                }
+                writer.write_table(pa.table({field.name: columns[field.name] for field in schema}, schema))
+
+
+def last_layer(module: pl.LightningModule) -> nn.Module:
+    """Return the layer that makes the scores: the last with parameters among the network's direct layers.
+
+    Raises:
+        ConfigError: the module has no ``network``, so its embeddings are not known.
+    """
+    network = getattr(module, "network", None)
+    if not isinstance(network, nn.Module):
+        raise ConfigError(
+            f"embeddings=true was set, and {type(module).__name__} has no network to look into.",
+            hint="leave embeddings=false: predict_step then says what is written.",
+        )
+    layers = [layer for layer in _flat(network) if any(True for _ in layer.parameters())]
+    return [layer for layer in layers if "Norm" not in type(layer).__name__][-1]
+
+
+def _flat(network: nn.Module) -> Iterator[nn.Module]:
+    """The layers in order; lists are opened, layers are not."""
+    for child in network.children():
+        if isinstance(child, (nn.ModuleList, nn.Sequential)) or type(child).__name__ == "MLP":
+            yield from _flat(child)
+        else:
+            yield child
+
+
+def _features(argument: Any) -> Tensor:
+    """The features that a layer was called with; those of the node itself where it takes a pair."""
+    value: Tensor = argument[1] if isinstance(argument, tuple) else argument
+    return value
+
+
+def _orig_ids(batch: Data | HeteroData) -> Tensor:
+    nodes = batch[batch.target] if isinstance(batch, HeteroData) else batch
+    ids: Tensor = nodes.orig_id
+    return ids

@@ -1,0 +1,110 @@
+"""Decoders: from the embeddings of two graph nodes to the score of an edge between them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from gtrain.errors import ConfigError
+
+
+class Decoder(nn.Module):
+    """Scores edges.
+
+    Shapes:
+        head and tail ``[B, D]``, relation int64 ``[B]`` or None; scores ``[B]``. Against all: the other side is
+        ``[N, D]`` and the scores ``[B, N]``.
+    """
+
+    @abstractmethod
+    def forward(self, head: Tensor, tail: Tensor, relation: Tensor | None) -> Tensor:
+        """Scores of the edges head -> tail."""
+
+    @abstractmethod
+    def tails(self, head: Tensor, relation: Tensor | None, everything: Tensor) -> Tensor:
+        """Scores of the edges from each head to every node."""
+
+    @abstractmethod
+    def heads(self, tail: Tensor, relation: Tensor | None, everything: Tensor) -> Tensor:
+        """Scores of the edges from every node to each tail."""
+
+
+class Dot(Decoder):
+    """The inner product of the two embeddings; relations are ignored."""
+
+    def __init__(self, channels: int, num_relations: int | None) -> None:
+        super().__init__()
+
+    def forward(self, head: Tensor, tail: Tensor, relation: Tensor | None) -> Tensor:
+        return (head * tail).sum(-1)
+
+    def tails(self, head: Tensor, relation: Tensor | None, everything: Tensor) -> Tensor:
+        return head @ everything.T
+
+    def heads(self, tail: Tensor, relation: Tensor | None, everything: Tensor) -> Tensor:
+        return tail @ everything.T
+
+
+class DistMult(Decoder):
+    """The inner product weighted by a vector for each relation (Yang et al. 2015)."""
+
+    def __init__(self, channels: int, num_relations: int | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num_relations or 1, channels) + 0.1 * torch.randn(1, channels))
+
+    def _weight(self, relation: Tensor | None) -> Tensor:
+        return self.weight[0] if relation is None else self.weight[relation]
+
+    def forward(self, head: Tensor, tail: Tensor, relation: Tensor | None) -> Tensor:
+        return (head * self._weight(relation) * tail).sum(-1)
+
+    def tails(self, head: Tensor, relation: Tensor | None, everything: Tensor) -> Tensor:
+        return (head * self._weight(relation)) @ everything.T
+
+    def heads(self, tail: Tensor, relation: Tensor | None, everything: Tensor) -> Tensor:
+        return (tail * self._weight(relation)) @ everything.T
+
+
+class PairMLP(Decoder):
+    """A hidden layer over both embeddings side by side, with an offset for each relation."""
+
+    def __init__(self, channels: int, num_relations: int | None) -> None:
+        super().__init__()
+        self.source, self.target = nn.Linear(channels, channels), nn.Linear(channels, channels, bias=False)
+        self.relation = nn.Embedding(num_relations or 1, channels)
+        self.out = nn.Linear(channels, 1)
+
+    def _offset(self, relation: Tensor | None) -> Tensor:
+        return self.relation.weight[0] if relation is None else self.relation(relation)
+
+    def forward(self, head: Tensor, tail: Tensor, relation: Tensor | None) -> Tensor:
+        hidden = self.source(head) + self.target(tail) + self._offset(relation)
+        scores: Tensor = self.out(hidden.relu())
+        return scores.squeeze(-1)
+
+    def tails(self, head: Tensor, relation: Tensor | None, everything: Tensor) -> Tensor:
+        return self._all(self.source(head) + self._offset(relation), self.target(everything))
+
+    def heads(self, tail: Tensor, relation: Tensor | None, everything: Tensor) -> Tensor:
+        return self._all(self.target(tail) + self._offset(relation), self.source(everything))
+
+    def _all(self, queries: Tensor, everything: Tensor) -> Tensor:
+        """One query at a time: the hidden layer of all pairs would not fit."""
+        return torch.stack([self.out((query + everything).relu()).squeeze(-1) for query in queries])
+
+
+DECODERS: dict[str, type[Decoder]] = {"dot": Dot, "distmult": DistMult, "mlp": PairMLP}
+
+
+def make_decoder(name: str, channels: int, num_relations: int | None) -> Decoder:
+    """Return the decoder of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in DECODERS:
+        raise ConfigError(f"model.decoder={name} was set.", hint=f"the decoders are {', '.join(DECODERS)}.")
+    made: Decoder = DECODERS[name](channels, num_relations)  # type: ignore[call-arg]
+    return made

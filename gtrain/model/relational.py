@@ -1,0 +1,158 @@
+"""Networks for graphs with relations: PyG's convolutions, unmodified, stacked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch_geometric.nn import FastRGCNConv, HeteroConv, HGTConv, RGCNConv, SAGEConv
+
+EdgeType = tuple[str, str, str]
+
+
+class RGCN(nn.Module):
+    """Relational graph convolutional network (Schlichtkrull et al. 2018), with basis decomposition (eq. 3 there).
+
+    Where nodes have no features, the first layer reads their ids: a learned row for each relation and node, as in the
+    paper's entity classification (features that are one-hot vectors).
+
+    Args:
+        in_channels: columns of x; None where x is the ids.
+        hidden_channels: width of hidden layers.
+        out_channels: columns of the result.
+        num_relations: R, relations of ``edge_type``.
+        num_nodes: N, needed where x is the ids: the first layer then has R * N * hidden_channels numbers.
+        num_layers: convolutions.
+        num_bases: matrices that the relations share; None gives each its own.
+        root_weight: whether a node's own features count besides its neighbours'.
+        dropout: after each hidden layer.
+
+    Shapes:
+        x [N, in_channels], or int64 [N]; edge_index [2, E], edge_type [E]; result [N, out_channels].
+    """
+
+    def __init__(
+        self,
+        in_channels: int | None,
+        hidden_channels: int,
+        out_channels: int,
+        num_relations: int,
+        num_nodes: int | None = None,
+        *,
+        num_layers: int = 2,
+        num_bases: int | None = None,
+        root_weight: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.dropout = float(dropout)
+        widths = [*[hidden_channels] * (num_layers - 1), out_channels]
+        bases = None if num_bases is None else min(num_bases, num_relations)
+        shared: dict[str, Any] = {"num_bases": bases, "root_weight": root_weight}
+        self.convs = nn.ModuleList()
+        before = in_channels
+        for width in widths:
+            if before is None:  # RGCNConv would copy its whole weight once for each relation
+                self.convs.append(FastRGCNConv(num_nodes, width, num_relations, **shared))
+            else:
+                self.convs.append(RGCNConv(before, width, num_relations, **shared))
+            before = width
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
+        """Scores of every node."""
+        for number, conv in enumerate(self.convs):
+            x = conv(x, edge_index, edge_type)
+            if number + 1 < len(self.convs):
+                x = F.dropout(x.relu(), self.dropout, self.training)
+        return x
+
+
+class HeteroSAGE(nn.Module):
+    """GraphSAGE with weights of its own for each edge type (``HeteroConv`` over ``SAGEConv``), messages summed.
+
+    A node type that no edge points at keeps its features from layer to layer.
+
+    Args:
+        hidden_channels: columns of every type's features, and width of hidden layers.
+        out_channels: columns of the result.
+        edge_types: edge types of the graph.
+        num_layers: convolutions.
+        dropout: after each hidden layer.
+        aggr: ``mean``, ``max`` or ``sum``, within an edge type.
+
+    Shapes:
+        x_dict: type -> [n, hidden_channels]; result: type -> [n, out_channels].
+    """
+
+    def __init__(
+        self,
+        hidden_channels: int,
+        out_channels: int,
+        edge_types: list[EdgeType],
+        *,
+        num_layers: int = 2,
+        dropout: float = 0.0,
+        aggr: str = "mean",
+    ) -> None:
+        super().__init__()
+        self.dropout = float(dropout)
+        self.convs = nn.ModuleList(
+            HeteroConv(
+                {tuple(t): SAGEConv((hidden_channels, hidden_channels), hidden_channels, aggr=aggr) for t in edge_types}
+            )
+            for _ in range(num_layers)
+        )
+        self.head = nn.Linear(hidden_channels, out_channels)
+
+    def forward(self, x_dict: dict[str, Tensor], edge_index_dict: dict[EdgeType, Tensor]) -> dict[str, Tensor]:
+        """Scores of every node by type."""
+        x_dict = {node_type: F.dropout(x.relu(), self.dropout, self.training) for node_type, x in x_dict.items()}
+        for conv in self.convs:
+            new = {node_type: x.relu() for node_type, x in conv(x_dict, edge_index_dict).items()}
+            x_dict = x_dict | {node_type: F.dropout(x, self.dropout, self.training) for node_type, x in new.items()}
+        return {node_type: self.head(x) for node_type, x in x_dict.items()}
+
+
+class HGT(nn.Module):
+    """Heterogeneous graph transformer (Hu et al. 2020): ``HGTConv`` layers and a linear head.
+
+    Args:
+        hidden_channels: columns of every type's features, and width of hidden layers; a multiple of ``heads``.
+        out_channels: columns of the result.
+        node_types: node types of the graph.
+        edge_types: edge types of the graph.
+        num_layers: convolutions.
+        heads: attention heads.
+        dropout: after each layer.
+
+    Shapes:
+        x_dict: type -> [n, hidden_channels]; result: type -> [n, out_channels].
+    """
+
+    def __init__(
+        self,
+        hidden_channels: int,
+        out_channels: int,
+        node_types: list[str],
+        edge_types: list[EdgeType],
+        *,
+        num_layers: int = 2,
+        heads: int = 4,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.dropout = float(dropout)
+        metadata = (node_types, [tuple(t) for t in edge_types])
+        self.convs = nn.ModuleList(
+            HGTConv(hidden_channels, hidden_channels, metadata, heads) for _ in range(num_layers)
+        )
+        self.head = nn.Linear(hidden_channels, out_channels)
+
+    def forward(self, x_dict: dict[str, Tensor], edge_index_dict: dict[EdgeType, Tensor]) -> dict[str, Tensor]:
+        """Scores of every node by type."""
+        x_dict = {node_type: x.relu() for node_type, x in x_dict.items()}
+        for conv in self.convs:
+            new = {node_type: x for node_type, x in conv(x_dict, edge_index_dict).items() if x is not None}
+            x_dict = x_dict | {t: F.dropout(x, self.dropout, self.training) for t, x in new.items()}
+        return {node_type: self.head(x) for node_type, x in x_dict.items()}

@@ -1,0 +1,54 @@
+"""``gtrain predict``: what is written is the same whoever computes it, and stands by the source data's ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from helpers import gtrain, ok
+from torch import nn
+from torch_geometric.nn import GCN, MLP
+
+from gtrain.callbacks.predictions import PredictionWriter, last_layer
+from gtrain.errors import ConfigError
+
+SMALL = ["data.num_nodes=300", "data.num_edges=2400", "data.num_features=16", "data.num_classes=4"]
+
+
+def test_two_ranks_predict_what_one_does(tmp_path: Path) -> None:
+    sharded = ["strategy=sar", "trainer.num_nodes=2", *SMALL]
+    run = f"hydra.run.dir={tmp_path / 'run'}"
+    ok(gtrain(*sharded, "trainer.max_epochs=2", run, cwd=tmp_path))
+    ok(gtrain("predict", *sharded, "format=parquet", "output=out/scores.parquet", cwd=tmp_path))
+    checkpoint = f"ckpt_path={tmp_path / 'run/checkpoints/best.ckpt'}"
+    said = ok(gtrain("predict", "strategy=single", *SMALL, checkpoint, "output=out/scores.npy", cwd=tmp_path)).stdout
+    assert "written: out/scores.npy" in said
+    ok(gtrain("predict", *sharded, "embeddings=true", "output=out/hidden.npy", cwd=tmp_path))
+    table, scores, hidden = (
+        pq.read_table(tmp_path / "out/scores.parquet"),
+        np.load(tmp_path / "out/scores.npy"),
+        np.load(tmp_path / "out/hidden.npy"),
+    )
+    assert table.column_names == ["id", "values", "prediction"]
+    assert scores.shape == (300, 4) and hidden.shape == (300, 64) and np.isfinite(hidden).all()
+    assert table["id"].to_pylist() == list(range(300))
+    np.testing.assert_allclose(np.stack(table["values"].to_numpy()), scores, atol=1e-6)
+    np.testing.assert_array_equal(table["prediction"].to_numpy(), scores.argmax(1))
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["hidden.npy", "scores.npy", "scores.parquet"]
+
+
+def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="npy, parquet"):
+        PredictionWriter(tmp_path / "x", "csv", None, None, False)  # type: ignore[arg-type]
+
+
+def test_the_last_layer_is_the_one_that_makes_the_scores() -> None:
+    gcn = GCN(4, 8, 2, 3, norm="BatchNorm")
+    assert last_layer(SimpleNamespace(network=gcn)) is gcn.convs[1]  # type: ignore[arg-type]
+    mlp = MLP([4, 8, 3])
+    assert last_layer(SimpleNamespace(network=nn.Sequential(mlp))) is mlp.lins[1]  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no network to look into"):
+        last_layer(SimpleNamespace())  # type: ignore[arg-type]
