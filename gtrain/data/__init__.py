@@ -16,6 +16,21 @@ _HOME = {
     "CoauthorData": "pyg",
     "HeterophilousData": "pyg",
     "EdgesData": "edges",
+    "KGData": "kg",
+    "LibsvmData": "libsvm",
+    "PlantedHeteroData": "planted_hetero",
+    "PlantedTemporalData": "planted_temporal",
+    "PlantedKGData": "planted_kg",
+    "PlantedSparseData": "planted_sparse",
+    "EntitiesData": "entities",
+    "HeCoData": "heco",
+    "TemporalData": "temporal",
+    "BigGraphData": "biggraph",
+    "PyGPartitionData": "pyg_partition",
+    "DGLPartitionData": "dgl_partition",
+    "MusaeData": "musae",
+    "ParquetData": "parquet",
+    "OGBData": "ogb",
 }
 
 __all__ = list(_HOME)

@@ -30,6 +30,8 @@ class DataConfig:
     num_neighbors: list[int] | None = None
     unlabelled: int | None = None
     num_classes: int | None = None
+    task: str = "${oc.select:model.task,node}"
+    target: str | None = None
 
 
 @dataclass
@@ -94,15 +96,225 @@ class PyGConfig(DataConfig):
 
 @dataclass
 class EdgesConfig(DataConfig):
-    """An edge list in a text file."""
+    """An edge list in text or Parquet files."""
 
     _target_: str = "gtrain.data.edges.EdgesData"
     split: str = "random"
-    path: str = MISSING
+    path: Any = MISSING  # one name, or a list of them
+    ids: str = "auto"
+    columns: Any = None  # positions or names
+    weight: Any = None
+    relation: Any = None
+    time: Any = None
+    header: bool | None = None
+    separator: str | None = None
+    comments: str = "#%"
     features: str | None = None
     labels: str | None = None
     num_nodes: int | None = None
     undirected: bool = False
+
+
+@dataclass
+class KGConfig(DataConfig):
+    """A knowledge graph from files of triples."""
+
+    _target_: str = "gtrain.data.kg.KGData"
+    task: str = "${oc.select:model.task,link}"
+    path: str = MISSING
+    unknown: str = "error"
+
+
+@dataclass
+class LibsvmConfig(DataConfig):
+    """Sparse rows with labels from libsvm files."""
+
+    _target_: str = "gtrain.data.libsvm.LibsvmData"
+    partitioner: str = "random"
+    val_fraction: float = 0.1
+    path: str = MISSING
+    test_path: str | None = None
+    index_base: str = "auto"
+    num_features: int | None = None
+    labels: str = "auto"
+
+
+@dataclass
+class PlantedHeteroConfig(DataConfig):
+    """A generated heterogeneous graph whose best possible accuracy is known."""
+
+    _target_: str = "gtrain.data.planted_hetero.PlantedHeteroData"
+    split: str = "random"
+    num_papers: int = 4000
+    num_authors: int = 2000
+    num_terms: int = 500
+    num_writes: int = 12000
+    num_cites: int = 12000
+    num_mentions: int = 20000
+    writes_homophily: float = 0.8
+    cites_homophily: float = 0.7
+    mentions_homophily: float = 0.4
+    num_classes: int = 4
+    num_features: int = 64
+    num_author_features: int = 16
+    feature_signal: float = 1.0
+    degree_exponent: float = 3.0
+    label_noise: float = 0.1
+
+
+@dataclass
+class PlantedTemporalConfig(DataConfig):
+    """Generated events whose best possible AUC is known."""
+
+    _target_: str = "gtrain.data.planted_temporal.PlantedTemporalData"
+    split: str = "time"
+    task: str = "${oc.select:model.task,link}"
+    num_nodes: int = 1000
+    num_events: int = 50000
+    num_communities: int = 20
+    predictability: float = 0.9
+    drift: float = 0.5
+    time_span: int = 1_000_000
+    degree_exponent: float = 3.0
+
+
+@dataclass
+class PlantedKGConfig(DataConfig):
+    """A generated knowledge graph whose best possible filtered MRR is known."""
+
+    _target_: str = "gtrain.data.planted_kg.PlantedKGData"
+    task: str = "${oc.select:model.task,link}"
+    num_entities: int = 1000
+    num_relations: int = 10
+    num_positions: int = 200
+    num_triples: int = 45000
+    noise: float = 0.05
+    held_out: float = 0.05
+
+
+@dataclass
+class PlantedSparseConfig(DataConfig):
+    """Generated rows of sparse features whose best possible accuracy and AUC are known."""
+
+    _target_: str = "gtrain.data.planted_sparse.PlantedSparseData"
+    split: str = "random"
+    num_rows: int = 20000
+    num_features: int = 1000
+    features_per_row: int = 20
+    zipf_exponent: float = 1.0
+    binary: bool = True
+    signal: float = 2.0
+    positive_rate: float = 0.3
+
+
+@dataclass
+class EntitiesConfig(DataConfig):
+    """RDF graphs whose entities are classified."""
+
+    _target_: str = "gtrain.data.entities.EntitiesData"
+    unlabelled: int | None = -1
+    val_fraction: float = 0.0
+    name: str = "AIFB"
+
+
+@dataclass
+class HeCoConfig(DataConfig):
+    """The heterogeneous graphs of HeCo."""
+
+    _target_: str = "gtrain.data.heco.HeCoData"
+    name: str = "acm"
+    path: str | None = None
+    per_class: int = 20
+
+
+@dataclass
+class TemporalConfig(DataConfig):
+    """Events with times from a text file."""
+
+    _target_: str = "gtrain.data.temporal.TemporalData"
+    split: str = "time"
+    train_fraction: float = 0.7
+    val_fraction: float = 0.15
+    task: str = "${oc.select:model.task,link}"
+    path: str = MISSING
+    time_column: int = 2
+    time_scale: float = 1.0
+    features: str | None = None
+    bipartite: bool = False
+
+
+@dataclass
+class BigGraphConfig(DataConfig):
+    """PyTorch-BigGraph's folders."""
+
+    _target_: str = "gtrain.data.biggraph.BigGraphData"
+    task: str = "${oc.select:model.task,link}"
+    path: str = MISSING
+    edges: Any = None  # a folder or a list of folders, here and below
+    val_edges: Any = None
+    test_edges: Any = None
+    relations: Any = None  # a list of {name, lhs, rhs}
+    keep_parts: bool = False
+
+
+@dataclass
+class PyGPartitionConfig(DataConfig):
+    """A folder of PyG's Partitioner."""
+
+    _target_: str = "gtrain.data.pyg_partition.PyGPartitionData"
+    split: str = "random"
+    path: str = MISSING
+    labels: str | None = None
+
+
+@dataclass
+class DGLPartitionConfig(DataConfig):
+    """What DGL's partition_graph wrote."""
+
+    _target_: str = "gtrain.data.dgl_partition.DGLPartitionData"
+    path: str = MISSING
+    features: str = "feat"
+    labels: str = "label"
+    edge_weights: str | None = None
+
+
+@dataclass
+class MusaeConfig(DataConfig):
+    """Social networks with sparse features."""
+
+    _target_: str = "gtrain.data.musae.MusaeData"
+    split: str = "random"
+    name: str = "facebook"
+    path: str | None = None
+    label: str | None = None
+
+
+@dataclass
+class ParquetConfig(DataConfig):
+    """Rows of features with a label, from Parquet files."""
+
+    _target_: str = "gtrain.data.parquet.ParquetData"
+    partitioner: str = "random"
+    val_fraction: float = 0.1
+    path: str = MISSING
+    test_path: str | None = None
+    label: str = "label"
+    ids: str | None = None
+    values: str | None = None
+    num_features: int | None = None
+    dense: list[str] | None = None
+    categorical: list[str] | None = None
+    buckets: int = 1048576
+    nulls: str = "error"
+
+
+@dataclass
+class OGBConfig(DataConfig):
+    """Data sets of the Open Graph Benchmark."""
+
+    _target_: str = "gtrain.data.ogb.OGBData"
+    name: str = "ogbn-arxiv"
+    undirected: bool | None = None
 
 
 SCHEMAS: dict[str, type[DataConfig]] = {
@@ -113,6 +325,21 @@ SCHEMAS: dict[str, type[DataConfig]] = {
     "heterophilous": HeterophilousConfig,
     "pyg": PyGConfig,
     "edges": EdgesConfig,
+    "kg": KGConfig,
+    "libsvm": LibsvmConfig,
+    "planted_hetero": PlantedHeteroConfig,
+    "planted_temporal": PlantedTemporalConfig,
+    "planted_kg": PlantedKGConfig,
+    "planted_sparse": PlantedSparseConfig,
+    "entities": EntitiesConfig,
+    "heco": HeCoConfig,
+    "temporal": TemporalConfig,
+    "biggraph": BigGraphConfig,
+    "pyg_partition": PyGPartitionConfig,
+    "dgl_partition": DGLPartitionConfig,
+    "musae": MusaeConfig,
+    "parquet": ParquetConfig,
+    "ogb": OGBConfig,
 }
 """The schema of each option of the group ``data``."""
 

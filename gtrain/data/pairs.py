@@ -28,7 +28,7 @@ def draw_pairs(classes: Ints, weights: Floats, inside: int, between: int, rng: n
     Shapes:
         classes ``[N]``, weights ``[N]``, the result ``[2, inside + between]`` with the smaller id in row 0.
     """
-    sampler = _Sampler(classes, weights)
+    sampler = ClassSampler(classes, weights)
     groups = [
         _distinct(inside, True, sampler.inside, classes, weights, rng),
         _distinct(between, False, sampler.between, classes, weights, rng),
@@ -37,7 +37,7 @@ def draw_pairs(classes: Ints, weights: Floats, inside: int, between: int, rng: n
     return np.stack([keys // classes.size, keys % classes.size])
 
 
-class _Sampler:
+class ClassSampler:
     """Draws nodes of given classes by weight, by inverting one cumulative sum over nodes ordered by class."""
 
     def __init__(self, classes: Ints, weights: Floats) -> None:
@@ -48,15 +48,15 @@ class _Sampler:
 
     def inside(self, count: int, even: bool, rng: np.random.Generator) -> tuple[Ints, Ints]:
         classes = rng.integers(0, self.ends.size, count)
-        return self._nodes(classes, even, rng), self._nodes(classes, even, rng)
+        return self.nodes(classes, even, rng), self.nodes(classes, even, rng)
 
     def between(self, count: int, even: bool, rng: np.random.Generator) -> tuple[Ints, Ints]:
         k = self.ends.size
         first = rng.integers(0, k, count)
         second = (first + rng.integers(1, k, count)) % k
-        return self._nodes(first, even, rng), self._nodes(second, even, rng)
+        return self.nodes(first, even, rng), self.nodes(second, even, rng)
 
-    def _nodes(self, classes: Ints, even: bool, rng: np.random.Generator) -> Ints:
+    def nodes(self, classes: Ints, even: bool, rng: np.random.Generator) -> Ints:
         """Draw one node of each of the given classes."""
         total = self.even if even else self.weighted
         last = self.ends - 1

@@ -8,15 +8,23 @@ from typing import Any, Unpack
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch_geometric.data import Data
 
 from gtrain.data.module import GraphDataModule, SharedOptions
 from gtrain.data.pairs import draw_pairs
+from gtrain.data.planted_common import (
+    Floats,
+    Ints,
+    check_exponent,
+    check_least,
+    check_shares,
+    class_features,
+    expected_accuracy,
+    log_odds,
+    noisy_labels,
+    power_law,
+)
 from gtrain.errors import ConfigError
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -33,20 +41,13 @@ class PlantedModel:
     label_noise: float = 0.1
 
     def __post_init__(self) -> None:
-        for key, least in (("num_nodes", 2), ("num_edges", 2), ("num_features", 1), ("num_classes", 2)):
-            if getattr(self, key) < least:
-                raise ConfigError(f"data.{key}={getattr(self, key)} is too small", hint=f"set {least} or more")
-        for key in ("homophily", "label_noise"):
-            if not 0 <= getattr(self, key) <= 1:
-                raise ConfigError(f"data.{key}={getattr(self, key)} is no probability", hint="set 0 to 1")
+        check_least(self, {"num_nodes": 2, "num_edges": 2, "num_features": 1, "num_classes": 2})
+        check_shares(self, "homophily", "label_noise")
+        check_exponent(self)
         if self.num_classes > self.num_nodes:
             raise ConfigError(
                 f"data.num_classes={self.num_classes} is more than data.num_nodes={self.num_nodes}",
                 hint="lower data.num_classes, or raise data.num_nodes",
-            )
-        if self.degree_exponent <= 2:
-            raise ConfigError(
-                f"data.degree_exponent={self.degree_exponent:g} has no finite mean degree", hint="set more than 2"
             )
         self._check_density()
 
@@ -163,12 +164,10 @@ def generate(model: PlantedModel, seed: int) -> tuple[Data, float]:
     """Draw a graph from the model, and compute the best possible accuracy on it."""
     rng = np.random.default_rng(seed)
     classes = rng.permutation(np.arange(model.num_nodes) % model.num_classes)
-    one_way = draw_pairs(classes, _weights(model, rng), *model.pairs, rng)
+    one_way = draw_pairs(classes, power_law(model.num_nodes, model.degree_exponent, rng), *model.pairs, rng)
     edges = np.concatenate([one_way, one_way[::-1]], axis=1)
-    x, likelihood = _features(model, classes, rng)
-    wrong = rng.random(model.num_nodes) < model.label_noise
-    shift = rng.integers(1, model.num_classes, model.num_nodes)
-    labels = np.where(wrong, (classes + shift) % model.num_classes, classes)
+    x, likelihood = class_features(classes, model.num_classes, model.num_features, model.feature_signal, rng)
+    labels = noisy_labels(classes, model.num_classes, model.label_noise, rng)
     best = best_accuracy(likelihood, neighbour_classes(edges, classes, model.num_classes), model)
     data = Data(x=torch.from_numpy(x), edge_index=torch.from_numpy(edges), y=torch.from_numpy(labels))
     return data, best
@@ -185,34 +184,11 @@ def best_accuracy(likelihood: Floats, neighbours: Ints, model: PlantedModel) -> 
     Shapes:
         likelihood ``[N, k]``, neighbours ``[N, k]``.
     """
-    others = model.num_classes - 1
-    same = np.clip(model.homophily, 1e-12, 1 - 1e-12)  # 0 and 1 would give 0 * log 0
-    evidence = likelihood + neighbours * (np.log(same) - np.log((1 - same) / others))
-    evidence -= evidence.max(axis=1, keepdims=True)
-    posterior = np.exp(evidence)
-    posterior /= posterior.sum(axis=1, keepdims=True)
-    noise = model.label_noise
-    return float(((1 - noise) * posterior + noise * (1 - posterior) / others).max(axis=1).mean())
+    evidence = likelihood + neighbours * log_odds(model.homophily, model.num_classes)
+    return expected_accuracy(evidence, model.label_noise)
 
 
 def neighbour_classes(edges: Ints, classes: Ints, num_classes: int) -> Ints:
     """Count the neighbours of each node in each class, ``[N, k]``."""
     keys = edges[1] * num_classes + classes[edges[0]]
     return np.bincount(keys, minlength=classes.size * num_classes).reshape(-1, num_classes)
-
-
-def _weights(model: PlantedModel, rng: np.random.Generator) -> Floats:
-    """Draw node weights from a power law, capped where a node would have more neighbours than a class has nodes."""
-    weights = (1 - rng.random(model.num_nodes)) ** (-1 / (model.degree_exponent - 1))
-    capped: Floats = np.minimum(weights, weights.mean() * math.sqrt(model.num_nodes) / 2)
-    return capped
-
-
-def _features(model: PlantedModel, classes: Ints, rng: np.random.Generator) -> tuple[NDArray[np.float32], Floats]:
-    """Draw features ``[N, F]``, and return them with their log-likelihood under each class, ``[N, k]``."""
-    means = rng.standard_normal((model.num_classes, model.num_features), dtype=np.float32)
-    means *= model.feature_signal / np.linalg.norm(means, axis=1, keepdims=True)
-    x = rng.standard_normal((model.num_nodes, model.num_features), dtype=np.float32)
-    x += means[classes]
-    # |x - m|^2 = |x|^2 - 2 x.m + |m|^2, where the first and the last are the same for all classes.
-    return x, (x @ means.T).astype(np.float64)

@@ -174,6 +174,6 @@ def _rows_to_one(x: Tensor) -> Tensor:
         rows = torch.repeat_interleave(torch.arange(x.size(0)), x.crow_indices().diff())
         total = torch.zeros(x.size(0)).index_add_(0, rows, x.values().float())
         scale = torch.where(total == 0, torch.ones_like(total), total)[rows]
-        return torch.sparse_csr_tensor(x.crow_indices(), x.col_indices(), x.values() / scale, x.shape)
+        return csr_tensor(x.crow_indices(), x.col_indices(), x.values() / scale, (x.size(0), x.size(1)))
     total = x.sum(dim=1, keepdim=True, dtype=torch.float32)
     return x / torch.where(total == 0, torch.ones_like(total), total)

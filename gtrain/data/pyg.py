@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch_geometric.datasets
-from torch import Tensor
-from torch_geometric.data import Data, Dataset
+from torch_geometric.data import Data, Dataset, HeteroData
 
 from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp, log
+from gtrain.data.pyg_graph import tidy_graph
 from gtrain.data.raw import Missing, construct, download, mirror, probe
 from gtrain.errors import ConfigError, DataError, GtrainError
 from gtrain.graph.lock import file_lock
 
 
 class PyGData(GraphDataModule):
-    """The single graph of any class of ``torch_geometric.datasets``.
+    """The single graph of any class of ``torch_geometric.datasets``, heterogeneous and temporal ones included.
+
+    Edges that a data set keeps apart for validation and test become held-out edges, for ``task=link``; see
+    :func:`~gtrain.data.pyg_graph.tidy_graph`.
 
     Raw files are looked for in ``<root>/<preset>`` (such as ``planetoid``), ``<root>/<class name>`` and ``root``
     itself, laid out as PyG lays them out (``Cora/raw/...``). These folders stay clean: PyG works in a temporary mirror.
@@ -68,7 +71,7 @@ class PyGData(GraphDataModule):
             with file_lock(self.store / f"{self.name}.raw.lock", log.info):
                 self._raw = self._download()
 
-    def read(self) -> Data:
+    def read(self) -> Data | HeteroData:
         """Construct the data set in a temporary mirror of the raw files, and return its graph."""
         if self._raw is None:
             self.fetch()
@@ -92,6 +95,17 @@ class PyGData(GraphDataModule):
         """The folders that may be what PyG calls root, the preferred one first."""
         own = [self.root / name for name in (self.preset, self._class.__name__) if name]
         return [*(folder for folder in own if folder.is_dir()), self.root]
+
+    def raw_files(self) -> list[Path]:
+        """Return the raw files, in PyG's order; downloads them where they are missing.
+
+        Raises:
+            DataError: they are missing and cannot be downloaded.
+        """
+        if self._raw is None:
+            self.fetch()
+        assert self._raw is not None  # found or fetched
+        return self._raw[1]
 
     def _find_raw(self) -> tuple[Path, list[Path]]:
         """Return the folder that has all raw files, and these files.
@@ -141,7 +155,7 @@ class PlanetoidData(PyGData):
     preset = "planetoid"
 
     def __init__(self, *, name: str = "Cora", **common: Unpack[CommonOptions]) -> None:
-        name = _known("Planetoid", name, ("Cora", "CiteSeer", "PubMed"))
+        name = known_name("Planetoid", name, ("Cora", "CiteSeer", "PubMed"))
         options: CommonOptions = {"split": "public", "normalize_features": True, **common}
         super().__init__(name="Planetoid", options={"name": name}, **options)
 
@@ -152,7 +166,7 @@ class AmazonData(PyGData):
     preset = "amazon"
 
     def __init__(self, *, name: str = "Photo", **common: Unpack[CommonOptions]) -> None:
-        name = _known("Amazon", name, ("Computers", "Photo"))
+        name = known_name("Amazon", name, ("Computers", "Photo"))
         options: CommonOptions = {"split": "per_class", **common}
         super().__init__(name="Amazon", options={"name": name}, **options)
 
@@ -163,7 +177,7 @@ class CoauthorData(PyGData):
     preset = "coauthor"
 
     def __init__(self, *, name: str = "CS", **common: Unpack[CommonOptions]) -> None:
-        name = _known("Coauthor", name, ("CS", "Physics"))
+        name = known_name("Coauthor", name, ("CS", "Physics"))
         options: CommonOptions = {"split": "per_class", **common}
         super().__init__(name="Coauthor", options={"name": name}, **options)
 
@@ -175,7 +189,7 @@ class HeterophilousData(PyGData):
 
     def __init__(self, *, name: str = "Minesweeper", **common: Unpack[CommonOptions]) -> None:
         options = ("Roman-empire", "Amazon-ratings", "Minesweeper", "Tolokers", "Questions")
-        name = _known("HeterophilousGraphDataset", name, options)
+        name = known_name("HeterophilousGraphDataset", name, options)
         super().__init__(name="HeterophilousGraphDataset", options={"name": name}, **common)
 
 
@@ -195,7 +209,7 @@ def dataset_class(name: str) -> type[Dataset]:
     return found
 
 
-def _known(family: str, name: str, options: tuple[str, ...]) -> str:
+def known_name(family: str, name: str, options: tuple[str, ...]) -> str:
     """Return the option that ``name`` spells, whatever its case."""
     lower = {option.lower().replace("_", "-"): option for option in options}
     key = name.lower().replace("_", "-")
@@ -206,26 +220,13 @@ def _known(family: str, name: str, options: tuple[str, ...]) -> str:
     raise ConfigError(f"data.name={name!r} is not a data set of {family}", hint=hint)
 
 
-def _single_graph(dataset: Dataset, name: str) -> Data:
+def _single_graph(dataset: Dataset, name: str) -> Data | HeteroData:
     if len(dataset) != 1:
         raise DataError(
             f"{name} holds {len(dataset)} graphs, and only data sets of a single graph are served",
             hint="set data.name to a data set of one graph, or write one of its graphs to files and use data=edges",
         )
-    data = dataset[0]
-    if not isinstance(data, Data):
-        raise DataError(
-            f"{name} is a {type(data).__name__}, and only homogeneous graphs (Data) are served",
-            hint="set data.name to a homogeneous data set, or write one of its edge types to a file and use data=edges",
-        )
-    if data.edge_index is None:
-        raise DataError(
-            f"{name} has no edge_index, and only graphs with an edge list are served",
-            hint="set data.name to a data set with edges, or write the edges to a file and use data=edges",
-        )
-    if data.x is None and isinstance(data.y, Tensor) and data.y.dim():
-        data.num_nodes = data.y.size(0)  # PyG would guess it from the edges, and warn
-    return data
+    return tidy_graph(dataset[0], name)
 
 
 def _move_new(scratch: Path, target: Path) -> None:

@@ -14,6 +14,13 @@ from torch_geometric.data import Dataset
 
 from gtrain.errors import ConfigError, DataError, GtrainError
 
+_INSTALL = {
+    "sklearn": "pip install scikit-learn",
+    "sentence_transformers": "pip install sentence-transformers; it downloads a language model, and data.name="
+    "MovieLens100K and MovieLens1M do without",
+}
+"""What to do about a missing package whose name pip spells otherwise."""
+
 
 class Missing(Exception):
     """Raw files are missing.
@@ -87,7 +94,8 @@ def construct(cls: type[Dataset], root: str | Path, options: dict[str, Any]) -> 
     except ImportError as err:
         package = err.name or str(err)
         raise DataError(
-            f"{cls.__name__} needs the package {package!r}, which is not installed", hint=f"pip install {package}"
+            f"{cls.__name__} needs the package {package!r}, which is not installed",
+            hint=_INSTALL.get(package, f"pip install {package}"),
         ) from err
     except (AssertionError, TypeError) as err:  # how PyG's classes refuse an option's value
         raise ConfigError(

@@ -50,7 +50,7 @@ def test_a_verb_becomes_an_override(arguments: list[str], expected: list[str]) -
 
 def test_an_unknown_verb_lists_the_verbs() -> None:
     with pytest.raises(
-        ConfigError, match=r"partion was given; the verbs are train, test, partition(.|\n)*mean partition"
+        ConfigError, match=r"partion was given; the verbs are train, test, predict, partition(.|\n)*mean partition"
     ):
         cli.verb_to_override(["partion"])
 
@@ -59,7 +59,7 @@ def test_an_unknown_verb_lists_the_verbs() -> None:
     ("overrides", "parts"),
     [
         (["strategy=sra"], ["strategy=sra was set", "sar, single", "did you mean sar?"]),
-        (["model=gcnn"], ["model=gcnn was set", "gat, gcn, gin, mlp, sage", "did you mean gcn?"]),
+        (["model=gcnn"], ["model=gcnn was set", "gat, gcn, gin, hetero_sage", "did you mean gcn?"]),
         (["strategy.moode=1"], ["strategy.moode=1 was set", "no key moode", "did you mean mode?"]),
         (["model.hiden_channels=3"], ["its keys are", "did you mean hidden_channels?"]),
         (["data.num_node=3"], ["data has no key num_node", "did you mean num_nodes"]),
@@ -79,7 +79,7 @@ def test_an_unknown_verb_lists_the_verbs() -> None:
         (["trainer.accumulate_grad_batches=0"], ["at least 1"]),
         (["seed=-1"], ["seed=-1 was set"]),
         (["seed=one"], ["seed=one was set"]),
-        (["verb=fly"], ["verb=fly was set", "train, test, partition"]),
+        (["verb=fly"], ["verb=fly was set", "train, test, predict, partition"]),
         (["seed=${nothing.there}"], ["nothing"]),
         (["model=["], ["cannot be read", "key=value"]),
         (["data=edges"], ["data.path"]),

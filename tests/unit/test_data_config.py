@@ -16,11 +16,13 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from gtrain.data.config import SCHEMAS, register
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
+PRESETS = ("split", "train_fraction", "val_fraction", "normalize_features", "unlabelled", "partitioner", "task")
+"""Options that a subclass sets on the way to the base, so that its signature does not show them."""
 
 
 @pytest.fixture
@@ -56,15 +58,31 @@ def test_yaml_schema_and_constructor_agree(name: str, composed: Any) -> None:
     assert isinstance(yaml, dict)
     assert set(yaml) - {"defaults"} == set(fields), "YAML and schema"
     accepted = arguments(config._target_)
-    if name in ("planetoid", "amazon", "coauthor", "heterophilous"):
+    if name in ("planetoid", "amazon", "coauthor", "heterophilous", "entities"):
         accepted.pop("options")  # of the general class; a preset fixes them
     assert set(accepted) == set(fields) - {"_target_"}, "schema and constructor"
     assert OmegaConf.get_type(config) is SCHEMAS[name]
     for key in set(fields) - {"_target_", "root", "store", "seed", "path"}:
         assert yaml[key] == fields[key].default, key
-        preset = key in ("split", "normalize_features")  # set by the subclass on the way to the base
+        preset = key in PRESETS
         assert preset or accepted[key] == fields[key].default, key
     assert (config.seed, config.root, config.store) == (3, "raw", "made")
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_presets_of_the_yaml_are_those_of_the_class(name: str, composed: Any) -> None:
+    fields = dataclasses.fields(SCHEMAS[name])
+    required = {field.name: "x" for field in fields if field.default == MISSING and field.name != "_target_"}
+    config = composed(f"data={name}", *(f"data.{key}={value}" for key, value in required.items()))
+    values = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(values, dict)
+    module, _, cls = values.pop("_target_").rpartition(".")
+    bare = getattr(importlib.import_module(module), cls)(**required, seed=values["seed"])
+    made = getattr(importlib.import_module(module), cls)(**values)
+    for key in ("split", "normalize_features", "unlabelled", "partitioner", "num_classes", "name"):
+        assert getattr(bare, key) == getattr(made, key), key
+    if OmegaConf.to_container(config)["task"].endswith("link}"):
+        assert bare.task == made.task == "link"
 
 
 @pytest.mark.parametrize(

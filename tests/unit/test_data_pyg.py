@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
+import scipy.sparse
 import torch
 import torch_geometric.datasets
-from torch_geometric.data import Data, Dataset, InMemoryDataset
+from torch_geometric.data import Data, Dataset, HeteroData, InMemoryDataset
 
 from gtrain.data.pyg import AmazonData, CoauthorData, HeterophilousData, PlanetoidData, PyGData
+from gtrain.data.pyg_graph import tidy_graph
 from gtrain.errors import ConfigError, DataError
 
 Real = Callable[[str], Path]
@@ -143,11 +146,101 @@ def test_presets_know_their_names_in_any_case() -> None:
     assert HeterophilousData(name="roman_empire").options == {"name": "Roman-empire"}
 
 
-def test_what_is_not_one_homogeneous_graph(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="FakeHeteroDataset is a HeteroData"):
-        PyGData(name="FakeHeteroDataset", options={"num_graphs": 1}).read()
+def test_what_is_not_one_graph() -> None:
     with pytest.raises(DataError, match="FakeDataset holds 3 graphs"):
         PyGData(name="FakeDataset", options={"num_graphs": 3}).read()
+    with pytest.raises(DataError, match="things is a dict, and only Data, HeteroData and TemporalData are served"):
+        tidy_graph({}, "things")
+    with pytest.raises(DataError, match="points has no edge_index"):
+        tidy_graph(Data(x=torch.zeros(2, 1)), "points")
+    with pytest.raises(DataError, match="types has no edge_index"):
+        tidy_graph(HeteroData({"a": {"x": torch.zeros(2, 1)}}), "types")
+
+
+def test_a_heterogeneous_graph() -> None:
+    graph = PyGData(name="FakeHeteroDataset", options={"num_graphs": 1}).read()
+    assert isinstance(graph, HeteroData) and len(graph.edge_types) > 1
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    folder.mkdir(parents=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+
+def test_movielens_100k(tmp_path: Path) -> None:
+    genres = "|".join("01" * 9 + "1")
+    files = {
+        "u.item": "".join(f"{number}|film|1-1-1995||url|{genres}\n" for number in (1, 2, 3)),
+        "u.user": "1|24|M|writer|85711\n2|53|F|other|94043\n",
+        "u1.base": "1\t1\t5\t874965758\n2\t3\t3\t876893171\n",
+        "u1.test": "1\t2\t4\t875072484\n",
+    }
+    write(tmp_path / "raw", files)
+    graph = PyGData(name="MovieLens100K", root=str(tmp_path), task="link").read()
+    rates = graph["user", "rates", "movie"]
+    assert rates.edge_index.tolist() == [[0, 1], [0, 2]]
+    assert (rates.edge_rating.tolist(), rates.edge_time.tolist()) == ([5, 3], [874965758, 876893171])
+    assert (rates.test_edge_index.tolist(), rates.test_edge_rating.tolist()) == ([[0], [1]], [4])
+    assert "edge_label" not in rates and "time" not in rates and graph["movie"].num_nodes == 3
+    assert graph["movie", "rated_by", "user"].edge_time.tolist() == [874965758, 876893171]
+    module = PyGData(name="MovieLens100K", root=str(tmp_path), store=str(tmp_path / "s"), task="link")
+    module.prepare_data()
+    store, kind = module.open_store(), ("user", "rates", "movie")
+    assert store.facts["split"]["sizes"] == {"train": 2, "test": 1}
+    assert store.held_out("edge_rating", 0, "test", kind).tolist() == [4]
+    assert store.edge("edge_time", 0, kind).tolist() == [874965758, 876893171]
+
+
+def test_movielens_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    movies, ratings = "movieId,title,genres\n1,A,Comedy\n", "userId,movieId,rating,timestamp\n1,1,4.0,964982703\n"
+    write(tmp_path / "raw" / "ml-latest-small", {"movies.csv": movies, "ratings.csv": ratings})
+    with pytest.raises(DataError, match=r"MovieLens needs the package 'sentence_transformers'(.|\n)*MovieLens100K"):
+        PyGData(name="MovieLens", root=str(tmp_path)).read()
+
+
+def test_reddit(tmp_path: Path) -> None:
+    (tmp_path / "Reddit" / "raw").mkdir(parents=True)
+    feature, kinds = np.arange(6, dtype=np.float64).reshape(3, 2), np.array([1, 2, 3])
+    np.savez(tmp_path / "Reddit/raw/reddit_data.npz", feature=feature, label=np.array([0, 4, 0]), node_types=kinds)
+    pairs = (np.array([0, 1, 1, 2]), np.array([1, 0, 2, 1]))
+    scipy.sparse.save_npz(
+        tmp_path / "Reddit/raw/reddit_graph.npz", scipy.sparse.coo_matrix((np.ones(4), pairs), (3, 3))
+    )
+    data = PyGData(name="Reddit", root=str(tmp_path)).read()
+    assert data.edge_index.tolist() == [[0, 1, 1, 2], [1, 0, 2, 1]] and data.x.tolist() == feature.tolist()
+    assert [data[f"{split}_mask"].tolist().index(True) for split in ("train", "val", "test")] == [0, 1, 2]
+
+
+def test_jodie(tmp_path: Path) -> None:
+    lines = "user_id,item_id,timestamp,state_label,features\n0,0,0.0,0,0.5,1\n1,0,36.0,1,-2,3\n"
+    write(tmp_path / "wikipedia" / "raw", {"wikipedia.csv": lines})
+    data = PyGData(name="JODIEDataset", options={"name": "Wikipedia"}, root=str(tmp_path)).read()
+    assert (data.edge_index.tolist(), data.edge_time.tolist()) == ([[0, 1], [2, 2]], [0, 36])
+    assert data.edge_attr.tolist() == [[0.5, 1], [-2, 3]] and data.num_nodes == 3
+
+
+def test_wordnet_is_cut_by_its_masks(real_data: Real, tmp_path: Path) -> None:
+    shutil.copytree(real_data("kg/wn18rr/raw"), tmp_path / "raw")
+    data = PyGData(name="WordNet18RR", root=str(tmp_path), task="link").read()
+    sizes = [(data[f"{p}edge_index"].size(1), data[f"{p}edge_type"].numel()) for p in ("", "val_", "test_")]
+    assert sizes == [(86835, 86835), (3034, 3034), (3134, 3134)]
+    assert data.num_nodes == 40943 and "train_mask" not in data
+
+
+def test_relation_splits_by_other_names() -> None:
+    edges = torch.tensor([[0, 1], [1, 2]])
+    data = Data(num_nodes=3, edge_index=torch.cat([edges, edges.flip(0)], 1), edge_type=torch.tensor([0, 1, 2, 3]))
+    for number, split in enumerate(("train", "valid", "test")):
+        data[f"{split}_edge_index"], data[f"{split}_edge_type"] = edges[:, : 2 - number // 2], torch.full((2,), number)
+    data["neg_edge_index"] = edges
+    tidied = tidy_graph(data, "any")
+    assert tidied.edge_index.tolist() == edges.tolist() and tidied.edge_type.tolist() == [0, 0]
+    assert tidied.val_edge_index.size(1) == 2 and tidied.test_edge_index.size(1) == 1
+    assert sorted(tidied.keys()) == sorted(
+        ["num_nodes", *(f"{prefix}edge_{name}" for prefix in ("", "val_", "test_") for name in ("index", "type"))]
+    )
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

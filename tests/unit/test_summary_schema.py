@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -29,7 +30,8 @@ def content(tmp_path: Path) -> dict[str, Any]:
     ranks = [report.rank_figures(rank, 1000, recorder, counters) for rank in range(3)]
     config = {"verb": "train", "trainer": {"num_nodes": 3, "devices": 1}}
     choices = {"strategy": "sar", "data": "planted", "model": "gcn"}
-    made = report.summary(config, choices, store, recorder, {"test/acc": 0.75, "test/loss": float("inf")}, ranks, 2.5)
+    data = SimpleNamespace(work=(40, "nodes/s"), open_store=lambda: store)  # all that a summary asks of a data module
+    made = report.summary(config, choices, data, recorder, {"test/acc": 0.75, "test/loss": float("inf")}, ranks, 2.5)
     report.write(tmp_path / "summary.json", made)
     loaded: dict[str, Any] = json.loads((tmp_path / "summary.json").read_text())
     return loaded
@@ -69,7 +71,7 @@ def test_every_key_is_required_and_described(content: dict[str, Any]) -> None:
         (("metrics", "test/acc"), "high"),
         (("ranks", 0, "bytes_sent"), 0.5),
         (("ranks", 0, "spare"), 1),
-        (("throughput", "unit"), "edges/s"),
+        (("throughput", "unit"), "rows"),
         (("spare",), 1),
         (("history", 0, "epoch"), None),
     ],

@@ -1,0 +1,217 @@
+"""A graph from the folders that PyTorch-BigGraph trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+from gtrain.data import biggraph_files as files
+from gtrain.data.biggraph_edges import EdgeReader, Relation, require_h5py
+from gtrain.data.biggraph_files import Ints
+from gtrain.data.given_parts import GivenPartsData
+from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp
+from gtrain.errors import ConfigError, DataError
+
+SPLITS = {"edges": "", "val_edges": "val_", "test_edges": "test_"}
+
+
+class BigGraphData(GivenPartsData):
+    """PyTorch-BigGraph's folders: entities by type and partition, edges in HDF5 files, one for each bucket.
+
+    An entity keeps its order: the entities of partition 0 come first, then those of partition 1, and so on, so its id
+    is its offset plus the size of the partitions before. With one entity type the graph is homogeneous, and ``rel``
+    becomes ``edge_type`` where there is more than one relation; with several it is heterogeneous, an edge type for each
+    relation. ``weight`` becomes ``edge_weight``. Featurized entities are refused.
+
+    Args:
+        path: folder of ``entity_count_<type>_<part>.txt`` (PyTorch-BigGraph's ``entity_path``), with
+            ``entity_names_<type>_<part>.json``, ``dynamic_rel_count.txt`` and ``dynamic_rel_names.json`` where there
+            are any; as it is or below ``root``.
+        edges: folder of ``edges_<lhs>_<rhs>.h5``, or a list of folders, which are joined; None means ``path``.
+        val_edges: the same of the edges held out for validation.
+        test_edges: the same of the edges held out for test.
+        relations: relations as in PyTorch-BigGraph's configuration, each with ``name``, ``lhs`` and ``rhs``; other
+            keys are left alone. Needed only with several entity types. Where relations are dynamic, the only one.
+        keep_parts: whether the partitions become the parts of the store. Types in one partition are spread evenly.
+        **common: see :class:`~gtrain.data.module.GraphDataModule`; the task is ``link`` unless it is set.
+    """
+
+    name = "biggraph"
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        edges: str | Sequence[str] | None = None,
+        val_edges: str | Sequence[str] | None = None,
+        test_edges: str | Sequence[str] | None = None,
+        relations: Sequence[Mapping[str, Any]] | None = None,
+        keep_parts: bool = False,
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        options: CommonOptions = {"task": "link", **common}
+        super().__init__(**options)
+        require_h5py()
+        self.path = path
+        self.edges = {"edges": _listed(edges) or [path], "val_edges": _listed(val_edges)}
+        self.edges["test_edges"] = _listed(test_edges)
+        self.relations = None if relations is None else [_relation(entry) for entry in relations]
+        self.keep_parts = keep_parts
+        if keep_parts:
+            self._check_partitioner()
+        self._names: dict[str, Sequence[str]] = {}
+        self._num_relations: int | None = None
+
+    def identity(self) -> dict[str, Any]:
+        """Return the stamps of all files, and the relations."""
+        place = self._folder("data.path", self.path)
+        stamps = [file_stamp(file) for file in sorted(place.iterdir()) if file.suffix in (".txt", ".json")]
+        buckets = {
+            key: [file_stamp(file) for name in names for file in self._bucket_files(key, name)]
+            for key, names in self.edges.items()
+        }
+        relations = None if self.relations is None else [vars(relation) for relation in self.relations]
+        return {"entities": stamps, "edges": buckets, "relations": relations, "keep_parts": self.keep_parts}
+
+    @property
+    def origin(self) -> str:
+        """Where the graph comes from, for messages."""
+        return f"data.path={self.path}"
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of the store: any number, or with ``keep_parts`` the partitions of the data."""
+        return super().num_parts if self.keep_parts else int(GraphDataModule.num_parts.__get__(self))
+
+    def given_parts(self) -> int:
+        """Return the number of partitions."""
+        return max(counts.size for counts in files.read_counts(self._folder("data.path", self.path)).values())
+
+    def read(self) -> Data | HeteroData:
+        """Read the folders."""
+        place = self._folder("data.path", self.path)
+        counts = files.read_counts(place)
+        reader = self._reader(place, counts)
+        columns = {
+            prefix: reader.read([self._folder(f"data.{key}", name) for name in self.edges[key]])
+            for key, prefix in SPLITS.items()
+            if self.edges[key]
+        }
+        if (number := reader.num_relations) is None:
+            number = 1 + max(int(found["rel"].max(initial=0)) for found in columns.values())
+        graph: Data | HeteroData = HeteroData() if len(counts) > 1 else Data()
+        for entity, sizes in counts.items():
+            (graph[entity] if isinstance(graph, HeteroData) else graph).num_nodes = int(sizes.sum())
+        for prefix, found in columns.items():
+            _put(graph, prefix, found, reader.relations, number)
+        self._num_relations = number
+        self._read_names(place, counts, number)
+        if self.keep_parts:
+            parts = {entity: _parts(sizes, self.given_parts()) for entity, sizes in counts.items()}
+            self.given = parts if isinstance(graph, HeteroData) else next(iter(parts.values()))
+        return graph
+
+    def names(self) -> Mapping[str, Sequence[str]]:
+        """Return the names of entities by type, and of relations, where there are files of them."""
+        return self._names
+
+    def extra_facts(self) -> dict[str, Any]:
+        """Return how many relations there are."""
+        return {"num_relations": self._num_relations}
+
+    def _folder(self, key: str, name: str) -> Path:
+        """Return a folder that was named, as it is or below ``root``."""
+        named = Path(name).expanduser()
+        for place in (named, self.root / named):
+            if place.is_dir():
+                return place
+        raise DataError(
+            f"{key}={name}: there is no such folder, nor {self.root / named}",
+            hint=f"set {key} to a folder that PyTorch-BigGraph's importer wrote",
+        )
+
+    def _bucket_files(self, key: str, name: str) -> list[Path]:
+        return sorted(self._folder(f"data.{key}", name).glob("edges_*.h5"))
+
+    def _reader(self, place: Path, counts: dict[str, Ints]) -> EdgeReader:
+        """Settle which relations there are, and between which types."""
+        dynamic = files.read_relation_count(place)
+        if self.relations is None:
+            if len(counts) > 1:
+                raise ConfigError(
+                    f"data.path={self.path} has the entity types {', '.join(counts)}, and data.relations is not set",
+                    hint="set data.relations as in PyTorch-BigGraph's configuration: [{name: N, lhs: TYPE, rhs: TYPE}]",
+                )
+            only = next(iter(counts))
+            return EdgeReader(counts, [Relation("edge", only, only)], dynamic)
+        for relation in self.relations:
+            for entity in (relation.lhs, relation.rhs):
+                if entity not in counts:
+                    raise ConfigError(
+                        f"data.relations: {relation.name!r} joins {relation.lhs} and {relation.rhs}, and there is no "
+                        f"{entity}",
+                        hint=f"the entity types of data.path={self.path} are {', '.join(counts)}",
+                    )
+        if dynamic is not None and len(self.relations) > 1:
+            raise ConfigError(
+                f"data.relations has {len(self.relations)} relations, and data.path={self.path} has dynamic ones "
+                "(dynamic_rel_count.txt), which share one entry",
+                hint="give one entry, with the entity types of all relations",
+            )
+        return EdgeReader(counts, self.relations, len(self.relations) if dynamic is None else dynamic)
+
+    def _read_names(self, place: Path, counts: dict[str, Ints], num_relations: int) -> None:
+        found = {entity: files.read_entity_names(place, entity, sizes) for entity, sizes in counts.items()}
+        if len(found) == 1:
+            found = {"node": next(iter(found.values()))}
+        path = place / "dynamic_rel_names.json"
+        if path.is_file():
+            found["relation"] = files.read_names(path, num_relations)
+        elif self.relations is not None and len(counts) == 1 and len(self.relations) == num_relations > 1:
+            found["relation"] = [relation.name for relation in self.relations]
+        self._names = {kind: names for kind, names in found.items() if names is not None}
+
+
+def _put(
+    graph: Data | HeteroData, prefix: str, columns: dict[str, Any], relations: Sequence[Relation], number: int
+) -> None:
+    """Put edges into the graph: of one type, or an edge type for each relation."""
+    tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
+    several = len(relations) > 1
+    for place, relation in enumerate(relations):
+        store = graph[relation.lhs, relation.name, relation.rhs] if isinstance(graph, HeteroData) else graph
+        pick = tensors["rel"] == place if several and isinstance(graph, HeteroData) else slice(None)
+        store[f"{prefix}edge_index"] = torch.stack([tensors["source"][pick], tensors["target"][pick]])
+        if number > 1 and not (several and isinstance(graph, HeteroData)):
+            store[f"{prefix}edge_type"] = tensors["rel"]
+        if "weight" in tensors:
+            store[f"{prefix}edge_weight"] = tensors["weight"][pick]
+        if not isinstance(graph, HeteroData):
+            return
+
+
+def _parts(sizes: Ints, num_parts: int) -> Tensor:
+    """Return the part of each entity of a type; a type in one partition is dealt out evenly."""
+    total = int(sizes.sum())
+    if sizes.size == num_parts:
+        return torch.from_numpy(np.repeat(np.arange(num_parts), sizes))
+    return torch.arange(total) * num_parts // max(total, 1)
+
+
+def _listed(names: str | Sequence[str] | None) -> list[str]:
+    return [] if names is None else [names] if isinstance(names, str) else list(names)
+
+
+def _relation(entry: Mapping[str, Any]) -> Relation:
+    missing = [key for key in ("name", "lhs", "rhs") if key not in entry]
+    if missing:
+        raise ConfigError(
+            f"data.relations: {dict(entry)} has no {missing[0]}", hint="give each relation a name, lhs and rhs"
+        )
+    return Relation(str(entry["name"]), str(entry["lhs"]), str(entry["rhs"]))

@@ -1,0 +1,225 @@
+"""Reading PyTorch-BigGraph's folders: edges by bucket, from HDF5."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gtrain.data.biggraph_files import Ints
+from gtrain.data.extras import need
+from gtrain.errors import DataError
+
+FORMAT_VERSION = 1
+_BUCKET = re.compile(r"edges_(\d+)_(\d+)\.h5")
+
+
+@dataclass(frozen=True)
+class Relation:
+    """A relation type: its name, and the entity types that it joins."""
+
+    name: str
+    lhs: str
+    rhs: str
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One file of edges.
+
+    Attributes:
+        path: the file.
+        source_part: partition of the left-hand sides, from the file's name.
+        target_part: partition of the right-hand sides.
+        num_edges: its edges.
+        weighted: whether they have weights.
+    """
+
+    path: Path
+    source_part: int
+    target_part: int
+    num_edges: int
+    weighted: bool
+
+
+@dataclass(frozen=True)
+class Edges:
+    """Edges as a file holds them: offsets within partitions, relations, weights (float32) or None; all ``[E]``."""
+
+    source: Ints
+    relation: Ints
+    target: Ints
+    weight: NDArray[np.float32] | None
+
+
+class EdgeReader:
+    """Reads folders of buckets into columns with global ids.
+
+    Args:
+        counts: entities of each partition of each type.
+        relations: one for each value of ``rel``, or one for all.
+        num_relations: how many values ``rel`` may have; None means any.
+    """
+
+    def __init__(self, counts: dict[str, Ints], relations: Sequence[Relation], num_relations: int | None) -> None:
+        self.relations = relations
+        self.num_relations = num_relations
+        self.sides = {
+            "lhs": [counts[relation.lhs] for relation in relations],
+            "rhs": [counts[relation.rhs] for relation in relations],
+        }
+
+    def read(self, folders: Sequence[Path]) -> dict[str, Any]:
+        """Return ``source``, ``target``, ``rel`` (int64 ``[E]``), and ``weight`` (float32) where there is one."""
+        sources, targets = (max(sizes.size for sizes in side) for side in self.sides.values())
+        buckets = [bucket for folder in folders for bucket in find_buckets(folder, sources, targets)]
+        if len({bucket.weighted for bucket in buckets}) > 1:
+            plain = next(bucket for bucket in buckets if not bucket.weighted)
+            raise DataError(
+                f"{plain.path} has no weights, and other files do", hint="give all edges weights, or none of them"
+            )
+        total = sum(bucket.num_edges for bucket in buckets)
+        names = ("source", "target", "rel")
+        columns: dict[str, Any] = {name: np.empty(total, np.int64) for name in names}
+        if buckets[0].weighted:
+            columns["weight"] = np.empty(total, np.float32)
+        first = 0
+        for bucket in buckets:
+            rows = slice(first, first + bucket.num_edges)
+            for name, values in self._read(bucket).items():
+                columns[name][rows] = values
+            first = rows.stop
+        return columns
+
+    def _read(self, bucket: Bucket) -> dict[str, Any]:
+        edges = read_bucket(bucket)
+        limit = np.iinfo(np.int64).max if self.num_relations is None else self.num_relations
+        self._check(bucket, "rel", edges.relation, np.array(limit), "relations")
+        kind = edges.relation if len(self.relations) > 1 else np.zeros_like(edges.relation)
+        source = self._globalise(bucket, "lhs", edges.source, kind, bucket.source_part)
+        target = self._globalise(bucket, "rhs", edges.target, kind, bucket.target_part)
+        found = {"source": source, "target": target, "rel": edges.relation}
+        return found if edges.weight is None else {**found, "weight": edges.weight}
+
+    def _globalise(self, bucket: Bucket, side: str, offset: Ints, kind: Ints, part: int) -> Ints:
+        """Turn offsets within partitions into ids; a type in one partition is met in all buckets."""
+        own = [min(part, sizes.size - 1) for sizes in self.sides[side]]
+        size = np.array([sizes[place] for sizes, place in zip(self.sides[side], own, strict=True)])
+        before = np.array([sizes[:place].sum() for sizes, place in zip(self.sides[side], own, strict=True)])
+        self._check(bucket, side, offset, size[kind], "entities in that partition")
+        ids: Ints = offset + before[kind]
+        return ids
+
+    def _check(self, bucket: Bucket, name: str, values: Ints, limit: Ints, what: str) -> None:
+        wrong = (values < 0) | (values >= limit)
+        if wrong.any():
+            row = int(wrong.argmax())
+            count = int(np.broadcast_to(limit, values.shape)[row])
+            told = "and ids are not negative" if values[row] < 0 else f"and there are {count} {what}, 0..{count - 1}"
+            raise DataError(
+                f"{bucket.path}: edge {row} has {name} {values[row]}, {told}",
+                hint="name entities, edges and relations of the same import (data.path, data.edges, data.relations)",
+            )
+
+
+def find_buckets(folder: Path, sources: int, targets: int) -> list[Bucket]:
+    """Return the files of edges in a folder, checked: one for each pair of partitions.
+
+    Args:
+        folder: what PyTorch-BigGraph calls an edge path.
+        sources: partitions of the left-hand sides.
+        targets: partitions of the right-hand sides.
+    """
+    parts = {(int(m[1]), int(m[2])): path for path in folder.iterdir() if (m := _BUCKET.fullmatch(path.name))}
+    if not parts:
+        raise DataError(f"{folder} has no edges_<lhs>_<rhs>.h5", hint="set data.edges to the folder that holds them")
+    wanted = {(i, j) for i in range(sources) for j in range(targets)}
+    told = f"there are {sources} partitions of left-hand and {targets} of right-hand sides: {sources} x {targets}"
+    if missing := sorted(wanted - set(parts)):
+        raise DataError(
+            f"{folder} has no edges_{missing[0][0]}_{missing[0][1]}.h5, and {told} = {len(wanted)} buckets",
+            hint="copy all files of the folder; a bucket without edges has a file too",
+        )
+    if extra := sorted(set(parts) - wanted):
+        raise DataError(
+            f"{folder} has {parts[extra[0]].name}, and {told} = {len(wanted)} buckets",
+            hint="name edges and entities of the same import (data.edges, data.path)",
+        )
+    return [_inspect(path, i, j) for (i, j), path in sorted(parts.items())]
+
+
+def read_bucket(bucket: Bucket) -> Edges:
+    """Return the edges of a file."""
+    with _opened(bucket.path) as file:
+        columns = {name: np.empty(bucket.num_edges, np.int64) for name in ("lhs", "rel", "rhs")}
+        weight = np.empty(bucket.num_edges, np.float32) if bucket.weighted else None
+        if bucket.num_edges:  # h5py refuses to read nothing (its issue 870)
+            for name, column in columns.items():
+                file[name].read_direct(column)
+            if weight is not None:
+                file["weight"].read_direct(weight)
+    if weight is not None and not np.isfinite(weight).all():
+        row = int(np.argmin(np.isfinite(weight)))
+        raise DataError(
+            f"{bucket.path}: the weight of edge {row} is {weight[row]}", hint="give each edge a finite weight"
+        )
+    return Edges(columns["lhs"], columns["rel"], columns["rhs"], weight)
+
+
+def require_h5py() -> ModuleType:
+    """Return the module ``h5py``.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    return need("h5py", "data=biggraph", extra="hdf5")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    h5py = require_h5py()
+    try:
+        with h5py.File(path, "r") as file:
+            yield file
+    except OSError as err:
+        raise DataError(
+            f"{path} cannot be read as HDF5: {str(err).splitlines()[0]}", hint="copy the file again, or write it anew"
+        ) from err
+
+
+def _inspect(path: Path, source_part: int, target_part: int) -> Bucket:
+    """Check a file's outside: version, datasets, lengths."""
+    anew = "write the folder anew with PyTorch-BigGraph's importer"
+    with _opened(path) as file:
+        version = file.attrs.get("format_version")
+        if version != FORMAT_VERSION:
+            raise DataError(f"{path}: format_version is {version}, and {FORMAT_VERSION} is read", hint=anew)
+        for side in ("lhsd", "rhsd"):
+            if f"{side}_data" in file:
+                raise DataError(
+                    f"{path} has {side}_data: its entities are featurized (bags of features), which are not read",
+                    hint="give each entity an id of its own, and its features as edges to entities of another type",
+                )
+        lengths = {}
+        for name in ("rel", "lhs", "rhs", *(["weight"] if "weight" in file else [])):
+            if name not in file:
+                raise DataError(f"{path} has no dataset {name!r}; it has {', '.join(file) or 'none'}", hint=anew)
+            kind = file[name].dtype.kind
+            if kind not in ("iuf" if name == "weight" else "iu") or file[name].ndim != 1:
+                raise DataError(
+                    f"{path}: {name} is {file[name].dtype} of shape {list(file[name].shape)}, and one row of "
+                    f"{'numbers' if name == 'weight' else 'integers'} is expected",
+                    hint=anew,
+                )
+            lengths[name] = len(file[name])
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise DataError(f"{path}: the datasets have different lengths: {told}", hint=anew)
+    return Bucket(path, source_part, target_part, lengths["rel"], "weight" in lengths)

@@ -1,0 +1,127 @@
+"""Entity classification in RDF graphs: AIFB, MUTAG, BGS and AM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Unpack
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from gtrain.data.module import CommonOptions
+from gtrain.data.pyg import PyGData, known_name
+from gtrain.data.rdf import RDFGraph, read_ntriples
+from gtrain.data.rows import row_masks
+from gtrain.errors import DataError
+
+COLUMNS = {
+    "AIFB": ("person", "label_affiliation"),
+    "MUTAG": ("bond", "label_mutagenic"),
+    "BGS": ("rock", "label_lithogenesis"),
+    "AM": ("proxy", "label_cateogory"),  # the file spells it so
+}
+"""The columns of entities and of labels in the tables of each data set."""
+
+
+class EntitiesData(PyGData):
+    """An RDF graph of which some nodes are to be classified (Schlichtkrull et al. 2018, section 5.1).
+
+    The files are those of PyG's ``Entities``, which downloads them. They are numbered here, by the files alone: PyG
+    numbers nodes, relations and classes in the order of Python's sets, which is another one in each process, and
+    forgets their names. Each triple becomes an edge of the relation 2r, and one back of the relation 2r + 1. Literals
+    are nodes, and nodes have no features. Needs rdflib.
+
+    Args:
+        name: ``AIFB``, ``MUTAG``, ``BGS`` or ``AM``.
+        val_fraction: share of the published training entities that validates with the public split, drawn by ``seed``;
+            published figures use all for training, and so does the default, 0.
+        **common: see :class:`~gtrain.data.module.GraphDataModule`; nodes without a label have the label -1.
+    """
+
+    def __init__(self, *, name: str = "AIFB", **common: Unpack[CommonOptions]) -> None:
+        name = known_name("Entities", name, tuple(COLUMNS))
+        options: CommonOptions = {"unlabelled": -1, "val_fraction": 0.0, **common}
+        super().__init__(name="Entities", options={"name": name}, **options)
+        self._dataset = name
+        self._graph: RDFGraph | None = None
+
+    def identity(self) -> dict[str, Any]:
+        """Return the data set, the stamps of its raw files, and what the public split depends on."""
+        masks = [self.split.val_fraction, self.split.seed] if self.split.kind == "public" else None
+        return {**super().identity(), "public": masks}
+
+    @property
+    def places(self) -> list[Path]:
+        """The folders that may have ``aifb/raw``, the preferred one first."""
+        own = [self.root / name for name in ("entities", "Entities", "rdf")]
+        return [*(folder for folder in own if folder.is_dir()), self.root]
+
+    def read(self) -> Data:
+        """Read the triples and the tables of labels."""
+        triples, complete, train, test = self.raw_files()
+        self._graph = graph = read_ntriples(triples, "data=entities")
+        subject, relation, target = torch.from_numpy(graph.triples)
+        edge_index = torch.stack([torch.cat([subject, target]), torch.cat([target, subject])])
+        edge_type = torch.cat([2 * relation, 2 * relation + 1])
+        order = torch.from_numpy(np.lexsort((edge_type.numpy(), edge_index[1].numpy(), edge_index[0].numpy())))
+        data = Data(edge_index=edge_index[:, order], edge_type=edge_type[order], num_nodes=len(graph.nodes))
+        classes = {label: number for number, label in enumerate(sorted(set(self._table(complete)[1])))}
+        self._label(data, classes, self._table(train), self._table(test))
+        return data
+
+    def names(self) -> dict[str, Any]:
+        """Return IRIs and literals of the nodes, and IRIs of the relations; ``^`` marks the way back."""
+        assert self._graph is not None  # read
+        relations = [name for predicate in self._graph.predicates for name in (predicate, f"^{predicate}")]
+        return {"node": self._graph.nodes, "relation": relations}
+
+    def extra_facts(self) -> dict[str, Any]:
+        """Return how many relations there are, the ways back counted."""
+        assert self._graph is not None  # read
+        return {"num_relations": 2 * len(self._graph.predicates)}
+
+    def _table(self, path: Path) -> tuple[list[str], list[str]]:
+        """Return the entities and the labels of a table."""
+        wanted = COLUMNS[self._dataset]
+        try:
+            table = pa.csv.read_csv(
+                path,
+                parse_options=pa.csv.ParseOptions(delimiter="\t"),
+                convert_options=pa.csv.ConvertOptions(column_types=dict.fromkeys(wanted, pa.string())),
+            )
+        except (pa.ArrowInvalid, OSError) as err:
+            raise DataError(
+                f"{path} cannot be read: {str(err).splitlines()[0]}", hint="copy or download the file again"
+            ) from err
+        missing = [column for column in wanted if column not in table.column_names]
+        if missing:
+            raise DataError(
+                f"{path} has no column {missing[0]!r}; it has {', '.join(table.column_names)}",
+                hint="copy or download the file again",
+            )
+        return table[wanted[0]].to_pylist(), table[wanted[1]].to_pylist()
+
+    def _label(self, data: Data, classes: dict[str, int], *tables: tuple[list[str], list[str]]) -> None:
+        """Give the graph ``y`` and the masks from the tables that train and test."""
+        assert self._graph is not None  # read
+        numbers = {name: node for node, name in enumerate(self._graph.nodes)}
+        data.y = torch.full((len(numbers),), -1)
+        nodes: list[Tensor] = []
+        for path, (entities, labels) in zip(self.raw_files()[2:], tables, strict=True):
+            for line, (entity, label) in enumerate(zip(entities, labels, strict=True), start=2):
+                if entity not in numbers or label not in classes:
+                    what = f"the entity {entity!r}" if entity not in numbers else f"the label {label!r}"
+                    where = "the graph" if entity not in numbers else "completeDataset.tsv"
+                    raise DataError(
+                        f"{path}, line {line}: {what} does not occur in {where}", hint="download the files again"
+                    )
+            nodes.append(torch.tensor([numbers[entity] for entity in entities], dtype=torch.int64))
+            data.y[nodes[-1]] = torch.tensor([classes[label] for label in labels], dtype=torch.int64)
+        rows = torch.cat(nodes)
+        for name, mask in row_masks(rows.numel(), nodes[0].numel(), self.split).items():
+            data[name] = torch.zeros(len(numbers), dtype=torch.bool)
+            data[name][rows[mask]] = True

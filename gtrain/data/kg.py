@@ -1,0 +1,172 @@
+"""A knowledge graph from files of triples."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Unpack
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp, log
+from gtrain.data.triples import COLUMNS, Triples, is_archive, read_archive, read_folder, split_files
+from gtrain.errors import ConfigError, DataError
+
+UNKNOWN = ("error", "drop", "keep")
+_PREFIX = {"train": "", "valid": "val_", "test": "test_"}
+
+
+class KGData(GraphDataModule):
+    """A knowledge graph: a folder, or a tar archive, of the triples that train, validate and test.
+
+    Each line of ``train.txt``, ``valid.txt`` and ``test.txt`` is a head, a relation and a tail, which are any strings,
+    separated by tabs. ``.tsv`` and ``.gz`` are understood too. Heads, then tails, are numbered in the order in which
+    ``train`` first names them, and so are relations; duplicates stay. The triples of ``train`` become the edges,
+    head to tail, with ``edge_type``; the others become the held-out edges.
+
+    Args:
+        path: the folder (or the one above its ``raw``), or the archive, as it is or below ``root``.
+        unknown: what to do with a validation or test triple that names an entity or relation that ``train`` does not:
+            ``error``; ``drop`` the triple; or ``keep`` it, and give the entity a node without training edges, as the
+            published figures of FB15k-237 and WN18RR do.
+        **common: see :class:`~gtrain.data.module.GraphDataModule`; the task is ``link`` and the split is the files',
+            unless they are set.
+    """
+
+    name = "kg"
+
+    def __init__(self, *, path: str, unknown: str = "error", **common: Unpack[CommonOptions]) -> None:
+        options: CommonOptions = {"task": "link", **common}
+        super().__init__(**options)
+        if unknown not in UNKNOWN:
+            raise ConfigError(f"data.unknown={unknown!r} is not known", hint=f"choose one of {', '.join(UNKNOWN)}")
+        self.path = path
+        self.unknown = unknown
+        self._entities: Any = None
+        self._relations: Any = None
+
+    def identity(self) -> dict[str, Any]:
+        """Return the stamps of the files, and how they are read."""
+        place = self._find()
+        files = [place] if place.is_file() else [file for _, file in sorted(split_files(place).items())]
+        return {"files": [file_stamp(file) for file in files], "unknown": self.unknown}
+
+    @property
+    def origin(self) -> str:
+        """Where the graph comes from, for messages."""
+        return f"data.path={self.path}"
+
+    def read(self) -> Data:
+        """Read the triples and number their names."""
+        place = self._find()
+        triples = read_archive(place) if place.is_file() else read_folder(place)
+        self._check_splits(place, triples)
+        self._number(triples)
+        data = Data(num_nodes=len(self._entities))
+        for split, prefix in _PREFIX.items():
+            if split in triples:
+                edge_index, edge_type = self._edges(triples[split])
+                data[f"{prefix}edge_index"], data[f"{prefix}edge_type"] = edge_index, edge_type
+        return data
+
+    def names(self) -> dict[str, Any]:
+        """Return the names of entities and relations, as pyarrow arrays of strings."""
+        return {"node": self._entities, "relation": self._relations}
+
+    def extra_facts(self) -> dict[str, Any]:
+        """Return how many relations there are."""
+        return {"num_relations": len(self._relations)}
+
+    def _find(self) -> Path:
+        """Return the folder or the archive."""
+        named = Path(self.path).expanduser()
+        for place in (named, self.root / named):
+            if place.is_file() and is_archive(place):
+                return place
+            if place.is_dir() and split_files(place):
+                return place
+        for place in (named, self.root / named):
+            if place.is_dir():
+                files = ", ".join(sorted(file.name for file in place.iterdir())[:5]) or "nothing"
+                raise DataError(
+                    f"data.path={self.path}: the folder has no train.txt; it has {files}",
+                    hint="set data.path to a folder with train.txt, valid.txt and test.txt (.tsv and .gz will do)",
+                )
+            if place.is_file():
+                raise DataError(
+                    f"data.path={self.path} is a file, and no .tar.gz",
+                    hint="set data.path to the folder with train.txt, valid.txt and test.txt, or to a .tar.gz of it",
+                )
+        raise DataError(
+            f"data.path={self.path}: there is no such folder, nor {self.root / named}",
+            hint=f"set data.path to a folder with train.txt, valid.txt and test.txt{_near(named, self.root)}",
+        )
+
+    def _check_splits(self, place: Path, triples: dict[str, Triples]) -> None:
+        wanted = list(_PREFIX) if self.split.kind == "public" else ["train"]
+        missing = [split for split in wanted if split not in triples]
+        if missing:
+            there = ", ".join(found.where.rpartition(":")[2].rpartition("/")[2] for found in triples.values())
+            raise DataError(
+                f"data.path={self.path}: {place} has no {missing[0]}.txt; it has {there or 'none of the three files'}",
+                hint=f"put {missing[0]}.txt there (.tsv and .gz will do), or set data.split=random to split train.txt",
+            )
+
+    def _number(self, triples: dict[str, Triples]) -> None:
+        """Make the dictionaries of entities and relations."""
+        used = triples.values() if self.unknown == "keep" else [triples["train"]]
+        heads, relations, tails = zip(*(found.columns for found in used), strict=True)
+        chunks = [chunk for column in (*heads, *tails) for chunk in column.chunks]
+        self._entities = pc.unique(pa.chunked_array(chunks, pa.string()))
+        self._relations = pc.unique(pa.chunked_array([c for column in relations for c in column.chunks], pa.string()))
+
+    def _edges(self, triples: Triples) -> tuple[Tensor, Tensor]:
+        """Return ``edge_index [2, T]`` and ``edge_type [T]`` of the triples whose names are known."""
+        kinds = (self._entities, self._relations, self._entities)
+        ids = np.stack([_encode(column, kind) for column, kind in zip(triples.columns, kinds, strict=True)])
+        unknown = (ids < 0).any(axis=0)
+        if unknown.any():
+            if self.unknown == "error":
+                raise self._unknown(triples, ids, unknown)
+            count = int(unknown.sum())
+            log.warning(
+                "%s: %d of %d triples dropped, since train does not know their names",
+                triples.where,
+                count,
+                len(triples),
+            )
+            ids = ids[:, ~unknown]
+        head, relation, tail = torch.from_numpy(ids)
+        return torch.stack([head, tail]), relation
+
+    def _unknown(self, triples: Triples, ids: Any, unknown: Any) -> DataError:
+        row = int(unknown.argmax())
+        column = int((ids[:, row] < 0).argmax())
+        kind = "relation" if COLUMNS[column] == "relation" else "entity"
+        name = triples.columns[column][row].as_py()
+        return DataError(
+            f"{triples.where}, line {triples.line(row)}: the {kind} {name!r} does not occur in train; "
+            f"{int(unknown.sum())} of {len(triples)} triples name something that train does not",
+            hint="set data.unknown=drop to leave these triples out, or data.unknown=keep to score them all the same",
+        )
+
+
+def _encode(column: Any, names: Any) -> Any:
+    """Return the position of each string in ``names``, int64; -1 where it is not there."""
+    found = pc.fill_null(pc.index_in(column, value_set=names), -1)
+    return found.to_numpy().astype(np.int64)
+
+
+def _near(named: Path, root: Path) -> str:
+    """Return the end of a hint: what lies where the folder was expected, with the nearest names."""
+    for folder in (named.parent, (root / named).parent):
+        if folder.is_dir():
+            near = difflib.get_close_matches(named.name, [file.name for file in folder.iterdir()], n=3)
+            if near:
+                return f"; in {folder} there are {', '.join(near)}"
+    return ""

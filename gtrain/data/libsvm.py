@@ -1,0 +1,172 @@
+"""Rows of sparse features with labels, from libsvm files."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch_geometric.data import Data
+
+from gtrain.data.files import find_file
+from gtrain.data.libsvm_file import Rows, read_rows
+from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp
+from gtrain.data.rows import number_labels, row_masks
+from gtrain.errors import ConfigError, DataError
+from gtrain.graph.tables import csr_tensor
+
+BASES = {"auto": None, "0": 0, "1": 1}
+FORMATS = ("auto", "single", "multi")
+
+
+class LibsvmData(GraphDataModule):
+    """Sparse rows with labels: ``label id:value id:value ...`` on each line (Chang and Lin 2011).
+
+    Rows are the nodes of a graph without edges; ``x`` is a sparse CSR tensor. Labels are numbered by their values:
+    -1 and +1 become 0 and 1, 1..C become 0..C-1, and 0..C-1 stay, as do those within a ``num_classes`` that is set.
+    Rows with several labels, ``1,3,5``, or none make ``y`` a matrix ``[N, C]`` of zeros and ones, one column for each
+    label 0..C-1. ``#`` begins a comment.
+
+    Args:
+        path: the file that trains, as it is or below ``root``; ``.gz`` is unpacked.
+        test_path: the file that tests; None for none.
+        index_base: the smallest feature id: ``1``, ``0``, or ``auto``: 0 if that id occurs in one of the files, else 1.
+        num_features: F; None takes the largest id.
+        labels: ``single``, ``multi``, or ``auto``: multi if a row has several labels or none.
+        val_fraction: share of ``path``'s rows that validate with the public split, drawn by ``seed``; or see
+            :class:`~gtrain.data.split.SplitOptions` for the other splits, which are of the rows of both files.
+        **common: see :class:`~gtrain.data.module.GraphDataModule`.
+    """
+
+    name = "libsvm"
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        test_path: str | None = None,
+        index_base: str = "auto",
+        num_features: int | None = None,
+        labels: str = "auto",
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        options: CommonOptions = {"partitioner": "random", "val_fraction": 0.1, **common}
+        super().__init__(**options)
+        if str(index_base) not in BASES:
+            raise ConfigError(f"data.index_base={index_base!r} is not known", hint="choose auto, 0 or 1")
+        if labels not in FORMATS:
+            raise ConfigError(f"data.labels={labels!r} is not known", hint=f"choose one of {', '.join(FORMATS)}")
+        if num_features is not None and num_features < 1:
+            raise ConfigError(f"data.num_features={num_features} is too small", hint="set 1 or more, or null")
+        self.path = path
+        self.test_path = test_path
+        self.index_base = str(index_base)
+        self.num_features = num_features
+        self.labels = labels
+        self._label_values: list[int] | None = None
+
+    def identity(self) -> dict[str, Any]:
+        """Return the stamps of the files, and how they are read."""
+        stamps = {"path": file_stamp(find_file("data.path", self.path, self.root))}
+        if self.test_path is not None:
+            stamps["test_path"] = file_stamp(find_file("data.test_path", self.test_path, self.root))
+        masks = [self.split.val_fraction, self.split.seed] if self.split.kind == "public" else None
+        options = {"index_base": self.index_base, "num_features": self.num_features, "labels": self.labels}
+        return {**stamps, **options, "public": masks}
+
+    @property
+    def origin(self) -> str:
+        """Where the rows come from, for messages."""
+        return f"data.path={self.path}" + (f", data.test_path={self.test_path}" if self.test_path else "")
+
+    def read(self) -> Data:
+        """Read the files."""
+        files = [read_rows(find_file("data.path", self.path, self.root))]
+        if self.test_path is not None:
+            files.append(read_rows(find_file("data.test_path", self.test_path, self.root)))
+        num_rows = sum(len(rows) for rows in files)
+        return Data(
+            x=self._features(files),
+            y=self._targets(files),
+            edge_index=torch.empty(2, 0, dtype=torch.int64),
+            num_nodes=num_rows,
+            **row_masks(num_rows, len(files[0]), self.split),
+        )
+
+    def extra_facts(self) -> dict[str, Any]:
+        """Return the label that each class stands for; None where they are numbered so already."""
+        return {"label_values": self._label_values}
+
+    def _features(self, files: list[Rows]) -> Tensor:
+        base = BASES[self.index_base]
+        if base is None:
+            base = 0 if any((rows.ids == 0).any() for rows in files) else 1
+        for rows in files:
+            if base == 1 and (rows.ids == 0).any():
+                raise DataError(
+                    f"{_at(rows, rows.ids == 0)}: the feature id 0, and data.index_base=1",
+                    hint="set data.index_base=0 or auto",
+                )
+        width = self.num_features or max(int(rows.ids.max(initial=base)) for rows in files) + 1 - base
+        for rows in files:
+            if (outside := rows.ids >= width + base).any():
+                raise DataError(
+                    f"{_at(rows, outside)}: the feature id {rows.ids[outside.argmax()]}, and data.num_features={width} "
+                    f"allows {base}..{width + base - 1}",
+                    hint="raise data.num_features, or set it to null to take the largest id",
+                )
+        starts = np.concatenate([[0], np.cumsum([len(rows.ids) for rows in files])])
+        pointers = [rows.row_ptr[:-1] + start for rows, start in zip(files, starts, strict=False)]
+        columns = np.concatenate([rows.ids for rows in files]) - base
+        values = np.concatenate([rows.values for rows in files])
+        crow = np.concatenate([*pointers, starts[-1:]])
+        arrays = torch.from_numpy(crow), torch.from_numpy(columns), torch.from_numpy(values)
+        return csr_tensor(*arrays, (len(crow) - 1, width))
+
+    def _targets(self, files: list[Rows]) -> Tensor:
+        for rows in files:
+            if (odd := rows.labels != np.round(rows.labels)).any():
+                row = int(np.searchsorted(rows.label_ptr, odd.argmax(), side="right")) - 1
+                raise DataError(
+                    f"{rows.where(row)}: the label {rows.labels[odd.argmax()]:g} is no whole number",
+                    hint="give each row a class; regression targets are not served",
+                )
+        several = [np.diff(rows.label_ptr) != 1 for rows in files]
+        if self.labels == "single" or (self.labels == "auto" and not any(rows.any() for rows in several)):
+            return self._classes(files, several)
+        return self._label_matrix(files)
+
+    def _classes(self, files: list[Rows], several: list[NDArray[np.bool_]]) -> Tensor:
+        for rows, wrong in zip(files, several, strict=True):
+            if wrong.any():
+                row = int(wrong.argmax())
+                raise DataError(
+                    f"{rows.where(row)}: the row has {np.diff(rows.label_ptr)[row]} labels, and data.labels=single",
+                    hint="set data.labels=multi, or correct the line",
+                )
+        labels = np.concatenate([rows.labels for rows in files]).astype(np.int64)
+        classes, self._label_values = number_labels(labels, self.num_classes)
+        return classes
+
+    def _label_matrix(self, files: list[Rows]) -> Tensor:
+        labels = [rows.labels.astype(np.int64) for rows in files]
+        width = self.num_classes or max(int(found.max(initial=0)) for found in labels) + 1
+        for rows, found in zip(files, labels, strict=True):
+            if (outside := (found < 0) | (found >= width)).any():
+                row = int(np.searchsorted(rows.label_ptr, outside.argmax(), side="right")) - 1
+                raise DataError(
+                    f"{rows.where(row)}: the label {found[outside.argmax()]}, and several labels a row are numbered "
+                    f"0..{width - 1}",
+                    hint="number the labels from 0; data.num_classes may be set larger",
+                )
+        row_of = np.concatenate([np.diff(rows.label_ptr) for rows in files])
+        y = torch.zeros(len(row_of), width)
+        y[torch.from_numpy(np.repeat(np.arange(len(row_of)), row_of)), torch.from_numpy(np.concatenate(labels))] = 1
+        return y
+
+
+def _at(rows: Rows, wrong: NDArray[np.bool_]) -> str:
+    """Return file and line of the first feature that is wrong."""
+    return rows.where(int(np.searchsorted(rows.row_ptr, wrong.argmax(), side="right")) - 1)

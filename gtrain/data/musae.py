@@ -1,0 +1,217 @@
+"""The social networks of MUSAE: Facebook pages, Twitch users and others."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Unpack
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.utils import to_undirected
+
+from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp
+from gtrain.data.table import read_table
+from gtrain.errors import ConfigError, DataError
+from gtrain.graph.tables import csr_tensor
+
+FILES = {"edges": r"_edges\.csv", "features": r"(_features)?\.json", "target": r"_target\.csv"}
+LABELS = ("page_type", "mature", "ml_target")
+"""Columns of labels that are known: of Facebook, Twitch and GitHub."""
+
+Ints = NDArray[np.int64]
+
+
+class MusaeData(GraphDataModule):
+    """An undirected social network with sparse binary features (Rozemberczki et al. 2021).
+
+    Three files, wherever below the folder they lie: ``<name>_edges.csv`` (two columns of node ids),
+    ``<name>_features.json`` (the feature ids of each node) and ``<name>_target.csv`` (a column of node ids, ``new_id``
+    or else ``id``, and one of labels); ``musae_`` may stand before their names. Classes are numbered in the order of
+    the labels, and nodes in the order of their ids.
+
+    Args:
+        name: what the files begin with: ``facebook``, or a country of Twitch, such as ``DE``.
+        path: the folder, as it is or below ``root``; None looks into ``<root>/musae``, then ``root``.
+        label: the column of labels; None takes ``page_type``, ``mature`` or ``ml_target``, whichever is there.
+        **common: see :class:`~gtrain.data.module.GraphDataModule`; the split is random unless it is set.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str = "facebook",
+        path: str | None = None,
+        label: str | None = None,
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        options: CommonOptions = {"split": "random", **common}
+        super().__init__(**options)
+        if self.split.kind == "public":
+            raise ConfigError("data.split=public, and MUSAE's data have no masks", hint="set data.split=random")
+        self._dataset = name
+        self.name = f"musae-{name.lower()}"
+        self.path = path
+        self.label = label
+        self._classes: list[Any] = []
+        self._names: Any = None
+
+    def identity(self) -> dict[str, Any]:
+        """Return the stamps of the files, and the column of labels."""
+        return {**{kind: file_stamp(file) for kind, file in self._find().items()}, "label": self.label}
+
+    @property
+    def origin(self) -> str:
+        """Where the graph comes from, for messages."""
+        return f"data.name={self._dataset}"
+
+    def read(self) -> Data:
+        """Read the three files."""
+        files = self._find()
+        ids, y = self._targets(files["target"])
+        edge_index = to_undirected(_edges(files["edges"], ids), num_nodes=len(ids))
+        return Data(x=_features(files["features"], ids), y=y, edge_index=edge_index, num_nodes=len(ids))
+
+    def names(self) -> dict[str, Any]:
+        """Return the ids of the files where they are not 0..N-1."""
+        return {} if self._names is None else {"node": self._names}
+
+    def extra_facts(self) -> dict[str, Any]:
+        """Return the label that each class stands for."""
+        return {"label_values": self._classes}
+
+    def _find(self) -> dict[str, Path]:
+        """Return the three files."""
+        if self.path is not None:
+            folders = [Path(self.path).expanduser(), self.root / Path(self.path).expanduser()]
+        else:
+            folders = [self.root / "musae", self.root]
+        missing = ""
+        for folder in folders:
+            if not folder.is_dir():
+                continue
+            listing = folder.iterdir() if folder == self.root else folder.rglob("*")  # a root may hold anything
+            candidates = sorted(file for file in listing if file.is_file())
+            found = {kind: self._match(ending, candidates) for kind, ending in FILES.items()}
+            if all(found.values()):
+                return {kind: file for kind, file in found.items() if file is not None}
+            lacking = next(kind for kind, file in found.items() if file is None)
+            missing = missing or f"{folder} has no {self._dataset}{'.'.join(_plain(lacking))}"
+        raise DataError(
+            f"{self.origin}: {missing or 'there is no folder ' + ' or '.join(str(folder) for folder in folders)}",
+            hint=f"put {self._dataset}_edges.csv, {self._dataset}_features.json and {self._dataset}_target.csv into "
+            f"{folders[0]}, or set data.path to their folder",
+        )
+
+    def _match(self, ending: str, files: list[Path]) -> Path | None:
+        pattern = re.compile(rf"(musae_)?{re.escape(self._dataset)}{ending}", re.IGNORECASE)
+        return next((file for file in files if pattern.fullmatch(file.name)), None)
+
+    def _targets(self, path: Path) -> tuple[Ints, Tensor]:
+        """Return the ids of the nodes in their order, and their classes."""
+        table = _csv(path)
+        columns = table.column_names
+        key = "new_id" if "new_id" in columns else "id"
+        label = self.label or next((name for name in LABELS if name in columns), None)
+        for option, name in (("its column of ids", key), (f"data.label={self.label}", label)):
+            if name not in columns:
+                raise DataError(
+                    f"{path}: there is no column for {option}; it has {', '.join(columns)}",
+                    hint=f"set data.label to one of {', '.join(columns)}; the ids are in a column id or new_id",
+                )
+        ids = _whole(path, key, table[key])
+        for column in (key, label):
+            if table[column].null_count:
+                row = int(pc.is_null(table[column]).to_numpy().argmax())
+                raise DataError(f"{path}, line {row + 2}: {column} is empty", hint="give each node an id and a label")
+        order = np.argsort(ids, kind="stable")
+        twice = ids[order][1:] == ids[order][:-1]
+        if twice.any():
+            row = int(order[1:][twice][0])
+            raise DataError(f"{path}, line {row + 2}: a second label for node {ids[row]}", hint="delete the line")
+        values = table[label].to_pylist()
+        self._classes = sorted(set(values))
+        number = {value: position for position, value in enumerate(self._classes)}
+        known = ids[order]
+        self._names = None if known[-1] == len(known) - 1 and known[0] == 0 else pc.cast(pa.array(known), pa.string())
+        return known, torch.tensor([number[value] for value in values])[torch.from_numpy(order)]
+
+
+def _plain(kind: str) -> tuple[str, str]:
+    """Return the two parts of the ending of a file."""
+    return f"_{kind}", "json" if kind == "features" else "csv"
+
+
+def _csv(path: Path) -> Any:
+    try:
+        return pa.csv.read_csv(path, convert_options=pa.csv.ConvertOptions(null_values=[""], strings_can_be_null=True))
+    except pa.ArrowInvalid as err:
+        reason = "it is empty" if not path.stat().st_size else str(err).splitlines()[0]
+        raise DataError(f"{path} cannot be read: {reason}", hint="copy or download the file again") from err
+
+
+def _whole(path: Path, name: str, column: Any) -> Ints:
+    if not pa.types.is_integer(column.type):
+        raise DataError(f"{path}: the column {name} holds {column.type}, and ids are whole numbers", hint="correct it")
+    ids: Ints = column.to_numpy()
+    if (ids < 0).any():
+        row = int((ids < 0).argmax())
+        raise DataError(f"{path}, line {row + 2}: the id {ids[row]} is negative", hint="number nodes from 0")
+    return ids
+
+
+def _edges(path: Path, ids: Ints) -> Tensor:
+    """Return the edges ``[2, E]`` between positions in ``ids``."""
+    table = read_table(path, integers=2, header=True, widths=(2,))
+    ends = np.stack(table.columns)
+    found, unknown = _positions(ends, ids)
+    if unknown.any():
+        row = int(unknown.any(axis=0).argmax())
+        raise DataError(
+            f"{path}, line {table.line(row)}: the edge {ends[0, row]} - {ends[1, row]} names node "
+            f"{ends[:, row][unknown[:, row]][0]}, which has no label",
+            hint="give the node a line in the file of labels, or delete the edge",
+        )
+    return torch.from_numpy(found)
+
+
+def _positions(values: Ints, ids: Ints) -> tuple[Ints, NDArray[np.bool_]]:
+    """Return where each value stands in ascending ``ids``, and which do not."""
+    found = np.minimum(np.searchsorted(ids, values), len(ids) - 1)
+    return found, ids[found] != values
+
+
+def _features(path: Path, ids: Ints) -> Tensor:
+    """Return the features as a CSR tensor of ones."""
+    try:
+        lists = json.loads(path.read_bytes())
+        nodes = np.array([int(node) for node in lists], dtype=np.int64)
+        counts = np.array([len(features) for features in lists.values()], dtype=np.int64)
+        columns = np.array([feature for features in lists.values() for feature in features])
+    except json.JSONDecodeError as err:
+        raise DataError(f"{path}, line {err.lineno}: no JSON: {err.msg}", hint="copy or download it again") from err
+    except (AttributeError, TypeError, ValueError) as err:
+        raise DataError(
+            f"{path} has no list of feature ids for each node: {err}", hint='write it as {"0": [3, 17], "1": []}'
+        ) from err
+    rows, unknown = _positions(nodes, ids)
+    if unknown.any():
+        raise DataError(
+            f"{path} has features of node {nodes[unknown][0]}, which has no label", hint="correct one of the files"
+        )
+    if columns.size and (not np.issubdtype(columns.dtype, np.integer) or columns.min() < 0):
+        wrong = next(value for value in columns.tolist() if not isinstance(value, int) or value < 0)
+        raise DataError(f"{path}: the feature id {wrong!r} is no whole number from 0", hint="number features from 0")
+    width = int(columns.max(initial=-1)) + 1
+    pairs = np.unique(np.repeat(rows, counts) * max(width, 1) + columns.astype(np.int64))
+    crow = np.concatenate([[0], np.cumsum(np.bincount(pairs // max(width, 1), minlength=len(ids)))])
+    return csr_tensor(
+        torch.from_numpy(crow), torch.from_numpy(pairs % max(width, 1)), torch.ones(len(pairs)), (len(ids), width)
+    )

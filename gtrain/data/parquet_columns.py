@@ -1,0 +1,134 @@
+"""From the columns of a table to the entries of a sparse matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from gtrain.data.hashing import hash_strings
+from gtrain.errors import DataError
+
+Ints = NDArray[np.int64]
+Entries = tuple[Ints, Ints, NDArray[np.float32]]
+"""Rows, columns (from 0 within their block) and values of a block of the matrix; rows ascend."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a table came from, and what to do with what is missing.
+
+    Attributes:
+        where: the file, for messages.
+        zero: whether missing values count as 0; else they are an error.
+    """
+
+    where: str
+    zero: bool
+
+    def missing(self, column: str, wrong: NDArray[np.bool_]) -> None:
+        """Refuse missing values, unless they count as 0."""
+        if wrong.any() and not self.zero:
+            raise DataError(
+                f"{self.where}: the column {column!r} has no value (null or NaN) in row {int(wrong.argmax())}, and in "
+                f"{int(wrong.sum())} of {len(wrong)} rows (rows count from 0)",
+                hint="fill in the values, or set data.nulls=zero to count them as 0",
+            )
+
+    def wrong_type(self, column: str, found: Any, wanted: str) -> DataError:
+        """Return the error for a column of another type."""
+        return DataError(
+            f"{self.where}: the column {column!r} holds {found}, and {wanted} were expected",
+            hint="name another column, or convert this one",
+        )
+
+
+def dense_entries(table: Any, name: str, source: Source) -> Entries:
+    """Return the values of a numeric column that are not 0."""
+    column = table[name]
+    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type) or pa.types.is_boolean(column.type)):
+        raise source.wrong_type(name, column.type, "numbers")
+    values = pc.cast(column, pa.float64(), safe=False).to_numpy().astype(np.float64)  # a null becomes NaN
+    source.missing(name, np.isnan(values))
+    values = _finite(np.nan_to_num(values, nan=0.0, posinf=np.inf, neginf=-np.inf), name, source)
+    rows = np.flatnonzero(values)
+    return rows, np.zeros_like(rows), values[rows].astype(np.float32)
+
+
+def list_entries(table: Any, ids: str, values: str | None, source: Source) -> Entries:
+    """Return the entries of a column of lists of ids, with a column of lists of values, or else ones."""
+    rows, flat = _flatten(table, ids, source)
+    if not pa.types.is_integer(flat.type):
+        raise source.wrong_type(ids, table[ids].type, "lists of whole numbers")
+    if flat.null_count:
+        raise source.wrong_type(ids, "lists with nulls", "lists of whole numbers")
+    columns = pc.cast(flat, pa.int64()).to_numpy(zero_copy_only=False)
+    if (columns < 0).any():
+        at = int((columns < 0).argmax())
+        raise DataError(
+            f"{source.where}: the column {ids!r} has the negative id {columns[at]} in row {rows[at]} (rows count "
+            "from 0)",
+            hint="number features from 0",
+        )
+    if values is None:
+        return rows, columns, np.ones(len(columns), np.float32)
+    value_rows, flat = _flatten(table, values, source)
+    if not np.array_equal(rows, value_rows):
+        counts = [np.bincount(found, minlength=len(table)) for found in (rows, value_rows)]
+        row = int((counts[0] != counts[1]).argmax())
+        raise DataError(
+            f"{source.where}: row {row} has {counts[0][row]} {ids!r} and {counts[1][row]} {values!r}",
+            hint="give each id one value; rows count from 0",
+        )
+    if not (pa.types.is_integer(flat.type) or pa.types.is_floating(flat.type)):
+        raise source.wrong_type(values, table[values].type, "lists of numbers")
+    numbers = pc.cast(flat, pa.float64(), safe=False).to_numpy(zero_copy_only=False).astype(np.float64)
+    lacking = np.zeros(len(table), dtype=bool)
+    lacking[rows[np.isnan(numbers)]] = True
+    source.missing(values, lacking)
+    return rows, columns, _finite(np.where(np.isnan(numbers), 0.0, numbers), values, source, rows).astype(np.float32)
+
+
+def hashed_entries(table: Any, name: str, buckets: int, source: Source) -> Entries:
+    """Return a one in the bucket of each value of a categorical column; a missing value has none."""
+    column = table[name].combine_chunks()
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    if not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or _is_text(kind)):
+        raise source.wrong_type(name, column.type, "strings or whole numbers")
+    coded = column if pa.types.is_dictionary(column.type) else pc.dictionary_encode(column)
+    coded = coded.combine_chunks() if isinstance(coded, pa.ChunkedArray) else coded
+    codes = pc.fill_null(pc.cast(coded.indices, pa.int64()), -1).to_numpy(zero_copy_only=False)
+    source.missing(name, codes < 0)
+    rows = np.flatnonzero(codes >= 0)
+    hashes = hash_strings(pc.cast(coded.dictionary, pa.large_string()), name) % np.uint64(buckets)
+    return rows, hashes.astype(np.int64)[codes[rows]], np.ones(len(rows), np.float32)
+
+
+def _is_text(kind: Any) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _flatten(table: Any, name: str, source: Source) -> tuple[Ints, Any]:
+    """Return the row of each element of a column of lists, and the elements."""
+    column = table[name].combine_chunks()
+    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+        raise source.wrong_type(name, column.type, "lists")
+    source.missing(name, pc.is_null(column).to_numpy(zero_copy_only=False))
+    counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
+    return np.repeat(np.arange(len(column)), counts), pc.list_flatten(column)
+
+
+def _finite(values: NDArray[np.float64], name: str, source: Source, rows: Ints | None = None) -> NDArray[np.float64]:
+    wrong = ~(np.abs(values) <= np.finfo(np.float32).max)
+    if wrong.any():
+        at = int(wrong.argmax())
+        row = at if rows is None else int(rows[at])
+        raise DataError(
+            f"{source.where}: the column {name!r} has {values[at]} in row {row}, and that is not finite in 32 bits",
+            hint="correct the value; rows count from 0",
+        )
+    return values

@@ -1,0 +1,59 @@
+"""What sources of rows without edges have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gtrain.data.split import MASKS, SplitOptions
+from gtrain.errors import ConfigError
+
+
+def row_masks(num_rows: int, num_train: int, split: SplitOptions) -> dict[str, Tensor]:
+    """Return the public masks of rows from two files: the first trains and validates, the second tests.
+
+    Args:
+        num_rows: N, rows of both files.
+        num_train: rows of the first file, which come first.
+        split: ``val_fraction`` of the first file's rows validate, drawn by ``seed``.
+
+    Returns:
+        ``train_mask``, ``val_mask`` and ``test_mask``, ``[N]`` bool; nothing for splits that are no public one.
+
+    Raises:
+        ConfigError: no row is left to train on.
+    """
+    if split.kind != "public":
+        return {}
+    val = round(split.val_fraction * num_train)
+    if not 0 <= val < num_train:
+        raise ConfigError(
+            f"data.val_fraction={split.val_fraction:g} of {num_train} rows leaves {num_train - val} to train on",
+            hint="set data.val_fraction to 0 or more, and below 1",
+        )
+    masks = {name: torch.zeros(num_rows, dtype=torch.bool) for name in MASKS}
+    order = split.permutation(num_train)
+    masks["val_mask"][order[:val]] = True
+    masks["train_mask"][order[val:]] = True
+    masks["test_mask"][num_train:] = True
+    return masks
+
+
+def number_labels(labels: NDArray[Any], num_classes: int | None) -> tuple[Tensor, list[Any] | None]:
+    """Number labels of any kind by their values.
+
+    Args:
+        labels: whole numbers or strings, ``[N]``.
+        num_classes: the number of classes, where it is known; labels within 0..C-1 stay as they are then.
+
+    Returns:
+        The classes, int64 ``[N]``, and the label that each class stands for; None where the labels stayed.
+    """
+    known, classes = np.unique(labels, return_inverse=True)
+    if known.size and known.dtype.kind == "i" and known[0] >= 0 and known[-1] < (num_classes or 0):
+        return torch.from_numpy(labels.astype(np.int64)), None
+    return torch.from_numpy(classes.astype(np.int64)), known.tolist()

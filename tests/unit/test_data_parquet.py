@@ -1,0 +1,171 @@
+"""gtrain.data.parquet: rows from Parquet files, and the hash of categories."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from gtrain.data.hashing import _fnv1a, hash_strings
+from gtrain.data.parquet import ParquetData
+from gtrain.errors import ConfigError, DataError
+
+COLUMNS: dict[str, Any] = {
+    "label": [0, 1, 1, 0],
+    "price": [0.5, 0.0, -2.0, 1.0],
+    "count": [1, 2, 3, 0],
+    "ids": [[3, 0], [], [2, 2], [1]],
+    "weights": [[0.5, 1.0], [], [1.0, 2.0], [4.0]],
+    "city": ["Rome", "Oslo", "Rome", ""],
+    "shop": [17, -4, 17, 9],
+}
+
+
+def write(path: Path, **changes: Any) -> str:
+    pq.write_table(pa.table({name: value for name, value in {**COLUMNS, **changes}.items() if value is not None}), path)
+    return str(path)
+
+
+def plain_hash(salt: str, text: str) -> int:
+    """The hash as its definition reads, a byte at a time."""
+    value = 0xCBF29CE484222325
+    for byte in salt.encode() + b"\0" + text.encode():
+        value = ((value ^ byte) * 0x100000001B3) % 2**64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) % 2**64
+    return value ^ (value >> 31)
+
+
+def test_the_hash() -> None:
+    strings = ["", "a", "b", "Rome", "é" * 40, "x" * 300, "a"]
+    assert hash_strings(pa.array(strings), "city").tolist() == [plain_hash("city", text) for text in strings]
+    assert hash_strings(pa.array(strings).slice(2, 3), "").tolist() == [plain_hash("", text) for text in strings[2:5]]
+    assert plain_hash("city", "Rome") == 10079420496274692442  # stores of other releases must mean the same
+    assert _fnv1a(b"a") == 0xAF63DC4C8601EC8C  # a test vector of its authors
+    spread = np.bincount((hash_strings(pa.array([str(i) for i in range(64000)]), "n") % np.uint64(64)).astype(int))
+    assert spread.min() > 800 and spread.max() < 1200
+
+
+def test_columns_of_x(tmp_path: Path) -> None:
+    module = ParquetData(
+        path=write(tmp_path / "a.parquet"),
+        dense=["price", "count"],
+        ids="ids",
+        values="weights",
+        num_features=5,
+        categorical=["city", "shop"],
+        buckets=7,
+    )
+    data = module.read()
+    wanted = np.zeros((4, 2 + 5 + 14))
+    wanted[:, 0], wanted[:, 1] = COLUMNS["price"], COLUMNS["count"]
+    for row in range(4):
+        for column, value in zip(COLUMNS["ids"][row], COLUMNS["weights"][row], strict=True):
+            wanted[row, 2 + column] += value
+        wanted[row, 7 + plain_hash("city", COLUMNS["city"][row]) % 7] = 1
+        wanted[row, 14 + plain_hash("shop", str(COLUMNS["shop"][row])) % 7] = 1
+    assert data.x.layout == torch.sparse_csr and data.x.to_dense().tolist() == wanted.tolist()
+    assert data.x.values().numel() == np.count_nonzero(wanted)
+    assert data.y.tolist() == [0, 1, 1, 0] and data.edge_index.shape == (2, 0)
+
+
+def test_files_and_masks(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    write(tmp_path / "train" / "1.parquet")
+    write(tmp_path / "train" / "2.parquet", count=[5, 6, 7, 8])
+    write(tmp_path / "test.parquet", count=[9, 9, 9, 9])
+    module = ParquetData(
+        path="train", test_path="test.parquet", root=str(tmp_path), dense=["count"], val_fraction=0.25, seed=1
+    )
+    data = module.read()
+    assert data.x.to_dense().flatten().tolist() == [1, 2, 3, 0, 5, 6, 7, 8, 9, 9, 9, 9]
+    assert [int(data[f"{split}_mask"].sum()) for split in ("train", "val", "test")] == [6, 2, 4]
+    assert data.test_mask.nonzero().flatten().tolist() == [8, 9, 10, 11]
+    assert "train_mask" not in ParquetData(path="train", root=str(tmp_path), dense=["count"], split="random").read()
+
+
+@pytest.mark.parametrize(
+    ("label", "options", "y", "values"),
+    [
+        (["b", "a", "a", "c"], {}, [1, 0, 0, 2], ["a", "b", "c"]),
+        ([True, False, True, True], {}, [1, 0, 1, 1], [0, 1]),
+        ([-1.0, 1.0, 1.0, -1.0], {}, [0, 1, 1, 0], [-1, 1]),
+        ([3, 0, 1, 1], {"num_classes": 4}, [3, 0, 1, 1], None),
+        ([5, None, -1, 7], {"unlabelled": -1}, [0, -1, -1, 1], [5, 7]),
+    ],
+)
+def test_labels(label: list[Any], options: dict[str, Any], y: list[int], values: Any, tmp_path: Path) -> None:
+    module = ParquetData(path=write(tmp_path / "a", label=label), dense=["count"], **options)
+    assert (module.read().y.tolist(), module.extra_facts()["label_values"]) == (y, values)
+
+
+def test_what_is_missing_counts_as_zero(tmp_path: Path) -> None:
+    changes = {"price": [None, 1.0, float("nan"), 2.0], "city": ["a", None, "a", "a"], "ids": [[1], None, [0], []]}
+    options: dict[str, Any] = {"dense": ["price"], "ids": "ids", "categorical": ["city"], "buckets": 1}
+    x = ParquetData(path=write(tmp_path / "a", **changes), nulls="zero", **options).read().x
+    assert x.to_dense().tolist() == [[0, 0, 1, 1], [1, 0, 0, 0], [0, 1, 0, 1], [2, 0, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        (
+            {"count": None},
+            {"dense": ["count"]},
+            r"has no column 'count'; it has label, price, ids, weights, city, shop",
+        ),
+        ({"label": None}, {"dense": ["count"]}, r"has no column 'label'; it has price"),
+        ({"price": [1, None, 2, None]}, {"dense": ["price"]}, r"'price' has no value .* in row 1, and in 2 of 4 rows"),
+        ({"price": [1, float("nan"), 2, 3]}, {"dense": ["price"]}, r"'price' has no value .* in row 1, and in 1 of 4"),
+        ({"price": [1, 2, float("inf"), 3]}, {"dense": ["price"]}, r"'price' has inf in row 2"),
+        ({"price": [1, 2, 1e39, 3]}, {"dense": ["price"]}, r"'price' has 1e\+39 in row 2"),
+        ({}, {"dense": ["city"]}, r"'city' holds string, and numbers were expected"),
+        ({}, {"ids": "count"}, r"'count' holds int64, and lists were expected"),
+        ({}, {"ids": "weights"}, r"'weights' holds .*, and lists of whole numbers were expected"),
+        ({"ids": [[1], [2, -3], [], []]}, {"ids": "ids"}, r"'ids' has the negative id -3 in row 1"),
+        ({"ids": [[1], None, [], []]}, {"ids": "ids"}, r"'ids' has no value .* in row 1"),
+        (
+            {"weights": [[1, 1], [], [1], [1]]},
+            {"ids": "ids", "values": "weights"},
+            r"row 2 has 2 'ids' and 1 'weights'",
+        ),
+        (
+            {"weights": [[1, 1], [], [1, float("nan")], [1]]},
+            {"ids": "ids", "values": "weights"},
+            r"'weights' has no value .* in row 2",
+        ),
+        ({}, {"ids": "ids", "num_features": 3}, r"'ids' has the id 3 in row 0 .*data\.num_features=3"),
+        ({"city": ["a", None, "b", "c"]}, {"categorical": ["city"]}, r"'city' has no value .* in row 1"),
+        ({}, {"categorical": ["price"]}, r"'price' holds double, and strings or whole numbers"),
+        ({"label": [0, 1, None, 1]}, {"dense": ["count"]}, r"'label' has no value .* in row 2"),
+        ({"label": [0, 1, 0.5, 1]}, {"dense": ["count"]}, r"'label' holds double, and whole numbers or strings"),
+        ({"label": [[0], [1], [1], [1]]}, {"dense": ["count"]}, r"'label' holds list"),
+    ],
+)
+def test_what_is_wrong_is_named(changes: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        ParquetData(path=write(tmp_path / "a", **changes), **options).read()
+
+
+def test_wrong_files_and_options(tmp_path: Path) -> None:
+    (tmp_path / "text.parquet").write_text("a,b\n1,2\n")
+    (tmp_path / "empty").mkdir()
+    path = write(tmp_path / "a")
+    pq.write_table(pa.table({"label": pa.array([], pa.int64()), "count": pa.array([], pa.int64())}), tmp_path / "none")
+    for options, kind, message in (
+        ({"path": "gone.parquet"}, DataError, r"data\.path=gone\.parquet: there is no such file"),
+        ({"path": "text.parquet"}, DataError, r"text\.parquet is no Parquet file"),
+        ({"path": "empty"}, DataError, r"data\.path=empty: the folder has no \*\.parquet"),
+        ({"path": "none"}, DataError, r"data\.path=none has no rows"),
+        ({"path": path, "dense": None}, ConfigError, r"no column of features is named; .* has label, price"),
+        ({"path": path, "nulls": "drop"}, ConfigError, r"data\.nulls='drop'(.|\n)*error, zero"),
+        ({"path": path, "buckets": 0}, ConfigError, r"data\.buckets=0"),
+        ({"path": path, "values": "weights"}, ConfigError, r"data\.values=weights, and data\.ids is not set"),
+    ):
+        with pytest.raises(kind, match=message):
+            ParquetData(**{"root": str(tmp_path), "dense": ["count"], **options}).read()
