@@ -99,6 +99,15 @@ def test_the_python_example_runs(tmp_path: Path) -> None:
     assert values[0] == values[1] > 0, "the same seed, the same weights"
 
 
+def test_the_examples_of_the_python_page_run(tmp_path: Path) -> None:
+    examples = [block for block in blocks(REPO / "docs" / "python.md") if block.language == "python"]
+    assert len(examples) >= 5
+    for block in examples:
+        (tmp_path / "example.py").write_text(block.text)
+        said = ok(run([sys.executable, "example.py"], cwd=tmp_path)).stdout
+        assert said, f"docs/python.md, line {block.line} prints nothing"
+
+
 # ------------------------------------------------------------------------------------------------- set-up
 
 
