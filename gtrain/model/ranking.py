@@ -82,6 +82,6 @@ def _ranks_of(scores: Tensor, answer: Tensor, row: Tensor | None, known: Tensor 
     if row is not None and known is not None:
         scores = scores.clone()
         scores[row, known] = -torch.inf
-    better = (scores > own).sum(1)
+    better = (~(scores <= own)).sum(1)  # a score that is no number counts against the answer
     others = (scores == own).sum(1) - (scores.gather(1, answer.unsqueeze(1)) == own).flatten().long()
     return 1 + better.double() + others.double() / 2

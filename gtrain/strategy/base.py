@@ -207,6 +207,8 @@ class GraphStrategy(ParallelStrategy):
                 hint="subclass gtrain.GraphDataModule, or return a gtrain.data.SeedLoader from the data module.",
             )
         self._check_data(dataloader)
+        if self._trainer is not None and dataloader.shuffle:
+            dataloader.epoch = self._trainer.current_epoch  # a resumed run goes on with the order of its next epoch
         shard = self._shard(dataloader.store)
         return self.batches(shard, dataloader)
 

@@ -14,7 +14,8 @@ def sum_gradients(group: Group, parameters: Iterable[Parameter]) -> None:
     """Add up every parameter's gradient over the ranks, in one flat message for each dtype.
 
     A parameter without a gradient on any rank keeps None (an optimizer then leaves it alone, as a single process
-    would); one that has a gradient on some ranks only counts as zero on the others.
+    would); one that has a gradient on some ranks only counts as zero on the others. A sparse gradient of a replicated
+    table is sent dense: its rows differ from rank to rank.
     """
     if group.size == 1:
         return
@@ -22,7 +23,7 @@ def sum_gradients(group: Group, parameters: Iterable[Parameter]) -> None:
     for dtype in sorted({p.dtype for p in trainable}, key=str):
         bucket = [p for p in trainable if p.dtype == dtype]
         present = torch.tensor([p.grad is not None for p in bucket], dtype=dtype, device=bucket[0].device)
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in bucket]
         flat = group.all_reduce(flatten([present, *grads]))
         unflatten_into(flat, [present, *grads])
         for parameter, grad, count in zip(bucket, grads, present.tolist(), strict=True):

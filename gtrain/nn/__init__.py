@@ -1,0 +1,32 @@
+"""Layers whose parameter is a table that a strategy may keep elsewhere, and the optimizers of such tables.
+
+:mod:`gtrain.nn.table` is the interface by which a strategy takes the layers over; :mod:`gtrain.nn.rules` is the
+reference of the optimizers, against which every backend's own are tested.
+"""
+
+from gtrain.nn.csr import Csr, as_csr, select_rows
+from gtrain.nn.layers import Embedding, EmbeddingBag, SparseLinear
+from gtrain.nn.optim import SGD, Adagrad, JointOptimizer, LazyAdam, RowOptimizer, RowwiseAdagrad
+from gtrain.nn.table import LocalHome, RemoteHome, Table, TableHome, TableSpec, deferred, tables
+
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Csr",
+    "Embedding",
+    "EmbeddingBag",
+    "JointOptimizer",
+    "LazyAdam",
+    "LocalHome",
+    "RemoteHome",
+    "RowOptimizer",
+    "RowwiseAdagrad",
+    "SparseLinear",
+    "Table",
+    "TableHome",
+    "TableSpec",
+    "as_csr",
+    "deferred",
+    "select_rows",
+    "tables",
+]

@@ -1,0 +1,209 @@
+"""Optimizers of tables, and one optimizer that steps tables and ordinary parameters together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gtrain.errors import ConfigError
+from gtrain.nn import rules
+from gtrain.nn.rules import Rule
+from gtrain.nn.table import home_of
+
+Parameters = Iterable[Any]
+
+
+class RowOptimizer(Optimizer):
+    """An optimizer that touches the rows that have a gradient, and no others; see :mod:`gtrain.nn.rules`.
+
+    It takes dense and sparse gradients and gives the same for both. A parameter with one dimension is a table with one
+    column; one with more than two has its leading index for a row. A table that lives elsewhere updates itself there.
+
+    Args:
+        params: parameters, or groups of them.
+        settings: the rule's numbers.
+    """
+
+    rule: ClassVar[Rule]
+
+    def __init__(self, params: Parameters, **settings: Any) -> None:
+        for name, value in settings.items():
+            _check(type(self).__name__, name, value)
+        super().__init__(params, settings)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Apply the gradients; ``closure`` computes them first and returns the loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            settings = {name: value for name, value in group.items() if name != "params"}
+            for parameter in group["params"]:
+                home = home_of(parameter)
+                if home is not None:
+                    home.update(self.rule, settings)
+                elif parameter.grad is not None:
+                    self._update(parameter, settings)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, those of tables that live elsewhere too."""
+        _zero_homes(self)
+        super().zero_grad(set_to_none)
+
+    def _update(self, parameter: Tensor, settings: Mapping[str, Any]) -> None:
+        table = _as_table(parameter)
+        state = self.state[parameter]
+        if not state:
+            state.update(self.rule.initial(table, settings))
+        rules.update(self.rule, table, state, *_row_gradients(parameter.grad), settings)
+
+
+class SGD(RowOptimizer):
+    """Stochastic gradient descent without momentum.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate.
+        weight_decay: L2 penalty, of rows that have a gradient.
+    """
+
+    rule = rules.SGD
+
+    def __init__(self, params: Parameters, lr: float = 0.01, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr=lr, weight_decay=weight_decay)
+
+
+class Adagrad(RowOptimizer):
+    """Adagrad, one accumulator for each number.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate.
+        weight_decay: L2 penalty, of rows that have a gradient.
+        initial_accumulator: what the sum of squares starts with.
+        eps: added to its root.
+    """
+
+    rule: ClassVar[Rule] = rules.ADAGRAD
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 0.01,
+        weight_decay: float = 0.0,
+        initial_accumulator: float = 0.0,
+        eps: float = 1e-10,
+    ) -> None:
+        super().__init__(params, lr=lr, weight_decay=weight_decay, initial_accumulator=initial_accumulator, eps=eps)
+
+
+class RowwiseAdagrad(Adagrad):
+    """Adagrad with one accumulator for each row, the mean of its squared gradients (PyTorch-BigGraph's)."""
+
+    rule = rules.ROWWISE_ADAGRAD
+
+
+class LazyAdam(RowOptimizer):
+    """Adam whose moments move only in steps in which the row has a gradient; each row counts its own steps.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate.
+        betas: decay of the two moments.
+        eps: added to the root of the second.
+        weight_decay: L2 penalty, of rows that have a gradient.
+    """
+
+    rule = rules.LAZY_ADAM
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 0.001,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
+
+
+class JointOptimizer(Optimizer):
+    """Several optimizers over different parameters as one: one ``step``, one list of groups, one state.
+
+    Schedulers, checkpoints and Lightning's automatic optimisation see a single torch optimizer; each part goes on
+    stepping its own groups by its own rule.
+
+    Args:
+        parts: the optimizers, none of whose parameters is in two.
+    """
+
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        self.parts = list(parts)
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._share()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Step every part; ``closure`` computes the gradients first and returns the loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what ``state_dict`` gave."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        """Let the parts work on this optimizer's groups and state: torch replaces both when it loads a checkpoint."""
+        begin = 0
+        for part in self.parts:
+            end = begin + len(part.param_groups)
+            self.state.update({} if part.state is self.state else part.state)
+            part.param_groups, part.state = self.param_groups[begin:end], self.state
+            begin = end
+
+
+def _check(optimizer: str, name: str, value: Any) -> None:
+    message = f"{optimizer}({name}={value}) was set."
+    if name == "betas":
+        if len(value) != 2 or not all(0 <= beta < 1 for beta in value):
+            raise ConfigError(message, hint="give two numbers that are at least 0 and below 1.")
+    elif not value >= 0:
+        raise ConfigError(message, hint=f"{name} is 0 or more.")
+
+
+def _zero_homes(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            home = home_of(parameter)
+            if home is not None:
+                home.zero_grad()
+
+
+def _as_table(tensor: Tensor) -> Tensor:
+    return tensor.view(-1, 1) if tensor.dim() < 2 else tensor.view(tensor.size(0), -1)
+
+
+def _row_gradients(gradient: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the ids and rows of a sparse gradient, or all rows of a dense one."""
+    assert gradient is not None
+    if gradient.is_sparse:
+        return gradient._indices()[0], gradient._values()
+    rows = _as_table(gradient.contiguous())
+    return torch.arange(len(rows), device=rows.device), rows
