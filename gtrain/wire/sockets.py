@@ -1,0 +1,153 @@
+"""zmq's contexts and sockets: made after a fork, never inherited; and what the monitor of a socket reports."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from gtrain.wire.limits import Limits
+
+KERNEL_BUFFER = 4 << 20
+"""Bytes that the kernel may buffer for a connection within the machine, as far as it lets us (net.core.wmem_max)."""
+Frames = list[zmq.Frame]
+_POLLIN = int(zmq.POLLIN)
+_MORE, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
+_contexts: dict[int, zmq.Context[Any]] = {}
+_making = threading.Lock()
+
+
+def process_context() -> zmq.Context[Any]:
+    """The context that all clients of this process share; a forked child makes its own."""
+    with _making:
+        pid = os.getpid()
+        if pid not in _contexts:
+            _contexts[pid] = zmq.Context()
+        return _contexts[pid]
+
+
+def _unlock() -> None:
+    """In a forked child: another thread may have held the lock at the fork."""
+    global _making
+    _making = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlock)
+
+
+def configure(sock: zmq.Socket[Any], limits: Limits, address: str) -> None:
+    """Options that both ends share.
+
+    zmq's high-water marks count messages and drop silently at a ROUTER: they are off, and bytes are counted above.
+    """
+    for option in (zmq.SNDHWM, zmq.RCVHWM):
+        sock.setsockopt(option, 0)
+    sock.setsockopt(zmq.MAXMSGSIZE, max(limits.max_frame_bytes, limits.max_header_bytes))
+    if address.startswith("ipc://"):
+        for option in (zmq.SNDBUF, zmq.RCVBUF):
+            sock.setsockopt(option, KERNEL_BUFFER)
+    else:  # no buffer sizes: a fixed one would end TCP's own tuning, and be smaller
+        sock.setsockopt(zmq.IPV6, int("[" in address))
+        sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        sock.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
+        sock.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
+        sock.setsockopt(zmq.TCP_KEEPALIVE_CNT, 6)
+
+
+def has_input(sock: zmq.Socket[Any]) -> bool:
+    """Whether a message can be received. Asking first costs a third of an attempt that raises Again."""
+    return bool(int(sock.get(zmq.EVENTS)) & _POLLIN)
+
+
+def receive(sock: zmq.Socket[Any]) -> Frames | None:
+    """All frames of the next message without a copy, or None if there is none yet."""
+    if not has_input(sock):
+        return None
+    frame = sock.recv(copy=False)
+    frames = [frame]
+    while frame.more:
+        frame = sock.recv(copy=False)
+        frames.append(frame)
+    return frames
+
+
+def send(sock: zmq.Socket[Any], small: Sequence[bytes], large: Sequence[memoryview]) -> int:
+    """Send one message, the frames of ``large`` without a copy; return the bytes of all but the routing id.
+
+    Raises:
+        zmq.Again: there is no connection to give it to, not even one that is being made.
+    """
+    frames: list[Any] = [*small, *large]
+    last = len(frames) - 1
+    for place, frame in enumerate(frames):
+        sock.send(frame, _MORE if place < last else _LAST, copy=place < len(small))
+    return len(small[-1]) + sum(frame.nbytes for frame in large)
+
+
+class Monitor:
+    """What happens to the connections of a socket.
+
+    Args:
+        sock: the socket.
+        events: sum of ``zmq.EVENT_*``.
+    """
+
+    def __init__(self, sock: zmq.Socket[Any], events: int) -> None:
+        self._watched = sock
+        self._socket: zmq.Socket[Any] = sock.get_monitor_socket(events)
+        self.descriptor = int(self._socket.getsockopt(zmq.FD))
+        self.waiting()  # zmq signals only to a reader that has looked and found nothing
+
+    def waiting(self) -> bool:
+        """Whether there are events to read."""
+        return has_input(self._socket)
+
+    def read(self) -> Iterator[tuple[int, int]]:
+        """Each event since the last reading, with its value."""
+        while self.waiting():
+            event = recv_monitor_message(self._socket, zmq.NOBLOCK)
+            yield int(event["event"]), int(event["value"])
+
+    def close(self) -> None:
+        """Stop."""
+        self._watched.disable_monitor()
+        self._socket.close(linger=0)
+
+
+class Waiter:
+    """Waits for any of some descriptors or for another thread's word.
+
+    Args:
+        descriptors: to read from; with zmq they say "look at the socket", not that there is a message.
+
+    Attributes:
+        ready: those that the last waiting found.
+    """
+
+    def __init__(self, *descriptors: int) -> None:
+        self.ready: list[int] = []
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        for descriptor in (*descriptors, self._event):
+            self._poll.register(descriptor, select.POLLIN)
+
+    def wait(self, seconds: float) -> None:
+        """Return when something may have happened, after ``seconds`` at the latest."""
+        self.ready = [descriptor for descriptor, _ in self._poll.poll(max(0, int(seconds * 1000) + 1))]
+        if self._event in self.ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._event)
+
+    def wake(self) -> None:
+        """End the waiting of another thread, or its next one."""
+        os.eventfd_write(self._event, 1)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        os.close(self._event)
