@@ -16,12 +16,29 @@ from torch import nn
 
 from gtrain.errors import ConfigError, GtrainError
 from gtrain.graph.store import Store
+from gtrain.model.decoders import make_decoder
+from gtrain.model.encoder import NodeEncoder, NodeIds
+from gtrain.model.link_predictor import LinkPredictor
 from gtrain.model.networks import norm_settings
 from gtrain.model.node_classifier import NodeClassifier
 
 # settings that the built-in networks share; a network of another package gets those that it names
 _SHARED = ("hidden_channels", "num_layers", "dropout", "norm", "act", "heads", "aggr", "input_dropout")
-_MODULE = ("optimizer", "scheduler", "monitor", "class_weights", "test_metrics", "sparse_optimizer", "loss")
+_MODULE = (
+    "optimizer",
+    "scheduler",
+    "monitor",
+    "class_weights",
+    "test_metrics",
+    "sparse_optimizer",
+    "loss",
+    "task",
+    "score",
+    "learn_features",
+    "decoder",
+    "num_negatives",
+    "filtered",
+)
 
 
 def make(node: dict[str, Any], key: str, **extra: Any) -> Any:
@@ -68,15 +85,58 @@ def make_model(settings: dict[str, Any], store: Store) -> pl.LightningModule:
     """
     settings, facts = dict(settings), store.facts
     target = _target(settings.get("_target_"))
-    sizes = {"in_channels": facts.get("num_features"), "out_channels": facts.get("num_classes")}
     if inspect.isclass(target) and issubclass(target, pl.LightningModule):
-        return _own_module(target, settings, sizes)
-    if sizes["out_channels"] is None:
+        return _own_module(target, settings, store)
+    if settings.get("task") == "link":
+        return _link_predictor(target, settings, store)
+    if facts.get("num_classes") is None:
         raise ConfigError("the graph has no labels, and a node classifier needs them.", hint="set data.labels.")
-    if sizes["in_channels"] is None:
+    encoder = make_encoder(target, settings, facts)
+    options = {key: settings[key] for key in ("monitor", "test_metrics") if settings.get(key) is not None}
+    return NodeClassifier(
+        make_network(target, settings, store, encoder),
+        facts["num_classes"],
+        encoder=encoder,
+        multilabel=bool(facts.get("multilabel")),
+        optimizer=optional(settings.get("optimizer"), "model.optimizer"),
+        scheduler=optional(settings.get("scheduler"), "model.scheduler"),
+        class_weights=_class_weights(settings.get("class_weights"), store),
+        **options,
+    )
+
+
+def _link_predictor(target: Any, settings: dict[str, Any], store: Store) -> LinkPredictor:
+    """A :class:`LinkPredictor` whose network makes ``model.out_channels`` columns, or as many as it has hidden ones."""
+    channels = settings.get("out_channels") or settings["hidden_channels"]
+    settings = {**settings, "out_channels": channels}
+    encoder = make_encoder(target, settings, store.facts)
+    options = {key: settings[key] for key in ("monitor", "num_negatives", "filtered") if settings.get(key) is not None}
+    return LinkPredictor(
+        make_network(target, settings, store, encoder),
+        make_decoder(settings.get("decoder", "dot"), channels, store.facts.get("num_relations")),
+        encoder=encoder,
+        optimizer=optional(settings.get("optimizer"), "model.optimizer"),
+        scheduler=optional(settings.get("scheduler"), "model.scheduler"),
+        **options,
+    )
+
+
+def make_network(target: Any, settings: dict[str, Any], store: Store, encoder: nn.Module | None) -> nn.Module:
+    """The network that ``model._target_`` names, with the sizes of the graph.
+
+    Args:
+        target: the class or function.
+        settings: the ``model`` group.
+        store: the graph.
+        encoder: what comes before it; an encoder other than :class:`NodeIds` makes ``model.hidden_channels`` columns.
+    """
+    sizes = _sizes(store)
+    if encoder is not None and not isinstance(encoder, NodeIds):
+        sizes["in_channels"] = settings["hidden_channels"]
+    if sizes["num_relations"] is None and "num_relations" in inspect.signature(target).parameters:
         raise ConfigError(
-            "the graph has no node features, and the network needs them.",
-            hint="set data.features to a file, or to degree or constant.",
+            f"model._target_={settings['_target_']} needs relations (edge_type), and the graph has none.",
+            hint="set model to gcn, sage, gat or gin.",
         )
     network = make(_network_settings(target, settings, sizes), "model")
     if not isinstance(network, nn.Module):
@@ -84,16 +144,41 @@ def make_model(settings: dict[str, Any], store: Store) -> pl.LightningModule:
             f"model._target_={settings['_target_']} made a {type(network).__name__}, not a torch module.",
             hint="name a class or function that makes a torch.nn.Module.",
         )
-    options = {key: settings[key] for key in ("monitor", "test_metrics") if settings.get(key) is not None}
-    return NodeClassifier(
-        network,
-        sizes["out_channels"],
-        multilabel=bool(facts.get("multilabel")),
-        optimizer=optional(settings.get("optimizer"), "model.optimizer"),
-        scheduler=optional(settings.get("scheduler"), "model.scheduler"),
-        class_weights=_class_weights(settings.get("class_weights"), store),
-        **options,
-    )
+    return network
+
+
+def make_encoder(target: Any, settings: dict[str, Any], facts: dict[str, Any]) -> nn.Module | None:
+    """A first layer where the graph's features do not go into the network as they are, else None.
+
+    That is where the graph has several node types, where features are sparse, and where there are none: a network that
+    takes ``num_nodes`` gets the nodes' ids then, another learned features if ``model.learn_features`` asks for them.
+    """
+    nodes, features = facts["num_nodes"], facts["num_features"]
+    sparse = facts["sparse_features"]
+    if not isinstance(nodes, dict):
+        if features is None and "num_nodes" in inspect.signature(target).parameters:
+            return NodeIds()
+        if features is None and not settings.get("learn_features"):
+            raise ConfigError(
+                "the graph has no node features, and the network needs them.",
+                hint="set data.features to a file, or to degree or constant; or model.learn_features=true.",
+            )
+        if features is not None and not sparse:
+            return None
+        nodes, features, sparse = {"node": nodes}, {"node": features}, ["node"] if sparse else []
+    return NodeEncoder(settings["hidden_channels"], nodes, features, frozenset(sparse))
+
+
+def _sizes(store: Store) -> dict[str, Any]:
+    """What a network or a module may want to know of the graph, by argument name."""
+    facts = store.facts
+    return {
+        "in_channels": facts.get("num_features"),
+        "out_channels": facts.get("num_classes"),
+        **{key: facts.get(key) for key in ("num_nodes", "num_features", "num_classes", "multilabel", "num_relations")},
+        "node_types": list(store.node_types),
+        "edge_types": list(store.edge_types),
+    }
 
 
 def make_trainer(settings: dict[str, Any], **extra: Any) -> pl.Trainer:
@@ -118,17 +203,17 @@ def _target(path: Any) -> Any:
         ) from error
 
 
-def _own_module(
-    target: type[pl.LightningModule], settings: dict[str, Any], sizes: dict[str, Any]
-) -> pl.LightningModule:
-    """A LightningModule of the user's: it gets the settings that it names, and the sizes if it names them."""
-    names = inspect.signature(target).parameters
+def _own_module(target: type[pl.LightningModule], settings: dict[str, Any], store: Store) -> pl.LightningModule:
+    """A LightningModule, ours or the user's: it gets the settings that it names, and the sizes if it names them."""
+    names, sizes = inspect.signature(target).parameters, _sizes(store)
     given = {
         k: v for k, v in {**sizes, **settings}.items() if k in names or (k not in _SHARED + _MODULE and k not in sizes)
     }
-    for key in ("optimizer", "scheduler"):
+    for key in ("optimizer", "sparse_optimizer", "scheduler"):
         if isinstance(given.get(key), dict):
             given[key] = optional(given[key], f"model.{key}")
+    if given.get("class_weights") is not None:
+        given["class_weights"] = _class_weights(given["class_weights"], store)
     module: pl.LightningModule = make(given, "model")
     return module
 
@@ -140,7 +225,8 @@ def _network_settings(target: Any, settings: dict[str, Any], sizes: dict[str, An
     ours = getattr(target, "__module__", "").startswith("gtrain.")
     open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     for key, value in sizes.items():
-        if settings.get(key) is None and (key in parameters or (ours and open_ended)):
+        expected = key in parameters or (ours and open_ended and key in ("in_channels", "out_channels"))
+        if settings.get(key) is None and expected:
             settings[key] = value
     if ours:
         return settings

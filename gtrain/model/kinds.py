@@ -7,6 +7,8 @@ from torch_geometric.nn.conv import MessagePassing
 
 MESSAGE_PASSING = "message-passing"
 PER_NODE = "per-node"
+EMBEDDING = "embedding"
+SPARSE = "sparse"
 
 
 def kind(module: nn.Module) -> str:

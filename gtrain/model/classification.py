@@ -1,0 +1,115 @@
+"""What all classifiers share: loss, its weight, metrics and optimizers over the seeds of a batch."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+from torchmetrics import MeanMetric
+
+from gtrain.errors import ConfigError, DataError
+from gtrain.metrics import NAMES, classification_metrics, update
+from gtrain.model.configured import MakeOptimizer, configured
+
+
+class Classifier(pl.LightningModule):
+    """Cross-entropy over the seeds of a batch; binary cross-entropy where a seed may carry several labels.
+
+    A subclass says how the seeds are scored (:meth:`seed_scores`).
+
+    Args:
+        num_classes: classes, or labels where a seed may carry several.
+        multilabel: whether ``batch.y`` is a [N, num_classes] matrix of 0 and 1.
+        optimizer: makes an optimizer from parameters; None: Adam with lr 0.01.
+        scheduler: makes a learning-rate scheduler from the optimizer, stepped once an epoch; None: none.
+        monitor: the logged value that a ``ReduceLROnPlateau`` scheduler looks at.
+        class_weights: weight of each class in the loss; None: all 1.
+        test_metrics: which of acc, f1 and auc the test computes; validation leaves auc out for more than two classes,
+            where it costs a sort of every class's scores.
+
+    Raises:
+        ConfigError: there are more or fewer class weights than classes.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        multilabel: bool = False,
+        optimizer: MakeOptimizer | None = None,
+        scheduler: Callable[..., Any] | None = None,
+        monitor: str = "val/loss",
+        class_weights: Sequence[float] | None = None,
+        test_metrics: Sequence[str] = NAMES,
+    ) -> None:
+        super().__init__()
+        self.num_classes, self.multilabel = num_classes, multilabel
+        self._make_optimizer, self._make_scheduler, self._monitor = optimizer, scheduler, monitor
+        if class_weights is not None and len(class_weights) != num_classes:
+            raise ConfigError(
+                f"model.class_weights has {len(class_weights)} numbers, but the graph has {num_classes} classes.",
+                hint="give one number a class.",
+            )
+        weights = None if class_weights is None else torch.tensor(list(class_weights), dtype=torch.get_default_dtype())
+        self.class_weights: Tensor | None
+        self.register_buffer("class_weights", weights, persistent=False)
+        quick = NAMES if multilabel or num_classes == 2 else ("acc", "f1")
+        self.train_loss, self.val_loss, self.test_loss = MeanMetric(), MeanMetric(), MeanMetric()
+        self.val_scores = classification_metrics(num_classes, multilabel, quick, "val/")
+        self.test_scores = classification_metrics(num_classes, multilabel, tuple(test_metrics), "test/")
+
+    @abstractmethod
+    def seed_scores(self, batch: Data | HeteroData) -> Tensor:
+        """Return the scores of the batch's seeds, [S, num_classes]."""
+
+    def training_step(self, batch: Data | HeteroData, batch_idx: int) -> dict[str, Tensor]:
+        loss, weight, _, _ = self._loss(batch, "train")
+        return {"loss": loss, "weight": weight}
+
+    def validation_step(self, batch: Data | HeteroData, batch_idx: int) -> None:
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: Data | HeteroData, batch_idx: int) -> None:
+        self._evaluate(batch, "test")
+
+    def predict_step(self, batch: Data | HeteroData, batch_idx: int) -> Tensor:
+        return self.seed_scores(batch)
+
+    def configure_optimizers(self) -> Any:
+        return configured(self.parameters(), self._make_optimizer, self._make_scheduler, self._monitor)
+
+    def _evaluate(self, batch: Data | HeteroData, split: str) -> None:
+        _, _, scores, labels = self._loss(batch, split)
+        metrics = self.val_scores if split == "val" else self.test_scores
+        update(metrics, scores, labels, self.multilabel)
+        self.log_dict(metrics, on_step=False, on_epoch=True, batch_size=1)
+
+    def _loss(self, batch: Data | HeteroData, split: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Mean loss over the seeds (there may be none), the weight of that mean, the seeds' scores and labels."""
+        nodes = batch[batch.target] if isinstance(batch, HeteroData) else batch
+        if "y" not in nodes:
+            raise DataError("this graph has no labels, so there is nothing to classify.", hint="set data.labels.")
+        scores, labels = self.seed_scores(batch), nodes.y[batch.seeds]
+        total, weight = self._summed(scores, labels)
+        loss = total / weight.clamp(min=torch.finfo(weight.dtype).tiny)
+        metric: MeanMetric = getattr(self, f"{split}_loss")
+        metric.set_dtype(torch.float64)
+        metric.update(loss.detach().double(), weight.double())
+        self.log(f"{split}/loss", metric, on_step=False, on_epoch=True, batch_size=1, prog_bar=split == "train")
+        return loss, weight, scores, labels
+
+    def _summed(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss summed over the seeds and the sum of their weights, what the mean divides by."""
+        if self.multilabel:
+            total = F.binary_cross_entropy_with_logits(scores, labels.to(scores), self.class_weights, reduction="sum")
+            return total, scores.new_tensor(float(scores.numel()))
+        total = F.cross_entropy(scores, labels, weight=self.class_weights, reduction="sum")
+        if self.class_weights is None:
+            return total, scores.new_tensor(float(labels.numel()))
+        return total, self.class_weights[labels].sum()

@@ -1,0 +1,216 @@
+"""Embeddings of the nodes of a graph, or of the entities of a knowledge graph, trained on its edges alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import BinaryAUROC
+
+from gtrain.errors import ConfigError
+from gtrain.model.configured import MakeOptimizer, configured
+from gtrain.model.edge_scores import EdgeScores
+from gtrain.model.kg_losses import make_loss
+from gtrain.model.kg_ranking import Queries, rank_heads, rank_tails
+from gtrain.model.kg_training import Edges, Negatives, TrainingLoss
+from gtrain.model.kinds import EMBEDDING
+from gtrain.model.ranking import NAMES, Ranking
+from gtrain.model.table_optimizer import with_tables
+from gtrain.nn import Csr, Embedding
+
+
+class KGEmbedding(pl.LightningModule):
+    """A vector for each node and an operator for each relation, so that true edges score higher than false ones.
+
+    It is PyTorch-BigGraph's model (Lerer et al. 2019). The score of (head, relation, tail) compares the head with the
+    tail that the relation's operator transformed. With ``reciprocal`` (PyTorch-BigGraph's dynamic relations) there are
+    two scores: to find the tail, the head is transformed and compared with tails; to find the head, the tail is
+    transformed by parameters of its own and compared with heads.
+
+    Validation and test rank each edge's tail among all nodes, and its head likewise, leaving out what is known to be
+    true elsewhere (filtered MRR, hits@1, hits@10, mean of both sides), and compute the area under the ROC curve against
+    one random tail for each edge.
+
+    Args:
+        num_nodes: rows of the table, N.
+        num_relations: R; None: edges have no type, and there is one relation.
+        dimension: columns of an embedding, D.
+        operator: ``none``, ``translation``, ``diagonal``, ``linear``, ``affine`` or ``complex_diagonal``.
+        comparator: ``dot``, ``cos``, ``l2`` or ``squared_l2``.
+        loss: ``ranking``, ``logistic`` or ``softmax``.
+        margin: of the ranking loss.
+        reciprocal: whether each direction has relation parameters of its own.
+        bias: whether a node has a bias, added to its scores.
+        init_scale: standard deviation of the initial embeddings.
+        num_batch_negs: edges that serve each other as negatives, the edge itself counted: the size of a chunk.
+        num_uniform_negs: nodes drawn for each chunk and side as further negatives.
+        all_negs: all nodes are negatives, instead of those two.
+        head_negs: whether an edge's head is replaced in training.
+        tail_negs: whether an edge's tail is replaced in training.
+        n3: weight of the N3 regulariser (Lacroix et al. 2018, eq. 4): sum of the cubed absolute values of an edge's
+            two embeddings and its relation's parameters.
+        filtered: whether validation and test leave known edges out of the ranking.
+        optimizer: makes an optimizer from parameters; None: Adam with lr 0.01.
+        sparse_optimizer: the same for the table; its gradient is then sparse, but for ``all_negs``; None: ``optimizer``
+            has the table too.
+        scheduler: makes a learning-rate scheduler from the optimizer, stepped once an epoch; None: none.
+        monitor: the logged value that a ``ReduceLROnPlateau`` scheduler looks at.
+
+    Shapes:
+        batch: a graph with ``orig_id`` [n], which number the table's rows, and ``edge_label_index`` [2, B];
+        ``edge_label_type`` and ``edge_label_weight`` [B] where there are relations and weights; ``known_tail_ptr``,
+        ``known_tail``, ``known_head_ptr``, ``known_head`` on validation and test.
+
+    Raises:
+        ConfigError: a setting is unknown or out of range, or the graph has several node types.
+    """
+
+    kind = EMBEDDING
+
+    def __init__(
+        self,
+        num_nodes: int,
+        num_relations: int | None = None,
+        *,
+        dimension: int = 100,
+        operator: str = "complex_diagonal",
+        comparator: str = "dot",
+        loss: str = "softmax",
+        margin: float = 0.1,
+        reciprocal: bool = True,
+        bias: bool = False,
+        init_scale: float = 0.001,
+        num_batch_negs: int = 50,
+        num_uniform_negs: int = 50,
+        all_negs: bool = False,
+        head_negs: bool = True,
+        tail_negs: bool = True,
+        n3: float = 0.0,
+        filtered: bool = True,
+        optimizer: MakeOptimizer | None = None,
+        sparse_optimizer: MakeOptimizer | None = None,
+        scheduler: Callable[..., Any] | None = None,
+        monitor: str = "val/loss",
+    ) -> None:
+        super().__init__()
+        _check(num_nodes, {"dimension": dimension}, {"margin": margin, "n3": n3, "init_scale": init_scale})
+        self.num_nodes, self.dimension, self.filtered = num_nodes, dimension, filtered
+        self._make_optimizer, self._make_sparse = optimizer, sparse_optimizer
+        self._make_scheduler, self._monitor = scheduler, monitor
+        sparse = sparse_optimizer is not None and not all_negs
+        self.entities = Embedding(num_nodes, dimension + bias, init_std=init_scale, sparse=sparse)
+        self.scores = EdgeScores(num_relations or 1, dimension, operator, comparator, reciprocal, bias)
+        negatives = Negatives(num_batch_negs, num_uniform_negs, all_negs, head_negs, tail_negs)
+        self._training_loss = TrainingLoss(self.scores, make_loss(loss, margin), negatives, n3, num_nodes)
+        self.train_loss, self.val_loss, self.test_loss = MeanMetric(), MeanMetric(), MeanMetric()
+        self.val_ranks, self.test_ranks = (
+            MetricCollection({name: Ranking(name) for name in NAMES}, prefix=f"{split}/", compute_groups=False)
+            for split in ("val", "test")
+        )
+        self.val_auc, self.test_auc = BinaryAUROC(validate_args=False), BinaryAUROC(validate_args=False)
+
+    def forward(self, batch: Data) -> Tensor:
+        """Scores of the batch's edges, [B]: of finding the tail."""
+        edges = self._edges(batch)
+        return self._scored(edges, edges.tail)
+
+    def training_step(self, batch: Data, batch_idx: int) -> dict[str, Tensor]:
+        loss, weight = self._loss(self._edges(batch), "train", None)
+        return {"loss": loss, "weight": weight}
+
+    def validation_step(self, batch: Data, batch_idx: int) -> None:
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: Data, batch_idx: int) -> None:
+        self._evaluate(batch, "test")
+
+    def predict_step(self, batch: Data, batch_idx: int) -> Tensor:
+        """Embeddings of the seeds, which are nodes here, [S, D]."""
+        rows: Tensor = self.entities(batch.orig_id[batch.seeds])
+        return rows[:, : self.dimension]
+
+    def configure_optimizers(self) -> Any:
+        make = with_tables(self, self._make_sparse, self._make_optimizer)
+        return configured(self.parameters(), make, self._make_scheduler, self._monitor)
+
+    def _edges(self, batch: Data) -> Edges:
+        """The batch's edges by the ids of the source data."""
+        if isinstance(batch, HeteroData):
+            raise _several_types(batch.node_types)
+        head, tail = batch.orig_id[batch.edge_label_index]
+        relation = getattr(batch, "edge_label_type", None)
+        return Edges(
+            head,
+            torch.zeros_like(head) if relation is None else relation,
+            tail,
+            getattr(batch, "edge_label_weight", None),
+        )
+
+    def _loss(self, edges: Edges, split: str, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        """Mean loss over the edges (there may be none), and the weight of that mean."""
+        each = self._training_loss(self.entities, edges, generator)
+        weight = torch.ones_like(each) if edges.weight is None else edges.weight.to(each)
+        total = weight.sum()
+        loss = (each * weight).sum() / total.clamp(min=torch.finfo(total.dtype).tiny)
+        metric: MeanMetric = getattr(self, f"{split}_loss")
+        metric.set_dtype(torch.float64)
+        metric.update(loss.detach().double(), total.double())
+        self.log(f"{split}/loss", metric, on_step=False, on_epoch=True, batch_size=1, prog_bar=split == "train")
+        return loss, total
+
+    def _scored(self, edges: Edges, tail: Tensor) -> Tensor:
+        """Scores of finding these tails, [B]."""
+        heads, tails = self.entities(torch.stack([edges.head, tail]))
+        return self.scores.of_edges(heads, edges.relation, tails)
+
+    def _evaluate(self, batch: Data, split: str) -> None:
+        edges, generator = self._edges(batch), torch.Generator().manual_seed(0)  # the same negatives every epoch
+        self._loss(edges, split, generator)
+        auc: BinaryAUROC = getattr(self, f"{split}_auc")
+        if len(edges):
+            drawn = torch.randint(self.num_nodes, edges.tail.shape, generator=generator)
+            scores = torch.cat([self._scored(edges, edges.tail), self._scored(edges, drawn)])
+            auc.update(scores, torch.arange(scores.numel()) < len(edges))
+        collection: MetricCollection = getattr(self, f"{split}_ranks")
+        for ranks in self._ranks(batch, edges):
+            collection.update(ranks)
+        self.log_dict(collection, on_step=False, on_epoch=True, batch_size=1)
+        self.log(f"{split}/auc", auc, on_step=False, on_epoch=True, batch_size=1)
+
+    def _ranks(self, batch: Data, edges: Edges) -> tuple[Tensor, Tensor]:
+        """Ranks of the tails and of the heads among all nodes."""
+        table = self.entities(torch.arange(self.num_nodes))
+        tails, heads = (
+            Csr(batch.orig_id[batch[f"known_{side}"]], None, batch[f"known_{side}_ptr"])
+            if self.filtered and f"known_{side}" in batch
+            else None
+            for side in ("tail", "head")
+        )
+        return (
+            rank_tails(self.scores, table, Queries(edges.head, edges.relation, edges.tail, tails)),
+            rank_heads(self.scores, table, Queries(edges.tail, edges.relation, edges.head, heads)),
+        )
+
+
+def _check(num_nodes: object, counts: dict[str, int], sizes: dict[str, float]) -> None:
+    """Check what no other part checks."""
+    if isinstance(num_nodes, dict):
+        raise _several_types(list(num_nodes))
+    for key, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"model.{key}={count} was set; it must be at least 1.", hint=f"raise model.{key}.")
+    for key, size in sizes.items():
+        if not size >= 0:
+            raise ConfigError(f"model.{key}={size} was set; it must be 0 or more.", hint=f"raise model.{key}.")
+
+
+def _several_types(node_types: list[str]) -> ConfigError:
+    return ConfigError(
+        f"model=kg embeds the nodes of one type; this graph has the node types {', '.join(node_types)}.",
+        hint="set model to hetero_sage or hgt.",
+    )

@@ -1,0 +1,199 @@
+"""The training loss of embeddings: true edges against the negatives that their chunks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from gtrain.errors import ConfigError
+from gtrain.model.edge_scores import EdgeScores
+from gtrain.model.kg_losses import Loss
+from gtrain.model.negatives import Chunks, by_relation, in_order
+
+LIMIT = 1 << 25
+"""Numbers of a block of chunks, about: a batch with more is computed block by block, forward and backward."""
+
+Table = Callable[[Tensor], Tensor]
+"""Rows ``[..., D]`` of ids ``[...]``."""
+
+
+@dataclass(frozen=True)
+class Edges:
+    """B edges.
+
+    Attributes:
+        head, relation, tail: int64 ``[B]``, ids of the source data.
+        weight: float ``[B]``; None: all 1.
+    """
+
+    head: Tensor
+    relation: Tensor
+    tail: Tensor
+    weight: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.head.numel()
+
+
+@dataclass(frozen=True)
+class Negatives:
+    """Which false edges an edge is trained against.
+
+    Attributes:
+        batch: edges of a chunk, which serve each other; 0: they do not.
+        uniform: nodes drawn for each chunk and side.
+        all: all nodes, instead of those two.
+        heads, tails: whether heads, whether tails are replaced.
+
+    Raises:
+        ConfigError: there would be no negatives.
+    """
+
+    batch: int
+    uniform: int
+    all: bool
+    heads: bool
+    tails: bool
+
+    def __post_init__(self) -> None:
+        told = f"model.num_batch_negs={self.batch} and model.num_uniform_negs={self.uniform}"
+        if self.batch < 0 or self.uniform < 0:
+            raise ConfigError(f"{told} were set; they must be 0 or more.", hint="50 is the default of both.")
+        if not self.all and self.batch <= 1 and not self.uniform:
+            raise ConfigError(
+                f"{told} were set, which gives an edge max(0, {self.batch} - 1) + {self.uniform} = 0 negatives.",
+                hint="raise one of them, or set model.all_negs=true.",
+            )
+        if not (self.heads or self.tails):
+            raise ConfigError(
+                "model.head_negs=false and model.tail_negs=false leave no negatives.", hint="set one of them to true."
+            )
+
+    @property
+    def places(self) -> int:
+        """Edges of a chunk."""
+        return self.batch or self.uniform
+
+
+class TrainingLoss:
+    """The loss of each edge of a batch, both sides added, and the N3 regulariser.
+
+    Chunks keep the edges in the batch's order; with static relations, which transform the negatives, each chunk has
+    one relation.
+
+    Args:
+        scores: of edges.
+        loss: of true and false scores.
+        negatives: which ones.
+        n3: weight of the regulariser.
+        num_nodes: N.
+    """
+
+    def __init__(self, scores: EdgeScores, loss: Loss, negatives: Negatives, n3: float, num_nodes: int) -> None:
+        self.scores, self.loss, self.negatives, self.n3, self.num_nodes = scores, loss, negatives, n3, num_nodes
+
+    def __call__(self, table: Table, edges: Edges, generator: torch.Generator | None = None) -> Tensor:
+        """Return the loss of each edge, ``[B]``, whose weights do not count in it.
+
+        Args:
+            table: embeddings.
+            edges: true ones.
+            generator: draws the uniform negatives; None: torch's own.
+        """
+        if not len(edges):
+            return table(edges.head).sum(-1)
+        blocks = self._blocks(edges)
+        found = []
+        for block in blocks:
+            drawn = torch.randint(
+                self.num_nodes, (2, len(block.edge), self.negatives.uniform), generator=generator, dtype=torch.int64
+            )
+            if len(blocks) > 1 and torch.is_grad_enabled():
+                each = checkpoint(self._of_block, table, edges, block, drawn, use_reentrant=False)
+            else:
+                each = self._of_block(table, edges, block, drawn)
+            found.append(each[block.filled])
+        order = torch.cat([block.edge[block.filled] for block in blocks])
+        return torch.cat(found)[order.argsort()]
+
+    def _blocks(self, edges: Edges) -> list[Chunks]:
+        """Cut the batch into blocks of chunks."""
+        every, reciprocal = self.negatives.all, self.scores.reciprocal
+        if not every:
+            places = self.negatives.places
+        elif reciprocal:
+            places = LIMIT // self.num_nodes
+        else:  # a relation's last chunk has empty places: small chunks waste fewer
+            places = min(LIMIT // self.num_nodes, -(-len(edges) // int(edges.relation.unique().numel())))
+        chunks = in_order(len(edges), places) if reciprocal else by_relation(edges.relation, places)
+        places, dim = chunks.edge.size(1), self.scores.dimension
+        candidates = self.num_nodes if every else places + self.negatives.uniform
+        size = places * candidates + (0 if every and reciprocal else candidates * dim)
+        return chunks.split(max(1, LIMIT // size))
+
+    def _of_block(self, table: Table, edges: Edges, chunks: Chunks, drawn: Tensor) -> Tensor:
+        """Loss at each place of these chunks, ``[C, m]``; drawn ``[2, C, u]``, heads and tails."""
+        head, tail, relation = (ids[chunks.edge] for ids in (edges.head, edges.tail, edges.relation))
+        widths = [head.size(1)] * 2 + [drawn.size(2)] * 2
+        rows = table(torch.cat([head, tail, *drawn], dim=1))  # one lookup: the table may be far away
+        heads, tails, more_heads, more_tails = rows.split(widths, dim=1)
+        everything = table(torch.arange(self.num_nodes)).unsqueeze(0) if self.negatives.all else None
+        losses = []
+        if self.negatives.tails:
+            losses.append(self._tail_loss(heads, relation, tails, more_tails, tail, everything, chunks))
+        if self.negatives.heads:
+            queries = self._queries(self.scores.head_queries, tails, relation)
+            losses.append(self._side(queries, heads, more_heads, head, everything, chunks))
+        if self.n3:
+            flat = (heads.flatten(0, 1), relation.flatten(), tails.flatten(0, 1))
+            losses.append(self.n3 * self.scores.cubes(*flat).view(head.shape))
+        return torch.stack(losses).sum(0)
+
+    def _tail_loss(
+        self,
+        heads: Tensor,
+        relation: Tensor,
+        tails: Tensor,
+        more: Tensor,
+        tail: Tensor,
+        everything: Tensor | None,
+        chunks: Chunks,
+    ) -> Tensor:
+        """Loss of the edges against other tails."""
+        queries = self._queries(self.scores.tail_queries, heads, relation)
+        if not self.scores.reciprocal:
+            places = tails.size(1)
+            ready = self.scores.tail_candidates(torch.cat([tails, more], dim=1), relation[:, 0])
+            tails, more = ready[:, :places], ready[:, places:]
+            if everything is not None:
+                everything = self.scores.tail_candidates(everything.expand(len(tails), -1, -1), relation[:, 0])
+        return self._side(queries, tails, more, tail, everything, chunks)
+
+    def _queries(self, transform: Callable[[Tensor, Tensor], Tensor], rows: Tensor, relation: Tensor) -> Tensor:
+        """Queries ``[C, m, D]``, each by its own relation; static relations are one a chunk."""
+        if not self.scores.reciprocal:
+            return transform(rows, relation[:, 0])
+        return transform(rows.flatten(0, 1).unsqueeze(1), relation.flatten()).view(rows.shape)
+
+    def _side(
+        self, queries: Tensor, answers: Tensor, more: Tensor, ids: Tensor, everything: Tensor | None, chunks: Chunks
+    ) -> Tensor:
+        """Loss of the answers against the candidates of one side.
+
+        Shapes:
+            queries and answers ``[C, m, D]``, more ``[C, u, D]``, ids of the answers ``[C, m]``, everything
+            ``[1 or C, N, D]``; result ``[C, m]``.
+        """
+        true = self.scores.pairs(queries, answers)
+        if everything is not None:
+            false = self.scores.all_pairs(queries, everything).scatter(-1, ids.unsqueeze(-1), -torch.inf)
+        elif self.negatives.batch:
+            false = self.scores.all_pairs(queries, torch.cat([answers, more], dim=1))
+            false = false.masked_fill(~chunks.false_places(more.size(1)), -torch.inf)
+        else:
+            false = self.scores.all_pairs(queries, more)
+        return self.loss(true, false)

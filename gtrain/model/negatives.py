@@ -1,0 +1,66 @@
+"""Cutting a batch of edges into chunks whose edges share their negatives, as PyTorch-BigGraph does.
+
+In a chunk the ends of all its edges are compared with each other: what is another edge's answer is a negative of this
+one. So m edges give each other m - 1 negatives for the price of one matrix product. Nodes drawn at random, a set for
+each chunk, come on top (Lerer et al. 2019, section 4.3).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Chunks(NamedTuple):
+    """B edges dealt to C chunks of m places.
+
+    Attributes:
+        edge: int64 ``[C, m]``, the edge at each place; any edge where the place is empty.
+        filled: bool ``[C, m]``, whether there is an edge at the place.
+    """
+
+    edge: Tensor
+    filled: Tensor
+
+    def split(self, chunks: int) -> list[Chunks]:
+        """Return blocks of this many chunks."""
+        return [Chunks(*pair) for pair in zip(self.edge.split(chunks), self.filled.split(chunks), strict=True)]
+
+    def false_places(self, others: int) -> Tensor:
+        """Return which candidates are negatives of which edge, bool ``[C, m, m + others]``.
+
+        The candidates are the answers of the chunk's m places and then ``others`` more, which all count. An edge's own
+        answer and empty places do not; an empty place has no negatives but the others.
+        """
+        chunks, places = self.filled.shape
+        inside = self.filled.unsqueeze(1) & ~torch.eye(places, dtype=torch.bool)
+        return torch.cat([inside, inside.new_ones(chunks, places, others)], dim=-1)
+
+
+def in_order(num_edges: int, places: int) -> Chunks:
+    """Cut edges into chunks in their order; the last may have empty places."""
+    places = max(1, min(places, num_edges))
+    slot = torch.arange(-(-num_edges // places) * places).view(-1, places)
+    return Chunks(slot.clamp(max=max(num_edges - 1, 0)), slot < num_edges)
+
+
+def by_relation(relation: Tensor, places: int) -> Chunks:
+    """Cut edges into chunks of one relation each, in their order within the relation.
+
+    Args:
+        relation: int64 ``[B]``.
+        places: m.
+    """
+    order = relation.argsort(stable=True)
+    _, counts = relation[order].unique_consecutive(return_counts=True)
+    places = max(1, min(places, int(counts.max()) if counts.numel() else 1))
+    chunks_of = (counts + places - 1) // places
+    group = torch.repeat_interleave(torch.arange(counts.numel()), chunks_of)
+    first_chunk = chunks_of.cumsum(0) - chunks_of
+    begin = (torch.arange(group.numel()) - first_chunk[group]) * places  # of each chunk, within its relation
+    within = begin.unsqueeze(1) + torch.arange(places)
+    filled = within < counts[group].unsqueeze(1)
+    slot = (counts.cumsum(0) - counts)[group].unsqueeze(1) + within
+    return Chunks(order[slot.clamp(max=max(order.numel() - 1, 0))], filled)

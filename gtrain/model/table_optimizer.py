@@ -1,0 +1,61 @@
+"""One optimizer for tables and another for everything else, as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from gtrain.errors import ConfigError
+from gtrain.model.configured import MakeOptimizer
+from gtrain.nn import JointOptimizer, RowOptimizer, tables
+
+_SPARSE = (RowOptimizer, JointOptimizer, torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
+"""Optimizers that take sparse gradients."""
+
+
+def with_tables(
+    module: nn.Module, make_sparse: MakeOptimizer | None, make_optimizer: MakeOptimizer | None
+) -> MakeOptimizer | None:
+    """Return what makes the optimizer of all parameters.
+
+    Args:
+        module: whose tables (:mod:`gtrain.nn.table`) have an optimizer of their own.
+        make_sparse: makes it; None: everything has ``make_optimizer``'s.
+        make_optimizer: makes the optimizer of all other parameters; None: Adam with lr 0.01.
+
+    Raises:
+        ConfigError: when it is called: the tables' optimizer does not take the sparse gradients of a table, or the
+            trainer is to clip them, which torch does not.
+    """
+    if make_sparse is None:
+        return make_optimizer
+    layers = [table for _, table in tables(module)]
+    weights = {id(table.weight) for table in layers}
+
+    clip = getattr(getattr(module, "_trainer", None), "gradient_clip_val", None)
+    if clip and any(table.sparse for table in layers):
+        raise ConfigError(
+            f"trainer.gradient_clip_val={clip} with model.sparse_optimizer: sparse gradients cannot be clipped.",
+            hint="set model.sparse_optimizer=null, or trainer.gradient_clip_val=null.",
+        )
+
+    def make(parameters: Iterable[Parameter]) -> torch.optim.Optimizer:
+        every = list(parameters)
+        wide, rest = [p for p in every if id(p) in weights], [p for p in every if id(p) not in weights]
+        made = []
+        if wide:
+            made.append(make_sparse(wide))
+            if any(table.sparse for table in layers) and not isinstance(made[0], _SPARSE):
+                raise ConfigError(
+                    f"model.sparse_optimizer made a {type(made[0]).__name__}, which takes no sparse gradients.",
+                    hint="set model.sparse_optimizer._target_=gtrain.nn.RowwiseAdagrad (or Adagrad, SGD, LazyAdam), or "
+                    "model.sparse_optimizer=null to give model.optimizer everything.",
+                )
+        if rest:
+            made.append(torch.optim.Adam(rest, lr=0.01) if make_optimizer is None else make_optimizer(rest))
+        return made[0] if len(made) == 1 else JointOptimizer(made)
+
+    return make

@@ -1,0 +1,342 @@
+"""Embeddings of entities: scores, losses and negatives against plain loops, ranking, what they learn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import gtrain, ok, show
+from torch import Tensor
+from torch_geometric.data import Data
+
+from gtrain import backends
+from gtrain.errors import ConfigError
+from gtrain.model import kg_training
+from gtrain.model.comparators import COMPARATORS, make_comparator
+from gtrain.model.kg_embedding import KGEmbedding
+from gtrain.model.kg_losses import LOSSES
+from gtrain.model.kinds import EMBEDDING, SPARSE, kind
+from gtrain.model.negatives import by_relation, in_order
+from gtrain.model.operators import OPERATORS, make_operator
+from gtrain.nn import JointOptimizer, RowwiseAdagrad
+
+N, R, D, B = 12, 3, 6, 10
+
+
+def batch(weights: bool = False) -> Data:
+    """Ten edges among twelve nodes, whose rows are not in the order of the source data."""
+    generator = torch.Generator().manual_seed(0)
+    made = Data(
+        num_nodes=N,
+        orig_id=torch.randperm(N, generator=generator),
+        edge_label_index=torch.randint(N, (2, B), generator=generator),
+        edge_label_type=torch.randint(R, (B,), generator=generator),
+    )
+    if weights:
+        made.edge_label_weight = torch.rand(B, generator=generator)
+    return made
+
+
+def module(**settings: object) -> KGEmbedding:
+    """A model with parameters far from their initial values, in double precision."""
+    torch.manual_seed(0)
+    options = {"dimension": D, "num_batch_negs": 4, "num_uniform_negs": 3, **settings}
+    made = KGEmbedding(N, R, **options).double()  # type: ignore[arg-type]
+    for parameter in made.parameters():
+        parameter.data += 0.5 * torch.randn_like(parameter)
+    made.log = made.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    return made
+
+
+def operated(name: str, parameters: dict[str, Tensor], row: Tensor) -> Tensor:
+    """An operator on one row, by its formula."""
+    if name == "complex_diagonal":
+        half = row.numel() // 2
+        product = torch.complex(row[:half], row[half:]) * torch.complex(parameters["real"], parameters["imaginary"])
+        return torch.cat([product.real, product.imag])
+    if name in ("linear", "affine"):
+        row = parameters["matrix"].mv(row)
+    if name == "diagonal":
+        row = row * parameters["vector"]
+    return row + parameters["vector"] if name in ("translation", "affine") else row
+
+
+def compared(name: str, left: Tensor, right: Tensor) -> Tensor:
+    """A comparator on two rows, by its formula."""
+    if name == "dot":
+        return left.dot(right)
+    if name == "cos":
+        return left.dot(right) / left.norm() / right.norm()
+    distance = (left - right).norm()
+    return -distance if name == "l2" else -(distance**2)
+
+
+def lossy(name: str, true: Tensor, false: list[Tensor], margin: float = 0.1) -> Tensor:
+    """A loss of one edge, by its formula."""
+    negatives = torch.stack(false) if false else true.new_zeros(0)
+    if name == "ranking":
+        return (margin - true + negatives).clamp(min=0).sum()
+    if name == "softmax":
+        return -torch.cat([true.view(1), negatives]).log_softmax(0)[0]
+    return -F.logsigmoid(true) - F.logsigmoid(-negatives).sum() / max(1, len(false))
+
+
+class Plain:
+    """The model one edge at a time."""
+
+    def __init__(self, model: KGEmbedding, operator: str, comparator: str) -> None:
+        self.model, self.operator, self.comparator = model, operator, comparator
+
+    def score(self, head: int, relation: int, tail: int, side: str) -> Tensor:
+        """Score of an edge whose tail or head is looked for."""
+        scores, d = self.model.scores, self.model.dimension
+        table = self.model.entities.weight
+        reverse = scores.reciprocal and side == "head"
+        source = scores.backwards if reverse else scores.forwards
+        parameters = {name: value[relation] for name, value in source.named_parameters()}  # type: ignore[union-attr]
+        if scores.reciprocal and side == "tail":
+            pair = operated(self.operator, parameters, table[head, :d]), table[tail, :d]
+        else:
+            pair = table[head, :d], operated(self.operator, parameters, table[tail, :d])
+        bias = table[head, d] + table[tail, d] if scores.bias else 0
+        return compared(self.comparator, *pair) + bias
+
+    def loss(self, loss: str, b: Data, chunks: list[list[int]], drawn: list[Tensor], batch_negs: bool) -> Tensor:
+        """Loss of each edge."""
+        head, tail = b.orig_id[b.edge_label_index].tolist()
+        relation = b.edge_label_type.tolist()
+        found = {}
+        for number, chunk in enumerate(chunks):
+            for e in chunk:
+                others = [o for o in chunk if o != e] if batch_negs else []
+                tails = [tail[o] for o in others] + drawn[1][number].tolist()
+                heads = [head[o] for o in others] + drawn[0][number].tolist()
+                h, r, t = head[e], relation[e], tail[e]
+                found[e] = lossy(
+                    loss, self.score(h, r, t, "tail"), [self.score(h, r, other, "tail") for other in tails]
+                ) + lossy(loss, self.score(h, r, t, "head"), [self.score(other, r, t, "head") for other in heads])
+        return torch.stack([found[e] for e in range(B)])
+
+
+def losses(model: KGEmbedding, b: Data, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
+    """Loss of each edge, and the nodes that were drawn."""
+    drawn: list[Tensor] = []
+    randint = torch.randint
+
+    def recorded(*args: object, **kwargs: object) -> Tensor:
+        drawn.append(randint(*args, **kwargs))  # type: ignore[call-overload]
+        return drawn[-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "randint", recorded)
+        each = model._training_loss(model.entities, model._edges(b), None)
+    return each, torch.cat(drawn, dim=1)
+
+
+@pytest.mark.parametrize("reciprocal", [True, False])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("comparator", COMPARATORS)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_losses_and_gradients_are_those_of_a_loop(
+    operator: str, comparator: str, loss: str, reciprocal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = batch()
+    model = module(operator=operator, comparator=comparator, loss=loss, reciprocal=reciprocal)
+    each, drawn = losses(model, b, monkeypatch)
+    if reciprocal:
+        chunks = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    else:
+        of = [[e for e in range(B) if b.edge_label_type[e] == r] for r in range(R)]
+        chunks = [edges[i : i + 4] for edges in of for i in range(0, len(edges), 4)]
+    expected = Plain(model, operator, comparator).loss(loss, b, chunks, list(drawn), True)
+    torch.testing.assert_close(each, expected)
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(each.sum(), parameters, allow_unused=True)
+    wanted = torch.autograd.grad(expected.sum(), parameters, allow_unused=True)
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("reciprocal", [True, False])
+def test_biases_and_uniform_negatives_alone(reciprocal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    b, model = batch(), module(bias=True, num_batch_negs=0, num_uniform_negs=20, reciprocal=reciprocal)
+    each, drawn = losses(model, b, monkeypatch)
+    of = [[e for e in range(B) if b.edge_label_type[e] == r] for r in range(R)]
+    expected = Plain(model, "complex_diagonal", "dot").loss(
+        "softmax", b, [list(range(B))] if reciprocal else of, list(drawn), False
+    )
+    torch.testing.assert_close(each, expected)
+
+
+@pytest.mark.parametrize("reciprocal", [True, False])
+@pytest.mark.parametrize("side", ["head", "tail"])
+def test_all_nodes_as_negatives_of_one_side(side: str, reciprocal: bool) -> None:
+    b = batch()
+    model = module(all_negs=True, reciprocal=reciprocal, head_negs=side == "head", tail_negs=side == "tail")
+    plain, (head, tail) = Plain(model, "complex_diagonal", "dot"), b.orig_id[b.edge_label_index]
+    expected = []
+    for h, r, t in zip(head.tolist(), b.edge_label_type.tolist(), tail.tolist(), strict=True):
+        edges = [(h, r, other) if side == "tail" else (other, r, t) for other in range(N)]
+        scores = torch.stack([plain.score(*edge, side) for edge in edges])
+        expected.append(-scores.log_softmax(0)[t if side == "tail" else h])
+    torch.testing.assert_close(model._training_loss(model.entities, model._edges(b)), torch.stack(expected))
+
+
+@pytest.mark.parametrize("settings", [{}, {"reciprocal": False}, {"all_negs": True}])
+def test_a_large_batch_in_blocks_is_the_same(settings: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    b, found = batch(), []
+    for limit in (1 << 25, 30):
+        monkeypatch.setattr(kg_training, "LIMIT", limit)
+        model = module(num_uniform_negs=0, n3=0.1, **settings)
+        loss = model.training_step(b, 0)["loss"]
+        found.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
+        assert (len(model._training_loss._blocks(model._edges(b))) > 1) == (limit == 30)
+    for whole, cut in zip(*found, strict=True):
+        torch.testing.assert_close(cut, whole)
+
+
+def test_edge_weights_and_the_regulariser(monkeypatch: pytest.MonkeyPatch) -> None:
+    b = batch(weights=True)
+    with_n3, without = module(n3=0.5, num_uniform_negs=0), module(num_uniform_negs=0)
+    head, tail = without.entities.weight[b.orig_id[b.edge_label_index]]
+    cubes = sum(torch.complex(*rows.chunk(2, -1)).abs().pow(3).sum(-1) for rows in (head, tail))
+    for operator in (without.scores.forwards, without.scores.backwards):
+        assert operator is not None
+        cubes = cubes + torch.complex(operator.real, operator.imaginary).abs().pow(3).sum(-1)[b.edge_label_type]
+    each, weight = losses(without, b, monkeypatch)[0] + 0.5 * cubes, b.edge_label_weight.double()
+    out = with_n3.training_step(b, 0)
+    torch.testing.assert_close(out["loss"], (weight * each).sum() / weight.sum())
+    torch.testing.assert_close(out["weight"], weight.sum())
+
+
+def test_a_batch_without_edges_has_loss_and_gradients_zero() -> None:
+    b, model = batch(), module()
+    b.edge_label_index, b.edge_label_type = b.edge_label_index[:, :0], b.edge_label_type[:0]
+    out = model.training_step(b, 0)
+    out["loss"].backward()
+    assert (out["loss"].item(), out["weight"].item()) == (0.0, 0.0)
+    assert model.entities.weight.grad is not None and not model.entities.weight.grad.any()
+
+
+@pytest.mark.parametrize("operator", ["complex_diagonal", "affine"])
+@pytest.mark.parametrize("reciprocal", [True, False])
+def test_ranks_are_those_of_a_loop(reciprocal: bool, operator: str) -> None:
+    b, model = batch(), module(reciprocal=reciprocal, operator=operator, comparator="l2", bias=True)
+    head, tail = b.edge_label_index.tolist()
+    relation, plain = b.edge_label_type.tolist(), Plain(model, operator, "l2")
+    known = [sorted({tail[e], (tail[e] + 1) % N, 5}) for e in range(B)]
+    b.known_tail = torch.tensor([t for ids in known for t in ids])
+    b.known_tail_ptr = torch.tensor([0, *(len(ids) for ids in known)]).cumsum(0)
+    tails, heads = model._ranks(b, model._edges(b))
+    orig = b.orig_id.tolist()
+    for e in range(B):
+        h, r, t = orig[head[e]], relation[e], orig[tail[e]]
+        own, others = plain.score(h, r, t, "tail"), {orig[i] for i in known[e]}
+        better = sum(bool(plain.score(h, r, o, "tail") > own) for o in range(N) if o not in others)
+        assert tails[e] == 1 + better
+        own = plain.score(h, r, t, "head")
+        assert heads[e] == 1 + sum(bool(plain.score(o, r, t, "head") > own) for o in range(N) if o != h)
+
+
+def test_all_pairs_are_the_pairs() -> None:
+    left, right = torch.randn(2, 4, D).double(), torch.randn(2, 5, D).double()
+    for name in COMPARATORS:
+        every = make_comparator(name).all_pairs(left, right)
+        single = make_comparator(name).pairs(left.unsqueeze(2), right.unsqueeze(1))
+        torch.testing.assert_close(every, single)
+
+
+def test_operators_begin_as_the_identity() -> None:
+    rows = torch.randn(3, 2, D)
+    for name in OPERATORS:
+        assert torch.equal(make_operator(name, R, D)(rows, torch.tensor([2, 0, 1])), rows), name
+
+
+def test_every_edge_has_one_place() -> None:
+    relation = torch.tensor([4, 0, 4, 4, 0, 4, 4, 2])
+    for chunks in (in_order(8, 3), by_relation(relation, 3)):
+        assert sorted(chunks.edge[chunks.filled].tolist()) == list(range(8))
+    assert chunks.edge[chunks.filled].tolist() == [1, 4, 7, 0, 2, 3, 5, 6]
+    assert (relation[chunks.edge] == relation[chunks.edge][:, :1])[chunks.filled].all()
+    assert chunks.false_places(1)[0].tolist() == [
+        [False, True, False, True],
+        [True, False, False, True],
+        [True, True, False, True],
+    ]
+
+
+def test_the_table_has_an_optimizer_and_a_sparse_gradient_of_its_own() -> None:
+    model = module(sparse_optimizer=lambda p: RowwiseAdagrad(p, lr=0.2), optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    optimizer = model.configure_optimizers()
+    assert isinstance(optimizer, JointOptimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.1]
+    model.training_step(batch(), 0)["loss"].backward()
+    assert model.entities.weight.grad is not None and model.entities.weight.grad.is_sparse
+
+
+def test_predictions_are_the_seeds_embeddings() -> None:
+    b, model = batch(), module(bias=True)
+    b.seeds = torch.tensor([3, 0])
+    torch.testing.assert_close(model.predict_step(b, 0), model.entities.weight[b.orig_id[[3, 0]], :D])
+    assert kind(model) == "embedding"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dimension": 5}, r"dimension=5 with model.operator=complex_diagonal: 5 / 2 = 2\.5"),
+        ({"operator": "rotation"}, "model.operator=rotation"),
+        ({"comparator": "cosine"}, "model.comparator=cosine"),
+        ({"loss": "hinge"}, "model.loss=hinge"),
+        ({"num_batch_negs": 1, "num_uniform_negs": 0}, r"max\(0, 1 - 1\) \+ 0 = 0 negatives"),
+        ({"head_negs": False, "tail_negs": False}, "leave no negatives"),
+        ({"n3": -1.0}, r"model.n3=-1\.0"),
+        ({"dimension": 0}, "model.dimension=0"),
+    ],
+)
+def test_settings_that_do_not_suit_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        module(**settings)
+
+
+def test_several_node_types_are_refused() -> None:
+    with pytest.raises(ConfigError, match="node types paper, author"):
+        KGEmbedding({"paper": 3, "author": 4})  # type: ignore[arg-type]
+
+
+def metrics(tmp_path: Path, *overrides: str) -> dict[str, float]:
+    """Metrics of a run."""
+    ok(gtrain("strategy=single", "trainer.enable_progress_bar=false", "hydra.run.dir=run", *overrides, cwd=tmp_path))
+    found: dict[str, float] = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
+    return found
+
+
+def test_planted_rules_are_found(tmp_path: Path) -> None:
+    found = metrics(tmp_path, "data=planted_kg", "model=kg", "data.batch_size=2000", "trainer.max_epochs=8")
+    assert found["data/best_mrr"] - 0.03 < found["test/mrr"] < found["data/best_mrr"] + 0.03
+
+
+def test_umls(real_data: Callable[[str], Path], tmp_path: Path) -> None:
+    found = metrics(tmp_path, "experiment=umls", f"data.path={real_data('kg/umls')}", "trainer.max_epochs=60")
+    assert found["test/mrr"] >= 0.90
+
+
+def test_what_sparse_gradients_cannot_do_is_said(tmp_path: Path) -> None:
+    overrides = ("strategy=single", "data=planted_kg", "model=kg", "trainer.gradient_clip_val=1.0")
+    result = gtrain(*overrides, cwd=tmp_path)
+    assert result.returncode == 1, show(result)
+    assert "sparse gradients cannot be clipped" in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr
+
+
+def test_sar_refuses_what_has_nothing_to_aggregate(tmp_path: Path) -> None:
+    sar = backends.get("sar")
+    assert sar.serves is not None and not {EMBEDDING, SPARSE} & sar.serves
+    result = gtrain("strategy=sar", "mode=1", "trainer.num_nodes=1", "data=planted_kg", "model=kg", cwd=tmp_path)
+    assert result.returncode == 1, show(result)
+    assert "strategy=sar does not serve model=kg" in result.stderr
+    assert "nothing to aggregate" in result.stderr and "Traceback" not in result.stderr
