@@ -7,14 +7,40 @@ imported in the ranks, and only for the backend that was chosen.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from omegaconf import DictConfig
+
 from gtrain.errors import ConfigError
+from gtrain.launch.roles import STOP_SECONDS, RolePlan
+from gtrain.launch.slot import WORKER
 
 GROUP = "gtrain.backends"
+Number = int | Callable[[DictConfig], int]
+"""A number, or a function that reads it out of the composed configuration."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """Processes that a backend has beside its workers; under the name ``worker``: the workers themselves.
+
+    Attributes:
+        target: ``package.module:function``, what a server runs; called with a ``gtrain.strategy.server.ServerContext``
+            in a process of its own. Empty for ``worker``.
+        count: servers in the whole job, such as ``lambda cfg: cfg.strategy.servers``; they are dealt to the machines in
+            order. Ignored for ``worker``.
+        restarts: how many times one of them is started again after it died.
+        stop_seconds: how long a server may take to end when the job is over.
+    """
+
+    target: str = ""
+    count: Number = 1
+    restarts: Number = 0
+    stop_seconds: float = STOP_SECONDS
 
 
 @dataclass(frozen=True)
@@ -29,6 +55,7 @@ class Backend:
         conf: package that holds ``strategy/<name>.yaml``.
         serves: kinds of models that it trains; None for all. See ``gtrain.model.kinds``.
         refusal: why it does not train the others, a clause that follows "because".
+        roles: its servers by the role's name, and how often a ``worker`` is started again.
     """
 
     description: str
@@ -37,6 +64,7 @@ class Backend:
     conf: str
     serves: frozenset[str] | None = None
     refusal: str = "it was not made for it"
+    roles: Mapping[str, Role] = field(default_factory=dict)
 
     def load_config(self) -> type[Any]:
         """The configuration dataclass."""
@@ -45,6 +73,23 @@ class Backend:
     def load_strategy(self) -> type[Any]:
         """The strategy class; imports torch."""
         return _load(self.strategy)
+
+    @property
+    def server_roles(self) -> list[str]:
+        """Names of the roles that have servers."""
+        return [name for name in self.roles if name != WORKER]
+
+    def plan(self, cfg: DictConfig) -> tuple[RolePlan, ...]:
+        """The roles with the numbers of a resolved configuration; a role without servers is left out.
+
+        Raises:
+            ConfigError: a number is below 0, or ``cluster.standalone`` names a role that is not there.
+        """
+        by_hand = list(cfg.cluster.standalone)
+        for name in by_hand:
+            check_role(cfg.strategy.name, self, name, "cluster.standalone")
+        plans = [_plan(name, role, cfg, name in by_hand) for name, role in self.roles.items()]
+        return tuple(plan for plan in plans if plan.name == WORKER or plan.count)
 
 
 @cache
@@ -101,6 +146,39 @@ def descriptions() -> str:
             text = f"(cannot be imported) {error.message}"
         lines.append(f"  {name:<12} {text}")
     return "\n".join(lines)
+
+
+def check_role(strategy: str, backend: Backend, role: str, key: str = "role") -> Role:
+    """The role of that name.
+
+    Raises:
+        ConfigError: the backend has no servers, or none of that role; lists those that it has.
+    """
+    if role in backend.server_roles:
+        return backend.roles[role]
+    if not backend.server_roles:
+        others = [name for name, other in usable().items() if other.server_roles]
+        raise ConfigError(
+            f"{key}={role} was set; strategy={strategy} has no servers.",
+            hint=f"strategies with servers: {', '.join(others) or 'none is installed'}.",
+        )
+    raise ConfigError(
+        f"{key}={role} was set; the servers of strategy={strategy} are {', '.join(backend.server_roles)}.",
+        hint=f"choose one of these, such as {key}={backend.server_roles[0]}.",
+    )
+
+
+def _plan(name: str, role: Role, cfg: DictConfig, by_hand: bool) -> RolePlan:
+    numbers = {}
+    for what in ("count", "restarts"):
+        setting = getattr(role, what)
+        numbers[what] = setting(cfg) if callable(setting) else setting
+        if not isinstance(numbers[what], int) or numbers[what] < 0:
+            raise ConfigError(
+                f"strategy={cfg.strategy.name} gives its role {name} {what} {numbers[what]}; it must be 0 or more.",
+                hint="gtrain --cfg job --package strategy shows the settings that this follows from.",
+            )
+    return RolePlan(name, role.target, stop_seconds=role.stop_seconds, by_hand=by_hand, **numbers)
 
 
 def serving(kind: str) -> list[str]:

@@ -1,7 +1,7 @@
 """The command line: ``gtrain [verb] [key=value ...]``. Light: it imports no torch.
 
-Hydra composes the configuration; this module adds the verbs, the backends' configurations and readable errors, and
-hands the job to the agent, or to this very process where another launcher started it.
+Hydra composes the configuration; this module adds the verbs, the backends' configurations and readable errors.
+:mod:`gtrain.launch.command` does what the configuration says.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
@@ -20,15 +19,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from gtrain import backends, config, messages
 from gtrain.errors import ConfigError, GtrainError, RankFailedError
-from gtrain.launch import cluster
-from gtrain.launch.agent import run_local
-from gtrain.launch.logs import capture, log_path
-
-TASK = "gtrain.task:run"
+from gtrain.launch import cluster, command
 
 
 class BackendConfigs(SearchPathPlugin):
@@ -46,6 +41,10 @@ def main() -> None:
     sys.path.insert(0, os.getcwd())  # as with python -m: a model of the user's own lies in the current folder
     try:
         arguments = verb_to_override(sys.argv[1:])
+        if "verb=doctor" in arguments:  # before Hydra, which may be part of what is broken
+            from gtrain.doctor import report
+
+            sys.exit(report.main([argument for argument in arguments if argument != "verb=doctor"]))
         _prepare_hydra()
         with _rank_arguments(arguments) as rank_arguments:
             sys.argv[1:] = rank_arguments
@@ -126,43 +125,9 @@ def _hydra_main(cfg: DictConfig) -> Any:
 
 
 def _job(cfg: DictConfig) -> Any:
-    launcher = cluster.resolve(cfg.cluster.kind)
     hydra_config = HydraConfig.get()
     choices = {group: str(hydra_config.runtime.choices[group]) for group in ("strategy", "data", "model")}
-    if launcher != cluster.LOCAL:
-        from gtrain import task  # this process is a rank already, so it may import torch
-
-        _take_world(cfg, launcher)
-        cfg.paths.run = task.shared_run_dir(cfg.paths.run)
-        config.validate(cfg)
-        rank = cluster.external_rank_and_size(launcher)[0]
-        capture(log_path(Path(cfg.paths.run, "logs"), f"rank {rank}"), terminal=True)
-        return task.run(cfg, choices)
-    config.validate(cfg)
-    ranks = (1, 1) if cfg.verb == "partition" else (cfg.trainer.num_nodes, cfg.trainer.devices)
-    logs = Path(cfg.paths.run, "logs")
-    return run_local(TASK, cfg, choices, num_nodes=ranks[0], devices=ranks[1], log_dir=logs)
-
-
-def _take_world(cfg: DictConfig, launcher: str) -> None:
-    """Take the number of ranks from the launcher that started them, unless the command names another.
-
-    Raises:
-        ConfigError: the command and the launcher contradict each other.
-    """
-    _, size = cluster.external_rank_and_size(launcher)
-    nodes, devices = cfg.trainer.num_nodes, cfg.trainer.devices
-    if nodes * devices == size:
-        return
-    overrides = HydraConfig.get().overrides.task
-    if any(override.startswith(("trainer.num_nodes=", "trainer.devices=")) for override in overrides):
-        raise ConfigError(
-            f"trainer.num_nodes {nodes} * trainer.devices {devices} = {nodes * devices} ranks were set, "
-            f"but {launcher} started {size}.",
-            hint=f"set numbers whose product is {size}, or neither.",
-        )
-    with open_dict(cfg):
-        cfg.trainer.num_nodes, cfg.trainer.devices = size, 1
+    return command.launch(cfg, choices, list(hydra_config.overrides.task))
 
 
 def exit_code(error: Exception) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -15,7 +15,11 @@ from gtrain.errors import ConfigError
 VERBS = {
     "train": "fit, then test with the best checkpoint (the default)",
     "test": "test a checkpoint (ckpt_path=best unless given)",
+    "predict": "write what a checkpoint says of every node (ckpt_path=best unless given) to output=",
     "partition": "make the partitioned store and print edge cut, halo sizes and balance",
+    "serve": "start one server of role= by hand, at cluster.rendezvous=",
+    "key": "make the file cluster.key_file=, by which a job's processes know each other on a network",
+    "doctor": "say what this machine and this installation can do, and what is wrong (format=json for programs)",
 }
 
 
@@ -58,9 +62,33 @@ class TrainerConfig:
 
 @dataclass
 class ClusterConfig:
-    """Who starts the processes: auto, local (our agent), torchrun or slurm."""
+    """Who starts the processes, and where those that are started by hand meet.
+
+    Attributes:
+        kind: auto, local (our agent), torchrun, slurm or manual.
+        rank: of ``manual``: this machine's number, from 0 to ``trainer.num_nodes`` - 1; of ``gtrain serve``: the
+            server's number within its role, None for the next that is free.
+        rendezvous: where processes that are started by hand meet: ``tcp://host:port`` or ``file:///path``.
+        key_file: the keys by which a job's processes know each other on a network, made by ``gtrain key``.
+        timeout_seconds: how long to wait for the others at the rendezvous.
+        standalone: roles whose servers are started by hand with ``gtrain serve``.
+    """
 
     kind: str = "auto"
+    rank: int | None = None
+    rendezvous: str | None = None
+    key_file: str | None = None
+    timeout_seconds: float = 300.0
+    standalone: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.timeout_seconds <= 0:
+            raise ConfigError(
+                f"cluster.timeout_seconds={self.timeout_seconds} was set; it must be above 0.",
+                hint="300 is the default.",
+            )
+        if self.rank is not None and self.rank < 0:
+            raise ConfigError(f"cluster.rank={self.rank} was set; it must be 0 or more.", hint="ranks count from 0.")
 
 
 @dataclass
@@ -129,6 +157,7 @@ def validate(cfg: DictConfig) -> None:
         missing = sorted(OmegaConf.missing_keys(cfg))
         if not missing:
             OmegaConf.to_object(cfg.strategy)  # runs the dataclass's own checks
+            OmegaConf.to_object(cfg.cluster)
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0], hint="gtrain --cfg job shows the configuration.") from error
     if missing:

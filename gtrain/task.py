@@ -16,17 +16,19 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig
 
 from gtrain import backends, build, report, runs
+from gtrain.callbacks.predictions import PredictionWriter
 from gtrain.callbacks.progress import ProgressLine
 from gtrain.callbacks.recorder import RunRecorder
 from gtrain.config import plain
 from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError
-from gtrain.graph.store import Store
+from gtrain.launch import slot as slots
 from gtrain.launch.environment import find_environment, ranks_on_this_machine
 from gtrain.model.kinds import kind
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.counters import rss_bytes
 from gtrain.strategy.rendezvous import agree
+from gtrain.strategy.servers import ServerMeter
 
 log = logging.getLogger("gtrain")
 
@@ -86,28 +88,37 @@ class _Task:
         config, run_dir = self.config, Path(self.config["paths"]["run"])
         pl.seed_everything(config["seed"], verbose=False)
         strategy, checkpoint = self._strategy(), self._checkpoint()
+        if slots.restarts():
+            checkpoint = strategy.restart_checkpoint(run_dir) or checkpoint
+        servers = _server_meter(strategy)
         data = _data_module(config, strategy.world_size)
         data.prepare_data()
         store = data.open_store()
         model = build.make_model(config["model"], store)
         self._check_served(strategy, model)
         recorder = RunRecorder(strategy.counters)
-        trainer = self._trainer(strategy, recorder, store)
-        if config["verb"] == "train" and strategy.is_global_zero:
+        trainer = self._trainer(strategy, recorder, data)
+        if config["verb"] == "train" and strategy.is_global_zero and not slots.restarts():
             runs.register(self._runs, run_dir, config)
         began = time.perf_counter()
         if config["verb"] == "train":
             trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
         fit_seconds = time.perf_counter() - began if config["verb"] == "train" else 0.0
+        if config["verb"] == "predict":
+            self._predict(trainer, model, data, checkpoint)
+            return None
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        if store.split_size("test") > 0:
+        if data.num_seeds("test") > 0:
             metrics |= self._test(trainer, model, data, checkpoint)
-        known_best = {name: store.facts.get(name) for name in ("best_acc", "best_auc")}
+        known_best = {name: value for name, value in store.facts.items() if name.startswith("best_")}
         metrics |= {f"data/{name}": float(value) for name, value in known_best.items() if value is not None}
         mine = report.rank_figures(strategy.global_rank, baseline, recorder, strategy.counters)
-        ranks = strategy.group.all_gather_object(mine)
+        theirs = strategy.servers.figures() if servers else []  # before a rank leaves and a machine ends its servers
+        everyone = strategy.group.all_gather_object((mine, strategy.servers.traffic))
+        ranks = [figures for figures, _ in everyone]
+        ranks += servers.ranks(theirs, [traffic for _, traffic in everyone]) if servers else []
         if strategy.is_global_zero:
-            content = report.summary(config, self.choices, store, recorder, metrics, ranks, fit_seconds)
+            content = report.summary(config, self.choices, data, recorder, metrics, ranks, fit_seconds)
             report.write(run_dir / "summary.json", content)
             report.print_summary(content, run_dir)
         return _objective(trainer)
@@ -124,7 +135,7 @@ class _Task:
     def _checkpoint(self) -> Path | None:
         """The checkpoint to go on from, or to test."""
         path = self.config["ckpt_path"]
-        if path is None and self.config["verb"] == "test":
+        if path is None and self.config["verb"] in ("test", "predict"):
             path = "best"
         return None if path is None else runs.resolve(path, self._runs, self.config)
 
@@ -139,10 +150,10 @@ class _Task:
             hint=f"set strategy={backends.serving(found)[0]}, or choose a model of kind {' or '.join(backend.serves)}.",
         )
 
-    def _trainer(self, strategy: GraphStrategy, recorder: RunRecorder, store: Store) -> pl.Trainer:
+    def _trainer(self, strategy: GraphStrategy, recorder: RunRecorder, data: GraphDataModule) -> pl.Trainer:
         settings = dict(self.config["trainer"])
-        if store.split_size("val") == 0:
-            settings["limit_val_batches"] = 0  # a data set may publish no validation nodes
+        if data.num_seeds("val") == 0:
+            settings["limit_val_batches"] = 0  # a data set may hold nothing out for validation
         callbacks = [build.make(node, f"callbacks.{name}") for name, node in self.config["callbacks"].items() if node]
         if not settings["limit_val_batches"]:
             for callback in callbacks:
@@ -151,7 +162,7 @@ class _Task:
         if not settings["enable_checkpointing"]:
             callbacks = [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)]
         settings["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-        live = [ProgressLine(recorder, store.num_nodes)] if settings.pop("enable_progress_bar") else []
+        live = [ProgressLine(recorder, *data.work)] if settings.pop("enable_progress_bar") else []
         loggers = [build.make(node, f"logger.{name}") for name, node in self.config["logger"].items() if node]
         return build.make_trainer(
             settings,
@@ -163,6 +174,19 @@ class _Task:
             use_distributed_sampler=False,
         )
 
+    def _predict(
+        self, trainer: pl.Trainer, model: pl.LightningModule, data: GraphDataModule, checkpoint: Path | None
+    ) -> None:
+        """Write what the model says of every node."""
+        config, strategy = self.config, trainer.strategy
+        assert isinstance(strategy, GraphStrategy)
+        output = Path(config["output"] or Path(config["paths"]["run"], f"predictions.{config['format']}"))
+        writer = PredictionWriter(output, config["format"], data.open_store(), strategy, config["embeddings"])
+        trainer.callbacks.append(writer)  # type: ignore[attr-defined]
+        trainer.predict(model, datamodule=data, ckpt_path=checkpoint, return_predictions=False)
+        if strategy.is_global_zero:
+            print(f"written: {output}")
+
     def _test(
         self, trainer: pl.Trainer, model: pl.LightningModule, data: GraphDataModule, checkpoint: Path | None
     ) -> dict[str, float]:
@@ -172,6 +196,15 @@ class _Task:
             checkpoint = Path(best) if best else None
         results = trainer.test(model, datamodule=data, ckpt_path=checkpoint, verbose=False)
         return {name: float(value) for result in results for name, value in result.items()}
+
+
+def _server_meter(strategy: GraphStrategy) -> ServerMeter | None:
+    """What asks the job's servers for their figures, on rank 0; None elsewhere, and where there are no servers."""
+    if not slots.roster().counts or not strategy.is_global_zero:
+        return None
+    meter = ServerMeter(strategy.servers)
+    strategy.counters.meters.insert(0, meter)  # read where this rank's own traffic is not counted
+    return meter
 
 
 def _objective(trainer: pl.Trainer) -> float | None:
@@ -199,5 +232,7 @@ def _quieten() -> None:
         ".*log_every_n_steps.*",
         ".*The dirpath has changed.*",
         ".*ckpt_path.*weights_only.*",
+        ".*Sparse CSR tensor support is in beta.*",
+        ".*Sparse invariant checks are implicitly disabled.*",
     ):
         warnings.filterwarnings("ignore", pattern)

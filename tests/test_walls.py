@@ -23,14 +23,26 @@ LIGHT = (
     "gtrain.data.config",
     "gtrain.errors",
     "gtrain.launch.agent",
+    "gtrain.launch.blame",
+    "gtrain.launch.children",
     "gtrain.launch.cluster",
+    "gtrain.launch.command",
+    "gtrain.launch.job",
+    "gtrain.launch.keeper",
     "gtrain.launch.logs",
+    "gtrain.launch.meeting",
+    "gtrain.launch.roles",
     "gtrain.launch.slot",
+    "gtrain.launch.sockets",
     "gtrain.messages",
 )
 """Modules that the command imports before a rank exists; each imports the standard library, hydra and each other."""
 LIGHT_PACKAGES = ("gtrain.data", "gtrain.launch")  # their __init__ imports nothing
-LATE = {"gtrain.cli": {"gtrain.task"}}  # inside a function, where the process is a rank already
+LATE = {
+    "gtrain.cli": {"gtrain.doctor.report"},
+    "gtrain.launch.command": {"gtrain.task", "gtrain.launch.environment", "gtrain.strategy.by_hand", "gtrain.wire"},
+}
+"""Imported inside a function: where the process is a rank already, or becomes no launcher."""
 PLUGIN_MAY_USE = ("strategy", "graph", "data", "nn", "wire", "config", "errors", "backends")
 
 
@@ -217,10 +229,23 @@ def test_nothing_unpickles_files() -> None:
     assert loads >= 2, "the checkpoint and data.features=FILE.pt read with torch.load; has the test lost sight of them?"
 
 
-def test_pickle_is_imported_in_two_files(everything: list[Import]) -> None:
+def test_pickle_is_imported_in_few_files(everything: list[Import]) -> None:
     """``data/files.py`` needs the name of the error that torch.load refuses with, and calls nothing of it."""
     found = {found.importer for found in everything if top(found.imported) in ("pickle", "cloudpickle", "dill")}
     assert found == {"gtrain.strategy.group", "gtrain.data.files"}
+
+
+def test_the_wire_stands_alone(everything: list[Import]) -> None:
+    """It trusts nothing that arrives, so what it can call is kept small; and servers load no more than they need."""
+    allowed = {*sys.stdlib_module_names, "zmq", "msgpack", "torch", "numpy"} - {"pickle", "marshal", "shelve"}
+    mine = [found for found in everything if within(found.importer, "gtrain.wire")]
+    wrong = [
+        found
+        for found in mine
+        if top(found.imported) not in allowed and not within(found.imported, "gtrain.wire", "gtrain.errors")
+    ]
+    assert places(wrong) == []
+    assert len({found.importer for found in mine}) > 10
 
 
 # ------------------------------------------------------------------------------------------------- at run time

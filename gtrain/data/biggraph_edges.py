@@ -188,9 +188,17 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with h5py.File(path, "r") as file:
             yield file
-    except OSError as err:
+    except (
+        OSError,
+        RuntimeError,
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+    ) as err:  # h5py's ways to say that it is damaged
         raise DataError(
-            f"{path} cannot be read as HDF5: {str(err).splitlines()[0]}", hint="copy the file again, or write it anew"
+            f"{path} cannot be read as HDF5: {str(err).splitlines()[0] if str(err) else type(err).__name__}",
+            hint="copy the file again, or write it anew",
         ) from err
 
 

@@ -121,6 +121,7 @@ class KGConfig(DataConfig):
 
     _target_: str = "gtrain.data.kg.KGData"
     task: str = "${oc.select:model.task,link}"
+    batch_size: int | None = 1000
     path: str = MISSING
     unknown: str = "error"
 
@@ -131,6 +132,7 @@ class LibsvmConfig(DataConfig):
 
     _target_: str = "gtrain.data.libsvm.LibsvmData"
     partitioner: str = "random"
+    batch_size: int | None = 512
     val_fraction: float = 0.1
     path: str = MISSING
     test_path: str | None = None
@@ -273,8 +275,8 @@ class DGLPartitionConfig(DataConfig):
 
     _target_: str = "gtrain.data.dgl_partition.DGLPartitionData"
     path: str = MISSING
-    features: str = "feat"
-    labels: str = "label"
+    features: str | None = "feat"
+    labels: str | None = "label"
     edge_weights: str | None = None
 
 
@@ -295,6 +297,7 @@ class ParquetConfig(DataConfig):
 
     _target_: str = "gtrain.data.parquet.ParquetData"
     partitioner: str = "random"
+    batch_size: int | None = 512
     val_fraction: float = 0.1
     path: str = MISSING
     test_path: str | None = None

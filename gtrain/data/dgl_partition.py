@@ -30,8 +30,8 @@ class DGLPartitionData(GivenPartsData):
 
     Args:
         path: the JSON file, as it is or below ``root``.
-        features: name of the features that become ``x`` of nodes and ``edge_attr`` of edges.
-        labels: name of the node feature that becomes ``y``.
+        features: name of the features that become ``x`` of nodes and ``edge_attr`` of edges; None means none.
+        labels: name of the node feature that becomes ``y``; None means none.
         edge_weights: name of the edge feature that becomes ``edge_weight``; None means none.
         **common: see :class:`~gtrain.data.module.GraphDataModule`.
     """
@@ -42,18 +42,21 @@ class DGLPartitionData(GivenPartsData):
         self,
         *,
         path: str,
-        features: str = "feat",
-        labels: str = "label",
+        features: str | None = "feat",
+        labels: str | None = "label",
         edge_weights: str | None = None,
         **common: Unpack[CommonOptions],
     ) -> None:
         super().__init__(**common)
         self._check_partitioner()
         self.path = path
-        self.renamed_nodes = {features: "x", labels: "y", "orig_id": "original_id"}
-        self.renamed_edges = {features: "edge_attr", "orig_id": "original_id"}
-        if edge_weights is not None:
-            self.renamed_edges[edge_weights] = "edge_weight"
+        self._named: dict[str, tuple[str | None, str | None]] = {
+            "data.features": (features, "feat"),
+            "data.labels": (labels, "label"),
+            "data.edge_weights": (edge_weights, None),
+        }
+        self.renamed_nodes = _renamed({features: "x", labels: "y"})
+        self.renamed_edges = _renamed({features: "edge_attr", edge_weights: "edge_weight"})
         self._book: Book | None = None
 
     def identity(self) -> dict[str, Any]:
@@ -111,9 +114,30 @@ class DGLPartitionData(GivenPartsData):
             store = graph[edge_type] if isinstance(graph, HeteroData) else graph
             for name, value in _join(pieces, f"{book.path}: edges of {','.join(edge_type)}").items():
                 store[name] = value
+        self._check_named(nodes, edges)
         parts = {node_type: ranges.parts for node_type, ranges in book.nodes.items()}
         self.given = parts if book.is_hetero else next(iter(parts.values()))
         return graph
+
+    def _check_named(
+        self, nodes: dict[str, list[dict[str, Tensor]]], edges: dict[EdgeType, list[dict[str, Tensor]]]
+    ) -> None:
+        """Refuse an option that names a feature which no type has; the defaults may be missing."""
+        own = {name for pieces in nodes.values() for name in pieces[0]}
+        theirs = {name for pieces in edges.values() for name in pieces[0]} - {"edge_index"}
+        there = {"data.features": {"x"} & own | {"edge_attr"} & theirs, "data.labels": {"y"} & own}
+        there["data.edge_weights"] = {"edge_weight"} & theirs
+        for key, (name, default) in self._named.items():
+            if name not in (None, default) and not there[key]:
+                raise DataError(
+                    f"{self.origin}: {key}={name}, and there is no such feature; the nodes have "
+                    f"{', '.join(sorted(own)) or 'none'}, the edges {', '.join(sorted(theirs)) or 'none'}",
+                    hint=f"correct {key}",
+                )
+
+
+def _renamed(names: dict[str | None, str]) -> dict[str, str]:
+    return {"orig_id": "original_id", **{name: new for name, new in names.items() if name is not None}}
 
 
 def _features(

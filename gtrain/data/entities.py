@@ -103,6 +103,8 @@ class EntitiesData(PyGData):
                 f"{path} has no column {missing[0]!r}; it has {', '.join(table.column_names)}",
                 hint="copy or download the file again",
             )
+        if not len(table):
+            raise DataError(f"{path} has no rows", hint="copy or download the file again")
         return table[wanted[0]].to_pylist(), table[wanted[1]].to_pylist()
 
     def _label(self, data: Data, classes: dict[str, int], *tables: tuple[list[str], list[str]]) -> None:

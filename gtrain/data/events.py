@@ -187,6 +187,8 @@ def _malformed(text: bytes, separator: str, width: int, wanted: list[int], skipp
                 f"{path}, line {number}: {len(fields)} columns, and the lines before have {width}: {line[:60]!r}",
                 hint=f"give the line {width} columns, or put # in front of it if it is a comment",
             )
+        if "\N{REPLACEMENT CHARACTER}" in line:
+            return DataError(f"{path}, line {number}: the text is no UTF-8: {line[:60]!r}", hint="save it as UTF-8")
         for column in wanted[2:]:
             if not _is_number(fields[column]):
                 what = "time" if column == wanted[2] else "feature"

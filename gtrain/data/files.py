@@ -5,15 +5,21 @@ from __future__ import annotations
 import difflib
 import glob
 import pickle
+import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gtrain.data.table import read_table
-from gtrain.errors import DataError
+from gtrain.errors import DataError, GtrainError
+
+_FOREIGN = re.compile(r"not an allowed global|blocklist|call reduce|unsupported class|allowlisted")
+"""What torch's loader says of objects that it does not make, apart from garbled files."""
 
 
 def find_file(key: str, name: str, root: Path) -> Path:
@@ -79,24 +85,48 @@ def read_array(key: str, path: Path) -> Tensor:
     Raises:
         DataError: the file holds something else.
     """
+    anew = "write it again, numbers only: numpy.save(file, array) for .npy, torch.save(tensor, file) for .pt"
+    if path.suffix == ".pt":
+        return _tensor(load_tensors(path, anew), key, path)
     try:
         if path.suffix == ".npy":
-            return torch.from_numpy(np.load(path))
-        if path.suffix == ".pt":
-            return _tensor(torch.load(path, weights_only=True), key, path)
-    except pickle.UnpicklingError as err:
-        raise DataError(
-            f"{key}={path} holds Python objects, which are never unpickled, since that would run their code",
-            hint="save a plain tensor: torch.save(tensor, file), or numpy.save(file, array)",
-        ) from err
-    except (ValueError, TypeError, RuntimeError, EOFError) as err:
-        reason = str(err).splitlines()[0] if str(err) else type(err).__name__
-        raise DataError(
-            f"{key}={path} cannot be read as an array of numbers: {reason}",
-            hint="write it again, numbers only: numpy.save(file, array) for .npy, torch.save(tensor, file) for .pt",
-        ) from err
+            return _real(torch.from_numpy(np.load(path)), key, path)
+    except GtrainError:
+        raise
+    except Exception as err:  # numpy's reader of a garbled file may stumble in any way
+        raise DataError(f"{key}={path} cannot be read as an array of numbers: {reason(err)}", hint=anew) from err
     columns = read_table(path, integers=0, header=False).columns
     return torch.from_numpy(np.stack(columns, axis=1))
+
+
+def load_tensors(path: Path, anew: str) -> Any:
+    """Load what ``torch.save`` wrote: tensors and plain containers; nothing else is unpickled.
+
+    Args:
+        path: the file.
+        anew: the hint where it is damaged or holds other things.
+
+    Raises:
+        DataError: it cannot be loaded.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")
+            return torch.load(path, weights_only=True)
+    except Exception as err:  # the unpickler of a garbled file may stumble in any way
+        if isinstance(err, pickle.UnpicklingError) and _FOREIGN.search(str(err)):
+            raise DataError(
+                f"{path} holds Python objects other than tensors and plain containers, which are never unpickled, "
+                "since that would run their code",
+                hint=anew,
+            ) from err
+        raise DataError(f"{path} cannot be loaded: it is damaged, or not written by torch.save", hint=anew) from err
+
+
+def reason(err: Exception) -> str:
+    """Return why numpy could not read a file, in one line and without its advice to unpickle."""
+    text = str(err).splitlines()[0] if str(err) else type(err).__name__
+    return "it is no .npy or .npz file" if "allow_pickle=` keyword" in text else text
 
 
 def _tensor(loaded: object, key: str, path: Path) -> Tensor:
@@ -105,7 +135,16 @@ def _tensor(loaded: object, key: str, path: Path) -> Tensor:
             f"{key}={path} holds a {type(loaded).__name__}, and a single tensor is expected",
             hint="save the tensor alone: torch.save(tensor, file)",
         )
-    return loaded.detach()
+    return _real(loaded.detach(), key, path)
+
+
+def _real(found: Tensor, key: str, path: Path) -> Tensor:
+    if found.layout != torch.strided or found.is_complex():
+        raise DataError(
+            f"{key}={path} holds a {found.layout} tensor of {found.dtype}, and a dense one of real numbers is expected",
+            hint="save tensor.to_dense(), or the real part",
+        )
+    return found
 
 
 def _nearby(name: str, *folders: Path) -> str:

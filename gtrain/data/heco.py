@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import HeteroData
@@ -100,7 +99,7 @@ class HeCoData(GraphDataModule):
             if x is not None:
                 graph[node_type].x = x
         labelled = graph[next(iter(layout.types.values()))]
-        labelled.y = torch.from_numpy(arrays.array("labels").astype(np.int64))
+        labelled.y = arrays.integers("labels")
         self._count(graph, layout, pairs)
         for split in ("train", "val", "test") if self.split.kind == "public" else ():
             labelled[f"{split}_mask"] = self._mask(arrays, split, labelled.y.numel())
@@ -122,7 +121,7 @@ class HeCoData(GraphDataModule):
 
     def _mask(self, arrays: Arrays, split: str, num_nodes: int) -> Tensor:
         name = f"{split}_{self.per_class}"
-        index = torch.from_numpy(arrays.array(name).astype(np.int64))
+        index = arrays.integers(name)
         outside = (index < 0) | (index >= num_nodes)
         if outside.any():
             raise DataError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gtrain.data.files import reason
 from gtrain.data.table import read_table
 from gtrain.errors import DataError
 from gtrain.graph.tables import csr_tensor
@@ -26,6 +26,22 @@ class Arrays(ABC):
     @abstractmethod
     def where(self, name: str) -> str:
         """Return where an array is kept, for messages."""
+
+    def integers(self, name: str, dims: int = 1) -> Tensor:
+        """Return an array of whole numbers as int64; DataError where it is another.
+
+        Args:
+            name: of the array.
+            dims: how many dimensions it should have.
+        """
+        found = self.array(name)
+        if found.dtype.kind not in "iu" or found.ndim != dims:
+            raise DataError(
+                f"{self.where(name)}: it holds {found.dtype} of shape {list(found.shape)}, and {dims} dimension"
+                f"{'s' * (dims > 1)} of whole numbers were expected",
+                hint="write the array again, or copy or download the data set again",
+            )
+        return torch.from_numpy(found.astype(np.int64))
 
     @abstractmethod
     def pairs(self, edge: str) -> Tensor:
@@ -55,11 +71,17 @@ class OneFile(Arrays):
         return f"{self._path}, {name}"
 
     def pairs(self, edge: str) -> Tensor:
-        index = torch.from_numpy(self.array(f"edge_{edge}").astype(np.int64))
-        if index.dim() != 2 or index.size(0) != 2 or (index.numel() and int(index.min()) < 0):
+        index = self.integers(f"edge_{edge}", dims=2)
+        if index.size(0) != 2:
             raise DataError(
-                f"{self.where(f'edge_{edge}')}: it should be ids from 0, [2, E], and has shape {list(index.shape)}",
+                f"{self.where(f'edge_{edge}')}: it has the shape {list(index.shape)}, and [2, E] was expected",
                 hint="write the array again: sources in row 0, targets in row 1",
+            )
+        if (negative := (index < 0).any(dim=0)).any():
+            at = int(negative.byte().argmax())
+            raise DataError(
+                f"{self.where(f'edge_{edge}')}: edge {at} has the negative id {int(index[:, at].min())}",
+                hint="number nodes from 0",
             )
         return index
 
@@ -67,7 +89,8 @@ class OneFile(Arrays):
         names = [f"{letter}_feat_{part}" for part in ("data", "indices", "indptr", "shape")]
         if not any(name in self._arrays for name in names):
             return None
-        return _csr(dict(zip(("data", "indices", "indptr", "shape"), map(self.array, names), strict=True)))
+        parts = dict(zip(("data", "indices", "indptr", "shape"), map(self.array, names), strict=True))
+        return _csr(parts, f"{self._path}, {letter}_feat")
 
 
 class Folder(Arrays):
@@ -80,9 +103,11 @@ class Folder(Arrays):
         path = self._path / f"{name}.npy"
         try:
             return np.load(path)
-        except (OSError, ValueError, EOFError) as err:
+        except FileNotFoundError as err:
+            raise DataError(f"there is no {path}", hint="copy the whole folder of the data set again") from err
+        except Exception as err:  # as below
             raise DataError(
-                f"{path} cannot be read: {err}", hint="copy the whole folder of the data set again"
+                f"{path} cannot be read: {reason(err)}", hint="copy the whole folder of the data set again"
             ) from err
 
     def where(self, name: str) -> str:
@@ -100,7 +125,7 @@ class Folder(Arrays):
 
     def features(self, letter: str) -> Tensor | None:
         path = self._path / f"{letter}_feat.npz"
-        return _csr(load_npz(path)) if path.is_file() else None
+        return _csr(load_npz(path), str(path)) if path.is_file() else None
 
 
 def load_npz(path: Path) -> dict[str, Any]:
@@ -112,19 +137,38 @@ def load_npz(path: Path) -> dict[str, Any]:
     try:
         with np.load(path) as file:
             return {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as err:
-        raise DataError(f"{path} cannot be read: {err}", hint="copy or download the file again") from err
+    except Exception as err:  # numpy's reader of a garbled file may stumble in any way
+        raise DataError(f"{path} cannot be read: {reason(err)}", hint="copy or download the file again") from err
 
 
-def _csr(parts: dict[str, Any]) -> Tensor:
+def _csr(parts: dict[str, Any], where: str) -> Tensor:
     """Return a matrix that scipy saved, in rows (csr) or as coordinates (coo)."""
+    kinds = {"shape": "iu", "indptr": "iu", "indices": "iu", "row": "iu", "col": "iu", "data": "iufb"}
+    needed = ("shape", "data", *(("indptr", "indices") if "indptr" in parts else ("row", "col")))
+    for name in needed:
+        if name not in parts or parts[name].dtype.kind not in kinds[name] or parts[name].ndim != 1:
+            found = f"{parts[name].dtype} of shape {list(parts[name].shape)}" if name in parts else "nothing"
+            raise _no_matrix(where, f"its {name} is {found}")
+    if parts["shape"].size != 2 or parts["shape"].min() < 0:
+        raise _no_matrix(where, f"its shape is {parts['shape'].tolist()}")
     rows, columns = (int(size) for size in parts["shape"])
+    if len({parts[name].size for name in needed if name not in ("shape", "indptr")}) > 1:
+        raise _no_matrix(where, ", ".join(f"{name} has {parts[name].size} entries" for name in needed[1:]))
+    if "row" in needed and parts["row"].size and not 0 <= parts["row"].min() <= parts["row"].max() < rows:
+        raise _no_matrix(where, f"its rows are {parts['row'].min()}..{parts['row'].max()} of {rows}")
     if "indptr" in parts:
         crow, col, values = parts["indptr"], parts["indices"], parts["data"]
     else:
         order = np.lexsort((parts["col"], parts["row"]))
         crow = np.concatenate([[0], np.cumsum(np.bincount(parts["row"], minlength=rows))])
         col, values = parts["col"][order], parts["data"][order]
+    bounds = np.asarray(crow)
+    if bounds.size != rows + 1 or bounds[0] != 0 or bounds[-1] != len(values) or (np.diff(bounds) < 0).any():
+        raise _no_matrix(where, f"its indptr does not divide {len(values)} entries among {rows} rows")
     arrays = [np.ascontiguousarray(a, dtype) for a, dtype in ((crow, "i8"), (col, "i8"), (values, "f4"))]
     crow, col, values = (torch.from_numpy(array) for array in arrays)
     return csr_tensor(crow, col, values, (rows, columns))
+
+
+def _no_matrix(where: str, wrong: str) -> DataError:
+    return DataError(f"{where} is no sparse matrix: {wrong}", hint="write it again with scipy.sparse.save_npz")

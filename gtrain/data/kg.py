@@ -41,7 +41,7 @@ class KGData(GraphDataModule):
     name = "kg"
 
     def __init__(self, *, path: str, unknown: str = "error", **common: Unpack[CommonOptions]) -> None:
-        options: CommonOptions = {"task": "link", **common}
+        options: CommonOptions = {"task": "link", "batch_size": 1000, **common}
         super().__init__(**options)
         if unknown not in UNKNOWN:
             raise ConfigError(f"data.unknown={unknown!r} is not known", hint=f"choose one of {', '.join(UNKNOWN)}")
@@ -92,7 +92,7 @@ class KGData(GraphDataModule):
                 return place
         for place in (named, self.root / named):
             if place.is_dir():
-                files = ", ".join(sorted(file.name for file in place.iterdir())[:5]) or "nothing"
+                files = ", ".join(sorted(file.name + "/" * file.is_dir() for file in place.iterdir())[:5]) or "nothing"
                 raise DataError(
                     f"data.path={self.path}: the folder has no train.txt; it has {files}",
                     hint="set data.path to a folder with train.txt, valid.txt and test.txt (.tsv and .gz will do)",

@@ -19,6 +19,8 @@ from gtrain.graph.tables import csr_tensor
 
 BASES = {"auto": None, "0": 0, "1": 1}
 FORMATS = ("auto", "single", "multi")
+MOST_LABELS = 1 << 31
+"""Entries of the largest matrix of labels, 8 GB."""
 
 
 class LibsvmData(GraphDataModule):
@@ -26,7 +28,7 @@ class LibsvmData(GraphDataModule):
 
     Rows are the nodes of a graph without edges; ``x`` is a sparse CSR tensor. Labels are numbered by their values:
     -1 and +1 become 0 and 1, 1..C become 0..C-1, and 0..C-1 stay, as do those within a ``num_classes`` that is set.
-    Rows with several labels, ``1,3,5``, or none make ``y`` a matrix ``[N, C]`` of zeros and ones, one column for each
+    Rows with several labels, ``1,3,5``, make ``y`` a matrix ``[N, C]`` of zeros and ones, one column for each
     label 0..C-1. ``#`` begins a comment.
 
     Args:
@@ -34,7 +36,7 @@ class LibsvmData(GraphDataModule):
         test_path: the file that tests; None for none.
         index_base: the smallest feature id: ``1``, ``0``, or ``auto``: 0 if that id occurs in one of the files, else 1.
         num_features: F; None takes the largest id.
-        labels: ``single``, ``multi``, or ``auto``: multi if a row has several labels or none.
+        labels: ``single``, ``multi``, or ``auto``: multi if a row has several labels; rows without one need that too.
         val_fraction: share of ``path``'s rows that validate with the public split, drawn by ``seed``; or see
             :class:`~gtrain.data.split.SplitOptions` for the other splits, which are of the rows of both files.
         **common: see :class:`~gtrain.data.module.GraphDataModule`.
@@ -52,7 +54,7 @@ class LibsvmData(GraphDataModule):
         labels: str = "auto",
         **common: Unpack[CommonOptions],
     ) -> None:
-        options: CommonOptions = {"partitioner": "random", "val_fraction": 0.1, **common}
+        options: CommonOptions = {"partitioner": "random", "val_fraction": 0.1, "batch_size": 512, **common}
         super().__init__(**options)
         if str(index_base) not in BASES:
             raise ConfigError(f"data.index_base={index_base!r} is not known", hint="choose auto, 0 or 1")
@@ -86,6 +88,11 @@ class LibsvmData(GraphDataModule):
         files = [read_rows(find_file("data.path", self.path, self.root))]
         if self.test_path is not None:
             files.append(read_rows(find_file("data.test_path", self.test_path, self.root)))
+        if not any(len(rows.ids) for rows in files):
+            raise DataError(
+                f"{self.origin}: no row has a feature",
+                hint="write each line as label id:value id:value ...; tables of numbers are for data=parquet",
+            )
         num_rows = sum(len(rows) for rows in files)
         return Data(
             x=self._features(files),
@@ -133,9 +140,15 @@ class LibsvmData(GraphDataModule):
                     f"{rows.where(row)}: the label {rows.labels[odd.argmax()]:g} is no whole number",
                     hint="give each row a class; regression targets are not served",
                 )
-        several = [np.diff(rows.label_ptr) != 1 for rows in files]
-        if self.labels == "single" or (self.labels == "auto" and not any(rows.any() for rows in several)):
-            return self._classes(files, several)
+            if (large := np.abs(rows.labels) >= 2**53).any():
+                row = int(np.searchsorted(rows.label_ptr, large.argmax(), side="right")) - 1
+                raise DataError(
+                    f"{rows.where(row)}: the label {rows.labels[large.argmax()]:g} is too large to be a class",
+                    hint="number the classes from 0, or correct the line",
+                )
+        counts = [np.diff(rows.label_ptr) for rows in files]
+        if self.labels == "single" or (self.labels == "auto" and not any((found > 1).any() for found in counts)):
+            return self._classes(files, [found != 1 for found in counts])
         return self._label_matrix(files)
 
     def _classes(self, files: list[Rows], several: list[NDArray[np.bool_]]) -> Tensor:
@@ -143,8 +156,8 @@ class LibsvmData(GraphDataModule):
             if wrong.any():
                 row = int(wrong.argmax())
                 raise DataError(
-                    f"{rows.where(row)}: the row has {np.diff(rows.label_ptr)[row]} labels, and data.labels=single",
-                    hint="set data.labels=multi, or correct the line",
+                    f"{rows.where(row)}: the row has {np.diff(rows.label_ptr)[row]} labels, and others one",
+                    hint="correct the line, or set data.labels=multi if rows may have any number of labels",
                 )
         labels = np.concatenate([rows.labels for rows in files]).astype(np.int64)
         classes, self._label_values = number_labels(labels, self.num_classes)
@@ -162,6 +175,14 @@ class LibsvmData(GraphDataModule):
                     hint="number the labels from 0; data.num_classes may be set larger",
                 )
         row_of = np.concatenate([np.diff(rows.label_ptr) for rows in files])
+        if len(row_of) * width > MOST_LABELS:
+            rows = max(files, key=lambda rows: rows.labels.max(initial=0))
+            row = int(np.searchsorted(rows.label_ptr, rows.labels.argmax(), side="right")) - 1
+            raise DataError(
+                f"{rows.where(row)}: the label {width - 1} makes a matrix of {len(row_of)} rows x {width} labels, "
+                f"and {MOST_LABELS} entries are the most",
+                hint="number the labels from 0 without gaps",
+            )
         y = torch.zeros(len(row_of), width)
         y[torch.from_numpy(np.repeat(np.arange(len(row_of)), row_of)), torch.from_numpy(np.concatenate(labels))] = 1
         return y

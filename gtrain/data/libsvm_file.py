@@ -78,6 +78,7 @@ def _blocks(path: Path) -> Iterator[NDArray[np.uint8]]:
     rest = b""
     try:
         with _open(path) as file:
+            rest = file.read(3).removeprefix(b"\xef\xbb\xbf")  # the byte order mark that some editors put in front
             while block := file.read(BLOCK_BYTES):
                 head, newline, tail = block.rpartition(b"\n")
                 if newline:
@@ -129,11 +130,15 @@ def _malformed(path: Path, text: NDArray[np.uint8], lines: int, code: int, at: i
         kernel.BAD_NUMBER: f"{shown!r} has no number where there should be one",
         kernel.NOT_FINITE: f"{shown!r} is not finite as a 32-bit number",
         kernel.NO_COLON: f"{shown!r} has no colon",
+        kernel.QUERY_ID: f"{shown!r} groups rows for ranking, which is not served",
         kernel.BAD_ID: f"{shown!r} has no feature id",
         kernel.NEGATIVE_ID: f"{shown!r} has a negative feature id",
     }[code]
+    where = f"{path}, line {number}: {wrong}: {line[:60].decode(errors='replace')!r}"
+    if code == kernel.QUERY_ID:
+        return DataError(where, hint="take these fields out: sed 's/ qid:[0-9]*//' FILE > NEW")
     return DataError(
-        f"{path}, line {number}: {wrong}: {line[:60].decode(errors='replace')!r}",
+        where,
         hint="write each line as label id:value id:value ..., with ids that are whole numbers and finite values",
     )
 

@@ -8,9 +8,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-OK, BAD_NUMBER, NOT_FINITE, NO_COLON, BAD_ID, NEGATIVE_ID = range(6)
+OK, BAD_NUMBER, NOT_FINITE, NO_COLON, BAD_ID, NEGATIVE_ID, QUERY_ID = range(7)
 _SPACE, _TAB, _CR, _NEWLINE, _HASH, _COMMA, _COLON = 32, 9, 13, 10, 35, 44, 58
-_MINUS, _PLUS, _DOT, _ZERO, _NINE = 45, 43, 46, 48, 57
+_MINUS, _PLUS, _DOT, _ZERO, _NINE, _Q = 45, 43, 46, 48, 57, 113
 _TENS = 10.0 ** np.arange(23)  # powers of ten that a double holds exactly
 _MANTISSA = 10**17
 _LARGEST = float(np.finfo(np.float32).max)
@@ -99,7 +99,7 @@ def _feature_id(text: NDArray[np.uint8], at: int, end: int) -> tuple[int, int, i
         value = value * 10 + (text[at] - _ZERO)
         at += 1
     if at == start:
-        return 0, at, BAD_ID
+        return 0, at, QUERY_ID if at + 3 < end and text[at] == _Q and text[at + 3] == _COLON else BAD_ID
     if at == end or text[at] != _COLON:
         return 0, at, NO_COLON if at == end or text[at] <= _SPACE else BAD_ID
     return value, at + 1, NEGATIVE_ID if negative else OK

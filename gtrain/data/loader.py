@@ -79,7 +79,7 @@ class SeedLoader:
             if self.store.is_hetero
             else graph_batch(load_whole(self.store))
         )
-        return self.steps(graph, self.seeds(graph))
+        return self.steps(graph)
 
     def seeds(self, graph: Data | HeteroData) -> Tensor | EdgeSeeds:
         """Return the split's seeds in the order of the source data, whatever the parts of the store.
@@ -92,8 +92,13 @@ class SeedLoader:
         """
         return edge_seeds(graph, self.store, self.split) if self.seeds_are_edges else node_seeds(graph, self.split)
 
-    def steps(self, graph: Batch, seeds: Tensor | EdgeSeeds) -> Iterator[Batch]:
-        """Yield the whole graph once for each group of its seeds: one epoch without sampling."""
+    def steps(self, graph: Batch, seeds: Tensor | EdgeSeeds | None = None) -> Iterator[Batch]:
+        """Yield the whole graph once for each group of its seeds: one epoch without sampling.
+
+        Args:
+            graph: every node and edge.
+            seeds: what :meth:`seeds` returned for it, so that it is computed once for all epochs; None computes it.
+        """
         if self.num_neighbors is not None:
             raise ConfigError(
                 f"data.num_neighbors={list(self.num_neighbors)} is set, and this strategy draws no neighbours",
@@ -101,6 +106,7 @@ class SeedLoader:
             )
         epoch = self.epoch
         self.epoch += 1
+        seeds = self.seeds(graph) if seeds is None else seeds
         if isinstance(seeds, Tensor):
             for chunk in self._chunks(seeds, epoch):
                 yield with_seeds(graph, chunk)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import itertools
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -23,6 +26,10 @@ from gtrain.errors import ConfigError, DataError
 from gtrain.graph.tables import csr_tensor
 
 FILES = {"edges": r"_edges\.csv", "features": r"(_features)?\.json", "target": r"_target\.csv"}
+MISSING = ["", "nan", "NaN", "NULL", "null"]
+"""What stands for no value in the file of labels."""
+MOST_FEATURES = 1 << 31
+"""Feature ids are below this."""
 LABELS = ("page_type", "mature", "ml_target")
 """Columns of labels that are known: of Facebook, Twitch and GitHub."""
 
@@ -120,22 +127,33 @@ class MusaeData(GraphDataModule):
         columns = table.column_names
         key = "new_id" if "new_id" in columns else "id"
         label = self.label or next((name for name in LABELS if name in columns), None)
-        for option, name in (("its column of ids", key), (f"data.label={self.label}", label)):
+        wanted = "labels (page_type, mature, ml_target)" if self.label is None else f"data.label={self.label}"
+        for option, name in (("ids (id, new_id)", key), (wanted, label)):
             if name not in columns:
                 raise DataError(
                     f"{path}: there is no column for {option}; it has {', '.join(columns)}",
                     hint=f"set data.label to one of {', '.join(columns)}; the ids are in a column id or new_id",
                 )
-        ids = _whole(path, key, table[key])
+        if not len(table):
+            raise DataError(f"{path} has no line below the names of its columns", hint="give each node a line")
         for column in (key, label):
-            if table[column].null_count:
-                row = int(pc.is_null(table[column]).to_numpy().argmax())
-                raise DataError(f"{path}, line {row + 2}: {column} is empty", hint="give each node an id and a label")
+            empty = pc.is_null(table[column], nan_is_null=True)
+            if pc.any(empty).as_py():
+                raise DataError(
+                    f"{_place(path, int(empty.to_numpy().argmax()))}: {column} is empty",
+                    hint="give each node an id and a label",
+                )
+        ids = _whole(path, key, table[key])
+        if (
+            pa.types.is_floating(table[label].type)
+            and not pc.all(pc.equal(table[label], pc.round(table[label]))).as_py()
+        ):
+            raise DataError(f"{path}: the column {label} holds numbers with fractions", hint="name classes in it")
         order = np.argsort(ids, kind="stable")
         twice = ids[order][1:] == ids[order][:-1]
         if twice.any():
             row = int(order[1:][twice][0])
-            raise DataError(f"{path}, line {row + 2}: a second label for node {ids[row]}", hint="delete the line")
+            raise DataError(f"{_place(path, row)}: a second label for node {ids[row]}", hint="delete the line")
         values = table[label].to_pylist()
         self._classes = sorted(set(values))
         number = {value: position for position, value in enumerate(self._classes)}
@@ -151,20 +169,51 @@ def _plain(kind: str) -> tuple[str, str]:
 
 def _csv(path: Path) -> Any:
     try:
-        return pa.csv.read_csv(path, convert_options=pa.csv.ConvertOptions(null_values=[""], strings_can_be_null=True))
+        return pa.csv.read_csv(
+            path, convert_options=pa.csv.ConvertOptions(null_values=MISSING, strings_can_be_null=True)
+        )
     except pa.ArrowInvalid as err:
-        reason = "it is empty" if not path.stat().st_size else str(err).splitlines()[0]
+        reason = "it is empty" if not path.stat().st_size else _uneven(path) or str(err).splitlines()[0]
         raise DataError(f"{path} cannot be read: {reason}", hint="copy or download the file again") from err
 
 
 def _whole(path: Path, name: str, column: Any) -> Ints:
     if not pa.types.is_integer(column.type):
-        raise DataError(f"{path}: the column {name} holds {column.type}, and ids are whole numbers", hint="correct it")
+        texts = [str(value) for value in column.to_pylist()]
+        row = next((row for row, text in enumerate(texts) if re.fullmatch(r"-?\d{1,18}(\.0)?", text) is None), 0)
+        raise DataError(
+            f"{_place(path, row)}: the {name} {texts[row]!r} is no whole number", hint="number nodes from 0"
+        )
     ids: Ints = column.to_numpy()
     if (ids < 0).any():
         row = int((ids < 0).argmax())
-        raise DataError(f"{path}, line {row + 2}: the id {ids[row]} is negative", hint="number nodes from 0")
+        raise DataError(f"{_place(path, row)}: the id {ids[row]} is negative", hint="number nodes from 0")
     return ids
+
+
+def _records(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield the line that each record begins in, and its fields, as Arrow's reader takes them; slow, for messages."""
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
+        reader, line = csv.reader(file), 1
+        for fields in reader:
+            if fields:
+                yield line, fields
+            line = reader.line_num + 1
+
+
+def _place(path: Path, row: int) -> str:
+    """Return ``file, line n`` of a row below the names of columns."""
+    return f"{path}, line {next(itertools.islice(_records(path), row + 1, None), (0,))[0]}"
+
+
+def _uneven(path: Path) -> str | None:
+    """Return which line has another number of columns than the first, and how many."""
+    width = 0
+    for line, fields in _records(path):
+        width = width or len(fields)
+        if len(fields) != width:
+            return f"line {line} has {len(fields)} columns, and the first {width}"
+    return None
 
 
 def _edges(path: Path, ids: Ints) -> Tensor:
@@ -194,7 +243,7 @@ def _features(path: Path, ids: Ints) -> Tensor:
         lists = json.loads(path.read_bytes())
         nodes = np.array([int(node) for node in lists], dtype=np.int64)
         counts = np.array([len(features) for features in lists.values()], dtype=np.int64)
-        columns = np.array([feature for features in lists.values() for feature in features])
+        listed = [feature for features in lists.values() for feature in features]
     except json.JSONDecodeError as err:
         raise DataError(f"{path}, line {err.lineno}: no JSON: {err.msg}", hint="copy or download it again") from err
     except (AttributeError, TypeError, ValueError) as err:
@@ -206,12 +255,18 @@ def _features(path: Path, ids: Ints) -> Tensor:
         raise DataError(
             f"{path} has features of node {nodes[unknown][0]}, which has no label", hint="correct one of the files"
         )
-    if columns.size and (not np.issubdtype(columns.dtype, np.integer) or columns.min() < 0):
-        wrong = next(value for value in columns.tolist() if not isinstance(value, int) or value < 0)
-        raise DataError(f"{path}: the feature id {wrong!r} is no whole number from 0", hint="number features from 0")
-    width = int(columns.max(initial=-1)) + 1
-    pairs = np.unique(np.repeat(rows, counts) * max(width, 1) + columns.astype(np.int64))
-    crow = np.concatenate([[0], np.cumsum(np.bincount(pairs // max(width, 1), minlength=len(ids)))])
+    for value in listed:
+        if type(value) is not int or not 0 <= value < MOST_FEATURES:
+            raise DataError(
+                f"{path}: the feature id {value!r} is no whole number from 0 to {MOST_FEATURES - 1}",
+                hint="number features from 0",
+            )
+    if not listed:
+        raise DataError(f"{path} names no feature", hint='write it as {"0": [3, 17], "1": []}')
+    columns = np.array(listed, dtype=np.int64)
+    width = int(columns.max()) + 1
+    pairs = np.unique(np.repeat(rows, counts) * width + columns)
+    crow = np.concatenate([[0], np.cumsum(np.bincount(pairs // width, minlength=len(ids)))])
     return csr_tensor(
-        torch.from_numpy(crow), torch.from_numpy(pairs % max(width, 1)), torch.ones(len(pairs)), (len(ids), width)
+        torch.from_numpy(crow), torch.from_numpy(pairs % width), torch.ones(len(pairs)), (len(ids), width)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import gzip
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
@@ -134,7 +135,13 @@ class OGBData(GraphDataModule):
             split = folder / "split" / self._meta.split / node_type
             if "y" in graph[node_type] and self.split.kind == "public" and split.is_dir():
                 graph[node_type].update(read_masks(split, size))
-        for line in _text(raw / "triplet-type-list.csv.gz").split():
+        lines = _text(raw / "triplet-type-list.csv.gz").split()
+        if not lines or any(line.count(",") != 2 for line in lines):
+            raise DataError(
+                f"{raw / 'triplet-type-list.csv.gz'} should have lines of source type, relation and target type",
+                hint="download the data set again",
+            )
+        for line in lines:
             source, relation, target = line.split(",")
             if source not in sizes or target not in sizes:
                 raise DataError(
@@ -210,7 +217,7 @@ def _text(path: Path) -> str:
         return gzip.decompress(path.read_bytes()).decode()
     except FileNotFoundError as err:
         raise DataError(f"there is no {path}", hint="unpack the whole archive of the data set again") from err
-    except (OSError, EOFError, UnicodeDecodeError) as err:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as err:
         raise DataError(f"{path} cannot be unpacked: {err}", hint="download the data set again") from err
 
 

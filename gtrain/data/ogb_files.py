@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import gzip
-import pickle
 import shutil
 import tempfile
 import urllib.error
@@ -21,9 +20,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gtrain.data.files import load_tensors
 from gtrain.data.module import log
 from gtrain.data.table import read_table
 from gtrain.errors import DataError
+from gtrain.graph.lock import made_folder
 
 _BLOCK_BYTES = 1 << 24
 _reconstruct = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
@@ -129,18 +130,10 @@ def read_split(path: Path) -> dict[str, Any]:
     Raises:
         DataError: it is not there, damaged, or holds other objects.
     """
-    try:
-        with torch.serialization.safe_globals(_NUMPY):
-            loaded = torch.load(path, weights_only=True)
-    except FileNotFoundError as err:
-        raise DataError(f"there is no {path}", hint="unpack the whole archive of the data set again") from err
-    except pickle.UnpicklingError as err:
-        raise DataError(
-            f"{path} holds other objects than arrays of numbers, which are never unpickled, since that would run code",
-            hint="download the data set again from ogb.stanford.edu",
-        ) from err
-    except (OSError, RuntimeError, EOFError) as err:
-        raise DataError(f"{path} cannot be read: {str(err).splitlines()[0]}", hint="download it again") from err
+    if not path.is_file():
+        raise DataError(f"there is no {path}", hint="unpack the whole archive of the data set again")
+    with torch.serialization.safe_globals(_NUMPY):
+        loaded = load_tensors(path, "download the data set again from ogb.stanford.edu")
     if not isinstance(loaded, dict):
         raise DataError(f"{path} holds a {type(loaded).__name__}", hint="download the data set again")
     return loaded
@@ -152,9 +145,8 @@ def download(url: str, target: Path) -> None:
     Raises:
         DataError: there is no network, or the archive is damaged; says what to do by hand.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
     log.info("downloading %s", url)
-    with tempfile.TemporaryDirectory(prefix=".gtrain-", dir=target.parent) as scratch:
+    with made_folder(target.parent), tempfile.TemporaryDirectory(prefix=".gtrain-", dir=target.parent) as scratch:
         archive = Path(scratch) / "archive.zip"
         try:
             with urllib.request.urlopen(url, timeout=60) as answer, archive.open("wb") as file:

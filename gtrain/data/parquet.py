@@ -66,7 +66,7 @@ class ParquetData(GraphDataModule):
         nulls: str = "error",
         **common: Unpack[CommonOptions],
     ) -> None:
-        options: CommonOptions = {"partitioner": "random", "val_fraction": 0.1, **common}
+        options: CommonOptions = {"partitioner": "random", "val_fraction": 0.1, "batch_size": 512, **common}
         super().__init__(**options)
         if nulls not in NULLS:
             raise ConfigError(f"data.nulls={nulls!r} is not known", hint=f"choose one of {', '.join(NULLS)}")
@@ -77,6 +77,8 @@ class ParquetData(GraphDataModule):
             raise ConfigError(
                 f"data.values={values}, and data.ids is not set", hint="name the column of ids: data.ids="
             )
+        if label in (ids, values, *(dense or []), *(categorical or [])):
+            raise ConfigError(f"data.label={label} is a feature too", hint="take the label out of the features")
         self.path = path
         self.test_path = test_path
         self.label = label
@@ -104,7 +106,7 @@ class ParquetData(GraphDataModule):
     def read(self) -> Data:
         """Read the columns that are named."""
         tables = {key: self._table(key, files) for key, files in self._files().items()}
-        table = pa.concat_tables(tables.values(), promote_options="permissive") if len(tables) > 1 else tables["path"]
+        table = _joined(tables) if len(tables) > 1 else tables["path"]
         source = Source(self.origin, self.nulls == "zero")
         y = self._labels(table, source)
         return Data(
@@ -138,7 +140,8 @@ class ParquetData(GraphDataModule):
                 there = pa.dataset.dataset(file, format="parquet").schema.names
             except (pa.ArrowInvalid, OSError) as err:
                 raise DataError(
-                    f"{file} is no Parquet file: {str(err).splitlines()[0]}", hint=f"correct data.{key}"
+                    f"{file} is no Parquet file, or is damaged: {str(err).splitlines()[0].rpartition(': ')[2]}",
+                    hint=f"write the file again, or correct data.{key}",
                 ) from err
             missing = [name for name in wanted if name not in there]
             if missing:
@@ -154,7 +157,10 @@ class ParquetData(GraphDataModule):
         try:
             table = pa.dataset.dataset(files, format="parquet").to_table(columns=list(dict.fromkeys(wanted)))
         except (pa.ArrowInvalid, pa.ArrowTypeError, OSError) as err:
-            raise DataError(f"data.{key}: {str(err).splitlines()[0]}", hint="write the files again") from err
+            raise DataError(
+                f"data.{key}={getattr(self, key)} cannot be read: {str(err).splitlines()[0]}",
+                hint="write the files again, with the same types of columns in all of them",
+            ) from err
         if not len(table):
             raise DataError(f"data.{key}={getattr(self, key)} has no rows", hint=f"correct data.{key}")
         return table
@@ -168,6 +174,11 @@ class ParquetData(GraphDataModule):
             blocks.append((hashed_entries(table, name, self.buckets, source), self.buckets))
         starts = np.concatenate([[0], np.cumsum([width for _, width in blocks])])
         width = int(starts[-1])
+        if width * len(table) >= 2**63:
+            raise DataError(
+                f"{self.origin}: {len(table)} rows with {width} columns of features, which 64 bits do not count",
+                hint="number the ids from 0 without gaps, or hash them: data.categorical with data.buckets",
+            )
         keys = np.concatenate(
             [rows * width + columns + start for ((rows, columns, _), _), start in zip(blocks, starts, strict=False)]
         )
@@ -190,8 +201,17 @@ class ParquetData(GraphDataModule):
 
     def _labels(self, table: Any, source: Source) -> Tensor:
         column = table[self.label]
-        if column.null_count and self.unlabelled is None:
-            Source(source.where, False).missing(self.label, pc.is_null(column).to_numpy())
+        if pa.types.is_dictionary(column.type):  # what pandas calls a category
+            column = pc.cast(column, column.type.value_type)
+        lacking = pc.is_null(column, nan_is_null=True)
+        if self.unlabelled is None and pc.any(lacking).as_py():
+            wrong = lacking.to_numpy()
+            raise DataError(
+                f"{source.where}: the column {self.label!r} has no label (null or NaN) in row {int(wrong.argmax())}, "
+                f"and in {int(wrong.sum())} of {len(wrong)} rows (rows count from 0)",
+                hint="leave these rows out, or set data.unlabelled=-1 to have them in no split",
+            )
+        column = pc.if_else(lacking, pa.scalar(None, column.type), column)
         known = pc.drop_null(column)
         if pa.types.is_floating(known.type) and pc.all(pc.equal(known, pc.round(known))).as_py() is not False:
             known = pc.cast(known, pa.int64())
@@ -210,3 +230,14 @@ class ParquetData(GraphDataModule):
         classes, self._label_values = number_labels(labels, self.num_classes)
         y[torch.from_numpy(labelled)] = classes
         return y
+
+
+def _joined(tables: dict[str, Any]) -> Any:
+    """Return the rows of what trains and of what tests, in this order."""
+    try:
+        return pa.concat_tables(tables.values(), promote_options="permissive")
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as err:
+        raise DataError(
+            f"data.path and data.test_path have columns of other types: {str(err).splitlines()[0]}",
+            hint="write both with the same types of columns",
+        ) from err

@@ -115,6 +115,8 @@ def _is_text(kind: Any) -> bool:
 def _flatten(table: Any, name: str, source: Source) -> tuple[Ints, Any]:
     """Return the row of each element of a column of lists, and the elements."""
     column = table[name].combine_chunks()
+    if pa.types.is_fixed_size_list(column.type):
+        column = pc.cast(column, pa.large_list(column.type.value_type))
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
         raise source.wrong_type(name, column.type, "lists")
     source.missing(name, pc.is_null(column).to_numpy(zero_copy_only=False))

@@ -16,7 +16,7 @@ from gtrain.data.split_edges import drop_held_out, split_edges
 from gtrain.data.validate import labelled_nodes, validate_graph
 from gtrain.errors import ConfigError
 from gtrain.graph import partition as partitions
-from gtrain.graph.tables import Array, EdgeArrays, Graph
+from gtrain.graph.tables import Array, EdgeArrays, Graph, csr_tensor
 
 Names = Sequence[str]
 
@@ -127,6 +127,12 @@ def _choose_labels(graph: Data | HeteroData, target: str | None) -> None:
     if not isinstance(graph, HeteroData) or target not in graph.node_types:
         types = ", ".join(graph.node_types) if isinstance(graph, HeteroData) else "one, which needs no name"
         raise ConfigError(f"data.target={target} is no node type", hint=f"the node types are {types}")
+    labelled = [node_type for node_type in graph.node_types if isinstance(graph[node_type].get("y"), Tensor)]
+    if labelled and target not in labelled:
+        raise ConfigError(
+            f"data.target={target}, and nodes of that type have no labels",
+            hint=f"set data.target to {' or '.join(labelled)}",
+        )
     for node_type in graph.node_types:
         if node_type != target:
             graph[node_type].pop("y", None)
@@ -162,7 +168,9 @@ def _target_edge(graph: Data | HeteroData, target: str | None) -> tuple[str, str
         return (held_out or list(graph.edge_types))[0]
     if target not in choices:
         raise ConfigError(
-            f"data.target={target} is no edge type of the graph",
+            f"data.target={target} is no edge type of the graph"
+            if target is not None
+            else f"the graph has {len(choices)} edge types, and data.target does not say which one is predicted",
             hint=f"set data.target to one of: {'; '.join(choices)}",
         )
     return choices[target]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gtrain.data.files import load_tensors
 from gtrain.errors import DataError
 
 EdgeType = tuple[str, str, str]
@@ -105,18 +105,8 @@ def load(path: Path) -> Any:
     """Load a file that holds tensors in dictionaries and lists, and refuse all else."""
     if not path.is_file():
         raise DataError(f"there is no {path}", hint=ANEW)
-    try:
-        with _containers_only():
-            return torch.load(path, weights_only=True)
-    except pickle.UnpicklingError as err:
-        raise DataError(
-            f"{path} holds Python objects other than tensors and dictionaries, which are never unpickled, since that "
-            "would run their code",
-            hint="partition the data anew, and add nothing but tensors to the files",
-        ) from err
-    except (RuntimeError, EOFError, OSError, ValueError) as err:
-        reason = str(err).splitlines()[0] if str(err) else type(err).__name__
-        raise DataError(f"{path} cannot be loaded: {reason}", hint=ANEW) from err
+    with _containers_only():
+        return load_tensors(path, ANEW)
 
 
 class Rows:

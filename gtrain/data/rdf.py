@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import logging
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ def read_ntriples(path: Path, source: str) -> RDFGraph:
             f"{path}, line {number}: no N-Triples statement: {line.strip()[:80]!r}",
             hint="write each line as <subject> <predicate> <object> . in N-Triples, or download the file again",
         ) from err
-    except (OSError, EOFError, UnicodeDecodeError) as err:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as err:
         raise DataError(f"{path} cannot be read: {err}", hint="copy or download the file again") from err
     if not sink.triples:
         raise DataError(f"{path} is empty", hint="copy or download the file again")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from gtrain.errors import ConfigError, DataError
+
+log = logging.getLogger("gtrain")
 
 KINDS = ("public", "random", "per_class", "time")
 MASKS = ("train_mask", "val_mask", "test_mask")
@@ -93,6 +96,7 @@ def split_nodes(data: Mapping[str, Any], labelled: Tensor, options: SplitOptions
     """
     if options.kind == "public":
         masks = [mask & labelled for mask in _public(data, options.index)]
+        _warn_of_overlap(masks)
     else:
         draw = {"random": _random, "per_class": _per_class, "time": _by_time}[options.kind]
         groups = draw(data, labelled.nonzero().flatten(), options)
@@ -114,6 +118,13 @@ def _public(data: Mapping[str, Any], index: int) -> list[Tensor]:
         )
     empty = torch.zeros_like(data["train_mask"])
     return [_column(data[name] if name in data else empty, index) for name in MASKS]
+
+
+def _warn_of_overlap(masks: list[Tensor]) -> None:
+    for (first, second), shared in (((0, 1), masks[0] & masks[1]), ((0, 2), masks[0] & masks[2])):
+        if count := int(shared.sum()):
+            names = [MASKS[place].removesuffix("_mask") for place in (first, second)]
+            log.warning("%d nodes are both in the %s and the %s split of the data", count, *names)
 
 
 def _column(mask: Tensor, index: int) -> Tensor:

@@ -21,9 +21,9 @@ EdgeType = tuple[str, str, str]
 def split_edges(graph: Data | HeteroData, target: EdgeType | None, options: SplitOptions) -> dict[str, int]:
     """Move edges out of the graph, so that ``val_edge_*`` and ``test_edge_*`` hold what is to be predicted.
 
-    The two directions of an undirected edge go to the same side, and so do the edges of a reverse edge type, which
-    only leave the graph: a model must not read an edge that it is asked for. Held-out edges of an undirected graph are
-    listed once.
+    The two directions of an undirected edge (of the same time and relation) go to the same side, and so do the edges
+    of a reverse edge type, which only leave the graph: a model must not read an edge that it is asked for. Held-out
+    edges of an undirected graph are listed once.
 
     Args:
         graph: changed in place.
@@ -46,7 +46,7 @@ def split_edges(graph: Data | HeteroData, target: EdgeType | None, options: Spli
             )
         return _count(edges)
     drop_held_out(graph)
-    group, representative = _groups(edges.edge_index, graph, target)
+    group, representative = _groups(edges, graph, target)
     order = _order(edges, representative, options)
     sizes = options.sizes(order.numel())
     side = torch.zeros(order.numel(), dtype=torch.int8)  # 0 train, 1 val, 2 test
@@ -69,8 +69,9 @@ def drop_held_out(graph: Data | HeteroData) -> None:
             del store[name]
 
 
-def _groups(edge_index: Tensor, graph: Data | HeteroData, target: EdgeType | None) -> tuple[Tensor, Tensor]:
+def _groups(edges: Any, graph: Data | HeteroData, target: EdgeType | None) -> tuple[Tensor, Tensor]:
     """Return the group of each edge [E], and the first edge of each group [G]; a group stays on one side."""
+    edge_index = edges.edge_index
     everyone = torch.arange(edge_index.size(1))
     if isinstance(graph, HeteroData):
         if target is None or target[0] != target[2]:
@@ -78,19 +79,38 @@ def _groups(edge_index: Tensor, graph: Data | HeteroData, target: EdgeType | Non
         num_nodes = int(graph[target[0]].num_nodes or 0)
     else:
         num_nodes = int(graph.num_nodes or 0)
-    low, high = edge_index.min(dim=0).values, edge_index.max(dim=0).values
-    if not _is_undirected(edge_index, num_nodes):
+    if not edge_index.numel():
         return everyone, everyone
-    _, group = torch.unique(low * num_nodes + high, return_inverse=True)
-    first = torch.full((int(group.max()) + 1,), everyone.numel())
-    first.scatter_reduce_(0, group, everyone, "amin")
-    return group, first
+    low, high = edge_index.min(dim=0).values, edge_index.max(dim=0).values
+    pair = torch.unique(low * num_nodes + high, return_inverse=True)[1]
+    way = (edge_index[1] - edge_index[0]).sign()
+    for mark in _marks(edges, way):
+        group = torch.unique(pair * (int(mark.max()) + 1) + mark, return_inverse=True)[1]
+        there, back = torch.unique(group[way > 0]), torch.unique(group[way < 0])
+        if there.numel() and torch.equal(there, back):
+            first = torch.full((int(group.max()) + 1,), everyone.numel())
+            return group, first.scatter_reduce_(0, group, everyone, "amin")
+    return everyone, everyone
 
 
-def _is_undirected(edge_index: Tensor, num_nodes: int) -> bool:
-    forward = torch.unique(edge_index[0] * num_nodes + edge_index[1])
-    backward = torch.unique(edge_index[1] * num_nodes + edge_index[0])
-    return forward.numel() > 0 and torch.equal(forward, backward)
+def _marks(edges: Any, way: Tensor) -> list[Tensor]:
+    """Return what the two directions of an undirected edge have in common beside their ends, ``[E]`` from 0.
+
+    The time, and the relation; or in place of that, relations 2r and 2r + 1 that are each other's ways back.
+
+    Args:
+        edges: the storage of the edges.
+        way: 1 from the smaller id to the larger, -1 the other way, 0 for a self-loop.
+    """
+    time = torch.zeros_like(way)
+    if isinstance(edges.get("edge_time"), Tensor):
+        time = torch.unique(edges.edge_time, return_inverse=True)[1]
+    if not isinstance(edges.get("edge_type"), Tensor):
+        return [time]
+    there = edges.edge_type
+    both = torch.where(way < 0, there ^ 1, torch.where(way == 0, there & ~1, there))
+    times = int(time.max()) + 1
+    return [there * times + time, both * times + time]
 
 
 def _order(edges: Any, representative: Tensor, options: SplitOptions) -> Tensor:

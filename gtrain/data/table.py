@@ -84,6 +84,8 @@ def read_table(path: Path, *, integers: int | None, header: bool, widths: tuple[
         columns = _parse(text, separator, kinds, skip=int(named))
     except pa.ArrowInvalid as err:
         raise _malformed(path, text, separator, kinds, skip=int(named)) from err
+    if not len(columns[0]):
+        raise DataError(f"{path} has no line below the names of its columns", hint="name a file with rows of numbers")
     return Table(path, columns, named)
 
 

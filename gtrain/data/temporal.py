@@ -119,7 +119,8 @@ class TemporalData(GraphDataModule):
         """Return the times as int64, scaled."""
         if events.time.dtype == np.int64 and self.time_scale == 1:
             return events.time
-        scaled = events.time * self.time_scale
+        scaled = events.time.astype(np.float64) * self.time_scale
+        _check_range(events, scaled)
         whole = np.round(scaled)
         uneven = np.abs(scaled - whole) > 1e-6 * np.maximum(1, np.abs(scaled))
         if uneven.any():
@@ -130,6 +131,17 @@ class TemporalData(GraphDataModule):
                 hint="set data.time_scale=1000 to keep thousandths, and so on",
             )
         return whole.astype(np.int64)
+
+
+def _check_range(events: Events, times: NDArray[np.float64] | Ints) -> None:
+    """Refuse times that int64 does not hold, and so would wrap around."""
+    wrong = np.abs(times.astype(np.float64)) >= 2.0**63
+    if wrong.any():
+        row = int(wrong.argmax())
+        raise DataError(
+            f"{events.where(row)}: the time {events.time[row]} is beyond 64 bits",
+            hint="correct the line, or lower data.time_scale",
+        )
 
 
 def _compact(events: Events, column: Any) -> tuple[Ints, Any]:

@@ -59,7 +59,7 @@ def _check_index(name: str, edges: object, sizes: tuple[int, int], origin: str) 
         raise DataError(
             f"{origin}: edge {edge}{held} joins {int(edges[0, edge])} and {int(edges[1, edge])}, and the graph has "
             f"{there}",
-            hint="correct the edges, or raise the number of nodes (data.num_nodes)",
+            hint="correct the edges, or give the graph more nodes",
         )
 
 

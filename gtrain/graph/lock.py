@@ -40,7 +40,7 @@ def file_lock(path: Path, say: Callable[[str], None]) -> Iterator[None]:
 
     Its folder is made, and removed again where the block fails and leaves it empty.
     """
-    with _cleaned_on_error(path.parent):
+    with made_folder(path.parent):
         descriptor = _acquire(path, say)
         try:
             yield
@@ -75,7 +75,7 @@ def _is_still(path: Path, descriptor: int) -> bool:
 
 
 @contextlib.contextmanager
-def _cleaned_on_error(folder: Path) -> Iterator[None]:
+def made_folder(folder: Path) -> Iterator[None]:
     """Make ``folder``, and remove what was made of it if the block fails and left it empty."""
     made = [level for level in (folder, *folder.parents) if not level.exists()]
     folder.mkdir(parents=True, exist_ok=True)

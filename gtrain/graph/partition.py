@@ -137,9 +137,10 @@ def read_assignment(path: str | Path) -> Tensor:
     wanted = "write one integer for each node, its part, as text or with numpy.save"
     try:
         values = np.load(path) if path.suffix == ".npy" else _read_integers(path)
-    except (ValueError, OverflowError, EOFError) as err:
+    except Exception as err:  # numpy's reader of a garbled file may stumble in any way
+        reason = str(err).split(". If you trust")[0]  # numpy's advice is to unpickle it
         raise DataError(
-            f"data.partition_path={path}: cannot be read as one integer per node ({err})", hint=wanted
+            f"data.partition_path={path}: cannot be read as one integer per node ({reason})", hint=wanted
         ) from err
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
         found = f"{values.dtype} of shape {list(values.shape)}"

@@ -1,6 +1,6 @@
 """The agent: starts every process of a job once, watches them, and names the first cause of a failure.
 
-The agent owns no rank and touches no tensor. It forks, so that all ranks share the imports of one process. One launch
+The agent owns no rank and touches no tensor. It forks, so that all processes share the imports of one. One launch
 covers the whole task (fit, validate, test). However the agent ends, no child outlives it: the kernel kills a child
 whose parent dies.
 """
@@ -8,62 +8,25 @@ whose parent dies.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
-import json
 import os
 import selectors
 import signal
-import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gtrain.errors import ConfigError, GtrainError, RankFailedError
-from gtrain.launch import slot as slots
-from gtrain.launch.logs import capture, log_path
-from gtrain.launch.slot import JobContext, Slot
+from gtrain.launch.blame import ending, error_of, first_cause, is_users_mistake
+from gtrain.launch.children import Child, Post
+from gtrain.launch.job import Job, posts_of, start
+from gtrain.launch.roles import RolePlan, check_shape
+from gtrain.launch.slot import LOOPBACK
+from gtrain.launch.sockets import listen_tcp
 
 PRELOAD = "gtrain.launch.preload"
 ECHO_SECONDS = 0.5  # how long after the first failure others may still report an earlier cause
-GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
-_PR_SET_PDEATHSIG = 1
-
-
-@dataclass
-class Child:
-    """A forked process as the agent sees it."""
-
-    slot: Slot
-    pid: int
-    pidfd: int
-    reports: int  # read end of its pipe
-    pending: bytes = b""
-    status: int | None = None  # exit code, or minus the signal; None while alive
-    ended_ns: int = 0
-    done: bool = False
-    result: Any = None
-    failure: dict[str, Any] | None = None
-    killed_by_agent: bool = False
-
-    @property
-    def failed(self) -> bool:
-        """Ended, and not by coming to the end of its task."""
-        return self.status is not None and not (self.status == 0 and self.done)
-
-
-@dataclass
-class Job:
-    """The processes of one launch."""
-
-    num_nodes: int
-    devices: int
-    log_dir: Path
-    children: list[Child] = field(default_factory=list)
 
 
 def run_local(
@@ -72,6 +35,9 @@ def run_local(
     num_nodes: int = 1,
     devices: int = 1,
     log_dir: str | os.PathLike[str] = "logs",
+    roles: Sequence[RolePlan] = (),
+    config: Any = None,
+    key_file: str | None = None,
 ) -> Any:
     """Run ``task(*args)`` in ``num_nodes * devices`` processes of this machine and wait for all of them.
 
@@ -80,174 +46,119 @@ def run_local(
         args: passed to every rank as they are (the ranks are forks: nothing is pickled).
         num_nodes: machines to simulate.
         devices: ranks on each of them.
-        log_dir: each rank writes ``rank-<r>.log`` there; rank 0 writes to the terminal too.
+        log_dir: each rank writes ``rank-<r>.log`` there, each server ``<role>-<r>.log``; rank 0 writes to the terminal
+            too.
+        roles: servers to start beside the ranks, and how often what died is started again.
+        config: what servers find as ``context.config``.
+        key_file: keys of the job; with them servers listen on TCP with CURVE, and not at sockets of this machine.
 
     Returns:
         What rank 0 returned, where JSON can hold it.
 
     Raises:
         GtrainError: as a rank raised it, when the first failure is a user's mistake.
-        RankFailedError: names the rank that failed first, how, and where its log is.
+        RankFailedError: names the process that failed first, how, and where its log is.
     """
-    if num_nodes < 1 or devices < 1:
-        raise ConfigError(
-            f"num_nodes={num_nodes} and devices={devices} were set; both must be at least 1.",
-            hint="ranks = num_nodes * devices.",
-        )
+    check_shape(num_nodes, devices, None)
+    with listen_tcp(LOOPBACK).socket as store:
+        port = store.getsockname()[1]
+        logs = Path(log_dir).absolute()
+        job = Job(num_nodes, devices, logs, port=port, store=store, roles=roles, config=config, key_file=key_file)
+        return run(job, lambda: posts_of(job, task, args))
+
+
+def run(job: Job, make_posts: Callable[[], Sequence[Post]]) -> Any:
+    """Run a job, or one machine's share of it, to its end.
+
+    Args:
+        job: its shape; without processes yet.
+        make_posts: makes the posts to fill, and binds their sockets as ``job.listeners``.
+
+    Returns:
+        What rank 0 returned, if it is here and JSON can hold it.
+
+    Raises:
+        GtrainError, RankFailedError: see :func:`run_local`.
+    """
     importlib.import_module(PRELOAD)
-    job = Job(num_nodes, devices, Path(log_dir).absolute())
     job.log_dir.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
     with _terminate_on_signals():
         try:
-            _start(job, task, args)
-            _watch(job)
+            for post in make_posts():
+                job.children.append(start(job, post, 0))
+            failed = _watch(job)
         finally:
             _end(job)
-    _raise_first_cause(job)
-    return next(child.result for child in job.children if child.slot.rank == 0)
-
-
-# ---------------------------------------------------------------------------------------------------- starting
-
-
-def _start(job: Job, task: str | Callable[..., Any], args: Sequence[Any]) -> None:
-    """Fork one child for each slot. The job's key-value store gets a socket bound here, so no port can be lost."""
-    with socket.socket() as store:
-        store.bind(("127.0.0.1", 0))
-        store.listen(1024)
-        for node in range(job.num_nodes):
-            for local in range(job.devices):
-                _fork(job, Slot("worker", node * job.devices + local, node, local), store, task, args)
-
-
-def _fork(job: Job, slot: Slot, store: socket.socket, task: str | Callable[..., Any], args: Sequence[Any]) -> None:
-    read_end, write_end = os.pipe()
-    agent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        os.close(read_end)
-        for sibling in job.children:
-            os.close(sibling.reports)
-            os.close(sibling.pidfd)
-        port = store.getsockname()[1]
-        store_fd = store.detach() if slot.rank == 0 else None
-        store.close()  # a detached socket has nothing left to close
-        _child(JobContext(slot, job.num_nodes, job.devices, port, store_fd, write_end, job.log_dir), agent, task, args)
-    os.close(write_end)
-    job.children.append(Child(slot, pid, os.pidfd_open(pid), read_end))
-
-
-def _child(context: JobContext, agent: int, task: str | Callable[..., Any], args: Sequence[Any]) -> None:
-    """The life of a rank. Never returns: it leaves by ``os._exit``, past the agent's own exit handlers."""
-    code, slot = 1, context.slot
-    try:
-        _die_with(agent)
-        os.setpgid(0, 0)  # Ctrl-C reaches the agent alone, which ends the ranks in order
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        capture(log_path(context.log_dir, slot.label), terminal=slot.role == "worker" and slot.rank == 0)
-        slots.enter(context)
-        result = _resolve(task)(*args)
-        slots.report("done", result=result if _is_json(result) else None)
-        code = 0
-    except SystemExit as exit_request:
-        code = exit_request.code if isinstance(exit_request.code, int) else 1
-        if code:
-            slots.report_failure(exit_request)
-    except BaseException as exception:  # noqa: BLE001 - whatever ends a rank is reported, then the process ends
-        slots.report_failure(exception)
-        _log_failure(context, exception)
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
-
-
-def _die_with(agent: int) -> None:
-    """Have the kernel kill this process when the agent dies, however it dies."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != agent:  # it died between the fork and the line above
-        os._exit(1)
-
-
-def _log_failure(context: JobContext, exception: BaseException) -> None:
-    """Keep the traceback in the log file alone: the terminal gets the agent's one message."""
-    with open(log_path(context.log_dir, context.slot.label), "a") as log:
-        log.write("".join(traceback.format_exception(exception)))
-
-
-def _resolve(task: str | Callable[..., Any]) -> Callable[..., Any]:
-    if callable(task):
-        return task
-    module, _, name = task.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return function
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
+            for listener in job.listeners:
+                listener.close()
+    if failed and (child := first_cause(job.children)) is not None:
+        raise error_of(child, job.size(child.slot.role), job.log_dir)
+    return next((child.result for child in job.lasting if child.slot.rank == 0), None)
 
 
 # ---------------------------------------------------------------------------------------------------- watching
 
 
-def _watch(job: Job) -> None:
-    """Return when every child ended, or :data:`ECHO_SECONDS` after the first of them failed."""
+def _watch(job: Job) -> bool:
+    """Return False when every worker came to its end, True :data:`ECHO_SECONDS` after a first failure."""
     deadline: float | None = None
     with selectors.DefaultSelector() as selector:
         for child in job.children:
-            selector.register(child.pidfd, selectors.EVENT_READ, child)
-            selector.register(child.reports, selectors.EVENT_READ, child)
-        while any(child.status is None for child in job.children):
+            _register(selector, child)
+        if job.leash is not None:
+            selector.register(job.leash, selectors.EVENT_READ)
+        while not _over(job, failing=deadline is not None):
             for key, _ in selector.select(0.05 if deadline else 1.0):
-                child = key.data
-                if key.fd == child.reports:
-                    if not _read_reports(child):
-                        selector.unregister(child.reports)
-                elif _reap(child):
-                    selector.unregister(child.pidfd)
-            if deadline is None and any(child.failed for child in job.children):
-                deadline = time.monotonic() + ECHO_SECONDS
-            if deadline is not None and time.monotonic() >= deadline:
+                if key.data is None:
+                    return False  # the rank that this agent's servers belong to has ended
+                _heed(selector, key.data, key.fd)
+            if deadline is None:
+                _refill(job, selector)
+                if any(child.failed for child in job.children):
+                    deadline = time.monotonic() + ECHO_SECONDS
+            elif time.monotonic() >= deadline:
                 break
     for child in job.children:  # what was written just before the end
-        while _read_reports(child, wait=False):
-            pass
+        child.read_reports()
+    return deadline is not None
 
 
-def _read_reports(child: Child, wait: bool = True) -> bool:
-    """Take in what the child wrote; False at the end of its pipe."""
-    if not wait:
-        os.set_blocking(child.reports, False)
-    try:
-        data = os.read(child.reports, 65536)
-    except BlockingIOError:
-        return False
-    *lines, child.pending = (child.pending + data).split(b"\n")
-    for line in lines:
-        message = json.loads(line)
-        if message["kind"] == "done":
-            child.done, child.result = True, message["result"]
-        else:
-            child.failure = child.failure or message
-    return bool(data)
+def _over(job: Job, *, failing: bool) -> bool:
+    """Whether there is nothing left to wait for: no worker, or, after a failure, no process at all."""
+    waited_for = job.children if failing or job.leash is not None else job.lasting
+    return all(child.status is not None for child in waited_for)
 
 
-def _reap(child: Child) -> bool:
-    """Collect the exit status if the child has ended."""
-    pid, status = os.waitpid(child.pid, os.WNOHANG)
-    if pid == 0:
-        return False
-    child.status, child.ended_ns = os.waitstatus_to_exitcode(status), time.monotonic_ns()
-    return True
+def _register(selector: selectors.BaseSelector, child: Child) -> None:
+    selector.register(child.pidfd, selectors.EVENT_READ, child)
+    selector.register(child.reports, selectors.EVENT_READ, child)
+
+
+def _heed(selector: selectors.BaseSelector, child: Child, descriptor: int) -> None:
+    """Take in a child's report, or its end."""
+    if descriptor == child.reports:
+        if not child.read_reports():
+            selector.unregister(descriptor)
+    elif child.reap():
+        selector.unregister(descriptor)
+        child.read_reports()
+
+
+def _refill(job: Job, selector: selectors.BaseSelector) -> None:
+    """Fill the posts of those who died and may be started again; a mistake of the user's would only repeat itself."""
+    for index, child in enumerate(job.children):
+        if not child.failed or child.restarts >= child.post.restarts or is_users_mistake(child):
+            continue
+        with contextlib.suppress(KeyError):
+            selector.unregister(child.reports)
+        child.close()
+        number, limit = child.restarts + 1, child.post.restarts
+        said = ending(child, job.size(child.slot.role))
+        print(f"gtrain: {said}; it is started again ({number} of {limit})", file=sys.stderr, flush=True)
+        job.children[index] = start(job, child.post, number, selector.fileno())  # type: ignore[attr-defined]
+        _register(selector, job.children[index])
 
 
 # ---------------------------------------------------------------------------------------------------- ending
@@ -255,28 +166,25 @@ def _reap(child: Child) -> bool:
 
 def _end(job: Job) -> None:
     """Leave no process behind: SIGTERM, then SIGKILL to each child's whole process group."""
-    _signal_all(job, signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_SECONDS
-    while any(child.status is None for child in job.children) and time.monotonic() < deadline:
-        for child in job.children:
-            if child.status is None and not _reap(child):
-                time.sleep(0.01)
-    _signal_all(job, signal.SIGKILL)
+    began = time.monotonic()
     for child in job.children:
-        if child.status is None:
-            child.status, child.ended_ns = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1]), time.monotonic_ns()
-        os.close(child.reports)
-        os.close(child.pidfd)
+        child.signal(signal.SIGTERM)
+    for child in sorted(job.children, key=lambda child: child.post.stop_seconds):
+        _await_end(child, began + child.post.stop_seconds)
+    for child in job.children:
+        child.signal(signal.SIGKILL)
+        child.reap(wait=True)
+        child.close()
 
 
-def _signal_all(job: Job, number: signal.Signals) -> None:
-    for child in job.children:
-        if child.status is not None:
-            continue
-        child.killed_by_agent = True
-        for kill in (os.killpg, os.kill):  # the group does not exist before the child has made it
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                kill(child.pid, number)
+def _await_end(child: Child, deadline: float) -> None:
+    while child.status is None and (left := deadline - time.monotonic()) > 0:
+        with selectors.DefaultSelector() as selector:
+            selector.register(child.pidfd, selectors.EVENT_READ)
+            selector.select(left)
+        child.reap()
+    if child.status is None and not child.post.has_end:
+        print(f"gtrain: {child.slot.label} did not end in {child.post.stop_seconds:g} s and is killed", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -297,37 +205,3 @@ def _terminate_on_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _raise_first_cause(job: Job) -> None:
-    """Name the child that failed first, if any did."""
-    causes = [_cause(child) for child in job.children if child.failed and not child.killed_by_agent or child.failure]
-    if not causes:
-        return
-    _, _, child = min(causes, key=lambda cause: cause[:2])
-    log = log_path(job.log_dir, child.slot.label)
-    failure = child.failure
-    if failure is not None and failure["user"] and not failure["echo"]:
-        raise GtrainError(failure["message"], hint=failure["hint"])
-    where = f"{child.slot.label} of {len(job.children)} (machine {child.slot.node})"
-    if failure is not None:
-        text = failure["message"] or "no message"
-        raise RankFailedError(f"{where} failed with {failure['type']}: {text}", hint=f"the full traceback is in {log}")
-    message, hint = _describe_death(where, child.status or 0, log)
-    raise RankFailedError(message, hint=hint)
-
-
-def _cause(child: Child) -> tuple[bool, int, Child]:
-    """Order of blame: what is no echo of another's end comes first, then what came first in time."""
-    if child.failure is not None:
-        return child.failure["echo"], child.failure["time_ns"], child
-    return False, child.ended_ns, child
-
-
-def _describe_death(where: str, status: int, log: Path) -> tuple[str, str]:
-    """Message and hint for a process that ended without saying why; ``status`` is negative for a signal."""
-    if status < 0:
-        advice = "the kernel kills with SIGKILL when memory runs out; " if -status == signal.SIGKILL else ""
-        name = signal.Signals(-status).name
-        return f"{where} was killed by {name} (signal {-status}).", f"{advice}the rank's log is {log}"
-    return f"{where} ended with exit code {status} before its task was done.", f"the rank's log is {log}"

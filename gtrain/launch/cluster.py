@@ -4,16 +4,39 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from gtrain.errors import ConfigError
 
 LOCAL = "local"
-KINDS = ("auto", LOCAL, "torchrun", "slurm")
+MANUAL = "manual"
+KINDS = ("auto", LOCAL, "torchrun", "slurm", MANUAL)
 _INTERACTIVE = ("bash", "interactive")
 
 
+@dataclass(frozen=True)
+class External:
+    """The place in a job that another launcher gave this process.
+
+    Attributes:
+        rank: of all processes.
+        size: number of all processes.
+        local: number on its machine, from 0.
+        local_size: processes of its machine.
+        machine: number of its machine.
+        machines: number of machines.
+    """
+
+    rank: int
+    size: int
+    local: int
+    local_size: int
+    machine: int
+    machines: int
+
+
 def resolve(kind: str, environ: Mapping[str, str] = os.environ) -> str:
-    """The launcher of this process: ``local`` (our agent forks the ranks), ``torchrun`` or ``slurm``.
+    """The launcher of this process: ``local`` or ``manual`` (our agent forks the ranks), ``torchrun`` or ``slurm``.
 
     Args:
         kind: ``cluster.kind`` of the configuration.
@@ -27,7 +50,7 @@ def resolve(kind: str, environ: Mapping[str, str] = os.environ) -> str:
         return found
     if kind not in KINDS:
         raise ConfigError(f"cluster={kind} was set.", hint=f"the launchers are {', '.join(KINDS)}.")
-    if kind not in (LOCAL, found):
+    if kind not in (LOCAL, MANUAL, found):
         raise ConfigError(
             f"cluster={kind} was set, but {kind} did not start this process: its environment variables are absent.",
             hint=f"start the command with {kind}, or leave cluster=auto.",
@@ -49,3 +72,18 @@ def external_rank_and_size(kind: str, environ: Mapping[str, str] = os.environ) -
     """Rank and world size that another launcher gave this process."""
     names = ("RANK", "WORLD_SIZE") if kind == "torchrun" else ("SLURM_PROCID", "SLURM_NTASKS")
     return int(environ[names[0]]), int(environ[names[1]])
+
+
+def external_place(kind: str, environ: Mapping[str, str] = os.environ) -> External:
+    """Where in its job another launcher put this process; what it does not say is taken to be one machine."""
+    rank, size = external_rank_and_size(kind, environ)
+    names = (
+        ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+        if kind == "torchrun"
+        else ("SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", "SLURM_NODEID", "SLURM_NNODES")
+    )
+    machines = int(environ.get(names[3]) or 1)
+    local_size = int(environ.get(names[1]) or max(1, size // machines))
+    machine = int(environ.get(names[2]) or 0)
+    local = int(environ.get(names[0]) or (rank if machines == 1 else rank % local_size))
+    return External(rank, size, local, local_size, machine, machines)

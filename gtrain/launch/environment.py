@@ -17,7 +17,7 @@ from gtrain.launch.slot import JobContext
 
 
 class AgentEnvironment(ClusterEnvironment):
-    """A rank that the agent forked on this machine; machines are simulated."""
+    """A process that the agent forked on this machine."""
 
     def __init__(self, context: JobContext) -> None:
         self._context = context
@@ -28,7 +28,7 @@ class AgentEnvironment(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        return "127.0.0.1"
+        return self._context.host
 
     @property
     def main_port(self) -> int:
@@ -85,7 +85,7 @@ def ranks_on_this_machine() -> int:
     """How many ranks share this machine's cores; simulated machines share them too."""
     context = slots.current()
     if context is not None:
-        return context.world_size
+        return context.world_size if context.simulated else context.devices
     kind = cluster.detect()
     if kind == "torchrun":
         return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

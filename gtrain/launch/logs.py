@@ -1,4 +1,4 @@
-"""One log file a rank."""
+"""One log file a process."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ def log_path(log_dir: Path, label: str) -> Path:
     return log_dir / f"{label.replace(' ', '-')}.log"
 
 
-def capture(path: Path, *, terminal: bool) -> None:
+def capture(path: Path, *, terminal: bool, append: bool = False) -> None:
     """Send this process's output to its log file.
 
     Args:
-        path: the file, written anew.
+        path: the file.
         terminal: also let what Python prints through to the terminal; else the file alone gets it, and what compiled
             code prints as well.
+        append: go on with the file of the process that was in this place before; else the file is written anew.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    log = open(path, "w", buffering=1)  # noqa: SIM115 - open as long as the process lives
+    log = open(path, "a" if append else "w", buffering=1)  # noqa: SIM115 - open as long as the process lives
     if terminal:
         before = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = _Tee(sys.stdout, log), _Tee(sys.stderr, log)  # type: ignore[assignment]

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gtrain.errors import GtrainError, PeerLostError
+
+WORKER = "worker"
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -17,7 +21,7 @@ class Slot:
     """One process of the job.
 
     Attributes:
-        role: ``worker``, or the name of a server role.
+        role: ``worker``, or the name of a server role, such as ``parameter``.
         rank: number within the role, from 0.
         node: machine (real or simulated) that the process belongs to, from 0.
         local: number among the processes of that role on its machine, from 0.
@@ -31,7 +35,23 @@ class Slot:
     @property
     def label(self) -> str:
         """``rank 2`` for a worker, ``<role> 0`` for a server: how messages and log files name the process."""
-        return f"rank {self.rank}" if self.role == "worker" else f"{self.role} {self.rank}"
+        return f"rank {self.rank}" if self.role == WORKER else f"{self.role} {self.rank}"
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The servers of a job, as every process of it knows them.
+
+    Attributes:
+        counts: number of servers of each role, in the whole job.
+        addresses: where they listen, in rank order, of those roles whose addresses were known when this process
+            began; the others are in the job's key-value store.
+        key_file: the keys with which this job's processes know each other; None where no address leaves the machine.
+    """
+
+    counts: Mapping[str, int] = field(default_factory=dict)
+    addresses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    key_file: str | None = None
 
 
 @dataclass(frozen=True)
@@ -40,12 +60,19 @@ class JobContext:
 
     Attributes:
         slot: this process.
-        num_nodes: machines of the job, here simulated by processes of one machine.
+        num_nodes: machines of the job.
         devices: workers of each machine.
-        port: loopback port of the job's key-value store.
-        store_fd: listening socket of that store; only rank 0 has it and serves, elsewhere None.
+        port: port of the job's key-value store.
+        store_fd: listening socket of that store in the process that serves it, elsewhere None.
         report_fd: write end of the pipe to the agent; one JSON object a line.
-        log_dir: folder of the ranks' logs.
+        log_dir: folder of the logs.
+        host: how this process reaches the store.
+        route: how other machines reach it; a loopback address where the whole job is on this machine.
+        simulated: whether all machines of the job are simulated by processes of this one.
+        restarts: how many times the slot was started again before this process.
+        descriptor: a server's listening socket, bound before the fork; None for a worker.
+        address: what to connect to in order to reach that socket; None for a worker.
+        roster: the servers of the job.
     """
 
     slot: Slot
@@ -55,6 +82,13 @@ class JobContext:
     store_fd: int | None
     report_fd: int
     log_dir: Path
+    host: str = LOOPBACK
+    route: str = LOOPBACK
+    simulated: bool = True
+    restarts: int = 0
+    descriptor: int | None = None
+    address: str | None = None
+    roster: Roster = field(default_factory=Roster)
 
     @property
     def world_size(self) -> int:
@@ -63,6 +97,7 @@ class JobContext:
 
 
 _context: JobContext | None = None
+_roster = Roster()
 _failure_reported = False
 
 
@@ -73,8 +108,24 @@ def current() -> JobContext | None:
 
 def enter(context: JobContext) -> None:
     """Take up a place in a job; called once, first thing after the fork."""
-    global _context, _failure_reported
-    _context, _failure_reported = context, False
+    global _context, _roster, _failure_reported
+    _context, _roster, _failure_reported = context, context.roster, False
+
+
+def roster() -> Roster:
+    """The servers of this process's job; an empty roster where it has none."""
+    return _roster
+
+
+def set_roster(found: Roster) -> None:
+    """Say which servers the job has: for a rank that another launcher started."""
+    global _roster
+    _roster = found
+
+
+def restarts() -> int:
+    """How many times the agent has started this process's slot again."""
+    return 0 if _context is None else _context.restarts
 
 
 def report(kind: str, **fields: Any) -> None:
@@ -105,10 +156,10 @@ def describe(exception: BaseException) -> dict[str, Any]:
 
 
 def _is_echo(exception: BaseException | None) -> bool:
-    """Whether a lost peer lies anywhere in the chain of causes."""
+    """Whether a lost peer lies anywhere in the chain of causes. ``gtrain.wire`` marks such errors of its own."""
     seen: set[int] = set()
     while exception is not None and id(exception) not in seen:  # a chain may bite its own tail
-        if isinstance(exception, PeerLostError):
+        if isinstance(exception, PeerLostError) or getattr(exception, "echo", False):
             return True
         seen.add(id(exception))
         exception = exception.__cause__ or exception.__context__

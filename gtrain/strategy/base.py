@@ -17,13 +17,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.nn import Module
 from torch_geometric.data import Data, HeteroData
-from torchmetrics import Metric
 
 from gtrain.data.loader import SeedLoader
 from gtrain.errors import ConfigError
@@ -32,6 +30,7 @@ from gtrain.launch import slot as slots
 from gtrain.launch.environment import agent_environment, find_environment
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy import trainer_checks
+from gtrain.strategy.collectives import GroupCollectives
 from gtrain.strategy.counters import Counters
 from gtrain.strategy.forming import form_group
 from gtrain.strategy.gradients import sum_gradients
@@ -42,7 +41,7 @@ _OWN = ("loops", "epoch", "global_step", "optimizer_states", "lr_schedulers")  #
 _DTYPES = {"64-true": torch.float64, "32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
-class GraphStrategy(ParallelStrategy):
+class GraphStrategy(GroupCollectives):
     """A Lightning strategy whose ranks each hold a part of a partitioned graph.
 
     Args:
@@ -157,6 +156,8 @@ class GraphStrategy(ParallelStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         trainer_checks.check_trainer(self.strategy_name, trainer, self.precisions, self.full_batch)
+        if not self.lockstep:
+            trainer_checks.check_unequal_steps(self.strategy_name, trainer)
         assert self.lightning_module is not None
         self.check_module(self.lightning_module)
         super().setup(trainer)
@@ -276,36 +277,6 @@ class GraphStrategy(ParallelStrategy):
             yield
         finally:
             self._accumulating = False
-
-    # ------------------------------------------------------------------------ Lightning's collectives
-
-    def barrier(self, name: str | None = None) -> None:
-        self.group.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self.group.broadcast_object(obj, src)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if not isinstance(tensor, Tensor) or self.world_size == 1:
-            return tensor
-        op = (reduce_op if isinstance(reduce_op, str) else getattr(reduce_op, "name", "sum")).lower()
-        value = tensor.clone() if tensor.is_floating_point() else tensor.to(torch.float64)
-        return self.group.all_reduce(value, op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        if sync_grads and self.world_size > 1:
-            raise ConfigError(
-                f"all_gather(sync_grads=True) is not served by strategy={self.strategy_name}.",
-                hint="gather without gradients, or let the loss be local: gradients are summed over the ranks.",
-            )
-        return torch.stack(self.group.all_gather(tensor))
-
-    def _synchronise_metrics(self, module: Module) -> None:
-        """Have every torchmetrics metric gather over our group: by default it looks for torch's default group."""
-        for metric in module.modules():
-            if isinstance(metric, Metric):
-                metric.distributed_available_fn = lambda: self.world_size > 1
-                metric.dist_sync_fn = lambda tensor, group=None: self.group.all_gather(tensor)
 
     # ------------------------------------------------------------------------ checkpoints
 

@@ -5,7 +5,18 @@ from __future__ import annotations
 import os
 import resource
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+class Meter(Protocol):
+    """Something that counts by itself and is read where recording begins and ends."""
+
+    def start(self) -> None:
+        """Recording begins."""
+
+    def stop(self) -> None:
+        """Recording ends."""
 
 
 @dataclass
@@ -18,6 +29,7 @@ class Counters:
         comm_seconds: from posting a transfer to its completion, summed over transfers.
         wait_seconds: part of that during which the rank stood still.
         recording: training epochs count, evaluation and set-up do not.
+        meters: told when recording starts and stops.
     """
 
     bytes_sent: int = 0
@@ -25,6 +37,20 @@ class Counters:
     comm_seconds: float = 0.0
     wait_seconds: float = 0.0
     recording: bool = False
+    meters: list[Meter] = field(default_factory=list, repr=False, compare=False)
+
+    def start(self) -> None:
+        """Begin to count: a training epoch goes on."""
+        self.recording = True
+        for meter in self.meters:
+            meter.start()
+
+    def stop(self) -> None:
+        """Count no longer."""
+        if self.recording:
+            for meter in reversed(self.meters):
+                meter.stop()
+        self.recording = False
 
     def sent(self, nbytes: int) -> None:
         """Count a payload that leaves this rank."""
@@ -45,7 +71,8 @@ class Counters:
 
     def as_dict(self) -> dict[str, float]:
         """The four figures by name."""
-        return {name: value for name, value in asdict(self).items() if name != "recording"}
+        names = ("bytes_sent", "bytes_received", "comm_seconds", "wait_seconds")
+        return {name: getattr(self, name) for name in names}
 
 
 def rss_bytes() -> int:

@@ -6,23 +6,21 @@ unasked. Without one, all traffic of a job goes through here, is counted here, a
 
 from __future__ import annotations
 
-import atexit
-import os
 import pickle
 import time
 from collections.abc import Sequence
-from datetime import timedelta
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from gtrain.errors import PeerLostError
-from gtrain.launch.environment import AgentEnvironment
 from gtrain.strategy.counters import Counters
-from gtrain.strategy.rendezvous import job_store
+
+if TYPE_CHECKING:
+    from gtrain.strategy.forming import Forming
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -32,7 +30,6 @@ _OPS = {
     "min": dist.ReduceOp.MIN,
 }
 _SMALL = 1024
-_groups_formed = 0
 
 
 class Transfer:
@@ -56,6 +53,21 @@ class Transfer:
         return self._tensor
 
 
+@dataclass(frozen=True)
+class Membership:
+    """A process's place in one incarnation of a group that is formed again and again.
+
+    Attributes:
+        incarnation: its number; a later group has a larger one.
+        members: the job's ranks that belong to it, ascending.
+        backend: gloo's group, or None for a group of one.
+    """
+
+    incarnation: int
+    members: tuple[int, ...]
+    backend: Any
+
+
 class Group:
     """All workers of a job; a group of one does nothing.
 
@@ -64,6 +76,8 @@ class Group:
         size: number of ranks.
         backend: gloo's group, or None for a group of one.
         counters: where traffic is counted; None: a count of the group's own.
+        forming: how the group is formed anew; None: it cannot be.
+        incarnation: how often members came and went before; -1 outside of the group.
     """
 
     def __init__(
@@ -72,10 +86,46 @@ class Group:
         size: int = 1,
         backend: Any = None,
         counters: Counters | None = None,
+        forming: Forming | None = None,
+        incarnation: int = 0,
     ) -> None:
         self.rank, self.size = rank, size
         self.counters = counters or Counters()
-        self._backend = backend
+        self.incarnation = incarnation
+        self._backend, self._forming = backend, forming
+        self._tag = 0
+
+    # ------------------------------------------------------------------------------------------ coming and going
+
+    def reform(self) -> None:
+        """Form the group anew, after a communication failed because a member died or left.
+
+        Every member that is left calls it; so does a rank that was started again, which comes in by it. It waits until
+        all are here. What was under way in the group before is lost: whether one rank had finished a communication that
+        failed for another is for the caller to settle, by sending again what all agree on.
+
+        Raises:
+            PeerLostError: nobody came back in time.
+        """
+        if self._forming is None:
+            raise PeerLostError("this group cannot be formed anew")
+        self.close()
+        if self.incarnation < 0:
+            self._forming.come_back()
+        self.take(self._forming.meet(self.incarnation))
+
+    def leave(self) -> None:
+        """Be no member any more; the others form the group anew without this rank, which is alone from now on."""
+        self.close()
+        if self._forming is not None:
+            self._forming.leave()
+        self.rank, self.size, self._forming = 0, 1, None
+
+    def take(self, place: Membership) -> None:
+        """Be a member of this incarnation."""
+        assert self._forming is not None
+        self.incarnation, self._backend = place.incarnation, place.backend
+        self.rank, self.size = place.members.index(self._forming.rank), len(place.members)
         self._tag = 0
 
     # ------------------------------------------------------------------------------------------ point to point
@@ -203,42 +253,6 @@ class Group:
             return call(*args)
         except RuntimeError as error:
             raise PeerLostError(f"a peer is gone or silent: {error}") from error
-
-
-def form_group(environment: Any, rank: int, size: int, timeout_seconds: float, counters: Counters) -> Group:
-    """Form the group of a job's workers; every rank calls it the same number of times, in the same order.
-
-    Args:
-        environment: Lightning's cluster environment of this process.
-        rank: this worker.
-        size: number of workers.
-        timeout_seconds: how long any one communication may take.
-        counters: where its traffic is counted.
-    """
-    global _groups_formed
-    if size == 1:
-        return Group(counters=counters)
-    _groups_formed += 1
-    timeout = timedelta(seconds=timeout_seconds)
-    store = PrefixStore(f"gtrain-group-{_groups_formed}", job_store(environment))
-    gloo: Any = ProcessGroupGloo  # its methods are not in the type stubs
-    options = gloo._Options()
-    options._timeout = timeout
-    options._devices = [_device(environment)]
-    group = Group(rank, size, Group.guard(gloo, store, rank, size, options), counters)
-    # gloo's threads must end before the interpreter does, or the C++ runtime aborts the process on its way out
-    atexit.register(group.close)
-    return group
-
-
-def _device(environment: Any) -> Any:
-    """The network interface of gloo: loopback where the agent started all ranks on this machine."""
-    if isinstance(environment, AgentEnvironment):
-        return ProcessGroupGloo.create_device(hostname="127.0.0.1")
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    return (
-        ProcessGroupGloo.create_device(interface=interface) if interface else ProcessGroupGloo.create_default_device()
-    )
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The job's key-value store: where ranks meet before they are a group."""
+"""The job's key-value store: where ranks and servers meet before they are a group, and find each other."""
 
 from __future__ import annotations
 
@@ -8,29 +8,59 @@ from datetime import timedelta
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from gtrain.launch.environment import AgentEnvironment
+from gtrain.errors import PeerLostError
+from gtrain.launch import slot as slots
+from gtrain.launch.environment import AgentEnvironment, find_environment
+from gtrain.strategy.stopping import stop_event
 
+TIMEOUT = timedelta(minutes=30)
 _store: Store | None = None
 _agreed = 0
 
 
-def job_store(environment: ClusterEnvironment, timeout: timedelta = timedelta(minutes=30)) -> Store:
-    """This process's connection to the job's store, made once; rank 0 serves it unless the launcher already does."""
+def job_store(environment: ClusterEnvironment, timeout: timedelta = TIMEOUT) -> Store:
+    """This process's connection to the job's store, made once; rank 0 serves it unless someone else does already.
+
+    Raises:
+        PeerLostError: nothing answers there.
+    """
     global _store
     if _store is None:
-        descriptor = environment.context.store_fd if isinstance(environment, AgentEnvironment) else None
-        launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        served_here = environment.global_rank() == 0 and (descriptor is not None or not launcher_serves)
-        _store = TCPStore(
-            environment.main_address,
-            environment.main_port,
-            environment.world_size(),
-            served_here,
-            timeout,
-            wait_for_workers=False,
-            master_listen_fd=descriptor,
-        )
+        if isinstance(environment, AgentEnvironment):
+            descriptor = environment.context.store_fd
+            served_here = descriptor is not None
+        else:
+            launcher_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            descriptor, served_here = None, environment.global_rank() == 0 and not launcher_serves
+        _store = connect(environment.main_address, environment.main_port, timeout, served_here, descriptor)
     return _store
+
+
+def connect(
+    host: str, port: int, timeout: timedelta = TIMEOUT, serve_it: bool = False, descriptor: int | None = None
+) -> Store:
+    """A new connection to a job's store.
+
+    Args:
+        host: where it is.
+        port: its port.
+        timeout: how long to wait for it, and later for a key.
+        serve_it: whether this process serves it.
+        descriptor: a listening socket to serve it at.
+
+    Raises:
+        PeerLostError: nothing answers there.
+    """
+    try:
+        store: Store = TCPStore(
+            host, port, None, serve_it, timeout, wait_for_workers=False, master_listen_fd=descriptor
+        )
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise PeerLostError(f"the job's key-value store at {host}:{port} does not answer: {reason}") from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    # torchrun keeps its store when it starts the ranks again: what the ranks before left there is not for these
+    return store if attempt is None else PrefixStore(f"gtrain-attempt-{attempt}", store)
 
 
 def agree(environment: ClusterEnvironment, text: str) -> str:
@@ -41,3 +71,11 @@ def agree(environment: ClusterEnvironment, text: str) -> str:
     if environment.global_rank() == 0:
         store.set(str(_agreed), text)
     return store.get(str(_agreed)).decode()
+
+
+def serve() -> None:
+    """Serve the store until the agent asks this process to end: of a job whose rank 0 may die and come back."""
+    stop = stop_event()
+    assert slots.current() is not None
+    job_store(find_environment())
+    stop.wait()

@@ -49,6 +49,22 @@ def check_trainer(name: str, trainer: pl.Trainer, precisions: Sequence[str] | No
         _check_full_batch(name, trainer)
 
 
+def check_unequal_steps(name: str, trainer: pl.Trainer) -> None:
+    """Refuse what makes ranks meet after a number of steps, for a strategy whose ranks take unequal numbers of them.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    found = {"val_check_interval": trainer.val_check_interval, "max_steps": trainer.max_steps}
+    for key, met_at_the_end in (("val_check_interval", 1.0), ("max_steps", -1)):
+        if found[key] not in (None, met_at_the_end):
+            raise ConfigError(
+                f"trainer.{key}={found[key]} was set; ranks of strategy={name} take unequal numbers of steps and meet "
+                "at the ends of epochs.",
+                hint="use trainer.check_val_every_n_epoch and trainer.max_epochs.",
+            )
+
+
 def _check_full_batch(name: str, trainer: pl.Trainer) -> None:
     if trainer.accumulate_grad_batches != 1:
         raise ConfigError(

@@ -59,7 +59,7 @@ def test_an_unknown_verb_lists_the_verbs() -> None:
     ("overrides", "parts"),
     [
         (["strategy=sra"], ["strategy=sra was set", "sar, single", "did you mean sar?"]),
-        (["model=gcnn"], ["model=gcnn was set", "gat, gcn, gin, hetero_sage", "did you mean gcn?"]),
+        (["model=gcnn"], ["model=gcnn was set", "gat, gcn, gin, hetero_sage", "did you mean gcn or"]),
         (["strategy.moode=1"], ["strategy.moode=1 was set", "no key moode", "did you mean mode?"]),
         (["model.hiden_channels=3"], ["its keys are", "did you mean hidden_channels?"]),
         (["data.num_node=3"], ["data has no key num_node", "did you mean num_nodes"]),

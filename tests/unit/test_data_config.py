@@ -21,7 +21,16 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from gtrain.data.config import SCHEMAS, register
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-PRESETS = ("split", "train_fraction", "val_fraction", "normalize_features", "unlabelled", "partitioner", "task")
+PRESETS = (
+    "split",
+    "train_fraction",
+    "val_fraction",
+    "normalize_features",
+    "unlabelled",
+    "partitioner",
+    "task",
+    "batch_size",
+)
 """Options that a subclass sets on the way to the base, so that its signature does not show them."""
 
 

@@ -81,8 +81,15 @@ def test_the_store(tmp_path: Path) -> None:
     joined = DGLPartitionData(**options, num_parts=1)
     joined.prepare_data()
     assert joined.open_store().num_parts == 1 and joined.store_path != module.store_path
-    other = DGLPartitionData(**options, features="nothing")
+    other = DGLPartitionData(**options, features=None)
     assert other.store_path != module.store_path and "x" not in other.read()
+
+
+@pytest.mark.parametrize("key", ["features", "labels", "edge_weights"])
+def test_a_feature_that_is_not_there(key: str) -> None:
+    options: dict[str, Any] = {key: "zz"}
+    with pytest.raises(DataError, match=rf"data\.{key}=zz, and there is no such feature; the nodes have .*train_mask"):
+        DGLPartitionData(path=f"{ASSETS}/homogeneous/small.json", **options).read()
 
 
 def test_another_number_of_parts() -> None:

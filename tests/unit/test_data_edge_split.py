@@ -78,6 +78,47 @@ def test_both_directions_of_an_edge_stay_together() -> None:
     assert (total + loops) / 2 == len({tuple(sorted(e)) for e in kept}) + sizes["val"] + sizes["test"]
 
 
+def test_events_between_the_same_nodes_are_split_by_their_times() -> None:
+    """All pairs meet in both directions, again and again: it is no undirected graph all the same."""
+    index = torch.cartesian_prod(torch.arange(4), torch.arange(4)).t().repeat(1, 10)
+    graph = Data(num_nodes=4, edge_index=index, edge_time=torch.arange(160))
+    assert split_edges(graph, None, SplitOptions("time", train_fraction=0.7, val_fraction=0.15)) == {
+        "train": 112,
+        "val": 24,
+        "test": 24,
+    }
+    assert graph.edge_time.max() < graph.val_edge_time.min() < graph.test_edge_time.min()
+
+
+def test_events_listed_in_both_directions_stay_together() -> None:
+    pairs = torch.randint(0, 9, (2, 50), generator=torch.Generator().manual_seed(0))
+    pairs = pairs[:, pairs[0] != pairs[1]]
+    graph = Data(num_nodes=9, edge_index=torch.cat([pairs, pairs.flip(0)], dim=1))
+    graph.edge_time = torch.arange(pairs.size(1)).repeat(2)
+    sizes = split_edges(graph, None, SplitOptions("time", train_fraction=0.6, val_fraction=0.2))
+    assert sizes["train"] / 2 + sizes["val"] + sizes["test"] == pairs.size(1)
+    assert graph.edge_time.max() < graph.val_edge_time.min()
+
+
+def test_relations_between_all_pairs_are_triples_of_their_own() -> None:
+    index = torch.cartesian_prod(torch.arange(5), torch.arange(5)).t().repeat(1, 4)
+    relation = torch.arange(4).repeat_interleave(25) + (index[0] < index[1])  # not symmetric
+    graph = Data(num_nodes=5, edge_index=index, edge_type=relation)
+    sizes = split_edges(graph, None, SplitOptions("random", train_fraction=0.6, val_fraction=0.2))
+    assert sizes == {"train": 60, "val": 20, "test": 20}
+
+
+def test_relations_and_their_ways_back_stay_together() -> None:
+    """Relations 2r and 2r + 1, as data=entities has them."""
+    generator = torch.Generator().manual_seed(0)
+    there, relation = torch.randint(0, 20, (2, 90), generator=generator), torch.arange(90) % 3
+    graph = Data(num_nodes=20, edge_index=torch.cat([there, there.flip(0)], dim=1))
+    graph.edge_type = torch.cat([2 * relation, 2 * relation + 1])
+    split_edges(graph, None, SplitOptions("random", train_fraction=0.6, val_fraction=0.2))
+    kept = {(a, r ^ 1, b) for b, r, a in triples(graph.edge_index, graph.edge_type)}
+    assert not kept & set(triples(graph.test_edge_index, graph.test_edge_type))
+
+
 def test_edges_of_a_mirror_type_leave_with_their_originals() -> None:
     index = torch.stack([torch.arange(60) % 20, torch.arange(60) % 7])
     graph = HeteroData()

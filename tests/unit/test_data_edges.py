@@ -72,6 +72,19 @@ def test_the_malformed_line_is_named(text: str, message: str, tmp_path: Path) ->
         EdgesData(path=write(tmp_path, "e", text), num_nodes=4).read()
 
 
+def test_files_of_other_columns(tmp_path: Path) -> None:
+    (tmp_path / "list").mkdir()
+    write(tmp_path, "list/a", "0 1\n")
+    write(tmp_path, "list/b", "0 1 2\n")
+    with pytest.raises(DataError, match=r"b has a column of weights, and the files before have none"):
+        EdgesData(path=str(tmp_path / "list")).read()
+
+
+def test_a_weight_beyond_32_bits(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"line 2: the weight is 1e\+39"):
+        EdgesData(path=write(tmp_path, "e", "0 1 1\n0 1 1e39\n")).read()
+
+
 def test_features_and_labels(tmp_path: Path) -> None:
     path = write(tmp_path, "e", "0 1\n1 2\n0 2\n")
     x, y = np.arange(6, dtype=np.float32).reshape(3, 2), np.array([1, 0, 1])

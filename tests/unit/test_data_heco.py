@@ -86,7 +86,7 @@ def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
         read("two.npz")
     with pytest.raises(DataError, match=r"one\.npz has no array 'edge_pt'; it has edge_pa"):
         read("one.npz")
-    with pytest.raises(DataError, match=r"train_20\.npy cannot be read: .*No such file"):
+    with pytest.raises(DataError, match=r"there is no .*train_20\.npy"):
         read(per_class=20)
     folder = tmp_path / "heco" / "dblp"
     np.save(folder / "train_40.npy", np.array([7]))
@@ -105,6 +105,29 @@ def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
     (folder / "pc.txt").write_text("0 0\n")
     with pytest.raises(DataError, match=r"p_feat\.npz cannot be read"):
         read()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"labels": np.array(["x", "y", "z"])}, r"bad\.npz, labels: it holds <U1 of shape \[3\], and 1 dimension of"),
+        ({"labels": np.array([0.0, np.nan, 1.0])}, r"labels: it holds float64"),
+        ({"labels": np.eye(3, dtype=int)}, r"labels: it holds int64 of shape \[3, 3\]"),
+        ({"train_40": np.array([True, False, True])}, r"train_40: it holds bool"),
+        ({"edge_pa": np.array([[0, 1], [0.5, np.nan]])}, r"edge_pa: it holds float64"),
+        ({"edge_pa": np.zeros((3, 2), dtype=int)}, r"edge_pa: it has the shape \[3, 2\], and \[2, E\]"),
+        ({"edge_pa": np.array([[0, 1], [0, -4]])}, r"edge_pa: edge 1 has the negative id -4"),
+        ({"a_feat_indptr": np.array([0, 1])}, r"a_feat is no sparse matrix: its indptr does not divide 3 entries"),
+        ({"a_feat_indptr": np.array([0, 2, 1, 3])}, r"a_feat is no sparse matrix: its indptr"),
+        ({"a_feat_data": np.ones(2)}, r"a_feat is no sparse matrix: data has 2 entries, .*indices has 3 entries"),
+        ({"a_feat_shape": np.array([3])}, r"a_feat is no sparse matrix: its shape is \[3\]"),
+        ({"a_feat_shape": np.array(["a", "b"])}, r"a_feat is no sparse matrix: its shape is <U1"),
+    ],
+)
+def test_wrong_arrays_are_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    np.savez(tmp_path / "bad.npz", **{**dblp(tmp_path / "dblp"), **changes})
+    with pytest.raises(DataError, match=message):
+        HeCoData(name="dblp", path=str(tmp_path / "bad.npz"), per_class=40).read()
 
 
 def test_options() -> None:

@@ -110,7 +110,7 @@ def test_labels(labels: list[str], options: dict[str, Any], y: list[Any], tmp_pa
         ("1 1:-inf\n", {}, r"line 1: '1:-inf' is not finite"),
         ("1 1:1e39\n", {}, r"line 1: '1:1e39' is not finite as a 32-bit number"),
         ("nan 1:1\n", {}, r"line 1: 'nan' is not finite"),
-        ("1 qid:3 1:1\n", {}, r"line 1: 'qid:3' has no feature id"),
+        ("1 qid:3 1:1\n", {}, r"line 1: 'qid:3' groups rows for ranking"),
         ("1 2:1 2:2\n", {}, r"line 1: the feature 2 occurs twice"),
         ("1 2:1\n0.5 2:2\n", {}, r"line 2: the label 0.5 is no whole number"),
         ("1 2:1\n0 0:2\n", {"index_base": "1"}, r"line 2: the feature id 0, and data\.index_base=1"),
@@ -118,11 +118,21 @@ def test_labels(labels: list[str], options: dict[str, Any], y: list[Any], tmp_pa
         ("1 2:1\n0,1 5:2\n", {"labels": "single"}, r"line 2: the row has 2 labels"),
         ("1 2:1\n0,4 5:2\n", {"num_classes": 4}, r"line 2: the label 4, .* 0\.\.3"),
         ("# only this\n", {}, r"train is empty"),
+        ("1 1:1\n-1 1:1\n\n2:1\n", {}, r"line 4: the row has 0 labels, and others one"),
+        ("1\n0\n", {}, r"no row has a feature"),
+        ("1,2,3\n4,5,6\n", {}, r"no row has a feature"),
+        ("1 1:1\n99999999999999999999 1:1\n", {}, r"line 2: the label 1e\+20 is too large"),
+        ("0,1 1:1\n7,9999999999 1:1\n", {}, r"line 2: the label 9999999999 makes a matrix of 2 rows"),
     ],
 )
 def test_the_malformed_line_is_named(text: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         read(tmp_path, text, **options)
+
+
+def test_a_byte_order_mark_is_left_out(tmp_path: Path) -> None:
+    data = read(tmp_path, "\ufeff-1 1:2\r\n1 2:3\r\n")
+    assert (data.y.tolist(), data.x.to_dense().tolist()) == ([0, 1], [[2, 0], [0, 3]])
 
 
 def test_a_line_is_named_in_a_later_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,9 @@ def test_what_is_missing_counts_as_zero(tmp_path: Path) -> None:
         ({}, {"ids": "ids", "num_features": 3}, r"'ids' has the id 3 in row 0 .*data\.num_features=3"),
         ({"city": ["a", None, "b", "c"]}, {"categorical": ["city"]}, r"'city' has no value .* in row 1"),
         ({}, {"categorical": ["price"]}, r"'price' holds double, and strings or whole numbers"),
-        ({"label": [0, 1, None, 1]}, {"dense": ["count"]}, r"'label' has no value .* in row 2"),
+        ({"label": [0, 1, None, 1]}, {"dense": ["count"]}, r"'label' has no label .* in row 2(.|\n)*unlabelled=-1"),
+        ({"label": [0, 1, 0, float("nan")]}, {"dense": ["count"]}, r"'label' has no label .* in row 3"),
+        ({"ids": [[2**62], [1], [], []]}, {"ids": "ids"}, r"columns of features, which 64 bits do not count"),
         ({"label": [0, 1, 0.5, 1]}, {"dense": ["count"]}, r"'label' holds double, and whole numbers or strings"),
         ({"label": [[0], [1], [1], [1]]}, {"dense": ["count"]}, r"'label' holds list"),
     ],
@@ -150,6 +152,26 @@ def test_what_is_missing_counts_as_zero(tmp_path: Path) -> None:
 def test_what_is_wrong_is_named(changes: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         ParquetData(path=write(tmp_path / "a", **changes), **options).read()
+
+
+def test_categories_of_pandas_and_lists_of_one_size(tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "label": pa.array(["b", "a", "b"]).dictionary_encode(),
+            "ids": pa.array([[0, 2], [1, 2], [0, 1]], pa.list_(pa.int64(), 2)),
+        }
+    )
+    pq.write_table(table, tmp_path / "a.parquet")
+    data = ParquetData(path=str(tmp_path / "a.parquet"), ids="ids").read()
+    assert data.y.tolist() == [1, 0, 1] and data.x.to_dense().tolist() == [[1, 0, 1], [0, 1, 1], [1, 1, 0]]
+
+
+def test_files_that_do_not_fit_each_other(tmp_path: Path) -> None:
+    path, test = write(tmp_path / "a"), write(tmp_path / "b", label=["x"] * 4)
+    with pytest.raises(DataError, match=r"data\.path and data\.test_path have columns of other types: .*label"):
+        ParquetData(path=path, test_path=test, dense=["count"]).read()
+    with pytest.raises(ConfigError, match=r"data\.label=count is a feature too"):
+        ParquetData(path=path, label="count", dense=["count"])
 
 
 def test_wrong_files_and_options(tmp_path: Path) -> None:

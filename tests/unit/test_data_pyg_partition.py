@@ -206,7 +206,7 @@ def broken(folder: Path, what: str) -> None:
         ("rows", "x has .* rows, and the part has .* nodes"),
         ("width", r"a row of x is torch.float32 \[3\], and in another part torch.float32 \[4\]"),
         ("features missing", "the parts have x of .* nodes, and there are 30"),
-        ("objects", "holds Python objects other than tensors and dictionaries, which are never unpickled"),
+        ("objects", "holds Python objects other than tensors and plain containers, which are never unpickled"),
         ("no torch", "cannot be loaded|never unpickled"),
     ],
 )

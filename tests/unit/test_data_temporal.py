@@ -92,6 +92,9 @@ def test_times(tmp_path: Path) -> None:
         ("0 1 2\n\n0 -1 3\n", {}, r"line 3: the id -1 is negative"),
         ("0,1,2\n0,,3\n", {}, r"line 2: the target is empty"),
         ("0 1 2\n0 1 2.5\n", {}, r"line 2: the time 2\.5 times data\.time_scale=1 is no whole number(.|\n)*=1000"),
+        ("0 1 2\n0 1 1e300\n", {}, r"line 2: the time 1e\+300 is beyond 64 bits"),
+        ("0 1 2\n0 1 99999999999999999999\n", {}, r"line 2: the time .* is beyond 64 bits"),
+        ("0 1 2\n0 1 4000000000000000000\n", {"time_scale": 1000}, r"line 2: the time 4000.* is beyond 64 bits"),
         ("# c\n", {}, r"events is empty"),
         ("u v t\n", {}, r"events has no line after its names"),
     ],
@@ -99,6 +102,12 @@ def test_times(tmp_path: Path) -> None:
 def test_the_malformed_line_is_named(text: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         events(tmp_path, text, **options).read()
+
+
+def test_text_that_is_no_utf8(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes("a b 1\nc é 2\n".encode("latin1"))
+    with pytest.raises(DataError, match=r"latin, line 2: the text is no UTF-8"):
+        TemporalData(path="latin", root=str(tmp_path)).read()
 
 
 def test_options(tmp_path: Path) -> None:

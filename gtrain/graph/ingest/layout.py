@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gtrain.errors import DataError
@@ -78,8 +78,7 @@ def text_layout(path: Path, options: EdgeFormat, kinds: Kinds | None) -> TextLay
     if header is None:
         header = _is_header(fields, second, roles, ids)
     row = second if header and len(second) == len(fields) else fields
-    if kinds is None:
-        kinds = _kinds(row, roles, options.ids)
+    kinds = _kinds(row, roles, options.ids) if kinds is None else replace(kinds, weight="weight" in roles)
     return TextLayout(separator, number if header else 0, len(fields), roles, kinds)
 
 

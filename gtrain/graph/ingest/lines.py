@@ -181,14 +181,14 @@ class Piece:
             hint: what else may help where a field is no number.
 
         Raises:
-            DataError: a field is not a finite number.
+            DataError: a field is not a finite number of 32 bits.
         """
         values = self.numbers(column, hint)
-        wrong = first_true(~np.isfinite(values))
+        wrong = first_true(~(np.abs(values) <= np.finfo(np.float32).max))
         if wrong is not None:
             raise DataError(
                 f"{self.place(wrong)}: the {what} is {values[wrong]}: {self._line(wrong)!r}",
-                hint="write a finite number there, or leave the line out",
+                hint="write a finite number of 32 bits there, or leave the line out",
             )
         return values
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class ParquetReader:
         self._roles = options.roles(schema.names, path, by_name=True)
         self._names = {role: schema.names[place] for role, place in self._roles.items()}
         types = {role: schema.field(place).type for role, place in self._roles.items()}
-        self.kinds = kinds or _kinds(types, options.ids)
+        self.kinds = _kinds(types, options.ids) if kinds is None else replace(kinds, weight="weight" in types)
         self._check_types(types)
 
     def read(self) -> Iterator[Rows]:
@@ -153,11 +154,11 @@ class _Column:
 
     def weights(self) -> np.ndarray[Any, np.dtype[np.float32]]:
         values = np.asarray(self.values.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False))
-        wrong = first_true(~np.isfinite(values))
+        wrong = first_true(~(np.abs(values) <= np.finfo(np.float32).max))
         if wrong is not None:
             raise DataError(
                 f"{self.place(wrong)}: the weight is {values[wrong]}",
-                hint="give each edge a finite weight, or leave the edge out",
+                hint="give each edge a weight that is finite in 32 bits, or leave the edge out",
             )
         return values.astype(np.float32)
 

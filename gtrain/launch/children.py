@@ -1,0 +1,216 @@
+"""Forking the processes of a job, and the life of one of them. Imports the standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gtrain.launch import slot as slots
+from gtrain.launch.logs import capture, log_path
+from gtrain.launch.slot import JobContext, Slot
+from gtrain.launch.sockets import Listener
+
+GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Post:
+    """A slot, what runs in it, and the socket it listens at: the same for every process that fills it.
+
+    Attributes:
+        slot: the process's place in the job.
+        task: a function, or ``package.module:function``.
+        args: what it is called with.
+        restarts: how many times it is started again after it died.
+        stop_seconds: between SIGTERM and SIGKILL.
+        listener: a server's socket.
+        serves_store: whether the job's key-value store is in this process.
+        has_end: whether its task comes to an end, for which the agent waits; a server's goes on until it is asked to.
+        terminal: whether the process speaks to the terminal too.
+    """
+
+    slot: Slot
+    task: str | Callable[..., Any]
+    args: Sequence[Any] = ()
+    restarts: int = 0
+    stop_seconds: float = GRACE_SECONDS
+    listener: Listener | None = None
+    serves_store: bool = False
+    has_end: bool = False
+    terminal: bool = False
+
+
+@dataclass
+class Child:
+    """A forked process as the agent sees it."""
+
+    post: Post
+    pid: int
+    pidfd: int
+    reports: int  # read end of its pipe
+    restarts: int = 0  # how many times its post was filled before
+    pending: bytes = b""
+    status: int | None = None  # exit code, or minus the signal; None while alive
+    ended_ns: int = 0
+    done: bool = False
+    result: Any = None
+    failure: dict[str, Any] | None = None
+    stopping: bool = False  # the agent has asked it to end
+    closed: bool = field(default=False, repr=False)
+
+    @property
+    def slot(self) -> Slot:
+        """Its place in the job."""
+        return self.post.slot
+
+    @property
+    def failed(self) -> bool:
+        """Ended without being asked to, and not by coming to the end of its task."""
+        came_to_its_end = self.post.has_end and self.status == 0 and self.done
+        return self.status is not None and not self.stopping and not came_to_its_end
+
+    def read_reports(self) -> bool:
+        """Take in what the process wrote; False at the end of its pipe."""
+        while True:
+            try:
+                data = os.read(self.reports, 65536)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            *lines, self.pending = (self.pending + data).split(b"\n")
+            for line in lines:
+                self._take(json.loads(line))
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if message["kind"] == "done":
+            self.done, self.result = True, message["result"]
+        else:
+            self.failure = self.failure or message
+
+    def reap(self, wait: bool = False) -> bool:
+        """Collect the exit status if the process has ended, and end what it started and left behind.
+
+        The process is looked at first and collected last: until then no other can get its number, so that the signal
+        reaches its own group or nobody.
+        """
+        if self.status is not None:
+            return True
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | (0 if wait else os.WNOHANG))
+        if ended is None:
+            return False
+        self.ended_ns = time.monotonic_ns()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return True
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process and to all that it started, and note that it was asked to end."""
+        if self.status is not None:
+            return
+        self.stopping = True
+        for kill in (os.killpg, os.kill):  # the group does not exist before the child has made it
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                kill(self.pid, number)
+                return  # once: the second SIGTERM means something else to a server
+
+    def close(self) -> None:
+        """Let go of the descriptors."""
+        if not self.closed:
+            os.close(self.reports)
+            os.close(self.pidfd)
+            self.closed = True
+
+
+def fork(post: Post, context: Callable[[int], JobContext], to_close: Iterable[int], restarts: int) -> Child:
+    """Start a process for a post.
+
+    Args:
+        post: what it does.
+        context: makes its place in the job from the write end of its pipe to the agent; called in the process.
+        to_close: descriptors of the agent's that are not for this process.
+        restarts: how many times the post was filled before.
+    """
+    read_end, write_end = os.pipe()
+    os.set_blocking(read_end, False)
+    agent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read_end)
+        for descriptor in to_close:
+            os.close(descriptor)
+        _live(post, context, write_end, agent)
+    os.close(write_end)
+    return Child(post, pid, os.pidfd_open(pid), read_end, restarts)
+
+
+def _live(post: Post, make_context: Callable[[int], JobContext], write_end: int, agent: int) -> None:
+    """The life of a process. Never returns: it leaves by ``os._exit``, past the agent's own exit handlers."""
+    code, context = 1, None
+    try:
+        die_with_parent(agent)
+        os.setpgid(0, 0)  # Ctrl-C reaches the agent alone, which ends the processes in order
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        context = make_context(write_end)
+        capture(log_path(context.log_dir, post.slot.label), terminal=post.terminal, append=context.restarts > 0)
+        slots.enter(context)
+        result = resolve(post.task)(*post.args)
+        slots.report("done", result=result if _is_json(result) else None)
+        code = 0
+    except SystemExit as exit_request:
+        code = exit_request.code if isinstance(exit_request.code, int) else 1
+        if code:
+            slots.report_failure(exit_request)
+    except BaseException as exception:  # noqa: BLE001 - whatever ends a process is reported, then it ends
+        slots.report_failure(exception)
+        if context is not None:
+            _log_failure(context, exception)
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies, however it dies."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died between the fork and the line above
+        os._exit(1)
+
+
+def _log_failure(context: JobContext, exception: BaseException) -> None:
+    """Keep the traceback in the log file alone: the terminal gets the agent's one message."""
+    with open(log_path(context.log_dir, context.slot.label), "a") as log:
+        log.write("".join(traceback.format_exception(exception)))
+
+
+def resolve(task: str | Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself, or the one at ``package.module:function``."""
+    if callable(task):
+        return task
+    module, _, name = task.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,264 @@
+"""What the command does with a composed configuration: the ways to start a job, or one process of it.
+
+Light: torch is imported in ranks and servers alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, open_dict
+
+from gtrain import backends, config
+from gtrain.errors import ConfigError
+from gtrain.launch import cluster, keeper, meeting
+from gtrain.launch.agent import run, run_local
+from gtrain.launch.children import die_with_parent
+from gtrain.launch.job import Job, posts_of
+from gtrain.launch.logs import capture, log_path
+from gtrain.launch.meeting import Meeting
+from gtrain.launch.roles import RolePlan, check_shape, counts_of
+from gtrain.launch.slot import Roster, set_roster
+
+TASK = "gtrain.task:run"
+TASK_BY_HAND = "gtrain.strategy.by_hand:run"
+KEY_NAME = "job.key"
+
+
+def launch(cfg: DictConfig, choices: dict[str, str], given: list[str]) -> Any:
+    """Do what the configuration says.
+
+    Args:
+        cfg: the composed configuration.
+        choices: names of the chosen ``strategy``, ``data`` and ``model``.
+        given: the overrides of the command line.
+
+    Returns:
+        What rank 0's task returned, if it ran here.
+    """
+    launcher = cluster.resolve(cfg.cluster.kind)
+    if cfg.verb == "key":
+        return _make_key(cfg)
+    if cfg.verb == "serve":
+        config.validate(cfg)
+        return _serve(cfg)
+    if launcher == cluster.MANUAL:
+        config.validate(copy.deepcopy(cfg))  # rank 0's folder will be that of the run, and all else follows it
+        return _by_hand(cfg, choices)
+    _check_hand_keys(cfg)
+    if launcher == cluster.LOCAL:
+        config.validate(cfg)
+        return _here(cfg, choices)
+    return _as_rank(cfg, choices, launcher, given)
+
+
+# ---------------------------------------------------------------------------------------------------- by the agent
+
+
+def _here(cfg: DictConfig, choices: dict[str, str]) -> Any:
+    """All machines are simulated on this one."""
+    nodes, devices = (1, 1) if cfg.verb == "partition" else (cfg.trainer.num_nodes, cfg.trainer.devices)
+    plans = () if cfg.verb == "partition" else backends.get(cfg.strategy.name).plan(cfg)
+    return run_local(
+        TASK,
+        cfg,
+        choices,
+        num_nodes=nodes,
+        devices=devices,
+        log_dir=_logs(cfg),
+        roles=plans,
+        config=cfg,
+        key_file=_key_file(cfg),
+    )
+
+
+def _by_hand(cfg: DictConfig, choices: dict[str, str]) -> Any:
+    """This machine's share of a job whose command is started by hand on each of its machines."""
+    place_of_meeting, nodes, devices = meeting.parse(cfg.cluster.rendezvous), cfg.trainer.num_nodes, cfg.trainer.devices
+    if cfg.cluster.rank is None:
+        raise ConfigError(
+            "cluster=manual was set, and cluster.rank is not.",
+            hint=f"number the machines: cluster.rank=0 on one, up to {nodes - 1} (trainer.num_nodes={nodes}).",
+        )
+    check_shape(nodes, devices, cfg.cluster.rank)
+    plans = backends.get(cfg.strategy.name).plan(cfg)
+    job = Job(nodes, devices, _logs(cfg), cfg.cluster.rank, roles=plans, config=cfg, key_file=_key_file(cfg))
+    if counts_of(plans) and nodes > 1:
+        _check_secure(place_of_meeting, job.key_file)
+    if job.machine == 0:
+        with meeting.held(place_of_meeting) as place:
+            return _run_at(job, place, cfg, choices)
+    return _run_at(job, meeting.find(place_of_meeting, cfg.cluster.timeout_seconds), cfg, choices)
+
+
+def _run_at(job: Job, place: meeting.Place, cfg: DictConfig, choices: dict[str, str]) -> Any:
+    job.host, job.port, job.route, job.store = place.host, place.port, place.route, place.socket
+    return run(job, lambda: posts_of(job, TASK_BY_HAND, (cfg, choices)))
+
+
+# ---------------------------------------------------------------------------------------------------- by others
+
+
+def _as_rank(cfg: DictConfig, choices: dict[str, str], launcher: str, given: list[str]) -> Any:
+    """This process is a rank already; local rank 0 of each machine has its machine's servers started beside it."""
+    place = cluster.external_place(launcher)
+    _take_world(cfg, launcher, place, given)
+    config.validate(copy.deepcopy(cfg))  # the run's folder is not known yet, and all else must be right before a fork
+    plans = () if cfg.verb == "partition" else backends.get(cfg.strategy.name).plan(cfg)
+    if any(plan.by_hand for plan in plans):
+        raise ConfigError(
+            f"cluster.standalone={list(cfg.cluster.standalone)} was set; under {launcher} servers find no rendezvous.",
+            hint="leave it empty: local rank 0 of each machine starts its machine's servers.",
+        )
+    key_file = _key_file(cfg)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun waits for its ranks; killed, it would leave them behind
+        die_with_parent(os.getppid())
+    with keeper.beside(place, plans, cfg) as servers, contextlib.ExitStack() as at_the_end:
+        from gtrain import task
+        from gtrain.launch.environment import find_environment
+
+        own_keys = key_file is None and place.machines > 1 and bool(counts_of(plans))
+        if own_keys and place.rank == 0:
+            at_the_end.callback(_job_key(cfg).unlink, missing_ok=True)
+        cfg.paths.run = task.shared_run_dir(cfg.paths.run)
+        if own_keys:
+            key_file = str(Path(cfg.paths.run, KEY_NAME).absolute())
+        config.validate(cfg)
+        capture(log_path(_logs(cfg), f"rank {place.rank}"), terminal=True)
+        set_roster(Roster(counts_of(plans), {}, key_file))
+        environment = find_environment()
+        servers.go(_logs(cfg), key_file, environment.main_address, environment.main_port)
+        return task.run(cfg, choices)
+
+
+def _job_key(cfg: DictConfig) -> Path:
+    """Make the job's keys in the run's folder, which all machines share, before the others are told where that is.
+
+    They do not go through the key-value store, which anyone on the network may read.
+    """
+    path = Path(cfg.paths.run, KEY_NAME).absolute()
+    _create_key(path)
+    return path
+
+
+def _take_world(cfg: DictConfig, launcher: str, place: cluster.External, given: list[str]) -> None:
+    """Take the number of ranks from the launcher that started them, unless the command names another.
+
+    Raises:
+        ConfigError: the command and the launcher contradict each other.
+    """
+    nodes, devices = cfg.trainer.num_nodes, cfg.trainer.devices
+    if nodes * devices == place.size:
+        return
+    if any(override.startswith(("trainer.num_nodes=", "trainer.devices=")) for override in given):
+        raise ConfigError(
+            f"trainer.num_nodes {nodes} * trainer.devices {devices} = {nodes * devices} ranks were set, "
+            f"but {launcher} started {place.size}.",
+            hint=f"set numbers whose product is {place.size}, or neither.",
+        )
+    even = place.machines * place.local_size == place.size
+    with open_dict(cfg):
+        cfg.trainer.num_nodes = place.machines if even else place.size
+        cfg.trainer.devices = place.local_size if even else 1
+
+
+# ---------------------------------------------------------------------------------------------------- servers, keys
+
+
+def _serve(cfg: DictConfig) -> None:
+    """One server, in this process, until it is told to end or the job is over."""
+    backend = backends.get(cfg.strategy.name)
+    if cfg.role is None:
+        raise ConfigError(
+            "gtrain serve was given, and role is not set.",
+            hint=f"the servers of strategy={cfg.strategy.name} are {', '.join(backend.server_roles) or 'none'}.",
+        )
+    role = backends.check_role(cfg.strategy.name, backend, cfg.role)
+    plan = next((plan for plan in backend.plan(cfg) if plan.name == cfg.role), RolePlan(cfg.role, role.target))
+    if cfg.cluster.rank is not None and cfg.cluster.rank >= plan.count:
+        raise ConfigError(
+            f"cluster.rank={cfg.cluster.rank} was set; strategy={cfg.strategy.name} has {plan.count} servers of "
+            f"role {cfg.role} here.",
+            hint=f"their ranks are 0 to {plan.count - 1}." if plan.count else "set the number of servers above 0.",
+        )
+    place_of_meeting, key_file = meeting.parse(cfg.cluster.rendezvous), _key_file(cfg)
+    _check_secure(place_of_meeting, key_file)
+    place = meeting.find(place_of_meeting, cfg.cluster.timeout_seconds)
+    from gtrain.strategy import by_hand
+
+    by_hand.serve(cfg, plan, place, key_file)
+
+
+def _make_key(cfg: DictConfig) -> None:
+    name = cfg.cluster.key_file
+    if name is None:
+        raise ConfigError("gtrain key was given, and cluster.key_file is not set.", hint="set cluster.key_file=FILE.")
+    path = Path(name).absolute()
+    if path.exists():
+        raise ConfigError(f"cluster.key_file={name} is there already.", hint="delete it first to have other keys.")
+    _create_key(path)
+    print(f"{path} holds the keys of a job. Keep it secret; every machine of the job needs a copy.")
+
+
+def _create_key(path: Path) -> None:
+    from gtrain.wire import Security  # not before it is needed: it loads ZeroMQ
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Security.create().save(path)
+
+
+def _key_file(cfg: DictConfig) -> str | None:
+    """``cluster.key_file``, absolute.
+
+    Raises:
+        ConfigError: the file is not there, or others may read it.
+    """
+    if cfg.cluster.key_file is None:
+        return None
+    path = Path(cfg.cluster.key_file).absolute()
+    if not path.is_file():
+        raise ConfigError(
+            f"cluster.key_file={cfg.cluster.key_file} was set; there is no such file.",
+            hint=f"make it once with gtrain key cluster.key_file={cfg.cluster.key_file}, and copy it to every machine.",
+        )
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077:
+        raise ConfigError(
+            f"cluster.key_file={cfg.cluster.key_file} has mode {mode:04o}: other users may read or change it.",
+            hint=f"chmod 600 {cfg.cluster.key_file}; make new keys if others may have read them.",
+        )
+    return str(path)
+
+
+def _check_secure(place: Meeting, key_file: str | None) -> None:
+    """Without keys, servers are reached within one machine alone."""
+    if key_file is None and place.path is None and not place.local:
+        raise ConfigError(
+            f"cluster.rendezvous={place.text} is not of this machine alone, and cluster.key_file is not set.",
+            hint="make keys with gtrain key cluster.key_file=job.key, and give all processes of the job the file.",
+        )
+
+
+def _check_hand_keys(cfg: DictConfig) -> None:
+    """Keys of processes that are started by hand do nothing elsewhere: say so."""
+    for key in ("rank", "rendezvous"):
+        if cfg.cluster[key] is not None:
+            raise ConfigError(
+                f"cluster.{key}={cfg.cluster[key]} was set; it is for processes that are started by hand.",
+                hint=f"set cluster=manual too, or leave out cluster.{key}.",
+            )
+    if cfg.cluster.standalone and cfg.cluster.kind in ("auto", cluster.LOCAL):
+        raise ConfigError(
+            f"cluster.standalone={list(cfg.cluster.standalone)} was set; servers that are started by hand need a "
+            "rendezvous to be found.",
+            hint="set cluster=manual with cluster.rank= and cluster.rendezvous=, or leave out cluster.standalone.",
+        )
+
+
+def _logs(cfg: DictConfig) -> Path:
+    return Path(cfg.paths.run, "logs").absolute()

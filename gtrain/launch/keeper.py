@@ -1,0 +1,116 @@
+"""Servers beside ranks that another launcher started: a keeper, forked by local rank 0, is their agent.
+
+The keeper is forked before the rank imports torch, so that it has one thread and may fork again and again. It dies with
+its rank, and its servers die with it, however the rank ends. Imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gtrain.errors import GtrainError
+from gtrain.launch.agent import run
+from gtrain.launch.children import GRACE_SECONDS, die_with_parent
+from gtrain.launch.cluster import External
+from gtrain.launch.job import Job, server_posts
+from gtrain.launch.roles import RolePlan, server_slots
+
+
+class Keeper:
+    """The rank's end of the line to its keeper; one without a keeper where the machine has no servers."""
+
+    def __init__(self, pid: int | None = None, line: int = -1) -> None:
+        self._pid, self._line = pid, line
+
+    def go(self, log_dir: Path, key_file: str | None, host: str, port: int) -> None:
+        """Start the servers, now that the run's folder is known, and the job's key-value store at ``host:port``."""
+        self._say({"log_dir": str(log_dir), "key_file": key_file, "host": host, "port": port})
+
+    def over(self) -> None:
+        """End the servers in order and wait until they have."""
+        if self._pid is None:
+            return
+        self._say({})
+        os.close(self._line)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+
+    def _say(self, message: dict[str, Any]) -> None:
+        if self._pid is not None:
+            with contextlib.suppress(BrokenPipeError):
+                os.write(self._line, (json.dumps(message) + "\n").encode())
+
+
+@contextlib.contextmanager
+def beside(place: External, plans: Sequence[RolePlan], config: Any) -> Iterator[Keeper]:
+    """Have a keeper for this machine's servers as long as this lasts, if this is the machine's local rank 0."""
+    if place.local > 0 or not server_slots(plans, place.machines, place.machine):
+        yield Keeper()
+        return
+    read_end, write_end = os.pipe()
+    rank = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        os.close(write_end)
+        _live(rank, read_end, place, plans, config)
+    os.close(read_end)
+    keeper = Keeper(pid, write_end)
+    try:
+        yield keeper
+    finally:
+        keeper.over()
+
+
+def _live(rank: int, line: int, place: External, plans: Sequence[RolePlan], config: Any) -> None:
+    """The life of a keeper; never returns."""
+    code = 0
+    try:
+        die_with_parent(rank)
+        os.setpgid(0, 0)
+        message = json.loads(os.read(line, 65536).split(b"\n")[0] or b"{}")
+        if message:
+            job = _job(place, plans, config, message, line)
+            run(job, lambda: server_posts(job))
+    except SystemExit:
+        code = 1
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the rank must not wait for servers that are gone
+        code = 1
+        message = str(error) if isinstance(error, GtrainError) else f"{type(error).__name__}: {error}"
+        print(f"gtrain: {message}", file=sys.stderr, flush=True)
+        _end_rank(rank)
+    finally:
+        os._exit(code)
+
+
+def _job(place: External, plans: Sequence[RolePlan], config: Any, message: dict[str, Any], line: int) -> Job:
+    return Job(
+        num_nodes=place.machines,
+        devices=place.local_size,
+        log_dir=Path(message["log_dir"]),
+        machine=place.machine,
+        host=message["host"],
+        port=message["port"],
+        route=message["host"],
+        roles=plans,
+        config=config,
+        key_file=message["key_file"],
+        leash=line,
+    )
+
+
+def _end_rank(rank: int) -> None:
+    """A server is gone for good: end the rank, by which its launcher ends the job."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank, number)
+        time.sleep(GRACE_SECONDS)  # this process dies with the rank, so it waits in vain at most once

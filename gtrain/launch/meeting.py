@@ -1,0 +1,198 @@
+"""``cluster.rendezvous``: where processes that are started by hand find their job. Imports the standard library only.
+
+The machine with ``cluster.rank=0`` listens there and passes the socket on to rank 0, which serves the job's key-value
+store at it. ``tcp://host:port`` says where that is; ``file:///path`` is a file on a shared disk, into which it writes
+where it listens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gtrain.errors import ConfigError
+from gtrain.launch.slot import LOOPBACK
+from gtrain.launch.sockets import is_loopback, listen_tcp, own_address
+
+POLL_SECONDS = 0.1
+TELL_SECONDS = 3.0
+_TCP = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[^\s/:\[\]]+):(?P<port>\d{1,5})/?")
+_FORMS = "tcp://host:port or file:///path/on/a/shared/disk"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A parsed ``cluster.rendezvous``: either host and port, or a path.
+
+    Attributes:
+        text: as it was set.
+        host: of ``tcp://``; empty for a file.
+        port: of ``tcp://``; 0 for a file.
+        path: of ``file://``; None for TCP.
+    """
+
+    text: str
+    host: str = ""
+    port: int = 0
+    path: Path | None = None
+
+    @property
+    def local(self) -> bool:
+        """Whether no other machine can be meant."""
+        return self.path is None and is_loopback(self.host)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the key-value store of a job is.
+
+    Attributes:
+        host: how this machine reaches it.
+        port: its port.
+        route: how other machines reach it.
+        socket: its listening socket, on the machine that serves it.
+    """
+
+    host: str
+    port: int
+    route: str
+    socket: socket.socket | None = None
+
+
+def parse(text: str | None) -> Meeting:
+    """Read ``cluster.rendezvous``.
+
+    Raises:
+        ConfigError: it is not set, or of no known form.
+    """
+    if not text:
+        raise ConfigError(
+            "cluster.rendezvous is not set, and processes that are started by hand meet there.",
+            hint=f"set cluster.rendezvous={_FORMS}, the same on every machine.",
+        )
+    found = _TCP.fullmatch(text)
+    if found and 0 < int(found["port"]) < 65536:
+        return Meeting(text, found["host"].strip("[]"), int(found["port"]))
+    if text.startswith("file:///") and len(text) > len("file:///"):
+        return Meeting(text, path=Path(text.removeprefix("file://")))
+    raise ConfigError(f"cluster.rendezvous={text} was set; it is no address.", hint=f"it has the form {_FORMS}.")
+
+
+@contextlib.contextmanager
+def held(meeting: Meeting) -> Iterator[Place]:
+    """Listen at the meeting place, for the machine with ``cluster.rank=0``; let others find it while this lasts.
+
+    Raises:
+        ConfigError: someone else is there, or it cannot be there.
+    """
+    with _bound(meeting) as listening:
+        host, port = listening.getsockname()[:2]
+        if meeting.path is None:
+            yield Place(meeting.host, port, meeting.host, listening)
+            return
+        route = own_address(socket.gethostname(), port)
+        written = _write(meeting, route, port)
+        try:
+            yield Place(LOOPBACK, port, route, listening)
+        finally:
+            with contextlib.suppress(OSError):
+                if meeting.path.read_text() == written:  # and not that of a later job
+                    meeting.path.unlink()
+
+
+def find(meeting: Meeting, timeout_seconds: float) -> Place:
+    """Wait until the machine with ``cluster.rank=0`` is there.
+
+    Raises:
+        ConfigError: it did not come in time, or the file is of something else.
+    """
+    deadline, told = time.monotonic() + timeout_seconds, time.monotonic() + TELL_SECONDS
+    while True:
+        place = Place(meeting.host, meeting.port, meeting.host) if meeting.path is None else _read(meeting)
+        if place is not None and _answers(place):
+            return place
+        now = time.monotonic()
+        if now > deadline:
+            raise ConfigError(
+                f"cluster.rendezvous={meeting.text} was set; nothing answered there within {timeout_seconds:g} s.",
+                hint="start the command with cluster.rank=0 too, give all the same address, or raise "
+                "cluster.timeout_seconds.",
+            )
+        if now > told:
+            print(f"gtrain: waiting for cluster.rank=0 at {meeting.text}", file=sys.stderr, flush=True)
+            told = deadline + 1
+        time.sleep(POLL_SECONDS)
+
+
+def _bound(meeting: Meeting) -> socket.socket:
+    if meeting.path is not None:
+        existing = _read(meeting)
+        if existing is not None and _answers(existing):
+            raise _taken(meeting)
+        return listen_tcp("0.0.0.0").socket
+    try:
+        return listen_tcp(meeting.host, meeting.port).socket
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise _taken(meeting) from error
+        raise ConfigError(
+            f"cluster.rendezvous={meeting.text} was set; cluster.rank=0 cannot listen there: {error.strerror}.",
+            hint="start cluster.rank=0 on the machine that the address names.",
+        ) from error
+
+
+def _taken(meeting: Meeting) -> ConfigError:
+    return ConfigError(
+        f"cluster.rank=0 was set; another process is at cluster.rendezvous={meeting.text} already.",
+        hint="give every machine of a job its own cluster.rank, and every job its own cluster.rendezvous.",
+    )
+
+
+def _write(meeting: Meeting, route: str, port: int) -> str:
+    assert meeting.path is not None
+    text = json.dumps({"gtrain": 1, "machine": socket.gethostname(), "host": route, "port": port}) + "\n"
+    temporary = meeting.path.with_name(f"{meeting.path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, meeting.path)
+    except OSError as error:
+        raise ConfigError(
+            f"cluster.rendezvous={meeting.text} was set; the file cannot be written: {error.strerror}.",
+            hint="name a file in a folder that all machines of the job share and may write to.",
+        ) from error
+    return text
+
+
+def _read(meeting: Meeting) -> Place | None:
+    """What the file says, or None if it is not there.
+
+    Raises:
+        ConfigError: it is something else, which must not be overwritten.
+    """
+    assert meeting.path is not None
+    try:
+        content = json.loads(meeting.path.read_text())
+        here = content["machine"] == socket.gethostname()
+        return Place(LOOPBACK if here else str(content["host"]), int(content["port"]), str(content["host"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"cluster.rendezvous={meeting.text} was set; that is no file of a gtrain job.",
+            hint="name a file that does not exist: cluster.rank=0 makes it, and removes it at the end.",
+        ) from error
+
+
+def _answers(place: Place) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((place.host, place.port), timeout=2.0):
+        return True
+    return False

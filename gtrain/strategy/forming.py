@@ -1,0 +1,166 @@
+"""Forming the group of a job's workers, once or again and again.
+
+Most strategies need one group: all ranks are there from the beginning to the end. Where a rank may die and be started
+again, or leave, the group is formed anew, each time under another number (its *incarnation*), so that nothing of the
+group before can reach it. Who belongs to an incarnation is read from the job's key-value store: the list of events
+("rank 2 is back", "rank 1 left") up to that number. All that read the same list form the same group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+
+from gtrain.errors import PeerLostError
+from gtrain.launch import slot as slots
+from gtrain.launch.environment import AgentEnvironment
+from gtrain.launch.sockets import is_loopback
+from gtrain.strategy.counters import Counters
+from gtrain.strategy.group import Group, Membership
+from gtrain.strategy.rendezvous import job_store
+
+POLL_SECONDS = 0.02
+CONNECT_SECONDS = 60.0
+"""How long the ranks that are all there may take to connect; one that dies meanwhile is waited for no longer."""
+_OUTSIDE = -1
+_groups_formed = 0
+
+
+def form_group(
+    environment: Any, rank: int, size: int, timeout_seconds: float, counters: Counters, *, again: bool = False
+) -> Group:
+    """Form the group of a job's workers; every rank calls it the same number of times, in the same order.
+
+    Args:
+        environment: Lightning's cluster environment of this process.
+        rank: this worker.
+        size: number of workers.
+        timeout_seconds: how long any one communication may take, and a rank that died may stay away.
+        counters: where its traffic is counted.
+        again: whether the group can be formed anew by :meth:`Group.reform`, where our agent started the ranks: no other
+            launcher starts one of them again. A rank that was is then alone in its group until it calls that.
+    """
+    global _groups_formed
+    if size == 1:
+        return Group(counters=counters)
+    _groups_formed += 1
+    forming = Forming(environment, _groups_formed, rank, size, timeout_seconds)
+    if not again or not isinstance(environment, AgentEnvironment):
+        group = Group(rank, size, forming.connect(0, tuple(range(size))), counters)
+    elif slots.restarts():
+        group = Group(counters=counters, forming=forming, incarnation=_OUTSIDE)
+    else:
+        group = Group(rank, size, counters=counters, forming=forming, incarnation=_OUTSIDE)
+        group.take(forming.meet(_OUTSIDE))
+    # gloo's threads must end before the interpreter does, or the C++ runtime aborts the process on its way out
+    atexit.register(group.close)
+    return group
+
+
+class Forming:
+    """How a process comes into the group of its job's workers.
+
+    Args:
+        environment: Lightning's cluster environment of this process.
+        number: which of the job's groups.
+        rank: this worker.
+        size: number of workers.
+        timeout_seconds: how long to wait for the others.
+    """
+
+    def __init__(self, environment: Any, number: int, rank: int, size: int, timeout_seconds: float) -> None:
+        self._environment, self._timeout_seconds = environment, timeout_seconds
+        self.rank, self._size = rank, size
+        self._store: Store = PrefixStore(f"gtrain-group-{number}", job_store(environment))
+
+    def come_back(self) -> None:
+        """Say that this rank, started again, wants to be a member."""
+        self._tell("back")
+
+    def leave(self) -> None:
+        """Say that this rank is no member any more."""
+        self._tell("left")
+
+    def meet(self, after: int) -> Membership:
+        """Wait for an incarnation later than ``after`` until all its members are here, and connect.
+
+        Raises:
+            PeerLostError: not all of them came in time.
+        """
+        deadline = time.monotonic() + self._timeout_seconds
+        while True:
+            incarnation = self._newest(after, deadline)
+            members = self._members(incarnation)
+            self._store.set(f"{incarnation}/here/{self.rank}", "")
+            if not self._all_here(incarnation, members, deadline):
+                continue  # something has happened meanwhile
+            try:
+                return Membership(incarnation, members, self.connect(incarnation, members))
+            except PeerLostError:  # one of them died since; it comes back, or the agent ends the job
+                after = incarnation
+
+    def connect(self, incarnation: int, members: tuple[int, ...]) -> Any:
+        """Build gloo's group of these ranks, or None for one rank alone."""
+        if len(members) == 1:
+            return None
+        gloo: Any = ProcessGroupGloo  # its methods are not in the type stubs
+        options = gloo._Options()
+        seconds = min(self._timeout_seconds, CONNECT_SECONDS) if incarnation else self._timeout_seconds
+        options._timeout = timedelta(seconds=seconds)
+        options._devices = [_device(self._environment)]
+        store = PrefixStore(f"{incarnation}/gloo", self._store)
+        backend = Group.guard(gloo, store, members.index(self.rank), len(members), options)
+        backend._set_default_timeout(timedelta(seconds=self._timeout_seconds))
+        return backend
+
+    def _tell(self, what: str) -> None:
+        number = self._store.add("events", 1)
+        self._store.set(f"event/{number}", json.dumps([what, self.rank]))
+
+    def _newest(self, after: int, deadline: float) -> int:
+        """The number of events so far, once it is more than ``after``."""
+        while (number := self._events()) <= after:
+            self._pause(deadline, "no rank came back")
+        return number
+
+    def _members(self, incarnation: int) -> tuple[int, ...]:
+        """Who belongs to an incarnation."""
+        members = set(range(self._size))
+        get: Any = self._store.get
+        for number in range(1, incarnation + 1):
+            what, rank = json.loads(Group.guard(get, f"event/{number}"))
+            (members.add if what == "back" else members.discard)(rank)
+        return tuple(sorted(members))
+
+    def _all_here(self, incarnation: int, members: tuple[int, ...], deadline: float) -> bool:
+        """Wait for all members; False as soon as there is a later incarnation."""
+        keys = [f"{incarnation}/here/{rank}" for rank in members]
+        while not Group.guard(self._store.check, keys):
+            if self._events() != incarnation:
+                return False
+            self._pause(deadline, "not all ranks came")
+        return True
+
+    def _events(self) -> int:
+        return int(Group.guard(self._store.add, "events", 0))
+
+    def _pause(self, deadline: float, what: str) -> None:
+        if time.monotonic() > deadline:
+            raise PeerLostError(f"{what} within {self._timeout_seconds:g} s to form the group anew")
+        time.sleep(POLL_SECONDS)
+
+
+def _device(environment: Any) -> Any:
+    """The network interface of gloo: loopback where the whole job is on this machine."""
+    if isinstance(environment, AgentEnvironment) and is_loopback(environment.context.route):
+        return ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    return (
+        ProcessGroupGloo.create_device(interface=interface) if interface else ProcessGroupGloo.create_default_device()
+    )

@@ -1,0 +1,154 @@
+"""What runs in a server's process, and what a role's function is given.
+
+A role's function has this form; it returns when the server is asked to end::
+
+    def main(context: ServerContext) -> None:
+        table = torch.zeros(context.config["strategy"]["rows"])
+
+        def pull(message: Message, caller: Caller) -> Message:
+            return Message({}, [table[message.tensors[0]]])
+
+        context.serve({"pull": pull})
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import Store
+
+from gtrain.config import plain
+from gtrain.launch import slot as slots
+from gtrain.launch.children import resolve
+from gtrain.launch.environment import find_environment, ranks_on_this_machine
+from gtrain.launch.slot import JobContext, Slot
+from gtrain.strategy.counters import cpu_seconds, peak_rss_bytes, rss_bytes
+from gtrain.strategy.rendezvous import job_store
+from gtrain.strategy.servers import FIGURES, book, entry
+from gtrain.strategy.stopping import stop_event
+from gtrain.wire import Caller, Message, Security, Server
+
+Handler = Callable[[Message, Caller], Message | None]
+
+
+@dataclass
+class ServerContext:
+    """A server's place in its job, and what it serves with.
+
+    Attributes:
+        slot: role, rank and machine.
+        config: the whole composed configuration as dictionaries, lists and values.
+        restarts: how many times this server was started again: 0 in its first life.
+        descriptor: its listening socket, bound before it existed; the same in every life.
+        address: what others connect to in order to reach it.
+        security: the job's keys; None where the address does not leave the machine.
+        run_dir: the run's folder.
+        stop: set when the server is asked to end, because the job is over or was interrupted.
+        known: whether workers know the address already; else it is told them through the job's key-value store.
+        baseline_rss_bytes: resident memory after imports, before data, bytes.
+    """
+
+    slot: Slot
+    config: Any
+    restarts: int
+    descriptor: int
+    address: str
+    security: Security | None
+    run_dir: Path
+    stop: threading.Event
+    known: bool
+    baseline_rss_bytes: int
+
+    @property
+    def store(self) -> Store:
+        """The job's key-value store."""
+        return job_store(find_environment())
+
+    def serve(self, handlers: Mapping[str, Handler]) -> None:
+        """Answer requests until :attr:`stop` is set.
+
+        Args:
+            handlers: what answers each method; ``gtrain.figures`` is added.
+        """
+        server = self.server(handlers)
+        server.run(self.stop)
+
+    def server(self, handlers: Mapping[str, Handler]) -> Server:
+        """The server of :meth:`serve`, for a role that runs it by itself; others find it from now on."""
+
+        def figures(message: Message, caller: Caller) -> Message:
+            return Message(self._figures(server))
+
+        server = Server(
+            {**handlers, FIGURES: figures},
+            name=self.slot.label,
+            descriptor=self.descriptor,
+            security=self.security,
+        )
+        if not self.known:
+            where = {"address": self.address, "machine": socket.gethostname()}
+            book(self.store).set(entry(self.slot.role, self.slot.rank), json.dumps(where))
+            self.known = True
+        return server
+
+    def _figures(self, server: Server) -> dict[str, Any]:
+        """This server's entry of ``summary.json``'s ``ranks``, and which of its lives it is from."""
+        return {
+            "rank": self.slot.rank,
+            "role": self.slot.role,
+            "host": socket.gethostname(),
+            "peak_rss_bytes": peak_rss_bytes(),
+            "baseline_rss_bytes": self.baseline_rss_bytes,
+            "bytes_sent": server.counters.bytes_sent,  # of its whole life; see ServerMeter
+            "bytes_received": server.counters.bytes_received,
+            "comm_seconds": 0.0,
+            "wait_seconds": 0.0,
+            "comm_bound_bytes": None,
+            "cpu_seconds": cpu_seconds(),
+            "incarnation": self.restarts,
+        }
+
+
+def run(target: str, config: Any) -> None:
+    """The task of a server's process.
+
+    Args:
+        target: ``package.module:function`` of its role.
+        config: the composed configuration.
+    """
+    stop = stop_event()
+    job = slots.current()
+    assert job is not None
+    serve_role(target, job, config, stop)
+
+
+def serve_role(target: str, job: JobContext, config: Any, stop: threading.Event) -> None:
+    """Call a role's function, in a process that the agent forked."""
+    resolve(target)(_context(job, config, stop))
+
+
+def _context(job: JobContext, config: Any, stop: threading.Event) -> ServerContext:
+    assert job.descriptor is not None and job.address is not None
+    if "OMP_NUM_THREADS" not in os.environ:
+        servers = sum(job.roster.counts.values()) if job.simulated else 1
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (ranks_on_this_machine() + servers)))
+    return ServerContext(
+        slot=job.slot,
+        config=plain(config),
+        restarts=job.restarts,
+        descriptor=job.descriptor,
+        address=job.address,
+        security=Security.load(job.roster.key_file) if job.roster.key_file else None,
+        run_dir=job.log_dir.parent,
+        stop=stop,
+        baseline_rss_bytes=rss_bytes(),
+        known=job.slot.role in job.roster.addresses,
+    )

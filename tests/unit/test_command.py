@@ -1,0 +1,271 @@
+"""What the command does with its configuration: mistakes of processes by hand, and where processes are put."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from omegaconf import DictConfig
+from torch.distributed import HashStore
+
+from gtrain import backends, cli, config
+from gtrain.errors import ConfigError
+from gtrain.launch import cluster, command, meeting
+from gtrain.launch.roles import RolePlan, server_slots, worker_slots
+from gtrain.launch.slot import Slot
+from gtrain.launch.sockets import listen_here, listen_tcp
+from gtrain.strategy import by_hand
+from gtrain.strategy.trainer_checks import check_unequal_steps
+
+COUNTING = Path(__file__).resolve().parents[1] / "assets" / "counting"
+
+
+@pytest.fixture
+def counting() -> Iterator[None]:
+    """The strategy of tests/assets/counting, found as an installed one is."""
+    sys.path.insert(0, str(COUNTING))
+    backends.installed.cache_clear()
+    Plugins.instance().register(cli.BackendConfigs)
+    config.register()
+    GlobalHydra.instance().clear()
+    with initialize_config_module("gtrain.conf", version_base="1.3"):
+        yield
+    sys.path.remove(str(COUNTING))
+    backends.installed.cache_clear()
+
+
+def composed(*overrides: str) -> DictConfig:
+    """A configuration as the command composes it."""
+    return compose("config", overrides=["paths.run=here", *overrides])
+
+
+def mistake(*overrides: str) -> str:
+    """What a command is answered."""
+    names = ("strategy", "data", "model")
+    with pytest.raises(ConfigError) as caught:
+        command.launch(composed(*overrides), dict.fromkeys(names, "counting"), list(overrides))
+    assert caught.value.hint
+    return str(caught.value)
+
+
+MANUAL = ("cluster=manual", "strategy=counting", "trainer.num_nodes=2")
+SERVE = ("verb=serve", "strategy=counting")
+TCP = "cluster.rendezvous=tcp://127.0.0.1:29500"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ((*SERVE, TCP), ["role is not set", "the servers of strategy=counting are counter"]),
+        ((*SERVE, TCP, "role=lock"), ["role=lock was set; the servers of strategy=counting are counter."]),
+        (("verb=serve", "strategy=sar", TCP, "role=lock"), ["strategy=sar has no servers", "with servers: counting"]),
+        ((*SERVE, "role=counter"), ["cluster.rendezvous is not set", "tcp://host:port or file:///path"]),
+        ((*SERVE, "role=counter", TCP, "cluster.rank=1"), ["cluster.rank=1 was set", "has 1 servers", "0 to 0"]),
+        ((*SERVE, "role=counter", TCP, "cluster.timeout_seconds=0.2"), ["nothing answered there within 0.2 s"]),
+        ((*SERVE, "role=counter", "cluster.rendezvous=tcp://elsewhere:29500"), ["not of this machine alone", "key"]),
+        ((*MANUAL, "cluster.rank=0"), ["cluster.rendezvous is not set"]),
+        ((*MANUAL, TCP), ["cluster.rank is not", "cluster.rank=0 on one, up to 1"]),
+        ((*MANUAL, TCP, "cluster.rank=2"), ["cluster.rank=2 was set", "the ranks 0 to 1"]),
+        ((*MANUAL, TCP, "cluster.rank=-1"), ["cluster.rank=-1 was set; it must be 0 or more"]),
+        (
+            (*MANUAL, TCP, "cluster.rank=0", "cluster.key_file=none.key"),
+            ["no such file", "gtrain key"],
+        ),
+        ((*MANUAL, TCP, "cluster.rank=1", "cluster.timeout_seconds=0.2"), ["nothing answered", "cluster.rank=0 too"]),
+        ((*MANUAL, "cluster.rank=0", "cluster.rendezvous=tcp://elsewhere:9"), ["cluster.key_file is not set"]),
+        ((*MANUAL, TCP, "cluster.rank=0", "cluster.standalone=[lock]"), ["cluster.standalone=lock was set", "counter"]),
+        ((TCP, "strategy=sar"), ["cluster.rendezvous=tcp://127.0.0.1:29500 was set", "set cluster=manual"]),
+        (("cluster.rank=1",), ["cluster.rank=1 was set", "started by hand"]),
+        (("strategy=counting", "cluster.standalone=[counter]"), ["need a rendezvous", "cluster=manual"]),
+        (("strategy=counting", "strategy.servers=-1"), ["its role counter count -1", "0 or more"]),
+        (("verb=key",), ["cluster.key_file is not set"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_mistake_is_explained(
+    overrides: tuple[str, ...], parts: list[str], counting: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = mistake(*overrides)
+    for part in parts:
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    "text", ["head:29500", "tcp://head", "tcp://head:0", "tcp://head:99999", "tcp://:1", "file://f", "file:///", "x"]
+)
+def test_a_garbled_rendezvous_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="it is no address") as caught:
+        meeting.parse(text)
+    assert "tcp://host:port or file:///path" in str(caught.value)
+
+
+def test_a_key_file_that_others_may_read_is_refused(
+    counting: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command.launch(composed("verb=key", "cluster.key_file=job.key"), {}, [])
+    assert stat.S_IMODE(os.stat("job.key").st_mode) == 0o600
+    assert "is there already" in mistake("verb=key", "cluster.key_file=job.key")
+    os.chmod("job.key", 0o640)
+    text = mistake(*MANUAL, TCP, "cluster.rank=0", "cluster.key_file=job.key")
+    assert "cluster.key_file=job.key has mode 0640: other users may read or change it" in text
+    assert "chmod 600 job.key" in text
+
+
+# ------------------------------------------------------------------------------------------------- the meeting place
+
+
+def test_the_file_of_a_rendezvous_leads_to_the_job_and_goes_with_it(tmp_path: Path) -> None:
+    place = meeting.parse(f"file://{tmp_path}/meet")
+    with meeting.held(place) as held:
+        assert held.socket is not None
+        found = meeting.find(place, 1.0)
+        assert (found.host, found.port) == ("127.0.0.1", held.port)
+        with pytest.raises(ConfigError, match="another process is at"), meeting.held(place):
+            pass
+    assert not (tmp_path / "meet").exists()
+
+
+def test_a_file_that_a_killed_job_left_is_taken_over(tmp_path: Path) -> None:
+    place = meeting.parse(f"file://{tmp_path}/meet")
+    with meeting.held(place):
+        stale = (tmp_path / "meet").read_text()
+    (tmp_path / "meet").write_text(stale)
+    with pytest.raises(ConfigError, match=r"nothing answered there within 0\.3 s"):
+        meeting.find(place, 0.3)
+    with meeting.held(place) as held:
+        assert meeting.find(place, 1.0).port == held.port
+
+
+def test_a_file_of_something_else_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    place = meeting.parse(f"file://{tmp_path}/thesis.txt")
+    for attempt in (lambda: meeting.held(place).__enter__(), lambda: meeting.find(place, 1.0)):
+        with pytest.raises(ConfigError, match="that is no file of a gtrain job"):
+            attempt()
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_who_comes_before_rank_0_waits_for_it(tmp_path: Path) -> None:
+    place, found = meeting.parse(f"file://{tmp_path}/meet"), []
+    early = threading.Thread(target=lambda: found.append(meeting.find(place, 30.0)))
+    early.start()
+    with meeting.held(place) as held:
+        early.join(timeout=30.0)
+        assert [each.port for each in found] == [held.port]
+
+
+def test_a_rendezvous_of_another_machine_cannot_be_held_here() -> None:
+    with (
+        pytest.raises(ConfigError, match="cannot listen there") as caught,
+        meeting.held(meeting.parse("tcp://1.2.3.4:99")),
+    ):
+        pass
+    assert "start cluster.rank=0 on the machine that the address names" in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------- who belongs to a job
+
+
+def test_a_rank_of_workers_is_taken_once_except_by_its_next_life() -> None:
+    store = HashStore()
+    by_hand._claim(store, Slot("worker", 1, 1, 0), restarts=0)
+    by_hand._claim(store, Slot("worker", 1, 1, 0), restarts=1)
+    by_hand._claim(store, Slot("worker", 2, 2, 0), restarts=0)
+    with pytest.raises(ConfigError, match=r"cluster.rank=1 was set; the job has a machine of that number already\."):
+        by_hand._claim(store, Slot("worker", 1, 1, 0), restarts=0)
+
+
+def test_all_machines_of_a_job_are_given_the_same_shape() -> None:
+    store = HashStore()
+    for _ in range(2):
+        by_hand._check_shape(store, "2 machines with 1 workers each")
+    with pytest.raises(ConfigError, match="3 machines with 1 workers each were set here, and 2 machines with 1"):
+        by_hand._check_shape(store, "3 machines with 1 workers each")
+
+
+def test_servers_by_hand_take_the_free_ranks_of_a_role_that_is_left_to_them() -> None:
+    store, plan = HashStore(), RolePlan("counter", count=3)
+    store.set("role/counter", by_hand.BY_HAND)
+    by_hand._check_wanted(store, plan)
+    assert [by_hand._free_rank(store, plan, wanted) for wanted in (None, 2, None)] == [0, 2, 1]
+    with pytest.raises(ConfigError, match=r"cluster.rank=2 was set; the job has a counter 2 already\."):
+        by_hand._free_rank(store, plan, 2)
+    with pytest.raises(ConfigError, match="all 3 servers of that role are there already"):
+        by_hand._free_rank(store, plan, None)
+    store.set("role/counter", by_hand.BY_AGENT)
+    with pytest.raises(ConfigError, match="the job's own commands start these servers"):
+        by_hand._check_wanted(store, plan)
+
+
+@pytest.mark.parametrize(("key", "value"), [("max_steps", 7), ("val_check_interval", 0.5)])
+def test_what_makes_ranks_of_unequal_steps_meet_between_epochs_is_refused(key: str, value: float) -> None:
+    trainer: Any = SimpleNamespace(**{"max_steps": -1, "val_check_interval": 1.0, key: value})
+    with pytest.raises(ConfigError, match=f"trainer.{key}={value} was set; ranks of strategy=x take unequal numbers"):
+        check_unequal_steps("x", trainer)
+
+
+# ------------------------------------------------------------------------------------------------- places, sockets
+
+
+def test_servers_are_dealt_to_machines_in_order() -> None:
+    plans = [RolePlan("a", count=3), RolePlan("b", count=1), RolePlan("c", count=2, by_hand=True), RolePlan("worker")]
+    places = [(s.label, s.node, s.local) for s, _ in server_slots(plans, 2, None)]
+    assert places == [("a 0", 0, 0), ("a 1", 0, 1), ("a 2", 1, 0), ("b 0", 0, 0)]
+    assert [s.label for s, _ in server_slots(plans, 2, 1)] == ["a 2"]
+    assert [(s.rank, s.node, s.local) for s in worker_slots(3, 2, 1)] == [(2, 1, 0), (3, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+            | {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"},
+            cluster.External(rank=3, size=4, local=1, local_size=2, machine=1, machines=2),
+        ),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2"},
+            cluster.External(rank=1, size=2, local=1, local_size=2, machine=0, machines=1),
+        ),
+    ],
+)
+def test_the_place_that_torchrun_gave(environ: dict[str, str], expected: cluster.External) -> None:
+    assert cluster.external_place("torchrun", environ) == expected
+
+
+def test_the_place_that_slurm_gave() -> None:
+    environ = {"SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_NNODES": "3"}
+    expected = cluster.External(rank=5, size=6, local=1, local_size=2, machine=2, machines=3)
+    assert cluster.external_place("slurm", environ) == expected
+
+
+def test_a_socket_within_the_machine_has_no_file_and_ends_with_its_holder() -> None:
+    listener = listen_here()
+    path = listener.address.removeprefix("ipc://")
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(path)
+    assert not os.path.exists(listener.socket.getsockname())
+    listener.close()
+    with socket.socket(socket.AF_UNIX) as client, pytest.raises(OSError):
+        client.connect(path)
+
+
+def test_a_tcp_socket_says_where_it_is() -> None:
+    listener = listen_tcp("127.0.0.1")
+    host, _, port = listener.address.removeprefix("tcp://").rpartition(":")
+    with socket.create_connection((host, int(port))):
+        pass
+    listener.close()

@@ -1,0 +1,108 @@
+"""Binary files that are damaged, or are none of their kind: one sentence each, whatever their reader raises."""
+
+from __future__ import annotations
+
+import gzip
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gtrain.data.files import load_tensors, read_array
+from gtrain.data.heco_files import load_npz
+from gtrain.errors import DataError, GtrainError
+from gtrain.graph.partition import read_assignment
+
+
+def damaged(contents: bytes, times: int = 40) -> list[bytes]:
+    """Return what a file may become: empty, cut, overwritten, changed here and there, or text."""
+    rng = random.Random(0)
+    changed = []
+    for _ in range(times):
+        piece = bytearray(contents)
+        for _ in range(rng.randint(1, 12)):
+            piece[rng.randrange(len(piece))] = rng.randrange(256)
+        changed.append(bytes(piece))
+    noise = [bytes(rng.randrange(256) for _ in range(300)) for _ in range(times)]
+    return [b"", contents[: len(contents) // 2], contents[:-3], b"hello\n", *noise, *changed]
+
+
+def test_tensors(tmp_path: Path) -> None:
+    """torch's unpickler answers noise with KeyError, IndexError and more."""
+    path, refused = tmp_path / "a.pt", 0
+    torch.save({"rows": torch.arange(20), "name": [1, 2]}, path)
+    for contents in damaged(path.read_bytes()):
+        path.write_bytes(contents)
+        try:
+            load_tensors(path, "write it again")
+        except DataError as err:
+            refused += 1
+            assert "never unpickled" in str(err) or f"{path} cannot be loaded: it is damaged" in str(err)
+    assert refused >= 44  # but for changed bytes in the values, all
+
+
+def test_objects_are_told_from_noise(tmp_path: Path) -> None:
+    torch.save({"edge": print}, tmp_path / "code.pt")
+    with pytest.raises(DataError, match=r"code\.pt holds Python objects other than tensors"):
+        load_tensors(tmp_path / "code.pt", "write it again")
+
+
+@pytest.mark.parametrize("kind", ["array", "archive", "parts"])
+def test_arrays(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / ("a.npz" if kind == "archive" else "a.npy")
+    readers = {"array": lambda: read_array("data.features", path), "archive": lambda: load_npz(path)}
+    readers["parts"] = lambda: read_assignment(str(path))
+    np.savez_compressed(path, a=np.arange(40)) if kind == "archive" else np.save(path, np.arange(40))
+    refused = 0
+    for contents in damaged(path.read_bytes()):
+        path.write_bytes(contents)
+        try:
+            readers[kind]()
+        except GtrainError as err:
+            refused += 1
+            assert "allow_pickle=`" not in str(err) and "unsafely" not in str(err)  # numpy's advice
+    assert refused >= 44
+
+
+def test_no_dense_real_numbers(tmp_path: Path) -> None:
+    torch.save(torch.eye(3).to_sparse(), tmp_path / "x.pt")
+    with pytest.raises(DataError, match=r"x\.pt holds a torch\.sparse_coo tensor .* a dense one"):
+        read_array("data.features", tmp_path / "x.pt")
+    np.save(tmp_path / "x.npy", np.ones(3, dtype=complex))
+    with pytest.raises(DataError, match=r"x\.npy holds a torch\.strided tensor of torch\.complex128"):
+        read_array("data.features", tmp_path / "x.npy")
+
+
+def test_hdf5(tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py", reason="HDF5 folders need h5py: pip install 'gtrain[hdf5]'")
+    from gtrain.data.biggraph_edges import find_buckets, read_bucket
+
+    path, refused = tmp_path / "edges_0_0.h5", 0
+    with h5py.File(path, "w") as file:
+        file.attrs["format_version"] = 1
+        for name in ("rel", "lhs", "rhs"):
+            file.create_dataset(name, data=np.arange(5))
+    for contents in damaged(path.read_bytes()):
+        path.write_bytes(contents)
+        try:
+            read_bucket(find_buckets(tmp_path, 1, 1)[0])
+        except DataError:
+            refused += 1
+    assert refused >= 44
+
+
+def test_packed_text_of_a_social_graph(tmp_path: Path) -> None:
+    """zlib's own error is none of OSError."""
+    from gtrain.data.ogb import _text
+
+    path, refused = tmp_path / "types.csv.gz", 0
+    path.write_bytes(gzip.compress(b"author,paper\n2,3\n"))
+    for contents in damaged(path.read_bytes()):
+        path.write_bytes(contents)
+        try:
+            _text(path)
+        except DataError:
+            refused += 1
+    assert refused >= 43  # an empty file is empty text
