@@ -90,7 +90,10 @@ def make_model(settings: dict[str, Any], store: Store) -> pl.LightningModule:
     if settings.get("task") == "link":
         return _link_predictor(target, settings, store)
     if facts.get("num_classes") is None:
-        raise ConfigError("the graph has no labels, and a node classifier needs them.", hint="set data.labels.")
+        raise ConfigError(
+            "the graph has no labels, and a node classifier needs them.",
+            hint="give the source labels (data.labels), or predict edges: model=link_sage or kg.",
+        )
     encoder = make_encoder(target, settings, facts)
     options = {key: settings[key] for key in ("monitor", "test_metrics") if settings.get(key) is not None}
     return NodeClassifier(

@@ -133,8 +133,10 @@ _MODEL_TYPES: dict[str, tuple[type, ...]] = {
 
 
 def register() -> None:
-    """Put the schemas of the trainer, the data sources and every backend into Hydra's store."""
+    """Put the schemas of the trainer, the data sources and every backend into Hydra's store, and add our resolver."""
     from gtrain.data import config as data
+
+    OmegaConf.register_new_resolver("gtrain.score", _score, replace=True)
 
     store = ConfigStore.instance()
     store.store(group="schema/trainer", name="trainer", node=TrainerConfig)
@@ -143,6 +145,11 @@ def register() -> None:
     data.register()
     for name, backend in backends.usable().items():
         store.store(group="schema/strategy", name=name, node=backend.load_config())
+
+
+def _score(score: str | None, task: str) -> str:
+    """What the best checkpoint is best in: the model's own choice, or that of its task."""
+    return score or ("val/mrr" if task == "link" else "val/acc")
 
 
 def validate(cfg: DictConfig) -> None:

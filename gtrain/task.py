@@ -22,6 +22,7 @@ from gtrain.callbacks.recorder import RunRecorder
 from gtrain.config import plain
 from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError
+from gtrain.kernel_cache import find_cache
 from gtrain.launch import slot as slots
 from gtrain.launch.environment import find_environment, ranks_on_this_machine
 from gtrain.model.kinds import kind
@@ -45,6 +46,7 @@ def run(cfg: DictConfig, choices: dict[str, str]) -> float | None:
     """
     _quieten()
     _set_threads()
+    find_cache()
     config = plain(cfg)
     if config["verb"] == "partition":
         _partition(config)
@@ -145,7 +147,7 @@ class _Task:
         if backend.serves is None or found in backend.serves:
             return
         raise ConfigError(
-            f"strategy={name} does not serve model={self.choices['model']} (a {found} model): {backend.refusal}. "
+            f"strategy={name} does not serve model={self.choices['model']} (kind: {found}): {backend.refusal}. "
             f"Strategies that do: {', '.join(backends.serving(found))}.",
             hint=f"set strategy={backends.serving(found)[0]}, or choose a model of kind {' or '.join(backend.serves)}.",
         )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gtrain.data.biggraph_files import Ints
 from gtrain.data.extras import need
-from gtrain.errors import DataError
+from gtrain.errors import DataError, GtrainError
 
 FORMAT_VERSION = 1
 _BUCKET = re.compile(r"edges_(\d+)_(\d+)\.h5")
@@ -188,14 +188,9 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with h5py.File(path, "r") as file:
             yield file
-    except (
-        OSError,
-        RuntimeError,
-        LookupError,
-        ValueError,
-        TypeError,
-        AttributeError,
-    ) as err:  # h5py's ways to say that it is damaged
+    except GtrainError:
+        raise
+    except Exception as err:  # h5py has many ways to say that a file is damaged
         raise DataError(
             f"{path} cannot be read as HDF5: {str(err).splitlines()[0] if str(err) else type(err).__name__}",
             hint="copy the file again, or write it anew",

@@ -113,6 +113,8 @@ def load_tensors(path: Path, anew: str) -> Any:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
             return torch.load(path, weights_only=True)
+    except OSError as err:
+        raise DataError(f"{path} cannot be read: {err.strerror or err}", hint=anew) from err
     except Exception as err:  # the unpickler of a garbled file may stumble in any way
         if isinstance(err, pickle.UnpicklingError) and _FOREIGN.search(str(err)):
             raise DataError(

@@ -16,7 +16,7 @@ from torch import Tensor
 from gtrain.data.loader import TASKS, SeedLoader, has_split, num_link_seeds
 from gtrain.data.prepare import Graph, Names, Preparation, cut, describe, prepare_graph
 from gtrain.data.split import SplitOptions
-from gtrain.errors import ConfigError
+from gtrain.errors import ConfigError, DataError
 from gtrain.graph.lock import ensure_store
 from gtrain.graph.manifest import FORMAT
 from gtrain.graph.partition import METHODS
@@ -188,9 +188,21 @@ class GraphDataModule(pl.LightningDataModule):
         return dict(self.open_store().facts)
 
     def prepare_data(self) -> None:
-        """Make the store where there is none; safe to call from any number of processes at once."""
-        self.fetch()
-        ensure_store(self.store_path, self._build, log.debug if self._prepared else log.info)  # said once
+        """Make the store where there is none; safe to call from any number of processes at once.
+
+        Raises:
+            DataError: the data, or a file or folder, is not as it should be.
+        """
+        try:
+            self.fetch()
+            ensure_store(self.store_path, self._build, log.debug if self._prepared else log.info)  # said once
+        except OSError as err:  # of any file or folder that is read or written on the way
+            name = f"{err.filename}: {err.strerror}" if err.filename else str(err).splitlines()[0]
+            raise DataError(
+                f"{self.origin} cannot be prepared: {name}",
+                hint="correct the permissions of that file or folder, free space on its disk, or name another "
+                f"(data.root={self.root}, data.store={self.store})",
+            ) from err
         self._prepared = True
 
     def setup(self, stage: str | None = None) -> None:

@@ -94,7 +94,10 @@ class Classifier(pl.LightningModule):
         """Mean loss over the seeds (there may be none), the weight of that mean, the seeds' scores and labels."""
         nodes = batch[batch.target] if isinstance(batch, HeteroData) else batch
         if "y" not in nodes:
-            raise DataError("this graph has no labels, so there is nothing to classify.", hint="set data.labels.")
+            raise DataError(
+                "this graph has no labels, so there is nothing to classify.",
+                hint="give the source labels (data.labels), or predict edges: model=link_sage or kg.",
+            )
         scores, labels = self.seed_scores(batch), nodes.y[batch.seeds]
         total, weight = self._summed(scores, labels)
         loss = total / weight.clamp(min=torch.finfo(weight.dtype).tiny)

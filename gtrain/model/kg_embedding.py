@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -199,7 +199,7 @@ class KGEmbedding(pl.LightningModule):
 
 def _check(num_nodes: object, counts: dict[str, int], sizes: dict[str, float]) -> None:
     """Check what no other part checks."""
-    if isinstance(num_nodes, dict):
+    if isinstance(num_nodes, Mapping):  # the settings may come as a DictConfig
         raise _several_types(list(num_nodes))
     for key, count in counts.items():
         if count < 1:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch_geometric.nn import FastRGCNConv, HeteroConv, HGTConv, RGCNConv, SAGEConv
+from torch_geometric.nn import HeteroConv, HGTConv, MessagePassing, RGCNConv, SAGEConv
+from torch_geometric.nn.inits import glorot
 
 EdgeType = tuple[str, str, str]
 
@@ -53,8 +55,9 @@ class RGCN(nn.Module):
         self.convs = nn.ModuleList()
         before = in_channels
         for width in widths:
-            if before is None:  # RGCNConv would copy its whole weight once for each relation
-                self.convs.append(FastRGCNConv(num_nodes, width, num_relations, **shared))
+            if before is None:
+                assert num_nodes is not None  # the graph's, where it has no features
+                self.convs.append(IdRGCNConv(num_nodes, width, num_relations, **shared))
             else:
                 self.convs.append(RGCNConv(before, width, num_relations, **shared))
             before = width
@@ -66,6 +69,59 @@ class RGCN(nn.Module):
             if number + 1 < len(self.convs):
                 x = F.dropout(x.relu(), self.dropout, self.training)
         return x
+
+
+class IdRGCNConv(MessagePassing):
+    """``RGCNConv`` over features that are one-hot vectors of ids: a learned row for each relation and node.
+
+    PyG's ``FastRGCNConv`` does the same where a node's id is its position; here ids are given, so that the nodes of a
+    part find their rows as well.
+
+    Args:
+        num_nodes: N, number of ids.
+        out_channels: columns of the result.
+        num_relations: R, relations of ``edge_type``.
+        num_bases: matrices that the relations share; None gives each its own.
+        root_weight: whether a node's own row counts besides its neighbours'.
+
+    Shapes:
+        ids int64 [n], edge_index [2, E], edge_type [E]; result [n, out_channels], the sum over relations of the mean
+        over neighbours.
+    """
+
+    def __init__(
+        self,
+        num_nodes: int,
+        out_channels: int,
+        num_relations: int,
+        *,
+        num_bases: int | None = None,
+        root_weight: bool = True,
+    ) -> None:
+        super().__init__(aggr="add", node_dim=0)
+        self.num_nodes, self.num_relations = num_nodes, num_relations
+        self.weight = nn.Parameter(torch.empty(num_bases or num_relations, num_nodes, out_channels))
+        self.comp = nn.Parameter(torch.empty(num_relations, num_bases)) if num_bases else None
+        self.root = nn.Parameter(torch.empty(num_nodes, out_channels)) if root_weight else None
+        self.bias = nn.Parameter(torch.zeros(out_channels))
+        glorot(self.weight)
+        glorot(self.comp)
+        glorot(self.root)
+
+    def forward(self, ids: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
+        """Embeddings of every node that edges point at."""
+        pair = edge_index[1] * self.num_relations + edge_type  # all edges of a target are here, so counts are whole
+        _, place, count = torch.unique(pair, return_inverse=True, return_counts=True)
+        share = 1 / count.to(self.weight.dtype)[place]
+        out: Tensor = self.propagate(edge_index, ids=ids, edge_type=edge_type, share=share) + self.bias
+        return out if self.root is None else out + self.root[ids]
+
+    def message(self, ids_j: Tensor, edge_type: Tensor, share: Tensor) -> Tensor:
+        if self.comp is None:
+            rows = self.weight.flatten(0, 1)[edge_type * self.num_nodes + ids_j]
+        else:
+            rows = torch.einsum("eb,beh->eh", self.comp[edge_type], self.weight[:, ids_j])
+        return rows * share.unsqueeze(1)
 
 
 class HeteroSAGE(nn.Module):

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch_geometric.nn.conv import MessagePassing
 
+from gtrain.errors import ConfigError
 from gtrain_sar.blocks import aggregate_kept, aggregate_recomputed
 from gtrain_sar.call import BlockIndex, PropagateCall, reduction
 from gtrain_sar.halo import HaloExchange, HaloRows
@@ -77,6 +78,7 @@ class Takeover:
 
     def propagate(self, conv: MessagePassing, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
         """``conv.propagate`` over the shard; ``size`` is the shard's own."""
+        _check_ids(conv, kwargs)
         reduce = reduction(conv) if self.mode != 3 else None
         if reduce is None:
             return self._at_once(conv, type(conv).propagate, conv._user_args, edge_index, kwargs)
@@ -102,6 +104,19 @@ class Takeover:
         size = (shard.num_local + shard.num_halo, shard.num_local)
         out: Tensor = method(conv, edge_index, size=size, **arguments)
         return out
+
+
+def _check_ids(conv: MessagePassing, kwargs: dict[str, Any]) -> None:
+    """Refuse a convolution that takes the number of a node in ``edge_index`` for its id (``FastRGCNConv`` over ids)."""
+    ids = any(
+        isinstance(value, Tensor) and name == "x" and not value.is_floating_point() for name, value in kwargs.items()
+    )
+    if ids and "edge_index_j" in conv._user_args:
+        raise ConfigError(
+            f"{type(conv).__name__} was given ids in place of features, and looks them up by the nodes' places in "
+            "edge_index, which differ from part to part.",
+            hint="use gtrain.model.relational.IdRGCNConv, give the nodes features, or set strategy=single.",
+        )
 
 
 class _Switch:

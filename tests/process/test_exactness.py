@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,8 @@ def test_every_mode_and_number_of_ranks_on_a_planted_graph(sweep: Runner, model:
     arguments = [*SMALL, *MODELS[model], *EXACT]
     (single,) = sweep("strategy=single", *arguments, name="single")
     sharded = sweep("strategy=sar", "mode=1,2,3", "trainer.num_nodes=3", *arguments, name="sar")
-    random = ["trainer.num_nodes=2,4", "data.partitioner=random"]
-    sharded += sweep("strategy=sar", "mode=1", *random, *arguments, name="random")
+    at_random = ["trainer.num_nodes=2,4", "data.partitioner=random"]
+    sharded += sweep("strategy=sar", "mode=1", *at_random, *arguments, name="random")
     assert [run["world_size"] for run in sharded] == [3, 3, 3, 2, 4]
     for run in sharded:
         for name in ("train/loss", "val/loss"):
@@ -127,3 +128,15 @@ def test_a_rank_without_training_nodes_and_a_rank_without_halo(sweep: Runner, tm
         assert run["store"]["halo"] == [0, 0]
         assert worst(single, run) < 1e-10
         assert all(rank["bytes_sent"] < 1e5 for rank in run["ranks"])
+
+
+def test_relations_over_ids(sweep: Runner, tmp_path: Path) -> None:
+    """Without features a node is its id, which is another number in each part."""
+    generator = random.Random(0)
+    lines = [f"{generator.randrange(60)}\t{generator.randrange(60)}\tr{generator.randrange(4)}" for _ in range(500)]
+    (tmp_path / "edges.tsv").write_text("\n".join(lines) + "\n")
+    (tmp_path / "labels.txt").write_text("\n".join(str(node % 3) for node in range(60)) + "\n")
+    data = ["data=edges", f"data.path={tmp_path}/edges.tsv", f"data.labels={tmp_path}/labels.txt", "data.relation=2"]
+    (single,) = sweep("strategy=single", *data, "model=rgcn", *EXACT, name="single")
+    for run in sweep("strategy=sar", "mode=1,3", "trainer.num_nodes=2", *data, "model=rgcn", *EXACT, name="sar"):
+        assert worst(single, run) < 1e-10

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
+import os
 import random
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import torch
 
 from gtrain.data.files import load_tensors, read_array
 from gtrain.data.heco_files import load_npz
+from gtrain.data.temporal import TemporalData
 from gtrain.errors import DataError, GtrainError
 from gtrain.graph.partition import read_assignment
 
@@ -41,6 +44,24 @@ def test_tensors(tmp_path: Path) -> None:
             refused += 1
             assert "never unpickled" in str(err) or f"{path} cannot be loaded: it is damaged" in str(err)
     assert refused >= 44  # but for changed bytes in the values, all
+
+
+def test_files_that_may_not_be_read_or_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests may run as root, whom no permission stops."""
+    (tmp_path / "events").write_text("0 1 2\n1 0 3\n")
+    module = TemporalData(path="events", root=str(tmp_path), store=str(tmp_path / "stores"))
+
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refuse)
+        with pytest.raises(DataError, match=r"data\.path=events cannot be prepared: .*events: Permission denied"):
+            module.prepare_data()
+    assert not (tmp_path / "stores").exists()
+    (tmp_path / "stores").write_text("a file")
+    with pytest.raises(DataError, match=r"cannot be prepared: .*stores.*: (Not a directory|File exists)"):
+        module.prepare_data()
 
 
 def test_objects_are_told_from_noise(tmp_path: Path) -> None:
