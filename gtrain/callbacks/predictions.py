@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.data.loader import target_type
@@ -38,7 +39,8 @@ class PredictionWriter(pl.Callback):
             list of D numbers), and ``prediction`` (the best class) where the values are scores of classes.
         store: the graph.
         strategy: the ranks.
-        embeddings: write what the network's last layer reads, instead of what ``predict_step`` returns.
+        embeddings: write what the module's own ``embed(batch)`` returns for the seeds, or where it has none what its
+            network's last layer reads, instead of what ``predict_step`` returns.
 
     Raises:
         ConfigError: the format is unknown, or ``predict_step`` does not return one row for each seed.
@@ -52,9 +54,10 @@ class PredictionWriter(pl.Callback):
         self._rows: list[Tensor] = []
         self._ids: list[Tensor] = []
         self._seen: list[Tensor] = []
+        self._hook: RemovableHandle | None = None
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._embeddings:
+        if self._embeddings and not hasattr(pl_module, "embed"):
             layer = last_layer(pl_module)
             self._hook = layer.register_forward_pre_hook(lambda _, args: self._seen.append(_features(args[0])))
 
@@ -68,7 +71,8 @@ class PredictionWriter(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         if self._embeddings:
-            outputs = self._embedded(batch)[batch.seeds]
+            own = getattr(pl_module, "embed", None)
+            outputs = own(batch) if own is not None else self._embedded(batch)[batch.seeds]
             self._seen.clear()
         if not isinstance(outputs, Tensor) or len(outputs) != len(batch.seeds):
             found = f"{len(outputs)} rows" if isinstance(outputs, Tensor) else type(outputs).__name__
@@ -80,7 +84,7 @@ class PredictionWriter(pl.Callback):
         self._ids.append(_orig_ids(batch)[batch.seeds])
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._embeddings:
+        if self._hook is not None:
             self._hook.remove()
         rows, ids = torch.cat(self._rows), torch.cat(self._ids)
         width = int(self._strategy.group.all_reduce(torch.tensor([rows.size(1)]), "max"))

@@ -134,6 +134,10 @@ class KGEmbedding(pl.LightningModule):
         rows: Tensor = self.entities(batch.orig_id[batch.seeds])
         return rows[:, : self.dimension]
 
+    def embed(self, batch: Data) -> Tensor:
+        """The same: predictions are embeddings here."""
+        return self.predict_step(batch, 0)
+
     def configure_optimizers(self) -> Any:
         make = with_tables(self, self._make_sparse, self._make_optimizer)
         return configured(self.parameters(), make, self._make_scheduler, self._monitor)

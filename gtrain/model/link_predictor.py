@@ -98,6 +98,10 @@ class LinkPredictor(pl.LightningModule):
         embeddings: Tensor = found[batch.target] if isinstance(found, dict) else found
         return embeddings[batch.seeds]
 
+    def embed(self, batch: Batch) -> Tensor:
+        """The same: predictions are embeddings here."""
+        return self.predict_step(batch, 0)
+
     def configure_optimizers(self) -> Any:
         return configured(self.parameters(), self._make_optimizer, self._make_scheduler, self._monitor)
 

@@ -88,13 +88,27 @@ class SparseClassifier(Classifier):
 
     def seed_scores(self, batch: Data | HeteroData) -> Tensor:
         """Scores of the seeds, [S, num_classes]; only their rows are read."""
-        x: Tensor = batch.x
-        scores: Tensor = self(x[batch.seeds] if x.layout == torch.strided else select_rows(x, batch.seeds))
+        scores: Tensor = self(_rows(batch))
         return scores
+
+    def embed(self, batch: Data | HeteroData) -> Tensor:
+        """What the last layer reads of the seeds, [S, hidden_channels]."""
+        if not len(self.rest):
+            raise ConfigError(
+                "embeddings=true was set, and a model with model.num_layers=1 has no hidden layer.",
+                hint="leave embeddings=false: scores are then written.",
+            )
+        hidden: Tensor = self.rest[:-1](self.wide(_rows(batch)))
+        return hidden
 
     def configure_optimizers(self) -> Any:
         make = with_tables(self, self._make_sparse, self._make_optimizer)
         return configured(self.parameters(), make, self._make_scheduler, self._monitor)
+
+
+def _rows(batch: Data | HeteroData) -> Tensor | Csr:
+    x: Tensor = batch.x
+    return x[batch.seeds] if x.layout == torch.strided else select_rows(x, batch.seeds)
 
 
 def _sizes(num_features: object, num_classes: int | None) -> tuple[int, int]:

@@ -60,6 +60,15 @@ def test_the_loss_is_the_mean_over_the_seeds(multilabel: bool) -> None:
     assert out["weight"] == (12 if multilabel else 4)
 
 
+def test_embeddings_are_what_the_last_layer_reads() -> None:
+    model, rows = module(num_layers=2).eval(), batch()
+    embedded = model.embed(rows)
+    assert len(embedded) == len(rows.seeds)
+    torch.testing.assert_close(model.rest[-1](embedded), model.seed_scores(rows))
+    with pytest.raises(ConfigError, match="no hidden layer"):
+        module(num_layers=1).embed(rows)
+
+
 def test_a_batch_without_seeds_has_loss_and_gradients_zero() -> None:
     b, model = batch(), module(sparse_optimizer=lambda p: LazyAdam(p))
     b.seeds = b.seeds[:0]
