@@ -169,6 +169,7 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 
 def test_movielens_100k(tmp_path: Path) -> None:
+    pytest.importorskip("pandas", reason="PyG reads this data set with pandas")
     genres = "|".join("01" * 9 + "1")
     files = {
         "u.item": "".join(f"{number}|film|1-1-1995||url|{genres}\n" for number in (1, 2, 3)),
@@ -193,6 +194,7 @@ def test_movielens_100k(tmp_path: Path) -> None:
 
 
 def test_movielens_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pandas", reason="PyG reads this data set with pandas")
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     movies, ratings = "movieId,title,genres\n1,A,Comedy\n", "userId,movieId,rating,timestamp\n1,1,4.0,964982703\n"
     write(tmp_path / "raw" / "ml-latest-small", {"movies.csv": movies, "ratings.csv": ratings})
@@ -214,6 +216,7 @@ def test_reddit(tmp_path: Path) -> None:
 
 
 def test_jodie(tmp_path: Path) -> None:
+    pytest.importorskip("pandas", reason="PyG reads this data set with pandas")
     lines = "user_id,item_id,timestamp,state_label,features\n0,0,0.0,0,0.5,1\n1,0,36.0,1,-2,3\n"
     write(tmp_path / "wikipedia" / "raw", {"wikipedia.csv": lines})
     data = PyGData(name="JODIEDataset", options={"name": "Wikipedia"}, root=str(tmp_path)).read()
