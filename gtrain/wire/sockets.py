@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -120,6 +121,10 @@ class Monitor:
         self._socket.close(linger=0)
 
 
+SPIN_SECONDS = 0.0001
+"""How long a thread looks before it sleeps: on a quiet machine waking it costs more than a small request does."""
+
+
 class Waiter:
     """Waits for any of some descriptors or for another thread's word.
 
@@ -138,8 +143,17 @@ class Waiter:
             self._poll.register(descriptor, select.POLLIN)
 
     def wait(self, seconds: float) -> None:
-        """Return when something may have happened, after ``seconds`` at the latest."""
-        self.ready = [descriptor for descriptor, _ in self._poll.poll(max(0, int(seconds * 1000) + 1))]
+        """Return when something may have happened, after ``seconds`` at the latest.
+
+        It looks a few times before it sleeps: an answer to a small request is often there before the kernel could put
+        a thread to sleep and wake it again.
+        """
+        found = self._poll.poll(0)
+        end = time.perf_counter() + min(seconds, SPIN_SECONDS)
+        while not found and time.perf_counter() < end:
+            os.sched_yield()
+            found = self._poll.poll(0)
+        self.ready = [descriptor for descriptor, _ in found or self._poll.poll(max(0, int(seconds * 1000) + 1))]
         if self._event in self.ready:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._event)
