@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ import pyarrow.compute
 import pyarrow.csv
 from numpy.typing import NDArray
 
+from gtrain.data.table import unpacked
 from gtrain.errors import ConfigError, DataError
 
 _COMMENT = re.compile(rb"^[ \t]*[#%][^\n]*\n?", re.MULTILINE)
@@ -44,7 +43,7 @@ class Events:
 
     def where(self, row: int) -> str:
         """Return ``file, line n`` of an event; slow, for messages."""
-        return f"{self.path}, line {_line(_read(self.path), row + self.skipped)[0]}"
+        return f"{self.path}, line {_line(unpacked(self.path), row + self.skipped)[0]}"
 
 
 def read_events(path: Path, time_column: int, features: slice | None) -> Events:
@@ -62,7 +61,7 @@ def read_events(path: Path, time_column: int, features: slice | None) -> Events:
         ConfigError: a column that was asked for is not there.
         DataError: names the file and the line that is malformed.
     """
-    text = _read(path)
+    text = unpacked(path)
     first = next(_data_lines(text), None)
     if first is None:
         raise DataError(f"{path} is empty", hint="name a file with one event in each line: source target time")
@@ -77,18 +76,6 @@ def read_events(path: Path, time_column: int, features: slice | None) -> Events:
     events = Events(path, table["0"], table["1"], table[names[2]].to_numpy().copy(), matrix, skipped)
     _check(events)
     return events
-
-
-def _read(path: Path) -> bytes:
-    raw = path.read_bytes()
-    try:
-        text = gzip.decompress(raw) if path.suffix == ".gz" else raw
-    except (OSError, EOFError, zlib.error) as err:
-        raise DataError(
-            f"{path} cannot be unpacked: {err}",
-            hint="copy or download the file again, or take .gz off its name if it is not compressed",
-        ) from err
-    return text.removeprefix(b"\xef\xbb\xbf")
 
 
 def _data_lines(text: bytes) -> Iterator[tuple[int, str]]:

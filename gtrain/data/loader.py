@@ -216,25 +216,20 @@ def node_seeds(graph: Data | HeteroData, split: str) -> Tensor:
 
 def with_seeds(batch: Batch, seeds: Tensor) -> Batch:
     """Return a shallow copy of a batch with these seeds."""
-    copied = _copied(batch)
+    copied = copy.copy(batch)
     copied.seeds, copied.batch_size = seeds, seeds.numel()
     return copied
 
 
 def with_edges(batch: Batch, edges: EdgeSeeds, chosen: Tensor) -> Batch:
     """Return a shallow copy of a batch whose seeds are these of a split's edges; see :class:`EdgeSeeds`."""
-    copied = _copied(batch)
+    copied = copy.copy(batch)
     for name, value in edges.select(chosen).items():
         copied[name] = value
     copied.seeds, copied.batch_size = chosen, chosen.numel()
     if isinstance(copied, HeteroData):
         copied.target = edges.edge_type
     return copied
-
-
-def _copied(batch: Batch) -> Batch:
-    """Copy the containers and none of the tensors."""
-    return copy.copy(batch)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

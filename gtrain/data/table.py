@@ -89,8 +89,12 @@ def read_table(path: Path, *, integers: int | None, header: bool, widths: tuple[
     return Table(path, columns, named)
 
 
-def _text(path: Path) -> bytes:
-    """Return the file's bytes, unpacked, with plain line ends."""
+def unpacked(path: Path) -> bytes:
+    """Return the file's bytes, unpacked where it ends in ``.gz``, without a byte order mark.
+
+    Raises:
+        DataError: it cannot be unpacked.
+    """
     raw = path.read_bytes()
     try:
         text = gzip.decompress(raw) if path.suffix == ".gz" else raw
@@ -99,7 +103,12 @@ def _text(path: Path) -> bytes:
             f"{path} cannot be unpacked: {err}",
             hint="copy or download the file again, or take .gz off its name if it is not compressed",
         ) from err
-    text = text.removeprefix(b"\xef\xbb\xbf")  # the byte order mark that spreadsheets put in front
+    return text.removeprefix(b"\xef\xbb\xbf")  # the byte order mark that spreadsheets put in front
+
+
+def _text(path: Path) -> bytes:
+    """Return the file's bytes, unpacked, with plain line ends."""
+    text = unpacked(path)
     return text.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in text else text
 
 

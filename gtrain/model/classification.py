@@ -16,6 +16,7 @@ from torchmetrics import MeanMetric
 from gtrain.errors import ConfigError, DataError
 from gtrain.metrics import NAMES, classification_metrics, update
 from gtrain.model.configured import MakeOptimizer, configured
+from gtrain.model.mean_loss import log_mean_loss
 
 
 class Classifier(pl.LightningModule):
@@ -100,12 +101,7 @@ class Classifier(pl.LightningModule):
             )
         scores, labels = self.seed_scores(batch), nodes.y[batch.seeds]
         total, weight = self._summed(scores, labels)
-        loss = total / weight.clamp(min=torch.finfo(weight.dtype).tiny)
-        metric: MeanMetric = getattr(self, f"{split}_loss")
-        metric.set_dtype(torch.float64)
-        metric.update(loss.detach().double(), weight.double())
-        self.log(f"{split}/loss", metric, on_step=False, on_epoch=True, batch_size=1, prog_bar=split == "train")
-        return loss, weight, scores, labels
+        return log_mean_loss(self, split, total, weight), weight, scores, labels
 
     def _summed(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Loss summed over the seeds and the sum of their weights, what the mean divides by."""

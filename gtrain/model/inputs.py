@@ -35,6 +35,21 @@ def input_names(network: nn.Module) -> dict[str, bool]:
     return names
 
 
+def run_network(network: nn.Module, names: dict[str, bool], encoder: nn.Module | None, batch: Data | HeteroData) -> Any:
+    """Return what the network makes of a batch: one row for each node, by type where it takes ``x_dict``.
+
+    Args:
+        network: a network over a graph.
+        names: as :func:`input_names` returned them.
+        encoder: makes the features that the network gets; None: the graph's own.
+        batch: a graph.
+
+    Raises:
+        ConfigError, DataError: see :func:`network_inputs`.
+    """
+    return network(**network_inputs(network, names, batch, None if encoder is None else encoder(batch)))
+
+
 def network_inputs(
     network: nn.Module, names: dict[str, bool], batch: Data | HeteroData, x: Tensor | dict[str, Tensor] | None
 ) -> dict[str, Any]:

@@ -5,26 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
-from torchmetrics import MeanMetric, MetricCollection
-from torchmetrics.classification import BinaryAUROC
 
 from gtrain.errors import ConfigError
 from gtrain.model.configured import MakeOptimizer, configured
+from gtrain.model.edge_model import EdgeModel
 from gtrain.model.edge_scores import EdgeScores
 from gtrain.model.kg_losses import make_loss
 from gtrain.model.kg_ranking import Queries, rank_heads, rank_tails
 from gtrain.model.kg_training import Edges, Negatives, TrainingLoss
 from gtrain.model.kinds import EMBEDDING
-from gtrain.model.ranking import NAMES, Ranking
 from gtrain.model.table_optimizer import with_tables
 from gtrain.nn import Csr, Embedding
 
 
-class KGEmbedding(pl.LightningModule):
+class KGEmbedding(EdgeModel):
     """A vector for each node and an operator for each relation, so that true edges score higher than false ones.
 
     It is PyTorch-BigGraph's model (Lerer et al. 2019). The score of (head, relation, tail) compares the head with the
@@ -107,12 +104,6 @@ class KGEmbedding(pl.LightningModule):
         self.scores = EdgeScores(num_relations or 1, dimension, operator, comparator, reciprocal, bias)
         negatives = Negatives(num_batch_negs, num_uniform_negs, all_negs, head_negs, tail_negs)
         self._training_loss = TrainingLoss(self.scores, make_loss(loss, margin), negatives, n3, num_nodes)
-        self.train_loss, self.val_loss, self.test_loss = MeanMetric(), MeanMetric(), MeanMetric()
-        self.val_ranks, self.test_ranks = (
-            MetricCollection({name: Ranking(name) for name in NAMES}, prefix=f"{split}/", compute_groups=False)
-            for split in ("val", "test")
-        )
-        self.val_auc, self.test_auc = BinaryAUROC(validate_args=False), BinaryAUROC(validate_args=False)
 
     def forward(self, batch: Data) -> Tensor:
         """Scores of the batch's edges, [B]: of finding the tail."""
@@ -123,20 +114,10 @@ class KGEmbedding(pl.LightningModule):
         loss, weight = self._loss(self._edges(batch), "train", None)
         return {"loss": loss, "weight": weight}
 
-    def validation_step(self, batch: Data, batch_idx: int) -> None:
-        self._evaluate(batch, "val")
-
-    def test_step(self, batch: Data, batch_idx: int) -> None:
-        self._evaluate(batch, "test")
-
     def predict_step(self, batch: Data, batch_idx: int) -> Tensor:
         """Embeddings of the seeds, which are nodes here, [S, D]."""
         rows: Tensor = self.entities(batch.orig_id[batch.seeds])
         return rows[:, : self.dimension]
-
-    def embed(self, batch: Data) -> Tensor:
-        """The same: predictions are embeddings here."""
-        return self.predict_step(batch, 0)
 
     def configure_optimizers(self) -> Any:
         make = with_tables(self, self._make_sparse, self._make_optimizer)
@@ -157,15 +138,7 @@ class KGEmbedding(pl.LightningModule):
 
     def _loss(self, edges: Edges, split: str, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Mean loss over the edges (there may be none), and the weight of that mean."""
-        each = self._training_loss(self.entities, edges, generator)
-        weight = torch.ones_like(each) if edges.weight is None else edges.weight.to(each)
-        total = weight.sum()
-        loss = (each * weight).sum() / total.clamp(min=torch.finfo(total.dtype).tiny)
-        metric: MeanMetric = getattr(self, f"{split}_loss")
-        metric.set_dtype(torch.float64)
-        metric.update(loss.detach().double(), total.double())
-        self.log(f"{split}/loss", metric, on_step=False, on_epoch=True, batch_size=1, prog_bar=split == "train")
-        return loss, total
+        return self._mean(self._training_loss(self.entities, edges, generator), edges.weight, split)
 
     def _scored(self, edges: Edges, tail: Tensor) -> Tensor:
         """Scores of finding these tails, [B]."""
@@ -175,16 +148,9 @@ class KGEmbedding(pl.LightningModule):
     def _evaluate(self, batch: Data, split: str) -> None:
         edges, generator = self._edges(batch), torch.Generator().manual_seed(0)  # the same negatives every epoch
         self._loss(edges, split, generator)
-        auc: BinaryAUROC = getattr(self, f"{split}_auc")
-        if len(edges):
-            drawn = torch.randint(self.num_nodes, edges.tail.shape, generator=generator)
-            scores = torch.cat([self._scored(edges, edges.tail), self._scored(edges, drawn)])
-            auc.update(scores, torch.arange(scores.numel()) < len(edges))
-        collection: MetricCollection = getattr(self, f"{split}_ranks")
-        for ranks in self._ranks(batch, edges):
-            collection.update(ranks)
-        self.log_dict(collection, on_step=False, on_epoch=True, batch_size=1)
-        self.log(f"{split}/auc", auc, on_step=False, on_epoch=True, batch_size=1)
+        drawn = torch.randint(self.num_nodes, edges.tail.shape, generator=generator)
+        true, false = self._scored(edges, edges.tail), self._scored(edges, drawn)
+        self._log_scores(split, self._ranks(batch, edges), true, false)
 
     def _ranks(self, batch: Data, edges: Edges) -> tuple[Tensor, Tensor]:
         """Ranks of the tails and of the heads among all nodes."""

@@ -5,24 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
-from torchmetrics import MeanMetric, MetricCollection
-from torchmetrics.classification import BinaryAUROC
 
 from gtrain.errors import ConfigError
 from gtrain.model.configured import MakeOptimizer, configured
 from gtrain.model.decoders import Decoder
-from gtrain.model.inputs import input_names, network_inputs
-from gtrain.model.ranking import NAMES, Ranking, ranks
+from gtrain.model.edge_model import EdgeModel
+from gtrain.model.inputs import input_names, run_network
+from gtrain.model.ranking import ranks
 
 Batch: TypeAlias = Data | HeteroData
 
 
-class LinkPredictor(pl.LightningModule):
+class LinkPredictor(EdgeModel):
     """Binary cross-entropy of true edges against edges whose target is drawn at random.
 
     Validation and test rank each true edge's target among all nodes, and its source likewise, leaving out what is
@@ -64,90 +62,53 @@ class LinkPredictor(pl.LightningModule):
         self.encoder, self.network, self.decoder = encoder, network, decoder
         self.num_negatives, self.filtered = num_negatives, filtered
         self._make_optimizer, self._make_scheduler, self._monitor = optimizer, scheduler, monitor
-        self.train_loss, self.val_loss, self.test_loss = MeanMetric(), MeanMetric(), MeanMetric()
-        self.val_ranks, self.test_ranks = (
-            MetricCollection({name: Ranking(name) for name in NAMES}, prefix=f"{split}/", compute_groups=False)
-            for split in ("val", "test")
-        )
-        self.val_auc, self.test_auc = BinaryAUROC(validate_args=False), BinaryAUROC(validate_args=False)
         self._inputs = input_names(network)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Embeddings of the nodes that edges begin at and of those that they end at, [N, D] each."""
-        x = None if self.encoder is None else self.encoder(batch)
-        found = self.network(**network_inputs(self.network, self._inputs, batch, x))
+        found = run_network(self.network, self._inputs, self.encoder, batch)
         if isinstance(found, dict):
             source, _, target = batch.target
             return found[source], found[target]
         return found, found
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        loss, weight = self._loss(batch, self(batch), "train", None)
+        loss, weight, _, _ = self._loss(batch, self(batch), "train", None)
         return {"loss": loss, "weight": weight}
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch, "val")
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate(batch, "test")
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Embeddings of the seeds, which are nodes here."""
-        x = None if self.encoder is None else self.encoder(batch)
-        found = self.network(**network_inputs(self.network, self._inputs, batch, x))
+        found = run_network(self.network, self._inputs, self.encoder, batch)
         embeddings: Tensor = found[batch.target] if isinstance(found, dict) else found
         return embeddings[batch.seeds]
-
-    def embed(self, batch: Batch) -> Tensor:
-        """The same: predictions are embeddings here."""
-        return self.predict_step(batch, 0)
 
     def configure_optimizers(self) -> Any:
         return configured(self.parameters(), self._make_optimizer, self._make_scheduler, self._monitor)
 
     def _loss(
         self, batch: Batch, embeddings: tuple[Tensor, Tensor], split: str, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor]:
-        """Mean loss over the edges of the batch, and the weight of that mean."""
-        relation, weight = getattr(batch, "edge_label_type", None), getattr(batch, "edge_label_weight", None)
-        true, false = self._scores(batch, embeddings, relation, self.num_negatives, generator)
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Mean loss over the edges of the batch, the weight of that mean, the scores of true and of random edges."""
+        true, false = self._scores(batch, embeddings, generator)
         each = F.softplus(-true) + F.softplus(false).mean(0)
-        weight = torch.ones_like(each) if weight is None else weight.to(each)
-        total = weight.sum()
-        loss = (each * weight).sum() / total.clamp(min=torch.finfo(total.dtype).tiny)
-        metric: MeanMetric = getattr(self, f"{split}_loss")
-        metric.set_dtype(torch.float64)
-        metric.update(loss.detach().double(), total.detach().double())
-        self.log(f"{split}/loss", metric, on_step=False, on_epoch=True, batch_size=1, prog_bar=split == "train")
-        if split != "train" and true.numel():
-            scores = torch.cat([true, false[0]])
-            getattr(self, f"{split}_auc").update(scores, torch.arange(scores.numel()) < true.numel())
-        return loss, total
+        loss, weight = self._mean(each, getattr(batch, "edge_label_weight", None), split)
+        return loss, weight, true, false
 
     def _scores(
-        self,
-        batch: Batch,
-        embeddings: tuple[Tensor, Tensor],
-        relation: Tensor | None,
-        negatives: int,
-        generator: torch.Generator | None,
+        self, batch: Batch, embeddings: tuple[Tensor, Tensor], generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor]:
-        """Scores of the true edges [B], and with targets drawn uniformly over all nodes [negatives, B]."""
-        head, tail = batch.edge_label_index
-        source, target = embeddings
-        heads = source[head]
-        drawn = torch.randint(target.size(0), (negatives, tail.numel()), generator=generator)
+        """Scores of the true edges [B], and with targets drawn uniformly over all nodes [num_negatives, B]."""
+        (head, tail), (source, target) = batch.edge_label_index, embeddings
+        heads, relation = source[head], getattr(batch, "edge_label_type", None)
+        drawn = torch.randint(target.size(0), (self.num_negatives, tail.numel()), generator=generator)
         false = [self.decoder(heads, target[ids], relation) for ids in drawn]
         return self.decoder(heads, target[tail], relation), torch.stack(false)
 
     def _evaluate(self, batch: Batch, split: str) -> None:
         embeddings = self(batch)
-        self._loss(batch, embeddings, split, torch.Generator().manual_seed(0))  # every epoch against the same edges
-        collection: MetricCollection = getattr(self, f"{split}_ranks")
-        for found in self._ranks(batch, embeddings):
-            collection.update(found)
-        self.log_dict(collection, on_step=False, on_epoch=True, batch_size=1)
-        self.log(f"{split}/auc", getattr(self, f"{split}_auc"), on_step=False, on_epoch=True, batch_size=1)
+        generator = torch.Generator().manual_seed(0)  # every epoch against the same edges
+        _, _, true, false = self._loss(batch, embeddings, split, generator)
+        self._log_scores(split, self._ranks(batch, embeddings), true, false[0])
 
     def _ranks(self, batch: Batch, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Ranks of the targets and of the sources."""

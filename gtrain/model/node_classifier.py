@@ -11,7 +11,7 @@ from torch_geometric.data import Data, HeteroData
 from gtrain.metrics import NAMES
 from gtrain.model.classification import Classifier
 from gtrain.model.configured import MakeOptimizer
-from gtrain.model.inputs import input_names, network_inputs
+from gtrain.model.inputs import input_names, run_network
 
 
 class NodeClassifier(Classifier):
@@ -65,8 +65,7 @@ class NodeClassifier(Classifier):
 
     def forward(self, batch: Data | HeteroData) -> Tensor:
         """Scores of every node of the batch, [N, num_classes]; of the target type where it has several."""
-        x = None if self.encoder is None else self.encoder(batch)
-        scores = self.network(**network_inputs(self.network, self._inputs, batch, x))
+        scores = run_network(self.network, self._inputs, self.encoder, batch)
         return scores[batch.target] if isinstance(scores, dict) else scores
 
     def seed_scores(self, batch: Data | HeteroData) -> Tensor:

@@ -1,0 +1,62 @@
+"""What the models that predict edges share: a weighted mean as the loss, ranks and the area under the ROC curve."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import BinaryAUROC
+
+from gtrain.model.mean_loss import log_mean_loss
+from gtrain.model.ranking import NAMES, Ranking
+
+
+class EdgeModel(pl.LightningModule):
+    """Base of the LightningModules whose seeds are edges; it logs ``loss``, ``mrr``, ``hits@k`` and ``auc``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.train_loss, self.val_loss, self.test_loss = MeanMetric(), MeanMetric(), MeanMetric()
+        self.val_ranks, self.test_ranks = (
+            MetricCollection({name: Ranking(name) for name in NAMES}, prefix=f"{split}/", compute_groups=False)
+            for split in ("val", "test")
+        )
+        self.val_auc, self.test_auc = BinaryAUROC(validate_args=False), BinaryAUROC(validate_args=False)
+
+    @abstractmethod
+    def _evaluate(self, batch: Any, split: str) -> None:
+        """Log the loss and the scores of a batch of ``val`` or ``test``."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate(batch, "test")
+
+    def embed(self, batch: Any) -> Tensor:
+        """The seeds' embeddings, which are what is predicted here."""
+        embeddings: Tensor = self.predict_step(batch, 0)
+        return embeddings
+
+    def _mean(self, each: Tensor, weight: Tensor | None, split: str) -> tuple[Tensor, Tensor]:
+        """Mean of each edge's loss (there may be none), by the edges' weights, and the weight of that mean."""
+        weight = torch.ones_like(each) if weight is None else weight.to(each)
+        total = weight.sum()
+        return log_mean_loss(self, split, (each * weight).sum(), total), total
+
+    def _log_scores(self, split: str, ranks: Iterable[Tensor], true: Tensor, false: Tensor) -> None:
+        """Take in ranks, and the scores of true edges and of as many random ones."""
+        auc: BinaryAUROC = getattr(self, f"{split}_auc")
+        if true.numel():
+            scores = torch.cat([true, false])
+            auc.update(scores, torch.arange(scores.numel()) < true.numel())
+        collection: MetricCollection = getattr(self, f"{split}_ranks")
+        for found in ranks:
+            collection.update(found)
+        self.log_dict(collection, on_step=False, on_epoch=True, batch_size=1)
+        self.log(f"{split}/auc", auc, on_step=False, on_epoch=True, batch_size=1)

@@ -1,0 +1,25 @@
+"""The loss of a step as a mean over rows, and of an epoch as the mean over all its rows."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+
+def log_mean_loss(module: pl.LightningModule, split: str, total: Tensor, weight: Tensor) -> Tensor:
+    """Return ``total / weight``, 0 for no rows at all, and log the epoch's mean as ``<split>/loss``.
+
+    Args:
+        module: has a ``MeanMetric`` called ``<split>_loss``.
+        split: ``train``, ``val`` or ``test``.
+        total: loss summed over the batch's rows.
+        weight: sum of the rows' weights, what the mean divides by.
+    """
+    loss = total / weight.clamp(min=torch.finfo(weight.dtype).tiny)
+    metric: MeanMetric = getattr(module, f"{split}_loss")
+    metric.set_dtype(torch.float64)
+    metric.update(loss.detach().double(), weight.detach().double())
+    module.log(f"{split}/loss", metric, on_step=False, on_epoch=True, batch_size=1, prog_bar=split == "train")
+    return loss
