@@ -38,6 +38,7 @@ def main() -> None:
     """Entry point of the command; ends the process with 0, or with what went wrong in a few lines."""
     show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would have printed, and we print it
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: page faults cost torch more than most operations
     sys.path.insert(0, os.getcwd())  # as with python -m: a model of the user's own lies in the current folder
     try:
         arguments = verb_to_override(sys.argv[1:])

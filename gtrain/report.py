@@ -33,7 +33,7 @@ def rank_figures(rank: int, baseline_rss: int, recorder: RunRecorder, counters: 
         "peak_rss_bytes": peak_rss_bytes(),
         "baseline_rss_bytes": baseline_rss,
         **counters.as_dict(),
-        "comm_bound_bytes": None,
+        "comm_bound_bytes": counters.bound_bytes,
         "cpu_seconds": recorder.cpu_seconds,
     }
 
@@ -104,22 +104,31 @@ def print_summary(content: dict[str, Any], run_dir: Path) -> None:
         mean = sum(content["epoch_seconds"]) / content["epochs"]
         result.add_row("seconds a training epoch", f"{mean:.4f}")
         result.add_row(content["throughput"]["unit"], f"{content['throughput']['value']:,.0f}")
-    ranks = Table()
-    for heading in ("rank", "peak memory MiB", "above imports MiB", "sent MiB", "received MiB", "waited s", "CPU s"):
-        ranks.add_column(heading, justify="right")
-    for rank in content["ranks"]:
-        ranks.add_row(
+    console.print(result)
+    console.print(_rank_table(content["ranks"]))
+    console.print(f"run folder: {run_dir}", highlight=False, soft_wrap=True)
+
+
+def _rank_table(ranks: list[dict[str, Any]]) -> Table:
+    """Memory, bytes and time of each rank; the lower bound of the bytes where a rank has one."""
+    bounded = any(rank["comm_bound_bytes"] is not None for rank in ranks)
+    table = Table()
+    memory, least = ("peak memory MiB", "above imports MiB"), ("at least MiB",) * bounded
+    for heading in ("rank", *memory, "sent MiB", *least, "received MiB", "waited s", "CPU s"):
+        table.add_column(heading, justify="right")
+    for rank in ranks:
+        bound = rank["comm_bound_bytes"]
+        table.add_row(
             str(rank["rank"]) if rank["role"] == "worker" else f"{rank['role']} {rank['rank']}",
             _mib(rank["peak_rss_bytes"]),
             _mib(rank["peak_rss_bytes"] - rank["baseline_rss_bytes"]),
             _mib(rank["bytes_sent"]),
+            *(["-" if bound is None else _mib(bound)] * bounded),
             _mib(rank["bytes_received"]),
             f"{rank['wait_seconds']:.2f}",
             f"{rank['cpu_seconds']:.2f}",
         )
-    console.print(result)
-    console.print(ranks)
-    console.print(f"run folder: {run_dir}", highlight=False, soft_wrap=True)
+    return table
 
 
 def print_partition(store: Store) -> None:

@@ -86,10 +86,10 @@ class _Task:
     choices: dict[str, str]
 
     def run(self) -> float | None:
-        baseline = rss_bytes()
         config, run_dir = self.config, Path(self.config["paths"]["run"])
         pl.seed_everything(config["seed"], verbose=False)
         strategy, checkpoint = self._strategy(), self._checkpoint()
+        baseline = rss_bytes()  # the strategy's imports are among those that count
         if slots.restarts():
             checkpoint = strategy.restart_checkpoint(run_dir) or checkpoint
         servers = _server_meter(strategy)

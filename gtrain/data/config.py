@@ -48,6 +48,7 @@ class PlantedConfig(DataConfig):
     degree_exponent: float = 3.0
     feature_signal: float = 2.0
     label_noise: float = 0.1
+    self_loops: bool = False
 
 
 @dataclass

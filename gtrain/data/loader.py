@@ -13,6 +13,7 @@ from torch_geometric.data import Data, HeteroData
 
 from gtrain.data.edge_seeds import EdgeSeeds, edge_seeds
 from gtrain.errors import ConfigError, DataError
+from gtrain.graph.hetero_shard import HeteroShard
 from gtrain.graph.shard import GraphShard, load_whole
 from gtrain.graph.store import Store
 from gtrain.graph.whole import load_whole_hetero
@@ -161,8 +162,37 @@ def full_batch(shard: GraphShard, split: str, dtype: torch.dtype | None = None) 
           nodes). **A batch's loss and metrics are over these nodes, and over no others.** A rank may have none;
         * ``batch_size`` s.
     """
-    batch = graph_batch(shard, dtype)
+    return split_batch(graph_batch(shard, dtype), split)
+
+
+def split_batch(batch: Batch, split: str) -> Batch:
+    """Return a shallow copy of a shard's batch with ``seeds`` and ``batch_size``, as :func:`full_batch` has them.
+
+    In a heterogeneous batch they are nodes of the type ``target``.
+    """
     return with_seeds(batch, node_seeds(batch, split).sort().values)
+
+
+def hetero_shard_batch(shard: HeteroShard, store: Store, dtype: torch.dtype | None = None) -> HeteroData:
+    """Return a typed shard as a ``HeteroData`` with every tensor of ``node_data`` and ``edge_data``, and
+
+    * ``edge_index`` int64 ``[2, E]`` of each edge type, local ids (sources own and halo, targets own);
+    * ``num_nodes`` n of each node type, its own nodes, which is the number of rows of its ``x``;
+    * ``n_id`` int64 ``[n]`` of each node type, global ids of the own nodes;
+    * ``target``, the node type that the labels belong to (str).
+    """
+    batch = HeteroData()
+    for node_type, nodes in shard.nodes.items():
+        batch[node_type].num_nodes = nodes.num_local
+        for name, tensor in shard.node_data[node_type].items():
+            batch[node_type][name] = _cast(tensor, dtype) if name == "x" else tensor
+        batch[node_type].n_id = torch.arange(int(nodes.offsets[nodes.part]), int(nodes.offsets[nodes.part + 1]))
+    for edge_type, edge_index in shard.edge_index.items():
+        batch[edge_type].edge_index = edge_index
+        for name, tensor in shard.edge_data[edge_type].items():
+            batch[edge_type][name] = _cast(tensor, dtype)
+    batch.target = target_type(store)
+    return batch
 
 
 def graph_batch(shard: GraphShard, dtype: torch.dtype | None = None) -> Data:
@@ -206,7 +236,7 @@ def node_seeds(graph: Data | HeteroData, split: str) -> Tensor:
     """Return the local ids of a split's nodes in the order of the source data, whatever the parts of the store."""
     nodes = graph[graph.target] if isinstance(graph, HeteroData) else graph
     if split == "predict":
-        seeds = torch.arange(int(nodes.num_nodes or 0))
+        seeds = torch.arange(int(nodes.num_nodes or 0), device=nodes.orig_id.device)
     elif f"{split}_mask" not in nodes:
         raise _no_split(split)
     else:

@@ -78,14 +78,29 @@ def _distinct(wanted: int, same: bool, draw: Draw, classes: Ints, weights: Float
         return np.empty(0, dtype=np.int64)
     if 4 * wanted > _room(classes, same):
         return _pick_from_all(wanted, same, classes, weights, rng)
-    keys, turn = np.empty(0, dtype=np.int64), 0
-    while missing := wanted - keys.size:
+    known, turn = np.empty(0, dtype=np.int64), 0  # ascending
+    groups: list[Ints] = []
+    while missing := wanted - known.size:
         one, other = draw(missing + missing // 8 + 16, turn >= WEIGHTED_ROUNDS, rng)
         low, high = np.minimum(one, other), np.maximum(one, other)
-        fresh = np.setdiff1d((low * classes.size + high)[low != high], keys)
-        keys = np.concatenate([keys, rng.permutation(fresh)[:missing]])
+        fresh = _unknown(np.unique((low * classes.size + high)[low != high]), known)
+        groups.append(rng.permutation(fresh)[:missing])
+        known = _merge(known, np.sort(groups[-1]))
         turn += 1
-    return keys
+    return np.concatenate(groups)
+
+
+def _unknown(keys: Ints, known: Ints) -> Ints:
+    """Return the keys that are not among the known ones, which ascend."""
+    if not known.size:
+        return keys
+    place = np.minimum(np.searchsorted(known, keys), known.size - 1)
+    return keys[known[place] != keys]
+
+
+def _merge(known: Ints, fresh: Ints) -> Ints:
+    """Return the union of two ascending arrays without common elements, ascending."""
+    return np.insert(known, np.searchsorted(known, fresh), fresh)
 
 
 def _room(classes: Ints, same: bool) -> int:

@@ -39,6 +39,7 @@ class PlantedModel:
     degree_exponent: float = 3.0
     feature_signal: float = 2.0
     label_noise: float = 0.1
+    self_loops: bool = False
 
     def __post_init__(self) -> None:
         check_least(self, {"num_nodes": 2, "num_edges": 2, "num_features": 1, "num_classes": 2})
@@ -49,12 +50,22 @@ class PlantedModel:
                 f"data.num_classes={self.num_classes} is more than data.num_nodes={self.num_nodes}",
                 hint="lower data.num_classes, or raise data.num_nodes",
             )
+        if self.num_edges < self.num_loops + 2:
+            raise ConfigError(
+                f"data.num_edges={self.num_edges} leaves no edges beside the self-loops of {self.num_nodes} nodes",
+                hint="raise data.num_edges, or set data.self_loops=false",
+            )
         self._check_density()
+
+    @property
+    def num_loops(self) -> int:
+        """Edges from a node to itself."""
+        return self.num_nodes if self.self_loops else 0
 
     @property
     def pairs(self) -> tuple[int, int]:
         """Undirected edges inside classes and between classes."""
-        total = self.num_edges // 2
+        total = (self.num_edges - self.num_loops) // 2
         inside = round(self.homophily * total)
         return inside, total - inside
 
@@ -82,9 +93,10 @@ class PlantedData(GraphDataModule):
 
     Every node has a class; classes are of equal size. Node i has a weight ``theta_i`` from a power law. Of the
     undirected edges the share ``homophily`` joins two nodes of one class, the rest nodes of two classes, all pairs of
-    classes alike; within that, an end falls on a node in proportion to its weight. The graph is simple: no loops, no
-    parallel edges. Features are ``feature_signal * mean[class] + N(0, I)`` with unit vectors as means. The label is
-    the class with probability ``1 - label_noise``, and else one of the other classes at random.
+    classes alike; within that, an end falls on a node in proportion to its weight. No edges are parallel, and no node
+    has a loop unless ``self_loops`` gives one to each. Features are ``feature_signal * mean[class] + N(0, I)`` with
+    unit vectors as means. The label is the class with probability ``1 - label_noise``, and else one of the other
+    classes at random.
 
     **The best possible accuracy** (fact ``best_acc``). Take a classifier that knows every parameter, the node's own
     features and the true class of every other node. With edges as independent Poisson counts of mean
@@ -105,13 +117,15 @@ class PlantedData(GraphDataModule):
 
     Args:
         num_nodes: N.
-        num_edges: directed edges, both directions of each counted; an odd number is lowered by one.
+        num_edges: directed edges, both directions of each counted, and the loops; where an odd number is left for the
+            pairs, there is one less.
         num_features: columns of ``x``.
         num_classes: k.
         homophily: share of the edges that stay within a class; ``1/k`` makes the graph uninformative.
         degree_exponent: exponent of the power law of the degrees, above 2; larger is more even.
         feature_signal: length of the class means in units of the noise; 0 makes the features uninformative.
         label_noise: share of the labels that are wrong.
+        self_loops: whether each node has an edge to itself, as some layers expect them in the data.
         **common: see :class:`~gtrain.data.module.GraphDataModule`; the split is random unless it is set.
     """
 
@@ -128,6 +142,7 @@ class PlantedData(GraphDataModule):
         degree_exponent: float = 3.0,
         feature_signal: float = 2.0,
         label_noise: float = 0.1,
+        self_loops: bool = False,
         **common: Unpack[SharedOptions],
     ) -> None:
         options: SharedOptions = {"split": "random", **common}
@@ -141,6 +156,7 @@ class PlantedData(GraphDataModule):
             degree_exponent=degree_exponent,
             feature_signal=feature_signal,
             label_noise=label_noise,
+            self_loops=self_loops,
         )
         if self.split.kind == "public":
             raise ConfigError("data.split=public, and a planted graph has no masks", hint="set data.split=random")
@@ -169,6 +185,8 @@ def generate(model: PlantedModel, seed: int) -> tuple[Data, float]:
     x, likelihood = class_features(classes, model.num_classes, model.num_features, model.feature_signal, rng)
     labels = noisy_labels(classes, model.num_classes, model.label_noise, rng)
     best = best_accuracy(likelihood, neighbour_classes(edges, classes, model.num_classes), model)
+    if model.self_loops:
+        edges = np.concatenate([edges, np.tile(np.arange(model.num_nodes), (2, 1))], axis=1)
     data = Data(x=torch.from_numpy(x), edge_index=torch.from_numpy(edges), y=torch.from_numpy(labels))
     return data, best
 

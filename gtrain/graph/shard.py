@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from gtrain.graph.shard_nodes import ShardNodes, shard_nodes
 from gtrain.graph.store import Store
 from gtrain.graph.whole import whole_edges, whole_indptr, whole_nodes
 
 
 @dataclass(frozen=True)
-class GraphShard:
+class GraphShard(ShardNodes):
     """One part of a graph, with the edges that point at its nodes.
 
-    Three id spaces occur. A *global id* is a node's number in the store, ``0 .. N-1``, contiguous for each part. A
-    *local id* is a node's number in this shard: the shard's own nodes come first, then the *halo* (the remote nodes
-    that its edges read), owner by owner. An *orig id* is a node's number in the source data, kept in
-    ``node_data["orig_id"]``. With P parts, n own nodes, h halo nodes and E_p edges:
+    Its nodes are those of :class:`~gtrain.graph.shard_nodes.ShardNodes`, which says what global, local and orig ids
+    are, and documents ``part``, ``num_parts``, ``offsets``, ``blocks``, ``block_ptr`` and ``halo``. With n own nodes,
+    h halo nodes and E_p edges:
 
     Attributes:
-        part: the part that this shard is, ``0 .. P-1``.
-        num_parts: P.
-        offsets: int64 ``[P + 1]``, global ids; part p owns ``offsets[p] .. offsets[p+1]-1``.
         edge_index: int64 ``[2, E_p]``, local ids; row 0 the sources, ``0 .. n+h-1``, row 1 the targets, ``0 .. n-1``.
             Edges are grouped by the block of their source, block 0 first, and sorted by target and then source within
             a block; where the graph has ``edge_time``, by target, time and source.
-        blocks: P part numbers, the owner of each block in order: ``part, part-1, part-2, ...`` modulo P. Every shard
-            has P blocks, some of them perhaps empty, so that in round r each rank reads from one rank and is read by
-            one.
-        block_ptr: int64 ``[P + 1]``, local ids; block r holds ``block_ptr[r] .. block_ptr[r+1]-1``, and block 0 is
-            the own nodes.
-        halo: for each block an int64 tensor of global ids, ascending: ``halo[r][i]`` is the node with the local id
-            ``block_ptr[r] + i``. ``halo[0]`` is empty: the own nodes are not listed.
         node_data: tensors ``[n, ...]`` of the own nodes, by name: ``orig_id`` (int64) always; ``x`` (dense, or
             ``torch.sparse_csr``), ``y``, ``train_mask``, ``val_mask``, ``test_mask`` (bool) and others where the data
             has them.
@@ -47,31 +38,9 @@ class GraphShard:
     ``edge_index [[0, 2, 3], [1, 0, 1]]``.
     """
 
-    part: int
-    num_parts: int
-    offsets: Tensor
     edge_index: Tensor
-    blocks: tuple[int, ...]
-    block_ptr: Tensor
-    halo: tuple[Tensor, ...]
     node_data: dict[str, Tensor]
     edge_data: dict[str, Tensor]
-
-    @property
-    def num_local(self) -> int:
-        """n, the number of nodes that the shard owns."""
-        return int(self.block_ptr[1])
-
-    @property
-    def num_halo(self) -> int:
-        """h, the number of distinct remote nodes that the shard reads."""
-        return int(self.block_ptr[-1]) - self.num_local
-
-    def global_id(self, local_id: Tensor) -> Tensor:
-        """Return the global ids (int64) of local ids of any shape."""
-        first = int(self.offsets[self.part])
-        table = torch.cat([torch.arange(first, first + self.num_local), *self.halo])
-        return table[local_id]
 
 
 def load_shard(store: Store, part: int) -> GraphShard:
@@ -120,29 +89,28 @@ def _shard(
     edge_data: dict[str, Tensor],
 ) -> GraphShard:
     """Turn in-edges by column, with global sources, into a shard."""
-    num_parts, num_local = offsets.numel() - 1, indptr.numel() - 1
-    target = torch.repeat_interleave(torch.arange(num_local), indptr.diff())
-    if num_parts == 1:
-        empty = torch.empty(0, dtype=torch.int64)
-        edge_index = torch.stack([indices, target])
-        return GraphShard(part, 1, offsets, edge_index, (0,), offsets.clone(), (empty,), node_data, edge_data)
-    owner = torch.searchsorted(offsets, indices, right=True) - 1
-    block = (part - owner) % num_parts
-    order = torch.argsort(block, stable=True)
-    sources = indices[order].split(torch.bincount(block, minlength=num_parts).tolist())
-    halo = (indices[:0], *(group.unique() for group in sources[1:]))
-    sizes = torch.tensor([num_local, *(ids.numel() for ids in halo[1:])])
-    block_ptr = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-    local = [sources[0] - offsets[part]]
-    local += [block_ptr[r] + torch.searchsorted(halo[r], sources[r]) for r in range(1, num_parts)]
-    return GraphShard(
-        part=part,
-        num_parts=num_parts,
-        offsets=offsets,
-        edge_index=torch.stack([torch.cat(local), target[order]]),
-        blocks=tuple((part - r) % num_parts for r in range(num_parts)),
-        block_ptr=block_ptr,
-        halo=halo,
-        node_data=node_data,
-        edge_data={name: tensor[order] for name, tensor in edge_data.items()},
-    )
+    nodes = shard_nodes(part, offsets, [indices])
+    edge_index, edge_data = block_edges(nodes, indptr, indices, edge_data)
+    fields = {field.name: getattr(nodes, field.name) for field in dataclasses.fields(nodes)}
+    return GraphShard(**fields, edge_index=edge_index, node_data=node_data, edge_data=edge_data)
+
+
+def block_edges(
+    sources: ShardNodes, indptr: Tensor, indices: Tensor, edge_data: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Turn in-edges by column, with global sources, into edges between local ids, grouped by the sources' blocks.
+
+    Args:
+        sources: the nodes that the edges read.
+        indptr: int64 ``[n + 1]``; the in-edges of the own node i are ``indptr[i] .. indptr[i+1]-1``.
+        indices: int64 ``[E_p]``, global ids.
+        edge_data: tensors ``[E_p, ...]``.
+
+    Returns:
+        int64 ``[2, E_p]``, and ``edge_data`` in the same order.
+    """
+    target = torch.repeat_interleave(torch.arange(indptr.numel() - 1), indptr.diff())
+    order, source = sources.by_block(indices)
+    if order is None:
+        return torch.stack([source, target]), edge_data
+    return torch.stack([source, target[order]]), {name: tensor[order] for name, tensor in edge_data.items()}

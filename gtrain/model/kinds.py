@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import nn
 from torch_geometric.nn.conv import MessagePassing
 
+from gtrain.nn import DglGraph
+
 MESSAGE_PASSING = "message-passing"
 PER_NODE = "per-node"
 EMBEDDING = "embedding"
@@ -12,8 +14,9 @@ SPARSE = "sparse"
 
 
 def kind(module: nn.Module) -> str:
-    """``message-passing`` where a PyG convolution is inside, else ``per-node``; a module's own ``kind`` goes first."""
+    """``message-passing`` where convolutions of PyG or DGL are inside, else ``per-node``; its own goes first."""
     own = getattr(module, "kind", None)
     if isinstance(own, str):
         return own
-    return MESSAGE_PASSING if any(isinstance(layer, MessagePassing) for layer in module.modules()) else PER_NODE
+    passes = any(isinstance(layer, MessagePassing | DglGraph) for layer in module.modules())
+    return MESSAGE_PASSING if passes else PER_NODE

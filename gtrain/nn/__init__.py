@@ -5,6 +5,7 @@ reference of the optimizers, against which every backend's own are tested.
 """
 
 from gtrain.nn.csr import Csr, as_csr, select_rows
+from gtrain.nn.dgl_graph import DglGraph
 from gtrain.nn.layers import Embedding, EmbeddingBag, SparseLinear
 from gtrain.nn.optim import SGD, Adagrad, JointOptimizer, LazyAdam, RowOptimizer, RowwiseAdagrad
 from gtrain.nn.table import LocalHome, RemoteHome, Table, TableHome, TableSpec, deferred, tables
@@ -13,6 +14,7 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Csr",
+    "DglGraph",
     "Embedding",
     "EmbeddingBag",
     "JointOptimizer",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import resource
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Meter(Protocol):
@@ -19,6 +21,14 @@ class Meter(Protocol):
         """Recording ends."""
 
 
+def no_span(name: str) -> AbstractContextManager[Any]:
+    """A span that nobody records."""
+    return _NO_SPAN
+
+
+_NO_SPAN = nullcontext()
+
+
 @dataclass
 class Counters:
     """Communication of one rank while :attr:`recording`.
@@ -26,18 +36,23 @@ class Counters:
     Attributes:
         bytes_sent: payload bytes handed to the transport; an all-reduce counts its tensor once.
         bytes_received: payload bytes taken from the transport.
+        bound_bytes: fewest payload bytes that could have been sent, as the strategy reckons (:meth:`needed`); None
+            where it states no bound.
         comm_seconds: from posting a transfer to its completion, summed over transfers.
         wait_seconds: part of that during which the rank stood still.
         recording: training epochs count, evaluation and set-up do not.
         meters: told when recording starts and stops.
+        span: makes the context manager of a named stretch of time; a timeline replaces it while it records one.
     """
 
     bytes_sent: int = 0
     bytes_received: int = 0
+    bound_bytes: int | None = None
     comm_seconds: float = 0.0
     wait_seconds: float = 0.0
     recording: bool = False
     meters: list[Meter] = field(default_factory=list, repr=False, compare=False)
+    span: Callable[[str], AbstractContextManager[Any]] = field(default=no_span, repr=False, compare=False)
 
     def start(self) -> None:
         """Begin to count: a training epoch goes on."""
@@ -62,6 +77,11 @@ class Counters:
         if self.recording:
             self.bytes_received += nbytes
 
+    def needed(self, nbytes: int) -> None:
+        """Count bytes that no exact strategy of this kind could do without sending; 0 states a bound as well."""
+        if self.recording:
+            self.bound_bytes = (self.bound_bytes or 0) + nbytes
+
     def waited(self, posted: float, began: float) -> None:
         """Count a transfer that was posted and then waited for at these readings of ``time.perf_counter``."""
         if self.recording:
@@ -70,7 +90,7 @@ class Counters:
             self.wait_seconds += now - began
 
     def as_dict(self) -> dict[str, float]:
-        """The four figures by name."""
+        """The four measured figures by name."""
         names = ("bytes_sent", "bytes_received", "comm_seconds", "wait_seconds")
         return {name: getattr(self, name) for name in names}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +35,8 @@ _SMALL = 1024
 class Transfer:
     """A message on its way. Keeps its tensor alive until :meth:`wait` returns."""
 
-    def __init__(self, group: Group, work: Any, tensor: Tensor, target: Tensor | None = None) -> None:
-        self._group, self._work, self._tensor, self._target = group, work, tensor, target
+    def __init__(self, group: Group, name: str, work: Any, tensor: Tensor, target: Tensor | None = None) -> None:
+        self._group, self._name, self._work, self._tensor, self._target = group, name, work, tensor, target
         self._posted = time.perf_counter()
 
     def wait(self) -> Tensor:
@@ -46,7 +46,8 @@ class Transfer:
             PeerLostError: the other rank is gone or did not answer in time.
         """
         began = time.perf_counter()
-        self._group.guard(self._work.wait)
+        with self._group.counters.span(self._name):
+            self._group.guard(self._work.wait)
         self._group.counters.waited(self._posted, began)
         if self._target is not None:  # staged through the host's memory
             return self._target.copy_(self._tensor)
@@ -139,15 +140,16 @@ class Group:
         """Post a send of a contiguous tensor; it must not change before the transfer is waited for."""
         self.counters.sent(tensor.nbytes)
         staged = tensor.cpu()
-        return Transfer(self, self.guard(self._pg.send, [staged], to, tag), staged)
+        return Transfer(self, f"wait: send to rank {to}", self.guard(self._pg.send, [staged], to, tag), staged)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Transfer:
         """Post a receive into a contiguous tensor."""
         self.counters.received(tensor.nbytes)
+        name = f"wait: receive from rank {source}"
         if tensor.device.type == "cpu":
-            return Transfer(self, self.guard(self._pg.recv, [tensor], source, tag), tensor)
+            return Transfer(self, name, self.guard(self._pg.recv, [tensor], source, tag), tensor)
         staged = torch.empty_like(tensor, device="cpu")
-        return Transfer(self, self.guard(self._pg.recv, [staged], source, tag), staged, tensor)
+        return Transfer(self, name, self.guard(self._pg.recv, [staged], source, tag), staged, tensor)
 
     # ------------------------------------------------------------------------------------------ collectives
 
@@ -159,10 +161,8 @@ class Group:
         self.counters.received(tensor.nbytes)
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]  # type: ignore[assignment]
-        began = time.perf_counter()
         host = tensor.detach().cpu().contiguous()
-        self.guard(lambda: self._pg.allreduce([host], options).wait())
-        self.counters.waited(began, began)
+        self._together("all-reduce", lambda: self._pg.allreduce([host], options))
         if host.data_ptr() != tensor.data_ptr():
             tensor.copy_(host)
         return tensor.div_(self.size) if op in ("mean", "avg") else tensor
@@ -219,7 +219,7 @@ class Group:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.size > 1:
-            self.guard(lambda: self._pg.barrier().wait())
+            self._together("barrier", lambda: self._pg.barrier())
 
     def close(self) -> None:
         """Let go of the connections; the backend's threads end here."""
@@ -236,15 +236,26 @@ class Group:
     def _gather_equal(self, tensor: Tensor) -> list[Tensor]:
         rows = [torch.empty_like(tensor) for _ in range(self.size)]
         if tensor.numel():
-            self.guard(lambda: self._pg.allgather([rows], [tensor]).wait())
+            self.counters.sent(tensor.nbytes * (self.size - 1))
+            self.counters.received(tensor.nbytes * (self.size - 1))
+            self._together("all-gather", lambda: self._pg.allgather([rows], [tensor]))
         return rows
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         options = dist.BroadcastOptions()
         options.rootRank = source
         if tensor.numel():
-            self.guard(lambda: self._pg.broadcast([tensor], options).wait())
+            self.counters.sent(tensor.nbytes * (self.size - 1) if self.rank == source else 0)
+            self.counters.received(tensor.nbytes if self.rank != source else 0)
+            self._together("broadcast", lambda: self._pg.broadcast([tensor], options))
         return tensor
+
+    def _together(self, name: str, start: Callable[[], Any]) -> None:
+        """Run a collective to its end; all of its time counts as waiting."""
+        began = time.perf_counter()
+        with self.counters.span(f"wait: {name}"):
+            self.guard(lambda: start().wait())
+        self.counters.waited(began, began)
 
     @staticmethod
     def guard(call: Any, *args: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,30 +12,60 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gtrain_sar.call import PropagateCall, message_parameters
-from gtrain_sar.halo import FetchedBlock, HaloExchange, InFlight, add_rows
+from gtrain_sar.config import Schedule
+from gtrain_sar.halo import HaloExchange, InFlight, add_rows, count_needed, push, stream
 
 
-def aggregate_recomputed(exchange: HaloExchange, call: PropagateCall, prefetch: int) -> Tensor:
-    """Mode 1: nothing of a block survives the forward pass; [num_local, ...]."""
-    parameters = message_parameters(call)
-    out: Tensor = _Recomputed.apply(exchange, call, prefetch, *call.tensors, *parameters)
+def aggregate_recomputed(call: PropagateCall, schedule: Schedule) -> Tensor:
+    """Mode 1: nothing of a block survives the forward pass; [num_targets, ...]."""
+    out: Tensor = _Recomputed.apply(call, schedule, *call.tensors, *message_parameters(call))
     return out
 
 
-def aggregate_kept(exchange: HaloExchange, call: PropagateCall, prefetch: int) -> Tensor:
-    """Mode 2: every block's messages stay in the autograd graph; [num_local, ...]."""
-    tags = {i: exchange.group.next_tag() for i in call.sources}
-    messages = []
-    for r, block in exchange.stream([call.tensors[i] for i in call.sources], prefetch):
-        tensors = list(call.tensors)
-        for i, rows in zip(call.sources, block, strict=True):
-            needs_way_back = r > 0 and tensors[i].requires_grad
-            tensors[i] = FetchedBlock.apply(exchange, r, tags[i], tensors[i], rows) if needs_way_back else rows
-        messages.append(call.message(r, tensors))
+def aggregate_kept(call: PropagateCall, schedule: Schedule) -> Tensor:
+    """Mode 2: every block's messages stay in the autograd graph; [num_targets, ...]."""
+    messages = [call.message(r, tensors) for r, tensors in kept_blocks(call, schedule)]
     if call.reduce in ("max", "min"):
         extreme: Tensor = _Extreme.apply(call, *messages)
         return extreme
-    return _mean_or_sum(call, _Sum(call), messages)
+    return mean_or_sum(call, messages)
+
+
+def kept_blocks(call: PropagateCall, schedule: Schedule) -> Iterator[tuple[int, list[Tensor]]]:
+    """The call's tensors for each block, as steps of the autograd graph."""
+    tag = call.blocks.exchange.group.next_tag()
+    count_needed(call.rows)
+    count_needed([row for row in call.rows if row[1].requires_grad])
+    for r, block in stream(call.rows, schedule.window):
+        if r > 0 and torch.is_grad_enabled() and any(call.tensors[i].requires_grad for i in call.sources):
+            own = [call.tensors[i] for i in call.sources]
+            block = list(_Fetched.apply(call.blocks.exchange, r, tag, len(own), *own, *block))
+        yield r, call.with_block(call.tensors, block)
+
+
+class _Fetched(torch.autograd.Function):
+    """One block of several row tensors as a step of the graph: gradients go back to the owners in one message."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: HaloExchange, r: int, tag: int, count: int, *tensors: Tensor) -> Any:  # type: ignore[override]
+        ctx.exchange, ctx.r, ctx.tag = exchange, r, tag
+        own, block = tensors[:count], tensors[count:]
+        ctx.shapes = [(tensor.shape, tensor.dtype) for tensor in own]
+        ctx.mark_non_differentiable(*(b for b in block if not b.is_floating_point()))
+        return tuple(rows.view_as(rows) for rows in block)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        wanted = [i for i, need in enumerate(ctx.needs_input_grad[4 : 4 + len(gradients)]) if need]
+        flight = push([(ctx.exchange, gradients[i].contiguous()) for i in wanted], ctx.r, ctx.tag)
+        found: list[Tensor | None] = [None] * len(gradients)
+        for i, arrived in zip(wanted, flight.wait(), strict=True):
+            shape, dtype = ctx.shapes[i]
+            own = torch.zeros(shape, dtype=dtype, device=arrived.device)
+            add_rows(own, ctx.exchange.send_rows[ctx.r], arrived)
+            found[i] = own
+        return None, None, None, None, *found, *(None for _ in gradients)
 
 
 class _Sum:
@@ -45,8 +77,8 @@ class _Sum:
 
     def add(self, r: int, messages: Tensor) -> None:
         if self._out is None:
-            self._out = messages.new_zeros((self._call.num_local, *messages.shape[1:]))
-        add_rows(self._out, self._call.blocks.targets[r], messages)
+            self._out = messages.new_zeros((self._call.blocks.num_targets, *messages.shape[1:]))
+        add_rows(self._out, self._call.blocks.blocks[r].targets, messages)
 
     @property
     def out(self) -> Tensor:
@@ -54,15 +86,16 @@ class _Sum:
         return self._out
 
 
-def _mean_or_sum(call: PropagateCall, total: _Sum, messages: Sequence[Tensor]) -> Tensor:
+def mean_or_sum(call: PropagateCall, messages: Sequence[Tensor]) -> Tensor:
+    """The reduction of all blocks' messages."""
+    total = _Sum(call)
     for r, block in enumerate(messages):
         total.add(r, block)
-    return total.out / _divisor(call, total.out) if call.reduce == "mean" else total.out
+    return _reduced(call, total.out)
 
 
-def _divisor(call: PropagateCall, like: Tensor) -> Tensor:
-    """In-degrees, at least 1, shaped to divide [num_local, ...]."""
-    return call.blocks.in_degree.clamp(min=1).to(like.dtype).view(-1, *[1] * (like.dim() - 1))
+def _reduced(call: PropagateCall, total: Tensor) -> Tensor:
+    return total / call.blocks.divisor(total) if call.reduce == "mean" else total
 
 
 class _RunningExtreme:
@@ -78,10 +111,10 @@ class _RunningExtreme:
         self._ties: Tensor | None = None
 
     def add(self, r: int, messages: Tensor) -> None:
-        targets = self._call.blocks.targets[r]
+        targets = self._call.blocks.blocks[r].targets
         index = targets.view(-1, *[1] * (messages.dim() - 1)).expand_as(messages)
         nothing = float("-inf") if self._largest else float("inf")
-        block = messages.new_full((self._call.num_local, *messages.shape[1:]), nothing)
+        block = messages.new_full((self._call.blocks.num_targets, *messages.shape[1:]), nothing)
         block.scatter_reduce_(0, index, messages, "amax" if self._largest else "amin")
         ties = torch.zeros_like(block).scatter_add_(0, index, (messages == block.gather(0, index)).to(block.dtype))
         if self._out is None or self._ties is None:
@@ -121,8 +154,8 @@ class _Extreme(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         out, ties, *messages = ctx.saved_tensors
-        share, targets = gradient / ties, ctx.call.blocks.targets
-        return None, *(_extreme_gradient(share, out, targets[r], m) for r, m in enumerate(messages))
+        share, blocks = gradient / ties, ctx.call.blocks.blocks
+        return None, *(_extreme_gradient(share, out, blocks[r].targets, m) for r, m in enumerate(messages))
 
 
 class _Recomputed(torch.autograd.Function):
@@ -133,60 +166,83 @@ class _Recomputed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, exchange: HaloExchange, call: PropagateCall, prefetch: int, *tensors: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.exchange, ctx.call, ctx.prefetch = exchange, call, prefetch
-        ctx.random = _random_state(tensors[0].device)
-        data = list(tensors[: len(call.names)])
+    def forward(ctx: Any, call: PropagateCall, schedule: Schedule, *tensors: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.call, ctx.schedule = call, schedule
+        ctx.random = random_state(tensors[0].device)
+        data = list(tensors[: len(call.tensors)])
+        count_needed(call.rows)
         extreme = call.reduce in ("max", "min")
         running: Any = _RunningExtreme(call) if extreme else _Sum(call)
-        for r, block in exchange.stream([data[i] for i in call.sources], prefetch):
-            running.add(r, call.message(r, _with_block(call, data, block)))
+        for r, block in stream(call.rows, schedule.window):
+            running.add(r, call.message(r, call.with_block(data, block)))
             del block
         if extreme:
             out, ties = running.finish()
             ctx.save_for_backward(*tensors, out, ties)
             return out
         ctx.save_for_backward(*tensors)
-        return _mean_or_sum(call, running, ())
+        return _reduced(call, running.out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         call: PropagateCall = ctx.call
-        replay = _Replay(ctx, gradient)
-        with torch.random.fork_rng(devices=_cuda_devices(gradient.device)):
-            _set_random_state(ctx.random)
-            for r, block in ctx.exchange.stream([replay.data[i] for i in call.sources], ctx.prefetch):
-                replay.block(r, block)
-                del block
-        return None, None, None, *replay.finish()
+        saved, of_block = list(ctx.saved_tensors), None
+        if call.reduce in ("max", "min"):
+            *saved, out, ties = saved
+            share = gradient / ties
+            of_block = partial(_extreme_gradient, share, out)
+        elif call.reduce == "mean":
+            gradient = gradient / call.blocks.divisor(gradient)
+        replay = Replay(call, saved, list(ctx.needs_input_grad[2:]))
+        with replayed_random(ctx.random):
+            replay.run(ctx.schedule, of_block or partial(_sum_gradient, gradient))
+        return None, None, *replay.gradients
 
 
-class _Replay:
-    """The backward pass of :class:`_Recomputed` over the blocks."""
+def _sum_gradient(gradient: Tensor, targets: Tensor, messages: Tensor) -> Tensor:
+    return gradient.index_select(0, targets)
 
-    def __init__(self, ctx: Any, gradient: Tensor) -> None:
-        self.exchange: HaloExchange = ctx.exchange
-        self.call: PropagateCall = ctx.call
-        saved = list(ctx.saved_tensors)
-        self.out = None
-        if self.call.reduce in ("max", "min"):
-            self.out, ties = saved[-2], saved[-1]
-            gradient, saved = gradient / ties, saved[:-2]
-        elif self.call.reduce == "mean":
-            gradient = gradient / _divisor(self.call, gradient)
-        self.gradient = gradient
-        self.needed: list[bool] = list(ctx.needs_input_grad[3:])
-        count = len(self.call.names)
+
+class Replay:
+    """A backward pass over blocks: fetch, compute messages again with autograd, send the gradients of rows, forget.
+
+    Args:
+        call: what was aggregated.
+        saved: its tensors and the parameters that its messages use.
+        needed: which of them need a gradient.
+
+    Attributes:
+        gradients: of ``saved``; None where it needs none.
+    """
+
+    def __init__(self, call: PropagateCall, saved: list[Tensor], needed: list[bool]) -> None:
+        self.call, self.needed = call, needed
+        count = len(call.tensors)
         self.data, self.parameters = saved[:count], saved[count:]
-        self.gradients = [torch.zeros_like(t) if need else None for t, need in zip(saved, self.needed, strict=True)]
-        self.tags = {i: self.exchange.group.next_tag() for i in self.call.sources if self.needed[i]}
-        self.leaving: list[tuple[int, int, InFlight]] = []
+        self.gradients = [torch.zeros_like(t) if need else None for t, need in zip(saved, needed, strict=True)]
+        self.travel = [i for i in call.sources if needed[i]]
+        self.leaving: list[tuple[int, InFlight]] = []
 
-    def block(self, r: int, rows: list[Tensor]) -> None:
-        """Compute block r's messages again and hand their gradients on."""
+    def run(self, schedule: Schedule, of_messages: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Work off all blocks.
+
+        Args:
+            schedule: how they are fetched.
+            of_messages: gradient of a block's messages, given its targets and the messages.
+        """
+        exchange = self.call.blocks.exchange
+        rows = [(exchange, self.data[i]) for i in self.call.sources]
+        tag = exchange.group.next_tag()
+        count_needed([(exchange, self.data[i]) for i in self.travel])
+        for r, block in stream(rows, schedule.window):
+            self._block(r, block, of_messages, tag)
+            del block
+        self._arrive()
+
+    def _block(self, r: int, rows: list[Tensor], of_messages: Callable[[Tensor, Tensor], Tensor], tag: int) -> None:
         with torch.enable_grad():
-            leaves = [t.detach() for t in _with_block(self.call, self.data, rows)]
+            leaves = [t.detach() for t in self.call.with_block(self.data, rows)]
             for leaf, need in zip(leaves, self.needed, strict=False):
                 leaf.requires_grad_(need)
             messages = self.call.message(r, leaves)
@@ -194,58 +250,42 @@ class _Replay:
         wanted = [i for i, need in enumerate(self.needed) if need]
         found: Sequence[Tensor | None] = [None] * len(wanted)
         if messages.requires_grad and wanted:
-            found = torch.autograd.grad(
-                messages, [inputs[i] for i in wanted], self._of_messages(r, messages), allow_unused=True
-            )
+            gradient = of_messages(self.call.blocks.blocks[r].targets, messages.detach())
+            found = torch.autograd.grad(messages, [inputs[i] for i in wanted], gradient, allow_unused=True)
         self._arrive()
-        for i, value in zip(wanted, found, strict=True):
-            self._hand_on(i, r, inputs[i], value)
+        self._hand_on(r, dict(zip(wanted, found, strict=True)), inputs, tag)
 
-    def _of_messages(self, r: int, messages: Tensor) -> Tensor:
-        targets = self.call.blocks.targets[r]
-        if self.out is not None:
-            return _extreme_gradient(self.gradient, self.out, targets, messages.detach())
-        return self.gradient.index_select(0, targets)
-
-    def _hand_on(self, i: int, r: int, of: Tensor, value: Tensor | None) -> None:
-        total = self.gradients[i]
-        assert total is not None
-        if r > 0 and i in self.tags:  # fetched rows: every rank sends, even zeros, for its peers expect it
-            gradient = torch.zeros_like(of) if value is None else value
-            self.leaving.append((i, r, self.exchange.push(gradient, r, self.tags[i])))
-        elif value is not None:
-            total += value
+    def _hand_on(self, r: int, found: dict[int, Tensor | None], inputs: list[Tensor], tag: int) -> None:
+        exchange, leaving = self.call.blocks.exchange, self.travel if r > 0 else []
+        for i, value in found.items():
+            total = self.gradients[i]
+            if value is not None and i not in leaving and total is not None:
+                total += value
+        if leaving:  # every rank sends, even zeros, for its peers expect it
+            blocks = [torch.zeros_like(inputs[i]) if found[i] is None else found[i] for i in leaving]
+            self.leaving.append((r, push([(exchange, b) for b in blocks if b is not None], r, tag)))
 
     def _arrive(self) -> None:
         """Take in the gradients that the peers sent in the round before."""
-        for i, r, transfer in self.leaving:
-            total = self.gradients[i]
-            assert total is not None
-            self.exchange.add(transfer.wait(), r, total)
+        for r, flight in self.leaving:
+            for i, arrived in zip(self.travel, flight.wait(), strict=True):
+                total = self.gradients[i]
+                assert total is not None
+                add_rows(total, self.call.blocks.exchange.send_rows[r], arrived)
         self.leaving = []
 
-    def finish(self) -> list[Tensor | None]:
-        """Gradients of the data and the parameters."""
-        self._arrive()
-        return self.gradients
+
+@contextmanager
+def replayed_random(state: tuple[Tensor, Tensor | None]) -> Iterator[None]:
+    """Draw the numbers that were drawn since :func:`random_state`, and forget that they were drawn."""
+    devices = [] if state[1] is None else [torch.cuda.current_device()]
+    with torch.random.fork_rng(devices=devices):
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.cuda.set_rng_state(state[1])
+        yield
 
 
-def _with_block(call: PropagateCall, data: Sequence[Tensor], block: Sequence[Tensor]) -> list[Tensor]:
-    tensors = list(data)
-    for i, rows in zip(call.sources, block, strict=True):
-        tensors[i] = rows
-    return tensors
-
-
-def _cuda_devices(device: torch.device) -> list[int]:
-    return [device.index or 0] if device.type == "cuda" else []
-
-
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """States of the generators that a computation on ``device`` may draw from."""
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _set_random_state(state: tuple[Tensor, Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1])

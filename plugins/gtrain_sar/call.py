@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch import Tensor, nn
 from torch_geometric.nn.aggr import Aggregation, MaxAggregation, MeanAggregation, MinAggregation, SumAggregation
 from torch_geometric.nn.conv import MessagePassing
 
-from gtrain.graph.shard import GraphShard
+from gtrain_sar.edges import EdgeBlock, EdgeBlocks
+from gtrain_sar.halo import Rows
 
 REDUCTIONS: dict[type[Aggregation], str] = {
     SumAggregation: "sum",
@@ -25,155 +25,241 @@ REDUCTIONS: dict[type[Aggregation], str] = {
 def reduction(conv: MessagePassing) -> str | None:
     """How blocks of messages combine, or None where they cannot be combined block by block.
 
-    They can when ``message`` sees one edge at a time (it asks for no ``index``, ``ptr`` or ``dim_size``, over which a
-    softmax or a norm would be taken), when the aggregation is a plain sum, mean, maximum or minimum, and when
-    ``update`` sees nothing but the aggregate.
+    They can when the aggregation is a plain sum, mean, maximum or minimum, and ``update`` sees nothing but the
+    aggregate.
     """
-    cls = type(conv)
-    inspector = conv.inspector
-    if cls.aggregate is not MessagePassing.aggregate or conv.decomposed_layers > 1 or conv.explain:
+    if type(conv).aggregate is not MessagePassing.aggregate or conv.decomposed_layers > 1 or conv.explain:
         return None
-    if set(inspector.get_param_names("message")) & MessagePassing.special_args:
-        return None
-    if inspector.get_param_names("update", exclude=[0]):
+    if conv.inspector.get_param_names("update", exclude=[0]):
         return None
     return REDUCTIONS.get(type(conv.aggr_module))
 
 
-@dataclass
-class EdgeBlocks:
-    """Edges sorted into the blocks of their sources.
-
-    Attributes:
-        ids: per block, int64 positions in ``edge_index``.
-        sources: per block, int64 rows of the block's source tensor.
-        targets: per block, int64 local ids.
-        in_degree: int64 [num_local], edges that arrive over all blocks.
-    """
-
-    ids: list[Tensor]
-    sources: list[Tensor]
-    targets: list[Tensor]
-    in_degree: Tensor
-
-
-class BlockIndex:
-    """:class:`EdgeBlocks` by ``edge_index``, remembered as long as that tensor lives."""
-
-    def __init__(self, shard: GraphShard) -> None:
-        self._shard = shard
-        self._known: Any = WeakIdKeyDictionary()
-
-    def __call__(self, edge_index: Tensor) -> EdgeBlocks:
-        """The blocks of ``edge_index`` [2, E], in the shard's local ids; convs may have added or removed edges."""
-        if edge_index not in self._known:
-            self._known[edge_index] = self._sort(edge_index)
-        blocks: EdgeBlocks = self._known[edge_index]
-        return blocks
-
-    def _sort(self, edge_index: Tensor) -> EdgeBlocks:
-        ptr = self._shard.block_ptr.to(edge_index.device)
-        block = torch.bucketize(edge_index[0], ptr[1:-1], right=True)
-        # an empty block repeats a boundary; right=True then skips it, as it should
-        ids = [(block == r).nonzero().view(-1) for r in range(len(ptr) - 1)]
-        return EdgeBlocks(
-            ids,
-            [edge_index[0, i] - ptr[r] for r, i in enumerate(ids)],
-            [edge_index[1, i] for i in ids],
-            torch.bincount(edge_index[1], minlength=self._shard.num_local),
-        )
+def sees_one_edge(conv: MessagePassing) -> bool:
+    """Whether ``message`` sees one edge at a time: it asks for nothing that a softmax or a norm is taken over."""
+    return not set(conv.inspector.get_param_names("message")) & MessagePassing.special_args
 
 
 @dataclass
-class PropagateCall:
-    """The arguments of one ``propagate`` by what a block needs of them.
+class Pool:
+    """The tensors that autograd must know, each once.
 
     Attributes:
-        conv: the convolution.
-        blocks: its edges.
-        reduce: sum, mean, max or min.
-        num_local: targets.
-        names, kinds, tensors: the arguments that autograd must know: ``source`` rows (fetched from their owners),
-            ``target`` rows (local), ``edge`` values (one row an edge).
-        constants: everything else, handed to each block as it is.
+        kinds: ``source`` rows (fetched from their owners), ``target`` rows (local), ``edge`` values (one row an edge).
+        tensors: in the order of ``kinds``.
     """
 
-    conv: MessagePassing
-    blocks: EdgeBlocks
-    reduce: str
-    num_local: int
-    names: list[str] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
-    constants: dict[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def of(
-        cls, conv: MessagePassing, blocks: EdgeBlocks, reduce: str, num_local: int, kwargs: dict[str, Any]
-    ) -> PropagateCall:
-        """Sort the keyword arguments of ``propagate`` by their use in ``message``."""
-        call = cls(conv, blocks, reduce, num_local)
-        wanted, num_edges = conv._user_args, sum(map(len, blocks.ids))
-        for name, value in kwargs.items():
-            as_source, as_target = f"{name}_j" in wanted, f"{name}_i" in wanted
-            if as_source or as_target:
-                source, target = value if isinstance(value, (tuple, list)) else (value, value)
-                call._add(name, "source", source if as_source else None)
-                call._add(name, "target", target if as_target else None)
-            elif isinstance(value, Tensor) and value.dim() and value.size(0) == num_edges:
-                call._add(name, "edge", value)
-            elif name in wanted:
-                call.constants[name] = value
-        return call
-
-    def _add(self, name: str, kind: str, tensor: Tensor | None) -> None:
-        if tensor is None:
-            self.constants.setdefault(name, None)
-            return
-        self.names.append(name)
+    def add(self, kind: str, tensor: Tensor) -> int:
+        """Position of a tensor, which may be there already."""
+        for i, known in enumerate(self.tensors):
+            if known is tensor and self.kinds[i] == kind:
+                return i
         self.kinds.append(kind)
         self.tensors.append(tensor)
+        return len(self.kinds) - 1
 
     @property
     def sources(self) -> list[int]:
         """Positions of the tensors whose rows cross the wire."""
         return [i for i, kind in enumerate(self.kinds) if kind == "source"]
 
-    def message(self, r: int, tensors: list[Tensor]) -> Tensor:
-        """Messages of block r [E_r, ...]; ``tensors`` as in :attr:`tensors`, sources replaced by the block's rows."""
-        ids, targets = self.blocks.ids[r], self.blocks.targets[r]
-        edge_index = torch.stack([self.blocks.sources[r], targets])
+
+class Arguments:
+    """The keyword arguments of ``propagate`` or ``edge_updater``, by what a block needs of them.
+
+    Args:
+        wanted: parameters of the methods that are called for each edge.
+        kwargs: the arguments.
+        num_edges: edges of the whole call.
+        pool: takes the tensors.
+    """
+
+    def __init__(self, wanted: Any, kwargs: dict[str, Any], num_edges: int, pool: Pool) -> None:
+        self.constants: dict[str, Any] = {}
+        self.entries: list[tuple[str, str, int]] = []
+        for name, value in kwargs.items():
+            as_source, as_target = f"{name}_j" in wanted, f"{name}_i" in wanted
+            if as_source or as_target:
+                source, target = value if isinstance(value, (tuple, list)) else (value, value)
+                self._add(name, "source", source if as_source else None, pool)
+                self._add(name, "target", target if as_target else None, pool)
+            elif isinstance(value, Tensor) and value.dim() and value.size(0) == num_edges:
+                self._add(name, "edge", value, pool)
+            elif name in wanted:
+                self.constants[name] = value
+
+    def _add(self, name: str, kind: str, tensor: Tensor | None, pool: Pool) -> None:
+        if tensor is None:
+            self.constants.setdefault(name, None)
+        else:
+            self.entries.append((name, kind, pool.add(kind, tensor)))
+
+    def collect(self, conv: MessagePassing, wanted: Any, block: EdgeBlock, tensors: list[Tensor]) -> dict[str, Any]:
+        """What PyG hands to the methods, for one block; ``tensors`` are the pool's, sources replaced by the block's."""
         pairs: dict[str, list[Tensor | None]] = {}
         arguments: dict[str, Any] = dict(self.constants)
-        rows = 0
-        for name, kind, tensor in zip(self.names, self.kinds, tensors, strict=True):
+        for name, kind, i in self.entries:
             if kind == "edge":
-                arguments[name] = tensor.index_select(0, ids)
+                arguments[name] = tensors[i].index_select(0, block.ids)
             else:
-                pairs.setdefault(name, [None, None])[kind == "target"] = tensor
-                rows = tensor.size(0) if kind == "source" else rows
+                pairs.setdefault(name, [None, None])[kind == "target"] = tensors[i]
         arguments.update({name: tuple(pair) for name, pair in pairs.items()})
-        collected = self.conv._collect(self.conv._user_args, edge_index, [rows, self.num_local], arguments)
+        edge_index = torch.stack([block.sources, block.targets])
+        found: dict[str, Any] = conv._collect(wanted, edge_index, [block.num_sources, block.num_targets], arguments)
+        return found
+
+
+class PropagateCall:
+    """One call of ``propagate``.
+
+    Args:
+        conv: the convolution.
+        blocks: its edges.
+        reduce: sum, mean, max or min.
+        kwargs: of ``propagate``.
+        attention: of the call of ``edge_updater`` whose result is one of them: its name, and the arguments.
+
+    Attributes:
+        pool: the tensors that autograd must know.
+    """
+
+    def __init__(
+        self,
+        conv: MessagePassing,
+        blocks: EdgeBlocks,
+        reduce: str,
+        kwargs: dict[str, Any],
+        attention: tuple[str, dict[str, Any]] | None = None,
+    ) -> None:
+        self.conv, self.blocks, self.reduce = conv, blocks, reduce
+        self.pool = Pool()
+        self.given = Arguments(conv._user_args, kwargs, blocks.num_edges, self.pool)
+        self.attention: tuple[str, Arguments] | None = None
+        if attention is not None:
+            name, of_update = attention
+            self.attention = name, Arguments(conv._edge_user_args, of_update, blocks.num_edges, self.pool)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The pool's."""
+        return self.pool.tensors
+
+    @property
+    def sources(self) -> list[int]:
+        """Positions of the tensors whose rows cross the wire."""
+        return self.pool.sources
+
+    @property
+    def rows(self) -> list[Rows]:
+        """The tensors whose rows cross the wire."""
+        return [(self.blocks.exchange, self.tensors[i]) for i in self.sources]
+
+    def with_block(self, tensors: list[Tensor], block: list[Tensor]) -> list[Tensor]:
+        """The pool's tensors with a block's rows in place of the sources."""
+        found = list(tensors)
+        for i, rows in zip(self.sources, block, strict=True):
+            found[i] = rows
+        return found
+
+    def message(self, r: int, tensors: list[Tensor]) -> Tensor:
+        """Messages of block r [E_r, ...]; ``tensors`` are the pool's, sources replaced by the block's rows."""
+        block = self.blocks.blocks[r]
+        return self.message_of(block, tensors) if len(block) else self.hung(self.no_messages, tensors)
+
+    def hung(self, nothing: Tensor, tensors: list[Tensor]) -> Tensor:
+        """``nothing`` [0, ...] as a function of the sources' rows: with their gradient that of the readers arrives."""
+        rows = [tensors[i].sum() for i in self.sources if tensors[i].requires_grad]
+        return nothing + torch.stack(rows).sum() if rows else nothing
+
+    @cached_property
+    def no_messages(self) -> Tensor:
+        """What a block without edges has, [0, ...]; a convolution's methods need not be able to deal with it."""
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            return self.message_of(*sample(self))[:0]
+
+    def message_of(self, block: EdgeBlock, tensors: list[Tensor]) -> Tensor:
+        """Messages of any edges."""
+        return self.message_from(self.collect(block, tensors))
+
+    def collect(self, block: EdgeBlock, tensors: list[Tensor]) -> dict[str, Any]:
+        """The arguments of ``message``, one row an edge, and what PyG knows besides."""
+        conv, inspector = self.conv, self.conv.inspector
+        collected = self.given.collect(conv, conv._user_args, block, tensors)
+        if self.attention is not None:
+            name, arguments = self.attention
+            of_edges = arguments.collect(conv, conv._edge_user_args, block, tensors)
+            collected[name] = conv.edge_update(**inspector.collect_param_data("edge_update", of_edges))
+        return collected
+
+    def message_from(self, collected: dict[str, Any]) -> Tensor:
+        """Messages of collected arguments."""
         messages: Tensor = self.conv.message(**self.conv.inspector.collect_param_data("message", collected))
         return messages
 
 
-_parameter_use: weakref.WeakKeyDictionary[MessagePassing, list[Tensor]] = weakref.WeakKeyDictionary()
-
-
 def message_parameters(call: PropagateCall) -> list[Tensor]:
-    """Parameters of the convolution that ``message`` itself uses (most use none), found by a call with no edges."""
-    if call.conv not in _parameter_use:
-        candidates = [p for p in call.conv.parameters() if p.requires_grad]
-        _parameter_use[call.conv] = candidates if candidates and _uses_parameters(call) else []
-    return _parameter_use[call.conv]
+    """Parameters of the convolution that ``message`` itself uses (most use none), found with made-up edges."""
+    candidates = [p for p in call.conv.parameters() if p.requires_grad]
+    return candidates if candidates and _uses_parameters(call) else []
 
 
 def _uses_parameters(call: PropagateCall) -> bool:
-    empty = torch.empty(0, dtype=torch.int64, device=call.blocks.in_degree.device)
-    nothing = EdgeBlocks([empty], [empty], [empty], call.blocks.in_degree)
-    probe = PropagateCall(
-        call.conv, nothing, call.reduce, call.num_local, call.names, call.kinds, call.tensors, call.constants
-    )
+    block, tensors = sample(call)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        return probe.message(0, [tensor.detach() for tensor in call.tensors]).requires_grad
+        return call.message_of(block, tensors).requires_grad
+
+
+def normalises_messages(call: PropagateCall) -> bool:
+    """Whether a batch norm takes statistics over messages, which are those of a block here."""
+    norms = [layer for layer in call.conv.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+    if not norms:
+        return False
+    hooks = [norm.register_forward_pre_hook(_found_norm) for norm in norms]
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            call.message_of(*sample(call))
+    except _NormFoundError:
+        return True
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return False
+
+
+class _NormFoundError(Exception):
+    """A batch norm was called."""
+
+
+def _found_norm(*_: Any) -> None:
+    raise _NormFoundError
+
+
+def sample(
+    call: PropagateCall, num_edges: int = 4, *, narrow: bool = False, ones: bool = False
+) -> tuple[EdgeBlock, list[Tensor]]:
+    """Made-up edges and values of the call's kinds, the same on all ranks: edge e runs from source e to target e // 2.
+
+    Args:
+        call: whose tensors' shapes and types are taken.
+        num_edges: how many.
+        narrow: give sources a last dimension of 1.
+        ones: make sources 1 in place of random.
+    """
+    device = call.tensors[0].device if call.tensors else call.blocks.in_degree.device
+    ids = torch.arange(num_edges, device=device)
+    made = []
+    for i, (kind, tensor) in enumerate(zip(call.pool.kinds, call.tensors, strict=True)):
+        generator = torch.Generator().manual_seed(i)
+        shape = [num_edges, *tensor.shape[1:]]
+        if kind == "source" and narrow:
+            shape[-1] = 1
+        if kind == "source" and ones:
+            made.append(tensor.new_ones(shape))
+        elif tensor.is_floating_point():
+            made.append(torch.randn(shape, generator=generator, dtype=torch.float64).to(tensor))
+        else:
+            made.append(tensor.new_zeros(shape))
+    return EdgeBlock(ids, ids, ids // 2, num_edges, num_edges), made

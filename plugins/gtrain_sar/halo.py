@@ -1,34 +1,47 @@
-"""Exchange of halo rows between ranks: values towards the readers, gradients back to the owners."""
+"""Exchange of halo rows between ranks: values towards the readers, gradients back to the owners.
+
+All tensors that go the same way in one round travel in one message.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from gtrain.graph.shard import GraphShard
 from gtrain.strategy.group import Group, Transfer
 
+if TYPE_CHECKING:
+    from gtrain_sar.constants import Constants
 
-class InFlight:
-    """The rows of one block on their way: what this rank sends in the round and what it receives."""
 
-    def __init__(self, send: Transfer | None, receive: Transfer | None, block: Tensor) -> None:
-        self._send, self._receive, self._block = send, receive, block
+class HaloNodes(Protocol):
+    """What an exchange reads of a shard, or of one node type of a typed one; see ``GraphShard``."""
 
-    def wait(self) -> Tensor:
-        """The received rows, once both directions are complete."""
-        for transfer in (self._receive, self._send):
-            if transfer is not None:
-                transfer.wait()
-        self._send = self._receive = None
-        return self._block
+    @property
+    def part(self) -> int: ...
+
+    @property
+    def offsets(self) -> Tensor: ...
+
+    @property
+    def block_ptr(self) -> Tensor: ...
+
+    @property
+    def halo(self) -> tuple[Tensor, ...]: ...
+
+    @property
+    def num_local(self) -> int: ...
+
+    @property
+    def num_halo(self) -> int: ...
 
 
 class HaloExchange:
-    """Who needs which rows of whom, for one shard on every rank.
+    """Who needs which rows of whom, for the nodes of one shard on every rank.
 
     In round r (1 .. P-1) rank p reads block r from rank p-r and is read by rank p+r, so every rank sends and receives
     once a round. All ranks must call the same methods in the same order.
@@ -36,10 +49,12 @@ class HaloExchange:
     Args:
         group: the ranks.
         shard: this rank's part.
+        wire_dtype: floating type that values travel in; None: their own.
     """
 
-    def __init__(self, group: Group, shard: GraphShard) -> None:
-        self.group, self.shard = group, shard
+    def __init__(self, group: Group, shard: HaloNodes, wire_dtype: torch.dtype | None = None) -> None:
+        self.group, self.shard, self.wire_dtype = group, shard, wire_dtype
+        self.constants: Constants | None = None
         self.rounds = group.size
         self.reads = [len(halo) for halo in shard.halo]
         self.send_rows = self._ask()
@@ -50,73 +65,209 @@ class HaloExchange:
         first, tag = int(self.shard.offsets[self.shard.part]), self.group.next_tag()
         rows = [torch.empty(0, dtype=torch.int64)]
         for r in range(1, self.rounds):
-            reader, owner = self._peers(r)
+            reader, _ = self.peers(r)
             wanted = torch.empty(int(counts[reader][r]), dtype=torch.int64)
-            InFlight(
-                self.group.send(self.shard.halo[r].contiguous(), owner, tag) if self.reads[r] else None,
-                self.group.receive(wanted, reader, tag) if len(wanted) else None,
-                wanted,
-            ).wait()
+            send_backward(self.group, r, self.shard.halo[r].contiguous(), wanted, tag).wait()
             rows.append(wanted - first)
         return rows
 
-    def _peers(self, r: int) -> tuple[int, int]:
+    def peers(self, r: int) -> tuple[int, int]:
         """The rank that reads this one in round r, and the one that this rank reads."""
-        rank, size = self.group.rank, self.group.size
-        return (rank + r) % size, (rank - r) % size
+        return peers(self.group, r)
+
+    @property
+    def orig_id(self) -> Tensor:
+        """Own nodes' ids in the source data, int64 [num_local]; global ids where the shard has none."""
+        given: Tensor | None = getattr(self.shard, "node_data", {}).get("orig_id")
+        first = int(self.shard.offsets[self.shard.part])
+        return torch.arange(first, first + self.shard.num_local) if given is None else given
 
     def to(self, device: torch.device) -> None:
         """Keep the row numbers where the activations are."""
         self.send_rows = [rows.to(device) for rows in self.send_rows]
 
-    # ------------------------------------------------------------------------------------------ values
+    def on_wire(self, dtype: torch.dtype) -> torch.dtype:
+        """The type in which values of ``dtype`` travel."""
+        return self.wire_dtype if self.wire_dtype is not None and dtype.is_floating_point else dtype
 
-    def fetch(self, rows: Tensor, r: int, tag: int) -> InFlight:
-        """Post round r's exchange of ``rows`` [num_local, ...]; the result is [reads[r], ...]."""
-        reader, owner = self._peers(r)
-        outgoing = rows.detach().index_select(0, self.send_rows[r])
-        block = rows.new_empty((self.reads[r], *rows.shape[1:]))
-        return InFlight(
-            self.group.send(outgoing, reader, tag) if outgoing.numel() else None,
-            self.group.receive(block, owner, tag) if block.numel() else None,
-            block,
-        )
+    def row_bytes(self, tensor: Tensor) -> int:
+        """Bytes that one row of a tensor takes on the wire."""
+        return int(tensor[:0].flatten(1).size(1) if tensor.dim() > 1 else 1) * self.on_wire(tensor.dtype).itemsize
 
-    def stream(self, tensors: Sequence[Tensor], prefetch: int) -> Iterator[tuple[int, list[Tensor]]]:
-        """Blocks of several row tensors in round order, ``(0, the tensors themselves)`` first.
 
-        Args:
-            tensors: [num_local, ...] each.
-            prefetch: blocks that may be on their way beside the one that was yielded.
-        """
-        tags = [self.group.next_tag() for _ in tensors]
-        flying: deque[list[InFlight]] = deque()
-        posted = 0
-        for r in range(self.rounds):
-            while posted < min(r + prefetch, self.rounds - 1):
-                posted += 1
-                flying.append([self.fetch(t, posted, tag) for t, tag in zip(tensors, tags, strict=True)])
-            if r == 0:
-                yield 0, list(tensors)
-                continue
-            yield r, [transfer.wait() for transfer in flying.popleft()]
+Rows = tuple[HaloExchange, Tensor]
+"""An exchange and a tensor ``[num_local, ...]`` of its own rows, or a gradient of one block."""
 
-    # ------------------------------------------------------------------------------------------ gradients
 
-    def push(self, gradient: Tensor, r: int, tag: int) -> InFlight:
-        """Post round r's way back: the gradient of block r [reads[r], ...] to its owner, the reader's to here."""
-        reader, owner = self._peers(r)
-        gradient = gradient.contiguous()
-        arriving = gradient.new_empty((len(self.send_rows[r]), *gradient.shape[1:]))
-        return InFlight(
-            self.group.send(gradient, owner, tag) if gradient.numel() else None,
-            self.group.receive(arriving, reader, tag) if arriving.numel() else None,
-            arriving,
-        )
+def peers(group: Group, r: int) -> tuple[int, int]:
+    """The rank that reads this one in round r, and the one that this rank reads."""
+    return (group.rank + r) % group.size, (group.rank - r) % group.size
 
-    def add(self, arrived: Tensor, r: int, to: Tensor) -> None:
-        """Add the gradient that round r brought to the rows it belongs to."""
-        add_rows(to, self.send_rows[r], arrived)
+
+class InFlight:
+    """One round's messages on their way: what this rank sends and what it receives."""
+
+    def __init__(self, send: Transfer | None, receive: Transfer | None, pieces: list[Tensor]) -> None:
+        self._send, self._receive, self._pieces = send, receive, pieces
+        self._dtypes: list[torch.dtype] | None = None
+
+    def wait(self) -> list[Tensor]:
+        """The received tensors, once both directions are complete."""
+        for transfer in (self._receive, self._send):
+            if transfer is not None:
+                transfer.wait()
+        self._send = self._receive = None
+        if self._dtypes is not None:
+            self._pieces = [p.to(d) for p, d in zip(self._pieces, self._dtypes, strict=True)]
+            self._dtypes = None
+        return self._pieces
+
+    def as_types(self, dtypes: list[torch.dtype]) -> InFlight:
+        """Give the received tensors these types once they are here."""
+        self._dtypes = None if dtypes == [piece.dtype for piece in self._pieces] else dtypes
+        return self
+
+
+def send_forward(group: Group, r: int, outgoing: Tensor, incoming: Tensor, tag: int) -> InFlight:
+    """Post round r towards the readers: one tensor to the rank that reads this one, one from that which it reads."""
+    return _post(group, outgoing, incoming, *peers(group, r), tag)
+
+
+def send_backward(group: Group, r: int, outgoing: Tensor, incoming: Tensor, tag: int) -> InFlight:
+    """Post round r towards the owners."""
+    reader, owner = peers(group, r)
+    return _post(group, outgoing, incoming, owner, reader, tag)
+
+
+def _post(group: Group, outgoing: Tensor, incoming: Tensor, to: int, source: int, tag: int) -> InFlight:
+    return InFlight(
+        group.send(outgoing, to, tag) if outgoing.numel() else None,
+        group.receive(incoming, source, tag) if incoming.numel() else None,
+        [incoming],
+    )
+
+
+class Packet:
+    """Several tensors in one contiguous buffer.
+
+    Args:
+        pieces: shape and type of each.
+        device: where they are.
+
+    Attributes:
+        buffer: uint8, what travels.
+        pieces: views of it, each starting at a multiple of 8 bytes.
+    """
+
+    def __init__(self, pieces: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device) -> None:
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in pieces]
+        starts = [0]
+        for size in sizes[:-1]:
+            starts.append(starts[-1] + -(-size // 8) * 8)
+        total = starts[-1] + sizes[-1] if sum(sizes) else 0
+        self.buffer = torch.empty(total, dtype=torch.uint8, device=device)
+        self.pieces = [
+            self.buffer[a : a + n].view(dtype).view(tuple(shape))
+            if n
+            else torch.empty(shape, dtype=dtype, device=device)
+            for a, n, (shape, dtype) in zip(starts, sizes, pieces, strict=True)
+        ]
+
+
+def fetch(rows: Sequence[Rows], r: int, tag: int) -> InFlight:
+    """Post round r's exchange; the results are ``[reads[r], ...]``, in the order of ``rows``."""
+    group, device = rows[0][0].group, rows[0][1].device
+    outgoing = _packet(rows, [len(exchange.send_rows[r]) for exchange, _ in rows], device)
+    for (exchange, tensor), piece in zip(rows, outgoing.pieces, strict=True):
+        gather(tensor.detach(), exchange.send_rows[r], piece)
+    incoming = _packet(rows, [exchange.reads[r] for exchange, _ in rows], device)
+    flight = send_forward(group, r, outgoing.buffer, incoming.buffer, tag)
+    flight._pieces = incoming.pieces
+    return flight.as_types([tensor.dtype for _, tensor in rows])
+
+
+def push(gradients: Sequence[Rows], r: int, tag: int) -> InFlight:
+    """Post round r's way back: gradients of block r ``[reads[r], ...]`` to their owners, the readers' to here.
+
+    The results are ``[len(send_rows[r]), ...]``, in the order of ``gradients``.
+    """
+    group, device = gradients[0][0].group, gradients[0][1].device
+    if len(gradients) == 1 and gradients[0][0].on_wire(gradients[0][1].dtype) == gradients[0][1].dtype:
+        buffer = gradients[0][1].detach().contiguous().view(-1).view(torch.uint8)
+    else:
+        outgoing = _packet(gradients, [len(gradient) for _, gradient in gradients], device)
+        for (_, gradient), piece in zip(gradients, outgoing.pieces, strict=True):
+            piece.copy_(gradient)
+        buffer = outgoing.buffer
+    incoming = _packet(gradients, [len(exchange.send_rows[r]) for exchange, _ in gradients], device)
+    flight = send_backward(group, r, buffer, incoming.buffer, tag)
+    flight._pieces = incoming.pieces
+    return flight.as_types([gradient.dtype for _, gradient in gradients])
+
+
+def _packet(rows: Sequence[Rows], counts: Sequence[int], device: torch.device) -> Packet:
+    shapes = [
+        ((count, *tensor.shape[1:]), exchange.on_wire(tensor.dtype))
+        for count, (exchange, tensor) in zip(counts, rows, strict=True)
+    ]
+    return Packet(shapes, device)
+
+
+def gather(rows: Tensor, chosen: Tensor, into: Tensor) -> None:
+    """Copy chosen rows, in the type of ``into``."""
+    if rows.dtype == into.dtype:
+        torch.index_select(rows, 0, chosen, out=into)
+    else:
+        into.copy_(rows.index_select(0, chosen))
+
+
+def stream(rows: Sequence[Rows], window: int | None) -> Iterator[tuple[int, list[Tensor]]]:
+    """Blocks of several row tensors in round order, ``(0, the tensors themselves)`` first.
+
+    Args:
+        rows: tensors ``[num_local, ...]`` with their exchanges.
+        window: blocks that may be on their way beside the one that was yielded; None: all of them.
+    """
+    kept = [None if exchange.constants is None else exchange.constants.blocks(tensor) for exchange, tensor in rows]
+    rounds = rows[0][0].rounds
+    live = [i for i, blocks in enumerate(kept) if blocks is None or len(blocks) < rounds - 1]
+    flights = _Flights([rows[i] for i in live])
+    ahead = rounds if window is None else window
+    flights.post(ahead)
+    yield 0, [tensor for _, tensor in rows]
+    for r in range(1, rounds):
+        flights.post(r + ahead)
+        fetched = dict(zip(live, flights.take(), strict=True))
+        for i, block in fetched.items():
+            if (blocks := kept[i]) is not None:
+                blocks[r] = block
+        yield r, [fetched[i] if i in fetched else kept[i][r] for i in range(len(rows))]  # type: ignore[index]
+
+
+class _Flights:
+    """The rounds of one stream, posted in order and taken in order."""
+
+    def __init__(self, rows: Sequence[Rows]) -> None:
+        self._rows, self._posted = rows, 0
+        self._flying: deque[InFlight] = deque()
+        self._tag = rows[0][0].group.next_tag() if rows else 0
+
+    def post(self, until: int) -> None:
+        """Post all rounds up to number ``until`` that are not yet posted."""
+        while self._rows and self._posted < min(until, self._rows[0][0].rounds - 1):
+            self._posted += 1
+            self._flying.append(fetch(self._rows, self._posted, self._tag))
+
+    def take(self) -> list[Tensor]:
+        """The next round's blocks."""
+        return self._flying.popleft().wait() if self._rows else []
+
+
+def count_needed(rows: Sequence[Rows], passes: int = 1) -> None:
+    """Count the fewest bytes that this rank must send so that its readers have these rows ``passes`` times."""
+    for exchange, tensor in rows:
+        sent = sum(map(len, exchange.send_rows))
+        exchange.group.counters.needed(passes * sent * exchange.row_bytes(tensor))
 
 
 def add_rows(to: Tensor, rows: Tensor, values: Tensor) -> None:
@@ -124,36 +275,39 @@ def add_rows(to: Tensor, rows: Tensor, values: Tensor) -> None:
     to.scatter_add_(0, rows.view(-1, *[1] * (values.dim() - 1)).expand_as(values), values)
 
 
-class HaloRows(torch.autograd.Function):
-    """[num_local, ...] -> [num_local + num_halo, ...]: the own rows and the whole halo after one exchange."""
+def halo_rows(rows: Sequence[Rows]) -> list[Tensor]:
+    """``[num_local, ...]`` each -> ``[num_local + num_halo, ...]``: own rows and the whole halo, by one exchange."""
+    exchanges = [exchange for exchange, _ in rows]
+    out: tuple[Tensor, ...] = _HaloRows.apply(exchanges, *(tensor for _, tensor in rows))
+    return list(out)
+
+
+class _HaloRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchanges: list[HaloExchange], *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.exchanges = exchanges
+        rows = list(zip(exchanges, tensors, strict=True))
+        wanted = [pair for pair, need in zip(rows, ctx.needs_input_grad[1:], strict=True) if need]
+        count_needed(rows)
+        count_needed(wanted)
+        blocks = [block for _, block in stream(rows, None)]
+        outs = tuple(torch.cat(pieces) for pieces in zip(*blocks, strict=True))
+        ctx.mark_non_differentiable(*(out for out in outs if not out.is_floating_point()))
+        return outs
 
     @staticmethod
-    def forward(ctx, exchange: HaloExchange, rows: Tensor) -> Tensor:  # type: ignore[no-untyped-def,override]
-        ctx.exchange, ctx.tag = exchange, exchange.group.next_tag()
-        tag = exchange.group.next_tag()
-        flying = [exchange.fetch(rows, r, tag) for r in range(1, exchange.rounds)]
-        return torch.cat([rows, *(transfer.wait() for transfer in flying)])
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[None, Tensor]:  # type: ignore[no-untyped-def,override]
-        exchange, ptr = ctx.exchange, ctx.exchange.shard.block_ptr.tolist()
-        flying = [exchange.push(gradient[ptr[r] : ptr[r + 1]], r, ctx.tag) for r in range(1, exchange.rounds)]
-        own = gradient[: ptr[1]].clone()
-        for r, transfer in enumerate(flying, start=1):
-            exchange.add(transfer.wait(), r, own)
-        return None, own
-
-
-class FetchedBlock(torch.autograd.Function):
-    """One block of ``rows`` as a step of the graph: its gradient goes back to the owner."""
-
-    @staticmethod
-    def forward(ctx, exchange: HaloExchange, r: int, tag: int, rows: Tensor, block: Tensor) -> Tensor:  # type: ignore[no-untyped-def,override]
-        ctx.exchange, ctx.r, ctx.tag, ctx.shape = exchange, r, tag, rows.shape
-        return block.view_as(block)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[None, None, None, Tensor, None]:  # type: ignore[no-untyped-def,override]
-        own = gradient.new_zeros(ctx.shape)
-        ctx.exchange.add(ctx.exchange.push(gradient, ctx.r, ctx.tag).wait(), ctx.r, own)
-        return None, None, None, own, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        wanted = [i for i, need in enumerate(ctx.needs_input_grad[1:]) if need]
+        if not wanted:
+            return None, *(None for _ in gradients)
+        group, tag = ctx.exchanges[0].group, ctx.exchanges[0].group.next_tag()
+        starts = {i: ctx.exchanges[i].shard.block_ptr.tolist() for i in wanted}
+        flying = [
+            push([(ctx.exchanges[i], gradients[i][starts[i][r] : starts[i][r + 1]]) for i in wanted], r, tag)
+            for r in range(1, group.size)
+        ]
+        own = {i: gradients[i][: starts[i][1]].clone() for i in wanted}
+        for r, flight in enumerate(flying, start=1):
+            for i, arrived in zip(wanted, flight.wait(), strict=True):
+                add_rows(own[i], ctx.exchanges[i].send_rows[r], arrived)
+        return None, *(own.get(i) for i in range(len(gradients)))

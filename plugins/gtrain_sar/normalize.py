@@ -11,7 +11,8 @@ from torch.autograd.function import once_differentiable
 from torch_geometric.utils import add_remaining_self_loops, scatter
 
 from gtrain.strategy.group import Group
-from gtrain_sar.halo import HaloExchange, HaloRows
+from gtrain_sar.constants import Constants
+from gtrain_sar.halo import HaloExchange, halo_rows
 
 
 class GcnNorm:
@@ -21,8 +22,8 @@ class GcnNorm:
     exchange serves all layers and epochs.
     """
 
-    def __init__(self, exchange: HaloExchange) -> None:
-        self._exchange = exchange
+    def __init__(self, exchange: HaloExchange, constants: Constants) -> None:
+        self._exchange, self._constants = exchange, constants
         self._known: list[tuple[tuple[Any, ...], tuple[Tensor, Tensor]]] = []
 
     def __call__(
@@ -41,8 +42,9 @@ class GcnNorm:
             if all(a is b for a, b in zip(known[:2], key[:2], strict=True)) and known[2:] == key[2:]:
                 return result
         result = self._compute(edge_index, edge_weight, 2.0 if improved else 1.0, add_self_loops, dtype)
-        if not result[1].requires_grad:
+        if edge_index in self._constants and (edge_weight is None or edge_weight in self._constants):
             self._known.append((key, result))
+            self._constants.add(result)
         return result
 
     def _compute(
@@ -56,7 +58,7 @@ class GcnNorm:
         degree = scatter(weight, edge_index[1], dim=0, dim_size=num_local, reduce="sum")
         scale = degree.pow(-0.5)
         scale = scale.masked_fill(scale == float("inf"), 0.0)
-        of_all: Tensor = HaloRows.apply(self._exchange, scale)
+        (of_all,) = halo_rows([(self._exchange, scale)])
         return edge_index, of_all[edge_index[0]] * weight * scale[edge_index[1]]
 
 
@@ -77,12 +79,14 @@ def _global_moments(group: Group, x: Tensor) -> tuple[float, Tensor, Tensor]:
     Merged pairwise (Chan, Golub and LeVeque 1979): E[x^2] - E[x]^2 would lose the variance where the mean is large.
     """
     wide = x.double()
-    mean = wide.mean(0)
+    mean = wide.sum(0) / max(len(x), 1)
     packed = torch.cat([wide.new_tensor([float(len(x))]), mean, (wide - mean).square().sum(0)])
     count, channels = 0.0, x.size(1)
     mean, m2 = torch.zeros_like(mean), torch.zeros_like(mean)
     for part in group.all_gather(packed):
         other = float(part[0])
+        if other == 0:  # a rank without rows, as of a node type that has fewer nodes than there are ranks
+            continue
         delta = part[1 : 1 + channels] - mean
         total = count + other
         m2 = m2 + part[1 + channels :] + delta.square() * (count * other / total)

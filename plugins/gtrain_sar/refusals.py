@@ -4,7 +4,23 @@ from __future__ import annotations
 
 from torch import nn
 from torch_geometric.nn import norm
-from torch_geometric.nn.conv import ChebConv, ClusterGCNConv, GravNetConv, MessagePassing
+from torch_geometric.nn.conv import (
+    ChebConv,
+    DirGNNConv,
+    GPSConv,
+    GravNetConv,
+    HANConv,
+    HypergraphConv,
+    MessagePassing,
+    SuperGATConv,
+    WLConv,
+)
+from torch_geometric.nn.models import DeepGraphInfomax
+from torch_geometric.nn.models.linkx import SparseLinear
+from torch_geometric.nn.to_hetero_module import ToHeteroMessagePassing
+from torch_geometric.nn.to_hetero_with_bases_transformer import HeteroBasisConv
+
+from gtrain_sar import dgl_refusals
 
 _OVER_ALL_NODES = (
     norm.GraphNorm,
@@ -12,11 +28,21 @@ _OVER_ALL_NODES = (
     norm.PairNorm,
     norm.MeanSubtractionNorm,
     norm.InstanceNorm,
+    norm.HeteroBatchNorm,
 )
 _CONVS: dict[type[nn.Module], str] = {
     ChebConv: "it builds the Laplacian of the whole graph itself",
-    ClusterGCNConv: "it normalises by degrees that it computes from the edges it is given",
+    DeepGraphInfomax: "it sums the graph up over all nodes, of which a rank has a part",
+    DirGNNConv: "it turns edges around, so that they point at nodes of other parts",
+    GPSConv: "it attends to all nodes of the graph, of which a rank has a part",
+    HypergraphConv: "its edges join nodes to hyperedges, which the parts have none of",
+    SparseLinear: "it has a row for each node, looked up by the node's number in the part",
+    SuperGATConv: "it samples pairs of nodes that are no edges, of which a rank sees its own alone",
+    WLConv: "it compares the neighbourhoods of all nodes of the graph, of which a rank has a part",
     GravNetConv: "it finds neighbours among the nodes that it is given",
+    HANConv: "it weighs edge types by an average over all nodes, of which a rank has a part; HGTConv works",
+    HeteroBasisConv: "it joins the nodes of all types into one numbering without the halo; to_hetero works",
+    ToHeteroMessagePassing: "it joins the nodes of all types into one numbering, which the halo is no part of",
 }
 
 
@@ -32,10 +58,12 @@ def reason(layer: nn.Module) -> str | None:
         return "only BatchNorm1d is synchronised over ranks"
     if type(layer).__module__.startswith("torch_geometric.nn.pool"):
         return "pooling chooses among all nodes of the graph, of which a rank has a part"
+    if type(layer).__module__.startswith("torch_geometric.nn.attention"):
+        return "it attends to all nodes of the graph, of which a rank has a part"
     for cls, why in _CONVS.items():
         if isinstance(layer, cls):
             return why
-    return _conv_reason(layer) if isinstance(layer, MessagePassing) else None
+    return _conv_reason(layer) if isinstance(layer, MessagePassing) else dgl_refusals.reason(layer)
 
 
 def _conv_reason(conv: MessagePassing) -> str | None:

@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from torch import nn
-from torch_geometric.data import Data
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn.conv import MessagePassing
 
-from gtrain.data.loader import SeedLoader, full_batch
+from gtrain.data.loader import SeedLoader, graph_batch, hetero_shard_batch, split_batch
 from gtrain.errors import ConfigError
+from gtrain.graph.hetero_shard import HeteroShard, load_hetero_shard
 from gtrain.graph.shard import GraphShard, load_shard
+from gtrain.graph.shard_nodes import ShardNodes
 from gtrain.graph.store import Store
+from gtrain.nn import DglGraph
 from gtrain.strategy.base import GraphStrategy
-from gtrain_sar import config, refusals
+from gtrain.strategy.group import Group
+from gtrain_sar import config, dgl_refusals, refusals
+from gtrain_sar.agreement import check_parts_agree
 from gtrain_sar.halo import HaloExchange
+from gtrain_sar.hetero import TypedTakeover
+from gtrain_sar.relations import Relations
 from gtrain_sar.takeover import Takeover
 
 
@@ -24,40 +33,70 @@ class SarStrategy(GraphStrategy):
 
     Args:
         mode: 1 sequential aggregation with recomputation, 2 sequential aggregation, 3 one exchange.
-        prefetch: remote blocks in flight beside the one being computed (modes 1 and 2).
+        prefetch: remote blocks in flight beside the one being computed, in mode 1.
+        cache_inputs: what is kept of inputs that never change; see :data:`gtrain_sar.config.CACHE`.
+        wire_dtype: type in which rows and their gradients travel; ``bfloat16`` is not exact.
         kwargs: passed on to :class:`gtrain.strategy.base.GraphStrategy`.
 
     Raises:
-        ConfigError: no such mode, or a negative prefetch.
+        ConfigError: a setting means nothing, or ``bfloat16`` messages of ``float64`` tensors.
     """
 
     strategy_name: ClassVar[str] = "sar"
+    heterogeneous: ClassVar[bool] = True
 
-    def __init__(self, mode: int = 1, prefetch: int = 1, **kwargs: Any) -> None:
-        config.check(mode, prefetch)
+    def __init__(
+        self,
+        mode: int = 1,
+        prefetch: int = 1,
+        cache_inputs: Any = "auto",
+        wire_dtype: str = "float32",
+        **kwargs: Any,
+    ) -> None:
+        config.check(mode, prefetch, cache_inputs, wire_dtype)
         super().__init__(**kwargs)
-        self.mode, self.prefetch = mode, prefetch
+        self.schedule = config.Schedule(mode, prefetch, config.cache_word(cache_inputs))
+        self.wire_dtype = torch.bfloat16 if wire_dtype == "bfloat16" else None
         self._takeover: Takeover | None = None
+        self._graph: Data | HeteroData | None = None
         self._module: nn.Module | None = None
 
-    def open_shard(self, store: Store) -> GraphShard:
+    def setup(self, trainer: pl.Trainer) -> None:
+        if self.wire_dtype is not None and self.dtype == torch.float64:
+            raise ConfigError(
+                "strategy.wire_dtype=bfloat16 was set with trainer.precision=64-true: messages of 8 bits would carry "
+                "tensors of 53.",
+                hint="set strategy.wire_dtype=float32, which sends tensors as they are, or trainer.precision=32-true.",
+            )
+        super().setup(trainer)
+
+    def open_shard(self, store: Store) -> GraphShard | HeteroShard:
         if store.num_parts != self.world_size:
             raise ConfigError(
                 f"the store has {store.num_parts} parts and the job {self.world_size} ranks; "
                 "strategy=sar gives each rank one part.",
                 hint="leave data.num_parts unset: it defaults to the number of ranks.",
             )
-        shard = load_shard(store, self.global_rank)
-        exchange = HaloExchange(self.group, shard)
-        exchange.to(self.root_device)
+        shard = (load_hetero_shard if store.is_hetero else load_shard)(store, self.global_rank)
+        check_parts_agree(self.group, shard)
         if self._takeover is not None:  # of another graph
             self._takeover.uninstall()
-        self._takeover = Takeover(exchange, self.mode, self.prefetch)
+        self._takeover, self._graph = self._make_takeover(shard), None
         if self._module is not None:
             self._takeover.install(self._module)
         return shard
 
-    def batches(self, shard: GraphShard, loader: SeedLoader) -> Iterable[Data]:
+    def _make_takeover(self, shard: GraphShard | HeteroShard) -> Takeover:
+        if isinstance(shard, HeteroShard):
+            return TypedTakeover(Relations(self.group, shard, self._exchange), self.schedule)
+        return Takeover(self._exchange(self.group, shard), self.schedule)
+
+    def _exchange(self, group: Group, nodes: ShardNodes) -> HaloExchange:
+        exchange = HaloExchange(group, nodes, self.wire_dtype)
+        exchange.to(self.root_device)
+        return exchange
+
+    def batches(self, shard: GraphShard | HeteroShard, loader: SeedLoader) -> Iterable[Data | HeteroData]:
         if loader.batch_size is not None:
             raise ConfigError(
                 f"data.batch_size={loader.batch_size} was set; strategy=sar trains on the whole graph at once.",
@@ -68,14 +107,34 @@ class SarStrategy(GraphStrategy):
                 f"data.num_neighbors={list(loader.num_neighbors)} was set; strategy=sar uses every neighbour.",
                 hint="leave data.num_neighbors=null.",
             )
-        return [full_batch(shard, loader.split, self.dtype)]
+        if self._graph is None:
+            self._graph = self._whole(shard, loader.store)
+        return [split_batch(self._graph, loader.split)]
+
+    def _whole(self, shard: GraphShard | HeteroShard, store: Store) -> Data | HeteroData:
+        """The shard as a batch whose tensors serve all splits and epochs."""
+        if isinstance(shard, GraphShard):
+            graph: Data | HeteroData = graph_batch(shard, self.dtype).to(self.root_device)
+        else:
+            graph = hetero_shard_batch(shard, store, self.dtype).to(self.root_device)
+        assert self._takeover is not None
+        values = (value for stored in graph.stores for value in stored.values())
+        self._takeover.constant(value for value in values if isinstance(value, Tensor))
+        if isinstance(graph, HeteroData) and isinstance(self._takeover, TypedTakeover):
+            self._takeover.relations.know(graph.edge_index_dict)
+        return graph
 
     def check_module(self, module: nn.Module) -> None:
-        if not any(isinstance(layer, MessagePassing) for layer in module.modules()):
+        if dgl_refusals.lacks_graph(module):
+            raise ConfigError(
+                f"strategy=sar does not serve {type(module).__name__}: it makes the graph for DGL itself.",
+                hint="make the graph with a gtrain.nn.DglGraph, a layer of the module; see docs/dgl.md.",
+            )
+        if not any(isinstance(layer, MessagePassing | DglGraph) for layer in module.modules()):
             raise ConfigError(
                 f"strategy=sar does not serve {type(module).__name__}: it has no message-passing layer, so there is "
                 "nothing to aggregate.",
-                hint="use strategy=single, or a model with PyG convolutions.",
+                hint="use strategy=single, or a model with convolutions of PyG or DGL.",
             )
         for name, layer in module.named_modules():
             why = refusals.reason(layer)

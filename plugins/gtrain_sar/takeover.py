@@ -1,24 +1,34 @@
 """Taking over a module's message passing while a run lasts, and leaving the module as it was found.
 
-An instance attribute ``propagate`` or ``edge_updater`` shadows the class's method; ``gcn_norm`` is looked up in the
-convolution's own module at call time, so it is exchanged there, for calls made inside a taken-over convolution only.
+An instance attribute ``propagate`` or ``edge_updater`` shadows the class's method. Functions such as ``gcn_norm`` are
+looked up in the convolution's own module at call time, so they are exchanged there, for calls made inside a taken-over
+convolution only.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.nn.conv import MessagePassing, RGCNConv
 
 from gtrain.errors import ConfigError
-from gtrain_sar.blocks import aggregate_kept, aggregate_recomputed
-from gtrain_sar.call import BlockIndex, PropagateCall, reduction
-from gtrain_sar.halo import HaloExchange, HaloRows
-from gtrain_sar.normalize import GcnNorm, synchronised_batch_norm
+from gtrain.nn import DglGraph
+from gtrain_sar.config import Schedule
+from gtrain_sar.constants import Constants
+from gtrain_sar.edges import BlockIndex
+from gtrain_sar.functions import FunctionSwitches
+from gtrain_sar.halo import HaloExchange
+from gtrain_sar.normalize import synchronised_batch_norm
+from gtrain_sar.propagate import Propagation
+from gtrain_sar.relational import RelationalConv
+from gtrain_sar.whole_layers import WholeLayers
+
+_CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x")
+"""What convolutions with ``cached=True`` keep of a graph: a shard's is not for use outside of the run."""
 
 
 class Takeover:
@@ -26,25 +36,33 @@ class Takeover:
 
     Args:
         exchange: this rank's halo.
-        mode: see :data:`gtrain_sar.config.MODES`.
-        prefetch: remote blocks in flight beside the one being computed.
+        schedule: how blocks are worked off.
     """
 
-    def __init__(self, exchange: HaloExchange, mode: int, prefetch: int) -> None:
-        self.exchange, self.mode, self.prefetch = exchange, mode, prefetch
-        self._blocks = BlockIndex(exchange.shard)
-        self._gcn_norm = GcnNorm(exchange)
-        self._inside = 0
+    typed: ClassVar[bool] = False
+    """Whether the graph has several types; layers then share exchanges, so that none is computed as a whole."""
+
+    def __init__(self, exchange: HaloExchange, schedule: Schedule) -> None:
+        self.exchange, self.schedule = exchange, schedule
+        self.constants = Constants(schedule)
+        exchange.constants = self.constants
+        self.propagation = Propagation(schedule, self.constants, self._shadow)
+        self._whole_layers = WholeLayers(schedule, self.constants, self.edges)
+        self._functions = FunctionSwitches(exchange, self.constants)
+        self._edges = BlockIndex(exchange, exchange.shard.num_local)
         self._undo: list[Callable[[], Any]] = []
+
+    def constant(self, tensors: Iterable[Tensor]) -> None:
+        """Say that these tensors are the same in every epoch."""
+        self.constants.add(tensors)
 
     def install(self, module: nn.Module) -> None:
         """Shadow the methods of every convolution and batch norm in ``module``."""
         for layer in module.modules():
             if isinstance(layer, MessagePassing):
-                self._shadow(layer, "propagate", partial(self.propagate, layer))
-                self._shadow(layer, "edge_updater", partial(self.edge_updater, layer))
-                self._mark_calls(layer)
-                self._exchange_gcn_norm(layer)
+                self._take(layer)
+            elif isinstance(layer, DglGraph):
+                self._give_shard(layer)
             elif isinstance(layer, nn.BatchNorm1d):
                 self._shadow(layer, "forward", partial(synchronised_batch_norm, layer, self.exchange.group))
 
@@ -53,57 +71,61 @@ class Takeover:
         while self._undo:
             self._undo.pop()()
 
+    def _take(self, conv: MessagePassing) -> None:
+        self._set_aside_caches(conv)
+        if "return_attention_weights" in inspect.signature(type(conv).forward).parameters:
+            asks = conv.register_forward_pre_hook(self._note_weights, with_kwargs=True)
+            self._undo.append(asks.remove)
+        propagate: Callable[..., Tensor] = partial(self.propagate, conv)
+        if type(conv).forward is RGCNConv.forward:
+            relational = RelationalConv(conv, self.edges, self.schedule, propagate)
+            self._undo += relational.watch()
+            propagate = relational.propagate
+        self._shadow(conv, "propagate", propagate)
+        self._shadow(conv, "edge_updater", partial(self.edge_updater, conv))
+        self.propagation.install(conv)
+        whole = None if self.typed or "forward" in conv.__dict__ else self._whole_layers.of(conv)
+        if whole is not None:
+            self._shadow(conv, "forward", whole)
+        self._undo += self._functions.install(conv)
+
+    def _give_shard(self, layer: DglGraph) -> None:
+        from gtrain_sar.dgl import DglShards  # loads DGL, which the model has done already
+
+        shards = DglShards(self._edges, self.schedule)
+        self._undo.append(shards.close)
+        self._shadow(layer, "forward", partial(shards.graph, layer))
+
+    def _note_weights(self, conv: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = inspect.signature(type(conv).forward).bind_partial(conv, *args, **kwargs).arguments
+        asked = given.get("return_attention_weights") is not None
+        self.propagation.returns_weights(conv, asked)  # type: ignore[arg-type]
+
+    def _set_aside_caches(self, conv: MessagePassing) -> None:
+        for name in _CACHES:
+            if name in conv.__dict__:
+                self._undo.append(partial(conv.__dict__.__setitem__, name, conv.__dict__[name]))
+                conv.__dict__[name] = None
+
     def _shadow(self, layer: nn.Module, name: str, function: Callable[..., Any]) -> None:
-        setattr(layer, name, function)
-        self._undo.append(partial(layer.__dict__.pop, name))
-
-    def _mark_calls(self, conv: MessagePassing) -> None:
-        enter = conv.register_forward_pre_hook(lambda *_: self._count(1))
-        leave = conv.register_forward_hook(lambda *_: self._count(-1), always_call=True)
-        self._undo += [enter.remove, leave.remove]
-
-    def _count(self, by: int) -> None:
-        self._inside += by
-
-    def _exchange_gcn_norm(self, conv: MessagePassing) -> None:
-        for cls in type(conv).__mro__:
-            home = sys.modules[cls.__module__].__dict__
-            original = home.get("gcn_norm")
-            if original is None or isinstance(original, _Switch):
-                continue
-            home["gcn_norm"] = _Switch(self, original)
-            self._undo.append(partial(home.__setitem__, "gcn_norm", original))
+        undo = partial(layer.__dict__.__setitem__, name, layer.__dict__[name]) if name in layer.__dict__ else None
+        layer.__dict__[name] = function
+        self._undo.append(undo or partial(layer.__dict__.pop, name))
 
     # ------------------------------------------------------------------------ what runs instead
 
     def propagate(self, conv: MessagePassing, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
         """``conv.propagate`` over the shard; ``size`` is the shard's own."""
         _check_ids(conv, kwargs)
-        reduce = reduction(conv) if self.mode != 3 else None
-        if reduce is None:
-            return self._at_once(conv, type(conv).propagate, conv._user_args, edge_index, kwargs)
-        call = PropagateCall.of(conv, self._blocks(edge_index), reduce, self.exchange.shard.num_local, kwargs)
-        aggregate = aggregate_recomputed if self.mode == 1 else aggregate_kept
-        return conv.update(aggregate(self.exchange, call, self.prefetch))
+        return self.propagation.propagate(conv, edge_index, self.edges(), kwargs)
 
-    def edge_updater(self, conv: MessagePassing, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
-        """``conv.edge_updater`` over the shard: its softmax needs all in-edges of a node at once, so one exchange."""
-        return self._at_once(conv, type(conv).edge_updater, conv._edge_user_args, edge_index, kwargs)
+    def edge_updater(self, conv: MessagePassing, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Any:
+        """``conv.edge_updater`` over the shard."""
+        return self.propagation.edge_updater(conv, edge_index, self.edges(), kwargs)
 
-    def _at_once(
-        self, conv: MessagePassing, method: Any, wanted: Any, edge_index: Tensor, kwargs: dict[str, Any]
-    ) -> Tensor:
-        """Fetch the whole halo of what the method reads at sources, then run PyG's own method."""
-        shard, arguments = self.exchange.shard, dict(kwargs)
-        for name, value in kwargs.items():
-            if f"{name}_j" in wanted:
-                source, target = value if isinstance(value, (tuple, list)) else (value, value)
-                if isinstance(source, Tensor):
-                    source = HaloRows.apply(self.exchange, source)
-                arguments[name] = (source, target if f"{name}_i" in wanted else None)
-        size = (shard.num_local + shard.num_halo, shard.num_local)
-        out: Tensor = method(conv, edge_index, size=size, **arguments)
-        return out
+    def edges(self) -> BlockIndex:
+        """The blocks of edges between the nodes that the running convolution works on."""
+        return self._edges
 
 
 def _check_ids(conv: MessagePassing, kwargs: dict[str, Any]) -> None:
@@ -117,14 +139,3 @@ def _check_ids(conv: MessagePassing, kwargs: dict[str, Any]) -> None:
             "edge_index, which differ from part to part.",
             hint="use gtrain.model.relational.IdRGCNConv, give the nodes features, or set strategy=single.",
         )
-
-
-class _Switch:
-    """``gcn_norm`` as a convolution's module sees it: the shard's inside a taken-over call, PyG's elsewhere."""
-
-    def __init__(self, takeover: Takeover, original: Callable[..., Any]) -> None:
-        self._takeover, self._original = takeover, original
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        inside = self._takeover._inside > 0
-        return self._takeover._gcn_norm(*args, **kwargs) if inside else self._original(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,25 @@ def test_the_graph_is_what_was_asked_for(model: PlantedModel) -> None:
     assert int(same.sum()) == 2 * model.pairs[0]
     sizes = data.y.bincount()
     assert sizes.max() - sizes.min() <= 1
+
+
+def test_self_loops_count_as_edges_and_tell_nothing() -> None:
+    """The same pairs as in a graph of as many edges less, and the same best accuracy."""
+    data, best = generate(PlantedModel(num_nodes=400, num_edges=4400, self_loops=True), seed=1)
+    plain, same = generate(PlantedModel(num_nodes=400, num_edges=4000), seed=1)
+    loops = data.edge_index[0] == data.edge_index[1]
+    assert data.num_edges == 4400 and torch.equal(data.edge_index[0][loops].sort().values, torch.arange(400))
+    assert torch.equal(data.edge_index[:, ~loops], plain.edge_index) and best == same
+
+
+def test_dense_groups_of_heavy_nodes_come_in_time() -> None:
+    """Heavy nodes have met each other soon, so that many rounds of drawing find few new pairs."""
+    model = PlantedModel(num_nodes=20_000, num_edges=1_900_000, num_classes=40, degree_exponent=2.5)
+    began = time.process_time()
+    data, _ = generate(model, seed=0)
+    assert data.num_edges == 1_900_000 and time.process_time() - began < 10
+    keys = data.edge_index[0] * model.num_nodes + data.edge_index[1]
+    assert keys.unique().numel() == data.num_edges
 
 
 def test_seeded() -> None:
@@ -131,6 +151,7 @@ def test_best_acc_is_what_an_oracle_scores() -> None:
         ({"num_classes": 1}, "num_classes=1 is too small"),
         ({"degree_exponent": 2.0}, "no finite mean"),
         ({"num_nodes": 5, "num_edges": 4}, "num_classes=8 is more than data.num_nodes=5"),
+        ({"num_nodes": 100, "num_edges": 101, "self_loops": True}, "no edges beside the self-loops of 100 nodes"),
         ({"split": "public"}, "has no masks"),
     ],
 )

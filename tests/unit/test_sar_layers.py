@@ -27,8 +27,8 @@ from gtrain.errors import ConfigError
 from gtrain.graph.shard import GraphShard
 from gtrain.strategy.group import Group
 from gtrain_sar import refusals
-from gtrain_sar.call import reduction
-from gtrain_sar.config import SarConfig
+from gtrain_sar.call import reduction, sees_one_edge
+from gtrain_sar.config import SarConfig, Schedule
 from gtrain_sar.halo import HaloExchange
 from gtrain_sar.normalize import synchronised_batch_norm
 from gtrain_sar.strategy import SarStrategy
@@ -85,7 +85,7 @@ def test_outputs_and_gradients_are_pygs(name: str, mode: int) -> None:
     conv = CONVS[name]().double()
     results = []
     for taken_over in (False, True):
-        takeover = Takeover(HaloExchange(Group(), whole_shard(edge_index)), mode, prefetch=1)
+        takeover = Takeover(HaloExchange(Group(), whole_shard(edge_index)), Schedule(mode=mode))
         if taken_over:
             takeover.install(conv)
         leaf = x.clone().requires_grad_()
@@ -103,7 +103,7 @@ def test_the_module_is_left_as_it_was_found() -> None:
     before = [set(layer.__dict__) for layer in module.modules()]
     hooks = [len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in module.modules()]
     original = gcn_conv.gcn_norm
-    takeover = Takeover(HaloExchange(Group(), whole_shard(graph()[1])), 1, 1)
+    takeover = Takeover(HaloExchange(Group(), whole_shard(graph()[1])), Schedule())
     takeover.install(module)
     assert gcn_conv.gcn_norm is not original and "propagate" in module[0].__dict__
     takeover.uninstall()
@@ -115,7 +115,7 @@ def test_the_module_is_left_as_it_was_found() -> None:
 def test_gcn_norm_elsewhere_in_the_process_stays_pygs() -> None:
     _, edge_index = graph()
     taken = GCNConv(6, 4)
-    takeover = Takeover(HaloExchange(Group(), whole_shard(edge_index)), 1, 1)
+    takeover = Takeover(HaloExchange(Group(), whole_shard(edge_index)), Schedule())
     takeover.install(taken)
     other = torch.tensor([[0, 1], [1, 0]])
     try:
@@ -133,11 +133,12 @@ def test_blocks_are_used_where_messages_are_per_edge_and_not_elsewhere() -> None
         "gin": "sum",
         "graph": "sum",
         "gat": "sum",  # its softmax is in edge_update
-        "transformer": None,  # softmax in message
+        "transformer": "sum",  # its softmax is in message
         "pna": None,  # several aggregations
     }
     assert {name: reduction(CONVS[name]()) for name in expected} == expected
     assert reduction(NNConv(6, 4, nn.Linear(3, 24))) == "sum"
+    assert sees_one_edge(CONVS["gcn"]()) and not sees_one_edge(CONVS["transformer"]())
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])
@@ -159,6 +160,43 @@ def test_batch_norm_agrees_with_torch_forward_backward_and_running(offset: float
     torch.testing.assert_close(
         synchronised_batch_norm(ours, Group(), x).double(), reference.eval()(x.double()), rtol=0, atol=tolerance
     )
+
+
+@pytest.mark.parametrize("mode", [1, 2, 3])
+@pytest.mark.parametrize("conv", [GATConv(6, 4, dropout=0.5), TransformerConv(6, 4, dropout=0.5)])
+def test_dropout_of_attention_changes_no_mean(conv: nn.Module, mode: int) -> None:
+    """Coefficients are dropped after they were normalised, and the kept ones scaled up."""
+    x, edge_index = graph()
+    conv, passes = conv.double(), 600
+    takeover = Takeover(HaloExchange(Group(), whole_shard(edge_index)), Schedule(mode=mode))
+    takeover.install(conv)
+    with torch.no_grad():
+        drawn = torch.stack([conv.train()(x, edge_index) for _ in range(passes)])
+        expected = conv.eval()(x, edge_index)
+    takeover.uninstall()
+    deviation = drawn.std(0) / passes**0.5
+    assert deviation.max() > 0
+    assert ((drawn.mean(0) - expected).abs() <= 5 * deviation + 1e-12).all()
+
+
+def test_an_attribute_of_the_instance_comes_back() -> None:
+    conv = GCNConv(6, 4, decomposed_layers=2)  # PyG sets ``propagate`` on the instance itself
+    own = conv.__dict__["propagate"]
+    takeover = Takeover(HaloExchange(Group(), whole_shard(graph()[1])), Schedule())
+    takeover.install(conv)
+    takeover.uninstall()
+    assert conv.__dict__["propagate"] == own
+
+
+def test_edges_that_point_elsewhere_are_refused() -> None:
+    """As ``DirGNNConv`` turns them around; a kernel would write beyond its rows."""
+    _, edge_index = graph()
+    conv = SAGEConv(6, 4).double()
+    takeover = Takeover(HaloExchange(Group(), whole_shard(edge_index)), Schedule())
+    takeover.install(conv)
+    with pytest.raises(ConfigError, match="point"):
+        conv(torch.ones(NODES, 6, dtype=torch.float64), torch.tensor([[0, 1], [1, NODES]]))
+    takeover.uninstall()
 
 
 class OwnPropagate(MessagePassing):

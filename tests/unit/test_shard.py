@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from small_graphs import messy_graph, random_parts, stored
-from torch_geometric.data import Data
+from test_store_hetero import CITES, WRITES, library, library_parts, write
+from torch_geometric.data import Data, HeteroData
 
 from gtrain.errors import StoreError
+from gtrain.graph.hetero_shard import HeteroShard, load_hetero_shard
 from gtrain.graph.shard import GraphShard, load_shard, load_whole
 from gtrain.graph.store import Store
 
@@ -88,3 +90,64 @@ def test_damage_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"indices\.npy is damaged"):
         load_whole(store)
     load_shard(store, 1)
+
+
+# ------------------------------------------------------------------------------------------------------------- types
+
+
+def original_edges_of(store: Store, shard: HeteroShard, edge_type: tuple[str, str, str]) -> list[tuple[int, int]]:
+    ends = [
+        torch.cat([store.node("orig_id", p, kind) for p in range(store.num_parts)])[shard.nodes[kind].global_id(ids)]
+        for kind, ids in zip((edge_type[0], edge_type[2]), shard.edge_index[edge_type], strict=True)
+    ]
+    return [tuple(edge) for edge in torch.stack(ends).t().tolist()]
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 4])
+def test_typed_shards_together_are_the_graph(tmp_path: Path, num_parts: int) -> None:
+    data = library()
+    store = write(tmp_path / "s", data, library_parts(num_parts), num_parts)
+    shards = [load_hetero_shard(store, p) for p in range(num_parts)]
+    for edge_type in data.edge_types:
+        wanted = sorted(map(tuple, data[edge_type].edge_index.t().tolist()))
+        assert sorted(sum((original_edges_of(store, shard, edge_type) for shard in shards), [])) == wanted
+    for shard in shards:
+        assert torch.equal(
+            shard.edge_data[WRITES]["edge_weight"], data[WRITES].edge_weight[shard.edge_data[WRITES]["edge_id"]]
+        )
+        author = shard.node_data["author"]
+        assert torch.equal(author["x"], data["author"].x[author["orig_id"]])
+        assert list(shard.node_data["a/b"]) == ["orig_id"] and "val_edge_index" not in shard.edge_data[WRITES]
+
+
+def test_a_types_halo_serves_all_edges_that_start_there(tmp_path: Path) -> None:
+    data = library()
+    data["paper", "names", "author"].edge_index = torch.tensor([[3, 7, 9], [0, 1, 2]])
+    store = write(tmp_path / "s", data, library_parts(3), 3)
+    for part in range(3):
+        shard = load_hetero_shard(store, part)
+        for kind, nodes in shard.nodes.items():
+            read = [shard.edge_index[t][0] for t in store.edge_types if t[0] == kind]
+            remote = torch.cat([ids[ids >= nodes.num_local] for ids in read]) if read else torch.empty(0)
+            assert remote.unique().tolist() == list(range(nodes.num_local, nodes.num_local + nodes.num_halo))
+            assert nodes.num_local == len(shard.node_data[kind]["orig_id"])
+        for edge_type, (source, target) in shard.edge_index.items():
+            block = torch.bucketize(source, shard.nodes[edge_type[0]].block_ptr[1:-1], right=True)
+            within = torch.stack([block, target]).t().tolist()
+            if edge_type != CITES:  # which is ordered by time before the source
+                within = torch.stack([block, target, source]).t().tolist()
+            assert within == sorted(within)
+
+
+def test_the_example_of_the_typed_docstring(tmp_path: Path) -> None:
+    data = HeteroData()
+    data["author"].num_nodes, data["paper"].num_nodes = 2, 4
+    data[WRITES].edge_index = torch.tensor([[0, 1], [0, 1]])
+    data[CITES].edge_index = torch.tensor([[2, 1], [0, 0]])
+    parts = {"author": torch.tensor([0, 1]), "paper": torch.tensor([0, 0, 1, 1])}
+    shard = load_hetero_shard(write(tmp_path / "s", data, parts, 2), 0)
+    author, paper = shard.nodes["author"], shard.nodes["paper"]
+    assert [ids.tolist() for ids in author.halo] == [[], [1]] and author.block_ptr.tolist() == [0, 1, 2]
+    assert [ids.tolist() for ids in paper.halo] == [[], [2]] and paper.block_ptr.tolist() == [0, 2, 3]
+    assert shard.edge_index[WRITES].tolist() == [[0, 1], [0, 1]]
+    assert shard.edge_index[CITES].tolist() == [[1, 2], [0, 0]]

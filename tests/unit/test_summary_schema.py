@@ -23,7 +23,7 @@ SCHEMA = json.loads((Path(__file__).resolve().parents[2] / "docs" / "summary.sch
 def content(tmp_path: Path) -> dict[str, Any]:
     """A summary of two epochs and three ranks, made by the code that a run uses, read back from its file."""
     store = stored(tmp_path / "store", messy_graph(), random_parts(40, 3))
-    counters = Counters(bytes_sent=7, bytes_received=9, comm_seconds=0.5, wait_seconds=0.25)
+    counters = Counters(bytes_sent=7, bytes_received=9, comm_seconds=0.5, wait_seconds=0.25, bound_bytes=6)
     recorder = RunRecorder(counters)
     recorder.epoch_seconds = [0.5, 1.5]
     recorder.history = [{"epoch": 0, "train/loss": float("nan")}, {"epoch": 1, "train/loss": 0.5}]
@@ -47,6 +47,34 @@ def test_what_is_written_is_what_is_promised(content: dict[str, Any]) -> None:
     assert content["metrics"] == {"test/acc": 0.75, "test/loss": None}
     assert [epoch["train/loss"] for epoch in content["history"]] == [None, 0.5]
     assert (content["world_size"], len(content["store"]["halo"])) == (3, 3)
+    rank = content["ranks"][2]
+    assert [rank[key] for key in ("bytes_sent", "bytes_received", "comm_bound_bytes")] == [7, 9, 6]
+    assert rank["peak_rss_bytes"] > rank["baseline_rss_bytes"] == 1000
+
+
+def test_a_bound_counts_in_training_alone_and_is_null_until_stated() -> None:
+    counters = Counters()
+    counters.needed(5)
+    assert counters.bound_bytes is None  # evaluation
+    counters.start()
+    assert counters.bound_bytes is None
+    counters.needed(0)
+    assert counters.bound_bytes == 0  # nothing to send is a bound, too
+    counters.needed(5)
+    counters.stop()
+    counters.needed(7)
+    assert counters.bound_bytes == 5
+
+
+@pytest.mark.parametrize(("bound", "shown"), [(3 * 2**20, True), (None, False)])
+def test_the_closing_table_shows_a_bound_where_there_is_one(
+    content: dict[str, Any], capsys: pytest.CaptureFixture[str], bound: int | None, shown: bool
+) -> None:
+    for rank in content["ranks"]:
+        rank["comm_bound_bytes"] = bound
+    report.print_summary(content, Path("run"))
+    printed = capsys.readouterr().out
+    assert (" 3.0 " in printed) == shown and "run folder: run" in printed
 
 
 def test_every_key_is_required_and_described(content: dict[str, Any]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any, ClassVar
 
+from gtrain.graph.hetero_shard import HeteroShard
 from gtrain.graph.shard import GraphShard
 from gtrain.graph.store import Store
 from gtrain_sar.strategy import SarStrategy
@@ -27,11 +29,11 @@ class SarAutoStrategy(SarStrategy):
         super().__init__(mode=1, prefetch=prefetch, **kwargs)
         self.halo_limit = halo_limit
 
-    def open_shard(self, store: Store) -> GraphShard:
+    def open_shard(self, store: Store) -> GraphShard | HeteroShard:
         # the manifest is the same file for all ranks, so all choose alike without a message
         report = store.manifest.partition
         ratio = max(halo / nodes for halo, nodes in zip(report.halo, report.nodes, strict=True))
-        self.mode = 3 if ratio <= self.halo_limit else 1
+        self.schedule = replace(self.schedule, mode=3 if ratio <= self.halo_limit else 1)
         if self.is_global_zero:
-            log.info("sar_auto: the largest halo is %.2f of its part, so mode %d", ratio, self.mode)
+            log.info("sar_auto: the largest halo is %.2f of its part, so mode %d", ratio, self.schedule.mode)
         return super().open_shard(store)

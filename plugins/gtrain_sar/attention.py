@@ -1,0 +1,212 @@
+"""Attention of GAT over blocks: running maximum and sum, coefficients never held for a layer's edges.
+
+As flash attention does for sequences (Dao et al. 2022): the forward pass keeps the logarithm of each target's sum of
+exponentials, from which the backward pass makes any coefficient again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gtrain_sar.attention_source import of_round, reverse, send_targets
+from gtrain_sar.config import Schedule
+from gtrain_sar.edges import EdgeBlock, EdgeBlocks
+from gtrain_sar.halo import InFlight, Rows, add_rows, count_needed, push, stream
+from gtrain_sar.kernels import AttentionState, Dropout, attention_backward, attention_finish, attention_forward
+
+_CHUNK = 1 << 13  # rows of a product that are held at once
+
+
+def attend(
+    blocks: EdgeBlocks,
+    x: Tensor,
+    source_logit: Tensor,
+    target_logit: Tensor,
+    slope: float,
+    dropout: float,
+    schedule: Schedule,
+) -> Tensor:
+    """Sum of source rows weighted by ``softmax_j(leaky_relu(source_logit[j] + target_logit[i]))``.
+
+    Args:
+        blocks: the edges j -> i.
+        x: own source rows, [num_local, H, C].
+        source_logit: [num_local, H].
+        target_logit: [num_targets, H].
+        slope: of leaky_relu below zero.
+        dropout: chance that a coefficient is dropped.
+        schedule: how blocks are fetched. Mode 1 keeps no remote rows: its backward pass sends the targets' gradients
+            to the owners of the sources, which have the rows, in place of fetching the rows again and sending their
+            gradients.
+
+    Returns:
+        [num_targets, H, C]; 0 where a target has no edge.
+    """
+    seed = int(torch.randint(1 << 62, ())) if dropout > 0 else 0
+    out: Tensor = _Attention.apply(blocks, schedule, slope, Dropout(dropout, seed), x, source_logit, target_logit)
+    return out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, blocks: EdgeBlocks, schedule: Schedule, slope: float, keep: Dropout, *tensors: Tensor
+    ) -> Tensor:
+        x, source, target = (tensor.detach().contiguous() for tensor in tensors)
+        ctx.settings = blocks, schedule, slope, keep
+        out, *rest = attention_blocks(ctx.settings, x, source, target, trains=any(ctx.needs_input_grad[4:6]))
+        ctx.save_for_backward(x, source, target, out, *rest)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        x, source, target, out, lse, *rest = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        backward = AttentionBackward(ctx.settings, gradient, x, source, target, lse, row_dots(gradient, out))
+        attention_backward_blocks(backward, rest)
+        return None, None, None, None, backward.dx, backward.dsource, backward.dtarget
+
+
+Settings = tuple[EdgeBlocks, Schedule, float, Dropout]
+"""The edges, how blocks are fetched, the slope of leaky_relu below zero, dropout of coefficients."""
+
+
+def attention_blocks(
+    settings: Settings, x: Tensor, source: Tensor, target: Tensor, *, trains: bool
+) -> tuple[Tensor, ...]:
+    """The forward pass over all blocks.
+
+    Args:
+        settings: how to go about it.
+        x, source, target: own rows [n, H, C] and logits [n, H] of both ends.
+        trains: whether gradients of x will be sent.
+
+    Returns:
+        The result [T, H, C], the logarithms of the sums of exponentials [T, H], and what the backward pass asks for of
+        remote blocks: in mode 1 the extremes of their logits, else their rows and logits.
+    """
+    blocks, schedule, slope, keep = settings
+    rows: list[Rows] = [(blocks.exchange, x), (blocks.exchange, source)]
+    count_needed(rows, passes=2 if trains else 1)
+    out = x.new_zeros((blocks.num_targets, *x.shape[1:]))
+    state = AttentionState(out, target.new_full(target.shape, float("-inf")), torch.zeros_like(target))
+    rest: list[Tensor] = []
+    for r, (block_x, block_source) in stream(rows, schedule.window):
+        edges, dropout = numbered(blocks)[r].by_target, of_round(keep, r)
+        attention_forward(edges, block_x, block_source, target, slope, state, dropout)
+        if r > 0:
+            rest += [_extremes(block_source)] if schedule.mode == 1 else [block_x, block_source]
+    lse = attention_finish(state)
+    return state.out, lse, *rest
+
+
+def attention_backward_blocks(backward: AttentionBackward, rest: Sequence[Tensor]) -> None:
+    """The backward pass over all blocks; ``rest`` as :func:`attention_blocks` returned it."""
+    blocks, schedule = backward.blocks, backward.schedule
+    numbered(blocks)
+    if schedule.mode == 1 and blocks.exchange.rounds > 1 and reverse(blocks).pays:
+        send_targets(backward, list(rest), schedule.prefetch)
+    else:
+        _push_sources(backward, _remote_blocks(backward, schedule, list(rest)), schedule.window)
+
+
+class AttentionBackward:
+    """The tensors of one backward pass.
+
+    Args:
+        settings: how to go about it.
+        grad: [T, H, C], of the result.
+        x, source, target: as in the forward pass.
+        lse: [T, H], the logarithm of the sum of exponentials.
+        delta: [T, H], ``<grad, out>``.
+
+    Attributes:
+        dx, dsource, dtarget: gradients so far.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        grad: Tensor,
+        x: Tensor,
+        source: Tensor,
+        target: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+    ) -> None:
+        self.blocks, self.schedule, self.slope, self.keep = settings
+        self.grad, self.x, self.source, self.target = grad, x, source, target
+        self.lse, self.delta = lse, delta
+        self.dx, self.dsource, self.dtarget = torch.zeros_like(x), torch.zeros_like(source), torch.zeros_like(target)
+
+    def block(self, r: int, x: Tensor, source: Tensor, dx: Tensor, dsource: Tensor) -> None:
+        """Add block r's gradients, its rows being here."""
+        attention_backward(
+            numbered(self.blocks)[r].by_source, x, source, self.target, self.lse, self.delta, self.grad, self.slope,
+            of_round(self.keep, r), dx, dsource, self.dtarget,
+        )  # fmt: skip
+
+    def local(self) -> None:
+        """Add the gradients of edges within the part."""
+        self.block(0, self.x, self.source, self.dx, self.dsource)
+
+
+def _remote_blocks(backward: AttentionBackward, schedule: Schedule, kept: list[Tensor]) -> Iterable[Sequence[Tensor]]:
+    """Remote rows in round order: kept, or in mode 1 fetched again."""
+    if schedule.mode != 1:
+        return zip(kept[::2], kept[1::2], strict=True)
+    rows = [(backward.blocks.exchange, backward.x), (backward.blocks.exchange, backward.source)]
+    return (block for r, block in stream(rows, schedule.prefetch) if r > 0)
+
+
+def _push_sources(backward: AttentionBackward, remote: Iterable[Sequence[Tensor]], window: int | None) -> None:
+    """Gradients of remote rows, on their way to the owners while the local block is worked off."""
+    exchange = backward.blocks.exchange
+    flying, tag, landed = deque[InFlight](), exchange.group.next_tag(), 0
+    for r, (x, source) in enumerate(remote, start=1):
+        dx, dsource = torch.zeros_like(x), torch.zeros_like(source)
+        backward.block(r, x, source, dx, dsource)
+        flying.append(push([(exchange, dx), (exchange, dsource)], r, tag))
+        while window is not None and len(flying) > window:
+            landed += 1
+            _land(backward, landed, flying.popleft())
+    backward.local()
+    for r, flight in enumerate(flying, start=landed + 1):
+        _land(backward, r, flight)
+
+
+def _land(backward: AttentionBackward, r: int, flight: InFlight) -> None:
+    dx, dsource = flight.wait()
+    add_rows(backward.dx, backward.blocks.exchange.send_rows[r], dx)
+    add_rows(backward.dsource, backward.blocks.exchange.send_rows[r], dsource)
+
+
+def row_dots(a: Tensor, b: Tensor) -> Tensor:
+    """``<a[i, h], b[i, h]>``, [n, H], without a product of the tensors' whole size."""
+    out = a.new_empty(a.shape[:2])
+    for start in range(0, len(a), _CHUNK):
+        end = start + _CHUNK
+        torch.sum(a[start:end] * b[start:end], -1, out=out[start:end])
+    return out
+
+
+def _extremes(source: Tensor) -> Tensor:
+    """Largest and smallest logit of a block's sources, [2, H]."""
+    if not len(source):
+        return source.new_zeros((2, source.size(1)))
+    return torch.stack([source.amax(0), source.amin(0)])
+
+
+def numbered(blocks: EdgeBlocks) -> list[EdgeBlock]:
+    """The same blocks, with edges numbered within their block, as the owner of the sources numbers them too."""
+    if "numbered" not in blocks.extra:
+        blocks.extra["numbered"] = [block.numbered() for block in blocks.blocks]
+    found: list[EdgeBlock] = blocks.extra["numbered"]
+    return found

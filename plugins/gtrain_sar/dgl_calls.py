@@ -1,0 +1,197 @@
+"""Functions of edges, written for DGL, as calls that are worked off block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from dgl.udf import EdgeBatch
+from torch import Tensor, nn
+from torch_geometric.utils import softmax
+
+from gtrain_sar.blocks import aggregate_kept, aggregate_recomputed
+from gtrain_sar.call import Pool, PropagateCall, sample
+from gtrain_sar.config import Schedule
+from gtrain_sar.dgl_attention import EdgeValues, Recipe
+from gtrain_sar.dgl_frames import Columns
+from gtrain_sar.edges import EdgeBlock, EdgeBlocks
+from gtrain_sar.softmax import attend_kept, attend_recomputed
+
+if TYPE_CHECKING:
+    from gtrain_sar.dgl import ShardGraph
+
+Function = Callable[[EdgeBatch], dict[str, Tensor]]
+_ERRORS = (RuntimeError, ValueError, IndexError, KeyError, TypeError, AssertionError, AttributeError)
+
+
+class Batch(EdgeBatch):
+    """Some edges, whose ends are given."""
+
+    def __init__(self, graph: ShardGraph, ends: tuple[Tensor, Tensor], ids: Tensor, *columns: Columns) -> None:
+        source, data, target = columns
+        super().__init__(graph, ids, graph.canonical_etypes[0], source, data, target)
+        self._ends = ends
+
+    def edges(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Sources, targets and ids."""
+        return *self._ends, self._eid
+
+
+class _Owner:
+    """What a call says are its convolution's parameters; its module has the name ``softmax``."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self._parameters = parameters
+
+    def parameters(self) -> Iterator[Tensor]:
+        return iter(self._parameters)
+
+
+class AttentionCall(PropagateCall):
+    """Sum of source rows ``x`` with the coefficients of a recipe, for :mod:`gtrain_sar.softmax`."""
+
+    def __init__(self, blocks: EdgeBlocks, x: Tensor, recipe: Recipe) -> None:
+        self.conv: Any = _Owner([tensor for step in recipe.steps for tensor in step.tensors])
+        self.blocks, self.reduce, self.pool, self.attention = blocks, "sum", Pool(), None
+        self._recipe = recipe
+        self._x, self._source = self.pool.add("source", x), self.pool.add("source", recipe.source)
+        self._target = self.pool.add("target", recipe.target)
+
+    def message_of(self, block: EdgeBlock, tensors: list[Tensor]) -> Tensor:
+        """Source rows times coefficients, [E_r, ...]."""
+        source = tensors[self._source].index_select(0, block.sources)
+        logits = self._recipe.logits(source, tensors[self._target].index_select(0, block.targets))
+        weights = softmax(logits.flatten(1), block.targets).view_as(logits)
+        weights = F.dropout(weights, self._recipe.dropout)
+        rows = source if self._x == self._source else tensors[self._x].index_select(0, block.sources)
+        return rows * weights
+
+
+def attend_in_blocks(blocks: EdgeBlocks, x: Tensor, recipe: Recipe, schedule: Schedule) -> Tensor:
+    """Attention by a running maximum and sum over blocks (modes 1 and 2), [num_local, ...]."""
+    call = AttentionCall(blocks, x, recipe)
+    return attend_recomputed(call, schedule) if schedule.mode == 1 else attend_kept(call, schedule)
+
+
+class FunctionCall(PropagateCall):
+    """Messages that a function in Python makes of edges, for :mod:`gtrain_sar.blocks`.
+
+    Args:
+        graph: its data are what the function may read.
+        function: returns messages by name.
+        field: the message that is reduced.
+        reduce: sum, mean, max or min.
+    """
+
+    def __init__(self, graph: ShardGraph, function: Function, field: str, reduce: str) -> None:
+        self.blocks, self.reduce, self.pool, self.attention = graph.blocks, reduce, Pool(), None
+        self.conv: Any = _Owner([])
+        self._graph, self._function, self._field = graph, function, field
+        self._places: dict[tuple[str, str], int] = {}
+
+    def message_of(self, block: EdgeBlock, tensors: list[Tensor]) -> Tensor:
+        """Messages of any edges, [E_r, ...]."""
+        return self._run(block, tensors, lambda kind, name: None)
+
+    def _run(self, block: EdgeBlock, tensors: list[Tensor], note: Callable[[str, str], Any]) -> Tensor:
+        """The messages; ``note`` is told the kind and the name of each column that is read."""
+
+        def of(kind: str, rows: Tensor) -> Columns:
+            columns = {name: tensors[i] for (kind_, name), i in self._places.items() if kind_ == kind}
+            return Columns(columns, lambda tensor: tensor.index_select(0, rows), partial(note, kind))
+
+        ends = block.sources, block.targets
+        columns = of("source", block.sources), of("edge", block.ids), of("target", block.targets)
+        return self._function(Batch(self._graph, ends, block.ids, *columns))[self._field]
+
+    def served(self) -> bool:
+        """Find what the function reads and the parameters that it uses; whether blocks of edges are all it needs.
+
+        It is tried on a few made-up edges, the same on all ranks: a message must depend on its own edge alone, draw no
+        random numbers, and be made of columns and parameters.
+        """
+        if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in _modules(self._function)):
+            return False
+        graph = self._graph
+        for kind, frame in (("source", graph.ndata), ("edge", graph.edata), ("target", graph.ndata)):
+            for name, tensor in frame.items():
+                if not isinstance(tensor, EdgeValues):
+                    self._places[kind, name] = self.pool.add(kind, tensor)
+        try:
+            with torch.random.fork_rng(devices=[]), torch.enable_grad():
+                return self._try()
+        except _ERRORS:
+            return False
+
+    def _try(self) -> bool:
+        block, tensors = sample(self)
+        read: set[tuple[str, str]] = set()
+        before, start = torch.get_rng_state(), _sequence_number()
+        messages = self._run(block, tensors, lambda kind, name: read.add((kind, name)))
+        if not torch.equal(before, torch.get_rng_state()):
+            return False
+        pair = EdgeBlock(block.ids[:2], block.sources[:2], block.targets[:2], block.num_sources, block.num_targets)
+        same = torch.allclose(self.message_of(pair, tensors), messages[:2], rtol=1e-3, atol=1e-6, equal_nan=True)
+        leaves = _leaves(messages, start)
+        if not same or len(messages) != len(block.ids) or leaves is None:
+            return False
+        self.conv = _Owner(leaves)
+        self._keep(read)
+        return bool(self.sources)
+
+    def _keep(self, read: set[tuple[str, str]]) -> None:
+        """Leave out the columns that the function does not read."""
+        pool, places = Pool(), {}
+        for key, i in self._places.items():
+            if key in read:
+                places[key] = pool.add(key[0], self.pool.tensors[i])
+        self.pool, self._places = pool, places
+
+
+def aggregate_in_blocks(
+    graph: ShardGraph, function: Function, field: str, reduce: str, schedule: Schedule
+) -> Tensor | None:
+    """``update_all`` with a function in Python, block by block; None where that would not be exact, or in mode 3."""
+    if schedule.mode == 3 or reduce not in ("sum", "mean"):
+        return None
+    call = FunctionCall(graph, function, field, reduce)
+    if not call.served():
+        return None
+    return aggregate_recomputed(call, schedule) if schedule.mode == 1 else aggregate_kept(call, schedule)
+
+
+def _modules(function: Any) -> Iterator[nn.Module]:
+    """Modules that a function can reach by its closure or the object whose method it is."""
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    for value in (getattr(function, "__self__", None), *cells):
+        if isinstance(value, nn.Module):
+            yield from value.modules()
+
+
+def _sequence_number() -> int:
+    """The number that autograd gives the next function, or one below."""
+    node = (torch.ones((), requires_grad=True) * 1).grad_fn
+    assert node is not None
+    return int(node._sequence_nr())
+
+
+def _leaves(tensor: Tensor, start: int) -> list[Tensor] | None:
+    """Leaves that a tensor depends on; None where it depends on what was computed before ``start``."""
+    found: dict[int, Tensor] = {}
+    seen: set[Any] = set()
+    waiting = [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found[id(variable)] = variable
+        elif node._sequence_nr() < start:
+            return None
+        waiting += [following for following, _ in node.next_functions]
+    return list(found.values())

@@ -1,0 +1,77 @@
+"""Maximum and minimum of source rows as they are, by kernels over blocks; no message is materialised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gtrain_sar.config import Schedule
+from gtrain_sar.edges import EdgeBlocks
+from gtrain_sar.halo import add_rows, count_needed, push, stream
+from gtrain_sar.kernels import extreme_backward, extreme_forward, extreme_state
+
+
+def extreme(blocks: EdgeBlocks, x: Tensor, largest: bool, schedule: Schedule) -> Tensor:
+    """The largest, or smallest, source row of each target, column by column.
+
+    Ties share the gradient evenly, counted over all blocks. ``scatter_reduce``, the reference, starts from zeros and
+    counts that start as one more tie where the extreme is exactly 0, so a zero extreme counts one more here as well.
+
+    Args:
+        blocks: the edges.
+        x: own source rows, [num_local, C].
+        largest: maximum, not minimum.
+        schedule: how blocks are fetched; mode 1 fetches them again in the backward pass, others keep them.
+
+    Returns:
+        [num_targets, C]; 0 where a target has no edge.
+    """
+    out: Tensor = _Extreme.apply(blocks, largest, schedule, x)
+    return out
+
+
+class _Extreme(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, blocks: EdgeBlocks, largest: bool, schedule: Schedule, x: Tensor) -> Tensor:  # type: ignore[override]
+        rows = [(blocks.exchange, x.detach())]
+        count_needed(rows, passes=2 if ctx.needs_input_grad[3] else 1)
+        state, kept = extreme_state(blocks.num_targets, x, largest), []
+        for r, (block,) in stream(rows, schedule.window):
+            extreme_forward(blocks.blocks[r].by_target, block, largest, state)
+            if r > 0 and schedule.mode != 1:
+                kept.append(block)
+        out = state.out.masked_fill_((blocks.in_degree == 0).unsqueeze(1), 0.0)
+        ctx.blocks, ctx.schedule = blocks, schedule
+        ctx.save_for_backward(x, out, state.ties.add_(out == 0).clamp_(min=1), *kept)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        x, out, ties, *kept = ctx.saved_tensors
+        blocks: EdgeBlocks = ctx.blocks
+        exchange, share, dx = blocks.exchange, gradient / ties, torch.zeros_like(x)
+        remote: Iterable[Tensor] = kept
+        if ctx.schedule.mode == 1:
+            rows = [(exchange, x.detach())]
+            remote = (block for r, (block,) in stream(rows, ctx.schedule.window) if r > 0)
+        tag, flying = exchange.group.next_tag(), []
+        for r, block in enumerate(remote, start=1):
+            found = torch.zeros_like(block)
+            extreme_backward(blocks.blocks[r].by_source, block, out, share, found)
+            flying.append((r, push([(exchange, found)], r, tag)))
+            while ctx.schedule.mode == 1 and len(flying) > 1:
+                _land(blocks, flying, dx)
+        extreme_backward(blocks.blocks[0].by_source, x, out, share, dx)
+        while flying:
+            _land(blocks, flying, dx)
+        return None, None, None, dx
+
+
+def _land(blocks: EdgeBlocks, flying: list[Any], dx: Tensor) -> None:
+    r, flight = flying.pop(0)
+    add_rows(dx, blocks.exchange.send_rows[r], flight.wait()[0])

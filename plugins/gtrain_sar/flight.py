@@ -1,0 +1,202 @@
+"""One exchange of source rows, and the sums over blocks that it feeds; without autograd.
+
+A sum is linear in the sources, so its backward pass needs none of their rows: gradients go to the owners by the
+transposed product. Only gradients of weights need rows again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gtrain_sar.config import Schedule
+from gtrain_sar.edges import Compressed, EdgeBlocks
+from gtrain_sar.halo import InFlight, Rows, add_rows, count_needed, push, stream
+from gtrain_sar.kernels import sddmm, spmm
+
+
+@dataclass
+class LinearCall:
+    """One aggregation: ``out[i] = sum over edges j -> i of weight * x[j]``, or the mean.
+
+    Attributes:
+        blocks: the edges.
+        x: own source rows, [num_local, ...].
+        weight: [E] or [E, H] where x is [num_local, H, ...]; None: 1.
+        mean: divide by the in-degree.
+    """
+
+    blocks: EdgeBlocks
+    x: Tensor
+    weight: Tensor | None = None
+    mean: bool = False
+
+
+class EdgeSums:
+    """The edges of one call, without the tensors that only the forward pass needs."""
+
+    def __init__(self, call: LinearCall, source: int, weight: int | None) -> None:
+        self.blocks, self.mean = call.blocks, call.mean
+        self.source, self.weight = source, weight  # positions among the distinct ones
+        self.heads = 1 if call.weight is None or call.weight.dim() == 1 else call.weight.size(1)
+
+    def add(self, r: int, rows: Tensor, weight: Tensor | None, to: Tensor) -> None:
+        """``to[target] += weight * rows[source]`` over block r."""
+        self._spmm(self.blocks.blocks[r].by_target, rows, weight, to)
+
+    def add_transposed(self, r: int, rows: Tensor, weight: Tensor | None, to: Tensor) -> None:
+        """``to[source] += weight * rows[target]`` over block r."""
+        self._spmm(self.blocks.blocks[r].by_source, rows, weight, to)
+
+    def _spmm(self, block: Compressed, rows: Tensor, weight: Tensor | None, to: Tensor) -> None:
+        if len(block.columns):
+            flat = None if weight is None else weight.reshape(len(weight), -1).contiguous()
+            spmm(block, _heads(rows.contiguous(), self.heads), _heads(to, self.heads), flat)
+
+    def dot(self, r: int, gradient: Tensor, rows: Tensor, to: Tensor) -> None:
+        """``to[edge] = <gradient[target], rows[source]>`` over block r."""
+        block = self.blocks.blocks[r].by_target
+        if len(block.columns):
+            columns = _heads(gradient, self.heads), _heads(rows.contiguous(), self.heads)
+            sddmm(block, *columns, to.view(len(to), -1))
+
+    def of_sum(self, gradient: Tensor) -> Tensor:
+        """Gradient of the sum, contiguous, of that of a mean."""
+        return gradient / self.blocks.divisor(gradient) if self.mean else gradient.contiguous()
+
+
+def _heads(tensor: Tensor, heads: int) -> Tensor:
+    """[n, ...] as [n, H, C]."""
+    return tensor.view(len(tensor), heads, tensor[0].numel() // heads if len(tensor) else 0)
+
+
+class Flight:
+    """Aggregations that share one exchange: ``start`` and ``finish``; and back ``send``, ``add_local`` and ``land``.
+
+    Args:
+        calls: what to aggregate; sources that are the same tensor are sent once.
+        schedule: how blocks are fetched.
+        wanted: for each call whether its source needs a gradient; None: where autograd says so.
+
+    Attributes:
+        rows: the distinct sources, with their exchanges.
+        weights: of the calls that have them.
+        sums: the calls' edges.
+        wanted: positions in ``rows`` of the sources that need a gradient.
+        gradients: of these sources, by position; given before :meth:`send`.
+    """
+
+    def __init__(self, calls: Sequence[LinearCall], schedule: Schedule, wanted: bool | None = None) -> None:
+        self.schedule = schedule
+        self.rows: list[Rows] = []
+        self.weights: list[Tensor] = []
+        self.sums = [EdgeSums(call, self._source(call), self._weight(call)) for call in calls]
+        needs = [tensor.requires_grad if wanted is None else wanted for _, tensor in self.rows]
+        self.wanted = [i for i, need in enumerate(needs) if need]
+        self.weights_wanted = any(weight.requires_grad for weight in self.weights)
+        self.gradients: dict[int, Tensor] = {}
+        self._blocks: Iterator[tuple[int, list[Tensor]]] | None = None
+        self._kept: dict[int, list[Tensor]] = {}
+        self._flying: list[InFlight] = []
+        self._landed = 0
+
+    def _source(self, call: LinearCall) -> int:
+        for i, (exchange, tensor) in enumerate(self.rows):
+            if tensor is call.x and exchange is call.blocks.exchange:
+                return i
+        self.rows.append((call.blocks.exchange, call.x))
+        return len(self.rows) - 1
+
+    def _weight(self, call: LinearCall) -> int | None:
+        if call.weight is None:
+            return None
+        self.weights.append(call.weight)
+        return len(self.weights) - 1
+
+    # ------------------------------------------------------------------------ forward
+
+    def start(self) -> list[Tensor]:
+        """Post the exchange and return the sums over the local block, [num_targets, ...] each."""
+        count_needed(self.rows)
+        count_needed([self.rows[i] for i in self.wanted])
+        self._blocks = stream(self.rows, self.schedule.window)
+        _, own = next(self._blocks)
+        outs = []
+        for sums in self.sums:
+            rows = own[sums.source].detach()
+            outs.append(rows.new_zeros((sums.blocks.num_targets, *rows.shape[1:])))
+            sums.add(0, rows, self._weight_of(sums), outs[-1])
+        return outs
+
+    def finish(self, outs: Sequence[Tensor]) -> None:
+        """Add what remote blocks bring, in place, and forget the rows unless gradients of weights ask for them."""
+        assert self._blocks is not None
+        for r, rows in self._blocks:
+            for sums, out in zip(self.sums, outs, strict=True):
+                sums.add(r, rows[sums.source], self._weight_of(sums), out)
+            if self.weights_wanted and self.schedule.mode != 1:
+                self._kept[r] = rows
+        for sums, out in zip(self.sums, outs, strict=True):
+            if sums.mean:
+                out.div_(sums.blocks.divisor(out))
+        self._blocks = None
+        self.weights = [weight.detach() for weight in self.weights]
+        kept = slice(None if self.weights_wanted else 0)
+        self.rows = [(exchange, tensor.detach()[kept]) for exchange, tensor in self.rows]
+
+    def _weight_of(self, sums: EdgeSums) -> Tensor | None:
+        return None if sums.weight is None else self.weights[sums.weight].detach()
+
+    # ------------------------------------------------------------------------ backward
+
+    def send(self, gradients: Sequence[Tensor]) -> None:
+        """Send the gradients of remote rows to their owners, ``gradients`` being those of the sums."""
+        group = self.rows[0][0].group
+        self._landed = 0
+        if not self.wanted or group.size == 1:
+            return
+        tag, window = group.next_tag(), self.schedule.window
+        for r in range(1, group.size):
+            blocks = {i: _zero_block(self.rows[i], r) for i in self.wanted}
+            for sums, gradient in zip(self.sums, gradients, strict=True):
+                if sums.source in blocks:
+                    sums.add_transposed(r, gradient, self._weight_of(sums), blocks[sums.source])
+            self._flying.append(push([(self.rows[i][0], blocks[i]) for i in self.wanted], r, tag))
+            if window is not None:
+                self.land(window)
+
+    def add_local(self, gradients: Sequence[Tensor]) -> None:
+        """Add the gradients of the local block's sources."""
+        for sums, gradient in zip(self.sums, gradients, strict=True):
+            if sums.source in self.gradients:
+                sums.add_transposed(0, gradient, self._weight_of(sums), self.gradients[sums.source])
+
+    def land(self, keep: int = 0) -> None:
+        """Add gradients that arrived to their rows, until only ``keep`` rounds are on their way."""
+        while len(self._flying) > keep:
+            self._landed += 1
+            for i, arrived in zip(self.wanted, self._flying.pop(0).wait(), strict=True):
+                add_rows(self.gradients[i], self.rows[i][0].send_rows[self._landed], arrived)
+
+    def weight_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of the weights; mode 1 fetches the remote rows again."""
+        found = [torch.zeros_like(weight) for weight in self.weights]
+        for r, rows in self._rows_again():
+            for sums, gradient in zip(self.sums, gradients, strict=True):
+                if sums.weight is not None:
+                    sums.dot(r, gradient, rows[sums.source], found[sums.weight])
+        self._kept.clear()
+        return found
+
+    def _rows_again(self) -> Iterable[tuple[int, list[Tensor]]]:
+        if self.schedule.mode == 1:
+            return stream(self.rows, self.schedule.window)
+        return {0: [tensor for _, tensor in self.rows], **self._kept}.items()
+
+
+def _zero_block(row: Rows, r: int) -> Tensor:
+    exchange, tensor = row
+    return tensor.new_zeros((exchange.reads[r], *tensor.shape[1:]))

@@ -1,0 +1,105 @@
+"""A layer of GAT in one step of the graph: transform, logits, attention over blocks, bias."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gtrain_sar.attention import AttentionBackward, attention_backward_blocks, attention_blocks, row_dots
+from gtrain_sar.borrowed import Borrowed
+from gtrain_sar.config import Schedule
+from gtrain_sar.edges import EdgeBlocks
+from gtrain_sar.kernels import Dropout
+
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+"""x [num_local, in], W [H * C, in], attention vectors [1, H, C] of sources and targets, bias [H * C] or None."""
+
+
+def gat_layer(blocks: EdgeBlocks, tensors: Tensors, slope: float, dropout: float, schedule: Schedule) -> Tensor:
+    """The layer's result, heads side by side, [num_targets, H * C].
+
+    Args:
+        blocks: edges among the nodes of x.
+        tensors: what the layer is a function of.
+        slope: of leaky_relu below zero.
+        dropout: chance that a coefficient is dropped.
+        schedule: how blocks are fetched; mode 1 transforms x again in the backward pass, others keep it transformed.
+    """
+    seed = int(torch.randint(1 << 62, ())) if dropout > 0 else 0
+    out: Tensor = _Layer.apply(blocks, schedule, slope, Dropout(dropout, seed), *tensors)
+    return out
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        blocks: EdgeBlocks,
+        schedule: Schedule,
+        slope: float,
+        keep: Dropout,
+        x: Tensor,
+        weight: Tensor,
+        att_source: Tensor,
+        att_target: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        heads, channels = att_source.shape[-2:]
+        rows = (x.detach() @ weight.t()).view(-1, heads, channels)
+        source, target = _logits(rows, att_source, att_target)
+        settings = blocks, schedule, slope, keep
+        out, lse, *rest = attention_blocks(settings, rows, source, target, trains=any(ctx.needs_input_grad[4:8]))
+        out = out.view(-1, heads * channels)
+        if bias is not None:
+            out.add_(bias)
+        ctx.settings = settings
+        ctx.kept = [] if schedule.mode == 1 else [rows]
+        ctx.out = Borrowed(out)
+        ctx.save_for_backward(x, weight, att_source, att_target, bias, source, target, lse, *rest)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        x, weight, att_source, att_target, bias, source, target, lse, *rest = ctx.saved_tensors
+        heads, channels = att_source.shape[-2:]
+        gradient = gradient.contiguous()
+        grad = gradient.view(-1, heads, channels)
+        delta, of_bias = row_dots(grad, ctx.out.give_back().view_as(grad)), None
+        if bias is not None:  # it is in out, but was not weighted by any coefficient
+            delta -= gradient @ _block_diagonal(bias.view(1, heads, channels))
+            of_bias = gradient.sum(0)
+        rows = ctx.kept.pop() if ctx.kept else (x @ weight.t()).view(-1, heads, channels)
+        backward = AttentionBackward(ctx.settings, grad, rows, source, target, lse, delta)
+        attention_backward_blocks(backward, rest)
+        of_logits = torch.cat([backward.dsource, backward.dtarget], 1)
+        of_both = rows.view(-1, heads * channels).t() @ of_logits
+        of_rows = backward.dx.view(-1, heads * channels)
+        del rows, backward  # the rows are as large as what follows
+        both = torch.cat([_block_diagonal(att_source), _block_diagonal(att_target)], 1)
+        of_weight = of_rows.addmm_(of_logits, both.t()).t() @ x
+        of_x = of_rows @ weight if ctx.needs_input_grad[4] else None
+        of_source, of_target = (_diagonal(part, att_source) for part in of_both.split(heads, 1))
+        return None, None, None, None, of_x, of_weight, of_source, of_target, of_bias
+
+
+def _logits(rows: Tensor, att_source: Tensor, att_target: Tensor) -> tuple[Tensor, Tensor]:
+    """``<rows[i, h], att[h]>`` for both ends, [n, H] each."""
+    both = torch.cat([_block_diagonal(att_source), _block_diagonal(att_target)], 1)
+    source, target = (rows.flatten(1) @ both).split(rows.size(1), 1)
+    return source.contiguous(), target.contiguous()
+
+
+def _block_diagonal(vectors: Tensor) -> Tensor:
+    """[1, H, C] -> [H * C, H], column h holding vector h."""
+    return torch.block_diag(*vectors.detach().flatten(0, -2)).t()
+
+
+def _diagonal(blocks: Tensor, like: Tensor) -> Tensor:
+    """[H * C, H] -> the shape of ``like``, [1, H, C]: the inverse of :func:`_block_diagonal`."""
+    heads, channels = like.shape[-2:]
+    every = torch.arange(heads, device=blocks.device)
+    return blocks.view(heads, channels, heads)[every, :, every].view_as(like)

@@ -1,0 +1,34 @@
+"""Sums, attention and extremes over one block of edges, accumulated in place; none of them holds a message per edge.
+
+CPU tensors of float32 or float64 take compiled loops in ``torch.get_num_threads()`` threads, all others plain torch
+code in chunks of edges. Both give the same to rounding, and the same dropout mask.
+"""
+
+from __future__ import annotations
+
+from gtrain_sar.kernels.attention import (
+    AttentionState,
+    attention_backward,
+    attention_finish,
+    attention_forward,
+    attention_state,
+)
+from gtrain_sar.kernels.dropout import NO_DROPOUT, Dropout
+from gtrain_sar.kernels.extreme import ExtremeState, extreme_backward, extreme_forward, extreme_state
+from gtrain_sar.kernels.linear import sddmm, spmm
+
+__all__ = [
+    "NO_DROPOUT",
+    "AttentionState",
+    "Dropout",
+    "ExtremeState",
+    "attention_backward",
+    "attention_finish",
+    "attention_forward",
+    "attention_state",
+    "extreme_backward",
+    "extreme_forward",
+    "extreme_state",
+    "sddmm",
+    "spmm",
+]

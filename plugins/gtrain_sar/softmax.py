@@ -1,0 +1,253 @@
+"""Attention of any convolution that calls PyG's ``softmax`` once: blocks merged by a running maximum and sum.
+
+A convolution's methods run as they are; inside them, ``softmax`` is a stand-in. In mode 1 it returns coefficients that
+are not normalised yet, which is made good once all blocks are in; the messages must be linear in them. In mode 2 the
+logits of all blocks are kept and PyG's own softmax is taken over them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.utils import softmax as pyg_softmax
+
+from gtrain_sar.blocks import Replay, kept_blocks, mean_or_sum, random_state, replayed_random
+from gtrain_sar.call import PropagateCall, message_parameters, sample
+from gtrain_sar.config import Schedule
+from gtrain_sar.halo import add_rows, count_needed, stream
+
+
+def calls_softmax(conv: MessagePassing, method: str) -> bool:
+    """Whether a method of ``conv`` calls PyG's ``softmax`` by its name in the convolution's module."""
+    function = getattr(type(conv), method)
+    home = sys.modules[type(conv).__module__].__dict__
+    return "softmax" in function.__code__.co_names and home.get("softmax") is pyg_softmax
+
+
+@contextmanager
+def softmax_replaced(conv: MessagePassing, stand_in: Callable[..., Tensor]) -> Iterator[None]:
+    """Have the convolution's module call ``stand_in(logits, index)`` for ``softmax``."""
+    home: dict[str, Any] = sys.modules[type(conv).__module__].__dict__
+    original = home["softmax"]
+    home["softmax"] = partial(_call, stand_in)
+    try:
+        yield
+    finally:
+        home["softmax"] = original
+
+
+def _call(
+    stand_in: Callable[..., Tensor], src: Tensor, index: Tensor, ptr: Any = None, num_nodes: Any = None
+) -> Tensor:
+    return stand_in(src, index)
+
+
+def streams(call: PropagateCall) -> bool:
+    """Whether the messages are linear in the coefficients, each head in its own, as made-up edges show."""
+    if call.reduce != "sum":
+        return False
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        try:
+            return _is_linear(call)
+        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
+            return False
+
+
+def _is_linear(call: PropagateCall) -> bool:
+    block, tensors = sample(call)
+    made: list[Tensor] = []
+    state = random_state(block.ids.device)
+
+    def run(factor: Callable[[Tensor], Tensor]) -> Tensor:
+        def stand_in(logits: Tensor, index: Tensor) -> Tensor:
+            made.append(factor(torch.ones_like(logits)))
+            return made[-1]
+
+        with softmax_replaced(call.conv, stand_in), replayed_random(state):
+            return call.message_of(block, tensors)
+
+    once, twice, masked = run(lambda a: a), run(lambda a: 2 * a), run(_without_first)
+    if len(made) != 3 or made[0].dim() > once.dim() or made[0].dim() > 2:
+        return False
+    expected = once * _spread(made[2], once)
+    close = partial(torch.allclose, rtol=8 * torch.finfo(once.dtype).eps, atol=0.0)
+    return bool(close(twice, 2 * once) and close(masked, expected))
+
+
+def _without_first(ones: Tensor) -> Tensor:
+    """Ones, but 0 for the first head, or for the first edge where there are no heads."""
+    changed = ones.clone()
+    changed.view(len(ones), -1)[:, 0] = 0
+    if changed[0].numel() == 1:
+        changed = ones.clone()
+        changed[0] = 0
+    return changed
+
+
+def _spread(coefficients: Tensor, messages: Tensor) -> Tensor:
+    """[n], [n, 1] or [n, H] shaped to multiply messages [n, F] or [n, H, C]."""
+    return coefficients.view(*coefficients.shape, *[1] * (messages.dim() - coefficients.dim()))
+
+
+def _per_head(values: Tensor, like: Tensor) -> Tensor:
+    """Sum values [n, H, C] to the shape of coefficients."""
+    values = values.flatten(like.dim()).sum(-1) if values.dim() > like.dim() else values
+    return values.sum(-1, keepdim=True) if values.shape[1:] != like.shape[1:] else values
+
+
+def attend_kept(call: PropagateCall, schedule: Schedule) -> Tensor:
+    """Mode 2: logits, coefficients and messages stay in the autograd graph."""
+    data, logits, indices, messages = [], [], [], []
+    state = random_state(call.blocks.in_degree.device)
+    for r, tensors in kept_blocks(call, schedule):
+        block = call.blocks.blocks[r]
+        messages.append(call.hung(_no_messages(call), tensors))
+        if len(block):
+            data.append((r, tensors))
+            logits.append(_logits(call, r, tensors))
+            indices.append(block.targets)
+    if data:
+        weights = pyg_softmax(torch.cat(logits), torch.cat(indices), num_nodes=call.blocks.num_targets)
+        torch.set_rng_state(state[0])  # the pass for the logits drew nothing that counts
+        for (r, tensors), piece in zip(data, weights.split([len(block) for block in logits]), strict=True):
+            messages[r] = _messages(call, r, tensors, partial(_given, piece))
+    return mean_or_sum(call, messages)
+
+
+def _no_messages(call: PropagateCall) -> Tensor:
+    """[0, ...], with a stand-in of any value."""
+    with softmax_replaced(call.conv, lambda logits, index: torch.ones_like(logits)):
+        return call.no_messages
+
+
+def _messages(call: PropagateCall, r: int, tensors: list[Tensor], stand_in: Callable[..., Tensor]) -> Tensor:
+    with softmax_replaced(call.conv, stand_in):
+        return call.message(r, tensors)
+
+
+def _given(coefficients: Tensor, logits: Tensor, index: Tensor) -> Tensor:
+    return coefficients
+
+
+class _FoundError(Exception):
+    """Carries logits out of a method at its call of softmax."""
+
+
+def _logits(call: PropagateCall, r: int, tensors: list[Tensor]) -> Tensor:
+    def stand_in(logits: Tensor, index: Tensor) -> Tensor:
+        raise _FoundError(logits)
+
+    try:
+        _messages(call, r, tensors, stand_in)
+    except _FoundError as found:
+        logits: Tensor = found.args[0]
+        return logits
+    raise AssertionError("a method that calls softmax did not")
+
+
+def attend_recomputed(call: PropagateCall, schedule: Schedule) -> Tensor:
+    """Mode 1: nothing of a block survives the forward pass."""
+    out: Tensor = _Attention.apply(call, schedule, *call.tensors, *message_parameters_of(call))
+    return out
+
+
+def message_parameters_of(call: PropagateCall) -> list[Tensor]:
+    """Parameters that the methods use, found with a stand-in for softmax."""
+    with softmax_replaced(call.conv, lambda logits, index: torch.ones_like(logits) * logits.sigmoid()):
+        return message_parameters(call)
+
+
+class _Running:
+    """Sum of messages with coefficients ``exp(logit - top)``, rescaled when a block brings a larger logit."""
+
+    def __init__(self, call: PropagateCall) -> None:
+        self.call = call
+        self.top: Tensor | None = None
+        self.total: Tensor | None = None
+        self.out: Tensor | None = None
+
+    def add(self, r: int, tensors: list[Tensor]) -> None:
+        block = self.call.blocks.blocks[r]
+        messages = _messages(self.call, r, tensors, self._coefficients) if len(block) else _no_messages(self.call)
+        if self.out is None:
+            self.out = messages.new_zeros((self.call.blocks.num_targets, *messages.shape[1:]))
+        if len(block):
+            add_rows(self.out, block.targets, messages)
+
+    def _coefficients(self, logits: Tensor, index: Tensor) -> Tensor:
+        shape = (self.call.blocks.num_targets, *logits.shape[1:])
+        if self.top is None or self.total is None:
+            self.top, self.total = logits.new_full(shape, float("-inf")), logits.new_zeros(shape)
+        expanded = index.view(-1, *[1] * (logits.dim() - 1)).expand_as(logits)
+        top = self.top.scatter_reduce(0, expanded, logits, "amax")
+        rescale = torch.where(top == float("-inf"), 0.0, (self.top - top).exp())
+        coefficients = (logits - top.index_select(0, index)).exp()
+        self.total = (self.total * rescale).scatter_add_(0, expanded, coefficients)
+        self.top = top
+        if self.out is not None:
+            self.out *= _spread(rescale, self.out)
+        return coefficients
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """The result, and the logarithm of the sum of exponentials of each target (0 where it has no edge)."""
+        assert self.out is not None
+        if self.top is None or self.total is None:  # no edge anywhere
+            return self.out, self.out.new_zeros(0)
+        empty = self.total == 0
+        total = self.total.masked_fill(empty, 1.0)
+        self.out /= _spread(total, self.out)
+        return self.out, self.top.masked_fill(empty, 0.0) + total.log()
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: PropagateCall, schedule: Schedule, *tensors: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.call, ctx.schedule, ctx.random = call, schedule, random_state(tensors[0].device)
+        data = list(tensors[: len(call.tensors)])
+        count_needed(call.rows)
+        running = _Running(call)
+        for r, block in stream(call.rows, schedule.window):
+            running.add(r, call.with_block(data, block))
+            del block
+        out, lse = running.finish()
+        ctx.save_for_backward(*tensors, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        *saved, out, lse = ctx.saved_tensors
+        delta = _per_head(gradient * out, lse) if lse.numel() else lse
+        replay = Replay(ctx.call, saved, list(ctx.needs_input_grad[2:]))
+
+        def stand_in(logits: Tensor, index: Tensor) -> Tensor:
+            coefficients: Tensor = _Normalised.apply(logits, lse.index_select(0, index), delta.index_select(0, index))
+            return coefficients
+
+        with replayed_random(ctx.random), softmax_replaced(ctx.call.conv, stand_in):
+            replay.run(ctx.schedule, lambda targets, messages: gradient.index_select(0, targets))
+        return None, None, *replay.gradients
+
+
+class _Normalised(torch.autograd.Function):
+    """Coefficients ``exp(logit - lse)``, whose gradient accounts for the other edges of the target by ``delta``."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, lse: Tensor, delta: Tensor) -> Tensor:  # type: ignore[override]
+        out = (logits - lse).exp()
+        ctx.save_for_backward(out, delta)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        out, delta = ctx.saved_tensors
+        return out * (gradient - delta), None, None

@@ -1,0 +1,346 @@
+"""Kernels over blocks of edges, compiled and in plain torch: against autograd over all edges at once."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+from torch import Tensor
+
+from gtrain_sar import kernels
+from gtrain_sar.edges import Compressed, compress
+from gtrain_sar.kernels import NO_DROPOUT, Dropout, plain, threads
+from gtrain_sar.kernels.exponential import exponential
+from gtrain_sar.kernels.lanes import data
+
+SOURCES, TARGETS, EDGES, SLOPE = 23, 17, 160, 0.2
+SHAPES = [(1, 1), (1, 16), (4, 64), (3, 7), (2, 37), (1, 33), (5, 8)]
+TIGHT = {torch.float64: {"rtol": 1e-12, "atol": 1e-12}, torch.float32: {"rtol": 2e-5, "atol": 2e-5}}
+
+
+@dataclass
+class Edges:
+    """Edges in blocks by the range of their source."""
+
+    source: Tensor
+    target: Tensor
+    bounds: list[int]
+    order: list[int]
+
+    def blocks(self) -> Iterator[tuple[slice, Compressed, Compressed]]:
+        """The sources of each block, and its edges by target and by source."""
+        for r in self.order:
+            low, high = self.bounds[r], self.bounds[r + 1]
+            ids = ((self.source >= low) & (self.source < high)).nonzero().view(-1)
+            source, target = self.source[ids] - low, self.target[ids]
+            by_target = compress(target, source, ids, TARGETS)
+            yield slice(low, high), by_target, compress(source, target, ids, high - low)
+
+
+def edges(order: tuple[int, ...] = (0, 1, 2, 3), seed: int = 0) -> Edges:
+    """Four blocks, one of them without sources; targets 0 and 5 without edges; one edge twice."""
+    generator = torch.Generator().manual_seed(seed)
+    source = torch.randint(0, SOURCES, (EDGES,), generator=generator)
+    target = torch.randint(1, TARGETS, (EDGES,), generator=generator)
+    target[target == 5] = 7
+    source[1], target[1] = source[0], target[0]
+    return Edges(source, target, [0, 9, 9, 15, SOURCES], list(order))
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def near(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, **TIGHT[wanted.dtype])
+
+
+@pytest.fixture(params=["compiled", "plain", "three threads"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each of the ways to compute; chunks and spans are made small enough for there to be several."""
+    monkeypatch.setattr(plain, "CHUNK_NUMBERS", 600)
+    monkeypatch.setattr(threads, "_SPAN_EDGES", 8)
+    if request.param == "plain":
+        for module in (kernels.linear, kernels.attention, kernels.extreme):
+            monkeypatch.setattr(module, "compiled", lambda *_: False)
+    monkeypatch.setattr(threads, "threads", lambda: 3 if request.param == "three threads" else 1)
+    monkeypatch.setattr(kernels.attention, "threads", threads.threads)
+    return request.param
+
+
+# ------------------------------------------------------------------------------------------------- sparse products
+
+
+@pytest.mark.parametrize("dtype", TIGHT)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("heads", "channels"), SHAPES)
+def test_products_are_those_of_autograd(
+    way: str, heads: int, channels: int, weighted: bool, dtype: torch.dtype
+) -> None:
+    graph, x = edges(), draw(SOURCES, heads, channels, dtype=dtype).requires_grad_()
+    weight = draw(EDGES, heads, dtype=dtype).requires_grad_()
+    start, gradient = draw(TARGETS, heads, channels, dtype=dtype), draw(TARGETS, heads, channels, dtype=dtype, seed=2)
+    messages = x[graph.source] * weight.unsqueeze(-1) if weighted else x[graph.source]
+    wanted = start.index_add(0, graph.target, messages)
+    wanted.backward(gradient)
+    out, dx, dweight = start.clone(), torch.zeros_like(x), torch.full_like(weight, math.nan)
+    used = weight.detach() if weighted else None
+    for own, by_target, by_source in graph.blocks():
+        kernels.spmm(by_target, x.detach()[own], out, used)
+        kernels.spmm(by_source, gradient, dx.detach()[own], used)
+        kernels.sddmm(by_target, gradient, x.detach()[own], dweight.detach())
+    assert x.grad is not None
+    near(out, wanted.detach())
+    near(dx.detach(), x.grad)
+    if weighted:
+        assert weight.grad is not None
+        near(dweight.detach(), weight.grad)
+
+
+def test_inputs_need_not_be_contiguous(way: str) -> None:
+    graph, x = edges(), draw(2, SOURCES, 8).transpose(0, 1)
+    out, wanted = torch.zeros(TARGETS, 2, 8, dtype=torch.float64), torch.zeros(TARGETS, 2, 8, dtype=torch.float64)
+    for own, by_target, _ in graph.blocks():
+        kernels.spmm(by_target, x[own], out)
+    near(out, wanted.index_add(0, graph.target, x[graph.source]))
+
+
+def test_other_types_take_plain_torch() -> None:
+    graph, x = edges(), draw(SOURCES, 1, 8).bfloat16()
+    out = torch.zeros(TARGETS, 1, 8, dtype=torch.float32)
+    for own, by_target, _ in graph.blocks():
+        kernels.spmm(by_target, x[own], out)
+    near(out, torch.zeros(TARGETS, 1, 8).index_add(0, graph.target, x.float()[graph.source]))
+
+
+# ------------------------------------------------------------------------------------------------- attention
+
+
+@dataclass
+class Attention:
+    """One attention's inputs, and what dense autograd makes of them."""
+
+    x: Tensor
+    source: Tensor
+    target: Tensor
+    gradient: Tensor
+
+    def wanted(self, graph: Edges, keep: Dropout) -> list[Tensor]:
+        """Output, logarithm of the sums, and the gradients of x, source and target."""
+        leaves = [t.clone().requires_grad_() for t in (self.x, self.source, self.target)]
+        x, source, target = leaves
+        heads = x.size(1)
+        logit = torch.nn.functional.leaky_relu(source[graph.source] + target[graph.target], SLOPE)
+        dense = logit.new_full((TARGETS, EDGES, heads), -math.inf)
+        dense[graph.target, torch.arange(EDGES)] = logit
+        there = (graph.target.view(1, -1) == torch.arange(TARGETS).view(-1, 1)).unsqueeze(-1)
+        share = torch.where(there, torch.softmax(dense, 1), 0).nan_to_num(0)
+        kept = keep.mask(torch.arange(EDGES), heads).to(x.dtype) * keep.scale
+        out = torch.einsum("teh,ehc->thc", share * kept, x[graph.source])
+        gradients = torch.autograd.grad(out, leaves, self.gradient)
+        return [out.detach(), torch.logsumexp(dense, 1).detach(), *gradients]
+
+    def found(self, graph: Edges, keep: Dropout) -> list[Tensor]:
+        """The same by the kernels, block by block."""
+        state = kernels.attention_state(TARGETS, self.x)
+        for own, by_target, _ in graph.blocks():
+            kernels.attention_forward(by_target, self.x[own], self.source[own], self.target, SLOPE, state, keep)
+        lse = kernels.attention_finish(state)
+        delta = (self.gradient * state.out).sum(-1)
+        found = [torch.zeros_like(t) for t in (self.x, self.source, self.target)]
+        for own, _, by_source in graph.blocks():
+            inputs = (self.x[own], self.source[own], self.target, lse, delta, self.gradient)
+            kernels.attention_backward(by_source, *inputs, SLOPE, keep, found[0][own], found[1][own], found[2])
+        return [state.out, lse, *found]
+
+
+def attention(heads: int, channels: int, dtype: torch.dtype = torch.float64) -> Attention:
+    return Attention(
+        draw(SOURCES, heads, channels, dtype=dtype),
+        draw(SOURCES, heads, dtype=dtype),
+        draw(TARGETS, heads, dtype=dtype),
+        draw(TARGETS, heads, channels, dtype=dtype, seed=2),
+    )
+
+
+@pytest.mark.parametrize("dtype", TIGHT)
+@pytest.mark.parametrize("keep", [NO_DROPOUT, Dropout(0.4, 11)], ids=["all", "dropout"])
+@pytest.mark.parametrize(("heads", "channels"), SHAPES)
+def test_attention_is_that_of_autograd(way: str, heads: int, channels: int, keep: Dropout, dtype: torch.dtype) -> None:
+    case, graph = attention(heads, channels, dtype), edges()
+    for found, wanted in zip(case.found(graph, keep), case.wanted(graph, keep), strict=True):
+        near(found, wanted)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_blocks_come_in_any_order(order: tuple[int, ...]) -> None:
+    case, keep = attention(2, 5), Dropout(0.3, 5)
+    for found, wanted in zip(case.found(edges(order), keep), case.wanted(edges(), keep), strict=True):
+        near(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", TIGHT)
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
+def test_large_logits_are_no_trouble(way: str, order: tuple[int, ...], dtype: torch.dtype) -> None:
+    case = attention(2, 5, dtype)
+    case.source[::3] = 1000
+    case.source[1::3] = -1000
+    for found, wanted in zip(case.found(edges(order), NO_DROPOUT), case.wanted(edges(), NO_DROPOUT), strict=True):
+        assert not found.isnan().any()
+        rounding = 1000 * torch.finfo(dtype).eps  # of a logit of 1000
+        torch.testing.assert_close(found, wanted, rtol=8 * rounding, atol=8 * rounding)
+
+
+def test_a_logit_of_minus_infinity_counts_nothing(way: str) -> None:
+    case, graph = attention(2, 5), edges()
+    case.source[:9] = -math.inf
+    left = case.source[graph.source, 0] > -math.inf
+    rest = Edges(graph.source[left], graph.target[left], graph.bounds, graph.order)
+    ids = left.nonzero().view(-1)
+    found, wanted = case.found(graph, NO_DROPOUT), case.found(rest, NO_DROPOUT)
+    assert len(ids) < EDGES and not any(t.isnan().any() for t in found)
+    for a, b in zip(found, wanted, strict=True):
+        near(a, b)
+
+
+def test_a_target_all_of_whose_logits_are_minus_infinity_gets_nothing(way: str) -> None:
+    case, graph = attention(2, 5), edges()
+    case.target[7] = -math.inf
+    out, lse, *gradients = case.found(graph, NO_DROPOUT)
+    assert (out[7] == 0).all() and (lse[7] == -math.inf).all()
+    assert not any(t.isnan().any() for t in gradients)
+
+
+def test_nan_is_not_hidden(way: str) -> None:
+    case, graph = attention(1, 3, torch.float32), edges()
+    case.source[2] = math.nan
+    reached = graph.target[graph.source == 2].unique()
+    out = case.found(graph, NO_DROPOUT)[0]
+    assert out[reached].isnan().all() and not out[0].isnan().any() and out.isnan().any(-1).sum() == len(reached)
+
+
+def test_a_target_of_very_many_edges(way: str) -> None:
+    """More edges than any buffer on the way has room for."""
+    count, generator = 100_000, torch.Generator().manual_seed(3)
+    source, ids = torch.randint(0, 50, (count,), generator=generator), torch.arange(count)
+    x, part = draw(50, 2, 3), draw(50, 2)
+    block = compress(torch.zeros(count, dtype=torch.int64), source, ids, 1)
+    state = kernels.attention_state(1, x)
+    if way == "plain":
+        plain.CHUNK_NUMBERS = 1 << 20
+    kernels.attention_forward(block, x, part, torch.zeros(1, 2, dtype=x.dtype), SLOPE, state, NO_DROPOUT)
+    lse = kernels.attention_finish(state)
+    logit = torch.nn.functional.leaky_relu(part, SLOPE)[source]
+    near(lse[0], logit.logsumexp(0))
+    near(state.out[0], (logit.softmax(0).unsqueeze(-1) * x[source]).sum(0))
+
+
+@njit(nogil=True)
+def exponentials(x: Any) -> None:
+    exponential(data(x), x.size)
+
+
+def test_exponentials_of_float32_are_exact_to_rounding() -> None:
+    x = np.linspace(-87.2, 5, 1_000_003).astype(np.float32)
+    wanted, found = np.exp(x.astype(np.float64)), x.copy()
+    exponentials(found)
+    assert np.abs(found / wanted - 1).max() < 1.3 * np.finfo(np.float32).eps
+    special = np.array([-np.inf, -1e30, -88, np.nan, 0], np.float32)
+    exponentials(special)
+    np.testing.assert_array_equal(special, np.array([0, 0, 0, np.nan, 1], np.float32))
+
+
+# ------------------------------------------------------------------------------------------------- dropout
+
+
+@pytest.mark.parametrize(("p", "seed"), [(0.1, 0), (0.5, 2**63 + 5), (0.9, -3)])
+def test_dropout_keeps_its_share(p: float, seed: int) -> None:
+    mask = Dropout(p, seed).mask(torch.arange(50_000), 4).double()
+    assert abs(mask.mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / mask.numel())
+    per_head = (mask - mask.mean(0)).T @ (mask - mask.mean(0)) / len(mask) / (p * (1 - p))
+    assert per_head.fill_diagonal_(0).abs().max() < 5 / math.sqrt(len(mask))
+
+
+def test_dropout_differs_between_seeds_and_not_between_calls() -> None:
+    ids = torch.arange(1000)
+    mask = Dropout(0.5, 1).mask(ids, 2)
+    assert torch.equal(mask[300:], Dropout(0.5, 1).mask(ids[300:], 2))
+    other = Dropout(0.5, 2).mask(ids, 2)
+    assert not any(torch.equal(mask[k:500], other[: 500 - k]) for k in range(9))
+
+
+def test_dropping_all_gives_zeros(way: str) -> None:
+    assert all(t.abs().sum() == 0 for t in attention(2, 5).found(edges(), Dropout(1.0, 3))[:1])
+
+
+# ------------------------------------------------------------------------------------------------- extremes
+
+
+@pytest.mark.parametrize("dtype", TIGHT)
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("channels", [1, 16, 37, 256])
+def test_extremes_and_their_ties(way: str, channels: int, largest: bool, dtype: torch.dtype) -> None:
+    graph = edges((2, 0, 3, 1))
+    x = draw(SOURCES, channels, dtype=dtype).round()  # few values, so that there are ties within blocks and between
+    state = kernels.extreme_state(TARGETS, x, largest)
+    for own, by_target, _ in graph.blocks():
+        kernels.extreme_forward(by_target, x[own], largest, state)
+    index, nothing = graph.target.view(-1, 1).expand(-1, channels), -math.inf if largest else math.inf
+    start = x.new_full((TARGETS, channels), nothing)
+    wanted = start.scatter_reduce(0, index, x[graph.source], "amax" if largest else "amin")
+    attained = (x[graph.source] == wanted[graph.target]).to(dtype)
+    ties = torch.zeros_like(start).index_add(0, graph.target, attained)
+    near(state.out, wanted)
+    near(state.ties, ties)
+    assert (ties[0] == 0).all() and ties.max() > 2
+    share, dx = draw(TARGETS, channels, dtype=dtype, seed=3), torch.zeros_like(x)
+    for own, _, by_source in graph.blocks():
+        kernels.extreme_backward(by_source, x[own], state.out, share, dx[own])
+    near(dx, torch.zeros_like(x).index_add(0, graph.source, attained * share[graph.target]))
+
+
+def test_an_extreme_of_nan_is_nan(way: str) -> None:
+    graph, x = edges(), draw(SOURCES, 20)
+    x[4, 3] = math.nan
+    state = kernels.extreme_state(TARGETS, x, True)
+    for own, by_target, _ in graph.blocks():
+        kernels.extreme_forward(by_target, x[own], True, state)
+    reached = graph.target[graph.source == 4].unique()
+    assert state.out[reached, 3].isnan().all() and state.out.isnan().sum() == len(reached)
+
+
+# ------------------------------------------------------------------------------------------------- threads and blocks
+
+
+def test_a_block_without_edges_changes_nothing(way: str) -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    block = compress(none, none, none, 0)
+    x, out = draw(0, 2, 5), draw(TARGETS, 2, 5)
+    before = out.clone()
+    kernels.spmm(block, x, out)
+    kernels.spmm(block, out, x)
+    kernels.sddmm(block, out, x, draw(EDGES, 2))
+    state = kernels.attention_state(TARGETS, x)
+    kernels.attention_forward(block, x, draw(0, 2), draw(TARGETS, 2), SLOPE, state, NO_DROPOUT)
+    row = draw(TARGETS, 2)
+    kernels.attention_backward(
+        block, x, draw(0, 2), row, row, row, out, SLOPE, NO_DROPOUT, x.clone(), draw(0, 2), row.clone()
+    )
+    assert torch.equal(out, before) and (state.total == 0).all() and (state.top == -math.inf).all()
+
+
+def test_rows_are_dealt_by_edges() -> None:
+    counts = torch.tensor([100_000, *[10] * 10_000])
+    rows = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    block = compress(rows, rows, torch.arange(len(rows)), len(counts))
+    found = threads.spans(block, 4)
+    assert [low for low, _ in found[1:]] == [high for _, high in found[:-1]]
+    assert found[0] == (0, 1) and found[-1][1] == len(counts)
+    assert [int(block.ptr[high] - block.ptr[low]) for low, high in found[1:]] == [50_000, 50_000]
