@@ -241,19 +241,28 @@ class Replay:
         self._arrive()
 
     def _block(self, r: int, rows: list[Tensor], of_messages: Callable[[Tensor, Tensor], Tensor], tag: int) -> None:
+        tensors = self.call.with_block(self.data, rows)
+        wanted = [i for i, need in enumerate(self.needed) if need]
+        found: Sequence[Tensor | None] = [None] * len(wanted)
+        if len(self.call.blocks.blocks[r]) and wanted:
+            found = self._gradients(r, tensors, wanted, of_messages)
+        self._arrive()
+        self._hand_on(r, dict(zip(wanted, found, strict=True)), tensors, tag)
+
+    def _gradients(
+        self, r: int, tensors: list[Tensor], wanted: list[int], of_messages: Callable[[Tensor, Tensor], Tensor]
+    ) -> Sequence[Tensor | None]:
+        """Of the tensors and parameters that are wanted, from block r alone."""
         with torch.enable_grad():
-            leaves = [t.detach() for t in self.call.with_block(self.data, rows)]
+            leaves = [t.detach() for t in tensors]
             for leaf, need in zip(leaves, self.needed, strict=False):
                 leaf.requires_grad_(need)
             messages = self.call.message(r, leaves)
+        if not messages.requires_grad:
+            return [None] * len(wanted)
         inputs = [*leaves, *self.parameters]
-        wanted = [i for i, need in enumerate(self.needed) if need]
-        found: Sequence[Tensor | None] = [None] * len(wanted)
-        if messages.requires_grad and wanted:
-            gradient = of_messages(self.call.blocks.blocks[r].targets, messages.detach())
-            found = torch.autograd.grad(messages, [inputs[i] for i in wanted], gradient, allow_unused=True)
-        self._arrive()
-        self._hand_on(r, dict(zip(wanted, found, strict=True)), inputs, tag)
+        gradient = of_messages(self.call.blocks.blocks[r].targets, messages.detach())
+        return torch.autograd.grad(messages, [inputs[i] for i in wanted], gradient, allow_unused=True)
 
     def _hand_on(self, r: int, found: dict[int, Tensor | None], inputs: list[Tensor], tag: int) -> None:
         exchange, leaving = self.call.blocks.exchange, self.travel if r > 0 else []

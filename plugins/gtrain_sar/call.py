@@ -172,7 +172,19 @@ class PropagateCall:
     def hung(self, nothing: Tensor, tensors: list[Tensor]) -> Tensor:
         """``nothing`` [0, ...] as a function of the sources' rows: with their gradient that of the readers arrives."""
         rows = [tensors[i].sum() for i in self.sources if tensors[i].requires_grad]
-        return nothing + torch.stack(rows).sum() if rows else nothing
+        return nothing + torch.stack(rows).sum() if rows and self._read_sources else nothing
+
+    @cached_property
+    def _read_sources(self) -> bool:
+        """Whether messages have a gradient by the sources' rows."""
+        block, tensors = sample(self)
+        rows = [tensors[i].requires_grad_() for i in self.sources if tensors[i].is_floating_point()]
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), unwatched():
+            messages = self.message_of(block, tensors)
+            if not messages.requires_grad:
+                return False
+            found = torch.autograd.grad(messages.sum(), rows, allow_unused=True)
+        return any(gradient is not None for gradient in found)
 
     @cached_property
     def no_messages(self) -> Tensor:
@@ -208,8 +220,13 @@ def message_parameters(call: PropagateCall) -> list[Tensor]:
 
 def _uses_parameters(call: PropagateCall) -> bool:
     block, tensors = sample(call)
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), unwatched():
         return call.message_of(block, tensors).requires_grad
+
+
+def unwatched() -> Any:
+    """Keep trials from those who count saved tensors, as checkpointing does."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def normalises_messages(call: PropagateCall) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch_geometric.nn.conv import MessagePassing
 
-from gtrain_sar.call import PropagateCall, sample, sees_one_edge
+from gtrain_sar.call import PropagateCall, sample, sees_one_edge, unwatched
 from gtrain_sar.edges import EdgeBlock
 from gtrain_sar.linear import LinearCall
 
@@ -79,7 +79,7 @@ def _plain(values: dict[str, Any]) -> list[tuple[str, Any]]:
 def _try(call: PropagateCall, x: Tensor) -> str | None:
     before = torch.get_rng_state()
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), unwatched():
             block, leaves = sample(call, _EDGES)
             leaves = [leaf.requires_grad_(leaf.is_floating_point()) for leaf in leaves]
             collected = call.collect(block, leaves)

@@ -99,7 +99,7 @@ class Propagation:
         reduce = None if hooked(conv) else reduction(conv)
         if pending is not None:
             return self._attend(conv, edge_index, edges, kwargs, pending)
-        if reduce is not None:
+        if reduce is not None and conv not in self._asked:
             call = PropagateCall(conv, edges(edge_index), reduce, kwargs)
             out = self._linear(conv, call, edge_index)
             if out is None:
@@ -238,7 +238,9 @@ def _with_halo(wanted: Any, kwargs: dict[str, Any], whole: dict[int, Tensor]) ->
     for name, value in kwargs.items():
         if f"{name}_j" in wanted:
             source, target = _pair(value)
-            arguments[name] = (whole.get(id(source), source), target if f"{name}_i" in wanted else None)
+            own_target = target if f"{name}_i" in wanted else None
+            rows = whole.get(id(source), source)
+            arguments[name] = rows if isinstance(value, Tensor) and own_target is None else (rows, own_target)
     return arguments
 
 
@@ -272,7 +274,8 @@ def _equally_padded(conv: MessagePassing, group: Group, edge_index: Tensor) -> I
 
 def _to_dense_batch(layer: Aggregation, largest: int, *args: Any, **kwargs: Any) -> Any:
     given = inspect.signature(Aggregation.to_dense_batch).bind(layer, *args, **kwargs)
-    given.arguments["max_num_elements"] = largest
+    if given.arguments.get("max_num_elements") is None:
+        given.arguments["max_num_elements"] = largest
     return Aggregation.to_dense_batch(*given.args, **given.kwargs)
 
 

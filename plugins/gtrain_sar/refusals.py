@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 from torch_geometric.nn import norm
+from torch_geometric.nn.aggr import MedianAggregation, QuantileAggregation
 from torch_geometric.nn.conv import (
     ChebConv,
     DirGNNConv,
@@ -15,7 +16,7 @@ from torch_geometric.nn.conv import (
     SuperGATConv,
     WLConv,
 )
-from torch_geometric.nn.models import DeepGraphInfomax
+from torch_geometric.nn.models import AttentiveFP, DeepGraphInfomax
 from torch_geometric.nn.models.linkx import SparseLinear
 from torch_geometric.nn.to_hetero_module import ToHeteroMessagePassing
 from torch_geometric.nn.to_hetero_with_bases_transformer import HeteroBasisConv
@@ -32,6 +33,9 @@ _OVER_ALL_NODES = (
 )
 _CONVS: dict[type[nn.Module], str] = {
     ChebConv: "it builds the Laplacian of the whole graph itself",
+    AttentiveFP: "it sums molecules up, whose atoms may lie in several parts",
+    MedianAggregation: "which of equal messages it takes depends on the order of edges, which parts change",
+    QuantileAggregation: "which of equal messages it takes depends on the order of edges, which parts change",
     DeepGraphInfomax: "it sums the graph up over all nodes, of which a rank has a part",
     DirGNNConv: "it turns edges around, so that they point at nodes of other parts",
     GPSConv: "it attends to all nodes of the graph, of which a rank has a part",

@@ -22,6 +22,7 @@ from torch_geometric.utils import softmax as pyg_softmax
 from gtrain_sar.blocks import Replay, kept_blocks, mean_or_sum, random_state, replayed_random
 from gtrain_sar.call import PropagateCall, message_parameters, sample
 from gtrain_sar.config import Schedule
+from gtrain_sar.edges import EdgeBlock
 from gtrain_sar.halo import add_rows, count_needed, stream
 
 
@@ -66,20 +67,34 @@ def _is_linear(call: PropagateCall) -> bool:
     made: list[Tensor] = []
     state = random_state(block.ids.device)
 
-    def run(factor: Callable[[Tensor], Tensor]) -> Tensor:
+    def run(factor: Callable[[Tensor], Tensor], edges: EdgeBlock = block) -> Tensor:
         def stand_in(logits: Tensor, index: Tensor) -> Tensor:
             made.append(factor(torch.ones_like(logits)))
             return made[-1]
 
         with softmax_replaced(call.conv, stand_in), replayed_random(state):
-            return call.message_of(block, tensors)
+            return call.message_of(edges, tensors)
 
     once, twice, masked = run(lambda a: a), run(lambda a: 2 * a), run(_without_first)
     if len(made) != 3 or made[0].dim() > once.dim() or made[0].dim() > 2:
         return False
-    expected = once * _spread(made[2], once)
     close = partial(torch.allclose, rtol=8 * torch.finfo(once.dtype).eps, atol=0.0)
-    return bool(close(twice, 2 * once) and close(masked, expected))
+    linear = close(twice, 2 * once) and close(masked, once * _spread(made[2], once))
+    return bool(linear) and _is_the_same_in_parts(call, block, lambda edges: run(lambda a: a, edges))
+
+
+def _is_the_same_in_parts(call: PropagateCall, block: EdgeBlock, run: Callable[[EdgeBlock], Tensor]) -> bool:
+    """Whether an edge's message does not depend on the target's other edges, but for softmax; without dropout."""
+    training, call.conv.training = call.conv.training, False
+    try:
+        whole = run(block)
+        for part in (slice(0, None, 2), slice(1, None, 2)):  # a target's two edges lie in different parts
+            edges = EdgeBlock(block.ids[part], block.sources[part], block.targets[part], len(block), len(block))
+            if not torch.allclose(run(edges), whole[part], rtol=1e-6, atol=0.0):
+                return False
+    finally:
+        call.conv.training = training
+    return True
 
 
 def _without_first(ones: Tensor) -> Tensor:

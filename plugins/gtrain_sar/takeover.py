@@ -27,7 +27,7 @@ from gtrain_sar.propagate import Propagation
 from gtrain_sar.relational import RelationalConv
 from gtrain_sar.whole_layers import WholeLayers
 
-_CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x")
+_CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h")
 """What convolutions with ``cached=True`` keep of a graph: a shard's is not for use outside of the run."""
 
 

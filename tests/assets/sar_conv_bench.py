@@ -57,11 +57,13 @@ class Bench:
         """Outputs and gradients of one pass over a shard, and the output without autograd.
 
         Args:
-            engine: is told what is constant where no leaf is asked for.
+            engine: is told what is constant: the edges, and all where no leaf is asked for.
         """
         here = view(shard)
-        if engine is not None and not case.leaves and hasattr(engine, "constant"):
-            engine.constant([here.x, here.index, here.weight, here.attr])
+        if engine is not None:
+            engine.constant([here.index])
+            if not case.leaves:
+                engine.constant([here.x, here.weight, here.attr])
         for name in case.leaves:
             getattr(here, name).requires_grad_()
         result = dict(zip(("out", "edge out"), self._tuple(case.call(net, here)), strict=False))
