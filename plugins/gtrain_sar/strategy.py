@@ -25,7 +25,7 @@ from gtrain_sar.agreement import check_parts_agree
 from gtrain_sar.halo import HaloExchange
 from gtrain_sar.hetero import TypedTakeover
 from gtrain_sar.relations import Relations
-from gtrain_sar.takeover import Takeover
+from gtrain_sar.takeover import Takeover, load_kernels
 
 
 class SarStrategy(GraphStrategy):
@@ -147,6 +147,8 @@ class SarStrategy(GraphStrategy):
     def install(self, module: nn.Module) -> None:
         # the shard is opened with the first loader, which Lightning asks for after this
         self._module = module
+        if self.root_device.type == "cpu":
+            load_kernels(module, self.dtype)
         if self._takeover is not None:
             self._takeover.install(module)
 

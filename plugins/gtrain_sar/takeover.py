@@ -12,16 +12,18 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
-from torch_geometric.nn.conv import MessagePassing, RGCNConv
+from torch_geometric.nn.conv import GATConv, MessagePassing, RGCNConv
 
 from gtrain.errors import ConfigError
 from gtrain.nn import DglGraph
 from gtrain_sar.config import Schedule
 from gtrain_sar.constants import Constants
-from gtrain_sar.edges import BlockIndex
+from gtrain_sar.edges import BlockIndex, EdgeBlock
 from gtrain_sar.functions import FunctionSwitches
 from gtrain_sar.halo import HaloExchange
+from gtrain_sar.kernels import load_attention, load_sums
 from gtrain_sar.normalize import synchronised_batch_norm
 from gtrain_sar.propagate import Propagation
 from gtrain_sar.relational import RelationalConv
@@ -126,6 +128,17 @@ class Takeover:
     def edges(self) -> BlockIndex:
         """The blocks of edges between the nodes that the running convolution works on."""
         return self._edges
+
+
+def load_kernels(module: nn.Module, dtype: torch.dtype) -> None:
+    """Load the kernels that the module's convolutions are likely to need: it takes a moment, and memory."""
+    if dtype not in (torch.float32, torch.float64):
+        return
+    zero = torch.zeros(1, dtype=torch.int64)
+    edge = EdgeBlock(zero, zero, zero, 1, 1).by_target
+    load_sums(edge, dtype)
+    if any(isinstance(layer, GATConv) for layer in module.modules()):
+        load_attention(edge, dtype)
 
 
 def _check_ids(conv: MessagePassing, kwargs: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from torch_geometric.nn import GCN, MLP
 from gtrain.callbacks.predictions import PredictionWriter, last_layer
 from gtrain.errors import ConfigError
 
-SMALL = ["data.num_nodes=300", "data.num_edges=2400", "data.num_features=16", "data.num_classes=4"]
+SMALL = ["model=sage", "data.num_nodes=300", "data.num_edges=2400", "data.num_features=16", "data.num_classes=4"]
 
 
 def test_two_ranks_predict_what_one_does(tmp_path: Path) -> None:

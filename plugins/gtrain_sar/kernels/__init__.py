@@ -16,6 +16,7 @@ from gtrain_sar.kernels.attention import (
 from gtrain_sar.kernels.dropout import NO_DROPOUT, Dropout
 from gtrain_sar.kernels.extreme import ExtremeState, extreme_backward, extreme_forward, extreme_state
 from gtrain_sar.kernels.linear import sddmm, spmm
+from gtrain_sar.kernels.warm_up import load_attention, load_sums
 
 __all__ = [
     "NO_DROPOUT",
@@ -29,6 +30,8 @@ __all__ = [
     "extreme_backward",
     "extreme_forward",
     "extreme_state",
+    "load_attention",
+    "load_sums",
     "sddmm",
     "spmm",
 ]
