@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -69,7 +70,7 @@ class Constants:
         if keep == "auto" and self._schedule.mode == 1 and row_bytes > _SMALL_ROW:
             return None
         found: dict[int, Tensor] = self._blocks.setdefault(tensor, {})
-        return found
+        return found if found or not torch.is_inference_mode_enabled() else None  # autograd could not use them later
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.nn.conv import MessagePassing
@@ -87,6 +88,8 @@ class _Remembered:
             if len(known) == len(given) and all(map(_same, known, given)):
                 return result
         result = self._original(edge_index, *args, **kwargs)
+        if torch.is_inference_mode_enabled():  # autograd could not use it later
+            return result
         self._known.setdefault(edge_index, []).append((given, result))
         self._constants.add(value for value in result if isinstance(value, Tensor))
         return result

@@ -42,7 +42,8 @@ class GcnNorm:
             if all(a is b for a, b in zip(known[:2], key[:2], strict=True)) and known[2:] == key[2:]:
                 return result
         result = self._compute(edge_index, edge_weight, 2.0 if improved else 1.0, add_self_loops, dtype)
-        if edge_index in self._constants and (edge_weight is None or edge_weight in self._constants):
+        constant = edge_index in self._constants and (edge_weight is None or edge_weight in self._constants)
+        if constant and not torch.is_inference_mode_enabled():  # autograd could not use it later
             self._known.append((key, result))
             self._constants.add(result)
         return result

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -238,3 +240,21 @@ def test_other_modes_are_refused_by_config_and_strategy_alike(mode: int) -> None
     for make in (lambda: SarStrategy(mode=mode), lambda: SarConfig(name="sar", mode=mode)):
         with pytest.raises(ConfigError, match=f"mode={mode} was set"):
             make()
+
+
+@pytest.mark.parametrize("mode", [1, 2, 3])
+@pytest.mark.parametrize("make", [lambda: GCNConv(6, 4), lambda: GATConv(6, 4, heads=2), lambda: SAGEConv(6, 4)])
+def test_what_evaluation_computes_first_does_not_reach_training(make: Any, mode: int) -> None:
+    """Autograd cannot use tensors of inference mode, and kept results would be such tensors."""
+    x, edge_index = graph()
+    conv = make().double()
+    takeover = Takeover(HaloExchange(Group(), whole_shard(edge_index)), Schedule(mode=mode, cache_inputs="true"))
+    takeover.constant([x, edge_index])
+    takeover.install(conv)
+    with torch.inference_mode():
+        before = conv(x, edge_index).clone()
+    out = conv(x, edge_index)
+    out.sum().backward()
+    takeover.uninstall()
+    assert torch.equal(before, out.detach())
+    assert all(parameter.grad is not None for parameter in conv.parameters())
