@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -135,6 +136,9 @@ def test_requests_are_answered_with_fields_and_tensors(folder: IpcFolder) -> Non
     with service(folder, {"echo": echo}) as (server, client):
         answer = client.request("echo", {"a": [1, "b", None]}, tensors)
         assert client.server_incarnation == server.incarnation
+        deadline = time.monotonic() + 10  # the server counts an answer when it has left, which may be after it arrived
+        while server.counters.bytes_sent < client.counters.bytes_received and time.monotonic() < deadline:
+            time.sleep(0.001)
         sent, received = replace(client.counters), replace(server.counters)
     assert answer.fields == {"a": [1, "b", None]}
     assert [(t.dtype, t.shape) for t in answer.tensors] == [(t.dtype, t.shape) for t in tensors]
