@@ -38,9 +38,9 @@ def test_history_and_ranks_add_up(tmp_path: Path) -> None:
     assert [epoch["epoch"] for epoch in found["history"]] == [0, 1, 2] and len(found["epoch_seconds"]) == 3
     sent, received = (sum(rank[key] for rank in found["ranks"]) for key in ("bytes_sent", "bytes_received"))
     assert sent == received > 0
-    # mode 3, GCN of two layers (16 features, hidden 64, 4 classes), 3 epochs, float32: the features' sum is kept, so the
-    # first layer sends the halo's features once; the second sends the narrower rows, both ways; degrees once; gradients,
-    # the loss's weight and presence flags are all-reduced each step, and metrics gathered in 1 KiB
+    # mode 3, GCN of two layers (16 features, hidden 64, 4 classes), 3 epochs, float32. The features' sum is kept, so
+    # the first layer sends the halo's features once. The second sends the narrower rows, both ways. Degrees go once.
+    # Gradients, the loss's weight and presence flags are all-reduced each step, and metrics gathered in 1 KiB
     halo = sum(found["store"]["halo"])
     rows = halo * (16 * 4 + 4 * 4 * 2 * 3)
     assert rows <= sent <= rows + halo * 8 + 3 * 2 * (4 * 2000 + 1100)
