@@ -16,14 +16,16 @@ from gtrain_sar.config import Schedule
 from gtrain_sar.halo import HaloExchange, InFlight, add_rows, count_needed, push, stream
 
 
-def aggregate_recomputed(call: PropagateCall, schedule: Schedule) -> Tensor:
-    """Mode 1: nothing of a block survives the forward pass; [num_targets, ...]."""
+def aggregate_by_blocks(call: PropagateCall, schedule: Schedule) -> Tensor:
+    """Reduced messages, [num_targets, ...]; in mode 1 nothing of a block survives the forward pass."""
+    if schedule.mode != 1:
+        return _kept(call, schedule)
     out: Tensor = _Recomputed.apply(call, schedule, *call.tensors, *message_parameters(call))
     return out
 
 
-def aggregate_kept(call: PropagateCall, schedule: Schedule) -> Tensor:
-    """Mode 2: every block's messages stay in the autograd graph; [num_targets, ...]."""
+def _kept(call: PropagateCall, schedule: Schedule) -> Tensor:
+    """Mode 2: every block's messages stay in the autograd graph."""
     messages = [call.message(r, tensors) for r, tensors in kept_blocks(call, schedule)]
     if call.reduce in ("max", "min"):
         extreme: Tensor = _Extreme.apply(call, *messages)

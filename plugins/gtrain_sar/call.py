@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,6 +22,9 @@ REDUCTIONS: dict[type[Aggregation], str] = {
     MaxAggregation: "max",
     MinAggregation: "min",
 }
+
+_MOST_WAYS = 64
+_found: weakref.WeakKeyDictionary[MessagePassing, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def reduction(conv: MessagePassing) -> str | None:
@@ -212,16 +217,56 @@ class PropagateCall:
         return messages
 
 
-def message_parameters(call: PropagateCall) -> list[Tensor]:
-    """Parameters of the convolution that ``message`` itself uses (most use none), found with made-up edges."""
+def message_parameters(call: PropagateCall, stand_in: str = "") -> list[Tensor]:
+    """Parameters of the convolution that ``message`` itself uses (most use none), found with made-up edges.
+
+    Args:
+        call: the call.
+        stand_in: what is exchanged for a function that it calls, to be told from the function itself.
+    """
     candidates = [p for p in call.conv.parameters() if p.requires_grad]
-    return candidates if candidates and _uses_parameters(call) else []
+    found = candidates and remembered(call, f"uses parameters{stand_in}", partial(_uses_parameters, call))
+    return candidates if found else []
 
 
 def _uses_parameters(call: PropagateCall) -> bool:
     block, tensors = sample(call)
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), unwatched():
         return call.message_of(block, tensors).requires_grad
+
+
+def remembered(call: PropagateCall, what: str, find: Callable[[], Any]) -> Any:
+    """What ``find`` returned for a call of the same convolution that takes the same way through its methods.
+
+    It must not depend on values of tensors, which training changes.
+    """
+    if not isinstance(call.conv, MessagePassing):  # made for this call
+        return find()
+    key = (what, *_way(call))
+    known = _found.setdefault(call.conv, {})
+    if key not in known:
+        if len(known) >= _MOST_WAYS:  # an attribute changes all the time
+            known.clear()
+        known[key] = find()
+    return known[key]
+
+
+def _way(call: PropagateCall) -> Iterator[Any]:
+    """What could change the way that the convolution's methods go."""
+    yield from ((kind, t.shape[1:], t.dtype) for kind, t in zip(call.pool.kinds, call.tensors, strict=True))
+    yield from ((id(p), p.requires_grad) for p in call.conv.parameters())
+    for layer in call.conv.modules():
+        yield id(layer), layer.training
+        yield from _plain(layer.__dict__)
+    yield from _plain(call.given.constants)
+    if call.attention is not None:
+        yield from _plain(call.attention[1].constants)
+
+
+def _plain(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Plain values as they are, of others whether they are there."""
+    kinds = (bool, int, float, str)
+    return ((name, value if isinstance(value, kinds) else value is None) for name, value in values.items())
 
 
 def unwatched() -> Any:
@@ -232,8 +277,10 @@ def unwatched() -> Any:
 def normalises_messages(call: PropagateCall) -> bool:
     """Whether a batch norm takes statistics over messages, which are those of a block here."""
     norms = [layer for layer in call.conv.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
-    if not norms:
-        return False
+    return bool(norms) and bool(remembered(call, "calls norms", partial(_calls, norms, call)))
+
+
+def _calls(norms: Sequence[nn.Module], call: PropagateCall) -> bool:
     hooks = [norm.register_forward_pre_hook(_found_norm) for norm in norms]
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -65,15 +65,11 @@ class HaloExchange:
         first, tag = int(self.shard.offsets[self.shard.part]), self.group.next_tag()
         rows = [torch.empty(0, dtype=torch.int64)]
         for r in range(1, self.rounds):
-            reader, _ = self.peers(r)
+            reader, _ = peers(self.group, r)
             wanted = torch.empty(int(counts[reader][r]), dtype=torch.int64)
             send_backward(self.group, r, self.shard.halo[r].contiguous(), wanted, tag).wait()
             rows.append(wanted - first)
         return rows
-
-    def peers(self, r: int) -> tuple[int, int]:
-        """The rank that reads this one in round r, and the one that this rank reads."""
-        return peers(self.group, r)
 
     @property
     def orig_id(self) -> Tensor:
@@ -128,25 +124,6 @@ class InFlight:
         return self
 
 
-def send_forward(group: Group, r: int, outgoing: Tensor, incoming: Tensor, tag: int) -> InFlight:
-    """Post round r towards the readers: one tensor to the rank that reads this one, one from that which it reads."""
-    return _post(group, outgoing, incoming, *peers(group, r), tag)
-
-
-def send_backward(group: Group, r: int, outgoing: Tensor, incoming: Tensor, tag: int) -> InFlight:
-    """Post round r towards the owners."""
-    reader, owner = peers(group, r)
-    return _post(group, outgoing, incoming, owner, reader, tag)
-
-
-def _post(group: Group, outgoing: Tensor, incoming: Tensor, to: int, source: int, tag: int) -> InFlight:
-    return InFlight(
-        group.send(outgoing, to, tag) if outgoing.numel() else None,
-        group.receive(incoming, source, tag) if incoming.numel() else None,
-        [incoming],
-    )
-
-
 class Packet:
     """Several tensors in one contiguous buffer.
 
@@ -174,6 +151,26 @@ class Packet:
         ]
 
 
+def send_forward(group: Group, r: int, outgoing: Tensor, incoming: Tensor | Packet, tag: int) -> InFlight:
+    """Post round r towards the readers: one tensor to the rank that reads this one, one from that which it reads."""
+    return _post(group, outgoing, incoming, *peers(group, r), tag)
+
+
+def send_backward(group: Group, r: int, outgoing: Tensor, incoming: Tensor | Packet, tag: int) -> InFlight:
+    """Post round r towards the owners."""
+    reader, owner = peers(group, r)
+    return _post(group, outgoing, incoming, owner, reader, tag)
+
+
+def _post(group: Group, outgoing: Tensor, incoming: Tensor | Packet, to: int, source: int, tag: int) -> InFlight:
+    buffer, pieces = (incoming.buffer, incoming.pieces) if isinstance(incoming, Packet) else (incoming, [incoming])
+    return InFlight(
+        group.send(outgoing, to, tag) if outgoing.numel() else None,
+        group.receive(buffer, source, tag) if buffer.numel() else None,
+        pieces,
+    )
+
+
 def fetch(rows: Sequence[Rows], r: int, tag: int) -> InFlight:
     """Post round r's exchange; the results are ``[reads[r], ...]``, in the order of ``rows``."""
     group, device = rows[0][0].group, rows[0][1].device
@@ -181,9 +178,7 @@ def fetch(rows: Sequence[Rows], r: int, tag: int) -> InFlight:
     for (exchange, tensor), piece in zip(rows, outgoing.pieces, strict=True):
         gather(tensor.detach(), exchange.send_rows[r], piece)
     incoming = _packet(rows, [exchange.reads[r] for exchange, _ in rows], device)
-    flight = send_forward(group, r, outgoing.buffer, incoming.buffer, tag)
-    flight._pieces = incoming.pieces
-    return flight.as_types([tensor.dtype for _, tensor in rows])
+    return send_forward(group, r, outgoing.buffer, incoming, tag).as_types([tensor.dtype for _, tensor in rows])
 
 
 def push(gradients: Sequence[Rows], r: int, tag: int) -> InFlight:
@@ -200,9 +195,7 @@ def push(gradients: Sequence[Rows], r: int, tag: int) -> InFlight:
             piece.copy_(gradient)
         buffer = outgoing.buffer
     incoming = _packet(gradients, [len(exchange.send_rows[r]) for exchange, _ in gradients], device)
-    flight = send_backward(group, r, buffer, incoming.buffer, tag)
-    flight._pieces = incoming.pieces
-    return flight.as_types([gradient.dtype for _, gradient in gradients])
+    return send_backward(group, r, buffer, incoming, tag).as_types([gradient.dtype for _, gradient in gradients])
 
 
 def _packet(rows: Sequence[Rows], counts: Sequence[int], device: torch.device) -> Packet:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch_geometric.nn.conv import MessagePassing
 
-from gtrain_sar.call import PropagateCall, sample, sees_one_edge, unwatched
+from gtrain_sar.call import PropagateCall, remembered, sample, sees_one_edge, unwatched
 from gtrain_sar.edges import EdgeBlock
 from gtrain_sar.linear import LinearCall
 
 _EDGES = 4
-_MOST_FORMS = 64
 _VIEWS = (
     "IndexSelectBackward0",
     "ViewBackward0",
@@ -27,7 +24,6 @@ _VIEWS = (
     "AliasBackward0",
 )
 """Steps of autograd's graph that hand values on as they are."""
-_known: weakref.WeakKeyDictionary[MessagePassing, dict[Any, str | None]] = weakref.WeakKeyDictionary()
 
 
 def linear_call(call: PropagateCall) -> LinearCall | None:
@@ -56,24 +52,10 @@ def _form(call: PropagateCall) -> str | None:
     if call.pool.kinds.count("source") != 1 or "target" in call.pool.kinds:
         return None
     x = call.tensors[call.sources[0]]
-    return _known_form(call, x) if x.dim() in (2, 3) and x.is_floating_point() else None
-
-
-def _known_form(call: PropagateCall, x: Tensor) -> str | None:
-    shapes = [(kind, t.shape[1:], t.dtype) for kind, t in zip(call.pool.kinds, call.tensors, strict=True)]
-    key = (call.conv.training, *shapes, *_plain(call.given.constants), *_plain(call.conv.__dict__))
-    forms = _known.setdefault(call.conv, {})
-    if key not in forms:
-        if len(forms) >= _MOST_FORMS:  # an attribute changes all the time
-            forms.clear()
-        forms[key] = _try(call, x)
-    return forms[key]
-
-
-def _plain(values: dict[str, Any]) -> list[tuple[str, Any]]:
-    """What could change the way that ``message`` goes: plain values as they are, of others whether they are there."""
-    kinds = (bool, int, float, str)
-    return [(name, value if isinstance(value, kinds) else value is None) for name, value in values.items()]
+    if x.dim() not in (2, 3) or not x.is_floating_point():
+        return None
+    form: str | None = remembered(call, "form", partial(_try, call, x))
+    return form
 
 
 def _try(call: PropagateCall, x: Tensor) -> str | None:

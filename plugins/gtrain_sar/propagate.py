@@ -18,8 +18,9 @@ from torch_geometric.nn.conv import GATConv, GATv2Conv, MessagePassing
 
 from gtrain.errors import ConfigError
 from gtrain.strategy.group import Group
-from gtrain_sar.attention import attend
-from gtrain_sar.blocks import aggregate_kept, aggregate_recomputed
+from gtrain_sar.attention.fused import attend
+from gtrain_sar.attention.softmax import attend_by_blocks, calls_softmax, streams
+from gtrain_sar.blocks import aggregate_by_blocks
 from gtrain_sar.call import PropagateCall, normalises_messages, reduction, sees_one_edge
 from gtrain_sar.config import Schedule
 from gtrain_sar.constants import Constants
@@ -28,7 +29,6 @@ from gtrain_sar.extremes import extreme
 from gtrain_sar.halo import halo_rows
 from gtrain_sar.linear import LinearCall, aggregate
 from gtrain_sar.linear_form import linear_call, source_rows
-from gtrain_sar.softmax import attend_kept, attend_recomputed, calls_softmax, streams
 from gtrain_sar.transform import Transforms
 from gtrain_sar.whole_layers import hooked
 
@@ -138,11 +138,10 @@ class Propagation:
             return extreme(call.blocks, rows, call.reduce == "max", self._schedule)
         if self._schedule.mode == 3 or normalises_messages(call):
             return None
-        recomputed = self._schedule.mode == 1
         if sees_one_edge(call.conv):
-            return (aggregate_recomputed if recomputed else aggregate_kept)(call, self._schedule)
+            return aggregate_by_blocks(call, self._schedule)
         if calls_softmax(call.conv, "message") and call.conv not in self._asked and streams(call):
-            return (attend_recomputed if recomputed else attend_kept)(call, self._schedule)
+            return attend_by_blocks(call, self._schedule)
         return None
 
     def _attend(
@@ -156,9 +155,7 @@ class Propagation:
             rest = {other: value for other, value in kwargs.items() if other != name}
             call = PropagateCall(conv, blocks, "sum", rest, (name, promise.kwargs))
             if streams(call):
-                return conv.update(
-                    (attend_recomputed if self._schedule.mode == 1 else attend_kept)(call, self._schedule)
-                )
+                return conv.update(attend_by_blocks(call, self._schedule))
         return both_at_once(conv, edge_index, edges, kwargs, name, promise)
 
     def _fused(

@@ -21,7 +21,7 @@ from torch_geometric.nn.models.linkx import SparseLinear
 from torch_geometric.nn.to_hetero_module import ToHeteroMessagePassing
 from torch_geometric.nn.to_hetero_with_bases_transformer import HeteroBasisConv
 
-from gtrain_sar import dgl_refusals
+from gtrain_sar.dgl import refusals as dgl_refusals
 
 _OVER_ALL_NODES = (
     norm.GraphNorm,

@@ -16,6 +16,7 @@ from gtrain_sar.config import Schedule
 from gtrain_sar.constants import Constants
 from gtrain_sar.edges import EdgeBlocks
 from gtrain_sar.flight import Flight, LinearCall
+from gtrain_sar.linear import aggregate
 
 Layers = tuple[Tensor, Tensor | None, Tensor]
 """W_l [out, in], b [out] or None, W_r [out, in]."""
@@ -48,15 +49,8 @@ def sage_layer(
     narrows = left.size(0) < left.size(1)
     known = None
     if not narrows and constants.keeps(x, edge_index, weight):
-        known = constants.result((x, edge_index, weight), ("linear", mean), lambda: _aggregated(call, schedule))
+        known = constants.result((x, edge_index, weight), ("linear", mean), lambda: aggregate([call], schedule)[0])
     out: Tensor = _Layer.apply(call, schedule, narrows, known, x, left, bias, right)
-    return out
-
-
-def _aggregated(call: LinearCall, schedule: Schedule) -> Tensor:
-    flight = Flight([call], schedule)
-    (out,) = flight.start()
-    flight.finish([out])
     return out
 
 

@@ -20,12 +20,13 @@ from gtrain.graph.store import Store
 from gtrain.nn import DglGraph
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.group import Group
-from gtrain_sar import config, dgl_refusals, refusals
+from gtrain_sar import config, refusals
 from gtrain_sar.agreement import check_parts_agree
+from gtrain_sar.dgl import refusals as dgl_refusals
 from gtrain_sar.halo import HaloExchange
-from gtrain_sar.hetero import TypedTakeover
-from gtrain_sar.relations import Relations
 from gtrain_sar.takeover import Takeover, load_kernels
+from gtrain_sar.typed.relations import Relations
+from gtrain_sar.typed.takeover import TypedTakeover
 
 
 class SarStrategy(GraphStrategy):

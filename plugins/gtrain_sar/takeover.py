@@ -92,7 +92,7 @@ class Takeover:
         self._undo += self._functions.install(conv)
 
     def _give_shard(self, layer: DglGraph) -> None:
-        from gtrain_sar.dgl import DglShards  # loads DGL, which the model has done already
+        from gtrain_sar.dgl.graph import DglShards  # loads DGL, which the model has done already
 
         shards = DglShards(self._edges, self.schedule)
         self._undo.append(shards.close)

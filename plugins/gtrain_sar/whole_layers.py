@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn.conv import GATConv, GraphConv, MessagePassing, SAGEConv
 
+from gtrain_sar.attention.gat import gat_layer
 from gtrain_sar.call import reduction
 from gtrain_sar.config import Schedule
 from gtrain_sar.constants import Constants
 from gtrain_sar.edges import BlockIndex
-from gtrain_sar.gat import gat_layer
 from gtrain_sar.sage import sage_layer
 
 HOOKS = (

@@ -56,9 +56,9 @@ from gtrain.strategy.forming import form_group
 from gtrain.strategy.group import Group
 from gtrain_sar.config import Schedule
 from gtrain_sar.halo import HaloExchange
-from gtrain_sar.hetero import TypedTakeover
-from gtrain_sar.relations import Relations
 from gtrain_sar.takeover import Takeover
+from gtrain_sar.typed.relations import Relations
+from gtrain_sar.typed.takeover import TypedTakeover
 
 COUNTS = {"a": 31, "b": 17, "c": 2}
 WIDTH = 6

@@ -31,8 +31,8 @@ from dgl import nn as dglnn  # noqa: E402
 
 from gtrain.model.dgl_networks import DglGAT, DglRGCN, DglSAGE  # noqa: E402
 from gtrain_sar.config import Schedule  # noqa: E402
-from gtrain_sar.dgl import ShardGraph  # noqa: E402
-from gtrain_sar.dgl_attention import EdgeValues  # noqa: E402
+from gtrain_sar.dgl.attention import EdgeValues  # noqa: E402
+from gtrain_sar.dgl.graph import ShardGraph  # noqa: E402
 from gtrain_sar.halo import HaloExchange  # noqa: E402
 from gtrain_sar.strategy import SarStrategy  # noqa: E402
 from gtrain_sar.takeover import Takeover  # noqa: E402
@@ -372,7 +372,7 @@ def test_functions_of_more_than_one_edge_are_run_at_once(what: str, monkeypatch:
     net = Caught(what).double()
     reference = copy.deepcopy(net)
     ran: list[str] = []
-    monkeypatch.setattr("gtrain_sar.dgl_calls.aggregate_recomputed", _noted(ran, "gtrain_sar.dgl_calls"))
+    monkeypatch.setattr("gtrain_sar.dgl.calls.aggregate_by_blocks", _noted(ran, "gtrain_sar.dgl.calls"))
     a, b, engine = X.clone().requires_grad_(), X.clone().requires_grad_(), takeover()
     engine.install(net)
     out, expected = net(a), reference(b)
@@ -388,7 +388,7 @@ def test_functions_of_more_than_one_edge_are_run_at_once(what: str, monkeypatch:
 
 
 def _noted(ran: list[str], module: str) -> Any:
-    original = sys.modules[module].__dict__["aggregate_recomputed"]
+    original = sys.modules[module].__dict__["aggregate_by_blocks"]
 
     def noted(*args: Any) -> Any:
         ran.append("blocks")

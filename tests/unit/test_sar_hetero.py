@@ -22,10 +22,10 @@ from gtrain.strategy.group import Group
 from gtrain_sar import refusals
 from gtrain_sar.agreement import check_parts_agree
 from gtrain_sar.config import Schedule
-from gtrain_sar.hetero import TypedTakeover
-from gtrain_sar.layer_calls import Ends, LayerCall, SeveralHops
-from gtrain_sar.relations import Relations
-from gtrain_sar.typed_layer import capture
+from gtrain_sar.typed.calls import Ends, LayerCall, SeveralHops
+from gtrain_sar.typed.layer import capture
+from gtrain_sar.typed.relations import Relations
+from gtrain_sar.typed.takeover import TypedTakeover
 
 METADATA = (["author", "paper"], [WRITES, CITES])
 

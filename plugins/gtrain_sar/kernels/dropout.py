@@ -26,6 +26,11 @@ class Dropout(NamedTuple):
     p: float
     seed: int
 
+    @staticmethod
+    def drawn(p: float) -> Dropout:
+        """A mask of torch's random numbers; draws none where ``p`` is 0."""
+        return Dropout(p, int(torch.randint(1 << 62, ())) if p > 0 else 0)
+
     @property
     def threshold(self) -> int:
         """Coefficients whose 32-bit hash is below are dropped."""

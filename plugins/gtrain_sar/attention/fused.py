@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gtrain_sar.attention_source import of_round, reverse, send_targets
+from gtrain_sar.attention.sources import extremes_of, of_round, reverse, send_targets
 from gtrain_sar.config import Schedule
 from gtrain_sar.edges import EdgeBlock, EdgeBlocks
 from gtrain_sar.halo import InFlight, Rows, add_rows, count_needed, push, stream
@@ -48,8 +48,7 @@ def attend(
     Returns:
         [num_targets, H, C]; 0 where a target has no edge.
     """
-    seed = int(torch.randint(1 << 62, ())) if dropout > 0 else 0
-    out: Tensor = _Attention.apply(blocks, schedule, slope, Dropout(dropout, seed), x, source_logit, target_logit)
+    out: Tensor = _Attention.apply(blocks, schedule, slope, Dropout.drawn(dropout), x, source_logit, target_logit)
     return out
 
 
@@ -102,7 +101,7 @@ def attention_blocks(
         edges, dropout = numbered(blocks)[r].by_target, of_round(keep, r)
         attention_forward(edges, block_x, block_source, target, slope, state, dropout)
         if r > 0:
-            rest += [_extremes(block_source)] if schedule.mode == 1 else [block_x, block_source]
+            rest += [extremes_of(block_source)] if schedule.mode == 1 else [block_x, block_source]
     lse = attention_finish(state)
     return state.out, lse, *rest
 
@@ -195,13 +194,6 @@ def row_dots(a: Tensor, b: Tensor) -> Tensor:
         end = start + _CHUNK
         torch.sum(a[start:end] * b[start:end], -1, out=out[start:end])
     return out
-
-
-def _extremes(source: Tensor) -> Tensor:
-    """Largest and smallest logit of a block's sources, [2, H]."""
-    if not len(source):
-        return source.new_zeros((2, source.size(1)))
-    return torch.stack([source.amax(0), source.amin(0)])
 
 
 def numbered(blocks: EdgeBlocks) -> list[EdgeBlock]:

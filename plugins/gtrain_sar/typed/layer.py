@@ -11,13 +11,13 @@ from torch_geometric.nn.conv import MessagePassing
 
 from gtrain_sar.blocks import random_state, replayed_random
 from gtrain_sar.call import PropagateCall, reduction
-from gtrain_sar.extended import ExtendedRun
-from gtrain_sar.layer_calls import LayerCall, SeveralHops
 from gtrain_sar.linear import LinearCall, aggregate
 from gtrain_sar.linear_form import linear_call
+from gtrain_sar.typed.calls import LayerCall, SeveralHops
+from gtrain_sar.typed.extended import ExtendedRun
 
 if TYPE_CHECKING:
-    from gtrain_sar.hetero import TypedTakeover
+    from gtrain_sar.typed.takeover import TypedTakeover
 
 
 class TypedLayer:

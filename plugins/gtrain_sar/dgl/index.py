@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from gtrain.errors import ConfigError
-from gtrain_sar.attention import attend
+from gtrain_sar.attention.fused import attend
 from gtrain_sar.config import Schedule
-from gtrain_sar.dgl_attention import EdgeValues
-from gtrain_sar.dgl_block import DglBlocks
-from gtrain_sar.dgl_calls import attend_in_blocks
+from gtrain_sar.dgl.attention import EdgeValues
+from gtrain_sar.dgl.block import DglBlocks
+from gtrain_sar.dgl.calls import attend_in_blocks
 from gtrain_sar.edges import EdgeBlocks
 from gtrain_sar.halo import add_rows, halo_rows, push
 from gtrain_sar.linear import LinearCall, aggregate

@@ -10,12 +10,12 @@ from dgl import core
 from dgl.udf import NodeBatch
 from torch import Tensor
 
-from gtrain_sar.dgl_calls import Batch, Function, aggregate_in_blocks
-from gtrain_sar.dgl_frames import Columns
-from gtrain_sar.dgl_index import plain
+from gtrain_sar.dgl.calls import Batch, Function, aggregate_in_blocks
+from gtrain_sar.dgl.frames import Columns
+from gtrain_sar.dgl.index import plain
 
 if TYPE_CHECKING:
-    from gtrain_sar.dgl import ShardGraph
+    from gtrain_sar.dgl.graph import ShardGraph
 
 Messages = dict[str, Tensor]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gtrain_sar.attention import AttentionBackward, attention_backward_blocks, attention_blocks, row_dots
+from gtrain_sar.attention.fused import AttentionBackward, attention_backward_blocks, attention_blocks, row_dots
 from gtrain_sar.borrowed import Borrowed
 from gtrain_sar.config import Schedule
 from gtrain_sar.edges import EdgeBlocks
@@ -28,8 +28,7 @@ def gat_layer(blocks: EdgeBlocks, tensors: Tensors, slope: float, dropout: float
         dropout: chance that a coefficient is dropped.
         schedule: how blocks are fetched; mode 1 transforms x again in the backward pass, others keep it transformed.
     """
-    seed = int(torch.randint(1 << 62, ())) if dropout > 0 else 0
-    out: Tensor = _Layer.apply(blocks, schedule, slope, Dropout(dropout, seed), *tensors)
+    out: Tensor = _Layer.apply(blocks, schedule, slope, Dropout.drawn(dropout), *tensors)
     return out
 
 

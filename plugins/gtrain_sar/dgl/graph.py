@@ -17,11 +17,11 @@ from torch import Tensor
 
 from gtrain.errors import ConfigError
 from gtrain.nn import DglGraph
-from gtrain_sar import dgl_index, dgl_messages
 from gtrain_sar.config import Schedule
-from gtrain_sar.dgl_block import DglBlocks
-from gtrain_sar.dgl_frames import Frame
-from gtrain_sar.dgl_index import ShardIndex, Unserved
+from gtrain_sar.dgl import index, messages
+from gtrain_sar.dgl.block import DglBlocks
+from gtrain_sar.dgl.frames import Frame
+from gtrain_sar.dgl.index import ShardIndex, Unserved
 from gtrain_sar.edges import BlockIndex, EdgeBlocks
 
 NODE, EDGE = "_N", "_E"
@@ -37,11 +37,11 @@ class DglShards:
 
     def __init__(self, blocks: BlockIndex, schedule: Schedule) -> None:
         self._blocks, self._schedule = blocks, schedule
-        dgl_index.serve()
+        index.serve()
 
     def close(self) -> None:
         """Leave DGL as it was found."""
-        dgl_index.unserve()
+        index.unserve()
 
     def graph(self, layer: DglGraph, edge_index: Tensor, num_nodes: int) -> ShardGraph:
         """What ``layer.forward`` returns in place of DGL's graph; ``num_nodes`` is the shard's own."""
@@ -60,7 +60,7 @@ class ShardGraph:
 
     Node data are rows of the own nodes; where a convolution reads them at sources, those of the halo are fetched.
     Edges are all that point at the own nodes, in the order of ``edge_index``. What DGL's graph has beyond that,
-    :class:`~gtrain_sar.dgl_index.Unserved` refuses.
+    :class:`~gtrain_sar.dgl.index.Unserved` refuses.
 
     Args:
         edge_index: int64 [2, E], in the shard's local ids.
@@ -120,7 +120,7 @@ class ShardGraph:
         if core.is_builtin(message_func) and core.is_builtin(reduce_func):
             found = core.message_passing(self, message_func, reduce_func, None)
         else:
-            found = dgl_messages.pass_messages(self, message_func, reduce_func)
+            found = messages.pass_messages(self, message_func, reduce_func)
         if core.is_builtin(reduce_func) and reduce_func.name in ("max", "min"):  # nodes without edges have 0
             found = {name: value.masked_fill(value.isinf(), 0.0) for name, value in found.items()}
         self.ndata.update(found)
@@ -138,7 +138,7 @@ class ShardGraph:
                 "strategy=sar does not serve this convolution: it applies a function to some edges of the graph.",
                 hint="apply it to all edges, or use strategy=single.",
             )
-        found = core.invoke_gsddmm(self, func) if core.is_builtin(func) else dgl_messages.call_on_edges(self, func)
+        found = core.invoke_gsddmm(self, func) if core.is_builtin(func) else messages.call_on_edges(self, func)
         self.edata.update(found)
 
     # ------------------------------------------------------------------------ structure
@@ -196,6 +196,6 @@ class ShardGraph:
     def out_degrees(self, u: Any = "__ALL__", etype: Any = None) -> Tensor:
         """Edges that leave each own node, or some, counted over all parts, int64."""
         if "out_degree" not in self.blocks.extra:
-            self.blocks.extra["out_degree"] = dgl_index.out_degrees(self.blocks, self._ends[0])
+            self.blocks.extra["out_degree"] = index.out_degrees(self.blocks, self._ends[0])
         found: Tensor = self.blocks.extra["out_degree"]
         return found if is_all(u) else found[u]

@@ -17,12 +17,12 @@ from torch_geometric.nn.conv.hetero_conv import group
 from gtrain.graph.manifest import EdgeType
 from gtrain_sar.config import Schedule
 from gtrain_sar.edges import BlockIndex
-from gtrain_sar.layer_calls import Ends, LayerCall
 from gtrain_sar.normalize import GcnNorm
-from gtrain_sar.relations import Relation, Relations
 from gtrain_sar.takeover import Takeover
-from gtrain_sar.typed_graph import TypedGraph, has_typed_convolutions
-from gtrain_sar.typed_layer import TypedLayer
+from gtrain_sar.typed.calls import Ends, LayerCall
+from gtrain_sar.typed.graph import TypedGraph, has_typed_convolutions
+from gtrain_sar.typed.layer import TypedLayer
+from gtrain_sar.typed.relations import Relation, Relations
 
 OVER_ALL_TYPES: tuple[type[nn.Module], ...] = (HGTConv,)
 """Convolutions that take dictionaries by type and pass messages once for all of them."""

@@ -12,16 +12,16 @@ from dgl.udf import EdgeBatch
 from torch import Tensor, nn
 from torch_geometric.utils import softmax
 
-from gtrain_sar.blocks import aggregate_kept, aggregate_recomputed
+from gtrain_sar.attention.softmax import attend_by_blocks
+from gtrain_sar.blocks import aggregate_by_blocks
 from gtrain_sar.call import Pool, PropagateCall, sample
 from gtrain_sar.config import Schedule
-from gtrain_sar.dgl_attention import EdgeValues, Recipe
-from gtrain_sar.dgl_frames import Columns
+from gtrain_sar.dgl.attention import EdgeValues, Recipe
+from gtrain_sar.dgl.frames import Columns
 from gtrain_sar.edges import EdgeBlock, EdgeBlocks
-from gtrain_sar.softmax import attend_kept, attend_recomputed
 
 if TYPE_CHECKING:
-    from gtrain_sar.dgl import ShardGraph
+    from gtrain_sar.dgl.graph import ShardGraph
 
 Function = Callable[[EdgeBatch], dict[str, Tensor]]
 _ERRORS = (RuntimeError, ValueError, IndexError, KeyError, TypeError, AssertionError, AttributeError)
@@ -51,7 +51,7 @@ class _Owner:
 
 
 class AttentionCall(PropagateCall):
-    """Sum of source rows ``x`` with the coefficients of a recipe, for :mod:`gtrain_sar.softmax`."""
+    """Sum of source rows ``x`` with the coefficients of a recipe, for :mod:`gtrain_sar.attention.softmax`."""
 
     def __init__(self, blocks: EdgeBlocks, x: Tensor, recipe: Recipe) -> None:
         self.conv: Any = _Owner([tensor for step in recipe.steps for tensor in step.tensors])
@@ -72,8 +72,7 @@ class AttentionCall(PropagateCall):
 
 def attend_in_blocks(blocks: EdgeBlocks, x: Tensor, recipe: Recipe, schedule: Schedule) -> Tensor:
     """Attention by a running maximum and sum over blocks (modes 1 and 2), [num_local, ...]."""
-    call = AttentionCall(blocks, x, recipe)
-    return attend_recomputed(call, schedule) if schedule.mode == 1 else attend_kept(call, schedule)
+    return attend_by_blocks(AttentionCall(blocks, x, recipe), schedule)
 
 
 class FunctionCall(PropagateCall):
@@ -158,9 +157,7 @@ def aggregate_in_blocks(
     if schedule.mode == 3 or reduce not in ("sum", "mean"):
         return None
     call = FunctionCall(graph, function, field, reduce)
-    if not call.served():
-        return None
-    return aggregate_recomputed(call, schedule) if schedule.mode == 1 else aggregate_kept(call, schedule)
+    return aggregate_by_blocks(call, schedule) if call.served() else None
 
 
 def _modules(function: Any) -> Iterator[nn.Module]:

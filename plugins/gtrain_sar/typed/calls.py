@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.nn.conv import MessagePassing
 
 from gtrain_sar.halo import HaloExchange
-from gtrain_sar.relations import Relation
+from gtrain_sar.typed.relations import Relation
 
 
 @dataclass(eq=False)

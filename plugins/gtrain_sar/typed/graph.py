@@ -12,12 +12,12 @@ from torch_geometric.nn.conv import MessagePassing
 
 from gtrain.graph.manifest import EdgeType
 from gtrain_sar.halo import HaloExchange
-from gtrain_sar.layer_calls import Ends, LayerCall
-from gtrain_sar.relations import Relations
-from gtrain_sar.typed_layer import TypedLayer
+from gtrain_sar.typed.calls import Ends, LayerCall
+from gtrain_sar.typed.layer import TypedLayer
+from gtrain_sar.typed.relations import Relations
 
 if TYPE_CHECKING:
-    from gtrain_sar.hetero import TypedTakeover
+    from gtrain_sar.typed.takeover import TypedTakeover
 
 
 def has_typed_convolutions(module: GraphModule, relations: Relations) -> bool:

@@ -118,7 +118,17 @@ def _per_head(values: Tensor, like: Tensor) -> Tensor:
     return values.sum(-1, keepdim=True) if values.shape[1:] != like.shape[1:] else values
 
 
-def attend_kept(call: PropagateCall, schedule: Schedule) -> Tensor:
+def attend_by_blocks(call: PropagateCall, schedule: Schedule) -> Tensor:
+    """Attention, [num_targets, ...]; in mode 1 nothing of a block survives the forward pass."""
+    if schedule.mode != 1:
+        return _kept(call, schedule)
+    with softmax_replaced(call.conv, lambda logits, index: torch.ones_like(logits) * logits.sigmoid()):
+        parameters = message_parameters(call, " but for softmax")
+    out: Tensor = _Attention.apply(call, schedule, *call.tensors, *parameters)
+    return out
+
+
+def _kept(call: PropagateCall, schedule: Schedule) -> Tensor:
     """Mode 2: logits, coefficients and messages stay in the autograd graph."""
     data, logits, indices, messages = [], [], [], []
     state = random_state(call.blocks.in_degree.device)
@@ -166,18 +176,6 @@ def _logits(call: PropagateCall, r: int, tensors: list[Tensor]) -> Tensor:
         logits: Tensor = found.args[0]
         return logits
     raise AssertionError("a method that calls softmax did not")
-
-
-def attend_recomputed(call: PropagateCall, schedule: Schedule) -> Tensor:
-    """Mode 1: nothing of a block survives the forward pass."""
-    out: Tensor = _Attention.apply(call, schedule, *call.tensors, *message_parameters_of(call))
-    return out
-
-
-def message_parameters_of(call: PropagateCall) -> list[Tensor]:
-    """Parameters that the methods use, found with a stand-in for softmax."""
-    with softmax_replaced(call.conv, lambda logits, index: torch.ones_like(logits) * logits.sigmoid()):
-        return message_parameters(call)
 
 
 class _Running:

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gtrain_sar.edges import Compressed, EdgeBlocks, compress
-from gtrain_sar.halo import HaloExchange, InFlight, Packet, add_rows, gather, send_backward, send_forward
+from gtrain_sar.halo import HaloExchange, InFlight, Packet, add_rows, gather, peers, send_backward, send_forward
 from gtrain_sar.kernels import Dropout, attention_backward
 
 if TYPE_CHECKING:
-    from gtrain_sar.attention import AttentionBackward
+    from gtrain_sar.attention.fused import AttentionBackward
 
 _SPREAD = 60.0  # exp(2 * _SPREAD) would overflow float32
 
@@ -68,7 +68,7 @@ def _ask(blocks: EdgeBlocks) -> Reverse:
     of_all = group.all_gather(torch.tensor(sizes, dtype=torch.int64))
     rounds: list[ReadBy | None] = [None]
     for r in range(1, exchange.rounds):
-        reader, _ = exchange.peers(r)
+        reader, _ = peers(group, r)
         num_edges, num_targets = of_all[reader][r].tolist()
         incoming = targets[r].new_empty((3, num_edges), dtype=torch.int32)
         send_backward(group, r, _described(numbered[r].by_source, targets[r]), incoming, tag).wait()
@@ -142,9 +142,7 @@ def _send(backward: AttentionBackward, ways: list[ReadBy | None], r: int, extrem
     rest[0].copy_(delta)
     seed.fill_(backward.keep.seed)
     incoming = _packet(backward, exchange, way.num_targets, folded=_folds(_sent_extremes(backward, r)))
-    flight = send_backward(exchange.group, r, outgoing.buffer, incoming.buffer, tag)
-    flight._pieces = incoming.pieces
-    return flight
+    return send_backward(exchange.group, r, outgoing.buffer, incoming, tag)
 
 
 def _packet(backward: AttentionBackward, exchange: HaloExchange, count: int, *, folded: bool) -> Packet:
@@ -160,12 +158,16 @@ def _folds(extremes: Tensor) -> bool:
     return bool((extremes[0] - extremes[1] < _SPREAD).all())
 
 
+def extremes_of(source: Tensor) -> Tensor:
+    """Largest and smallest logit of a block's sources [n, H], as [2, H]; 0 where it has none."""
+    return torch.stack([source.amax(0), source.amin(0)]) if len(source) else source.new_zeros((2, source.size(1)))
+
+
 def _sent_extremes(backward: AttentionBackward, r: int) -> Tensor:
     """The largest and smallest logit of the sources that the reader of round r has, [2, H]; as it computed them."""
     exchange = backward.blocks.exchange
     rows = backward.source[exchange.send_rows[r]]
-    rows = rows.to(exchange.on_wire(rows.dtype)).to(rows.dtype)
-    return torch.stack([rows.amax(0), rows.amin(0)]) if len(rows) else rows.new_zeros((2, rows.size(1)))
+    return extremes_of(rows.to(exchange.on_wire(rows.dtype)).to(rows.dtype))
 
 
 def _answer(backward: AttentionBackward, way: ReadBy, r: int, pieces: list[Tensor]) -> Tensor:

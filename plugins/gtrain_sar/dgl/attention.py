@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from gtrain_sar.dgl_index import ShardIndex
+    from gtrain_sar.dgl.index import ShardIndex
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add,

@@ -17,10 +17,10 @@ from torch_geometric.nn.conv import MessagePassing
 
 from gtrain_sar.blocks import random_state, replayed_random
 from gtrain_sar.halo import Rows, halo_rows, stream
-from gtrain_sar.layer_calls import Ends, LayerCall, SeveralHops
+from gtrain_sar.typed.calls import Ends, LayerCall, SeveralHops
 
 if TYPE_CHECKING:
-    from gtrain_sar.hetero import TypedTakeover
+    from gtrain_sar.typed.takeover import TypedTakeover
 
 
 class ExtendedRun:

@@ -1,0 +1,1 @@
+"""Graphs with types of nodes and edges."""
