@@ -56,6 +56,9 @@ class Backend:
         serves: kinds of models that it trains; None for all. See ``gtrain.model.kinds``.
         refusal: why it does not train the others, a clause that follows "because".
         roles: its servers by the role's name, and how often a ``worker`` is started again.
+        store: ``package.module:function`` beside ``config``, which says what settings the store of a job has, whatever
+            the data's own are: ``num_parts``, ``partitioner``, and ``buckets`` (see ``gtrain.graph.store``). Given the
+            composed configuration as a dictionary. Empty: the data's own settings, and one part a rank.
     """
 
     description: str
@@ -65,6 +68,15 @@ class Backend:
     serves: frozenset[str] | None = None
     refusal: str = "it was not made for it"
     roles: Mapping[str, Role] = field(default_factory=dict)
+    store: str = ""
+
+    def store_settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """What :attr:`store` says.
+
+        Raises:
+            ConfigError: the data's settings contradict the strategy's.
+        """
+        return dict(_load(self.store)(config)) if self.store else {}
 
     def load_config(self) -> type[Any]:
         """The configuration dataclass."""

@@ -102,6 +102,7 @@ def make_model(settings: dict[str, Any], store: Store) -> pl.LightningModule:
         encoder=encoder,
         multilabel=bool(facts.get("multilabel")),
         optimizer=optional(settings.get("optimizer"), "model.optimizer"),
+        sparse_optimizer=optional(settings.get("sparse_optimizer"), "model.sparse_optimizer"),
         scheduler=optional(settings.get("scheduler"), "model.scheduler"),
         class_weights=_class_weights(settings.get("class_weights"), store),
         **options,
@@ -119,6 +120,7 @@ def _link_predictor(target: Any, settings: dict[str, Any], store: Store) -> Link
         make_decoder(settings.get("decoder", "dot"), channels, store.facts.get("num_relations")),
         encoder=encoder,
         optimizer=optional(settings.get("optimizer"), "model.optimizer"),
+        sparse_optimizer=optional(settings.get("sparse_optimizer"), "model.sparse_optimizer"),
         scheduler=optional(settings.get("scheduler"), "model.scheduler"),
         **options,
     )

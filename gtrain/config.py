@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gtrain import backends
@@ -16,6 +16,7 @@ VERBS = {
     "train": "fit, then test with the best checkpoint (the default)",
     "test": "test a checkpoint (ckpt_path=best unless given)",
     "predict": "write what a checkpoint says of every node (ckpt_path=best unless given) to output=",
+    "export": "write the embedding of every node by name (format=npy, parquet, tsv or pbg_hdf5) to output=",
     "partition": "make the partitioned store and print edge cut, halo sizes and balance",
     "serve": "start one server of role= by hand, at cluster.rendezvous=",
     "key": "make the file cluster.key_file=, by which a job's processes know each other on a network",
@@ -137,6 +138,7 @@ def register() -> None:
     from gtrain.data import config as data
 
     OmegaConf.register_new_resolver("gtrain.score", _score, replace=True)
+    OmegaConf.register_new_resolver("gtrain.fan_out", _fan_out, replace=True)
 
     store = ConfigStore.instance()
     store.store(group="schema/trainer", name="trainer", node=TrainerConfig)
@@ -150,6 +152,12 @@ def register() -> None:
 def _score(score: str | None, task: str) -> str:
     """What the best checkpoint is best in: the model's own choice, or that of its task."""
     return score or ("val/mrr" if task == "link" else "val/acc")
+
+
+def _fan_out(layers: Any) -> ListConfig:
+    """Neighbours to draw for each of a network's layers, where the user does not say; hops grow fast."""
+    count = layers if isinstance(layers, int) and layers > 0 else 2  # what else it is, _check_model refuses
+    return OmegaConf.create([15, 10, *[5] * count][:count])
 
 
 def validate(cfg: DictConfig) -> None:

@@ -67,14 +67,17 @@ def _partition(config: dict[str, Any]) -> None:
 
 
 def _data_module(config: dict[str, Any], ranks: int) -> GraphDataModule:
-    """The DataModule, cut into one part a rank unless the configuration says otherwise."""
+    """The DataModule, cut into one part a rank unless the configuration or the strategy says otherwise."""
     parts = config["data"].get("num_parts") or ranks
-    module = build.make({**config["data"], "num_parts": parts}, "data")
+    wanted = backends.get(config["strategy"]["name"]).store_settings(config)
+    buckets = wanted.pop("buckets", False)
+    module = build.make({**config["data"], "num_parts": parts, **wanted}, "data")
     if not isinstance(module, GraphDataModule):
         raise ConfigError(
             f"data._target_={config['data']['_target_']} is no GraphDataModule.",
             hint="subclass gtrain.GraphDataModule.",
         )
+    module.buckets = buckets
     return module
 
 
@@ -96,7 +99,8 @@ class _Task:
         data = _data_module(config, strategy.world_size)
         data.prepare_data()
         store = data.open_store()
-        model = build.make_model(config["model"], store)
+        with strategy.making_model():
+            model = build.make_model(config["model"], store)
         self._check_served(strategy, model)
         recorder = RunRecorder(strategy.counters)
         trainer = self._trainer(strategy, recorder, data)
@@ -106,7 +110,7 @@ class _Task:
         if config["verb"] == "train":
             trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
         fit_seconds = time.perf_counter() - began if config["verb"] == "train" else 0.0
-        if config["verb"] == "predict":
+        if config["verb"] in ("predict", "export"):
             self._predict(trainer, model, data, checkpoint)
             return None
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -137,7 +141,7 @@ class _Task:
     def _checkpoint(self) -> Path | None:
         """The checkpoint to go on from, or to test."""
         path = self.config["ckpt_path"]
-        if path is None and self.config["verb"] in ("test", "predict"):
+        if path is None and self.config["verb"] in ("test", "predict", "export"):
             path = "best"
         return None if path is None else runs.resolve(path, self._runs, self.config)
 
@@ -182,8 +186,11 @@ class _Task:
         """Write what the model says of every node."""
         config, strategy = self.config, trainer.strategy
         assert isinstance(strategy, GraphStrategy)
-        output = Path(config["output"] or Path(config["paths"]["run"], f"predictions.{config['format']}"))
-        writer = PredictionWriter(output, config["format"], data.open_store(), strategy, config["embeddings"])
+        exporting = config["verb"] == "export"
+        default = f"{'embeddings' if exporting else 'predictions'}.{config['format']}"
+        output = Path(config["output"] or Path(config["paths"]["run"], default))
+        embeddings = exporting or config["embeddings"]
+        writer = PredictionWriter(output, config["format"], data.open_store(), strategy, embeddings)
         trainer.callbacks.append(writer)  # type: ignore[attr-defined]
         trainer.predict(model, datamodule=data, ckpt_path=checkpoint, return_predictions=False)
         if strategy.is_global_zero:

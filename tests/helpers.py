@@ -135,7 +135,7 @@ def logs(folder: Path) -> str:
 
 def _kill_group(process: subprocess.Popen[str]) -> tuple[str, str]:
     """Kill the process and its group, and the ranks that made groups of their own; return what they had said."""
-    for pid in (*_descendants(process.pid), process.pid):
+    for pid in (*descendants(process.pid), process.pid):
         for kill in (os.killpg, os.kill):
             try:
                 kill(pid, signal.SIGKILL)
@@ -144,7 +144,7 @@ def _kill_group(process: subprocess.Popen[str]) -> tuple[str, str]:
     return process.communicate()
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     """Process ids below ``pid``, as /proc has them now: each rank leads a process group of its own."""
     found: list[int] = []
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -153,5 +153,5 @@ def _descendants(pid: int) -> list[int]:
         except OSError:
             continue
         for child in direct:
-            found += [child, *_descendants(child)]
+            found += [child, *descendants(child)]
     return found

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers import REPO, ok, run
 
-PLUGINS = ("gtrain_single", "gtrain_sar")
+PLUGINS = ("gtrain_single", "gtrain_sar", "gtrain_pyg", "gtrain_ps", "gtrain_pbg")
 EXAMPLE = "gtrain_example"
 LIGHT = (
     "gtrain",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,21 +11,19 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch_geometric.data import Data, HeteroData
 
+from gtrain.callbacks import formats
 from gtrain.data.loader import target_type
 from gtrain.errors import ConfigError
 from gtrain.graph.store import Store
 from gtrain.strategy.base import GraphStrategy
 
-FORMATS = ("npy", "parquet")
-_ROWS = 1 << 16  # of one Parquet row group
+FORMATS = ("npy", *formats.WRITERS)
 
 
 class PredictionWriter(pl.Callback):
@@ -36,7 +35,8 @@ class PredictionWriter(pl.Callback):
     Args:
         path: the file to write.
         fmt: ``npy``: float [N, D]; ``parquet``: columns ``id`` (the name, where the data has names) and ``values`` (a
-            list of D numbers), and ``prediction`` (the best class) where the values are scores of classes.
+            list of D numbers), and ``prediction`` (the best class) where the values are scores of classes; ``tsv`` and
+            ``pbg_hdf5``: see :mod:`gtrain.callbacks.formats`.
         store: the graph.
         strategy: the ranks.
         embeddings: write what the module's own ``embed(batch)`` returns for the seeds, or where it has none what its
@@ -125,26 +125,17 @@ class PredictionWriter(pl.Callback):
         if self._format == "npy":
             os.replace(self._scratch, self.path)
             return
+        values = np.load(self._scratch, mmap_mode="r")
+        kind = target_type(self._store)
         done = self.path.with_name(self.path.name + ".done")
-        self._write_parquet(done, shape, classes)
+        if classes and self._format == "parquet":
+            formats.write_parquet(done, values, self._store.names(kind), kind, classes=True)
+        else:
+            formats.WRITERS[self._format](done, values, self._store.names(kind), kind)
+        if self.path.is_dir():  # which a folder is not renamed over
+            shutil.rmtree(self.path)
         os.replace(done, self.path)
         self._scratch.unlink()
-
-    def _write_parquet(self, path: Path, shape: tuple[int, int], classes: bool) -> None:
-        values = np.load(self._scratch, mmap_mode="r")
-        names = self._store.names(target_type(self._store))
-        fields = [("id", pa.int64() if names is None else pa.string()), ("values", pa.list_(pa.float32(), shape[1]))]
-        schema = pa.schema([*fields, ("prediction", pa.int64())] if classes else fields)
-        with pq.ParquetWriter(path, schema) as writer:
-            for first in range(0, shape[0], _ROWS):
-                block = np.ascontiguousarray(values[first : first + _ROWS])
-                ids = np.arange(first, first + len(block))
-                columns = {
-                    "id": ids if names is None else names.decode(torch.from_numpy(ids)),
-                    "values": pa.FixedSizeListArray.from_arrays(block.reshape(-1), shape[1]),
-                    "prediction": block.argmax(axis=1),
-                }
-                writer.write_table(pa.table({field.name: columns[field.name] for field in schema}, schema))
 
 
 def last_layer(module: pl.LightningModule) -> nn.Module:

@@ -27,7 +27,15 @@ class DataConfig:
     normalize_features: bool = False
     seed: int = 0
     batch_size: int | None = None
-    num_neighbors: list[int] | None = None
+    num_neighbors: Any = None  # a list, or lists by edge type
+    replace: bool = False
+    disjoint: bool = False
+    subgraph_type: str = "directional"
+    temporal_strategy: str | None = None
+    time_attr: str | None = None
+    weight_attr: str | None = None
+    neg_sampling: str | None = None
+    neg_sampling_ratio: float = 1.0
     unlabelled: int | None = None
     num_classes: int | None = None
     task: str = "${oc.select:model.task,node}"

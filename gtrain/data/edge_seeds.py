@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
+from gtrain.data.negatives import Negatives
+from gtrain.data.scored_edges import EdgeType, ScoredEdges
 from gtrain.graph.store import Store
 from gtrain.graph.whole import held_out_edges
 
-EdgeType = tuple[str, str, str]
 _OPTIONAL = ("type", "weight", "time")
 
 
@@ -24,34 +25,45 @@ class EdgeSeeds:
         extra: ``type`` int64 (relation), ``weight`` (float), ``time`` int64, each ``[S]``, where the data has them.
         known: what is true anywhere in the data, for filtered ranking; None on the train split.
         edge_type: the edge type of a heterogeneous graph; None in a homogeneous one.
+        edge_id: int64 ``[S]``, places among the split's edges of the source data.
+        negatives: draws false edges; None: there are none.
     """
 
     index: Tensor
     extra: dict[str, Tensor]
     known: KnownEdges | None
     edge_type: EdgeType | None
+    edge_id: Tensor
+    negatives: Negatives | None = None
 
     def __len__(self) -> int:
         return self.index.size(1)
 
-    def select(self, chosen: Tensor) -> dict[str, Tensor]:
-        """Return the batch entries of the chosen seeds.
+    def select(self, chosen: Tensor, epoch: int = 0) -> ScoredEdges:
+        """Return the chosen seeds with their false edges.
 
         Args:
             chosen: int64 ``[B]``, positions in this split.
+            epoch: number of the epoch.
+        """
+        source, target = self.index[:, chosen]
+        edges = ScoredEdges(source, target, {name: value[chosen] for name, value in self.extra.items()})
+        return edges if self.negatives is None else self.negatives(edges, self.edge_id[chosen], epoch)
+
+    def answers(self, chosen: Tensor) -> dict[str, Tensor]:
+        """Return what is true of the chosen seeds' ends: entries of the batch, none on the train split.
 
         Returns:
-            ``edge_label_index`` int64 ``[2, B]``; ``edge_label_type``, ``edge_label_weight`` and ``edge_label_time``
-            ``[B]`` where there are such; and where answers are known, ``known_tail_ptr`` int64 ``[B + 1]`` with
-            ``known_tail`` (all t such that (h, r, t) is in the data), ``known_head_ptr`` and ``known_head`` alike.
+            ``known_tail_ptr`` int64 ``[B + 1]`` with ``known_tail`` (all t such that (h, r, t) is in the data),
+            ``known_head_ptr`` and ``known_head`` alike.
         """
-        index = self.index[:, chosen]
-        entries = {"edge_label_index": index}
-        entries |= {f"edge_label_{name}": value[chosen] for name, value in self.extra.items()}
-        if self.known is not None:
-            relation = entries.get("edge_label_type")
-            entries["known_tail_ptr"], entries["known_tail"] = self.known.tails(index[0], relation)
-            entries["known_head_ptr"], entries["known_head"] = self.known.heads(index[1], relation)
+        if self.known is None:
+            return {}
+        (source, target), relation = self.index[:, chosen], self.extra.get("type")
+        relation = None if relation is None else relation[chosen]
+        entries = {}
+        entries["known_tail_ptr"], entries["known_tail"] = self.known.tails(source, relation)
+        entries["known_head_ptr"], entries["known_head"] = self.known.heads(target, relation)
         return entries
 
 
@@ -61,13 +73,15 @@ class KnownEdges:
     Args:
         index: sources and targets of every edge, train, val and test.
         relation: relation of each, or None where there is one.
+        num_relations: R, where queries may have relations that none of these edges has.
 
     Shapes:
         index int64 ``[2, K]``, relation int64 ``[K]``.
     """
 
-    def __init__(self, index: Tensor, relation: Tensor | None) -> None:
-        self._relations = int(relation.max()) + 1 if relation is not None and relation.numel() else 1
+    def __init__(self, index: Tensor, relation: Tensor | None, num_relations: int = 1) -> None:
+        largest = int(relation.max()) + 1 if relation is not None and relation.numel() else 1
+        self._relations = max(largest, num_relations)
         self._by_source = self._sorted(index[0], relation, index[1])
         self._by_target = self._sorted(index[1], relation, index[0])
 
@@ -96,41 +110,48 @@ class KnownEdges:
         return pointer, answers[torch.repeat_interleave(begin, count) + offset]
 
 
-def edge_seeds(graph: Data | HeteroData, store: Store, split: str) -> EdgeSeeds:
+def edge_seeds(graph: Data | HeteroData, store: Store, split: str, negatives: Negatives | None = None) -> EdgeSeeds:
     """Return the edges of a split.
 
     Args:
         graph: the whole graph, its nodes in the order of the global ids.
         store: where the held-out edges are.
         split: ``train``: every edge that messages pass along; ``val`` or ``test``: those held out.
+        negatives: draws their false edges; None: there are none.
     """
     edge_type: EdgeType | None = None
     if isinstance(graph, HeteroData):
         edge_type = tuple(store.facts["target_edge"])
-    index, extra = _train(graph, edge_type)
+    index, edge_id, extra = _train(graph, edge_type)
     if split == "train":
-        return EdgeSeeds(index, extra, None, edge_type)
+        return EdgeSeeds(index, extra, None, edge_type, edge_id, negatives)
     others = {name: _held_out(store, name, edge_type) for name in ("val", "test")}
-    everything = [(index, extra), *others.values()]
-    relations = [more["type"] for _, more in everything] if "type" in extra else None
+    everything = [(index, edge_id, extra), *others.values()]
+    relations = [more["type"] for _, _, more in everything] if "type" in extra else None
     known = KnownEdges(
-        torch.cat([edges for edges, _ in everything], dim=1), None if relations is None else torch.cat(relations)
+        torch.cat([edges for edges, _, _ in everything], dim=1), None if relations is None else torch.cat(relations)
     )
-    return EdgeSeeds(*others[split], known, edge_type)
+    index, edge_id, extra = others[split]
+    return EdgeSeeds(index, extra, known, edge_type, edge_id, negatives)
 
 
-def _train(graph: Data | HeteroData, edge_type: EdgeType | None) -> tuple[Tensor, dict[str, Tensor]]:
+_Edges = tuple[Tensor, Tensor, dict[str, Tensor]]
+
+
+def _train(graph: Data | HeteroData, edge_type: EdgeType | None) -> _Edges:
     edges = graph if isinstance(graph, Data) else graph[edge_type]
     order = torch.argsort(edges.edge_id)
     extra = {name: edges[f"edge_{name}"][order] for name in _OPTIONAL if f"edge_{name}" in edges}
-    return edges.edge_index[:, order], extra
+    return edges.edge_index[:, order], edges.edge_id[order], extra
 
 
-def _held_out(store: Store, split: str, edge_type: EdgeType | None) -> tuple[Tensor, dict[str, Tensor]]:
+def _held_out(store: Store, split: str, edge_type: EdgeType | None) -> _Edges:
     """Return the held-out edges of all parts, in the order of the source data."""
     edges = held_out_edges(store, split, edge_type)
     if not edges:
         there = [name for name in _OPTIONAL if f"edge_{name}" in store.edge_tensors(edge_type)]
-        return torch.empty(2, 0, dtype=torch.int64), {name: torch.empty(0, dtype=torch.int64) for name in there}
+        none = torch.empty(0, dtype=torch.int64)
+        return torch.stack([none, none]), none, dict.fromkeys(there, none)
     extra = {name: edges[f"edge_{name}"] for name in _OPTIONAL if f"edge_{name}" in edges}
-    return torch.stack([edges["source"], edges["target"]]), extra
+    index = torch.stack([edges["source"], edges["target"]])
+    return index, torch.arange(index.size(1)), extra

@@ -9,6 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from gtrain.data.mixing import mix
+
 _OFFSET, _PRIME = 0xCBF29CE484222325, 0x100000001B3  # of FNV-1a in 64 bits
 _MASK = 2**64 - 1
 
@@ -36,7 +38,7 @@ def hash_strings(strings: Any, salt: str) -> NDArray[np.uint64]:
     for position, count in enumerate(counts):
         found[:count] = (found[:count] ^ text[starts[:count] + position]) * np.uint64(_PRIME)
     hashes = np.empty_like(found)
-    hashes[order] = _finish(found)
+    hashes[order] = mix(found)
     return hashes
 
 
@@ -45,9 +47,3 @@ def _fnv1a(text: bytes) -> int:
     for byte in text:
         value = ((value ^ byte) * _PRIME) & _MASK
     return value
-
-
-def _finish(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.data.edge_seeds import EdgeSeeds, edge_seeds
+from gtrain.data.negatives import Negatives
+from gtrain.data.sampling import Sampling, as_set
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.hetero_shard import HeteroShard
+from gtrain.graph.sampling.options import SamplingOptions, checked_fan_out
 from gtrain.graph.shard import GraphShard, load_whole
 from gtrain.graph.store import Store
 from gtrain.graph.whole import load_whole_hetero
@@ -34,27 +37,35 @@ class SeedLoader:
         store: the graph.
         split: ``train``, ``val``, ``test``, or ``predict`` for all nodes.
         batch_size: seeds of one optimizer step over all ranks; None means all of them (full batch).
-        num_neighbors: neighbours that a sampling strategy draws for each hop; None means all of them.
+        num_neighbors: neighbours that a sampling strategy draws for each hop, -1 all, by edge type where it is a
+            mapping; None means all of them.
         shuffle: whether each epoch has another order; it matters only with a ``batch_size``.
         seed: seed of the order; epoch e is shuffled with ``seed + e``.
         epoch: number of the next epoch, advanced by each iteration.
         task: ``node``: seeds are nodes; ``link``: seeds are edges, except for ``predict``, whose seeds are all nodes.
+        num_negatives: false targets for each edge that a batch scores, ``dst_neg_index``; 0: none. A strategy sets it
+            to the ``num_negatives`` of the module that it trains, see :meth:`draw_negatives`.
+        sampling: how a sampling strategy draws neighbours, and which false edges a module of the user's own asks for.
     """
 
     store: Store
     split: str
     batch_size: int | None = None
-    num_neighbors: Sequence[int] | None = None
+    num_neighbors: Sequence[int] | Mapping[Any, Sequence[int]] | None = None
     shuffle: bool = False
     seed: int = 0
     epoch: int = field(default=0, compare=False)
     task: str = "node"
+    num_negatives: int = field(default=0, compare=False)
+    sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
             raise ConfigError(f"{self.split!r} is not a split", hint=f"choose one of {', '.join(SPLITS)}")
         if self.task == "node" and self.split != "predict" and not has_split(self.store, self.split):
             raise _no_split(self.split)
+        if self.num_neighbors is not None:
+            self.num_neighbors = checked_fan_out(self.num_neighbors)
 
     def __len__(self) -> int:
         """Return the optimizer steps of one epoch: 1 for full batch."""
@@ -82,6 +93,36 @@ class SeedLoader:
         )
         return self.steps(graph)
 
+    def refuse_sampling(self, reason: str) -> None:
+        """Raise if the user asked for sampled neighbours; for strategies that use all of them.
+
+        Args:
+            reason: a clause for the message, such as "this strategy draws no neighbours".
+
+        Raises:
+            ConfigError: names what was set.
+        """
+        found = self.sampling.settings()
+        if self.num_neighbors is not None:
+            found = [f"data.num_neighbors={as_set(checked_fan_out(self.num_neighbors))}", *found]
+        if found:
+            keys = ", ".join(setting.partition("=")[0] for setting in found)
+            raise ConfigError(
+                f"{', '.join(found)} is set, and {reason}",
+                hint=f"leave {keys} out, or choose a strategy that samples (strategy=pyg)",
+            )
+
+    def sampling_options(self, hops: int | None = None) -> SamplingOptions:
+        """Return what a sampling strategy draws from this store.
+
+        Args:
+            hops: layers of message passing in the model; None: unknown.
+
+        Raises:
+            ConfigError, DataError: see :meth:`gtrain.data.sampling.Sampling.options`.
+        """
+        return self.sampling.options(self.store, self.num_neighbors, hops)  # type: ignore[arg-type]
+
     def seeds(self, graph: Data | HeteroData) -> Tensor | EdgeSeeds:
         """Return the split's seeds in the order of the source data, whatever the parts of the store.
 
@@ -91,7 +132,33 @@ class SeedLoader:
         Returns:
             Local ids of nodes, int64, or the edges.
         """
-        return edge_seeds(graph, self.store, self.split) if self.seeds_are_edges else node_seeds(graph, self.split)
+        if self.seeds_are_edges:
+            return edge_seeds(graph, self.store, self.split, self.negatives())
+        return node_seeds(graph, self.split)
+
+    def draw_negatives(self, count: int | None) -> None:
+        """Have as many false targets drawn for each edge as a module says that it needs; None: it says nothing.
+
+        Raises:
+            ConfigError: false edges were asked for in another form.
+        """
+        form = self.sampling.neg_sampling
+        if count is not None and form is not None and self.seeds_are_edges:
+            raise ConfigError(
+                f"data.neg_sampling={form} was set, and the model draws false targets by itself, "
+                f"model.num_negatives={count} for each edge.",
+                hint="set data.neg_sampling=null; it is for modules of your own.",
+            )
+        self.num_negatives = count or 0
+
+    def negatives(self) -> Negatives | None:
+        """Return what draws the false edges of the split's batches; None where there are to be none."""
+        form, ratio = self.sampling.neg_sampling, self.sampling.neg_sampling_ratio
+        amount = ratio if form is not None else self.num_negatives
+        if not self.seeds_are_edges or not amount:
+            return None
+        time = None if self.sampling.temporal_strategy is None else "time"
+        return Negatives(self.store, target_edge_type(self.store), self.split, self.seed, amount, form, time)
 
     def steps(self, graph: Batch, seeds: Tensor | EdgeSeeds | None = None) -> Iterator[Batch]:
         """Yield the whole graph once for each group of its seeds: one epoch without sampling.
@@ -100,11 +167,7 @@ class SeedLoader:
             graph: every node and edge.
             seeds: what :meth:`seeds` returned for it, so that it is computed once for all epochs; None computes it.
         """
-        if self.num_neighbors is not None:
-            raise ConfigError(
-                f"data.num_neighbors={list(self.num_neighbors)} is set, and this strategy draws no neighbours",
-                hint="set data.num_neighbors=null, or choose a strategy that samples",
-            )
+        self.refuse_sampling("this strategy draws no neighbours")
         epoch = self.epoch
         self.epoch += 1
         seeds = self.seeds(graph) if seeds is None else seeds
@@ -113,7 +176,7 @@ class SeedLoader:
                 yield with_seeds(graph, chunk)
         else:
             for chunk in self._chunks(torch.arange(len(seeds)), epoch):
-                yield with_edges(graph, seeds, chunk)
+                yield with_edges(graph, seeds, chunk, epoch)
 
     def _chunks(self, seeds: Tensor, epoch: int) -> Sequence[Tensor]:
         """Cut the seeds, in the order of the source data, into the steps of one epoch."""
@@ -251,10 +314,14 @@ def with_seeds(batch: Batch, seeds: Tensor) -> Batch:
     return copied
 
 
-def with_edges(batch: Batch, edges: EdgeSeeds, chosen: Tensor) -> Batch:
-    """Return a shallow copy of a batch whose seeds are these of a split's edges; see :class:`EdgeSeeds`."""
+def with_edges(batch: Batch, edges: EdgeSeeds, chosen: Tensor, epoch: int = 0) -> Batch:
+    """Return a shallow copy of a batch whose seeds are these of a split's edges.
+
+    See :meth:`~gtrain.data.scored_edges.ScoredEdges.entries` and :meth:`EdgeSeeds.answers` for what it carries.
+    """
     copied = copy.copy(batch)
-    for name, value in edges.select(chosen).items():
+    edges.select(chosen, epoch).put_into(copied, edges.edge_type)
+    for name, value in edges.answers(chosen).items():
         copied[name] = value
     copied.seeds, copied.batch_size = chosen, chosen.numel()
     if isinstance(copied, HeteroData):

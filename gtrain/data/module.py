@@ -15,11 +15,13 @@ from torch import Tensor
 
 from gtrain.data.loader import TASKS, SeedLoader, has_split, num_link_seeds
 from gtrain.data.prepare import Graph, Names, Preparation, cut, describe, prepare_graph
+from gtrain.data.sampling import Sampling
 from gtrain.data.split import SplitOptions
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.lock import ensure_store
 from gtrain.graph.manifest import FORMAT
 from gtrain.graph.partition import METHODS
+from gtrain.graph.sampling.options import checked_fan_out
 from gtrain.graph.store import Store
 from gtrain.graph.writer import write_store
 
@@ -43,7 +45,15 @@ class SharedOptions(TypedDict):
     normalize_features: NotRequired[bool]
     seed: NotRequired[int]
     batch_size: NotRequired[int | None]
-    num_neighbors: NotRequired[Sequence[int] | None]
+    num_neighbors: NotRequired[Sequence[int] | Mapping[Any, Sequence[int]] | None]
+    replace: NotRequired[bool]
+    disjoint: NotRequired[bool]
+    subgraph_type: NotRequired[str]
+    temporal_strategy: NotRequired[str | None]
+    time_attr: NotRequired[str | None]
+    weight_attr: NotRequired[str | None]
+    neg_sampling: NotRequired[str | None]
+    neg_sampling_ratio: NotRequired[float]
     unlabelled: NotRequired[int | None]
     task: NotRequired[str]
     target: NotRequired[str | None]
@@ -78,7 +88,17 @@ class GraphDataModule(pl.LightningDataModule):
         normalize_features: whether to scale each row of ``x`` to the sum 1.
         seed: seed of generated graphs, of the split, of the partitioner and of the batches' order.
         batch_size: seeds of one optimizer step over all ranks; None means full batch.
-        num_neighbors: neighbours to draw for each hop, for strategies that sample.
+        num_neighbors: neighbours to draw for each hop, -1 all, for strategies that sample; by edge type
+            (``source,relation,target``) where it is a mapping. See :class:`~gtrain.data.sampling.Sampling`, which
+            explains the next eight.
+        replace: draw neighbours with replacement.
+        disjoint: a subgraph of its own for each seed.
+        subgraph_type: ``directional``, ``bidirectional`` or ``induced``.
+        temporal_strategy: ``uniform`` or ``last``, of the neighbours that are not later than the seed.
+        time_attr: ``time`` (of nodes) or ``edge_time``; None: the first of them that the graph has.
+        weight_attr: the edge tensor that neighbours are drawn in proportion to.
+        neg_sampling: ``binary`` or ``triplet`` random edges, for a model of your own that predicts edges.
+        neg_sampling_ratio: random edges for each true one.
         unlabelled: the label that means no label; such nodes are in no split.
         num_classes: number of classes, where it is not the largest label + 1.
         task: what is predicted, and so what the seeds are: labels of nodes (``node``) or edges (``link``).
@@ -87,6 +107,8 @@ class GraphDataModule(pl.LightningDataModule):
     """
 
     name: str = "graph"
+    buckets: bool = False
+    """Whether the store holds the edges once more by pairs of parts, for strategies that train in buckets."""
 
     def __init__(
         self,
@@ -105,7 +127,15 @@ class GraphDataModule(pl.LightningDataModule):
         normalize_features: bool = False,
         seed: int = 0,
         batch_size: int | None = None,
-        num_neighbors: Sequence[int] | None = None,
+        num_neighbors: Sequence[int] | Mapping[Any, Sequence[int]] | None = None,
+        replace: bool = False,
+        disjoint: bool = False,
+        subgraph_type: str = "directional",
+        temporal_strategy: str | None = None,
+        time_attr: str | None = None,
+        weight_attr: str | None = None,
+        neg_sampling: str | None = None,
+        neg_sampling_ratio: float = 1.0,
         unlabelled: int | None = None,
         num_classes: int | None = None,
         task: str = "node",
@@ -122,7 +152,17 @@ class GraphDataModule(pl.LightningDataModule):
         self.normalize_features = normalize_features
         self.seed = seed
         self.batch_size = batch_size
-        self.num_neighbors = num_neighbors
+        self.num_neighbors = None if num_neighbors is None else checked_fan_out(num_neighbors)
+        self.sampling = Sampling(
+            replace,
+            disjoint,
+            subgraph_type,
+            temporal_strategy,
+            time_attr,
+            weight_attr,
+            neg_sampling,
+            neg_sampling_ratio,
+        )
         self.unlabelled = unlabelled
         self.num_classes = num_classes
         self.task = task
@@ -228,8 +268,13 @@ class GraphDataModule(pl.LightningDataModule):
 
     @property
     def work(self) -> tuple[int, str]:
-        """What one training epoch goes through, and the unit of its rate: ``nodes/s`` or ``edges/s``."""
-        return (self.num_seeds("train"), "edges/s") if self.task == "link" else (self.open_store().num_nodes, "nodes/s")
+        """What one training epoch goes through, and the unit of its rate: ``nodes/s`` in full batch, ``seeds/s`` in
+        mini-batches, ``edges/s`` where edges are predicted."""
+        if self.task == "link":
+            return self.num_seeds("train"), "edges/s"
+        if self.batch_size is None and self.num_neighbors is None:
+            return self.open_store().num_nodes, "nodes/s"
+        return self.num_seeds("train"), "seeds/s"
 
     def train_dataloader(self) -> SeedLoader:
         """Describe the training batches."""
@@ -249,7 +294,8 @@ class GraphDataModule(pl.LightningDataModule):
 
     def _loader(self, split: str, *, shuffle: bool = False) -> SeedLoader:
         store = self.open_store()
-        return SeedLoader(store, split, self.batch_size, self.num_neighbors, shuffle, self.seed, task=self.task)
+        settings = (self.batch_size, self.num_neighbors, shuffle, self.seed)
+        return SeedLoader(store, split, *settings, task=self.task, sampling=self.sampling)
 
     def _check_options(self) -> None:
         if self.partitioner not in METHODS:
@@ -264,6 +310,11 @@ class GraphDataModule(pl.LightningDataModule):
             )
         if self.task not in TASKS:
             raise ConfigError(f"data.task={self.task!r} is no task", hint=f"choose one of {', '.join(TASKS)}")
+        if self.sampling.neg_sampling is not None and self.task != "link":
+            raise ConfigError(
+                f"data.neg_sampling={self.sampling.neg_sampling} was set, and data.task={self.task}.",
+                hint="false edges are for data.task=link; set data.neg_sampling=null",
+            )
         for key in ("_num_parts", "batch_size"):
             value = getattr(self, key)
             if value is not None and value < 1:
@@ -277,6 +328,7 @@ class GraphDataModule(pl.LightningDataModule):
         else:
             partition["seed"] = self.seed
         return {
+            **({"buckets": True} if self.buckets else {}),
             "format": FORMAT,
             "name": self.name,
             "graph": self.identity(),
@@ -309,6 +361,7 @@ class GraphDataModule(pl.LightningDataModule):
             partitioner=self.partitioner,
             seed=self.seed,
             names=self.names(),
+            buckets=self.buckets,
         )
         log.info("written: the store %s, %d bytes", path, sum(store.manifest.nbytes))
         return store

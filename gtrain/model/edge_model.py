@@ -10,8 +10,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torchmetrics import MeanMetric, MetricCollection
-from torchmetrics.classification import BinaryAUROC
 
+from gtrain.model.auc import Auc
 from gtrain.model.mean_loss import log_mean_loss
 from gtrain.model.ranking import NAMES, Ranking
 
@@ -26,7 +26,7 @@ class EdgeModel(pl.LightningModule):
             MetricCollection({name: Ranking(name) for name in NAMES}, prefix=f"{split}/", compute_groups=False)
             for split in ("val", "test")
         )
-        self.val_auc, self.test_auc = BinaryAUROC(validate_args=False), BinaryAUROC(validate_args=False)
+        self.val_auc, self.test_auc = Auc(), Auc()
 
     @abstractmethod
     def _evaluate(self, batch: Any, split: str) -> None:
@@ -50,11 +50,9 @@ class EdgeModel(pl.LightningModule):
         return log_mean_loss(self, split, (each * weight).sum(), total), total
 
     def _log_scores(self, split: str, ranks: Iterable[Tensor], true: Tensor, false: Tensor) -> None:
-        """Take in ranks, and the scores of true edges and of as many random ones."""
-        auc: BinaryAUROC = getattr(self, f"{split}_auc")
-        if true.numel():
-            scores = torch.cat([true, false])
-            auc.update(scores, torch.arange(scores.numel()) < true.numel())
+        """Take in ranks, and the scores of true edges and of false ones; there may be none of any of them."""
+        auc: Auc = getattr(self, f"{split}_auc")
+        auc.update(true, false)
         collection: MetricCollection = getattr(self, f"{split}_ranks")
         for found in ranks:
             collection.update(found)

@@ -6,24 +6,29 @@ import inspect
 from typing import Any
 
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.errors import ConfigError, DataError
+from gtrain.model.trim import BY_TYPE, PER_HOP, trimming, without_unread
 
 _KNOWN = ("x", "edge_index", "edge_weight", "edge_attr", "edge_type")
 _BY_TYPE = {f"{name}_dict": name for name in _KNOWN}
+_HOPS = (*PER_HOP, *BY_TYPE)
 
 
 def input_names(network: nn.Module) -> dict[str, bool]:
     """Return the batch entries that the network's forward takes: name -> whether it is required.
 
-    Heterogeneous networks take ``x_dict``, ``edge_index_dict`` and so on, by type.
+    Heterogeneous networks take ``x_dict``, ``edge_index_dict`` and so on, by type; those that ``to_hetero`` made keep
+    the names of the network that they were made of. Networks may name the numbers of each hop as well, by which they
+    trim their layers; see :mod:`gtrain.model.trim`.
 
     Raises:
         ConfigError: it takes no node features.
     """
     parameters = inspect.signature(network.forward).parameters
-    known = (*_KNOWN, *_BY_TYPE)
+    known = (*_KNOWN, *_BY_TYPE, *_HOPS)
     names = {n: p.default is inspect.Parameter.empty for n, p in parameters.items() if n in known}
     if "x" not in names and "x_dict" not in names:
         raise ConfigError(
@@ -65,17 +70,17 @@ def network_inputs(
         ConfigError: the network is made for the other kind of graph.
         DataError: the graph lacks what the network needs.
     """
-    hetero = isinstance(batch, HeteroData)
-    if hetero != ("x_dict" in names):
+    hetero, made_hetero = isinstance(batch, HeteroData), isinstance(network, GraphModule)
+    if hetero != ("x_dict" in names or made_hetero):
         kind, other = ("several types", "one type") if hetero else ("one type", "several types")
         raise ConfigError(
             f"{type(network).__name__} is a network for graphs with {other} of nodes and edges, and this graph has "
             f"{kind}.",
             hint="set model to hetero_sage or hgt." if hetero else "set model to gcn, sage, gat, gin or rgcn.",
         )
-    found = _collect(batch, names)
+    found = _collect(batch, [name for name in names if name not in _HOPS])
     if x is not None:
-        found["x_dict" if hetero else "x"] = x
+        found["x_dict" if "x_dict" in names else "x"] = x
     missing = [name for name, required in names.items() if required and name not in found]
     if missing:
         raise DataError(
@@ -85,11 +90,12 @@ def network_inputs(
             if "x" in missing
             else "choose another model.",
         )
-    return found
+    hops = trimming(network, names, batch)
+    return {**without_unread(network, found), **hops} if hops else found
 
 
-def _collect(batch: Data | HeteroData, names: dict[str, bool]) -> dict[str, Any]:
+def _collect(batch: Data | HeteroData, names: list[str]) -> dict[str, Any]:
     if isinstance(batch, Data):
         return {name: batch[name] for name in names if name in batch}
-    by_type = {name: batch.collect(_BY_TYPE[name], allow_empty=True) for name in names}
+    by_type = {name: batch.collect(_BY_TYPE.get(name, name), allow_empty=True) for name in names}
     return {name: values for name, values in by_type.items() if values}

@@ -1,16 +1,19 @@
-"""Ranking the ends of edges among all nodes by their embeddings."""
+"""Ranking the ends of edges among all nodes by their embeddings, which come block by block."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gtrain.model.edge_scores import EdgeScores
-from gtrain.model.ranking import ranks
+from gtrain.model.ranking import CHUNK, known_of
 from gtrain.nn import Csr, select_rows
+
+Blocks = Callable[[], Iterator[tuple[Tensor, Tensor]]]
+"""Begins to go through all nodes once: their ids ``[n]`` and embeddings ``[n, D]``, some at a time, in any order."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class Queries:
     """B edges of which one end is given.
 
     Attributes:
-        given: int64 ``[B]``, the end that is given.
+        given: ``[B, D]``, embeddings of the ends that are given.
         relation: int64 ``[B]``.
         answer: int64 ``[B]``, the other end.
         known: B rows of ids that are answers too and are left out; None leaves none out.
@@ -35,43 +38,94 @@ class Queries:
         return Queries(self.given[order], self.relation[order], self.answer[order], known)
 
 
-def rank_tails(scores: EdgeScores, table: Tensor, queries: Queries) -> Tensor:
-    """Return the rank of each tail among all nodes, float64 ``[B]``; heads are given.
+def rank_ends(scores: EdgeScores, blocks: Blocks, num_nodes: int, *, tails: Queries, heads: Queries) -> list[Tensor]:
+    """Return the ranks of tails and of heads among all nodes, float64 ``[B]`` each, 1 for the best.
+
+    What is known is left out (the filtered setting of Bordes et al. 2013). Where others score the same as the answer,
+    its rank is the mean of the places that they share. Where there are several blocks, these are gone through twice:
+    the first time for the answers' own scores.
 
     Args:
         scores: of edges.
-        table: embeddings of all nodes, ``[N, D]``.
-        queries: what to rank.
+        blocks: of all nodes.
+        num_nodes: N.
+        tails: heads are given, tails are ranked.
+        heads: tails are given, heads are ranked.
     """
-    if scores.reciprocal:
-
-        def score(rows: slice) -> Tensor:
-            heads = table[queries.given[rows]].unsqueeze(1)
-            return scores.all_pairs(scores.tail_queries(heads, queries.relation[rows]).squeeze(1), table)
-
-        return _ranks(score, queries, len(table))
-    order = queries.relation.argsort(stable=True)  # static relations transform all tails, once for each relation
-    by_relation = queries.select(order)
-
-    def score_by_relation(rows: slice) -> Tensor:
-        found, counts = by_relation.relation[rows].unique_consecutive(return_counts=True)
-        heads = table[by_relation.given[rows]].split(counts.tolist())
-        tails = (scores.tail_candidates(table.unsqueeze(0), one).squeeze(0) for one in found.split(1))
-        return torch.cat([scores.all_pairs(*pair) for pair in zip(heads, tails, strict=True)])
-
-    return _ranks(score_by_relation, by_relation, len(table))[order.argsort()]
+    sides = [_Side(scores, tails, True), _Side(scores, heads, False)]
+    place = torch.full((num_nodes,), -1)
+    for own_scores in (True, False):
+        for number, (ids, rows) in enumerate(blocks()):
+            if own_scores and len(ids) == num_nodes:
+                break  # one block: the answers' scores are found on the way
+            place[ids] = torch.arange(len(ids))
+            for side in sides:
+                side.find_own(rows, place) if own_scores else side.count(rows, place)
+            place[ids] = -1
+            assert number < num_nodes
+    return [side.ranks() for side in sides]
 
 
-def rank_heads(scores: EdgeScores, table: Tensor, queries: Queries) -> Tensor:
-    """Return the rank of each head among all nodes, float64 ``[B]``; tails are given. As :func:`rank_tails`."""
+class _Side:
+    """The queries of one side and what has been counted for them."""
 
-    def score(rows: slice) -> Tensor:
-        tails = table[queries.given[rows]].unsqueeze(1)
-        return scores.all_pairs(scores.head_queries(tails, queries.relation[rows]).squeeze(1), table)
+    def __init__(self, scores: EdgeScores, queries: Queries, tails: bool) -> None:
+        self._scores, self._tails = scores, tails
+        self._static = tails and not scores.reciprocal  # transforms all candidates, once for each relation
+        self._order = queries.relation.argsort(stable=True) if self._static else torch.arange(len(queries.relation))
+        self._queries = queries = queries.select(self._order)
+        given = queries.given.unsqueeze(1)
+        transform = scores.tail_queries if tails else scores.head_queries
+        self._asked = transform(given, queries.relation).squeeze(1)
+        self._own = torch.full(queries.answer.shape, torch.nan, dtype=self._asked.dtype)
+        self._found = False
+        self._better = torch.zeros(queries.answer.shape, dtype=torch.int64)
+        self._equal = torch.zeros_like(self._better)
 
-    return _ranks(score, queries, len(table))
+    def find_own(self, rows: Tensor, place: Tensor) -> None:
+        """Note the scores of the answers that are in this block."""
+        here = (place[self._queries.answer] >= 0).nonzero().flatten()
+        for some in here.split(max(1, CHUNK // max(1, len(rows)))):
+            scores = self._against(some, rows)
+            self._own[some] = scores.gather(1, place[self._queries.answer[some]].unsqueeze(1)).squeeze(1)
+        self._found = True
 
+    def count(self, rows: Tensor, place: Tensor) -> None:
+        """Count the nodes of this block that score better than each answer, and those that score the same."""
+        everything = torch.arange(len(self._asked))
+        for some in everything.split(max(1, CHUNK // max(1, len(rows)))):
+            self._count(some, self._against(some, rows), place)
 
-def _ranks(score: Callable[[slice], Tensor], queries: Queries, candidates: int) -> Tensor:
-    pointer, known = (None, None) if queries.known is None else (queries.known.offsets, queries.known.ids)
-    return ranks(score, queries.answer, pointer, known, candidates)
+    def ranks(self) -> Tensor:
+        """The ranks, in the order of the queries."""
+        return (1 + self._better.double() + self._equal.double() / 2)[self._order.argsort()]
+
+    def _count(self, some: Tensor, scores: Tensor, place: Tensor) -> None:
+        answer = place[self._queries.answer[some]]
+        row = torch.arange(len(some))
+        here = answer >= 0
+        if not self._found:
+            self._own[some] = scores[row, answer]
+        own = self._own[some].unsqueeze(1)
+        known = self._queries.known
+        if known is not None and len(some):
+            rows = slice(int(some[0]), int(some[-1]) + 1)
+            of_row, ids = known_of(rows, known.offsets, known.ids)
+            there = place[ids] >= 0
+            scores[of_row[there], place[ids[there]]] = -torch.inf
+        scores[row[here], answer[here]] = -torch.inf
+        worse_or_same = scores <= own  # a score that is no number counts against the answer
+        self._better[some] += (~worse_or_same).sum(1)
+        same = (scores == own).sum(1)
+        minus = own.squeeze(1) == -torch.inf  # an answer so bad that it shares its place with what was left out
+        self._equal[some] += torch.where(minus, torch.zeros_like(same), same)
+
+    def _against(self, some: Tensor, rows: Tensor) -> Tensor:
+        """Scores of some queries and all nodes of a block, ``[b, n]``."""
+        if not self._static:
+            return self._scores.all_pairs(self._asked[some], rows)
+        found, counts = self._queries.relation[some].unique_consecutive(return_counts=True)
+        asked = self._asked[some].split(counts.tolist())
+        candidates = (self._scores.tail_candidates(rows.unsqueeze(0), one).squeeze(0) for one in found.split(1))
+        pieces = [self._scores.all_pairs(*pair) for pair in zip(asked, candidates, strict=True)]
+        return torch.cat(pieces) if pieces else rows.new_empty(0, len(rows))

@@ -19,7 +19,10 @@ def log_mean_loss(module: pl.LightningModule, split: str, total: Tensor, weight:
     """
     loss = total / weight.clamp(min=torch.finfo(weight.dtype).tiny)
     metric: MeanMetric = getattr(module, f"{split}_loss")
-    metric.set_dtype(torch.float64)
+    first = not metric.update_count
+    if first:
+        metric.set_dtype(torch.float64)
     metric.update(loss.detach().double(), weight.detach().double())
-    module.log(f"{split}/loss", metric, on_step=False, on_epoch=True, batch_size=1, prog_bar=split == "train")
+    if first:  # Lightning asks the metric itself at the epoch's end; telling it again costs as much as a small step
+        module.log(f"{split}/loss", metric, on_step=False, on_epoch=True, batch_size=1, prog_bar=split == "train")
     return loss

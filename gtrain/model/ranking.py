@@ -64,11 +64,11 @@ def ranks(
     found = [answer.new_zeros(0, dtype=torch.float64)]
     for start in range(0, total, step):
         rows = slice(start, min(start + step, total))
-        found.append(_ranks_of(score(rows), answer[rows], *_known_of(rows, known_ptr, known)))
+        found.append(_ranks_of(score(rows), answer[rows], *known_of(rows, known_ptr, known)))
     return torch.cat(found)
 
 
-def _known_of(rows: slice, known_ptr: Tensor | None, known: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def known_of(rows: slice, known_ptr: Tensor | None, known: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Return row and candidate of each known answer of these queries."""
     if known_ptr is None or known is None:
         return None, None

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch_geometric.nn import HeteroConv, HGTConv, MessagePassing, RGCNConv, SAGEConv
 from torch_geometric.nn.inits import glorot
 
+from gtrain.model.trim import trim
+
 EdgeType = tuple[str, str, str]
 
 
@@ -33,6 +35,8 @@ class RGCN(nn.Module):
     Shapes:
         x [N, in_channels], or int64 [N]; edge_index [2, E], edge_type [E]; result [N, out_channels].
     """
+
+    layers_in_turn = True  # see gtrain.nn.depth
 
     def __init__(
         self,
@@ -62,9 +66,18 @@ class RGCN(nn.Module):
                 self.convs.append(RGCNConv(before, width, num_relations, **shared))
             before = width
 
-    def forward(self, x: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
-        """Scores of every node."""
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Tensor,
+        edge_type: Tensor,
+        num_sampled_nodes_per_hop: list[int] | None = None,
+        num_sampled_edges_per_hop: list[int] | None = None,
+    ) -> Tensor:
+        """Scores of every node; given the numbers of each hop, of the seeds at least (:mod:`gtrain.model.trim`)."""
+        hops = num_sampled_nodes_per_hop, num_sampled_edges_per_hop
         for number, conv in enumerate(self.convs):
+            x, edge_index, edge_type = trim(number, hops, x, edge_index, edge_type)
             x = conv(x, edge_index, edge_type)
             if number + 1 < len(self.convs):
                 x = F.dropout(x.relu(), self.dropout, self.training)
@@ -141,6 +154,8 @@ class HeteroSAGE(nn.Module):
         x_dict: type -> [n, hidden_channels]; result: type -> [n, out_channels].
     """
 
+    layers_in_turn = True  # see gtrain.nn.depth
+
     def __init__(
         self,
         hidden_channels: int,
@@ -161,10 +176,18 @@ class HeteroSAGE(nn.Module):
         )
         self.head = nn.Linear(hidden_channels, out_channels)
 
-    def forward(self, x_dict: dict[str, Tensor], edge_index_dict: dict[EdgeType, Tensor]) -> dict[str, Tensor]:
-        """Scores of every node by type."""
+    def forward(
+        self,
+        x_dict: dict[str, Tensor],
+        edge_index_dict: dict[EdgeType, Tensor],
+        num_sampled_nodes_dict: dict[str, list[int]] | None = None,
+        num_sampled_edges_dict: dict[EdgeType, list[int]] | None = None,
+    ) -> dict[str, Tensor]:
+        """Scores of every node by type; given the numbers of each hop, of the seeds at least."""
+        hops = num_sampled_nodes_dict, num_sampled_edges_dict
         x_dict = {node_type: F.dropout(x.relu(), self.dropout, self.training) for node_type, x in x_dict.items()}
-        for conv in self.convs:
+        for number, conv in enumerate(self.convs):
+            x_dict, edge_index_dict, _ = trim(number, hops, x_dict, edge_index_dict)
             new = {node_type: x.relu() for node_type, x in conv(x_dict, edge_index_dict).items()}
             x_dict = x_dict | {node_type: F.dropout(x, self.dropout, self.training) for node_type, x in new.items()}
         return {node_type: self.head(x) for node_type, x in x_dict.items()}
@@ -186,6 +209,8 @@ class HGT(nn.Module):
         x_dict: type -> [n, hidden_channels]; result: type -> [n, out_channels].
     """
 
+    layers_in_turn = True  # see gtrain.nn.depth
+
     def __init__(
         self,
         hidden_channels: int,
@@ -205,10 +230,18 @@ class HGT(nn.Module):
         )
         self.head = nn.Linear(hidden_channels, out_channels)
 
-    def forward(self, x_dict: dict[str, Tensor], edge_index_dict: dict[EdgeType, Tensor]) -> dict[str, Tensor]:
-        """Scores of every node by type."""
+    def forward(
+        self,
+        x_dict: dict[str, Tensor],
+        edge_index_dict: dict[EdgeType, Tensor],
+        num_sampled_nodes_dict: dict[str, list[int]] | None = None,
+        num_sampled_edges_dict: dict[EdgeType, list[int]] | None = None,
+    ) -> dict[str, Tensor]:
+        """Scores of every node by type; given the numbers of each hop, of the seeds at least."""
+        hops = num_sampled_nodes_dict, num_sampled_edges_dict
         x_dict = {node_type: x.relu() for node_type, x in x_dict.items()}
-        for conv in self.convs:
+        for number, conv in enumerate(self.convs):
+            x_dict, edge_index_dict, _ = trim(number, hops, x_dict, edge_index_dict)
             new = {node_type: x for node_type, x in conv(x_dict, edge_index_dict).items() if x is not None}
             x_dict = x_dict | {t: F.dropout(x, self.dropout, self.training) for t, x in new.items()}
         return {node_type: self.head(x) for node_type, x in x_dict.items()}

@@ -39,13 +39,16 @@ class SparseClassifier(Classifier):
         test_metrics: which of acc, f1 and auc the test computes.
 
     Shapes:
-        batch.x [N, F], sparse CSR or dense; batch.y [N] or [N, num_classes]; batch.seeds [S].
+        batch.x [N, F], sparse CSR or dense, or a Csr of the S rows of the seeds alone; batch.y [N] or
+        [N, num_classes]; batch.seeds [S].
 
     Raises:
         ConfigError: the data has no features, or no labels, or several node types.
     """
 
     kind = SPARSE
+    row_table = "wide"
+    """The table that multiplies the rows of a batch's seeds: a strategy may have sent them to it beforehand."""
 
     def __init__(
         self,
@@ -107,7 +110,9 @@ class SparseClassifier(Classifier):
 
 
 def _rows(batch: Data | HeteroData) -> Tensor | Csr:
-    x: Tensor = batch.x
+    x: Tensor | Csr = batch.x
+    if isinstance(x, Csr):
+        return x
     return x[batch.seeds] if x.layout == torch.strided else select_rows(x, batch.seeds)
 
 

@@ -37,6 +37,8 @@ from gtrain.nn.csr import Csr
 from gtrain.nn.product import product
 from gtrain.nn.rules import Rule, Settings
 
+BLOCK_ROWS = 1 << 16
+"""Rows of a table that a home hands out at a time."""
 INIT_ROWS = 4096
 """Rows of a table that one random generator fills."""
 
@@ -113,6 +115,21 @@ class TableHome(ABC):
     def read(self, begin: int, end: int) -> Tensor:
         """Return rows ``begin`` to ``end`` as they are now, detached: for exports and for leaving this home."""
 
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Go through all rows once: ids ``[n]`` and rows ``[n, d]``, detached, some at a time, in this home's order.
+
+        What is yielded is valid until the next is asked for.
+        """
+        rows = self.num_rows
+        for begin in range(0, rows, BLOCK_ROWS):
+            end = min(begin + BLOCK_ROWS, rows)
+            yield torch.arange(begin, end), self.read(begin, end)
+
+    @property
+    @abstractmethod
+    def num_rows(self) -> int:
+        """Rows of the table, n."""
+
     @abstractmethod
     def state(self) -> dict[str, Any]:
         """What a checkpoint must keep of this rank's share: tensors, numbers, strings; rows and optimizer state.
@@ -150,6 +167,13 @@ class LocalHome(TableHome):
     def read(self, begin: int, end: int) -> Tensor:
         return self._layer.weight.detach()[begin:end]
 
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield torch.arange(self.num_rows), self.read(0, self.num_rows)
+
+    @property
+    def num_rows(self) -> int:
+        return self._layer.table.rows
+
     def state(self) -> dict[str, Any]:
         return {}  # the rows are in the module's state_dict, their optimizer state in the optimizer's
 
@@ -185,6 +209,10 @@ class RemoteHome(TableHome):
     @abstractmethod
     def push_product(self, ticket: Any, gradient: Tensor) -> None:
         """Take in the gradient [m, d] of a product; what it means for the table's rows is this home's to work out."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.table.rows
 
     def lookup(self, ids: Tensor) -> Tensor:
         found: Tensor = _Lookup.apply(self.anchor, ids, self)
@@ -243,6 +271,25 @@ class Table(nn.Module):
         if hasattr(self.weight, "home"):
             del self.weight.home
         self.home = LocalHome(self)
+
+    def clip(self, ids: Tensor, columns: int, most: float) -> None:
+        """Scale the first columns of these rows to a norm of ``most`` where theirs is larger, in place.
+
+        Raises:
+            ConfigError: the rows live elsewhere.
+        """
+        if not isinstance(self.home, LocalHome):
+            raise ConfigError(
+                "model.max_norm is set, and the rows live in other processes.",
+                hint="set strategy=single or pbg, or model.max_norm=null.",
+            )
+        with torch.no_grad():
+            found = ids.unique()
+            rows = self.weight[found, :columns]
+            norms = rows.norm(dim=1)
+            long = norms > most
+            found = found[long].unsqueeze(1)
+            self.weight[found, torch.arange(columns)] = rows[long] * (most / (norms[long] + 1e-7)).unsqueeze(1)
 
     def extra_repr(self) -> str:
         return f"{self.table.rows}, {self.table.dim}, name={self.table.name!r}"

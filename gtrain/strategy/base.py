@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -108,6 +108,10 @@ class GraphStrategy(GroupCollectives):
         Raises:
             ConfigError: in one sentence, with the layer and the reason.
         """
+
+    def making_model(self) -> AbstractContextManager[None]:
+        """What a model is made inside of: a backend that keeps tables elsewhere has them made without rows."""
+        return nullcontext()
 
     # ------------------------------------------------------------------------ the shape of the world
 
@@ -208,6 +212,7 @@ class GraphStrategy(GroupCollectives):
                 hint="subclass gtrain.GraphDataModule, or return a gtrain.data.SeedLoader from the data module.",
             )
         self._check_data(dataloader)
+        dataloader.draw_negatives(getattr(self.lightning_module, "num_negatives", None))
         if self._trainer is not None and dataloader.shuffle:
             dataloader.epoch = self._trainer.current_epoch  # a resumed run goes on with the order of its next epoch
         shard = self._shard(dataloader.store)
@@ -289,18 +294,29 @@ class GraphStrategy(GroupCollectives):
     def load_shard_state(self, state: dict[str, Any]) -> None:
         """Take back what :meth:`shard_state` gave."""
 
+    def shard_files(self, folder: Path) -> None:
+        """Write into a checkpoint's folder what is too large for :meth:`shard_state`. Every rank is asked."""
+
+    def load_shard_files(self, folder: Path) -> None:
+        """Take back what :meth:`shard_files` wrote, on any number of ranks; see ``checkpoint.verify``."""
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         assert self.lightning_module is not None
         shard = self.shard_state()
         if not self.lockstep:
             shard = {"own": {name: checkpoint[name] for name in _OWN if name in checkpoint}, "shard": shard}
-        checkpoints.save(self.group, Path(filepath), checkpoint, shard, self.lightning_module)
+        checkpoints.save(self.group, Path(filepath), checkpoint, shard, self.lightning_module, self.shard_files)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
         fitting = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
         place = Group(self.global_rank, self.world_size)  # not that of self.group, which a returning rank is outside of
         loaded = checkpoints.load(place, Path(checkpoint_path), self.lightning_module, restore_rng=fitting)
+        folder = checkpoints.find(Path(checkpoint_path))
+        if folder.is_dir():
+            if self.is_global_zero:
+                checkpoints.verify_files(folder)
+            self.load_shard_files(folder)
         if self.lockstep:
             self.load_shard_state(loaded.shard)
             return loaded.checkpoint

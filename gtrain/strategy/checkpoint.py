@@ -6,6 +6,7 @@
         manifest.json   format, world size, model, checksums; its presence says that the rest is complete
         trainer.pt      Lightning's checkpoint: weights, optimizers, schedulers, loops, callbacks
         rank-<r>.pt     that rank's random number generators and shard state
+        ...             files that the strategy writes itself, for what is larger than memory
 
 Everything loads with ``weights_only=True``: no object is ever unpickled. A checkpoint is written beside its place and
 renamed, so that a killed run leaves the one before intact.
@@ -18,7 +19,7 @@ import os
 import random
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,23 @@ class Loaded:
     shard: dict[str, Any] = field(default_factory=dict)
 
 
-def save(group: Group, path: Path, checkpoint: dict[str, Any], shard: dict[str, Any], module: Module) -> None:
+def save(
+    group: Group,
+    path: Path,
+    checkpoint: dict[str, Any],
+    shard: dict[str, Any],
+    module: Module,
+    write_files: Callable[[Path], None] = lambda folder: None,
+) -> None:
     """Write a checkpoint; every rank calls it with the same path.
+
+    Args:
+        group: the ranks.
+        path: the folder that it becomes.
+        checkpoint: Lightning's part.
+        shard: what this rank alone holds.
+        module: the model.
+        write_files: writes files of the strategy's own into the folder that it is given.
 
     Raises:
         CheckpointError: the checkpoint holds an object that could only be read back by unpickling it.
@@ -58,6 +74,7 @@ def save(group: Group, path: Path, checkpoint: dict[str, Any], shard: dict[str, 
         torch.save(_plain(checkpoint, "checkpoint"), temporary / TRAINER)
     group.barrier()
     torch.save({"rng": rng_state(), "shard": _plain(shard, "shard")}, temporary / f"rank-{group.rank}.pt")
+    write_files(temporary)
     group.barrier()
     if group.rank == 0:
         _write_manifest(temporary, group.size, checkpoint, module)
@@ -139,6 +156,18 @@ def read_manifest(path: Path) -> dict[str, Any]:
             hint="use the version of gtrain that wrote it.",
         )
     return manifest
+
+
+def verify_files(folder: Path) -> None:
+    """Check the files that a strategy wrote itself, which :func:`load` does not read.
+
+    Raises:
+        CheckpointError: one is missing or damaged.
+    """
+    manifest = read_manifest(folder)
+    for name in manifest["files"]:
+        if name != TRAINER and not name.startswith("rank-"):
+            _verify(folder, manifest, name)
 
 
 def remove(path: Path) -> None:

@@ -16,7 +16,9 @@ from gtrain.strategy.counters import Counters
 from gtrain.strategy.rendezvous import job_store
 
 if TYPE_CHECKING:
-    from gtrain.wire import Client
+    from concurrent.futures import Future
+
+    from gtrain.wire import Client, Message, Security
 
 START_SECONDS = 300.0
 """How long a server may at least take to come: it imports what the workers import, on a machine that may be busy."""
@@ -53,6 +55,13 @@ class Servers:
         self.traffic: Traffic = {}  # in training epochs
         counters.meters.append(self)
 
+    @property
+    def security(self) -> Security | None:
+        """The job's keys; None where it was given none."""
+        from gtrain.wire import Security  # a job without servers needs no ZeroMQ
+
+        return Security.load(self._roster.key_file) if self._roster.key_file else None
+
     def count(self, role: str) -> int:
         """Number of servers of a role, in the whole job; 0 for a role that it does not have."""
         return self._roster.counts.get(role, 0)
@@ -81,15 +90,14 @@ class Servers:
 
     def client(self, role: str, rank: int) -> Client:
         """This worker's client of a server. It is named ``rank <r>`` there; that of a later life takes its place."""
-        from gtrain.wire import Client, Security  # a job without servers needs no ZeroMQ
+        from gtrain.wire import Client  # a job without servers needs no ZeroMQ
 
         if (role, rank) not in self._clients:
-            keys = self._roster.key_file
             self._clients[role, rank] = Client(
                 self.address(role, rank),
                 peer=f"{role} {rank}",
                 name=f"rank {self._environment.global_rank()}",
-                security=Security.load(keys) if keys else None,
+                security=self.security,
                 timeout_seconds=self._timeout_seconds,
             )
         return self._clients[role, rank]
@@ -101,7 +109,8 @@ class Servers:
     def figures(self) -> list[dict[str, Any]]:
         """What every server of the job says it spent so far, role by role, in rank order."""
         wanted = [self.client(role, rank) for role, count in self._roster.counts.items() for rank in range(count)]
-        return [answer.result().fields for answer in [client.submit(FIGURES) for client in wanted]]
+        asked = [(client, client.submit(FIGURES)) for client in wanted]
+        return [_answer(client, answer).fields for client, answer in asked]
 
     def close(self) -> None:
         """Let go of the connections."""
@@ -129,6 +138,17 @@ class Servers:
             entry(*server): (client.counters.bytes_sent, client.counters.bytes_received)
             for server, client in self._clients.items()
         }
+
+
+def _answer(client: Client, answer: Future[Message]) -> Message:
+    """The answer to a request that may be made again: the server may have been started again meanwhile."""
+    from gtrain.wire import PeerRestartedError
+
+    while True:
+        try:
+            return answer.result()
+        except PeerRestartedError:
+            answer = client.submit(FIGURES)
 
 
 class ServerMeter:

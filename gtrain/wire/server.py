@@ -43,6 +43,7 @@ class Server:
     Args:
         handlers: for each method a function of the message and its caller that returns the answer, None for an empty
             one, or a future of either. What it raises is raised at the asker as RemoteError.
+            One that is added to this mapping later is found as well.
         name: for messages, such as "lock server".
         address: ``ipc://`` path or ``tcp://host:port``; port 0 takes a free one.
         descriptor: a bound stream socket to use instead, which stays the caller's: a server that is started again
@@ -66,7 +67,7 @@ class Server:
     ) -> None:
         self.name, self.counters = name, Counters()
         self.incarnation = secrets.randbits(62) + 1
-        self._handlers, self._limits = dict(handlers), limits
+        self._handlers, self._limits = handlers, limits
         self._plan = plan_address(address, descriptor, security)
         self._descriptor, self._security = descriptor, security
         self._listener: Listener | None = None

@@ -73,6 +73,12 @@ class EdgeBlock:
         """Rows are sources, columns targets."""
         return compress(self._sources, self._targets, self._ids, self.num_sources)
 
+    @cached_property
+    def target_of(self) -> Tensor:
+        """int32 ``[E_b]``, the target of each edge in the order of :attr:`by_target`."""
+        rows, ptr, columns, _ = self.by_target
+        return self._targets if columns is self._sources else torch.repeat_interleave(rows.int(), ptr.diff())
+
     def numbered(self) -> EdgeBlock:
         """The same edges, numbered within the block."""
         ids = torch.arange(len(self), device=self._ids.device)
@@ -102,6 +108,22 @@ class EdgeBlocks:
     def divisor(self, like: Tensor) -> Tensor:
         """In-degrees, at least 1, shaped to divide [num_targets, ...]."""
         return self.in_degree.clamp(min=1).to(like.dtype).view(-1, *[1] * (like.dim() - 1))
+
+    def inverse_degree(self, dtype: torch.dtype) -> Tensor:
+        """One over the in-degree, or 1 where that is 0, [num_targets]; made once."""
+        kept: dict[torch.dtype, Tensor] = self.extra.setdefault("inverse_degree", {})
+        if dtype not in kept:
+            with torch.inference_mode(False):  # autograd could not use it later
+                kept[dtype] = 1 / self.in_degree.clamp(min=1).to(dtype)
+        return kept[dtype]
+
+
+def numbered(blocks: EdgeBlocks) -> list[EdgeBlock]:
+    """The same blocks, with edges numbered within their block, as the owner of the sources numbers them too."""
+    if "numbered" not in blocks.extra:
+        blocks.extra["numbered"] = [block.numbered() for block in blocks.blocks]
+    found: list[EdgeBlock] = blocks.extra["numbered"]
+    return found
 
 
 class BlockIndex:

@@ -27,29 +27,38 @@ class LinearCall:
         x: own source rows, [num_local, ...].
         weight: [E] or [E, H] where x is [num_local, H, ...]; None: 1.
         mean: divide by the in-degree.
+        scale: [num_targets], what the sum of each target is multiplied by, if there is no weight; None: 1.
     """
 
     blocks: EdgeBlocks
     x: Tensor
     weight: Tensor | None = None
     mean: bool = False
+    scale: Tensor | None = None
 
 
 class EdgeSums:
     """The edges of one call, without the tensors that only the forward pass needs."""
 
     def __init__(self, call: LinearCall, source: int, weight: int | None) -> None:
-        self.blocks, self.mean = call.blocks, call.mean
+        self.blocks, self.mean, self.scale = call.blocks, call.mean, call.scale
         self.source, self.weight = source, weight  # positions among the distinct ones
         self.heads = 1 if call.weight is None or call.weight.dim() == 1 else call.weight.size(1)
 
     def add(self, r: int, rows: Tensor, weight: Tensor | None, to: Tensor) -> None:
-        """``to[target] += weight * rows[source]`` over block r."""
-        self._spmm(self.blocks.blocks[r].by_target, rows, weight, to)
+        """``to[target] += weight * rows[source]`` over block r; times the target's scale."""
+        block = self.blocks.blocks[r]
+        edges = block.by_target
+        if self.scale is not None:
+            edges, weight = edges._replace(edges=block.target_of), self.scale
+        self._spmm(edges, rows, weight, to)
 
     def add_transposed(self, r: int, rows: Tensor, weight: Tensor | None, to: Tensor) -> None:
-        """``to[source] += weight * rows[target]`` over block r."""
-        self._spmm(self.blocks.blocks[r].by_source, rows, weight, to)
+        """``to[source] += weight * rows[target]`` over block r; times the target's scale."""
+        edges = self.blocks.blocks[r].by_source
+        if self.scale is not None:
+            edges, weight = edges._replace(edges=edges.columns), self.scale
+        self._spmm(edges, rows, weight, to)
 
     def _spmm(self, block: Compressed, rows: Tensor, weight: Tensor | None, to: Tensor) -> None:
         if len(block.columns):
@@ -74,7 +83,8 @@ def _heads(tensor: Tensor, heads: int) -> Tensor:
 
 
 class Flight:
-    """Aggregations that share one exchange: ``start`` and ``finish``; and back ``send``, ``add_local`` and ``land``.
+    """Aggregations that share one exchange: ``start`` (which is ``post`` and ``add_own``) and ``finish``; and back
+    ``send``, ``add_local`` and ``land``.
 
     Args:
         calls: what to aggregate; sources that are the same tensor are sent once.
@@ -120,16 +130,25 @@ class Flight:
 
     def start(self) -> list[Tensor]:
         """Post the exchange and return the sums over the local block, [num_targets, ...] each."""
+        self.post()
+        outs = []
+        for sums in self.sums:
+            rows = self.rows[sums.source][1]
+            outs.append(rows.new_zeros((sums.blocks.num_targets, *rows.shape[1:])))
+        self.add_own(outs)
+        return outs
+
+    def post(self) -> None:
+        """Post the exchange."""
         count_needed(self.rows)
         count_needed([self.rows[i] for i in self.wanted])
         self._blocks = stream(self.rows, self.schedule.window)
-        _, own = next(self._blocks)
-        outs = []
-        for sums in self.sums:
-            rows = own[sums.source].detach()
-            outs.append(rows.new_zeros((sums.blocks.num_targets, *rows.shape[1:])))
-            sums.add(0, rows, self._weight_of(sums), outs[-1])
-        return outs
+        next(self._blocks)  # own rows, which are here
+
+    def add_own(self, outs: Sequence[Tensor]) -> None:
+        """Add the sums over the local block, in place."""
+        for sums, out in zip(self.sums, outs, strict=True):
+            sums.add(0, self.rows[sums.source][1].detach(), self._weight_of(sums), out)
 
     def finish(self, outs: Sequence[Tensor]) -> None:
         """Add what remote blocks bring, in place, and forget the rows unless gradients of weights ask for them."""
@@ -144,8 +163,11 @@ class Flight:
                 out.div_(sums.blocks.divisor(out))
         self._blocks = None
         self.weights = [weight.detach() for weight in self.weights]
-        kept = slice(None if self.weights_wanted else 0)
-        self.rows = [(exchange, tensor.detach()[kept]) for exchange, tensor in self.rows]
+        self.rows = [(exchange, self._kept_of(tensor)) for exchange, tensor in self.rows]
+
+    def _kept_of(self, rows: Tensor) -> Tensor:
+        """Rows for gradients of weights, or else none: a view of them would keep them all."""
+        return rows.detach() if self.weights_wanted else rows.new_empty((0, *rows.shape[1:]))
 
     def _weight_of(self, sums: EdgeSums) -> Tensor | None:
         return None if sums.weight is None else self.weights[sums.weight].detach()
@@ -164,9 +186,11 @@ class Flight:
             for sums, gradient in zip(self.sums, gradients, strict=True):
                 if sums.source in blocks:
                     sums.add_transposed(r, gradient, self._weight_of(sums), blocks[sums.source])
+            if window:
+                self.land(window - 1)  # before the next buffers are made
             self._flying.append(push([(self.rows[i][0], blocks[i]) for i in self.wanted], r, tag))
-            if window is not None:
-                self.land(window)
+            if window == 0:
+                self.land()
 
     def add_local(self, gradients: Sequence[Tensor]) -> None:
         """Add the gradients of the local block's sources."""

@@ -229,8 +229,9 @@ def stream(rows: Sequence[Rows], window: int | None) -> Iterator[tuple[int, list
     flights.post(ahead)
     yield 0, [tensor for _, tensor in rows]
     for r in range(1, rounds):
-        flights.post(r + ahead)
+        flights.post(r)
         fetched = dict(zip(live, flights.take(), strict=True))
+        flights.post(r + ahead)  # after what was sent is let go of
         for i, block in fetched.items():
             if (blocks := kept[i]) is not None:
                 blocks[r] = block

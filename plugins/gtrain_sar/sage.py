@@ -1,6 +1,7 @@
 """A layer of GraphSAGE's form, ``agg(x) W_l + x W_r + b``, in one step of the graph.
 
-Where W_l narrows the rows, they are transformed before they are sent.
+Where W_l narrows the rows, they are transformed before they are sent; where it keeps their width too, if gradients are
+asked for, since then no aggregate need be kept.
 """
 
 from __future__ import annotations
@@ -44,23 +45,78 @@ def sage_layer(
         schedule: how blocks are fetched.
         constants: the aggregate of constant rows is kept where these allow it.
     """
-    call = LinearCall(blocks, x, weight, mean)
     left, bias, right = layers
-    narrows = left.size(0) < left.size(1)
-    known = None
-    if not narrows and constants.keeps(x, edge_index, weight):
+    learns = x.requires_grad and torch.is_grad_enabled()
+    before = left.size(0) < left.size(1) or (learns and left.size(0) == left.size(1))
+    if before:
+        scale = blocks.inverse_degree(x.dtype) if mean else None
+        if scale is not None and weight is not None:
+            weight, scale = weight * scale[edge_index[1]], None
+        narrow: Tensor = _TransformThenSum.apply(blocks, (weight, scale), schedule, x, left, bias, right)
+        return narrow
+    call, known = LinearCall(blocks, x, weight, mean), None
+    if constants.keeps(x, edge_index, weight):
         known = constants.result((x, edge_index, weight), ("linear", mean), lambda: aggregate([call], schedule)[0])
-    out: Tensor = _Layer.apply(call, schedule, narrows, known, x, left, bias, right)
-    return out
+    wide: Tensor = _SumThenTransform.apply(call, schedule, known, x, left, bias, right)
+    return wide
 
 
-class _Layer(torch.autograd.Function):
+class _TransformThenSum(torch.autograd.Function):
+    """``agg(x W_l) + x W_r + b``; a mean is a sum with a scale for each target, so it is added to the rest in place."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        blocks: EdgeBlocks,
+        factors: tuple[Tensor | None, Tensor | None],
+        schedule: Schedule,
+        x: Tensor,
+        left: Tensor,
+        bias: Tensor | None,
+        right: Tensor,
+    ) -> Tensor:
+        rows, (weight, scale) = x.detach(), factors
+        sent = rows @ left.t()
+        wanted = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+        ctx.flight, ctx.shape = Flight([LinearCall(blocks, sent, weight, scale=scale)], schedule, wanted), sent.shape
+        del sent  # the flight lets go of it
+        ctx.flight.post()
+        out = rows @ right.t()
+        ctx.flight.add_own([out])
+        ctx.flight.finish([out])
+        ctx.save_for_backward(x, left, right)
+        return out if bias is None else out.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        x, left, right = ctx.saved_tensors
+        gradient, flight = gradient.contiguous(), ctx.flight
+        of_x = of_left = of_bias = of_right = None
+        if flight.wanted:
+            of_sent = gradient.new_zeros(ctx.shape)
+            flight.gradients = {0: of_sent}
+            flight.send([gradient])
+        if ctx.needs_input_grad[6]:
+            of_right = gradient.t() @ x
+        if ctx.needs_input_grad[5]:
+            of_bias = gradient.sum(0)
+        if flight.wanted:
+            flight.add_local([gradient])
+            flight.land()
+            flight.gradients = {}
+            of_left = of_sent.t() @ x if ctx.needs_input_grad[4] else None
+        if ctx.needs_input_grad[3]:  # only now: it takes as much memory as the messages
+            of_x = (gradient @ right).addmm_(of_sent, left)
+        return None, None, None, of_x, of_left, of_bias, of_right
+
+
+class _SumThenTransform(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
         call: LinearCall,
         schedule: Schedule,
-        narrows: bool,
         known: Tensor | None,
         x: Tensor,
         left: Tensor,
@@ -69,19 +125,15 @@ class _Layer(torch.autograd.Function):
     ) -> Tensor:
         rows, ctx.flight = x.detach(), None
         if known is None:
-            sent = rows @ left.t() if narrows else rows
-            wanted = ctx.needs_input_grad[4] or (narrows and ctx.needs_input_grad[5])
-            ctx.flight = Flight([LinearCall(call.blocks, sent, call.weight, call.mean)], schedule, wanted)
-            ctx.shape = sent.shape
+            ctx.flight = Flight([call], schedule, ctx.needs_input_grad[3])
             (known,) = ctx.flight.start()
             out = rows @ right.t()
             ctx.flight.finish([known])
         else:
             out = rows @ right.t()
-        out = out.add_(known) if narrows else out.addmm_(known, left.t())
-        ctx.narrows, ctx.biased = narrows, bias is not None
-        ctx.aggregate = None if narrows else Borrowed(known)
+        ctx.aggregate = Borrowed(known)
         ctx.save_for_backward(x, left, right)
+        out.addmm_(known, left.t())
         return out if bias is None else out.add_(bias)
 
     @staticmethod
@@ -89,37 +141,29 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         x, left, right = ctx.saved_tensors
         flight: Flight | None = ctx.flight
-        sums = of_sent = of_x = of_left = of_bias = of_right = None
-        if ctx.aggregate is not None:
-            of_left = gradient.t() @ ctx.aggregate.give_back()
-        if flight is not None and flight.wanted:
-            of_sent = gradient.new_zeros(ctx.shape)
-            sums = _send(ctx, flight, gradient, left, of_sent)
-        if ctx.needs_input_grad[7]:
-            of_right = gradient.t() @ x
-        if ctx.biased and ctx.needs_input_grad[6]:
-            of_bias = gradient.sum(0)
+        sums = of_x = of_left = of_bias = of_right = None
+        aggregate = ctx.aggregate.give_back()
         if ctx.needs_input_grad[4]:
-            shared = of_sent is not None and not ctx.narrows  # both are gradients of x
-            of_x = of_sent.addmm_(gradient, right) if shared else gradient @ right  # type: ignore[union-attr]
-        if flight is not None and sums is not None and of_sent is not None:
+            of_left = gradient.t() @ aggregate
+        del aggregate
+        if flight is not None and flight.wanted:
+            of_x = torch.zeros_like(x)
+            sums = _of_sums(flight, gradient @ left)
+            flight.gradients = {0: of_x}
+            flight.send([sums])
+        if ctx.needs_input_grad[6]:
+            of_right = gradient.t() @ x
+        if ctx.needs_input_grad[5]:
+            of_bias = gradient.sum(0)
+        if flight is not None and sums is not None and of_x is not None:
+            of_x.addmm_(gradient, right)
             flight.add_local([sums])
             flight.land()
             flight.gradients = {}
-            if ctx.narrows:
-                of_left = of_sent.t() @ x if ctx.needs_input_grad[5] else None
-                of_x = None if of_x is None else of_x.addmm_(of_sent, left)
-        return None, None, None, None, of_x, of_left, of_bias, of_right
+        return None, None, None, of_x, of_left, of_bias, of_right
 
 
-def _send(ctx: Any, flight: Flight, gradient: Tensor, left: Tensor, of_sent: Tensor) -> Tensor:
-    """Send the gradients of remote rows, and return that of the sums [num_targets, out or in]."""
-    flight.gradients = {0: of_sent}
+def _of_sums(flight: Flight, of_aggregate: Tensor) -> Tensor:
+    """The gradient of the sums, from that of the aggregate, which may be changed."""
     (edges,) = flight.sums
-    sums = gradient @ left if not ctx.narrows else gradient
-    if edges.mean and not ctx.narrows:
-        sums.div_(edges.blocks.divisor(sums))
-    else:
-        sums = edges.of_sum(sums)
-    flight.send([sums])
-    return sums
+    return of_aggregate.div_(edges.blocks.divisor(of_aggregate)) if edges.mean else of_aggregate

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn.conv import MessagePassing
 
-from gtrain.data.loader import SeedLoader, graph_batch, hetero_shard_batch, split_batch
+from gtrain.data.loader import TASKS, SeedLoader, graph_batch, hetero_shard_batch, split_batch
 from gtrain.errors import ConfigError
 from gtrain.graph.hetero_shard import HeteroShard, load_hetero_shard
 from gtrain.graph.shard import GraphShard, load_shard
@@ -20,10 +20,13 @@ from gtrain.graph.store import Store
 from gtrain.nn import DglGraph
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.group import Group
+from gtrain.strategy.spread_edges import SpreadEdges
 from gtrain_sar import config, refusals
 from gtrain_sar.agreement import check_parts_agree
 from gtrain_sar.dgl import refusals as dgl_refusals
 from gtrain_sar.halo import HaloExchange
+from gtrain_sar.heap import give_back_freed
+from gtrain_sar.link_batches import LinkBatches
 from gtrain_sar.takeover import Takeover, load_kernels
 from gtrain_sar.typed.relations import Relations
 from gtrain_sar.typed.takeover import TypedTakeover
@@ -44,6 +47,7 @@ class SarStrategy(GraphStrategy):
     """
 
     strategy_name: ClassVar[str] = "sar"
+    tasks: ClassVar[tuple[str, ...]] = TASKS
     heterogeneous: ClassVar[bool] = True
 
     def __init__(
@@ -69,6 +73,7 @@ class SarStrategy(GraphStrategy):
                 "tensors of 53.",
                 hint="set strategy.wire_dtype=float32, which sends tensors as they are, or trainer.precision=32-true.",
             )
+        give_back_freed()
         super().setup(trainer)
 
     def open_shard(self, store: Store) -> GraphShard | HeteroShard:
@@ -103,13 +108,11 @@ class SarStrategy(GraphStrategy):
                 f"data.batch_size={loader.batch_size} was set; strategy=sar trains on the whole graph at once.",
                 hint="leave data.batch_size=null, or use strategy=single, which steps after each group of seeds.",
             )
-        if loader.num_neighbors is not None:
-            raise ConfigError(
-                f"data.num_neighbors={list(loader.num_neighbors)} was set; strategy=sar uses every neighbour.",
-                hint="leave data.num_neighbors=null.",
-            )
+        loader.refuse_sampling("strategy=sar uses every neighbour")
         if self._graph is None:
             self._graph = self._whole(shard, loader.store)
+        if loader.seeds_are_edges:
+            return LinkBatches(self._graph, SpreadEdges(self.group, loader), loader)
         return [split_batch(self._graph, loader.split)]
 
     def _whole(self, shard: GraphShard | HeteroShard, store: Store) -> Data | HeteroData:

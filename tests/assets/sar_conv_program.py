@@ -115,6 +115,8 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=20.0, help="seconds a rank waits for another")
     options = parser.parse_args()
     modes = [int(mode) for mode in options.mode.split(",")]
+    for case in (cases.LISTED | cases.BEYOND).values():
+        case.make()  # PyG writes code for each class of convolutions, which the ranks then have
     for size in map(int, options.world.split(",")):
         found = world(options.folder, size, chosen(options.cases, size), modes, options.force, options.patience)
         print("RESULT", size, json.dumps(found), flush=True)

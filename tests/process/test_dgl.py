@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import REPO, gtrain, ok, run, summary
+from forked import gtrain, python
+from helpers import REPO, ok, summary
 
 os.environ.setdefault("DGLBACKEND", "pytorch")
 dgl = pytest.importorskip(
@@ -25,8 +25,8 @@ SMALL = ["data.num_nodes=300", "data.num_edges=3000", "data.num_features=12", "d
 @pytest.mark.parametrize(("size", "cases"), [(2, "listed"), (3, "silent")])
 def test_every_convolution_in_every_mode(size: int, cases: str, tmp_path: Path) -> None:
     """On a graph with parallel edges, loops and isolated nodes; over three ranks, one of them is in no loss."""
-    command = [sys.executable, str(PROGRAM), str(tmp_path), "--world", str(size), "--cases", cases]
-    lines = ok(run(command, cwd=tmp_path, timeout=280)).stdout.splitlines()
+    command = [str(PROGRAM), str(tmp_path), "--world", str(size), "--cases", cases]
+    lines = ok(python(*command, cwd=tmp_path, timeout=280)).stdout.splitlines()
     (line,) = [line for line in lines if line.startswith(f"RESULT {size} ")]
     results: dict[str, Any] = json.loads(line.split(" ", 2)[2])
     assert len(results) > 50 and all(set(modes) == {"mode 1", "mode 2", "mode 3"} for modes in results.values())
@@ -74,7 +74,7 @@ def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
     page = (REPO / "docs" / "dgl.md").read_text()
     (example,) = re.findall(r"^```python\n(.+?)^```$", page, re.MULTILINE | re.DOTALL)
     (tmp_path / "example.py").write_text(example)
-    said = ok(run([sys.executable, "example.py"], cwd=tmp_path, env={"DGLBACKEND": "pytorch"})).stdout
+    said = ok(python("example.py", cwd=tmp_path, env={"DGLBACKEND": "pytorch"})).stdout
     assert float(said.splitlines()[-1].removeprefix("sum of norms ")) > 0
 
 
@@ -92,7 +92,8 @@ dgl.distributed.partition_graph(graph, "small", 2, "parts", part_method="random"
 
 def test_what_partition_graph_writes_is_trained_on(tmp_path: Path) -> None:
     """With as many ranks as parts, with one, and with another number."""
-    ok(run([sys.executable, "-c", WRITE], cwd=tmp_path, env={"DGLBACKEND": "pytorch", "HOME": str(tmp_path)}))
+    (tmp_path / "write.py").write_text(WRITE)
+    ok(python("write.py", cwd=tmp_path, env={"DGLBACKEND": "pytorch", "HOME": str(tmp_path)}))
     arguments = ["data=dgl_partition", "data.path=parts/small.json", "data.root=.", "model=dgl_gat", *SETTINGS]
     arguments.append("trainer.precision=64-true")
     ok(gtrain("strategy=single", *arguments, "hydra.run.dir=single", cwd=tmp_path))

@@ -7,16 +7,14 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
 import torch
-from helpers import REPO, alive, clean_environment, gtrain, ok, run, summary, until
+from forked import Program, gtrain, python
+from helpers import REPO, alive, ok, summary, until
 
 ASSETS = REPO / "tests" / "assets"
 FOUND = {"PYTHONPATH": str(ASSETS / "counting")}
@@ -39,7 +37,7 @@ def program(*arguments: str, cwd: Path) -> str:
     """Run tests/assets/roles_program.py and return what it printed."""
     (cwd / "tmp").mkdir()
     env = {**FOUND, "TMPDIR": str(cwd / "tmp")}
-    return ok(run([sys.executable, str(ASSETS / "roles_program.py"), *arguments], cwd=cwd, env=env)).stdout
+    return ok(python(str(ASSETS / "roles_program.py"), *arguments, cwd=cwd, env=env)).stdout
 
 
 def left(said: str) -> list[dict[str, list[str]]]:
@@ -147,12 +145,12 @@ def test_a_killed_worker_comes_back_and_the_result_is_the_same(rank: int, undist
 
 
 def torchrun(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", *arguments]
+    return ["-m", "torch.distributed.run", *arguments]
 
 
 def test_under_torchrun_local_rank_0_starts_the_servers(undisturbed: Path, tmp_path: Path) -> None:
     arguments = ("strategy.steps=[20,30]", "strategy.servers=2", "hydra.run.dir=run")
-    ok(run(torchrun("--nproc-per-node=2", "-m", "gtrain", *SMALL, *arguments), cwd=tmp_path, env=FOUND))
+    ok(python(*torchrun("--nproc-per-node=2", "-m", "gtrain", *SMALL, *arguments), cwd=tmp_path, env=FOUND))
     assert losses(tmp_path / "run") == pytest.approx(losses(undisturbed), rel=1e-12)
     assert counted(tmp_path / "run") == counted(undisturbed)
     assert 'counted {"rank 1": 120} in life 0' in (tmp_path / "run" / "logs" / "counter-1.log").read_text()
@@ -161,16 +159,17 @@ def test_under_torchrun_local_rank_0_starts_the_servers(undisturbed: Path, tmp_p
 @pytest.mark.parametrize("victim", ["counter", "torchrun"])
 def test_what_is_killed_under_torchrun_takes_the_servers_with_it(victim: str, tmp_path: Path) -> None:
     forever = ("trainer.max_epochs=100000", "strategy.timeout_seconds=2", "hydra.run.dir=run")
-    job = start(torchrun("--nproc-per-node=2", "-m", "gtrain", *SMALL, *forever), tmp_path)
+    command = torchrun("--nproc-per-node=2", "-m", "gtrain", *SMALL, *forever)
+    job = Program(*command, cwd=tmp_path, env=FOUND)
     until(lambda: counted_at_all(tmp_path / "run"), 60, tmp_path)
     server = int((tmp_path / "run" / "counter-0.pid").read_text())
     family = [pid for pid in descendants(job.pid) if pid != job.pid]
     assert server in family and len(family) == 4  # two ranks, the keeper, the counter
     os.kill(server if victim == "counter" else job.pid, signal.SIGKILL)
-    _, said = job.communicate(timeout=40)
-    assert job.returncode != 0
+    done = job.end(timeout=40)
+    assert done.returncode != 0
     if victim == "counter":
-        assert "gtrain: counter 0 of 1 (machine 0) was killed by SIGKILL (signal 9)." in said
+        assert "gtrain: counter 0 of 1 (machine 0) was killed by SIGKILL (signal 9)." in done.stderr
     until(lambda: not any(map(alive, family)), 5, tmp_path)
 
 
@@ -179,9 +178,7 @@ def test_two_machines_of_torchrun_know_each_other_by_keys(undisturbed: Path, tmp
     meet = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}")
     command = torchrun(*meet, "-m", "gtrain", *SMALL)
     more = ("strategy.steps=[20,30]", "strategy.servers=2", "hydra.run.dir=run", "trainer.num_nodes=2")
-    jobs = [start([*command, *more], tmp_path) for _ in range(2)]
-    said = [job.communicate(timeout=100) for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0], said
+    together([[*command, *more]] * 2, tmp_path)
     assert losses(tmp_path / "run") == pytest.approx(losses(undisturbed), rel=1e-12)
     assert not (tmp_path / "run" / "job.key").exists()
     for rank in range(2):
@@ -195,8 +192,8 @@ def test_workers_and_servers_by_hand_with_keys(undisturbed: Path, tmp_path: Path
     ok(gtrain("key", "cluster.key_file=job.key", cwd=tmp_path))
     assert (tmp_path / "job.key").stat().st_mode & 0o777 == 0o600
     meet = (f"cluster.rendezvous=file://{tmp_path}/meet", "cluster.key_file=job.key", "strategy.servers=2")
-    command = [sys.executable, "-m", "gtrain"]
-    with several(
+    command = ["-m", "gtrain"]
+    said = together(
         [[*command, "serve", "role=counter", *SMALL, *meet, f"hydra.run.dir=server-{number}"] for number in range(2)]
         + [
             [*command, *SMALL, *meet, "cluster=manual", f"cluster.rank={rank}", "cluster.standalone=[counter]"]
@@ -204,13 +201,12 @@ def test_workers_and_servers_by_hand_with_keys(undisturbed: Path, tmp_path: Path
             for rank in (1, 0)
         ],
         tmp_path,
-    ) as said:
-        assert all(code == 0 for code, _, _ in said), said
+    )
     assert losses(tmp_path / "machine-0") == pytest.approx(losses(undisturbed), rel=1e-12)
     assert {path.name for path in (tmp_path / "machine-1").iterdir()} <= {"logs", "gtrain.log", ".hydra"}
-    listening = sorted(re.findall(r"counter (\d) listens at (tcp://)", said[0][1] + said[1][1]))
+    listening = sorted(re.findall(r"counter (\d) listens at (tcp://)", said[0] + said[1]))
     assert listening == [("0", "tcp://"), ("1", "tcp://")]
-    assert all("the job is over" in out for _, out, _ in said[:2])
+    assert all("the job is over" in out for out in said[:2])
     assert counted(tmp_path / "server-0") | counted(tmp_path / "server-1") == {"rank 0": 80, "rank 1": 120}
     assert not (tmp_path / "meet").exists()
 
@@ -218,41 +214,14 @@ def test_workers_and_servers_by_hand_with_keys(undisturbed: Path, tmp_path: Path
 # ------------------------------------------------------------------------------------------------- helpers
 
 
-def start(command: list[str], cwd: Path) -> subprocess.Popen[str]:
-    """A command in the background."""
-    return subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=clean_environment(FOUND),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-class several:  # noqa: N801 - reads as a function
-    """Commands that run at the same time, ended at the end of the block in any case; their codes and outputs."""
-
-    def __init__(self, commands: list[list[str]], cwd: Path) -> None:
-        self._jobs = [start(command, cwd) for command in commands]
-
-    def __enter__(self) -> list[tuple[int, str, str]]:
-        said = []
-        try:
-            for job in self._jobs:
-                out, err = job.communicate(timeout=100)
-                said.append((job.returncode, out, err))
-        except BaseException:
-            self.__exit__()
-            raise
-        return said
-
-    def __exit__(self, *_: Any) -> None:
-        for job in self._jobs:
-            if job.poll() is None:
-                job.kill()
-                job.communicate()
+def together(commands: list[list[str]], cwd: Path) -> list[str]:
+    """Programs that run at the same time, to their ends in success; what each has printed."""
+    jobs = [Program(*command, cwd=cwd, env=FOUND) for command in commands]
+    try:
+        return [done.stdout for done in map(ok, (job.end(timeout=100) for job in jobs))]
+    finally:
+        for job in jobs:
+            job.kill()
 
 
 def descendants(pid: int) -> Iterator[int]:

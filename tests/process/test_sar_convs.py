@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import ok, run
+from forked import python
+from helpers import ok
 
 PROGRAM = Path(__file__).parent.parent / "assets" / "sar_conv_program.py"
 EXACT = 1e-10
@@ -22,7 +23,7 @@ Results = dict[int, dict[str, dict[str, Any]]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """By world size and case: the worst relative differences of each mode, or what was raised."""
     folder = tmp_path_factory.mktemp("convs")
-    done = ok(run([sys.executable, str(PROGRAM), str(folder)], cwd=folder, timeout=240))
+    done = ok(python(str(PROGRAM), str(folder), cwd=folder, timeout=240))
     lines = [line.split(" ", 2) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     return {int(size): json.loads(body) for _, size, body in lines}
 

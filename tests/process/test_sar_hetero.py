@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import gtrain, ok, run, summary
+from forked import gtrain, python
+from helpers import ok, summary
 
 PROGRAM = Path(__file__).parent.parent / "assets" / "sar_hetero_program.py"
 SETTINGS = ["callbacks=none", "logger=none", "model.dropout=0", "trainer.precision=64-true"]
@@ -27,7 +27,7 @@ Results = dict[int, dict[str, dict[str, dict[str, float]]]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """By world size, case and mode: the worst relative differences from PyG on the whole graph."""
     folder = tmp_path_factory.mktemp("hetero")
-    done = ok(run([sys.executable, str(PROGRAM), str(folder)], cwd=folder, timeout=280))
+    done = ok(python(str(PROGRAM), str(folder), cwd=folder, timeout=280))
     lines = [line.split(" ", 2) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     return {int(size): json.loads(body) for _, size, body in lines}
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import gtrain, ok, summary
+from forked import gtrain
+from helpers import ok, summary
 
 SMALL = ["data.num_nodes=300", "data.num_edges=2400", "data.num_features=16", "data.num_classes=4"]
 SHORT = [*SMALL, "trainer.limit_test_batches=0", "logger=none", "callbacks=none", "hydra.run.dir=run"]

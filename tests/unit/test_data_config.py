@@ -95,11 +95,18 @@ def test_presets_of_the_yaml_are_those_of_the_class(name: str, composed: Any) ->
 
 
 @pytest.mark.parametrize(
-    "override", ["data.num_nodes=many", "data.homophily=high", "data.num_neighbors=[5,a]", "data.num_node=5"]
+    "override", ["data.num_nodes=many", "data.homophily=high", "data.replace=often", "data.num_node=5"]
 )
 def test_wrong_types_and_names_are_refused(override: str, composed: Any) -> None:
     with pytest.raises(ConfigCompositionException):
         composed(override)
+
+
+def test_fan_outs_by_edge_type_can_be_typed(composed: Any) -> None:
+    """Hydra takes no commas in a key unless they are escaped; PyG's double underscore needs nothing."""
+    lists = composed("data.num_neighbors={a__to__b:[5,-1],default:[1,1]}").num_neighbors
+    assert OmegaConf.to_container(lists) == {"a__to__b": [5, -1], "default": [1, 1]}
+    assert composed(r"data.num_neighbors={a\,to\,b:[5]}").num_neighbors == {"a,to,b": [5]}
 
 
 def test_options_of_a_dataset(composed: Any) -> None:

@@ -63,7 +63,7 @@ def test_errors(tmp_path: Path) -> None:
     store = stored(tmp_path / "s", messy_graph(), random_parts(40, 2))
     with pytest.raises(ConfigError, match="'valid' is not a split"):
         SeedLoader(store, "valid")
-    with pytest.raises(ConfigError, match=r"num_neighbors=\[5, 5\]"):
+    with pytest.raises(ConfigError, match=r"num_neighbors=\[5,5\]"):
         next(iter(SeedLoader(store, "train", num_neighbors=[5, 5])))
     bare = Data(edge_index=torch.tensor([[0], [1]]), num_nodes=2)
     unlabelled = stored(tmp_path / "u", bare, torch.tensor([0, 0]))

@@ -312,6 +312,8 @@ def test_hops_asked_of_parts_build_the_same_subgraph(case: Case) -> None:
                 first_target=first,
                 **arrays,
             )
+            if case.by_node:
+                columns = columns.timed_by_sources(graph.node_time)
             rule = Rule(case.options.get("replace", False), case.options.get("temporal"))
             found = sample_hop(
                 columns,
@@ -322,7 +324,6 @@ def test_hops_asked_of_parts_build_the_same_subgraph(case: Case) -> None:
                 rule=rule,
                 subgraph=None if sample.batch is None else owner[mine],
                 seed_time=np.full(SEEDS.size, LIMIT),
-                node_time=graph.node_time if case.by_node else None,
             )
             assert np.array_equal(found.source, graph.indices[found.position + part.start])
             for i, node in enumerate(mine):

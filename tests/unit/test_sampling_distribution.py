@@ -38,7 +38,7 @@ def outcomes(degree: int, count: int, *, weight: Any = None, times: Any = None, 
     )
     times_given = {} if times is None else {"subgraph": np.zeros(TARGETS, np.int64), "seed_time": [limit]}
     if by_node:
-        times_given["node_time"] = times
+        columns = columns.timed_by_sources(times)
     found = sample_hop(columns, np.arange(TARGETS), count, key=batch_key(0, 0, 0), rule=Rule(**rule), **times_given)
     assert np.array_equal(found.column, np.repeat(np.arange(TARGETS), count))
     chosen = np.sort(found.source.reshape(TARGETS, count), axis=1)

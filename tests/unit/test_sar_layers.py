@@ -169,7 +169,7 @@ def test_batch_norm_agrees_with_torch_forward_backward_and_running(offset: float
 def test_dropout_of_attention_changes_no_mean(conv: nn.Module, mode: int) -> None:
     """Coefficients are dropped after they were normalised, and the kept ones scaled up."""
     x, edge_index = graph()
-    conv, passes = conv.double(), 600
+    conv, passes = conv.double(), 200
     takeover = Takeover(HaloExchange(Group(), whole_shard(edge_index)), Schedule(mode=mode))
     takeover.install(conv)
     with torch.no_grad():

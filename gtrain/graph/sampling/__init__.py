@@ -1,25 +1,37 @@
 """Neighbour sampling within one process: compiled kernels, and the samplers that drive them.
 
-Importing this package imports numba; the command and the agent do not. ``spans``, ``pick``, ``reservoir``, ``number``
-and ``random`` hold the kernels, ``columns`` a graph's arrays and their checks, ``rules`` what can be asked for,
-``scratch`` reused memory, ``hop`` one hop, ``sampler`` and ``hetero`` whole subgraphs, ``output`` what they return.
+Names are imported on first use: all but ``options`` import numba, which the command and the agent do not. ``spans``,
+``pick``, ``reservoir``, ``number`` and ``random`` hold the kernels, ``columns`` a graph's arrays and their checks,
+``options`` and ``rules`` what can be asked for, ``scratch`` reused memory, ``hop`` one hop, ``sampler`` and ``hetero``
+whole subgraphs, ``output`` what they return.
 """
 
-from gtrain.graph.sampling.columns import Columns
-from gtrain.graph.sampling.hetero import HeteroNeighborSampler
-from gtrain.graph.sampling.hop import HopSample, sample_hop
-from gtrain.graph.sampling.output import HeteroSample, Sample
-from gtrain.graph.sampling.rules import Rule, batch_key
-from gtrain.graph.sampling.sampler import NeighborSampler
+from __future__ import annotations
 
-__all__ = [
-    "Columns",
-    "HeteroNeighborSampler",
-    "HeteroSample",
-    "HopSample",
-    "NeighborSampler",
-    "Rule",
-    "Sample",
-    "batch_key",
-    "sample_hop",
-]
+import importlib
+from typing import Any
+
+_HOME = {
+    "Columns": "columns",
+    "HeteroNeighborSampler": "hetero",
+    "HeteroSample": "output",
+    "HopSample": "hop",
+    "NeighborSampler": "sampler",
+    "Rule": "rules",
+    "Sample": "output",
+    "SamplingOptions": "options",
+    "batch_key": "rules",
+    "sample_hop": "hop",
+}
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,8 @@ class Columns:
         weight: float32 or float64 ``[E]``, at least 0 and finite; an edge of weight 0 is never chosen. None: edges are
             equally likely.
         edge_time: int64 ``[E]``, ascending within each column. None: edges have no times.
+        loose_time: int64 ``[E]``, times of the edges in any order, which count in place of ``edge_time``: those of
+            their sources, see :meth:`timed_by_sources`. None: there are none.
         edge_id: int64 ``[E]``, the edge's position in the source data. None: nothing but positions here is known.
         first_target: added to a target's number to give the id that names its random stream: the first global id of
             the part where a part of a graph is sampled.
@@ -46,13 +48,14 @@ class Columns:
     num_sources: int | None = None
     weight: Array | None = None
     edge_time: Array | None = None
+    loose_time: Array | None = None
     edge_id: Array | None = None
     first_target: int = 0
     checked: bool = False
 
     def __post_init__(self) -> None:
         dtypes = {"indptr": ("i8",), "indices": ("i4", "i8"), "weight": ("f4", "f8"), "edge_time": ("i8",)}
-        for name, allowed in {**dtypes, "edge_id": ("i8",)}.items():
+        for name, allowed in {**dtypes, "loose_time": ("i8",), "edge_id": ("i8",)}.items():
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, readable(getattr(self, name), name, allowed))
         if self.num_sources is None:
@@ -71,6 +74,32 @@ class Columns:
         """E."""
         return int(self.indices.size)
 
+    def timed_by_sources(self, node_time: Any) -> Columns:
+        """The same edges, each with the time of its source: 8 bytes an edge.
+
+        Args:
+            node_time: int64 ``[M]``, the time of each source.
+
+        Raises:
+            DataError: there are not M of them, or they are no whole numbers.
+        """
+        times = readable(node_time, "node_time", ("i8",))
+        if times.size != self.num_sources:
+            raise DataError(
+                f"node_time has {times.size} values for {self.num_sources} source nodes.",
+                hint="give one time for each node.",
+            )
+        return replace(self, loose_time=times[self.indices], checked=True)
+
+    def check_weight(self) -> None:
+        """Read all weights.
+
+        Raises:
+            DataError: one is negative, infinite or no number.
+        """
+        for start in range(0, self.num_edges if self.weight is not None else 0, _PIECE):
+            self._check_weights(slice(start, start + _PIECE))
+
     def _check_lengths(self) -> None:
         if self.indptr.size == 0 or self.indptr[0] != 0 or self.indptr[-1] != self.num_edges:
             found = f"runs from {self.indptr[0]} to {self.indptr[-1]}" if self.indptr.size else "is empty"
@@ -78,7 +107,7 @@ class Columns:
                 f"indptr {found}; with {self.num_edges} edges it must run from 0 to {self.num_edges}.",
                 hint="give the columns' N + 1 offsets into indices.",
             )
-        for name in ("weight", "edge_time", "edge_id"):
+        for name in ("weight", "edge_time", "loose_time", "edge_id"):
             array = getattr(self, name)
             if array is not None and array.size != self.num_edges:
                 raise DataError(
@@ -107,8 +136,11 @@ class Columns:
                 f"indices hold source {wrong}, and there are {self.num_sources} sources, 0 .. {self.num_sources}-1.",
                 hint="check the numbering of the edges' sources.",
             )
-        if self.weight is None:
-            return
+        if self.weight is not None:
+            self._check_weights(piece)
+
+    def _check_weights(self, piece: slice) -> None:
+        assert self.weight is not None
         good = (self.weight[piece] >= 0) & (self.weight[piece] <= _HEAVIEST)  # False for NaN
         if not good.all():
             edge = piece.start + int(np.argmin(good))

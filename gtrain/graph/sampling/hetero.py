@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gtrain.errors import ConfigError, DataError
-from gtrain.graph.sampling import number, scratch
+from gtrain.graph.sampling import scratch
 from gtrain.graph.sampling.columns import Columns, readable
 from gtrain.graph.sampling.hop import Choice, Frontier, choose, pieces
 from gtrain.graph.sampling.output import EdgeType, HeteroSample
@@ -75,9 +75,12 @@ class HeteroNeighborSampler:
         self.rule = Rule(replace, temporal)
         self.disjoint, self.induced, self.seed = disjoint or temporal is not None, induced, seed
         self.node_time = None
+        _check_graph(self.graph, self.num_nodes)
         if temporal is not None and node_time is not None:
             self.node_time = {name: readable(times, "node_time", ("i8",)) for name, times in node_time.items()}
-        _check_graph(self.graph, self.num_nodes)
+            for kind, columns in self.graph.items():
+                if kind[0] in self.node_time:
+                    self.graph[kind] = columns.timed_by_sources(self.node_time[kind[0]])
         self._rules = self._rule_of_each()
         self._memory = threading.local()
 
@@ -127,7 +130,7 @@ class HeteroNeighborSampler:
             return dict.fromkeys(self.graph, self.rule)
         rules = {}
         for kind, columns in self.graph.items():
-            has_times = columns.edge_time is not None if self.node_time is None else kind[0] in self.node_time
+            has_times = columns.loose_time is not None or (self.node_time is None and columns.edge_time is not None)
             rules[kind] = self.rule if has_times else Rule(self.rule.replace)
         if not any(rule.temporal for rule in rules.values()):
             raise DataError(
@@ -135,11 +138,8 @@ class HeteroNeighborSampler:
                 hint="give Columns(edge_time=...) or node_time=..., or set temporal=None.",
             )
         for kind, columns in self.graph.items():
-            rules[kind].check(columns, self._times(kind))
+            rules[kind].check(columns)
         return rules
-
-    def _times(self, kind: EdgeType) -> Array | None:
-        return None if self.node_time is None else self.node_time.get(kind[0])
 
     def _begin(self, seeds: Mapping[str, Any], seed_time: Mapping[str, Any] | None, key: int) -> _Batch:
         for name in seeds:
@@ -188,12 +188,10 @@ class HeteroNeighborSampler:
     def _frontier(self, run: _Batch, kind: EdgeType, low: int, high: int) -> Frontier:
         nodes = run.nodes[kind[2]]
         subgraph = nodes.batch[low:high] if self.disjoint else nodes.batch[:0]
-        times = run.seed_time if self._rules[kind].temporal is not None else None
-        return Frontier(nodes.node[low:high], subgraph, low, times)
-
-    def _choice(self, kind: EdgeType, count: int, key: np.uint64) -> Choice:
-        rule = self._rules[kind]
-        return Choice(count, key, rule, self._times(kind) if rule.temporal is not None else None)
+        if self._rules[kind].temporal is None:
+            return Frontier(nodes.node[low:high], subgraph, run.work.numbers(low, high))
+        assert run.seed_time is not None
+        return Frontier(nodes.node[low:high], subgraph, run.work.numbers(low, high), run.seed_time[subgraph])
 
     def _hop(self, run: _Batch, hop: int, relation: int, low: int, high: int) -> int:
         """Sample one edge type; returns the number of new edges."""
@@ -203,10 +201,9 @@ class HeteroNeighborSampler:
             return 0
         columns, edges = self.graph[kind], run.edges[kind]
         start = edges.size
-        choice = self._choice(kind, count, hop_key(run.key, hop, relation))
+        choice = Choice(count, hop_key(run.key, hop, relation), self._rules[kind])
         choose(columns, self._frontier(run, kind, low, high), choice, edges, run.work)
         new = slice(start, edges.size)
-        number.gather(columns.indices, edges.position[new], edges.row[new])
         run.nodes[kind[0]].number(edges.row[new], edges.column[new], run.nodes[kind[2]].batch)
         return edges.size - start
 
@@ -215,12 +212,11 @@ class HeteroNeighborSampler:
         columns, edges, targets = self.graph[kind], run.edges[kind], run.nodes[kind[2]]
         edges.size = 0
         whole = self._frontier(run, kind, 0, targets.count)
-        choice = self._choice(kind, -1, np.uint64(0))
+        choice = Choice(-1, np.uint64(0), self._rules[kind])
         for piece in pieces(columns.indptr[whole.node + 1] - columns.indptr[whole.node]):
             start = edges.size
             choose(columns, whole[piece], choice, edges, run.work)
             new = slice(start, edges.size)
-            number.gather(columns.indices, edges.position[new], edges.row[new])
             found = (edges.row[new], edges.column[new], edges.position[new])
             edges.size = start + run.nodes[kind[0]].keep(*found, targets.batch)
         return edges.size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from gtrain.errors import DataError
 from gtrain.graph.sampling import number, pick, reservoir, spans
-from gtrain.graph.sampling.columns import Columns, readable
+from gtrain.graph.sampling.columns import Columns
 from gtrain.graph.sampling.rules import Rule, check_count, checked_ids, checked_times, hop_key
-from gtrain.graph.sampling.scratch import Edges, Spans, empty
+from gtrain.graph.sampling.scratch import Edges, Spans, empty, read_only
 
 Array = NDArray[Any]
 
@@ -27,17 +27,25 @@ class Frontier:
     Attributes:
         node: int64 ``[f]``, their numbers as targets of the edge type.
         subgraph: int64 ``[f]``, the subgraph of each; empty where there is only one.
-        first_column: the local id of the first; the others follow.
-        seed_time: int64, the time of each subgraph's seed; None without times.
+        target: int64 ``[f]``, the local id of each, which edges name them by.
+        limit: int64 ``[f]``, the time up to which the edges of each may be chosen; None without times.
+        name: int64 ``[f]``, the ids that name their random streams; None: ``node`` and the columns' ``first_target``.
     """
 
     node: Array
     subgraph: Array
-    first_column: int = 0
-    seed_time: Array | None = None
+    target: Array
+    limit: Array | None = None
+    name: Array | None = None
 
     def __getitem__(self, piece: slice) -> Frontier:
-        return Frontier(self.node[piece], self.subgraph[piece], self.first_column + piece.start, self.seed_time)
+        limit = None if self.limit is None else self.limit[piece]
+        name = None if self.name is None else self.name[piece]
+        return Frontier(self.node[piece], self.subgraph[piece], self.target[piece], limit, name)
+
+    def under(self, rule: Rule) -> Frontier:
+        """The same nodes, with limits only where the rule knows times."""
+        return self if rule.temporal is not None else replace(self, limit=None)
 
 
 @dataclass(frozen=True)
@@ -48,13 +56,11 @@ class Choice:
         count: number of edges, -1 all.
         key: of :func:`gtrain.graph.sampling.rules.hop_key`.
         rule: how.
-        node_time: int64, the times of the sources; None where edges have the times, or there are none.
     """
 
     count: int
     key: np.uint64
     rule: Rule
-    node_time: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -83,9 +89,8 @@ def sample_hop(
     rule: Rule | None = None,
     subgraph: Any = None,
     seed_time: Any = None,
-    node_time: Any = None,
 ) -> HopSample:
-    """Choose in-edges of nodes: the step that a sampler over several machines asks the owners of the nodes for.
+    """Choose in-edges of nodes: one step of a sampler, by itself.
 
     What is chosen for a node is the same whatever nodes it is asked together with, and the same as the samplers of this
     package choose for the same key, hop, relation, id (``columns.first_target`` plus its number) and subgraph.
@@ -100,7 +105,6 @@ def sample_hop(
         rule: how; None: without replacement and without times.
         subgraph: the subgraph of each node; None where there is only one.
         seed_time: with times, the time of each subgraph's seed.
-        node_time: the time of each source, ``[M]``; None: times are the edges'.
 
     Shapes:
         nodes, subgraph ``[f]``; seed_time ``[number of subgraphs]``; whole numbers.
@@ -113,43 +117,43 @@ def sample_hop(
     temporal = rule.temporal is not None
     if temporal and (subgraph is None or seed_time is None):
         raise DataError("sampling by times needs the time of each seed.", hint="give subgraph= and seed_time=.")
-    times = None if node_time is None or not temporal else readable(node_time, "node_time", ("i8",))
-    rule.check(columns, times)
+    rule.check(columns)
     limits = checked_times(seed_time, np.size(seed_time), "seed_time") if temporal else None
     node = checked_ids(nodes, columns.num_targets, "nodes")
     owner = empty() if subgraph is None else checked_ids(subgraph, 2**32 if limits is None else limits.size, "subgraph")
     if subgraph is not None and owner.size != node.size:
         raise DataError(f"subgraph has {owner.size} values for {node.size} nodes.", hint="give each node's subgraph.")
     edges = Edges()
-    choice = Choice(check_count(count), hop_key(key, hop, relation), rule, times)
-    choose(columns, Frontier(node, owner, 0, limits), choice, edges, Spans())
-    position, source = edges.position[: edges.size], np.empty(edges.size, np.int64)
-    number.gather(columns.indices, position, source)
-    return HopSample(position, edges.column[: edges.size], source)
+    choice = Choice(check_count(count), hop_key(key, hop, relation), rule)
+    choose(
+        columns,
+        Frontier(node, owner, np.arange(node.size), None if limits is None else limits[owner]),
+        choice,
+        edges,
+        Spans(),
+    )
+    return HopSample(edges.position[: edges.size], edges.column[: edges.size], edges.row[: edges.size])
 
 
 def choose(columns: Columns, frontier: Frontier, choice: Choice, edges: Edges, work: Spans) -> None:
-    """Append chosen edges: ``position``, ``column``, and room for ``row``. Nothing is checked here."""
+    """Append chosen edges: ``position``, ``column`` (targets) and ``row`` (sources). Nothing is checked here."""
     begin, available = work.of(frontier.node.size)
-    if frontier.seed_time is None or choice.node_time is not None:
+    if frontier.limit is None or columns.loose_time is not None:
         spans.spans(columns.indptr, frontier.node, begin, available)
     else:
-        spans.spans_until(
-            columns.indptr,
-            frontier.node,
-            columns.edge_time,
-            frontier.seed_time,
-            frontier.subgraph,
-            begin,
-            available,
-        )
-    if choice.node_time is None:
-        _pick(begin, available, columns.weight, columns, frontier, choice, edges)
+        spans.spans_until(columns.indptr, frontier.node, columns.edge_time, frontier.limit, begin, available)
+    start = edges.size
+    if frontier.limit is None or columns.loose_time is None:
+        _pick(begin, available, columns.weight, columns.indices, columns, frontier, choice, edges)
     elif choice.rule.temporal == "last" and choice.count >= 0:
-        _pick_last_nodes(begin, available, columns, frontier, choice, edges)
+        edges.reserve(spans.room(available, choice.count, False))
+        times = (columns.loose_time, frontier.limit)
+        edges.size += reservoir.pick_latest(begin, available, *times, choice.count, frontier.target, *edges.free[:2])
+        number.gather(columns.indices, edges.position[start : edges.size], edges.row[start : edges.size])
     else:
         for piece in pieces(available):
             _pick_candidates(begin[piece], available[piece], columns, frontier[piece], choice, edges, work)
+        number.gather(columns.indices, edges.position[start : edges.size], edges.row[start : edges.size])
 
 
 def pieces(available: Array) -> Iterator[slice]:
@@ -167,21 +171,25 @@ def _pick(
     begin: Array,
     available: Array,
     weight: Array | None,
+    indices: Array,
     columns: Columns,
     frontier: Frontier,
     choice: Choice,
     edges: Edges,
 ) -> None:
-    count, replace = choice.count, choice.rule.replace
-    edges.reserve(spans.room(available, count, replace))
-    named = (frontier.node, columns.first_target, frontier.subgraph, choice.key)
-    written = (frontier.first_column, edges.position[edges.size :], edges.column[edges.size :])
+    count, again = choice.count, choice.rule.replace
+    edges.reserve(spans.room(available, count, again))
+    name, first = (frontier.node, columns.first_target) if frontier.name is None else (frontier.name, 0)
+    named = (name, first, frontier.subgraph, choice.key)
+    written = (frontier.target, *edges.free)
     if weight is not None:
-        edges.size += reservoir.pick_weighted(begin, available, weight, *named, count, replace, *written)
+        start = edges.size
+        edges.size += reservoir.pick_weighted(begin, available, weight, *named, count, again, *written[:3])
+        number.gather(indices, edges.position[start : edges.size], edges.row[start : edges.size])
     elif choice.rule.temporal == "last" or count < 0:
-        edges.size += pick.pick_last(begin, available, count, *written)
+        edges.size += pick.pick_last(begin, available, count, indices, *written)
     else:
-        edges.size += pick.pick_uniform(begin, available, *named, count, replace, *written)
+        edges.size += pick.pick_uniform(begin, available, *named, count, again, indices, *written)
 
 
 def _pick_candidates(
@@ -193,33 +201,10 @@ def _pick_candidates(
     edges: Edges,
     work: Spans,
 ) -> None:
-    """List the edges whose sources are not too late, choose among the list, and translate back."""
+    """List the edges that are not too late, choose among the list, and translate back."""
     candidate = work.candidates(int(available.sum()))
-    found = spans.spans_of_nodes_until(
-        columns.indices, choice.node_time, frontier.seed_time, frontier.subgraph, begin, available, candidate
-    )
-    weight = None
-    if columns.weight is not None:
-        weight = columns.weight[candidate[:found]]
-        weight.flags.writeable = False
+    found = spans.candidates_until(columns.loose_time, frontier.limit, begin, available, candidate)
+    weight = None if columns.weight is None else work.weights(columns.weight, candidate[:found])
     start = edges.size
-    _pick(begin, available, weight, columns, frontier, choice, edges)
-    edges.position[start : edges.size] = candidate[edges.position[start : edges.size]]
-
-
-def _pick_last_nodes(
-    begin: Array, available: Array, columns: Columns, frontier: Frontier, choice: Choice, edges: Edges
-) -> None:
-    edges.reserve(spans.room(available, choice.count, False))
-    edges.size += reservoir.pick_last_nodes(
-        begin,
-        available,
-        columns.indices,
-        choice.node_time,
-        frontier.seed_time,
-        frontier.subgraph,
-        choice.count,
-        frontier.first_column,
-        edges.position[edges.size :],
-        edges.column[edges.size :],
-    )
+    _pick(begin, available, weight, read_only(candidate), columns, frontier, choice, edges)
+    edges.position[start : edges.size] = edges.row[start : edges.size]

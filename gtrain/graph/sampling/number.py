@@ -1,8 +1,9 @@
 """Compiled kernels that read the chosen edges' sources and number the nodes in order of discovery.
 
-A number is kept in a table together with the *turn*, the number of the batch that set it: an entry of another turn is
-empty, so that no table is cleared between batches. There are two tables: a dense one (one entry a node of the graph,
-the faster) and a hash map by (node, subgraph), for disjoint subgraphs and for graphs too large for a table.
+No table is cleared between batches. There are two: a dense one (4 bytes a node of the graph, the faster), where the
+numbers of a batch begin after those of the batch before, so that a smaller one is an entry of an earlier batch; and a
+hash map by (node, subgraph), for disjoint subgraphs and for graphs too large for a table, which keeps numbers together
+with the *turn*, the number of the batch that set them.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from gtrain.graph.sampling.memory import prefetch
+
 Array = NDArray[Any]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _LOCAL = np.int64(0xFFFFFFFF)
+_AHEAD = 32  # edges
 
 
 @njit(cache=True, nogil=True)
@@ -34,12 +38,12 @@ def gather(indices: Array, position: Array, out: Array) -> None:
 
 
 @njit(cache=True, nogil=True)
-def number_dense(table: Array, turn: int, nodes: Array, count: int, row: Array) -> int:
+def number_dense(table: Array, first: int, nodes: Array, count: int, row: Array) -> int:
     """Replace global ids by local ids; unseen nodes are appended to ``nodes``.
 
     Args:
-        table: int64, one entry a node of the graph: ``turn << 32 | local_id``.
-        turn: the number of this batch, 1 .. 2**31 - 1.
+        table: int32, one entry a node of the graph: ``first + local_id``.
+        first: above every entry of earlier batches, and above 0.
         nodes: the nodes found so far, with room for more.
         count: how many there are.
         row: on entry global ids, on return local ids.
@@ -47,13 +51,16 @@ def number_dense(table: Array, turn: int, nodes: Array, count: int, row: Array) 
     Returns:
         How many nodes there are now.
     """
+    address = table.ctypes.data
     for j in range(row.size):
+        if j + _AHEAD < row.size:
+            prefetch(address + row[j + _AHEAD] * 4)
         node = row[j]
         entry = table[node]
-        if entry >> 32 == turn:
-            row[j] = entry & _LOCAL
+        if entry >= first:
+            row[j] = entry - first
         else:
-            table[node] = turn << 32 | count
+            table[node] = first + count
             nodes[count] = node
             row[j] = count
             count += 1
@@ -76,6 +83,7 @@ def number_hashed(
 
     Args:
         table: int64 ``[2**n, 2]``: the key ``node * width + subgraph``, and ``turn << 32 | local_id``.
+        turn: the number of this batch, 1 .. 2**31 - 1.
         width: the number of subgraphs.
         batch: the subgraph of each of ``nodes``, with room for more.
         column: the local id of each edge's target.
@@ -114,13 +122,13 @@ def rehash(table: Array, turn: int, width: int, nodes: Array, batch: Array, coun
 
 
 @njit(cache=True, nogil=True)
-def keep_dense(table: Array, turn: int, row: Array, column: Array, position: Array) -> int:
+def keep_dense(table: Array, first: int, row: Array, column: Array, position: Array) -> int:
     """Drop the edges whose sources are not among the nodes found; returns how many stay, with local ids in ``row``."""
     edges = 0
     for j in range(row.size):
         entry = table[row[j]]
-        if entry >> 32 == turn:
-            row[edges], column[edges], position[edges] = entry & _LOCAL, column[j], position[j]
+        if entry >= first:
+            row[edges], column[edges], position[edges] = entry - first, column[j], position[j]
             edges += 1
     return edges
 

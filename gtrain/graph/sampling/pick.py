@@ -5,8 +5,9 @@ processor can overlap its accesses to memory:
 
 1. *spans*: where each frontier node's in-edges begin and how many of them may be chosen: all, or those not later than
    the seed. Span i is ``begin[i], available[i]``.
-2. *pick*: choose edges of each span; writes their positions in the graph and the frontier node that each belongs to.
-3. *gather* the sources of the chosen edges and *number* them (:mod:`gtrain.graph.sampling.number`).
+2. *pick*: choose edges of each span; writes their positions in the graph, their sources and the frontier node that each
+   belongs to. Sources are asked for when they are chosen and read some edges later: choosing hides the wait for memory.
+3. *number* the sources (:mod:`gtrain.graph.sampling.number`).
 
 The chain keeps specialisations few: only kernels that read sources or weights are compiled by dtype, each when it is
 first used. Arrays of a graph are always read-only views, since numba compiles for read-only and writable arrays apart.
@@ -22,15 +23,26 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from gtrain.graph.sampling.memory import prefetch
 from gtrain.graph.sampling.random import below, mix, stream
 
 Array = NDArray[Any]
 
+_BEHIND = 128  # edges between asking for a source and reading it
 _LINEAR = 32  # up to so many choices of one node are compared one by one, more go through a small hash set
 
 
 @njit(cache=True, nogil=True)
-def pick_last(begin: Array, available: Array, count: int, first_column: int, position: Array, column: Array) -> int:
+def pick_last(
+    begin: Array,
+    available: Array,
+    count: int,
+    indices: Array,
+    target: Array,
+    position: Array,
+    column: Array,
+    row: Array,
+) -> int:
     """The last ``count`` edges of each span (all where count < 0); returns the number of edges written."""
     edges = 0
     for i in range(begin.size):
@@ -38,7 +50,8 @@ def pick_last(begin: Array, available: Array, count: int, first_column: int, pos
         start = begin[i] if count < 0 or available[i] <= count else end - count
         for chosen in range(start, end):
             position[edges] = chosen
-            column[edges] = first_column + i
+            column[edges] = target[i]
+            row[edges] = indices[chosen]
             edges += 1
     return edges
 
@@ -53,9 +66,11 @@ def pick_uniform(
     key: Any,
     count: int,
     replace: bool,
-    first_column: int,
+    indices: Array,
+    target: Array,
     position: Array,
     column: Array,
+    row: Array,
 ) -> int:
     """Choose ``count`` edges of each span, all equally likely; without replacement by Floyd's algorithm.
 
@@ -66,14 +81,17 @@ def pick_uniform(
         subgraph: the subgraph of each frontier node; empty where there is only one.
         key: uint64, hash of seed, epoch, batch, hop and edge type.
         count: at least 0; spans of at most ``count`` edges are taken whole unless ``replace``.
-        first_column: the local id of the first frontier node.
+        indices: the source of each edge of the graph.
+        target: the local id of each frontier node.
         position: written, the chosen edges.
         column: written, the local id of the frontier node of each.
+        row: written, the source of each.
 
     Returns:
         The number of edges written.
     """
-    edges = 0
+    edges = done = 0
+    address, width = indices.ctypes.data, indices.itemsize
     slots = 1
     while slots < 2 * count and count > _LINEAR:
         slots *= 2
@@ -97,7 +115,13 @@ def pick_uniform(
                 _floyd_hashed(position[edges : edges + count], first, size, first_number, seen)
             edges += count
         for j in range(start, edges):
-            column[j] = first_column + i
+            column[j] = target[i]
+            prefetch(address + position[j] * width)
+        while done < edges - _BEHIND:
+            row[done] = indices[position[done]]
+            done += 1
+    for j in range(done, edges):
+        row[j] = indices[position[j]]
     return edges
 
 

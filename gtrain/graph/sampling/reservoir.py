@@ -26,7 +26,7 @@ def pick_weighted(
     key: Any,
     count: int,
     replace: bool,
-    first_column: int,
+    target: Array,
     position: Array,
     column: Array,
 ) -> int:
@@ -55,7 +55,7 @@ def pick_weighted(
             edges += count
         for j in range(start, edges):
             position[j] += begin[i]
-            column[j] = first_column + i
+            column[j] = target[i]
     return edges
 
 
@@ -153,29 +153,27 @@ def _reservoir(weight: Array, count: int, first_number: Any, draw: int, keys: Ar
 
 
 @njit(cache=True, nogil=True)
-def pick_last_nodes(
+def pick_latest(
     begin: Array,
     available: Array,
-    indices: Array,
-    node_time: Any,
-    seed_time: Any,
-    subgraph: Array,
+    loose_time: Any,
+    limit: Any,
     count: int,
-    first_column: int,
+    target: Array,
     position: Array,
     column: Array,
 ) -> int:
-    """The ``count`` >= 0 edges of each column whose sources are latest, but not later than the subgraph's seed.
+    """The ``count`` >= 0 latest edges of each column that are not later than the frontier node's limit.
 
-    Which of several sources of the same time stays at the limit is arbitrary, and always the same.
+    Which of several edges of the same time stays at the limit is arbitrary, and always the same.
     """
     edges = 0
     keys = np.empty(count, np.int64)
     for i in range(begin.size):
-        size, limit, kept = 0, seed_time[subgraph[i]], position[edges:]
+        size, latest, kept = 0, limit[i], position[edges:]
         for chosen in range(begin[i], begin[i] + available[i]):
-            time = node_time[indices[chosen]]
-            if time > limit or count == 0:
+            time = loose_time[chosen]
+            if time > latest or count == 0:
                 continue
             if size < count:
                 heap_push(keys, kept, size, ~time, chosen)  # ~ turns the order round and cannot overflow
@@ -183,7 +181,7 @@ def pick_last_nodes(
             elif ~time < keys[0]:
                 heap_sink(keys, kept, size, ~time, chosen)
         for j in range(edges, edges + size):
-            column[j] = first_column + i
+            column[j] = target[i]
         edges += size
     return edges
 

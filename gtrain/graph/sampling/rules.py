@@ -39,9 +39,9 @@ class Rule:
                 hint="set 'uniform', 'last', or None for sampling without times.",
             )
 
-    def check(self, columns: Columns, node_time: Array | None) -> None:
+    def check(self, columns: Columns) -> None:
         """Raise unless the columns have what the rule needs."""
-        if self.temporal is not None and node_time is None and columns.edge_time is None:
+        if self.temporal is not None and columns.edge_time is None and columns.loose_time is None:
             raise DataError(
                 f"temporal={self.temporal} was set, and neither edges nor source nodes have times.",
                 hint="give Columns(edge_time=...) or node_time=..., or set temporal=None.",
@@ -50,11 +50,6 @@ class Rule:
             raise ConfigError(
                 "temporal=last was set for edges with weights; the latest edges leave nothing to weigh.",
                 hint="set temporal=uniform, or leave the weights out.",
-            )
-        if self.temporal is not None and node_time is not None and node_time.size != columns.num_sources:
-            raise DataError(
-                f"node_time has {node_time.size} values for {columns.num_sources} source nodes.",
-                hint="give one time for each node.",
             )
 
 

@@ -12,7 +12,7 @@ from gtrain.graph.sampling import number
 Array = NDArray[Any]
 
 DENSE_LIMIT = 50_000_000
-"""Graph nodes up to which a dense table (8 bytes a node and thread) is kept; beyond, a hash map of the batch's size."""
+"""Graph nodes up to which a dense table (4 bytes a node and thread) is kept; beyond, a hash map of the batch's size."""
 
 FIRST_SLOTS = 1024
 """Slots that a hash map begins with, a power of 2; it doubles as needed."""
@@ -27,6 +27,13 @@ def grown(array: Array, size: int, keep: int = 0) -> Array:
     larger = np.empty(max(size, array.size + array.size // 2), array.dtype)
     larger[:keep] = array[:keep]
     return larger
+
+
+def read_only(array: Array) -> Array:
+    """A view that cannot be written to: numba compiles for such arrays apart, and a graph's are all of this kind."""
+    view = array[:]
+    view.flags.writeable = False
+    return view
 
 
 def empty() -> Array:
@@ -48,6 +55,17 @@ class Edges:
         self.column = grown(self.column, size, self.size)
         self.position = grown(self.position, size, self.size)
 
+    def extend(self, extra: int) -> tuple[Array, Array, Array]:
+        """``row``, ``column`` and ``position`` of so many more edges, to be filled; there must be room for them."""
+        new = slice(self.size, self.size + extra)
+        self.size = new.stop
+        return self.row[new], self.column[new], self.position[new]
+
+    @property
+    def free(self) -> tuple[Array, Array, Array]:
+        """``position``, ``column`` and ``row`` from where they are not filled."""
+        return self.position[self.size :], self.column[self.size :], self.row[self.size :]
+
 
 class Nodes:
     """The nodes of one type found so far in a batch, and their local ids.
@@ -62,15 +80,15 @@ class Nodes:
         self.node, self.batch = empty(), empty()
         self.count = self.turn = 0
         self.width = 1
-        self.table = np.zeros((FIRST_SLOTS, 2) if hashed else num_nodes, np.int64)
+        self.table = np.zeros((FIRST_SLOTS, 2), np.int64) if hashed else np.zeros(num_nodes, np.int32)
 
     def begin(self, num_subgraphs: int) -> None:
         """Forget the nodes, for a new batch."""
-        self.count, self.width = 0, num_subgraphs
-        self.turn += 1
-        if self.turn > _LAST_TURN:
+        self.turn += 1 if self.hashed else max(1, self.count)
+        if self.turn > _LAST_TURN - (0 if self.hashed else self.num_nodes):
             self.table.fill(0)
             self.turn = 1
+        self.count, self.width = 0, num_subgraphs
 
     def number(self, row: Array, column: Array, subgraph: Array) -> None:
         """Replace global ids in ``row`` by local ids; nodes not seen before are appended.
@@ -114,6 +132,8 @@ class Spans:
 
     def __init__(self) -> None:
         self._begin, self._available, self._candidate = empty(), empty(), empty()
+        self._weight: Array | None = None
+        self._numbers = empty()
 
     def of(self, size: int) -> tuple[Array, Array]:
         """``begin`` and ``available`` of a frontier of this size, not filled."""
@@ -124,3 +144,18 @@ class Spans:
         """Room for so many edges."""
         self._candidate = grown(self._candidate, size)
         return self._candidate
+
+    def numbers(self, first: int, last: int) -> Array:
+        """``first .. last-1``; not to be written to."""
+        if self._numbers.size < last:
+            self._numbers = np.arange(last + last // 2)
+        return self._numbers[first:last]
+
+    def weights(self, weight: Array, position: Array) -> Array:
+        """The weights at these positions, read-only."""
+        if self._weight is None or self._weight.dtype != weight.dtype:
+            self._weight = np.empty(0, weight.dtype)
+        self._weight = grown(self._weight, position.size)
+        found = self._weight[: position.size]
+        np.take(weight, position, out=found, mode="clip")  # what numpy checks by itself it copies first
+        return read_only(found)

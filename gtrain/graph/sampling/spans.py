@@ -23,18 +23,17 @@ def spans_until(
     indptr: Array,
     nodes: Array,
     edge_time: Any,
-    seed_time: Any,
-    subgraph: Array,
+    limit: Any,
     begin: Array,
     available: Array,
 ) -> None:
-    """The in-edges not later than the subgraph's seed: a prefix of each column, found by halving."""
+    """The in-edges not later than each frontier node's limit: a prefix of each column, found by halving."""
     for i in range(nodes.size):
         first, low, high = indptr[nodes[i]], indptr[nodes[i]], indptr[nodes[i] + 1]
-        limit = seed_time[subgraph[i]]
+        latest = limit[i]
         while low < high:
             middle = (low + high) // 2
-            if edge_time[middle] <= limit:
+            if edge_time[middle] <= latest:
                 low = middle + 1
             else:
                 high = middle
@@ -43,16 +42,8 @@ def spans_until(
 
 
 @njit(cache=True, nogil=True)
-def spans_of_nodes_until(
-    indices: Array,
-    node_time: Any,
-    seed_time: Any,
-    subgraph: Array,
-    begin: Array,
-    available: Array,
-    candidate: Array,
-) -> int:
-    """The in-edges whose sources are not later than the subgraph's seed, listed in ``candidate``; spans point into it.
+def candidates_until(loose_time: Any, limit: Any, begin: Array, available: Array, candidate: Array) -> int:
+    """The in-edges not later than each frontier node's limit, listed in ``candidate``; spans point into it.
 
     Args:
         begin: on entry into the graph, on return into ``candidate``.
@@ -64,9 +55,9 @@ def spans_of_nodes_until(
     """
     count = 0
     for i in range(begin.size):
-        first, limit = count, seed_time[subgraph[i]]
+        first, latest = count, limit[i]
         for position in range(begin[i], begin[i] + available[i]):
-            if node_time[indices[position]] <= limit:
+            if loose_time[position] <= latest:
                 candidate[count] = position
                 count += 1
         begin[i] = first

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from gtrain_sar.attention.sources import extremes_of, of_round, reverse, send_targets
 from gtrain_sar.config import Schedule
-from gtrain_sar.edges import EdgeBlock, EdgeBlocks
+from gtrain_sar.edges import EdgeBlocks, numbered
 from gtrain_sar.halo import InFlight, Rows, add_rows, count_needed, push, stream
 from gtrain_sar.kernels import AttentionState, Dropout, attention_backward, attention_finish, attention_forward
 
@@ -41,9 +41,9 @@ def attend(
         target_logit: [num_targets, H].
         slope: of leaky_relu below zero.
         dropout: chance that a coefficient is dropped.
-        schedule: how blocks are fetched. Mode 1 keeps no remote rows: its backward pass sends the targets' gradients
-            to the owners of the sources, which have the rows, in place of fetching the rows again and sending their
-            gradients.
+        schedule: how blocks are fetched. No remote rows are kept: the backward pass sends the targets' gradients to the
+            owners of the sources, which have the rows. Where that takes more bytes than sending the rows' gradients,
+            mode 1 fetches rows again, and the others keep them.
 
     Returns:
         [num_targets, H, C]; 0 where a target has no edge.
@@ -59,7 +59,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         x, source, target = (tensor.detach().contiguous() for tensor in tensors)
         ctx.settings = blocks, schedule, slope, keep
-        out, *rest = attention_blocks(ctx.settings, x, source, target, trains=any(ctx.needs_input_grad[4:6]))
+        out, *rest = attention_blocks(ctx.settings, x, source, target, trains=any(ctx.needs_input_grad[4:]))
         ctx.save_for_backward(x, source, target, out, *rest)
         return out
 
@@ -89,7 +89,7 @@ def attention_blocks(
 
     Returns:
         The result [T, H, C], the logarithms of the sums of exponentials [T, H], and what the backward pass asks for of
-        remote blocks: in mode 1 the extremes of their logits, else their rows and logits.
+        remote blocks: the extremes of their logits where the owners answer; else, but in mode 1, rows and logits.
     """
     blocks, schedule, slope, keep = settings
     rows: list[Rows] = [(blocks.exchange, x), (blocks.exchange, source)]
@@ -97,11 +97,14 @@ def attention_blocks(
     out = x.new_zeros((blocks.num_targets, *x.shape[1:]))
     state = AttentionState(out, target.new_full(target.shape, float("-inf")), torch.zeros_like(target))
     rest: list[Tensor] = []
+    answered = trains and _owners_answer(blocks, schedule)
     for r, (block_x, block_source) in stream(rows, schedule.window):
         edges, dropout = numbered(blocks)[r].by_target, of_round(keep, r)
         attention_forward(edges, block_x, block_source, target, slope, state, dropout)
-        if r > 0:
-            rest += [extremes_of(block_source)] if schedule.mode == 1 else [block_x, block_source]
+        if r > 0 and answered:
+            rest.append(extremes_of(block_source))
+        elif r > 0 and schedule.mode != 1:
+            rest += [block_x, block_source]
     lse = attention_finish(state)
     return state.out, lse, *rest
 
@@ -109,11 +112,15 @@ def attention_blocks(
 def attention_backward_blocks(backward: AttentionBackward, rest: Sequence[Tensor]) -> None:
     """The backward pass over all blocks; ``rest`` as :func:`attention_blocks` returned it."""
     blocks, schedule = backward.blocks, backward.schedule
-    numbered(blocks)
-    if schedule.mode == 1 and blocks.exchange.rounds > 1 and reverse(blocks).pays:
-        send_targets(backward, list(rest), schedule.prefetch)
+    if _owners_answer(blocks, schedule):
+        send_targets(backward, list(rest), schedule.window)
     else:
         _push_sources(backward, _remote_blocks(backward, schedule, list(rest)), schedule.window)
+
+
+def _owners_answer(blocks: EdgeBlocks, schedule: Schedule) -> bool:
+    """Whether the owners of the sources make their gradients; all ranks must ask together."""
+    return blocks.exchange.rounds > 1 and reverse(blocks).pays(schedule.mode)
 
 
 class AttentionBackward:
@@ -194,11 +201,3 @@ def row_dots(a: Tensor, b: Tensor) -> Tensor:
         end = start + _CHUNK
         torch.sum(a[start:end] * b[start:end], -1, out=out[start:end])
     return out
-
-
-def numbered(blocks: EdgeBlocks) -> list[EdgeBlock]:
-    """The same blocks, with edges numbered within their block, as the owner of the sources numbers them too."""
-    if "numbered" not in blocks.extra:
-        blocks.extra["numbered"] = [block.numbered() for block in blocks.blocks]
-    found: list[EdgeBlock] = blocks.extra["numbered"]
-    return found

@@ -7,6 +7,7 @@ numbers a head. So the targets' side travels: rows once, and back a number a hea
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gtrain_sar.edges import Compressed, EdgeBlocks, compress
+from gtrain_sar.edges import Compressed, EdgeBlocks, compress, numbered
 from gtrain_sar.halo import HaloExchange, InFlight, Packet, add_rows, gather, peers, send_backward, send_forward
 from gtrain_sar.kernels import Dropout, attention_backward
 
@@ -22,18 +23,24 @@ if TYPE_CHECKING:
     from gtrain_sar.attention.fused import AttentionBackward
 
 _SPREAD = 60.0  # exp(2 * _SPREAD) would overflow float32
+_MOST_ROWS = 1 << 15  # of a message: it is held twice, as it leaves and as it arrives
 
 
 @dataclass
 class ReadBy:
-    """One round's edges, as the owner of their sources needs them.
+    """Edges of one message, as the owner of their sources needs them.
 
     Attributes:
-        targets: own distinct targets of block r, int64 [T], ascending: the rows that this rank sends to the owner.
+        round: of the exchange.
+        piece: number of the message in its round; each has a tag of its own.
+        targets: own distinct targets of the round's block, int64 [T], ascending: the rows that this rank sends to the
+            owner.
         edges: the reader's edges by own source; columns are positions among the rows that it sends.
         num_targets: rows that the reader sends.
     """
 
+    round: int
+    piece: int
     targets: Tensor
     edges: Compressed
     num_targets: int
@@ -41,10 +48,21 @@ class ReadBy:
 
 @dataclass
 class Reverse:
-    """All rounds, entry 0 unused, and whether sending the targets' side takes fewer bytes than fetching again."""
+    """All messages in their order, and how many bytes they take.
 
-    rounds: list[ReadBy | None]
-    pays: bool
+    Attributes:
+        messages: those of this rank; a round's are cut so that none has more than ``_MOST_ROWS`` rows.
+        pieces: the most messages that a round has on any rank.
+        over_halo: rows sent over all ranks, for each row of their halo.
+    """
+
+    messages: list[ReadBy]
+    pieces: int
+    over_halo: float
+
+    def pays(self, mode: int) -> bool:
+        """Whether it sends no more than fetching rows again (mode 1 would) and sending their gradients."""
+        return self.over_halo <= (2 if mode == 1 else 1)
 
 
 def reverse(blocks: EdgeBlocks) -> Reverse:
@@ -61,23 +79,49 @@ def reverse(blocks: EdgeBlocks) -> Reverse:
 
 
 def _ask(blocks: EdgeBlocks) -> Reverse:
-    exchange, numbered = blocks.exchange, blocks.extra["numbered"]
+    exchange, each = blocks.exchange, numbered(blocks)
     group, tag = exchange.group, exchange.group.next_tag()
-    targets = [block.by_target.rows for block in numbered]
-    sizes = [[len(b), len(t)] for b, t in zip(numbered, targets, strict=True)]
+    targets = [block.by_target.rows for block in each]
+    sizes = [[len(b), len(t)] for b, t in zip(each, targets, strict=True)]
     of_all = group.all_gather(torch.tensor(sizes, dtype=torch.int64))
-    rounds: list[ReadBy | None] = [None]
+    messages: list[ReadBy] = []
     for r in range(1, exchange.rounds):
         reader, _ = peers(group, r)
         num_edges, num_targets = of_all[reader][r].tolist()
         incoming = targets[r].new_empty((3, num_edges), dtype=torch.int32)
-        send_backward(group, r, _described(numbered[r].by_source, targets[r]), incoming, tag).wait()
+        send_backward(group, r, _described(each[r].by_source, targets[r]), incoming, tag).wait()
         source, target, edge = incoming.long()
-        own = exchange.send_rows[r][source]
-        rounds.append(ReadBy(targets[r], compress(own, target, edge, exchange.shard.num_local), num_targets))
+        messages += _cut(r, targets[r], num_targets, (exchange.send_rows[r][source], target, edge), exchange)
     sent = sum(int(sizes[1:, 1].sum()) for sizes in of_all)
     halo = torch.tensor([sum(exchange.reads)], dtype=torch.int64)
-    return Reverse(rounds, sent <= 2 * int(group.all_reduce(halo)))
+    most = max((int(sizes[1:, 1].max()) for sizes in of_all if len(sizes) > 1), default=0)
+    return Reverse(messages, _pieces(most), sent / max(int(group.all_reduce(halo)), 1))
+
+
+def _cut(
+    r: int, targets: Tensor, num_targets: int, edges: tuple[Tensor, Tensor, Tensor], exchange: HaloExchange
+) -> Iterator[ReadBy]:
+    """One round's messages; edges are own source, position of the reader's target, and number."""
+    source, target, number = edges
+    out, into = _bounds(len(targets)), _bounds(num_targets)
+    for piece in range(max(len(out), len(into)) - 1):
+        (low, high), (first, last) = _span(out, piece), _span(into, piece)
+        here = (target >= first) & (target < last)
+        chosen = compress(source[here], target[here] - first, number[here], exchange.shard.num_local)
+        yield ReadBy(r, piece, targets[low:high], chosen, last - first)
+
+
+def _pieces(rows: int) -> int:
+    return max(1, -(-rows // _MOST_ROWS))
+
+
+def _bounds(rows: int) -> list[int]:
+    count = _pieces(rows)
+    return [rows * k // count for k in range(count + 1)]
+
+
+def _span(bounds: list[int], piece: int) -> tuple[int, int]:
+    return (bounds[piece], bounds[piece + 1]) if piece + 1 < len(bounds) else (bounds[-1], bounds[-1])
 
 
 def _described(edges: Compressed, targets: Tensor) -> Tensor:
@@ -87,51 +131,66 @@ def _described(edges: Compressed, targets: Tensor) -> Tensor:
     return torch.stack([source.int(), target.int(), edges.edges])
 
 
-def send_targets(backward: AttentionBackward, extremes: list[Tensor], prefetch: int) -> None:
+def send_targets(backward: AttentionBackward, extremes: list[Tensor], prefetch: int | None) -> None:
     """Add the gradients of all edges, remote ones at the owner of their source.
 
     Args:
         backward: the tensors.
         extremes: for each round from 1 on, the largest and smallest logit of the block's sources, [2, H].
-        prefetch: rounds in flight beside the one that is worked on.
+        prefetch: messages in flight beside the one that is worked on; None: all of them.
     """
-    exchange = backward.blocks.exchange
-    ways, group = reverse(backward.blocks).rounds, exchange.group
-    tags = group.next_tag(), group.next_tag()
-    arriving: deque[InFlight] = deque()
+    group, known = backward.blocks.exchange.group, reverse(backward.blocks)
+    tags = [(group.next_tag(), group.next_tag()) for _ in range(known.pieces)]
+    arriving = _Arriving(known.messages, lambda message: _send(backward, message, extremes, tags[message.piece][0]))
+    ahead = len(known.messages) if prefetch is None else prefetch
     returning: deque[tuple[Tensor, InFlight]] = deque()
-    posted = 0
-    for r in range(exchange.rounds):
-        while posted < min(r + prefetch, exchange.rounds - 1):
-            posted += 1
-            arriving.append(_send(backward, ways, posted, extremes, tags[0]))
-        if r == 0:
-            backward.local()
-            continue
-        way = ways[r]
-        assert way is not None
-        answer = _answer(backward, way, r, arriving.popleft().wait())
-        incoming = answer.new_empty((len(way.targets), answer.size(1)))
-        returning.append((way.targets, send_forward(group, r, answer, incoming, tags[1])))
+    arriving.post(ahead)
+    backward.local()
+    for k, message in enumerate(known.messages):
+        pieces = arriving.take(k)
+        arriving.post(k + 1 + ahead)  # after what was sent is let go of
+        answer = _answer(backward, message, pieces)
+        del pieces
+        incoming = answer.new_empty((len(message.targets), answer.size(1)))
+        flight = send_forward(group, message.round, answer, incoming, tags[message.piece][1])
+        returning.append((message.targets, flight))
         while len(returning) > 1:
             _take_back(backward, *returning.popleft())
     while returning:
         _take_back(backward, *returning.popleft())
 
 
+class _Arriving:
+    """Messages posted in order and taken in order."""
+
+    def __init__(self, messages: Sequence[ReadBy], send: Callable[[ReadBy], InFlight]) -> None:
+        self._messages, self._send, self._posted = messages, send, 0
+        self._flying: deque[InFlight] = deque()
+
+    def post(self, until: int) -> None:
+        """Post the first ``until`` messages, if that was not done already."""
+        for message in self._messages[self._posted : until]:
+            self._flying.append(self._send(message))
+            self._posted += 1
+
+    def take(self, k: int) -> list[Tensor]:
+        """What message k brought, the next one."""
+        self.post(k + 1)
+        return self._flying.popleft().wait()
+
+
 def _take_back(backward: AttentionBackward, targets: Tensor, flight: InFlight) -> None:
     add_rows(backward.dtarget, targets, flight.wait()[0])
 
 
-def _send(backward: AttentionBackward, ways: list[ReadBy | None], r: int, extremes: list[Tensor], tag: int) -> InFlight:
-    """Post this rank's targets of block r to the owner of the sources, and receive those of the reader."""
-    way, exchange = ways[r], backward.blocks.exchange
-    assert way is not None
-    target = backward.target[way.targets]
-    lse, delta = backward.lse[way.targets], backward.delta[way.targets]
-    outgoing = _packet(backward, exchange, len(way.targets), folded=_folds(extremes[r - 1]))
+def _send(backward: AttentionBackward, message: ReadBy, extremes: list[Tensor], tag: int) -> InFlight:
+    """Post this rank's targets of a block to the owner of the sources, and receive those of the reader."""
+    exchange, r, targets = backward.blocks.exchange, message.round, message.targets
+    target = backward.target[targets]
+    lse, delta = backward.lse[targets], backward.delta[targets]
+    outgoing = _packet(backward, exchange, len(targets), folded=_folds(extremes[r - 1]))
     rows, logit, *rest, seed = outgoing.pieces
-    gather(backward.grad, way.targets, rows)
+    gather(backward.grad, targets, rows)
     if len(rest) == 1:  # exp(-lse) goes into the rows, relative to the block's largest logit
         scale = (_leaky(extremes[r - 1][0] + target, backward.slope) - lse).exp()
         rows.mul_(scale.unsqueeze(-1))
@@ -141,7 +200,7 @@ def _send(backward: AttentionBackward, ways: list[ReadBy | None], r: int, extrem
     logit.copy_(target)
     rest[0].copy_(delta)
     seed.fill_(backward.keep.seed)
-    incoming = _packet(backward, exchange, way.num_targets, folded=_folds(_sent_extremes(backward, r)))
+    incoming = _packet(backward, exchange, message.num_targets, folded=_folds(_sent_extremes(backward, r)))
     return send_backward(exchange.group, r, outgoing.buffer, incoming, tag)
 
 
@@ -170,15 +229,15 @@ def _sent_extremes(backward: AttentionBackward, r: int) -> Tensor:
     return extremes_of(rows.to(exchange.on_wire(rows.dtype)).to(rows.dtype))
 
 
-def _answer(backward: AttentionBackward, way: ReadBy, r: int, pieces: list[Tensor]) -> Tensor:
+def _answer(backward: AttentionBackward, message: ReadBy, pieces: list[Tensor]) -> Tensor:
     """Add the gradients of own sources that the reader's targets ask for; returns those of its logits [T, H]."""
     rows, target, delta, *rest, seed = pieces
-    lse = rest[0] if rest else _leaky(_sent_extremes(backward, r)[0] + target, backward.slope)
+    lse = rest[0] if rest else _leaky(_sent_extremes(backward, message.round)[0] + target, backward.slope)
     keep = Dropout(backward.keep.p, int(seed) if len(seed) else 0)
     of_target = torch.zeros_like(target)
     attention_backward(
-        way.edges, backward.x, backward.source, target, lse, delta, rows.to(backward.grad.dtype), backward.slope,
-        of_round(keep, r), backward.dx, backward.dsource, of_target,
+        message.edges, backward.x, backward.source, target, lse, delta, rows.to(backward.grad.dtype), backward.slope,
+        of_round(keep, message.round), backward.dx, backward.dsource, of_target,
     )  # fmt: skip
     return of_target
 

@@ -23,6 +23,7 @@ def load_sums(edge: Compressed, dtype: torch.dtype) -> None:
     """
     rows = torch.zeros(1, 1, 1, dtype=dtype)
     spmm(edge, rows, torch.zeros_like(rows))
+    spmm(edge, rows, torch.zeros_like(rows), torch.zeros(1, 1, dtype=dtype))
 
 
 def load_attention(edge: Compressed, dtype: torch.dtype) -> None:

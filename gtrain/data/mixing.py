@@ -1,0 +1,45 @@
+"""Random numbers that follow from what they are for: counters in, numbers out, in numpy and without state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MASK = 2**64 - 1
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+def mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of SplitMix64 (Steele et al. 2014): a bijection that scatters neighbouring values."""
+    value = (value ^ (value >> np.uint64(30))) * _MIX_1
+    value = (value ^ (value >> np.uint64(27))) * _MIX_2
+    return value ^ (value >> np.uint64(31))
+
+
+def key(*words: int) -> np.uint64:
+    """A hash of a few whole numbers, in their order."""
+    found = np.zeros(1, np.uint64)
+    for word in words:
+        found = mix(found + np.array([(word + int(GOLDEN)) & _MASK], np.uint64))
+    return found[0]
+
+
+def below(bound: int, start: np.uint64, counter: NDArray[Any], draws: int) -> NDArray[np.int64]:
+    """Uniform whole numbers below ``bound``, off by at most bound / 2**53.
+
+    Args:
+        bound: at most 2**53.
+        start: tells streams of numbers apart, such as a :func:`key`.
+        counter: int64 ``[B]``, what the numbers are for.
+        draws: how many for each, K.
+
+    Returns:
+        int64 ``[B, K]``; column k is the same whatever K is.
+    """
+    stream = mix(start ^ (counter.astype(np.uint64) * GOLDEN))
+    step = np.arange(1, draws + 1, dtype=np.uint64) * GOLDEN
+    unit = (mix(stream[:, None] + step) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return np.minimum((unit * bound).astype(np.int64), max(bound - 1, 0))

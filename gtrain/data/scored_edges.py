@@ -1,0 +1,108 @@
+"""The edges that a batch of a link task scores, true ones and false ones, by the names that models read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+EdgeType = tuple[str, str, str]
+Ids = Callable[[Tensor], Tensor]
+
+FORMS = ("binary", "triplet")
+"""What ``data.neg_sampling`` may be, as in PyG's ``NegativeSampling``."""
+
+
+@dataclass(frozen=True)
+class ScoredEdges:
+    """B true edges, and false ones beside them. Ids are those of the batch, or global ids on the way there.
+
+    Attributes:
+        source, target: int64 ``[B]``, ends of the true edges.
+        extra: ``type`` int64 (relation), ``weight`` (float), ``time`` int64, each ``[B]``, where the data has them.
+        form: None: false edges are for :class:`~gtrain.model.link_predictor.LinkPredictor`; else one of :data:`FORMS`.
+        false_target: int64 ``[B, K]``, K false targets of each edge; ``binary``: ``[M]``; None: there are none.
+        false_source: int64 ``[M]`` for ``binary``, where a false edge has two ends of its own; else None.
+    """
+
+    source: Tensor
+    target: Tensor
+    extra: dict[str, Tensor]
+    form: str | None = None
+    false_target: Tensor | None = None
+    false_source: Tensor | None = None
+
+    def at_sources(self) -> Tensor:
+        """All ids of the source's node type, ``[B + M]``."""
+        return self.source if self.false_source is None else torch.cat([self.source, self.false_source])
+
+    def at_targets(self) -> Tensor:
+        """All ids of the target's node type, ``[B + M]``; of K false targets, the first of every edge goes first."""
+        if self.false_target is None:
+            return self.target
+        return torch.cat([self.target, self.false_target.t().reshape(-1) if self._by_edge else self.false_target])
+
+    def renumbered(self, sources: Tensor, targets: Tensor) -> ScoredEdges:
+        """Return the same edges by other ids, given in the order of :meth:`at_sources` and :meth:`at_targets`."""
+        count = self.source.numel()
+        false_target = None if self.false_target is None else targets[count:]
+        if false_target is not None and self._by_edge and self.false_target is not None:
+            false_target = false_target.view(self.false_target.size(1), count).t()
+        false_source = None if self.false_source is None else sources[count:]
+        return replace(
+            self, source=sources[:count], target=targets[:count], false_target=false_target, false_source=false_source
+        )
+
+    def entries(self) -> dict[str, Tensor]:
+        """Return the entries of the batch.
+
+        Returns:
+            Without a form: ``edge_label_index`` int64 ``[2, B]``; ``edge_label_type``, ``edge_label_weight`` and
+            ``edge_label_time`` ``[B]`` where there are such; and ``dst_neg_index`` int64 ``[B, K]`` where there are
+            false targets.
+
+            PyG's, for ``binary``: ``edge_label_index`` ``[2, B + M]`` and ``edge_label`` (1 true, 0 false), the others
+            ``[B + M]``: a false edge has the relation, weight and time of the true one that it was drawn for.
+            For ``triplet``: ``src_index``, ``dst_pos_index`` ``[B]``, and ``dst_neg_index`` ``[B, K]``, for one each
+            ``[B]``.
+        """
+        named = {f"edge_label_{name}": value for name, value in self.extra.items()}
+        if self.form == "triplet" and self.false_target is not None:
+            false = self.false_target.squeeze(1) if self.false_target.size(1) == 1 else self.false_target
+            return {"src_index": self.source, "dst_pos_index": self.target, "dst_neg_index": false} | named
+        if self.form == "binary":
+            return self._binary(named)
+        found = {"edge_label_index": torch.stack([self.source, self.target])} | named
+        return found if self.false_target is None else found | {"dst_neg_index": self.false_target}
+
+    def put_into(self, batch: Data | HeteroData, edge_type: EdgeType | None) -> None:
+        """Set the entries of a batch: where PyG has them, if a form was asked for, else on the batch as a whole.
+
+        Args:
+            batch: to be changed.
+            edge_type: the type of the edges in a ``HeteroData``.
+        """
+        typed = isinstance(batch, HeteroData) and self.form is not None and edge_type is not None
+        for name, value in self.entries().items():
+            (_place(batch, name, edge_type) if typed else batch)[name] = value  # type: ignore[arg-type]
+
+    @property
+    def _by_edge(self) -> bool:
+        return self.false_source is None
+
+    def _binary(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        count, total = self.source.numel(), self.at_sources().numel()
+        owner = torch.arange(total) % max(count, 1)
+        label = (torch.arange(total) < count).to(torch.float)
+        index = torch.stack([self.at_sources(), self.at_targets()])
+        return {"edge_label_index": index, "edge_label": label} | {n: value[owner] for n, value in named.items()}
+
+
+def _place(batch: HeteroData, name: str, edge_type: EdgeType) -> Data:
+    """Where PyG's link loader puts an entry."""
+    if name == "src_index":
+        return batch[edge_type[0]]
+    return batch[edge_type[2]] if name.startswith("dst_") else batch[edge_type]

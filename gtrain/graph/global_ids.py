@@ -1,0 +1,33 @@
+"""From the source data's numbering of nodes to the store's, without a table of all nodes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gtrain.graph.store import Store
+
+
+class GlobalIds:
+    """Finds nodes of one type by their orig id, by a binary search in each part: ``orig_id`` ascends within a part.
+
+    Args:
+        store: the graph; ``orig_id`` stays memory-mapped.
+        node_type: the type; None means the only one.
+
+    Attributes:
+        orig_ids: of each part, int64 ``[n_p]``, ascending.
+    """
+
+    def __init__(self, store: Store, node_type: str | None = None) -> None:
+        self._first = store.offsets_of(node_type)[:-1].tolist()
+        self.orig_ids = [store.node("orig_id", part, node_type) for part in range(store.num_parts)]
+
+    def __call__(self, orig_id: Tensor) -> Tensor:
+        """Return the global ids of orig ids of any shape, all of which must be in the graph."""
+        found = torch.empty_like(orig_id)
+        for first, ids in zip(self._first, self.orig_ids, strict=True):
+            if ids.numel():
+                place = torch.searchsorted(ids, orig_id).clamp_(max=ids.numel() - 1)
+                torch.where(ids[place] == orig_id, place + first, found, out=found)
+        return found

@@ -1,0 +1,122 @@
+"""From buckets to batches: chunks of a bucket, edges that are held back, a worker's share, batches of one relation."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gtrain.graph.store import Store
+from gtrain_pbg.order import Bucket
+
+
+@dataclass
+class EdgeList:
+    """E edges of one bucket.
+
+    Attributes:
+        heads, tails: int64 ``[E]``, rows of their partitions.
+        relation: int64 ``[E]``.
+        weight: float ``[E]``; None: all 1.
+    """
+
+    heads: Tensor
+    relation: Tensor
+    tails: Tensor
+    weight: Tensor | None
+
+    def __len__(self) -> int:
+        return self.heads.numel()
+
+    def select(self, rows: Tensor | slice) -> EdgeList:
+        """Return some of the edges."""
+        weight = None if self.weight is None else self.weight[rows]
+        return EdgeList(self.heads[rows], self.relation[rows], self.tails[rows], weight)
+
+
+@dataclass(frozen=True)
+class BucketEdges:
+    """Reads the edges that are trained.
+
+    Attributes:
+        store: with buckets.
+        chunks: pieces of each bucket.
+        eval_fraction: share that is held back.
+        shuffle: whether the order is random.
+        seed: of all that is random.
+        dtype: of weights.
+    """
+
+    store: Store
+    chunks: int
+    eval_fraction: float
+    shuffle: bool
+    seed: int
+    dtype: torch.dtype
+
+    def count(self) -> int:
+        """Edges over all buckets, with those that are held back."""
+        return self.store.num_edges
+
+    def share(self, bucket: Bucket, chunk: int, epoch: int, worker: int, workers: int) -> tuple[EdgeList, EdgeList]:
+        """One worker's edges of a chunk of a bucket, in their order, and those that are held back from all.
+
+        Every worker computes the same order and takes its piece of it.
+        """
+        columns = self.store.bucket(*bucket)
+        total = columns["source"].numel()
+        begin, end = total * chunk // self.chunks, total * (chunk + 1) // self.chunks
+        place = torch.arange(begin, end)
+        held = place[:0]
+        if self.eval_fraction:
+            drawn = torch.randperm(end - begin, generator=self._generator(chunk, *bucket))
+            few = int((end - begin) * self.eval_fraction)
+            held, place = place[drawn[:few].sort().values], place[drawn[few:].sort().values]
+        if self.shuffle:
+            place = place[torch.randperm(place.numel(), generator=self._generator(epoch, chunk, *bucket))]
+        return self._take(columns, place.tensor_split(workers)[worker]), self._take(columns, held)
+
+    def _take(self, columns: dict[str, Tensor], place: Tensor) -> EdgeList:
+        heads, tails = (columns[name][place].to(torch.int64) for name in ("source", "target"))
+        relation = columns["edge_type"][place].to(torch.int64) if "edge_type" in columns else torch.zeros_like(heads)
+        weight = columns["edge_weight"][place].to(self.dtype) if "edge_weight" in columns else None
+        return EdgeList(heads, relation, tails, weight)
+
+    def _generator(self, *key: int) -> torch.Generator:
+        return torch.Generator().manual_seed(mixed(self.seed, *key))
+
+
+def mixed(*key: int) -> int:
+    """A seed that differs with every number of the key."""
+    return random.Random(repr(key)).getrandbits(62)
+
+
+def batches_of(edges: EdgeList, size: int, one_relation: bool, generator: torch.Generator) -> Iterator[EdgeList]:
+    """Cut edges into batches.
+
+    Args:
+        edges: in their order.
+        size: edges of a batch.
+        one_relation: whether each batch has edges of one relation: it is drawn with a probability proportional to the
+            edges of each relation that are left, and the next of its edges are taken.
+        generator: draws relations.
+    """
+    if not one_relation or not len(edges):
+        for begin in range(0, len(edges), size):
+            yield edges.select(slice(begin, begin + size))
+        return
+    order = edges.relation.argsort(stable=True)
+    edges = edges.select(order)
+    _, counts = edges.relation.unique_consecutive(return_counts=True)
+    at = counts.cumsum(0) - counts
+    left = counts.clone()
+    while int(left.sum()):
+        drawn = int(torch.multinomial(left.double(), 1, generator=generator))
+        take = min(size, int(left[drawn]))
+        begin = int(at[drawn])
+        yield edges.select(slice(begin, begin + take))
+        at[drawn] += take
+        left[drawn] -= take

@@ -1,0 +1,116 @@
+"""Numbers in loops: bfloat16 as 16 bits, and exponentials, in forms that LLVM turns into vector instructions.
+
+Products of matrices may be in bfloat16; numba has no such type, so these arrays come as ``uint16``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numba.extending import overload
+
+STRICT = {"contract"}  # reassociation would cancel the rounding of ``exponential``; NaN stays NaN
+LOOSE = {"contract", "reassoc", "nsz", "arcp"}
+
+_LOG2_E = np.float32(1.44269504088896341)
+_LN_2_HIGH, _LN_2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, which is then in the low bits
+_ROUND_BITS = np.int32(0x4B400000 - 127)
+_LEAST, _MOST = np.float32(-87.3), np.float32(88.0)
+_ZERO, _ONE = np.float32(0), np.float32(1)
+_P0, _P1, _P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
+_P3, _P4, _P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+_HALF = np.uint32(0x7FFF)
+_LOW_BIT = np.uint32(1)
+_SHIFT = np.uint32(16)
+
+
+def number(x: Any) -> Any:
+    """A number as it is computed with: float32 of what is stored as bfloat16."""
+    raise NotImplementedError("compiled only")
+
+
+def stored(x: Any, like: Any) -> Any:
+    """A number as it is stored in an array with items like this one."""
+    raise NotImplementedError("compiled only")
+
+
+def exponential(x: Any) -> Any:
+    """The exponential of a number, in its own precision."""
+    raise NotImplementedError("compiled only")
+
+
+def _from_bfloat16(x: Any) -> Any:
+    return np.uint32(np.uint32(x) << _SHIFT).view(np.float32)
+
+
+def _to_bfloat16(x: Any, like: Any) -> Any:
+    bits = np.float32(x).view(np.uint32)
+    return np.uint16(np.uint32(bits + _HALF + ((bits >> _SHIFT) & _LOW_BIT)) >> _SHIFT)  # to the nearest, ties to even
+
+
+def _as_it_is(x: Any) -> Any:
+    return x
+
+
+def _as_given(x: Any, like: Any) -> Any:
+    return x
+
+
+def _exp_single(x: Any) -> Any:
+    """Cody & Waite's range reduction with the polynomial of Cephes' ``expf`` (Moshier), 1 ulp."""
+    v = _LEAST if x < _LEAST else x
+    v = _MOST if v > _MOST else v
+    t = v * _LOG2_E + _ROUND
+    n = t - _ROUND
+    r = v - n * _LN_2_HIGH - n * _LN_2_LOW
+    p = ((((_P0 * r + _P1) * r + _P2) * r + _P3) * r + _P4) * r + _P5
+    power = np.int32((np.float32(t).view(np.int32) - _ROUND_BITS) << 23).view(np.float32)
+    return _ZERO if x < _LEAST else (p * r * r + r + _ONE) * power
+
+
+def _exp_double(x: Any) -> Any:
+    return math.exp(x)
+
+
+@overload(number, jit_options={"fastmath": STRICT}, inline="always")
+def _typed_number(x: Any) -> Any:
+    return _from_bfloat16 if x is types.uint16 else _as_it_is
+
+
+@overload(stored, jit_options={"fastmath": STRICT}, inline="always")
+def _typed_stored(x: Any, like: Any) -> Any:
+    return _to_bfloat16 if like is types.uint16 else _as_given
+
+
+@overload(exponential, jit_options={"fastmath": STRICT})
+def _typed_exponential(x: Any) -> Any:
+    return _exp_single if x is types.float32 else _exp_double
+
+
+@njit(cache=True, nogil=True, fastmath=STRICT)
+def exponentials(x: Any, less: Any, count: int) -> None:
+    """``x[:count] = exp(x[:count] - less)``."""
+    for i in range(count):
+        x[i] = exponential(x[i] - less)
+
+
+@njit(cache=True, nogil=True, fastmath={"nnan", "nsz", "reassoc"})
+def largest(x: Any, count: int) -> Any:
+    """The largest of the first numbers."""
+    found = x[0]
+    for i in range(count):
+        found = x[i] if x[i] > found else found
+    return found
+
+
+@njit(cache=True, nogil=True, fastmath=LOOSE)
+def total(x: Any, count: int) -> Any:
+    """The sum of the first numbers."""
+    found = x[0] * 0
+    for i in range(count):
+        found += x[i]
+    return found

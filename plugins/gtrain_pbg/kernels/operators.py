@@ -1,0 +1,211 @@
+"""Relation operators that act on each column (or pair of columns) alone, forward and backward.
+
+``translation``: x + a. ``diagonal``: a * x. ``complex_diagonal``: (a + ib) * x over complex numbers, the real parts in
+the first half of a row. Parameters have a row for each relation. Linear operators are products of matrices; see
+:mod:`gtrain_pbg.step.relations`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from gtrain_pbg.kernels.numbers import LOOSE, number, stored
+
+TRANSLATION, DIAGONAL, COMPLEX = 1, 2, 3
+
+
+@njit(cache=True, nogil=True, fastmath=LOOSE)
+def transform(
+    kind: int, rows: Any, places: int, uniform: int, relation: Any, a: Any, b: Any, result: Any, low: Any, has_low: bool
+) -> None:
+    """Transform the rows of a side's edges, each by its relation.
+
+    Args:
+        kind: one of TRANSLATION, DIAGONAL, COMPLEX.
+        rows: ``[Z, D]``, a side.
+        places, uniform: how it is laid out.
+        relation: ``[B]``.
+        a: ``[R, D]`` (COMPLEX: ``[R, D / 2]``).
+        b: ``[R, D / 2]`` for COMPLEX.
+        result: ``[B, D]``.
+        low: the same as bfloat16 bits, if there is such.
+        has_low: whether there is.
+    """
+    columns = result.shape[1]
+    half = columns // 2
+    for e in range(relation.size):
+        x, y, r = rows[e + e // places * uniform], result[e], relation[e]
+        if kind == COMPLEX:
+            _product(x[:half], a[r], y[:half])
+            _subtract_product(x[half:], b[r], y[:half])
+            _product(x[:half], b[r], y[half:])
+            _add_product(x[half:], a[r], y[half:])
+        elif kind == DIAGONAL:
+            for d in range(columns):
+                y[d] = x[d] * a[r, d]
+        else:
+            for d in range(columns):
+                y[d] = x[d] + a[r, d]
+        if has_low:
+            _lower(y, low[e])
+
+
+@njit(cache=True, nogil=True, fastmath=LOOSE)
+def transform_back(
+    kind: int,
+    gradient: Any,
+    rows: Any,
+    places: int,
+    uniform: int,
+    relation: Any,
+    a: Any,
+    b: Any,
+    by_row: Any,
+    by_a: Any,
+    by_b: Any,
+) -> None:
+    """Gradients of :func:`transform`: by the rows ``[B, D]`` (written), and by the parameters (added)."""
+    columns = by_row.shape[1]
+    half, wide = columns // 2, np.empty(columns, rows.dtype)
+    for e in range(relation.size):
+        x, r, y = rows[e + e // places * uniform], relation[e], by_row[e]
+        _widen(gradient[e], wide)
+        if kind == COMPLEX:
+            u, v = wide[:half], wide[half:]
+            _product(u, a[r], y[:half])
+            _add_product(v, b[r], y[:half])
+            _product(v, a[r], y[half:])
+            _subtract_product(u, b[r], y[half:])
+            _add_product(u, x[:half], by_a[r])
+            _add_product(v, x[half:], by_a[r])
+            _add_product(v, x[:half], by_b[r])
+            _subtract_product(u, x[half:], by_b[r])
+        elif kind == DIAGONAL:
+            _product(wide, a[r], y)
+            _add_product(wide, x, by_a[r])
+        else:
+            for d in range(columns):
+                y[d] = wide[d]
+            _add(wide, by_a[r])
+
+
+# Loops over few arrays each: LLVM makes vectors only where it can check that none overlaps another.
+
+
+@njit(cache=True, nogil=True, fastmath=LOOSE)
+def _product(first: Any, second: Any, result: Any) -> None:
+    for d in range(result.size):
+        result[d] = first[d] * second[d]
+
+
+@njit(cache=True, nogil=True, fastmath=LOOSE)
+def _add_product(first: Any, second: Any, result: Any) -> None:
+    for d in range(result.size):
+        result[d] += first[d] * second[d]
+
+
+@njit(cache=True, nogil=True, fastmath=LOOSE)
+def _subtract_product(first: Any, second: Any, result: Any) -> None:
+    for d in range(result.size):
+        result[d] -= first[d] * second[d]
+
+
+@njit(cache=True, nogil=True, fastmath=LOOSE)
+def _add(more: Any, result: Any) -> None:
+    for d in range(result.size):
+        result[d] += more[d]
+
+
+@njit(cache=True, nogil=True, fastmath=LOOSE)
+def _widen(source: Any, target: Any) -> None:
+    for d in range(target.size):
+        target[d] = number(source[d])
+
+
+@njit(cache=True, nogil=True, fastmath=LOOSE)
+def _lower(source: Any, target: Any) -> None:
+    for d in range(target.size):
+        target[d] = stored(source[d], target[d])
+
+
+@njit(cache=True, nogil=True, fastmath=LOOSE)
+def cubes(values: Any, more: Any, complex_numbers: bool, weight: Any, by_value: Any, by_more: Any) -> Any:
+    """Sum of the cubed absolute values of a row's numbers, and the weighted gradient by them (added).
+
+    Args:
+        values: ``[D]``, or the real parts.
+        more: the imaginary parts, if the numbers are complex.
+        complex_numbers: whether they are.
+        weight: of the gradient.
+        by_value, by_more: receive it.
+    """
+    found, three = values.dtype.type(0), values.dtype.type(3) * weight
+    for d in range(values.size):
+        if complex_numbers:
+            size = math.sqrt(values[d] * values[d] + more[d] * more[d])
+            by_value[d] += three * size * values[d]
+            by_more[d] += three * size * more[d]
+        else:
+            size = abs(values[d])
+            by_value[d] += three * size * values[d]
+        found += size * size * size
+    return found
+
+
+@njit(cache=True, nogil=True)
+def regularize(
+    complex_numbers: bool,
+    heads: Any,
+    tails: Any,
+    places: int,
+    uniform: int,
+    relation: Any,
+    weight: Any,
+    a: Any,
+    b: Any,
+    by_head: Any,
+    by_tail: Any,
+    by_a: Any,
+    by_b: Any,
+    with_rows: bool,
+    with_relation: bool,
+) -> float:
+    """The N3 norms of edges, weighted and summed, and their gradients (added).
+
+    Args:
+        complex_numbers: whether rows and parameters are complex numbers.
+        heads, tails: ``[Z, D]``, both sides.
+        places, uniform: how they are laid out.
+        relation, weight: ``[B]``.
+        a, b: parameters of one direction.
+        by_head, by_tail: ``[B, D]``, gradients by rows.
+        by_a, by_b: gradients by parameters.
+        with_rows: whether heads and tails count.
+        with_relation: whether the parameters count.
+    """
+    half, found = heads.shape[1] // 2, 0.0
+    for e in range(relation.size):
+        z, r, heavy = e + e // places * uniform, relation[e], weight[e]
+        total = heavy * 0
+        if with_rows and complex_numbers:
+            for rows, gradient in ((heads, by_head), (tails, by_tail)):
+                x, y = rows[z], gradient[e]
+                total += cubes(x[:half], x[half:], True, heavy, y[:half], y[half:])
+        elif with_rows:
+            total += cubes(heads[z], heads[z], False, heavy, by_head[e], by_head[e])
+            total += cubes(tails[z], tails[z], False, heavy, by_tail[e], by_tail[e])
+        if with_relation:
+            total += cubes(
+                a[r],
+                b[r] if complex_numbers else a[r],
+                complex_numbers,
+                heavy,
+                by_a[r],
+                by_b[r] if complex_numbers else by_a[r],
+            )
+        found += heavy * total
+    return found

@@ -1,0 +1,220 @@
+"""From scores to the loss and to its gradient by them, in place, row by row: a row fits into the nearest cache."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from gtrain_pbg.kernels.numbers import LOOSE, STRICT, exponential, exponentials, largest, number, stored, total
+
+RANKING, LOGISTIC, SOFTMAX = 0, 1, 2
+INNER, SQUARED, ROOT = 0, 1, 2  # dot and cos; squared_l2; l2
+DIAGONAL, LISTED, APART = 0, 1, 2  # where the true answer's column is: that of the row, as listed, nowhere
+TINY = 1e-30  # least squared distance, as in gtrain.model.comparators
+_RUN = 64  # factors between 1 and 2 whose product is finite
+
+
+@njit(cache=True, nogil=True, fastmath=STRICT)
+def loss_and_gradient(
+    scores: Any,
+    first: int,
+    step: int,
+    answer: Any,
+    listed: Any,
+    apart: Any,
+    apart_gradient: Any,
+    weight: Any,
+    loss: int,
+    margin: float,
+    kind: int,
+    biased: bool,
+    row_norm: Any,
+    column_norm: Any,
+    row_bias: Any,
+    column_bias: Any,
+    row_sum: Any,
+    column_sum: Any,
+    row_bias_gradient: Any,
+    column_bias_gradient: Any,
+    work: Any,
+    distance: Any,
+) -> float:
+    """Replace inner products by the gradient of the loss by them and return the weighted loss.
+
+    Queries are numbered through: row i of chunk g is query ``first + g * step + i``.
+
+    Args:
+        scores: ``[G, n, K]`` inner products of queries and candidates, float or bfloat16 bits.
+        first: query of the first row.
+        step: queries from the first row of a chunk to that of the next.
+        answer: one of DIAGONAL, LISTED, APART.
+        listed: by query, the column of the answer; for DIAGONAL the same is ``listed[0] + i``.
+        apart: by query, the score of the answer where it is no column.
+        apart_gradient: by query, receives the gradient by that.
+        weight: by query.
+        loss: one of RANKING, LOGISTIC, SOFTMAX.
+        margin: of the ranking loss.
+        kind: one of INNER, SQUARED, ROOT.
+        biased: whether biases are added.
+        row_norm, row_bias: by query: squared norm (not for INNER) and bias (only if biased).
+        column_norm, column_bias: ``[G, K]``, the same of the candidates.
+        row_sum, column_sum: receives (columns: adds) the sums of the result, which distances need; not for INNER.
+        row_bias_gradient, column_bias_gradient: the same of the gradient by the scores; only if biased.
+        work, distance: ``[K]``, scratch; their dtype is that of the computation.
+    """
+    groups, rows, columns = scores.shape
+    lost = 0.0
+    for g in range(groups):
+        for i in range(rows):
+            query = first + g * step + i
+            row = scores[g, i]
+            _load(row, work, columns)
+            if kind != INNER:
+                _distances(work, row_norm[query], column_norm[g], kind, columns)
+                if kind == ROOT:
+                    _copy(work, distance, columns)
+            if biased:
+                _add(work, row_bias[query], column_bias[g], columns)
+            place = listed[0] + i if answer == DIAGONAL else listed[query] if answer == LISTED else -1
+            true = work[place] if place >= 0 else apart[query]
+            heavy = weight[query]
+            if loss == SOFTMAX:
+                value, by_true = _softmax(work, columns, place, true, heavy)
+            elif loss == LOGISTIC:
+                value, by_true = _logistic(work, columns, place, true, heavy)
+            else:
+                value, by_true = _ranking(work, columns, place, true, heavy, margin)
+            lost += heavy * value
+            if place >= 0:
+                work[place] = by_true
+            else:
+                apart_gradient[query] = by_true
+            if biased:
+                row_bias_gradient[query] = total(work, columns) + (by_true if place < 0 else by_true * 0)
+                _accumulate(work, column_bias_gradient[g], columns)
+            if kind != INNER:
+                _by_product(work, distance, kind, columns)
+                row_sum[query] = total(work, columns)
+                _accumulate(work, column_sum[g], columns)
+            _store(work, row, columns)
+    return lost
+
+
+@njit(cache=True, nogil=True, fastmath=STRICT)
+def _load(row: Any, work: Any, columns: int) -> None:
+    for k in range(columns):
+        work[k] = number(row[k])
+
+
+@njit(cache=True, nogil=True, fastmath=STRICT)
+def _store(work: Any, row: Any, columns: int) -> None:
+    for k in range(columns):
+        row[k] = stored(work[k], row[k])
+
+
+@njit(cache=True, nogil=True)
+def _copy(source: Any, target: Any, columns: int) -> None:
+    for k in range(columns):
+        target[k] = source[k]
+
+
+@njit(cache=True, nogil=True)
+def _accumulate(source: Any, target: Any, columns: int) -> None:
+    for k in range(columns):
+        target[k] += source[k]
+
+
+@njit(cache=True, nogil=True)
+def _add(work: Any, row: Any, column: Any, columns: int) -> None:
+    for k in range(columns):
+        work[k] += row + column[k]
+
+
+@njit(cache=True, nogil=True)
+def _distances(work: Any, row: Any, column: Any, kind: int, columns: int) -> None:
+    """Minus the distances, or squared ones, of inner products."""
+    two, tiny = work.dtype.type(2), work.dtype.type(TINY)
+    if kind == SQUARED:
+        for k in range(columns):
+            work[k] = two * work[k] - row - column[k]
+    else:
+        for k in range(columns):
+            squared = row + column[k] - two * work[k]
+            work[k] = -math.sqrt(squared if squared > tiny else tiny)
+
+
+@njit(cache=True, nogil=True)
+def _by_product(work: Any, distance: Any, kind: int, columns: int) -> None:
+    """The gradient by scores to what multiplies ``candidate - query`` in the gradient by the query.
+
+    Where a distance was raised to the least one, it does not depend on the rows.
+    """
+    zero, two, least = work.dtype.type(0), work.dtype.type(2), work.dtype.type(math.sqrt(TINY) * 1.0001)
+    if kind == SQUARED:
+        for k in range(columns):
+            work[k] *= two
+    else:
+        for k in range(columns):
+            d = -distance[k]
+            work[k] = work[k] / d if d > least else zero
+
+
+@njit(cache=True, nogil=True, fastmath=STRICT)
+def _softmax(work: Any, columns: int, place: int, true: Any, weight: Any) -> Any:
+    """The cross-entropy of picking the true answer, and the gradient by its score."""
+    top = largest(work, columns)
+    if place < 0 and true > top:
+        top = true
+    exponentials(work, top, columns)
+    among = total(work, columns)
+    own = exponential(true - top)
+    if place < 0:
+        among += own
+    scale = weight / among
+    for k in range(columns):
+        work[k] *= scale
+    return math.log(among) + top - true, own * scale - weight
+
+
+@njit(cache=True, nogil=True, fastmath=STRICT)
+def _logistic(work: Any, columns: int, place: int, true: Any, weight: Any) -> Any:
+    """The logistic loss of the true answer plus the mean one of the false."""
+    count = columns - 1 if place >= 0 else columns
+    share = weight / work.dtype.type(max(count, 1))
+    one, zero = work.dtype.type(1), work.dtype.type(0)
+    false = 0.0
+    if place >= 0:
+        work[place] = work.dtype.type(-np.inf)
+    for begin in range(0, columns, _RUN):
+        end = min(begin + _RUN, columns)
+        product, linear = one, zero
+        for k in range(begin, end):  # softplus(x) = max(x, 0) + log(1 + exp(-|x|)): one logarithm of many factors
+            x = work[k]
+            small = exponential(-abs(x))
+            linear += x if x > zero else zero
+            product *= one + small
+            work[k] = share * ((one if x > zero else small) / (one + small))
+        false += linear + math.log(product)
+    small = exponential(-abs(true))
+    value = max(-true, zero) + math.log1p(small) + false / max(count, 1)
+    return value, -weight * ((small if true > zero else one) / (one + small))
+
+
+@njit(cache=True, nogil=True, fastmath=LOOSE)
+def _ranking(work: Any, columns: int, place: int, true: Any, weight: Any, margin: float) -> Any:
+    """The sum over false answers of ``max(0, margin - true + false)``."""
+    zero = work.dtype.type(0)
+    least = work.dtype.type(true - work.dtype.type(margin))
+    if place >= 0:
+        work[place] = least  # counts for nothing
+    value, violations = zero, zero
+    for k in range(columns):
+        excess = work[k] - least
+        hit = not excess <= zero  # what is no number counts, and shows
+        value += excess if hit else zero
+        violations += work.dtype.type(1) if hit else zero
+        work[k] = weight if hit else zero
+    return value, -weight * violations

@@ -1,0 +1,450 @@
+"""One batch: fetch rows, compare, go back, and change rows and relations.
+
+It computes what :class:`gtrain.model.kg_training.TrainingLoss` and torch's autograd do, with the gradients written
+out. Rows are fetched once for each side; the gradients of both sides are merged, so that a row changes once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gtrain.nn.recipe import EdgeRecipe
+from gtrain_pbg.kernels import rows as kernels
+from gtrain_pbg.kernels import updates
+from gtrain_pbg.step.layout import Layout, Operand, Workspace, bits, layout_of
+from gtrain_pbg.step.relations import RelationOperator, UpdateRule, Weights
+from gtrain_pbg.step.scores import SideScores, compact
+
+
+@dataclass
+class Rows:
+    """The rows that one end of the edges refers to: a partition of the table.
+
+    Attributes:
+        value: ``[n, D]``, or ``[n, D + 1]`` with the bias; may be shared with other processes.
+        state: ``[n, s]``, the optimizer's.
+        head: int32 ``[n]``, all -1 between steps; of this process.
+    """
+
+    value: Tensor
+    state: Tensor
+    head: Tensor
+
+
+@dataclass
+class EdgeBatch:
+    """B edges, of one relation if relations are static.
+
+    Attributes:
+        heads, tails: int64 ``[B]``, rows of their partitions.
+        relation: int64 ``[B]``.
+        weight: float ``[B]``; None: all 1.
+        drawn: int64 ``[C * u]`` for heads and for tails: rows drawn as negatives; None where all nodes are.
+    """
+
+    heads: Tensor
+    relation: Tensor
+    tails: Tensor
+    weight: Tensor | None
+    drawn: tuple[Tensor, Tensor]
+
+    def __len__(self) -> int:
+        return self.heads.numel()
+
+
+class TrainingStep:
+    """Trains on batches, one after the other.
+
+    Args:
+        recipe: the model.
+        weights: its relation parameters, by the names of :attr:`EdgeRecipe.parameters`.
+        dtype: of tables and parameters.
+        low: whether products of matrices are in bfloat16.
+    """
+
+    def __init__(self, recipe: EdgeRecipe, weights: Mapping[str, Weights], dtype: torch.dtype, low: bool) -> None:
+        self.recipe, self.weights, self.dtype = recipe, dict(weights), dtype
+        self.work = Workspace(dtype, low and dtype == torch.float32)
+        self._scores = SideScores(recipe, self.work)
+        self._forwards = self._operator("forwards", recipe.forwards)
+        self._backwards = self._operator("backwards", recipe.backwards)
+        self._shift = self.weights.get("shift")
+        self._seen = torch.zeros(recipe.num_relations, dtype=torch.int8)
+        self._touched = torch.empty(recipe.num_relations, dtype=torch.int64)
+        by_relation = recipe.relation_weight
+        self._relation_weight = None if by_relation is None else torch.tensor(by_relation, dtype=dtype)
+        self._nothing = torch.empty(0, recipe.dimension, dtype=dtype)
+        self._no_bits = torch.empty(1, 1, dtype=torch.bfloat16)
+        self._layouts: dict[tuple[int, int], Layout] = {}
+
+    def _operator(self, direction: str, parameters: Mapping[str, object]) -> RelationOperator | None:
+        if not parameters:
+            return None
+        weights = {name: self.weights[f"{direction}.{name}"] for name in parameters}
+        return RelationOperator(self.recipe.operator, weights, self.work)
+
+    def draws(self, edges: int) -> int:
+        """Nodes to draw for each end of a batch of that many edges."""
+        recipe = self.recipe
+        return 0 if recipe.all_negs else -(-edges // recipe.places) * recipe.num_uniform_negs
+
+    def __call__(
+        self, batch: EdgeBatch, heads: Rows, tails: Rows, table_rule: UpdateRule, relation_rule: UpdateRule
+    ) -> tuple[float, float]:
+        """Train on a batch.
+
+        Args:
+            batch: the edges.
+            heads, tails: the partitions of their ends, perhaps the same.
+            table_rule: the table's optimizer.
+            relation_rule: the relations' optimizer.
+
+        Returns:
+            The weighted sum of the edges' losses, and the sum of the weights: their ratio is the batch's loss.
+        """
+        if not len(batch):
+            return 0.0, 0.0
+        layouts = self._layout(len(batch), len(heads.value)), self._layout(len(batch), len(tails.value))
+        return self._train(batch, (heads, tails), layouts, table_rule, relation_rule)
+
+    def _layout(self, edges: int, nodes: int) -> Layout:
+        """That of a batch; few sizes occur, and each has its own once."""
+        key = edges, nodes if self.recipe.all_negs else 0
+        if key not in self._layouts:
+            self._layouts[key] = layout_of(self.recipe, *key)
+        return self._layouts[key]
+
+    # ---------------------------------------------------------------------------------------------- one batch
+
+    def _train(
+        self,
+        batch: EdgeBatch,
+        tables: tuple[Rows, Rows],
+        layouts: tuple[Layout, Layout],
+        table_rule: UpdateRule,
+        relation_rule: UpdateRule,
+    ) -> tuple[float, float]:
+        recipe = self.recipe
+        weight, total = self._weights(batch)
+        ids = [
+            self._ids(name, ends, drawn, layout)
+            for name, ends, drawn, layout in zip(
+                ("heads", "tails"), (batch.heads, batch.tails), batch.drawn, layouts, strict=True
+            )
+        ]
+        head, tail = (
+            self._fetch(name, *rest) for name, *rest in zip(("heads", "tails"), tables, ids, layouts, strict=True)
+        )
+        by_edge: list[Tensor | None] = [None, None]
+        by_row: list[Tensor | None] = [None, None]
+        if recipe.reciprocal or self._forwards is None:
+            lost = self._train_reciprocal(batch, (head, tail), layouts, weight, by_edge, by_row)
+        else:
+            lost = self._train_static(batch, (head, tail), layouts, weight, by_edge, by_row)
+        if recipe.n3:
+            lost += self._regularize(batch, (head, tail), layouts, weight, by_edge)
+        self._update_tables(tables, ids, layouts, by_row, by_edge, (head.by_bias, tail.by_bias), table_rule)
+        self._update_relations(batch.relation, by_row, by_edge, relation_rule)
+        return lost * total, total
+
+    def _train_reciprocal(
+        self,
+        batch: EdgeBatch,
+        sides: tuple[Operand, Operand],
+        layouts: tuple[Layout, Layout],
+        weight: Tensor,
+        by_edge: list[Tensor | None],
+        by_row: list[Tensor | None],
+    ) -> float:
+        """Queries are transformed, each direction by its own operator, or there is none."""
+        lost = 0.0
+        wanted = (
+            (self.recipe.tail_negs, self._forwards, batch.tails),
+            (self.recipe.head_negs, self._backwards, batch.heads),
+        )
+        for given, (replaced, operator, answer) in enumerate(wanted):
+            other = 1 - given
+            if not replaced:
+                continue
+            source, layout = sides[given], layouts[given]
+            query = self._query(f"query {given}", source, layout, operator, batch.relation)
+            candidates = self._compared(f"candidates {other}", sides[other])
+            lost += self._scores(layouts[other], query, candidates, answer, weight)
+            self._take_bias(source, query, layout)
+            gradient = self._finished(f"query {given}", query, layout, of_query=True)
+            if operator is not None:
+                found = self.work.take(f"by end {given}", len(batch), self.recipe.dimension)
+                operator.backward(gradient, source.rows, layout, batch.relation, found)
+                gradient = found
+            by_edge[given] = gradient
+            by_row[other] = self._finished(f"candidates {other}", candidates, layouts[other], of_query=False)
+        return lost
+
+    def _train_static(
+        self,
+        batch: EdgeBatch,
+        sides: tuple[Operand, Operand],
+        layouts: tuple[Layout, Layout],
+        weight: Tensor,
+        by_edge: list[Tensor | None],
+        by_row: list[Tensor | None],
+    ) -> float:
+        """Tails are transformed, drawn ones too, all by the one relation of the batch."""
+        operator, recipe = self._forwards, self.recipe
+        assert operator is not None
+        (head, tail), (head_layout, tail_layout) = sides, layouts
+        flat = Layout(tail_layout.rows, tail_layout.rows, 0)
+        relation = self.work.take("relation", flat.edges, dtype=torch.int64).fill_(int(batch.relation[0]))
+        moved = self._operand("moved", flat.edges, self.recipe.dimension, tail.bias, tail.by_bias)
+        operator.forward(tail.rows, flat, relation, moved.rows, moved.low)
+        lost, by_moved, by_asked = 0.0, None, None
+        if recipe.tail_negs:
+            query = self._query("query 0", head, head_layout, None, batch.relation)
+            candidates = self._compared("candidates 1", moved)
+            lost += self._scores(tail_layout, query, candidates, batch.tails, weight)
+            self._take_bias(head, query, head_layout)
+            by_edge[0] = self._finished("query 0", query, head_layout, of_query=True)
+            by_moved = self._finished("candidates 1", candidates, tail_layout, of_query=False)
+        if recipe.head_negs:
+            query = self._query("query 1", moved, tail_layout, None, batch.relation)
+            candidates = self._compared("candidates 0", head)
+            lost += self._scores(head_layout, query, candidates, batch.heads, weight)
+            self._take_bias(tail, query, tail_layout)
+            by_asked = self._finished("query 1", query, tail_layout, of_query=True)
+            by_row[0] = self._finished("candidates 0", candidates, head_layout, of_query=False)
+        gradient = self._merged(by_moved, by_asked, tail_layout)
+        by_row[1] = self.work.take("by tails", flat.edges, self.recipe.dimension)
+        operator.backward(gradient, tail.rows, flat, relation, by_row[1])
+        return lost
+
+    def _merged(self, by_row: Tensor | None, by_edge: Tensor | None, layout: Layout) -> Tensor:
+        """Gradients by all rows of a side and by its edges, as one."""
+        merged = self.work.take("merged", layout.rows, self.recipe.dimension)
+        if by_row is None:
+            by_row = merged.zero_()
+        if by_edge is None:
+            by_edge = self._nothing
+            kernels.widen(bits(by_row), merged.numpy())
+        else:
+            place = (layout.places, layout.uniform, layout.edges)
+            kernels.add_rows(bits(by_row), bits(by_edge), *place, merged.numpy())
+        return merged
+
+    # ---------------------------------------------------------------------------------------------- operands
+
+    def _weights(self, batch: EdgeBatch) -> tuple[Tensor, float]:
+        """The weight of each edge's loss in the batch's mean, and the sum of the weights."""
+        weight = self.work.take("weight", len(batch))
+        if batch.weight is None:
+            weight.fill_(1.0)
+        else:
+            weight.copy_(batch.weight)
+        if self._relation_weight is not None:
+            weight.mul_(self._relation_weight[batch.relation])
+        total = kernels.count_total(weight.numpy())
+        weight.div_(max(total, torch.finfo(self.dtype).tiny))
+        return weight, total
+
+    def _ids(self, name: str, ends: Tensor, drawn: Tensor, layout: Layout) -> Tensor:
+        ids = self.work.take(f"{name} ids", layout.rows, dtype=torch.int64)
+        if self.recipe.all_negs:
+            ids[: layout.edges] = ends
+            torch.arange(layout.uniform, out=ids[layout.edges :])
+        else:
+            kernels.lay_out(ends.numpy(), drawn.numpy(), layout.places, layout.uniform, ids.numpy())
+        return ids
+
+    def _fetch(self, name: str, table: Rows, ids: Tensor, layout: Layout) -> Operand:
+        """The rows of a side, as they are; in bfloat16 too, if that is how they are compared."""
+        recipe, n = self.recipe, layout.rows
+        value = table.value.numpy()
+        if recipe.max_norm is not None:
+            kernels.clip(value, ids.numpy(), recipe.dimension, recipe.max_norm)
+        bias, by_bias = self.work.take(f"{name} bias", n), self.work.take(f"{name} bias gradient", n)
+        if recipe.bias:
+            by_bias.zero_()
+        side = self._operand(name, n, recipe.dimension, bias, by_bias)
+        shift = self._nothing[:0].view(-1) if self._shift is None else self._shift.value.view(-1)
+        low = bits(self._no_bits if side.low is None else side.low)
+        kernels.fetch(
+            value, ids.numpy(), shift.numpy(), side.rows.numpy(), bias.numpy(), low, recipe.bias, side.low is not None
+        )
+        return side
+
+    def _operand(self, name: str, n: int, columns: int, bias: Tensor, by_bias: Tensor) -> Operand:
+        work, none = self.work, self.work.take("none", 1)
+        low = work.lowered(f"{name} low", n, columns) if self.recipe.comparator != "cos" else None
+        return Operand(work.take(name, n, columns), low, True, none, bias, none, none, by_bias)
+
+    def _query(
+        self, name: str, source: Operand, layout: Layout, operator: RelationOperator | None, relation: Tensor
+    ) -> Operand:
+        """The ends that are given, transformed if need be, with room for gradients."""
+        work, n, columns = self.work, layout.edges, self.recipe.dimension
+        if operator is None:
+            asked = replace(source)
+            if self.recipe.all_negs:  # the ends come first, and the other side may have another number of rows
+                asked.rows, asked.low = source.rows[:n], None if source.low is None else source.low[:n]
+                asked.spread = False
+        else:
+            asked = self._operand(f"{name} moved", n, columns, source.bias, source.by_bias)
+            asked.spread = False
+            operator.forward(source.rows, layout, relation, asked.rows, asked.low)
+        asked = self._compared(name, asked, edges=n)
+        if asked.spread and self.recipe.comparator in ("l2", "squared_l2"):
+            asked.norm = torch.index_select(asked.norm, 0, layout.spots, out=work.take(f"{name} norm", n))
+        if self.recipe.bias:
+            asked.bias = torch.index_select(source.bias, 0, layout.spots, out=work.take(f"{name} bias", n))
+            asked.by_bias = work.take(f"{name} bias gradient", n)
+        return asked
+
+    def _compared(self, name: str, side: Operand, edges: int | None = None) -> Operand:
+        """A side in the form in which it is compared, with room for the gradient by it.
+
+        Args:
+            name: of its buffers.
+            side: the rows.
+            edges: number of queries; None: these are candidates.
+        """
+        work, (n, columns) = self.work, side.rows.shape
+        rows, low, norm, sums = side.rows, side.low, side.norm, side.sums
+        gradient = work.product(f"{name} product", edges or n, columns)
+        if self.recipe.comparator == "cos":
+            rows, norm, low = work.take(f"{name} unit", n, columns), work.take(f"{name} inverse", n), None
+            kernels.normalize(side.rows.numpy(), norm.numpy(), rows.numpy())
+            if work.low:
+                low = work.take(f"{name} low", n, columns, dtype=torch.bfloat16)
+                kernels.lower(rows.numpy(), bits(low))
+        elif self.recipe.comparator != "dot":
+            norm, sums = work.take(f"{name} squares", n), work.take(f"{name} sums", edges or n).zero_()
+            kernels.squared_norms(rows.numpy(), norm.numpy())
+        return Operand(rows, low, side.spread, norm, side.bias, gradient, sums, side.by_bias)
+
+    def _take_bias(self, side: Operand, query: Operand, layout: Layout) -> None:
+        """Give the end of an edge the gradient by its bias as a query."""
+        if self.recipe.bias:
+            side.by_bias.index_add_(0, layout.spots, query.by_bias)
+
+    def _finished(self, name: str, operand: Operand, layout: Layout, *, of_query: bool) -> Tensor:
+        """The gradient by rows as they were before they were made comparable."""
+        if self.recipe.comparator == "dot":
+            return operand.gradient
+        rows = compact(self.work, layout, operand) if of_query else operand.rows
+        found = self.work.take(f"{name} gradient", len(operand.gradient), rows.size(1))
+        if self.recipe.comparator == "cos":
+            inverse = operand.norm[layout.spots] if of_query and operand.spread else operand.norm
+            kernels.from_units(bits(operand.gradient), rows.numpy(), inverse.numpy(), found.numpy())
+        else:
+            kernels.from_distances(bits(operand.gradient), rows.numpy(), operand.sums.numpy(), found.numpy())
+        return found
+
+    # ---------------------------------------------------------------------------------------------- updates
+
+    def _regularize(
+        self,
+        batch: EdgeBatch,
+        sides: tuple[Operand, Operand],
+        layouts: tuple[Layout, Layout],
+        weight: Tensor,
+        by_edge: list[Tensor | None],
+    ) -> float:
+        """The N3 norm of the batch; its gradients by rows come on top of ``by_edge``."""
+        heavy = self.work.take("n3 weight", len(batch))
+        torch.mul(weight, self.recipe.n3, out=heavy)
+        for end in (0, 1):
+            wide = self.work.take(f"n3 {end}", len(batch), self.recipe.dimension)
+            if by_edge[end] is None:
+                wide.zero_()
+            else:
+                kernels.widen(bits(by_edge[end]), wide.numpy())  # type: ignore[arg-type]
+            by_edge[end] = wide
+        operators = [operator for operator in (self._forwards, self._backwards) if operator is not None]
+        if not operators:
+            operators = [RelationOperator("none", {}, self.work)]
+        rows = [compact(self.work, layouts[0], sides[0]).clone(), compact(self.work, layouts[1], sides[1])]
+        whole = Layout(len(batch), len(batch), 0)
+        found = 0.0
+        for number, operator in enumerate(operators):
+            found += operator.regularize(
+                (rows[0], rows[1]),
+                whole,
+                batch.relation,
+                heavy,
+                tuple(by_edge),
+                with_rows=number == 0,  # type: ignore[arg-type]
+            )
+        return found
+
+    def _update_tables(
+        self,
+        tables: tuple[Rows, Rows],
+        ids: list[Tensor],
+        layouts: tuple[Layout, Layout],
+        by_row: list[Tensor | None],
+        by_edge: list[Tensor | None],
+        by_bias: tuple[Tensor, Tensor],
+        rule: UpdateRule,
+    ) -> None:
+        """Both sides at once where they are of the same partition."""
+        if tables[0].value.data_ptr() == tables[1].value.data_ptr():
+            self._scatter(tables[0], ids, layouts, by_row, by_edge, by_bias, rule)
+            return
+        for end in (0, 1):
+            self._scatter(
+                tables[end], ids[end : end + 1], layouts[end:], by_row[end:], by_edge[end:], by_bias[end:], rule
+            )
+
+    def _scatter(
+        self,
+        table: Rows,
+        ids: list[Tensor],
+        layouts: tuple[Layout, ...],
+        by_row: list[Tensor | None],
+        by_edge: list[Tensor | None],
+        by_bias: tuple[Tensor, ...],
+        rule: UpdateRule,
+    ) -> None:
+        total = sum(some.numel() for some in ids)
+        after = self.work.take("after", total, dtype=torch.int32).numpy()
+        touched = self.work.take("touched", min(total, len(table.value)), dtype=torch.int64).numpy()
+        head, count, first = table.head.numpy(), 0, 0
+        for some in ids:
+            count = updates.chain(some.numpy(), first, head, after, touched, count)
+            first += some.numel()
+        sides = []
+        for end in range(len(ids)):
+            sides += [bits(self._or_nothing(by_row[end])), bits(self._or_nothing(by_edge[end])), by_bias[end].numpy()]
+        if len(ids) == 1:
+            sides += sides
+        layout = layouts[0]
+        updates.scatter(
+            *(touched, count, head, after, ids[0].numel()),
+            *sides,
+            *(layout.places, layout.uniform, layout.edges),
+            *(table.value.numpy(), table.state.numpy(), *rule.numbers),
+            self.recipe.bias,
+            self.work.take("row", table.value.size(1)).numpy(),
+        )
+
+    def _or_nothing(self, tensor: Tensor | None) -> Tensor:
+        return self._nothing if tensor is None else tensor
+
+    def _update_relations(
+        self, relation: Tensor, by_row: list[Tensor | None], by_edge: list[Tensor | None], rule: UpdateRule
+    ) -> None:
+        if self._shift is not None:
+            gradient = self._shift.gradient.view(-1).numpy()
+            for rows, edges in zip(by_row, by_edge, strict=True):
+                kernels.add_all(bits(self._or_nothing(rows)), bits(self._or_nothing(edges)), gradient)
+            self._shift.update(self._touched.new_zeros(1).numpy(), 1, rule)
+        if self._forwards is None:
+            return
+        touched = self._touched.numpy()
+        count = updates.find_touched(relation.numpy(), self._seen.numpy(), touched)
+        for operator in (self._forwards, self._backwards):
+            if operator is not None:
+                operator.update(touched, count, rule)

@@ -1,0 +1,103 @@
+"""Which partitions are in memory when, and what is read and written meanwhile.
+
+The order of the buckets is known at the beginning of an epoch, so the partition that makes room is always the one that
+is needed last (Belady 1966), and the next bucket's partitions can be read while the last is trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gtrain_pbg.order import Bucket
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One slot gets another partition.
+
+    Attributes:
+        slot: the slot.
+        out: the partition that leaves it; None: it was empty.
+        into: the partition that comes.
+    """
+
+    slot: int
+    out: int | None
+    into: int
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One bucket of an epoch.
+
+    Attributes:
+        bucket: partitions of heads and of tails.
+        chunk: which of the bucket's edge chunks.
+        slots: where the two partitions are.
+        before: what must be done before it is trained, and could not be done earlier.
+        during: what may be done while it is trained, for the next.
+    """
+
+    bucket: Bucket
+    chunk: int
+    slots: tuple[int, int]
+    before: tuple[Swap, ...]
+    during: tuple[Swap, ...]
+
+
+@dataclass
+class Buffer:
+    """The partitions in memory.
+
+    Attributes:
+        slots: number of slots.
+        place: slot of each partition that is in one.
+    """
+
+    slots: int
+    place: dict[int, int] = field(default_factory=dict)
+
+    def plan(self, visits: list[tuple[Bucket, int]]) -> list[Visit]:
+        """Plan an epoch, and be as it leaves the buffer.
+
+        Args:
+            visits: buckets and edge chunks in their order.
+        """
+        needed = [set(bucket) for bucket, _ in visits]
+        found, now = [], self._bring(needed[0], set(), needed, 0) if visits else []
+        for number, (bucket, chunk) in enumerate(visits):
+            slots = self.place[bucket[0]], self.place[bucket[1]]
+            during, later = [], []
+            if number + 1 < len(visits):
+                during = self._bring(needed[number + 1], needed[number], needed, number + 1)
+                later = self._bring(needed[number + 1], set(), needed, number + 1)
+            found.append(Visit(bucket, chunk, slots, tuple(now), tuple(during)))
+            now = later
+        return found
+
+    def _bring(self, wanted: set[int], kept: set[int], needed: list[set[int]], at: int) -> list[Swap]:
+        """Bring partitions in, as far as there is room without those that are wanted or must be kept."""
+        swaps = []
+        for partition in sorted(wanted - set(self.place)):
+            slot, out = self._room(wanted | kept, needed, at)
+            if slot is None:
+                break
+            if out is not None:
+                del self.place[out]
+            self.place[partition] = slot
+            swaps.append(Swap(slot, out, partition))
+        return swaps
+
+    def _room(self, held: set[int], needed: list[set[int]], at: int) -> tuple[int | None, int | None]:
+        free = sorted(set(range(self.slots)) - set(self.place.values()))
+        if free:
+            return free[0], None
+        others = [partition for partition in self.place if partition not in held]
+        if not others:
+            return None, None
+
+        def next_use(partition: int) -> int:
+            return next((n for n in range(at, len(needed)) if partition in needed[n]), len(needed))
+
+        out = max(others, key=lambda partition: (next_use(partition), partition))
+        return self.place[out], out

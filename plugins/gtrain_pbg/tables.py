@@ -1,0 +1,278 @@
+"""The table in partitions: those in memory, which the workers of a machine share, and those on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gtrain.nn import TableSpec
+from gtrain.nn.table import INIT_ROWS
+from gtrain.wire.shared import SharedTensors
+from gtrain_pbg import files
+from gtrain_pbg.step.training import Rows
+from gtrain_pbg.swaps import Buffer, Swap
+
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class Partitions:
+    """How a table is cut.
+
+    Attributes:
+        offsets: int64 ``[P + 1]``; partition p has the global ids ``offsets[p] .. offsets[p+1]-1``.
+        orig_id: of each partition, ids of the source data, ascending.
+    """
+
+    offsets: Tensor
+    orig_id: tuple[Tensor, ...]
+
+    @property
+    def count(self) -> int:
+        """P."""
+        return len(self.orig_id)
+
+    def size(self, partition: int) -> int:
+        """Rows of a partition."""
+        return int(self.offsets[partition + 1] - self.offsets[partition])
+
+    @property
+    def largest(self) -> int:
+        """Rows of the largest."""
+        return int(self.offsets.diff().max())
+
+
+class PartitionedTable:
+    """Rows and optimizer state of one table, in slots of shared memory and in files.
+
+    One process, the leader, reads and writes files. Which partition is in which slot follows from the plan of an epoch
+    (:class:`~gtrain_pbg.swaps.Buffer`), which every process makes alike.
+
+    Args:
+        spec: what the table is.
+        partitions: how it is cut.
+        slots: partitions in memory at a time.
+        state_width: numbers of optimizer state for each row.
+        dtype: of rows and state.
+        folder: where the leader keeps partitions that have no slot.
+        shared: rows ``[slots, largest, width]`` and state ``[slots, largest, state_width]``.
+        leader: whether this process reads and writes files.
+    """
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        partitions: Partitions,
+        slots: int,
+        state_width: int,
+        dtype: torch.dtype,
+        folder: Path,
+        shared: SharedTensors,
+        leader: bool,
+    ) -> None:
+        self.spec, self.partitions, self.dtype = spec, partitions, dtype
+        self.buffer = Buffer(slots)
+        self._state_width, self._folder, self._shared, self._leader = state_width, folder, shared, leader
+        self._sources: dict[int, Path] = {}
+        self._changed: set[int] = set()
+        self._heads: dict[int, Tensor] = {}
+        self._thread = ThreadPoolExecutor(1, "gtrain-pbg-swap") if leader else None
+        self._global: Tensor | None = None
+
+    @staticmethod
+    def tensors(slots: int, partitions: Partitions, width: int, state_width: int, dtype: torch.dtype) -> Layout:
+        """What :class:`~gtrain.wire.shared.SharedTensors` must hold for a table."""
+        rows = partitions.largest
+        return {"rows": ((slots, rows, width), dtype), "state": ((slots, rows, state_width), dtype)}
+
+    @property
+    def whole(self) -> bool:
+        """Whether every partition has a slot."""
+        return self.buffer.slots >= self.partitions.count
+
+    # ------------------------------------------------------------------------------------------ contents
+
+    def initialize(self, start: float) -> None:
+        """Give all rows their initial values, the same as ``single`` starts with. The leader calls it.
+
+        Args:
+            start: what the optimizer's state begins with.
+        """
+        self.place_first()
+        counts = [0] * self.partitions.count
+        pending: dict[int, list[Tensor]] = {p: [] for p in range(self.partitions.count) if p not in self.buffer.place}
+        for begin in range(0, self.spec.rows, INIT_ROWS):
+            made = self.spec.initial(begin, min(begin + INIT_ROWS, self.spec.rows)).to(self.dtype)
+            for partition, orig_id in enumerate(self.partitions.orig_id):
+                low, high = torch.searchsorted(orig_id, torch.tensor([begin, begin + INIT_ROWS])).tolist()
+                some = made[orig_id[low:high] - begin]
+                if partition in self.buffer.place:
+                    self._slot("rows", partition)[low:high] = some
+                else:
+                    pending[partition].append(some)
+                counts[partition] = high
+        for partition in self.buffer.place:
+            self._slot("state", partition).fill_(start)
+        for partition, pieces in pending.items():
+            rows = torch.cat(pieces) if pieces else torch.empty(0, self.spec.dim, dtype=self.dtype)
+            self._write(partition, rows, rows.new_full((len(rows), self._state_width), start))
+            pieces.clear()
+        assert counts == [self.partitions.size(p) for p in range(self.partitions.count)]
+        self._changed = set(self.buffer.place)
+
+    def place_first(self) -> None:
+        """Let the first partitions have the slots; :meth:`initialize` fills them, in the leader."""
+        self.buffer.place = {p: p for p in range(min(self.buffer.slots, self.partitions.count))}
+        self._sources = {}
+
+    def overwrite(self, partition: int, sources: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Overwrite rows of a partition; on the leader, before training.
+
+        Args:
+            partition: the partition.
+            sources: ids of the source data (-1: none) and rows, ``[n]`` and ``[n, width]``.
+        """
+        here = partition in self.buffer.place
+        rows = self._slot(files.ROWS, partition) if here else files.mapped(self._source(files.ROWS, partition)).clone()
+        first, last = (int(self.partitions.offsets[partition + end]) for end in (0, 1))
+        for ids, values in sources:
+            place = torch.where(ids >= 0, self.global_ids[ids.clamp(min=0)].long(), -1)
+            chosen = ((place >= first) & (place < last)).nonzero().flatten()
+            rows[place[chosen] - first] = values[chosen].to(self.dtype)
+        if not here:
+            files.write(self._path(files.ROWS, partition), rows)
+
+    def save(self, folder: Path) -> list[str]:
+        """Write all partitions into a checkpoint; files that lie on disk already get a second name there."""
+        self.settle()
+        names = []
+        for partition in range(self.partitions.count):
+            if partition in self.buffer.place and partition in self._changed and not self.whole:
+                self._write(partition, self._slot("rows", partition), self._slot("state", partition))
+                self._changed.discard(partition)
+            for kind in (files.ROWS, files.STATE):
+                target = folder / files.file_name(kind, partition)
+                if self.whole:
+                    files.write(target, self._slot(kind, partition))
+                else:
+                    files.keep(self._source(kind, partition), target)
+                names.append(target.name)
+        return names
+
+    def load(self, folder: Path) -> None:
+        """Take the partitions of a checkpoint; those without a slot stay there until they change."""
+        self.place_first()
+        self._sources = {p: folder for p in range(self.partitions.count)}
+        self._changed = set()
+        if not self._leader:
+            return
+        for partition in range(self.partitions.count):  # what is there is of another moment
+            for kind in (files.ROWS, files.STATE):
+                self._path(kind, partition).unlink(missing_ok=True)
+        for partition in self.buffer.place:
+            files.read(self._source(files.ROWS, partition), self._slot(files.ROWS, partition))
+            if self._state_width:
+                files.read(self._source(files.STATE, partition), self._slot(files.STATE, partition))
+
+    # ------------------------------------------------------------------------------------------ training
+
+    def rows(self, slot: int, partition: int) -> Rows:
+        """A partition that is in a slot, for the training step."""
+        if slot not in self._heads:
+            self._heads[slot] = torch.full((self.partitions.largest,), -1, dtype=torch.int32)
+        size = self.partitions.size(partition)
+        value, state = (self._shared[kind][slot, :size] for kind in ("rows", "state"))
+        return Rows(value, state, self._heads[slot][:size])
+
+    def swap(self, swaps: tuple[Swap, ...]) -> Future[None] | None:
+        """Begin to write what leaves slots and to read what comes, on the leader; None where there is nothing to do."""
+        if self._thread is None or not swaps:
+            return None
+        return self._thread.submit(self._swap, swaps)
+
+    def _swap(self, swaps: tuple[Swap, ...]) -> None:
+        for swap in swaps:
+            if swap.out is not None and swap.out in self._changed:
+                size = self.partitions.size(swap.out)
+                self._write(swap.out, *(self._shared[kind][swap.slot, :size] for kind in ("rows", "state")))
+                self._changed.discard(swap.out)
+            size = self.partitions.size(swap.into)
+            for kind in (files.ROWS, files.STATE):
+                files.read(self._source(kind, swap.into), self._shared[kind][swap.slot, :size])
+
+    def trained(self, bucket: tuple[int, int]) -> None:
+        """Note that partitions differ from their files."""
+        self._changed |= set(bucket)
+
+    def settle(self) -> None:
+        """Wait for what is under way."""
+        if self._thread is not None:
+            self._thread.submit(lambda: None).result()
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    def read(self, partition: int) -> Tensor:
+        """Rows of a partition as they are, in memory or mapped from its file."""
+        if partition in self.buffer.place:
+            return self._slot("rows", partition)
+        return files.mapped(self._source(files.ROWS, partition))
+
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Ids of the source data and rows, partition by partition."""
+        for partition, orig_id in enumerate(self.partitions.orig_id):
+            if partition in self.buffer.place:
+                yield orig_id, self._slot("rows", partition)
+                continue
+            rows = torch.empty(self.partitions.size(partition), self.spec.dim, dtype=self.dtype)
+            files.read(self._source(files.ROWS, partition), rows)
+            yield orig_id, rows
+
+    def fetch(self, ids: Tensor) -> Tensor:
+        """Rows of ids of the source data, wherever they are."""
+        found = torch.empty(ids.numel(), self.spec.dim, dtype=self.dtype)
+        place = self.global_ids[ids].long()
+        owner = torch.searchsorted(self.partitions.offsets, place, right=True) - 1
+        for partition in owner.unique().tolist():
+            here = (owner == partition).nonzero().flatten()
+            found[here] = self.read(partition)[place[here] - self.partitions.offsets[partition]]
+        return found
+
+    @property
+    def global_ids(self) -> Tensor:
+        """Global id of each id of the source data, ``[N]``."""
+        if self._global is None:
+            self._global = torch.empty(self.spec.rows, dtype=torch.int32 if self.spec.rows < 2**31 else torch.int64)
+            for partition, orig_id in enumerate(self.partitions.orig_id):
+                first = int(self.partitions.offsets[partition])
+                self._global[orig_id] = torch.arange(first, first + len(orig_id), dtype=self._global.dtype)
+        return self._global
+
+    def close(self) -> None:
+        """Let go of the thread; what is in memory stays as long as it is referenced."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+            self._thread = None
+
+    # ------------------------------------------------------------------------------------------ inside
+
+    def _slot(self, kind: str, partition: int) -> Tensor:
+        return self._shared[kind][self.buffer.place[partition], : self.partitions.size(partition)]
+
+    def _path(self, kind: str, partition: int) -> Path:
+        return self._folder / files.file_name(kind, partition)
+
+    def _source(self, kind: str, partition: int) -> Path:
+        """The newest file of a partition: the leader's own, or that of the checkpoint that was loaded."""
+        own = self._path(kind, partition)
+        folder = self._sources.get(partition)
+        return own if folder is None or own.exists() else folder / own.name
+
+    def _write(self, partition: int, rows: Tensor, state: Tensor) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        files.write(self._path(files.ROWS, partition), rows)
+        files.write(self._path(files.STATE, partition), state)

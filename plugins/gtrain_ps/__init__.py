@@ -1,0 +1,24 @@
+"""``strategy=ps``: wide sparse layers in blocks on parameter servers; sparse inputs and small activations travel.
+
+X W = X_1 W_1 + ... + X_P W_P: a server keeps a block of the layer's matrix and never sends it. A worker ships the parts
+X_i of its batch, adds up the products that come back, trains the other layers, and returns their gradient; the server
+forms X_i' dY and updates its block.
+"""
+
+from gtrain.backends import Backend, Role
+
+backend = Backend(
+    description="wide sparse layers and tables in blocks on parameter servers",
+    config="gtrain_ps.config:PsConfig",
+    strategy="gtrain_ps.strategy:PsStrategy",
+    conf="gtrain_ps.conf",
+    serves=frozenset({"sparse", "embedding", "message-passing", "per-node"}),
+    refusal="it keeps tables of gtrain.nn on servers",
+    roles={
+        "parameter": Role(
+            target="gtrain_ps.server:main",
+            count=lambda cfg: cfg.strategy.servers,
+            restarts=lambda cfg: cfg.strategy.max_restarts if cfg.strategy.durability == "process" else 0,
+        ),
+    },
+)

@@ -1,0 +1,166 @@
+"""Batches: this worker's share of each step's seeds, made ahead of the step that is in training."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+from gtrain.data.edge_seeds import EdgeSeeds
+from gtrain.data.loader import SeedLoader, with_edges, with_seeds
+from gtrain_ps.rows import RowTable
+
+Batch: TypeAlias = Data | HeteroData
+SendAhead = Callable[[Batch, int], None]
+"""Gets a batch and its number in the epoch, before it is asked for."""
+
+
+class Source(Protocol):
+    """What batches are made of."""
+
+    def seeds(self, loader: SeedLoader) -> Tensor | EdgeSeeds:
+        """The split's seeds, in the order of the source data."""
+
+    def batch(self, seeds: Any, chosen: Tensor, epoch: int) -> Batch:
+        """A batch of some of them."""
+
+
+class WholeGraph:
+    """Every batch is the whole graph, with seeds of its own.
+
+    Args:
+        graph: every node and edge.
+    """
+
+    def __init__(self, graph: Batch) -> None:
+        self._graph = graph
+
+    def seeds(self, loader: SeedLoader) -> Tensor | EdgeSeeds:
+        return loader.seeds(self._graph)
+
+    def batch(self, seeds: Any, chosen: Tensor, epoch: int) -> Batch:
+        if isinstance(seeds, Tensor):
+            return with_seeds(self._graph, seeds[chosen])
+        return with_edges(self._graph, seeds, chosen, epoch)
+
+
+class RowSource:
+    """A batch is the rows of its seeds, read from a store that may be larger than memory; there are no edges.
+
+    Args:
+        table: the rows.
+    """
+
+    def __init__(self, table: RowTable) -> None:
+        self._table = table
+
+    def seeds(self, loader: SeedLoader) -> Tensor:
+        return self._table.rows_of(loader.split)
+
+    def batch(self, seeds: Any, chosen: Tensor, epoch: int) -> Batch:
+        return self._table.batch(seeds[chosen])
+
+
+class Shares:
+    """The batches of one worker: the same number on every worker, some perhaps without a seed.
+
+    Args:
+        loader: what the batches are of.
+        source: what they are made of.
+        worker: this worker, and how many there are.
+        prefetch: batches that are made ahead, by a thread of their own; 0: none.
+        ahead: is told of each batch as soon as it is made.
+        done: is told when no more batches are asked for.
+    """
+
+    def __init__(
+        self,
+        loader: SeedLoader,
+        source: Source,
+        worker: tuple[int, int],
+        prefetch: int,
+        ahead: SendAhead,
+        done: Callable[[], None],
+    ) -> None:
+        self._loader, self._source, self._prefetch = loader, source, prefetch
+        self._rank, self._size = worker
+        self._ahead, self._done = ahead, done
+        self._seeds: Tensor | EdgeSeeds | None = None
+        loader.refuse_sampling("strategy=ps draws no neighbours")
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        loader = self._loader
+        epoch = loader.epoch
+        loader.epoch += 1
+        if self._seeds is None:
+            self._seeds = self._source.seeds(loader)
+        steps = enumerate(chunks(loader, len(self._seeds), epoch))
+        made = (self._make(number, chunk, epoch) for number, chunk in steps)
+        try:
+            yield from _in_thread(made, self._prefetch) if self._prefetch else made
+        finally:
+            self._done()
+
+    def _make(self, number: int, chunk: Tensor, epoch: int) -> Batch:
+        count = chunk.numel()
+        share = chunk[self._rank * count // self._size : (self._rank + 1) * count // self._size]
+        batch = self._source.batch(self._seeds, share, epoch)
+        batch.step_rows = count
+        self._ahead(batch, number)
+        return batch
+
+
+def chunks(loader: SeedLoader, count: int, epoch: int) -> Iterator[Tensor]:
+    """The seeds of each step of an epoch, as places among the split's seeds: those of :meth:`SeedLoader.steps`."""
+    order = torch.arange(count)
+    if loader.batch_size is None:
+        yield order
+        return
+    if loader.shuffle:
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(loader.seed + epoch))
+    yield from order.split(loader.batch_size)
+
+
+def _in_thread(made: Iterator[Batch], most: int) -> Iterator[Batch]:
+    """Draw from an iterator in a thread, so many ahead; the thread ends when this generator is closed."""
+    ready: queue.Queue[Any] = queue.Queue(most)
+    room = threading.Semaphore(most)
+    closed = threading.Event()
+    end = object()
+
+    def draw() -> None:
+        try:
+            while not closed.is_set():
+                room.acquire()
+                if closed.is_set():
+                    return
+                batch = next(made, end)
+                ready.put(batch)
+                if batch is end:
+                    return
+        except BaseException as error:
+            ready.put(error)
+
+    thread = threading.Thread(target=draw, name="gtrain-input", daemon=True)
+    thread.start()
+    try:
+        while True:
+            batch = ready.get()
+            if batch is end:
+                return
+            if isinstance(batch, BaseException):
+                raise batch
+            room.release()
+            yield batch
+    finally:
+        closed.set()
+        room.release()
+        thread.join()

@@ -1,0 +1,235 @@
+"""A server's block of a table: its rows, their optimizer state, products with them and updates of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gtrain.errors import ConfigError, DataError
+from gtrain.nn.rules import RULES, Rule
+from gtrain_ps.kernels import rows as row_kernels
+from gtrain_ps.kernels import table as kernels
+from gtrain_ps.memory import Region
+
+Array = NDArray[Any]
+BACKUPS = 4
+"""A row and its state, one line each, as they were before the change that is under way."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Sparse rows over the rows of a block.
+
+    Attributes:
+        ids: int32 ``[Z]``.
+        offsets: int64 ``[m + 1]``.
+        values: of the block's dtype ``[Z]``; None: all 1.
+    """
+
+    ids: Array
+    offsets: Array
+    values: Array | None
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Sparse rows, stacked and grouped by id: what an update walks over."""
+
+    found: int
+    unique: Array
+    starts: Array
+    row_of: Array
+    entry_of: Array
+    values: Array
+    weighted: bool
+
+
+class Block:
+    """Rows ``[n, d]`` of a table, and their optimizer state.
+
+    Args:
+        name: of the table.
+        height: n.
+        width: d.
+        dtype: float32 or float64.
+        region: where rows and state are kept.
+    """
+
+    def __init__(self, name: str, height: int, width: int, dtype: torch.dtype, region: Region) -> None:
+        self.name, self.height, self.width = name, height, width
+        self._region = region
+        self.table = region.tensor(f"{name}/rows", (height, width), dtype)
+        self.rule: Rule | None = None
+        self.state: dict[str, Tensor] = {}
+        self._safe = region.survives
+        self._applied = region.tensor(f"{name}/applied", (height if self._safe else 0,), torch.int32).numpy()
+        marker = region.tensor(f"{name}/marker", (1,), torch.int64)
+        if f"{name}/rule" not in region.notes:
+            marker[0] = -1
+        self._marker = marker.numpy()
+        self._backup = region.tensor(f"{name}/backup", (BACKUPS, max(1, width)), dtype).numpy()
+        self._count = np.zeros(height, np.int32)
+        self._scratch: list[Array] = []
+        if f"{name}/rule" in region.notes:
+            self.use(region.notes[f"{name}/rule"], {})
+            self.repair(region.version + 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of rows and state."""
+        return self.table.nbytes + sum(tensor.nbytes for tensor in self.state.values())
+
+    # ------------------------------------------------------------------------------------------------- products
+
+    def rows(self, ids: Tensor, lengths: Tensor | None, values: Tensor | None) -> Rows:
+        """Check and take in rows as they came.
+
+        Args:
+            ids: int32 ``[Z]``.
+            lengths: entries of each row, ``[m]``; None: one each.
+            values: ``[Z]``, or None.
+
+        Raises:
+            DataError: an id is out of range, or the lengths are not those of the ids.
+        """
+        found = ids.numpy()
+        outside = row_kernels.first_outside(found, self.height)
+        if outside >= 0:
+            raise DataError(
+                f"row {found[outside]} of a block of {self.height} rows of the table {self.name} was asked for.",
+                hint="all processes have to run the same version of gtrain.",
+            )
+        if lengths is None:
+            offsets = np.arange(len(found) + 1)
+        else:
+            offsets = np.zeros(lengths.numel() + 1, np.int64)
+            np.cumsum(lengths.numpy(), out=offsets[1:])
+        if offsets[-1] != len(found) or (values is not None and values.numel() != len(found)):
+            raise DataError(
+                f"rows with {offsets[-1]} entries came with {len(found)} ids.",
+                hint="all processes have to run the same version of gtrain.",
+            )
+        return Rows(found, offsets, None if values is None else values.to(self.table.dtype).numpy())
+
+    def multiply(self, rows: Rows) -> Tensor:
+        """Rows times the block, ``[m, d]``."""
+        if self.table.dtype == torch.float32 and len(rows.ids) and self.width:
+            weights = None if rows.values is None else torch.from_numpy(rows.values)
+            ids, offsets = torch.from_numpy(rows.ids), torch.from_numpy(rows.offsets.astype(np.int32))
+            return F.embedding_bag(
+                ids, self.table, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
+            )
+        out = torch.empty(len(rows), self.width, dtype=self.table.dtype)
+        values = self._backup[0, :0] if rows.values is None else rows.values
+        kernels.forward(rows.ids, rows.offsets, values, rows.values is not None, self.table.numpy(), out.numpy())
+        return out
+
+    # -------------------------------------------------------------------------------------------------- updates
+
+    def group(self, stack: Sequence[Rows]) -> Grouped:
+        """Stack rows and group their entries by id. The result is good until the next call."""
+        ids, offsets = _joined([rows.ids for rows in stack]), stack[0].offsets
+        if len(stack) > 1:
+            begins = np.cumsum([0, *(len(rows.ids) for rows in stack)])
+            pieces = [rows.offsets[1:] + begin for rows, begin in zip(stack, begins, strict=False)]
+            offsets = np.concatenate([stack[0].offsets[:1], *pieces])
+        weighted = any(rows.values is not None for rows in stack)
+        values = self._backup[0, :0]
+        if weighted:
+            kind = values.dtype
+            values = _joined([np.ones(len(r.ids), kind) if r.values is None else r.values for r in stack])
+        unique, starts, row_of, entry_of = self._room(len(ids))
+        found = row_kernels.group(ids, offsets, self._count, unique, starts, row_of, entry_of)
+        return Grouped(found, unique, starts, row_of, entry_of, values, weighted)
+
+    def use(self, rule: str, settings: Mapping[str, Any]) -> None:
+        """Make the optimizer state, unless it is there.
+
+        Raises:
+            ConfigError: the table has another rule's state.
+        """
+        if self.rule is not None and self.rule.name == rule:
+            return
+        if self.rule is not None:
+            raise ConfigError(
+                f"the table {self.name} was trained with {self.rule.name}, and now {rule} is asked for.",
+                hint="go on with the same model.sparse_optimizer.",
+            )
+        self.rule = RULES[rule]
+        start, noted = float(settings.get("initial_accumulator", 0.0)), f"{self.name}/rule"
+        for name, wide in self.rule.state.items():
+            shape = (self.height, self.width) if wide else (self.height,)
+            self.state[name] = self._region.tensor(f"{self.name}/{name}", shape, self.table.dtype)
+            if noted not in self._region.notes and name == "sum" and start:
+                self.state[name].fill_(start)
+        if noted not in self._region.notes:
+            self._region.note(noted, rule)
+
+    def update(self, grouped: Grouped, gradient: Tensor, settings: Mapping[str, Any], step: int) -> None:
+        """Apply one step.
+
+        Args:
+            grouped: the rows that were multiplied.
+            gradient: of their products, stacked alike, ``[m, d]``, of the block's dtype.
+            settings: the rule's numbers.
+            step: its number, above 0.
+        """
+        assert self.rule is not None
+        self._marker[0] = -1
+        state = [self.state[name].numpy() for name in self.rule.state]
+        numbers = [float(settings["lr"]), float(settings.get("weight_decay", 0.0))]
+        if "eps" in settings:
+            numbers.append(float(settings["eps"]))
+        numbers += [float(beta) for beta in settings.get("betas", ())]
+        apply = getattr(kernels, self.rule.name)
+        apply(
+            grouped.found,
+            grouped.unique,
+            grouped.starts,
+            grouped.row_of,
+            grouped.entry_of,
+            grouped.values,
+            grouped.weighted,
+            gradient.numpy(),
+            self.table.numpy(),
+            *state,
+            *numbers,
+            self._safe,
+            step,
+            self._applied,
+            self._marker,
+            self._backup,
+        )
+        self._marker[0] = -1  # nothing is being changed between steps
+
+    def repair(self, step: int) -> None:
+        """Put back the row whose change by ``step`` was cut off when the process before this one was killed."""
+        row = int(self._marker[0])
+        if row < 0 or self._applied[row] == step or self.rule is None:
+            return
+        self.table[row] = torch.from_numpy(self._backup[0].copy())
+        places = {"sum": 1, "mean": 1, "square": 2, "step": 3}
+        for name, wide in self.rule.state.items():
+            before = self._backup[places[name]]
+            self.state[name][row] = torch.from_numpy(before.copy()) if wide else float(before[0])
+        self._marker[0] = -1
+
+    def _room(self, entries: int) -> list[Array]:
+        """Arrays for grouping so many entries; they are kept from step to step."""
+        if not self._scratch or len(self._scratch[0]) < entries + 1:
+            self._scratch = [np.empty(entries + entries // 4 + 1, np.int32) for _ in range(4)]
+        return self._scratch
+
+
+def _joined(arrays: list[Array]) -> Array:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -1,0 +1,104 @@
+"""Settings of the ps strategy. Light: imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gtrain.config import StrategyConfig
+from gtrain.errors import ConfigError
+
+PROTOCOLS = {
+    "ship": "sparse rows go to the servers, their products come back",
+    "pull": "the table's rows come to the workers, their gradients go back",
+    "auto": "whichever moves fewer bytes",
+}
+SPLITS = {
+    "row": "a server keeps some rows, with all columns",
+    "column": "a server keeps some columns, of all rows",
+    "grid": "both",
+    "auto": "whichever moves fewest bytes",
+}
+BLOCKS = {"hash": "ids are spread evenly over the servers", "range": "a server keeps a range of ids"}
+RESTS = {
+    "server": "gradients of the other layers are summed by the servers",
+    "allreduce": "the workers sum them among themselves",
+}
+CONSISTENCIES = {
+    "sync": "every step sees the step before: what one process would train",
+    "async": "a step may miss the last strategy.staleness steps",
+}
+DURABILITIES = {
+    "none": "a server that dies ends the job",
+    "process": "what a server keeps outlives its process",
+}
+WIRE_DTYPES = {"float32": "exact", "bfloat16": "half the bytes of products and gradients, not exact"}
+_WORDS: dict[str, dict[str, str]] = {
+    "protocol": PROTOCOLS,
+    "split": SPLITS,
+    "blocks": BLOCKS,
+    "rest": RESTS,
+    "consistency": CONSISTENCIES,
+    "durability": DURABILITIES,
+    "wire_dtype": WIRE_DTYPES,
+}
+
+
+@dataclass
+class PsConfig(StrategyConfig):
+    """``strategy`` group of ``strategy=ps``.
+
+    Attributes:
+        servers: P, in the whole job.
+        protocol: what travels for products with sparse rows; see :data:`PROTOCOLS`.
+        split: how tables are cut; see :data:`SPLITS`.
+        blocks: which rows go to which server; see :data:`BLOCKS`.
+        rest: who sums the gradients of the layers that are on the workers; see :data:`RESTS`.
+        consistency: see :data:`CONSISTENCIES`.
+        staleness: steps that ``async`` may miss.
+        durability: what survives a server; see :data:`DURABILITIES`.
+        max_restarts: how often each server is started again, where what it keeps outlives it.
+        wire_dtype: type in which products and gradients travel; see :data:`WIRE_DTYPES`.
+        prefetch: batches whose rows are sent ahead of the one in training.
+        export: folder to write the tables to after training, ``<table>.npy`` in the order of ids; None: none.
+    """
+
+    servers: int = 2
+    protocol: str = "ship"
+    split: str = "row"
+    blocks: str = "hash"
+    rest: str = "server"
+    consistency: str = "sync"
+    staleness: int = 2
+    durability: str = "process"
+    max_restarts: int = 3
+    wire_dtype: str = "float32"
+    prefetch: int = 2
+    export: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key, options in _WORDS.items():
+            _check_word(key, getattr(self, key), options)
+        for key, least in (("servers", 1), ("staleness", 1), ("max_restarts", 0), ("prefetch", 0)):
+            if getattr(self, key) < least:
+                raise ConfigError(
+                    f"strategy.{key}={getattr(self, key)} was set; it must be {least} or more.",
+                    hint=f"set strategy.{key}={least}.",
+                )
+
+    @property
+    def restarts(self) -> int:
+        """How often a server is started again."""
+        return self.max_restarts if self.durability == "process" else 0
+
+    @property
+    def lag(self) -> int:
+        """Steps that a step may miss."""
+        return self.staleness if self.consistency == "async" else 0
+
+
+def _check_word(key: str, value: Any, options: dict[str, str]) -> None:
+    if value not in options:
+        listed = "; ".join(f"{word}: {text}" for word, text in options.items())
+        raise ConfigError(f"strategy.{key}={value} was set.", hint=f"choose {listed}.")

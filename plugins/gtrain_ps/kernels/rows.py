@@ -1,0 +1,158 @@
+"""Sparse rows: chosen from a CSR matrix and cut by the blocks of a table, stacked, grouped by id."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+
+@njit(cache=True, nogil=True)
+def count_rows(starts: Any, ends: Any) -> int:
+    """Entries of all rows."""
+    total = 0
+    for row in range(len(starts)):
+        total += ends[row] - starts[row]
+    return total
+
+
+@njit(cache=True, nogil=True)
+def place_ids(ids: Any, multiplier: int, modulus: int, height: int, block: Any, place: Any) -> int:
+    """Find where the rows of ids are.
+
+    An id is permuted to ``id * multiplier mod modulus``; blocks are ``height`` of the permuted numbers each.
+
+    Args:
+        ids: ``[Z]``.
+        multiplier, modulus, height: see :class:`gtrain_ps.placement.Placement`.
+        block: uint8 ``[Z]``, gets the block of each id.
+        place: int32 ``[Z]``, gets its row in the block.
+
+    Returns:
+        -1, or the first id that is out of range.
+    """
+    inverse, per = 1.0 / modulus, 1.0 / height
+    for entry in range(len(ids)):
+        number = np.int64(ids[entry])
+        if number < 0 or number >= modulus:
+            return entry
+        if multiplier != 1:
+            product = number * multiplier
+            number = product - np.int64(product * inverse) * modulus
+            if number < 0:
+                number += modulus
+            elif number >= modulus:
+                number -= modulus
+        owner = np.int64(number * per)
+        rest = number - owner * height
+        if rest < 0:
+            owner -= 1
+            rest += height
+        elif rest >= height:
+            owner += 1
+            rest -= height
+        block[entry] = owner
+        place[entry] = rest
+    return -1
+
+
+@njit(cache=True, nogil=True)
+def count_blocks(block: Any, offsets: Any, lengths: Any) -> None:
+    """Count each row's entries in each block: ``lengths`` ``[P, m]``, zero before."""
+    for row in range(len(offsets) - 1):
+        for entry in range(offsets[row], offsets[row + 1]):
+            lengths[block[entry], row] += 1
+
+
+@njit(cache=True, nogil=True)
+def deal(block: Any, place: Any, values: Any, weighted: bool, begin: Any, ids_out: Any, values_out: Any) -> None:
+    """Order entries by block, keeping their order within one.
+
+    Args:
+        block, place: of :func:`place_ids`.
+        values: ``[Z]``; read only if ``weighted``.
+        begin: int64 ``[P]``, where each block begins in the results; is advanced.
+        ids_out: int32 ``[Z]``.
+        values_out: ``[Z]``.
+    """
+    for entry in range(len(block)):
+        owner = block[entry]
+        to = begin[owner]
+        begin[owner] = to + 1
+        ids_out[to] = place[entry]
+        if weighted:
+            values_out[to] = values[entry]
+
+
+@njit(cache=True, nogil=True)
+def group(ids: Any, offsets: Any, count: Any, unique: Any, starts: Any, row_of: Any, entry_of: Any) -> int:
+    """Group entries by id with a counting sort, in O(Z).
+
+    Args:
+        ids: int32 ``[Z]``, rows of the block.
+        offsets: int64 ``[m + 1]``.
+        count: int32, one for each row of the block, all 0; is 0 again afterwards.
+        unique: int32 ``[Z]``, gets the distinct ids in the order in which they first occur.
+        starts: int32 ``[Z + 1]``, gets where the entries of each begin in the next two.
+        row_of: int32 ``[Z]``, row of each entry.
+        entry_of: int32 ``[Z]``, its place in ``ids``.
+
+    Returns:
+        number of distinct ids.
+    """
+    found = 0
+    for entry in range(len(ids)):
+        number = ids[entry]
+        if count[number] == 0:
+            unique[found] = number
+            found += 1
+        count[number] += 1
+    begin = 0
+    for index in range(found):
+        number = unique[index]
+        starts[index] = begin
+        times = count[number]
+        count[number] = begin
+        begin += times
+    starts[found] = begin
+    for row in range(len(offsets) - 1):
+        for entry in range(offsets[row], offsets[row + 1]):
+            to = count[ids[entry]]
+            count[ids[entry]] = to + 1
+            row_of[to] = row
+            entry_of[to] = entry
+    for index in range(found):
+        count[unique[index]] = 0
+    return found
+
+
+@njit(cache=True, nogil=True)
+def first_outside(ids: Any, height: int) -> int:
+    """The first entry whose id is not a row of the block; -1 where there is none."""
+    for entry in range(len(ids)):
+        if ids[entry] < 0 or ids[entry] >= height:
+            return entry
+    return -1
+
+
+@njit(cache=True, nogil=True)
+def copy_rows(chosen: Any, starts: Any, ids: Any, values: Any, begin: Any, ids_out: Any, values_out: Any) -> None:
+    """Copy rows of a CSR matrix, perhaps memory-mapped.
+
+    Args:
+        chosen: int64 ``[m]``, rows of the matrix; -1: none.
+        starts: ``[N + 1]``, where each row of the matrix begins.
+        ids, values: its entries.
+        begin: int64 ``[m]``, where each chosen row goes to in the results.
+        ids_out, values_out: the results.
+    """
+    for index in range(len(chosen)):
+        row = chosen[index]
+        if row < 0:
+            continue
+        to = begin[index]
+        for entry in range(starts[row], starts[row + 1]):
+            ids_out[to] = ids[entry]
+            values_out[to] = values[entry]
+            to += 1

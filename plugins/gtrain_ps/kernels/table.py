@@ -1,0 +1,338 @@
+"""Sparse rows times a block of a table, and the backward pass with the update of the block fused into it.
+
+The updates are :mod:`gtrain.nn.rules`, row by row: the gradient of a row is summed up in a buffer that stays in the
+first cache, and the row is changed at once, so no gradient of the table is ever in memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from gtrain_ps.kernels.memory import fence, prefetch_entry, prefetch_row
+
+_FAST = {"reassoc", "contract", "nsz", "arcp"}  # NaN and infinity stay what they are
+_AHEAD = 6  # rows that are asked for before they are needed
+
+
+@njit(cache=True, nogil=True, fastmath=_FAST)
+def forward(ids: Any, offsets: Any, values: Any, weighted: bool, table: Any, out: Any) -> None:
+    """Sparse rows times a block: ``out[i] = sum of values[j] * table[ids[j]]`` over the entries j of row i.
+
+    Args:
+        ids: int32 ``[Z]``.
+        offsets: int64 ``[m + 1]``.
+        values: ``[Z]``; read only if ``weighted``, else every value is 1.
+        table: ``[n, d]``.
+        out: ``[m, d]``.
+    """
+    width, last = table.shape[1], len(ids) - 1
+    for row in range(len(offsets) - 1):
+        for column in range(width):
+            out[row, column] = 0
+        entry, end = offsets[row], offsets[row + 1]
+        while entry + 3 < end:
+            for ahead in range(4):
+                prefetch_row(table, ids[min(entry + ahead + 8, last)])
+            a, b, c, e = ids[entry], ids[entry + 1], ids[entry + 2], ids[entry + 3]
+            if weighted:
+                u, v, w, x = values[entry], values[entry + 1], values[entry + 2], values[entry + 3]
+                for column in range(width):
+                    out[row, column] += (
+                        u * table[a, column] + v * table[b, column] + w * table[c, column] + x * table[e, column]
+                    )
+            else:
+                for column in range(width):
+                    out[row, column] += table[a, column] + table[b, column] + table[c, column] + table[e, column]
+            entry += 4
+        while entry < end:
+            number = ids[entry]
+            if weighted:
+                u = values[entry]
+                for column in range(width):
+                    out[row, column] += u * table[number, column]
+            else:
+                for column in range(width):
+                    out[row, column] += table[number, column]
+            entry += 1
+
+
+@njit(cache=True, nogil=True, fastmath=_FAST)
+def sum_row(
+    begin: int, end: int, row_of: Any, entry_of: Any, values: Any, weighted: bool, gradient: Any, total: Any
+) -> float:
+    """Sum up the gradient of one row of the table, and return the sum of its squares: 0 where it is 0."""
+    width = gradient.shape[1]
+    if begin < end:
+        first = row_of[begin]
+        u = values[entry_of[begin]] if weighted else values.dtype.type(1)
+        for column in range(width):
+            total[column] = u * gradient[first, column]
+        begin += 1
+    else:
+        for column in range(width):
+            total[column] = 0
+    while begin + 3 < end:
+        a, b, c, e = row_of[begin], row_of[begin + 1], row_of[begin + 2], row_of[begin + 3]
+        if weighted:
+            u, v = values[entry_of[begin]], values[entry_of[begin + 1]]
+            w, x = values[entry_of[begin + 2]], values[entry_of[begin + 3]]
+            for column in range(width):
+                total[column] += (
+                    u * gradient[a, column]
+                    + v * gradient[b, column]
+                    + w * gradient[c, column]
+                    + x * gradient[e, column]
+                )
+        else:
+            for column in range(width):
+                total[column] += gradient[a, column] + gradient[b, column] + gradient[c, column] + gradient[e, column]
+        begin += 4
+    while begin < end:
+        number = row_of[begin]
+        u = values[entry_of[begin]] if weighted else values.dtype.type(1)
+        for column in range(width):
+            total[column] += u * gradient[number, column]
+        begin += 1
+    norm = total.dtype.type(0)
+    for column in range(width):
+        norm += total[column] * total[column]
+    return norm
+
+
+@njit(cache=True, nogil=True)
+def begin_row(row: int, table: Any, marker: Any, backup: Any) -> None:
+    """Keep a row, and then say that it is being changed: see :class:`gtrain_ps.memory.Region`."""
+    for column in range(table.shape[1]):
+        backup[0, column] = table[row, column]
+    fence()
+    marker[0] = row
+    fence()
+
+
+@njit(cache=True, nogil=True)
+def end_row(row: int, step: int, applied: Any) -> None:
+    """Say that a row has been changed by this step."""
+    fence()
+    applied[row] = step
+
+
+@njit(cache=True, nogil=True, fastmath=_FAST)
+def sgd(
+    found: int,
+    unique: Any,
+    starts: Any,
+    row_of: Any,
+    entry_of: Any,
+    values: Any,
+    weighted: bool,
+    gradient: Any,
+    table: Any,
+    rate: float,
+    decay: float,
+    safe: bool,
+    step: int,
+    applied: Any,
+    marker: Any,
+    backup: Any,
+) -> None:
+    """``w -= lr * g``.
+
+    Args:
+        found, unique, starts, row_of, entry_of: of :func:`gtrain_ps.kernels.rows.group`.
+        values, weighted: of the entries.
+        gradient: ``[m, d]``, of the product.
+        table: ``[n, d]``.
+        rate, decay: learning rate and weight decay.
+        safe: whether the process may be killed at any moment, and the step be applied again by the next one.
+        step: number of this step, above 0.
+        applied: int32 ``[n]``, the last step that changed each row.
+        marker: int64 ``[1]``, the row that is being changed.
+        backup: what that row and its state were before.
+    """
+    width, kind = table.shape[1], table.dtype.type
+    lr, wd, total = kind(rate), kind(decay), np.empty(width, table.dtype)
+    for index in range(found):
+        ahead = unique[min(index + _AHEAD, found - 1)]
+        prefetch_row(table, ahead)
+        if safe:
+            prefetch_entry(applied, ahead)
+        row = unique[index]
+        if safe and applied[row] == step:
+            continue
+        norm = sum_row(starts[index], starts[index + 1], row_of, entry_of, values, weighted, gradient, total)
+        if norm == 0:
+            continue
+        if safe:
+            begin_row(row, table, marker, backup)
+        for column in range(width):
+            table[row, column] -= lr * (total[column] + wd * table[row, column])
+        if safe:
+            end_row(row, step, applied)
+
+
+@njit(cache=True, nogil=True, fastmath=_FAST)
+def adagrad(
+    found: int,
+    unique: Any,
+    starts: Any,
+    row_of: Any,
+    entry_of: Any,
+    values: Any,
+    weighted: bool,
+    gradient: Any,
+    table: Any,
+    squares: Any,
+    rate: float,
+    decay: float,
+    eps: float,
+    safe: bool,
+    step: int,
+    applied: Any,
+    marker: Any,
+    backup: Any,
+) -> None:
+    """``s += g^2; w -= lr * g / (sqrt(s) + eps)``; squares ``[n, d]``; see :func:`sgd`."""
+    width, kind = table.shape[1], table.dtype.type
+    lr, wd, small, total = kind(rate), kind(decay), kind(eps), np.empty(width, table.dtype)
+    for index in range(found):
+        ahead = unique[min(index + _AHEAD, found - 1)]
+        prefetch_row(table, ahead)
+        prefetch_row(squares, ahead)
+        if safe:
+            prefetch_entry(applied, ahead)
+        row = unique[index]
+        if safe and applied[row] == step:
+            continue
+        norm = sum_row(starts[index], starts[index + 1], row_of, entry_of, values, weighted, gradient, total)
+        if norm == 0:
+            continue
+        if safe:
+            for column in range(width):
+                backup[1, column] = squares[row, column]
+            begin_row(row, table, marker, backup)
+        for column in range(width):
+            g = total[column] + wd * table[row, column]
+            s = squares[row, column] + g * g
+            squares[row, column] = s
+            table[row, column] -= lr * g / (np.sqrt(s) + small)
+        if safe:
+            end_row(row, step, applied)
+
+
+@njit(cache=True, nogil=True, fastmath=_FAST)
+def rowwise_adagrad(
+    found: int,
+    unique: Any,
+    starts: Any,
+    row_of: Any,
+    entry_of: Any,
+    values: Any,
+    weighted: bool,
+    gradient: Any,
+    table: Any,
+    squares: Any,
+    rate: float,
+    decay: float,
+    eps: float,
+    safe: bool,
+    step: int,
+    applied: Any,
+    marker: Any,
+    backup: Any,
+) -> None:
+    """``s += sum(g^2) / d; w -= lr * g / (sqrt(s) + eps)``; squares ``[n]``; see :func:`sgd`."""
+    width, kind = table.shape[1], table.dtype.type
+    lr, wd, small, total = kind(rate), kind(decay), kind(eps), np.empty(width, table.dtype)
+    for index in range(found):
+        ahead = unique[min(index + _AHEAD, found - 1)]
+        prefetch_row(table, ahead)
+        prefetch_entry(squares, ahead)
+        if safe:
+            prefetch_entry(applied, ahead)
+        row = unique[index]
+        if safe and applied[row] == step:
+            continue
+        norm = sum_row(starts[index], starts[index + 1], row_of, entry_of, values, weighted, gradient, total)
+        if norm == 0:
+            continue
+        if safe:
+            backup[1, 0] = squares[row]
+            begin_row(row, table, marker, backup)
+        if wd != 0:
+            norm = kind(0)
+            for column in range(width):
+                total[column] += wd * table[row, column]
+                norm += total[column] * total[column]
+        s = squares[row] + norm / kind(width)
+        squares[row] = s
+        factor = lr / (np.sqrt(s) + small)
+        for column in range(width):
+            table[row, column] -= factor * total[column]
+        if safe:
+            end_row(row, step, applied)
+
+
+@njit(cache=True, nogil=True, fastmath=_FAST)
+def lazy_adam(
+    found: int,
+    unique: Any,
+    starts: Any,
+    row_of: Any,
+    entry_of: Any,
+    values: Any,
+    weighted: bool,
+    gradient: Any,
+    table: Any,
+    times: Any,
+    means: Any,
+    squares: Any,
+    rate: float,
+    decay: float,
+    eps: float,
+    first: float,
+    second: float,
+    safe: bool,
+    step: int,
+    applied: Any,
+    marker: Any,
+    backup: Any,
+) -> None:
+    """Adam with the row's own number of updates; times ``[n]``, means and squares ``[n, d]``; see :func:`sgd`."""
+    width, kind = table.shape[1], table.dtype.type
+    lr, wd, small, total = kind(rate), kind(decay), kind(eps), np.empty(width, table.dtype)
+    beta1, beta2, rest1, rest2 = kind(first), kind(second), kind(1.0 - first), kind(1.0 - second)
+    for index in range(found):
+        ahead = unique[min(index + _AHEAD, found - 1)]
+        prefetch_row(table, ahead)
+        prefetch_entry(times, ahead)
+        prefetch_row(means, ahead)
+        prefetch_row(squares, ahead)
+        if safe:
+            prefetch_entry(applied, ahead)
+        row = unique[index]
+        if safe and applied[row] == step:
+            continue
+        norm = sum_row(starts[index], starts[index + 1], row_of, entry_of, values, weighted, gradient, total)
+        if norm == 0:
+            continue
+        if safe:
+            for column in range(width):
+                backup[1, column] = means[row, column]
+                backup[2, column] = squares[row, column]
+            backup[3, 0] = times[row]
+            begin_row(row, table, marker, backup)
+        times[row] += kind(1)
+        scale = lr / (kind(1) - beta1 ** times[row])
+        correction = kind(1) - beta2 ** times[row]
+        for column in range(width):
+            g = total[column] + wd * table[row, column]
+            mean = means[row, column] + rest1 * (g - means[row, column])
+            square = beta2 * squares[row, column] + rest2 * g * g
+            means[row, column] = mean
+            squares[row, column] = square
+            table[row, column] -= scale * mean / (np.sqrt(square / correction) + small)
+        if safe:
+            end_row(row, step, applied)

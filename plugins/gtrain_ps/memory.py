@@ -1,0 +1,182 @@
+"""Where a server keeps its blocks: memory of its own, or memory that outlives it."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import select
+import signal
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HEADER_BYTES = 1 << 20
+PAGE = mmap.ALLOCATIONGRANULARITY
+ORPHAN_SECONDS = 120.0
+"""A keeper ends when its job's launcher does, or when no life of its server has been there for so long."""
+_SLOTS = 2  # of the directory: one is whole while the other is written
+
+
+class Region:
+    """Named tensors, and notes.
+
+    Attributes:
+        survives: whether both are there again after the process was killed and started again.
+        version: steps that the tensors have seen.
+    """
+
+    survives = False
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self.notes: dict[str, Any] = {}
+        self.version = 0
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor of zeros, or what it was before."""
+        if name not in self._tensors:
+            self._tensors[name] = self._make(name, shape, dtype)
+        return self._tensors[name]
+
+    def note(self, name: str, value: Any) -> None:
+        """Keep a small value."""
+        self.notes[name] = value
+
+    def set_version(self, version: int) -> None:
+        """Note how many steps the tensors have seen."""
+        self.version = version
+
+    def close(self) -> None:
+        """The job is over: nothing needs to survive any more."""
+
+    def _make(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+
+class LastingRegion(Region):
+    """Tensors in an anonymous file of the kernel, which a small process besides keeps open.
+
+    A server that is killed at any moment finds them again: what it had written is there, in the order in which it was
+    written. When server and keeper are gone, so is the memory; nothing is left in a file system.
+
+    Args:
+        place: a small file that says where the memory is.
+    """
+
+    survives = True
+
+    def __init__(self, place: Path) -> None:
+        super().__init__()
+        self._place, self._lock = place, threading.RLock()
+        self._descriptor, self._keeper = _found(place) or _made(place)
+        self._header = mmap.mmap(self._descriptor, HEADER_BYTES)
+        self._numbers = torch.frombuffer(self._header, dtype=torch.int64, count=8)
+        self._layout: dict[str, tuple[int, tuple[int, ...], str]] = {}
+        if int(self._numbers[0]):
+            self._read_directory()
+        self._numbers[1] = os.getpid()
+        self.version = int(self._numbers[2])
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        with self._lock:
+            return super().tensor(name, shape, dtype)
+
+    def note(self, name: str, value: Any) -> None:
+        with self._lock:
+            super().note(name, value)
+            self._write_directory()
+
+    def set_version(self, version: int) -> None:
+        super().set_version(version)
+        self._numbers[2] = version
+
+    def close(self) -> None:
+        self._place.unlink(missing_ok=True)
+        with suppress(ProcessLookupError):
+            os.kill(self._keeper, signal.SIGKILL)
+
+    def _make(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if name not in self._layout:
+            begin = os.fstat(self._descriptor).st_size
+            nbytes = torch.Size(shape).numel() * dtype.itemsize
+            os.ftruncate(self._descriptor, begin + -(-max(1, nbytes) // PAGE) * PAGE)
+            self._layout[name] = begin, shape, str(dtype).removeprefix("torch.")
+            self._write_directory()
+        begin, kept, kind = self._layout[name]
+        assert (kept, kind) == (shape, str(dtype).removeprefix("torch.")), f"{name} was {kept} of {kind}"
+        count = torch.Size(shape).numel()
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        memory = mmap.mmap(self._descriptor, count * dtype.itemsize, offset=begin)
+        return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
+
+    def _write_directory(self) -> None:
+        """Write what there is beside what is read now, and then have that read."""
+        text = json.dumps({"layout": self._layout, "notes": self.notes}).encode()
+        room = (HEADER_BYTES - PAGE) // _SLOTS
+        assert len(text) <= room, "too many tables"
+        slot = int(self._numbers[0]) % _SLOTS
+        begin = PAGE + slot * room
+        self._header[begin : begin + len(text)] = text
+        self._numbers[4 + slot] = len(text)
+        self._numbers[0] += 1
+
+    def _read_directory(self) -> None:
+        slot = (int(self._numbers[0]) - 1) % _SLOTS
+        begin = PAGE + slot * ((HEADER_BYTES - PAGE) // _SLOTS)
+        found = json.loads(self._header[begin : begin + int(self._numbers[4 + slot])])
+        self._layout = {name: (at, tuple(shape), kind) for name, (at, shape, kind) in found["layout"].items()}
+        self.notes = found["notes"]
+
+
+def _found(place: Path) -> tuple[int, int] | None:
+    """The memory of the life before, and its keeper; None where there is none."""
+    try:
+        keeper, number, token = place.read_text().split()
+        if token not in os.readlink(f"/proc/{keeper}/fd/{number}"):
+            return None
+        return os.open(f"/proc/{keeper}/fd/{number}", os.O_RDWR | os.O_CLOEXEC), int(keeper)
+    except (OSError, ValueError):
+        return None
+
+
+def _made(place: Path) -> tuple[int, int]:
+    """New memory, and a process that keeps it."""
+    token = f"gtrain-{secrets.token_hex(8)}"
+    descriptor = os.memfd_create(token, os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, HEADER_BYTES)
+    launcher = os.pidfd_open(os.getppid())
+    keeper = os.fork()
+    if keeper == 0:
+        try:
+            _keep(descriptor, launcher)
+        finally:
+            os._exit(0)
+    os.close(launcher)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    part = place.with_name(f"{place.name}.part")
+    part.write_text(f"{keeper} {descriptor} {token}")
+    part.rename(place)
+    return descriptor, keeper
+
+
+def _keep(descriptor: int, launcher: int) -> None:
+    """Hold the memory until the launcher has ended, or the server is gone for good."""
+    os.setsid()
+    for number in (int(name) for name in os.listdir("/proc/self/fd")):
+        if number not in (descriptor, launcher):
+            with suppress(OSError):
+                os.close(number)
+    header = mmap.mmap(descriptor, PAGE)
+    gone = 0.0
+    over = select.poll()
+    over.register(launcher, select.POLLIN)
+    while gone < ORPHAN_SECONDS and not over.poll(1000):
+        server = int.from_bytes(header[8:16], "little")
+        gone = 0.0 if server == 0 or Path(f"/proc/{server}").exists() else gone + 1.0

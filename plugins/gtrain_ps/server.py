@@ -1,0 +1,175 @@
+"""A parameter server: requests over the wire, answered by an :class:`~gtrain_ps.engine.Engine`."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gtrain.errors import ConfigError
+from gtrain.nn import TableSpec
+from gtrain.strategy.server import ServerContext
+from gtrain.wire import Caller, Message
+from gtrain_ps.block import Block
+from gtrain_ps.config import PsConfig
+from gtrain_ps.engine import Answer, Commit, Engine, Product
+from gtrain_ps.memory import LastingRegion, Region
+from gtrain_ps.placement import Placement
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+def main(context: ServerContext) -> None:
+    """Serve until asked to end."""
+    settings, trainer = PsConfig(**context.config["strategy"]), context.config["trainer"]
+    place = context.run_dir / f"parameter-{context.slot.rank}.memory"
+    region = LastingRegion(place) if settings.durability == "process" else Region()
+    engine = Engine(trainer["num_nodes"] * trainer["devices"], settings.lag, region)
+    handlers = Handlers(engine, context.slot.rank)
+    print(f"process {os.getpid()} serves", flush=True)
+    if context.restarts:
+        print(f"started again at step {engine.version}, with {len(engine.blocks)} tables", flush=True)
+    computing = threading.Thread(target=engine.run, args=(context.stop,), name="gtrain-ps", daemon=True)
+    computing.start()
+    try:
+        context.serve(handlers.methods())
+    finally:
+        engine.wake()
+        computing.join()
+        region.close()
+
+
+class Handlers:
+    """The methods of a parameter server.
+
+    Args:
+        engine: what computes the answers.
+        server: number of this server.
+    """
+
+    def __init__(self, engine: Engine, server: int) -> None:
+        self.engine, self.server = engine, server
+        self._placements: dict[str, Placement] = {}
+        for key, noted in engine.region.notes.get("tables", {}).items():
+            self._block_of(key, Placement(**noted["placement"]), DTYPES[noted["dtype"]])
+
+    def methods(self) -> dict[str, Any]:
+        """The handlers by the names of their methods."""
+        names = ("open", "multiply", "commit", "read", "write", "read_state", "write_state", "status")
+        return {name: getattr(self, name) for name in names}
+
+    def open(self, message: Message, caller: Caller) -> Answer:
+        """Make the block of a table, unless it is there.
+
+        Fields: ``table`` (TableSpec's fields), ``key`` (its name in the module), ``placement``, ``dtype``.
+        """
+        fields = message.fields
+        key, placement = fields["key"], Placement(**fields["placement"])
+        table, dtype = TableSpec(**fields["table"]), DTYPES[fields["dtype"]]
+
+        def make() -> Message:
+            if key in self._placements:
+                self._check_same(key, placement, dtype)
+                return Message({"version": self.engine.version, "new": False})
+            block = self._block_of(key, placement, dtype)
+            placement.initial(table, self.server, block.table)
+            region = self.engine.region
+            noted = {"placement": fields["placement"], "dtype": fields["dtype"]}
+            region.note("tables", {**region.notes.get("tables", {}), key: noted})
+            return Message({"version": self.engine.version, "new": True})
+
+        return self.engine.after(0, make)
+
+    def multiply(self, message: Message, caller: Caller) -> Answer:
+        """Rows times a block. Fields: ``key``, ``step``, ``call`` or None, ``dtype``, ``each`` (one id a row)."""
+        fields, tensors = message.fields, message.tensors
+        block = self._block(fields["key"])
+        lengths = None if fields["each"] else tensors[1]
+        values = tensors[-1] if fields["valued"] else None
+        rows = block.rows(tensors[0], lengths, values)
+        asked = Product(_rank(caller), fields["step"], fields["call"], block, rows, DTYPES[fields["dtype"]])
+        return self.engine.multiply(asked)
+
+    def commit(self, message: Message, caller: Caller) -> Answer:
+        """A worker's part of a step. Fields: those of :class:`Commit`; tensors: gradients, and the rest if any."""
+        fields, tensors = message.fields, message.tensors
+        count = len(fields["calls"])
+        rest: Tensor | None = tensors[count] if len(tensors) > count else None
+        rules = {name: (rule, settings) for name, (rule, settings) in fields["rules"].items()}
+        said = (fields["step"], fields["weight"], fields["scale"], fields["calls"], tensors[:count], rules, rest)
+        return self.engine.commit(Commit(_rank(caller), *said))
+
+    def read(self, message: Message, caller: Caller) -> Answer:
+        """Rows of a block as they are after ``step`` steps. Fields: ``key``, ``begin``, ``end``, ``step``."""
+        fields = message.fields
+        block = self._block(fields["key"])
+        return self.engine.after(
+            fields["step"], lambda: Message({}, [block.table[fields["begin"] : fields["end"]].clone()])
+        )
+
+    def write(self, message: Message, caller: Caller) -> Answer:
+        """Overwrite rows of a block. Fields: ``key``, ``begin``."""
+        block, begin, rows = self._block(message.fields["key"]), message.fields["begin"], message.tensors[0]
+
+        def write() -> None:
+            block.table[begin : begin + len(rows)] = rows
+
+        return self.engine.after(0, write)
+
+    def read_state(self, message: Message, caller: Caller) -> Answer:
+        """A piece of the optimizer state. Fields: ``key``, ``name`` or None, ``begin``, ``end``, ``step``."""
+        fields = message.fields
+        block = self._block(fields["key"])
+
+        def read() -> Message:
+            if fields["name"] is None:
+                rule = block.rule
+                return Message({"rule": rule and rule.name, "names": [] if rule is None else list(rule.state)})
+            return Message({}, [block.state[fields["name"]][fields["begin"] : fields["end"]].clone()])
+
+        return self.engine.after(fields["step"], read)
+
+    def write_state(self, message: Message, caller: Caller) -> Answer:
+        """Overwrite a piece of the optimizer state. Fields: ``key``, ``rule``, ``name``, ``begin``."""
+        fields, tensors = message.fields, message.tensors
+        block = self._block(fields["key"])
+
+        def write() -> None:
+            block.use(fields["rule"], {})
+            if tensors:
+                block.state[fields["name"]][fields["begin"] : fields["begin"] + len(tensors[0])] = tensors[0]
+
+        return self.engine.after(0, write)
+
+    def status(self, message: Message, caller: Caller) -> Message:
+        """How far this server is."""
+        products, missed = self.engine.missed
+        return Message({"version": self.engine.version, "products": products, "missed": missed})
+
+    def _block_of(self, key: str, placement: Placement, dtype: torch.dtype) -> Block:
+        """This server's block of a table: new, or as the life before left it."""
+        row, column = divmod(self.server, placement.column_blocks)
+        first, last = placement.columns(column)
+        block = Block(key, placement.block_rows(row), last - first, dtype, self.engine.region)
+        self.engine.blocks[key], self._placements[key] = block, placement
+        return block
+
+    def _block(self, key: str) -> Block:
+        if key not in self.engine.blocks:
+            raise ConfigError(f"parameter {self.server} has no table {key}.", hint="open it first.")
+        return self.engine.blocks[key]
+
+    def _check_same(self, key: str, placement: Placement, dtype: torch.dtype) -> None:
+        if placement != self._placements[key] or dtype != self.engine.blocks[key].table.dtype:
+            raise ConfigError(
+                f"the table {key} was opened as {self._placements[key]}, and now as {placement} of {dtype}.",
+                hint="give all workers the same configuration.",
+            )
+
+
+def _rank(caller: Caller) -> int:
+    """The worker that a client is of: it is called ``rank <r>``."""
+    return int(caller.client.rpartition(" ")[2])

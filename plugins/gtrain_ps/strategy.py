@@ -1,0 +1,410 @@
+"""Training with wide sparse layers on parameter servers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.nn import Module, Parameter
+from torch_geometric.data import Data, HeteroData
+
+from gtrain.data.loader import TASKS, SeedLoader, graph_batch, hetero_batch
+from gtrain.data.module import GraphDataModule
+from gtrain.errors import CheckpointError, ConfigError
+from gtrain.graph.shard import GraphShard, load_whole
+from gtrain.graph.store import Store
+from gtrain.graph.whole import load_whole_hetero
+from gtrain.nn import Embedding, RowOptimizer, Table, deferred, tables
+from gtrain.strategy.base import GraphStrategy
+from gtrain.strategy.gradients import sum_gradients
+from gtrain_ps.batches import RowSource, Shares, Source, WholeGraph
+from gtrain_ps.config import PsConfig
+from gtrain_ps.costs import Load, Plan, choose, plans, shapes, table
+from gtrain_ps.home import CHUNK_BYTES, ServedHome
+from gtrain_ps.look import first_load
+from gtrain_ps.placement import Placement, spread
+from gtrain_ps.rows import RowTable, is_rows
+from gtrain_ps.server import DTYPES
+from gtrain_ps.servers import ParameterServers, Request
+from gtrain_ps.steps import flat, send_step, take_flat
+
+ROLE = "parameter"
+
+
+class PsStrategy(GraphStrategy):
+    """Tables of ``gtrain.nn`` live on servers; a worker trains the other layers on its share of each step's seeds.
+
+    Args:
+        servers, protocol, split, blocks, rest, consistency, staleness, durability, max_restarts, wire_dtype, prefetch,
+            export: see :class:`gtrain_ps.config.PsConfig`.
+        kwargs: passed on to :class:`gtrain.strategy.base.GraphStrategy`.
+
+    Raises:
+        ConfigError: a setting means nothing.
+    """
+
+    strategy_name: ClassVar[str] = "ps"
+    tasks: ClassVar[tuple[str, ...]] = TASKS
+    heterogeneous: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        servers: int = 2,
+        protocol: str = "ship",
+        split: str = "row",
+        blocks: str = "hash",
+        rest: str = "server",
+        consistency: str = "sync",
+        staleness: int = 2,
+        durability: str = "process",
+        max_restarts: int = 3,
+        wire_dtype: str = "float32",
+        prefetch: int = 2,
+        export: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.settings = PsConfig(
+            name=self.strategy_name,
+            servers=servers,
+            protocol=protocol,
+            split=split,
+            blocks=blocks,
+            rest=rest,
+            consistency=consistency,
+            staleness=staleness,
+            durability=durability,
+            max_restarts=max_restarts,
+            wire_dtype=wire_dtype,
+            prefetch=prefetch,
+            export=export,
+        )
+        super().__init__(**kwargs)
+        self.homes: dict[str, ServedHome] = {}
+        self.parameter_servers: ParameterServers | None = None
+        self._deferred: set[str] = set()
+        self._weight = (1.0, 1.0)
+        self._flying: deque[list[Request]] = deque()
+        self._trained: list[Parameter] | None = None
+
+    # ---------------------------------------------------------------------------------------------------- batches
+
+    @property
+    def full_batch(self) -> bool:  # type: ignore[override]
+        module = getattr(self._trainer, "datamodule", None)
+        return getattr(module, "batch_size", None) is None
+
+    def open_shard(self, store: Store) -> Source:
+        if is_rows(store) and self._takes_rows is not None:
+            return RowSource(RowTable(store, self.dtype))
+        whole = load_whole_hetero(store) if store.is_hetero else load_whole(store)
+        if isinstance(whole, GraphShard):
+            return WholeGraph(graph_batch(whole, self.dtype))
+        return WholeGraph(hetero_batch(whole, store, self.dtype))
+
+    def batches(self, shard: Source, loader: SeedLoader) -> Iterable[Data | HeteroData]:
+        place = self.global_rank, self.world_size
+        prefetch = self.settings.prefetch if isinstance(shard, RowSource) else 0
+        training = loader.split == "train" and self._trainer is not None and self._trainer.training
+        return Shares(loader, shard, place, prefetch, self._ahead(training), self._forget_ahead)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Batches are where they are wanted; a module's own hooks are heeded."""
+        if self.root_device.type == "cpu" and not self._transfers:
+            return batch
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @property
+    def _transfers(self) -> bool:
+        """Whether the module has a hook that wants to see batches on their way to a device."""
+        names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+        kind = type(self.lightning_module)
+        return any(getattr(kind, name) is not getattr(pl.LightningModule, name) for name in names)
+
+    @property
+    def _takes_rows(self) -> str | None:
+        """The name of the table that multiplies the rows of a batch's seeds, where the module says so."""
+        name = getattr(self.lightning_module, "row_table", None)
+        return name if name in self.homes else None
+
+    def _ahead(self, training: bool) -> Any:
+        """What sends a batch's rows to the servers as soon as they are known."""
+        name = self._takes_rows
+        home = None if name is None else self.homes[name]
+        servers = self.parameter_servers
+        assert servers is not None
+        begin: list[int] = []
+
+        def send(batch: Data, number: int) -> None:
+            if number == 0:
+                begin[:] = [servers.step]
+            if home is not None and not home.pull and not isinstance(batch.x, Tensor):
+                home.ahead(batch.x, begin[0] + number if training else servers.step, training)
+
+        return send
+
+    def _forget_ahead(self) -> None:
+        for home in self.homes.values():
+            home.forget_ahead()
+
+    # ---------------------------------------------------------------------------------------------------- tables
+
+    def check_module(self, module: Module) -> None:
+        assert self._trainer is not None
+        if not any(True for _ in tables(module)):
+            raise ConfigError(
+                f"strategy=ps keeps tables of gtrain.nn on servers, and {type(module).__name__} has none.",
+                hint="choose a model with a SparseLinear or an Embedding (model=sparse, model=kg, or sparse features), "
+                "or strategy=single.",
+            )
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            self._check_training(module)
+
+    def _check_training(self, module: Module) -> None:
+        trainer = self._trainer
+        assert trainer is not None and isinstance(module, pl.LightningModule)
+        if self.root_device.type != "cpu":
+            raise ConfigError(
+                f"trainer.accelerator={self.root_device.type} was set; strategy=ps trains on CPUs.",
+                hint="set trainer.accelerator=cpu.",
+            )
+        if trainer.gradient_clip_val:
+            raise ConfigError(
+                f"trainer.gradient_clip_val={trainer.gradient_clip_val} was set; strategy=ps cannot clip the gradients "
+                "of tables, which no worker ever has.",
+                hint="set trainer.gradient_clip_val=null.",
+            )
+        if trainer.accumulate_grad_batches != 1:
+            raise ConfigError(
+                f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} was set; strategy=ps takes a step "
+                "after every batch.",
+                hint="raise data.batch_size instead.",
+            )
+        if not module.automatic_optimization:
+            raise ConfigError(
+                f"{type(module).__name__} optimises by hand; strategy=ps sends the gradients of a step where Lightning "
+                "takes it.",
+                hint="use automatic optimisation.",
+            )
+        norms = [name for name, layer in module.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+        if norms and self.world_size > 1:
+            raise ConfigError(
+                f"{norms[0]} is a batch norm, whose statistics strategy=ps would take over one worker's share.",
+                hint="set model.norm=layer or null, or trainer.num_nodes=1.",
+            )
+
+    def making_model(self) -> AbstractContextManager[None]:
+        return deferred()
+
+    def install(self, module: Module) -> None:
+        """Let the module's tables live on the servers; those that were there already keep what they learned."""
+        settings, count = self.settings, self.servers.count(ROLE)
+        if not count:
+            raise ConfigError(
+                "strategy=ps was set, and the job has no parameter servers.",
+                hint="start it with the gtrain command.",
+            )
+        if self.parameter_servers is None:
+            self.parameter_servers = ParameterServers(self.servers.clients(ROLE), settings.restarts > 0)
+        wire = self.dtype if settings.wire_dtype == "float32" else DTYPES[settings.wire_dtype]
+        for name, layer in tables(module):
+            if name not in self.homes:
+                plan = self._plan(name, layer, wire)
+                placement, pull = self._placement(layer, plan), plan.protocol == "pull"
+                home = ServedHome(name, layer.table, placement, self.parameter_servers, layer.weight.dtype, wire, pull)
+                self.homes[name] = home
+                new = home.open()
+                if not layer.weight.size(0) and layer.table.rows:
+                    self._deferred.add(name)
+                elif new and self.is_global_zero:
+                    home.write(layer.weight.detach())
+            layer.move(self.homes[name])
+        self._trained = None
+        self.group.barrier()
+        if self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING:
+            self._rules()
+
+    def uninstall(self, module: Module) -> None:
+        for name, layer in tables(module):
+            if name not in self.homes or layer.home is not self.homes[name]:
+                continue
+            if name in self._deferred:
+                layer.move_back(layer.weight.new_empty(0, layer.table.dim))  # larger than a worker, perhaps
+            else:
+                layer.move_back(self.homes[name].read(0, layer.table.rows))
+
+    def _plan(self, name: str, layer: Table, wire: torch.dtype) -> Plan:
+        """How a table is cut, and what travels: as the settings say, or what moves fewest bytes in the first steps."""
+        settings, width = self.settings, layer.table.dim
+        if isinstance(layer, Embedding):  # looked up, row by row: ids would go to every block of columns
+            return Plan("pull", *shapes("row", self.servers.count(ROLE), width)[0])
+        allowed = plans(settings.protocol, settings.split, self.servers.count(ROLE), width)
+        if len(allowed) == 1:
+            return allowed[0]
+        load, weighted = self._load(layer)
+        figures = load, width, layer.weight.dtype.itemsize if weighted else 0, wire.itemsize
+        if self.is_global_zero:
+            print(table(name, allowed, *figures), flush=True)
+        return choose(allowed, *figures)
+
+    def _load(self, layer: Table) -> tuple[Load, bool]:
+        """What a worker asks of a table in the first steps, and whether entries have values other than 1."""
+        module = getattr(self._trainer, "datamodule", None)
+        if not isinstance(module, GraphDataModule):
+            raise ConfigError(
+                "strategy.split or strategy.protocol leaves a choice, which is made by looking at the first batches of "
+                "a GraphDataModule.",
+                hint="set strategy.protocol=ship and strategy.split=row.",
+            )
+        loader = module.train_dataloader()
+        assert isinstance(loader, SeedLoader)
+        return first_load(loader, self.world_size)
+
+    def _placement(self, layer: Table, plan: Plan) -> Placement:
+        spec = layer.table
+        multiplier = spread(spec.rows) if self.settings.blocks == "hash" else 1
+        return Placement(spec.rows, spec.dim, plan.row_blocks, plan.column_blocks, multiplier)
+
+    def _rules(self) -> dict[str, tuple[str, dict[str, Any]]]:
+        """Each table's rule, and its numbers at this moment.
+
+        Raises:
+            ConfigError: a table has no optimizer of ``gtrain.nn``.
+        """
+        names = {id(home.anchor): name for name, home in self.homes.items()}
+        found = {}
+        for optimizer in self.optimizers:
+            for part in getattr(optimizer, "parts", [optimizer]):
+                for group in part.param_groups:
+                    for parameter in group["params"]:
+                        if id(parameter) in names and isinstance(part, RowOptimizer):
+                            numbers = {key: _plain(value) for key, value in group.items() if key != "params"}
+                            found[names[id(parameter)]] = part.rule.name, numbers
+        missing = [name for name, home in self.homes.items() if name not in found and home.anchor.requires_grad]
+        if missing:
+            raise ConfigError(
+                f"the table {missing[0]} is on servers, and its optimizer is none of gtrain.nn's.",
+                hint="set model.sparse_optimizer._target_=gtrain.nn.RowwiseAdagrad (or Adagrad, SGD, LazyAdam).",
+            )
+        return found
+
+    # ---------------------------------------------------------------------------------------------------- steps
+
+    def _share(self, output: Any, batch: Any) -> float:
+        """This rank's share of a step's loss, as far as it can be known here: the servers set right the rest."""
+        if self.settings.rest == "allreduce":
+            share = super()._share(output, batch)
+            self._weight = share, 1.0
+            return share
+        weight = output.get("weight") if isinstance(output, dict) else None
+        weight = float(batch.seeds.numel() if weight is None else weight)
+        self._weight = weight, float(batch.step_rows)
+        return weight / self._weight[1]
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Send the step to the servers, and take from them what the other layers' gradients come to."""
+        rest = self._rest()
+        self._send_step(None if self.settings.rest == "allreduce" else flat(rest))
+        if self.settings.rest == "allreduce":
+            assert self.lightning_module is not None
+            sum_gradients(self.group, rest)
+        self._receive_step(rest)
+        super(GraphStrategy, self).post_backward(closure_loss)
+
+    def _rest(self) -> list[Parameter]:
+        """The parameters that are on the workers."""
+        if self._trained is None:
+            assert self.lightning_module is not None
+            anchors = {id(home.anchor) for home in self.homes.values()}
+            every = self.lightning_module.parameters()
+            self._trained = [p for p in every if p.requires_grad and id(p) not in anchors]
+        return self._trained
+
+    def _send_step(self, rest: Tensor | None) -> None:
+        servers = self.parameter_servers
+        assert servers is not None
+        weight = self._weight if self.world_size > 1 else (1.0, 1.0)
+        self._flying.append(send_step(servers, self.homes.values(), self._rules(), weight, rest))
+
+    def _receive_step(self, rest: list[Parameter]) -> None:
+        """Wait for the servers to have a step, and take over what they made of the other layers' gradients."""
+        if len(self._flying) <= self.settings.lag:
+            if self.settings.rest == "server":
+                for parameter in rest:
+                    parameter.grad = None
+            return
+        self._take_step(rest)
+
+    def _take_step(self, rest: list[Parameter]) -> None:
+        answers = [answer.result() for answer in self._flying.popleft()]
+        if self.settings.rest == "server" and rest:
+            take_flat(torch.cat([answer.tensors[0] for answer in answers]), rest)
+
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, *args, **kwargs)
+        assert self._trainer is not None
+        if self._flying and self._trainer.is_last_batch:
+            self._catch_up()
+        return result
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._catch_up()
+        if self.settings.export is not None:
+            self._export(Path(self.settings.export))
+
+    def _catch_up(self) -> None:
+        """Where steps may be missed: take in those that are under way, so that an epoch ends like any other."""
+        rest = self._rest()
+        while self._flying:
+            self._take_step(rest)
+            if self.settings.rest == "server":
+                for optimizer in self.optimizers:
+                    optimizer.step()
+
+    # --------------------------------------------------------------------------------------- checkpoints, exports
+
+    def shard_state(self) -> dict[str, Any]:
+        """The blocks of the servers that this rank answers for: server p of P is rank p mod K's."""
+        self._catch_up()
+        mine = range(self.global_rank, self.servers.count(ROLE), self.world_size)
+        return {name: home.server_state(mine) for name, home in self.homes.items()}
+
+    def load_shard_state(self, state: dict[str, Any]) -> None:
+        missing = [name for name in self.homes if name not in state]
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint has no rows of the table {missing[0]} for worker {self.global_rank} of "
+                f"{self.world_size}.",
+                hint="go on with strategy=ps and the same trainer.num_nodes and strategy.servers.",
+            )
+        for name, home in self.homes.items():
+            home.load_state(state[name])
+        self.group.barrier()
+
+    def _export(self, folder: Path) -> None:
+        """Write each table's rows in the order of their ids, as ``<table>.npy``; rank 0 does so, piece by piece."""
+        if self.is_global_zero:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, home in self.homes.items():
+                kind = torch.empty(0, dtype=home.dtype).numpy().dtype
+                shape = home.table.rows, home.table.dim
+                out = np.lib.format.open_memmap(folder / f"{name}.npy", "w+", kind, shape)
+                step = max(1, CHUNK_BYTES // max(1, shape[1] * kind.itemsize))
+                for begin in range(0, shape[0], step):
+                    end = min(begin + step, shape[0])
+                    out[begin:end] = home.read(begin, end).numpy()
+                out.flush()
+                print(f"written: {folder / f'{name}.npy'}", flush=True)
+        self.group.barrier()
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

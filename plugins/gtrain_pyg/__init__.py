@@ -1,0 +1,17 @@
+"""``strategy=pyg``: mini-batch training of graph neural networks on sampled neighbourhoods of a sharded graph.
+
+Each rank owns a part of the graph and trains on the neighbourhoods of its seeds, sampled hop by hop (Hamilton, Ying and
+Leskovec, "Inductive Representation Learning on Large Graphs", NeurIPS 2017). What a rank does not host it asks the
+owner for, in one packed message per owner and hop, while earlier batches train.
+"""
+
+from gtrain.backends import Backend
+
+backend = Backend(
+    description="mini-batch GNN training on sampled neighbourhoods of a sharded graph",
+    config="gtrain_pyg.config:PygConfig",
+    strategy="gtrain_pyg.strategy:PygStrategy",
+    conf="gtrain_pyg.conf",
+    serves=frozenset({"message-passing"}),
+    refusal="it samples neighbourhoods, and there is nothing to aggregate",
+)

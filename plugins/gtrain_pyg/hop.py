@@ -1,0 +1,209 @@
+"""One hop over all parts: hosted parts are sampled here while the owners of the others sample theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gtrain.graph.manifest import EdgeType
+from gtrain.graph.sampling.hop import Choice, choose
+from gtrain.graph.sampling.rules import hop_key
+from gtrain.wire import Message
+from gtrain_pyg.questions import METHOD, Answer, Question
+from gtrain_pyg.sampling_kernels import merge, narrow, spread
+from gtrain_pyg.service import Peers
+from gtrain_pyg.shares import Share
+from gtrain_pyg.structure import Graph, Structure
+from gtrain_pyg.tables import Tables
+
+Array = NDArray[Any]
+_SLICE = 1 << 14  # nodes of a type whose in-edges are listed at a time where all of them are
+
+
+@dataclass(frozen=True)
+class Hop:
+    """What a hop samples.
+
+    Attributes:
+        key: of the batch.
+        number: of the hop, from 0.
+        counts: edges of each node by edge type, -1 all.
+        induced: keep the edges from nodes that were sampled before, and add no nodes.
+    """
+
+    key: int
+    number: int
+    counts: Mapping[EdgeType, int]
+    induced: bool = False
+
+
+@dataclass
+class _Remote:
+    """What a hop has of one part that is not hosted.
+
+    Attributes:
+        shares: its nodes, by node type.
+        future: the owner's answer; None where it was not asked.
+        answers: the same by edge type, when it is there.
+    """
+
+    shares: dict[str, Share]
+    future: Future[Message] | None = None
+    answers: dict[EdgeType, Answer] = field(default_factory=dict)
+
+
+class HopSampler:
+    """Chooses the edges of a hop. Threads may share it, each with tables of its own.
+
+    Args:
+        structure: what this rank reads by itself.
+        peers: the other ranks.
+        pool: where requests get their memory.
+        graph: the columns to sample from.
+    """
+
+    def __init__(self, structure: Structure, peers: Peers, pool: Any, graph: Graph) -> None:
+        self._structure, self._peers, self._pool, self._graph = structure, peers, pool, graph
+        book = structure.book
+        self._remote = [part for part in range(book.num_parts) if part not in structure.parts]
+        self._ids = narrow(max((int(np.diff(starts).max()) for starts in book.offsets.values()), default=0))
+
+    def sample(self, tables: Tables, hop: Hop, low: Mapping[str, int], high: Mapping[str, int]) -> None:
+        """Append the edges that a hop chooses and number their sources.
+
+        Args:
+            tables: of this thread.
+            hop: what is chosen.
+            low: by node type, the local id of the frontier's first node.
+            high: by node type, the local id after its last.
+        """
+        tables.cut(low, high, {kind[2] for kind, count in hop.counts.items() if count})
+        remote = {part: found for part in self._remote if (found := self._ask(tables, hop, part)) is not None}
+        kinds = [kind for kind in self._graph.columns if hop.counts[kind] and tables.cuts[kind[2]].bounds[-1]]
+        chosen = {kind: self._choose(tables, hop, kind, remote) for kind in kinds}
+        for found in remote.values():
+            self._receive(found, hop)
+        for kind, segments in chosen.items():
+            new = segments if isinstance(segments, slice) else self._join(tables, kind, segments, remote)
+            self._number(tables, kind, new, hop)
+
+    def induce(self, tables: Tables) -> None:
+        """Replace the chosen edges by all that lead from sampled nodes to sampled nodes, within a subgraph."""
+        counts = {name: nodes.count for name, nodes in tables.nodes.items()}
+        for edges in tables.edges.values():
+            edges.size = 0
+        everything = Hop(0, 0, dict.fromkeys(tables.edges, -1), induced=True)
+        for start in range(0, max(counts.values()), _SLICE):
+            low = {name: min(start, count) for name, count in counts.items()}
+            self.sample(tables, everything, low, {name: min(start + _SLICE, count) for name, count in counts.items()})
+
+    # ------------------------------------------------------------------------------------------ other parts
+
+    def _ask(self, tables: Tables, hop: Hop, part: int) -> _Remote | None:
+        """Divide a part's nodes, and ask its owner about those whose in-edges are not copied; None without nodes."""
+        shares = {}
+        for name, cut in tables.cuts.items():
+            members = self._graph.members[name][part] if self._graph.members else None
+            shares[name] = Share.of(cut.piece(part), members, int(self._structure.book.offsets[name][part]))
+        if not any(cut.size(part) for cut in tables.cuts.values()):
+            return None
+        found = _Remote(shares)
+        asked = [share.asked for share in shares.values()]
+        if any(frontier.node.size for frontier in asked):
+            question = Question(self._graph.needs, hop.key, hop.number, list(hop.counts.values()), asked)
+            found.future = self._peers.ask(part, METHOD, *question.message(self._pool, self._ids))
+        return found
+
+    def _receive(self, remote: _Remote, hop: Hop) -> None:
+        """Wait for an owner's answer. It is for the edge types that some node was asked about, and no others."""
+        if remote.future is not None:
+            sizes = {kind: remote.shares[kind[2]].asked.node.size for kind, count in hop.counts.items() if count}
+            asked = {kind: size for kind, size in sizes.items() if size}
+            found = Answer.read(self._peers.wait(remote.future), list(asked.values()))
+            remote.answers = dict(zip(asked, found, strict=True))
+
+    # ------------------------------------------------------------------------------------------ here
+
+    def _choose(
+        self, tables: Tables, hop: Hop, kind: EdgeType, remote: Mapping[int, _Remote]
+    ) -> slice | dict[int, slice]:
+        """Choose edges of hosted parts, and copied ones of others.
+
+        Returns:
+            Where in ``tables.edges`` they are; or, where edges of other parts come between, where in ``tables.picked``
+            those of each part are.
+        """
+        cut, book = tables.cuts[kind[2]], self._structure.book
+        rule, number = self._graph.rules[kind], self._structure.edge_types.index(kind)
+        choice = Choice(hop.counts[kind], hop_key(hop.key, hop.number, number), rule)
+        parts = [part for part in range(book.num_parts) if cut.size(part)]
+        at_once = not any(part in remote for part in parts)
+        edges = tables.edges[kind] if at_once else tables.picked[kind]
+        edges.size = edges.size if at_once else 0
+        first, segments = edges.size, {}
+        for part in parts:
+            frontier, columns = cut.piece(part), self._graph.columns[kind].get(part)
+            if part in remote:
+                frontier = remote[part].shares[kind[2]].copied
+                columns = self._graph.replicas[kind][part].columns if self._graph.replicas else None
+            start = edges.size
+            if columns is not None and frontier.node.size:
+                choose(columns, frontier.under(rule), choice, edges, tables.spans)
+                if part not in remote:
+                    edges.position[start : edges.size] += book.edge_offsets[kind][part]
+            segments[part] = slice(start, edges.size)
+        return slice(first, edges.size) if at_once else segments
+
+    # ------------------------------------------------------------------------------------------ together
+
+    def _join(
+        self, tables: Tables, kind: EdgeType, chosen: Mapping[int, slice], remote: Mapping[int, _Remote]
+    ) -> slice:
+        """Append the edges of one type, part by part, ``row`` still global ids; tell where they are."""
+        edges, picked = tables.edges[kind], tables.picked[kind]
+        answers = {part: found.answers[kind] for part, found in remote.items() if kind in found.answers}
+        edges.reserve(picked.size + sum(answer.source.size for answer in answers.values()))
+        first = edges.size
+        for part, own in chosen.items():
+            if part in remote:
+                self._join_remote(tables, kind, part, own, remote[part].shares[kind[2]], answers.get(part))
+            else:
+                for new, found in zip(
+                    edges.extend(own.stop - own.start), (picked.row, picked.column, picked.position), strict=True
+                ):
+                    new[:] = found[own]
+        return slice(first, edges.size)
+
+    def _join_remote(
+        self, tables: Tables, kind: EdgeType, part: int, own: slice, share: Share, answer: Answer | None
+    ) -> None:
+        """Append the edges of a part that is not hosted: copied ones and the owner's, in the order of the frontier."""
+        picked, answer = tables.picked[kind], answer or self._nothing()
+        target, start = tables.cuts[kind[2]].piece(part).target, self._structure.book.edge_offsets[kind][part]
+        row, column, position = tables.edges[kind].extend(own.stop - own.start + answer.source.size)
+        if share.rows is None:
+            row[:] = answer.source
+            np.add(answer.position, start, out=position)
+            spread(answer.counts, target, column)
+            return
+        replica = self._graph.replicas[kind][part]
+        chosen = (replica.shift, picked.row[own], picked.position[own], picked.column[own])
+        told = (answer.counts, answer.source, answer.position)
+        merge(share.rows, *chosen, *told, target, start, row, column, position)
+
+    def _nothing(self) -> Answer:
+        none = np.empty(0, np.int32)
+        return Answer(none, none, none)
+
+    def _number(self, tables: Tables, kind: EdgeType, new: slice, hop: Hop) -> None:
+        """Number the sources of new edges; where the subgraph is induced, drop those from nodes not sampled."""
+        edges, sources, subgraph = tables.edges[kind], tables.nodes[kind[0]], tables.nodes[kind[2]].batch
+        if hop.induced:
+            edges.size = new.start + sources.keep(edges.row[new], edges.column[new], edges.position[new], subgraph)
+        else:
+            sources.number(edges.row[new], edges.column[new], subgraph)

@@ -1,0 +1,80 @@
+"""Memory that the ranks of a machine share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+from gtrain.graph.sampling.scratch import read_only
+from gtrain.strategy.group import Group
+from gtrain.wire import IpcFolder, SharedTensors, ipc_folder
+from gtrain_pyg.hosting import Hosting
+
+Array = NDArray[Any]
+WAIT_SECONDS = 600.0
+"""How long a rank waits for what another rank of its machine is making."""
+
+
+class Sharing:
+    """Arrays made by one rank of a machine and read by all of them.
+
+    Args:
+        rank: this rank.
+        folder: the job's private folder on this machine; None: nothing is shared.
+        owned: the folder, in the rank that made it.
+    """
+
+    def __init__(self, rank: int, folder: str | None = None, owned: IpcFolder | None = None) -> None:
+        self._rank, self._folder, self._owned = rank, folder, owned
+        self._kept: list[SharedTensors] = []
+        self._arrays: dict[str, dict[str, Array]] = {}
+
+    @classmethod
+    def meet(cls, group: Group, hosting: Hosting) -> Sharing:
+        """Agree on a folder with the other ranks of the machine; every rank of the group calls it.
+
+        Ranks that host nothing together share nothing: theirs are machines of their own.
+        """
+        alone = len(hosting.parts) < 2 or hosting.complete and hosting.world == 1
+        first = hosting.machines[hosting.rank] == hosting.rank
+        owned = ipc_folder() if first and not alone else None
+        folders = group.all_gather_object(None if owned is None else str(owned.path))
+        return cls(hosting.rank, folders[hosting.machines[hosting.rank]], owned)
+
+    def arrays(self, name: str, maker: int, make: Callable[[], dict[str, Array]]) -> dict[str, Array]:
+        """Arrays that rank ``maker`` makes and the other ranks of its machine read; read-only, and made once.
+
+        Args:
+            name: what they are called; letters, digits and dashes.
+            maker: the rank that makes them; it has to ask for them as well. Where nothing is shared, each makes its
+                own.
+            make: called in that rank.
+
+        Raises:
+            DeadlineError: the other rank did not make them in time.
+        """
+        if name not in self._arrays:
+            self._arrays[name] = self._made(name, maker, make)
+        return self._arrays[name]
+
+    def _made(self, name: str, maker: int, make: Callable[[], dict[str, Array]]) -> dict[str, Array]:
+        if self._folder is None:
+            return {key: read_only(array) for key, array in make().items()}
+        if maker == self._rank:
+            made = {key: torch.from_numpy(array) for key, array in make().items()}
+            shared = SharedTensors.create(self._folder, name, made)
+        else:
+            shared = SharedTensors.attach(self._folder, name, WAIT_SECONDS)
+        self._kept.append(shared)
+        return {key: read_only(tensor.numpy()) for key, tensor in shared.items()}
+
+    def close(self) -> None:
+        """Let go. Arrays stay valid where they are referred to; ranks that come later find nothing."""
+        for shared in self._kept:
+            shared.close()
+        self._kept, self._arrays = [], {}
+        if self._owned is not None:
+            self._owned.remove()

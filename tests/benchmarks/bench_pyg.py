@@ -1,0 +1,217 @@
+"""strategy=pyg beside DGL's loader and PyG's, in one run.
+
+    python tests/benchmarks/bench_pyg.py                       # everything at full size: about an hour on two cores
+    python tests/benchmarks/bench_pyg.py --what loader --scale 0.1 --folder DIR
+
+loader: complete batches (features, labels, edge ids) in one process, beside DGL's loader. ranks: two ranks that sample
+and fetch over TCP, and in shared memory. model: an epoch of a three-layer GraphSAGE, beside the same model on PyG's
+own loader over the same samples, untrimmed. memory: PSS of a rank above what it had before data. cache: remote bytes
+for each seed with the cache and the look-ahead.
+
+The graph has 500,000 nodes, 17.6 M directed edges, 100 features, 47 classes; fan-out 15-10-5, 1024 seeds a rank and
+step. One thread a rank. Seeds/s are by wall and by CPU seconds; trust the second where other programs compute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+WHAT = ("loader", "ranks", "model", "memory", "cache")
+FAN_OUT = "15,10,5"
+BATCH = 1024
+IDLE = "model._target_=pyg_probe.Idle"
+SAGE = ["model=sage", "model.num_layers=3", "model.hidden_channels=256"]
+Check = tuple[str, float, float, bool]
+"""What is checked, what was found, the limit, and whether the limit is a least value."""
+
+
+@dataclass
+class Bench:
+    """Where runs are made, and of what size."""
+
+    folder: Path
+    scale: float
+    steps: int
+
+    def graph(self, parts: int) -> list[str]:
+        """Make the store in a process of its own, and return its settings."""
+        settings = [
+            "data=planted",
+            f"data.num_nodes={int(500_000 * self.scale)}",
+            f"data.num_edges={int(17_600_000 * self.scale)}",
+            "data.num_features=100",
+            "data.num_classes=47",
+            "data.homophily=0.9",
+        ]
+        self.store = self.gtrain(["partition", "strategy=single", f"data.num_parts={parts}", *settings])
+        return settings
+
+    def run(self, name: str, ranks: int, settings: list[str]) -> list[dict[str, Any]]:
+        """Train for some steps; returns what each rank's probe wrote."""
+        run = self.folder / "runs" / name
+        self.gtrain(
+            [
+                "strategy=pyg",
+                f"trainer.num_nodes={ranks}",
+                f"data.batch_size={BATCH * ranks}",
+                f"data.num_neighbors=[{FAN_OUT}]",
+                *settings,
+                "callbacks=none",
+                "logger=none",
+                "trainer.max_epochs=1",
+                f"trainer.limit_train_batches={self.steps + 5}",
+                "trainer.limit_val_batches=0",
+                "trainer.limit_test_batches=0",
+                "trainer.enable_progress_bar=false",
+                f"+callbacks.probe={{_target_:pyg_probe.Probe,folder:{run}}}",
+                f"hydra.run.dir={run}",
+            ]
+        )
+        found = [json.loads((run / f"probe-{rank}.json").read_text()) for rank in range(ranks)]
+        figures = json.loads((run / "summary.json").read_text())["ranks"]
+        return [probe | {"received": rank["bytes_received"]} for probe, rank in zip(found, figures, strict=True)]
+
+    def gtrain(self, arguments: list[str]) -> str:
+        """Run gtrain and return what it printed."""
+        return self.command([sys.executable, "-m", "gtrain", *arguments])
+
+    def command(self, command: list[str]) -> str:
+        """Run a command with one thread; end with what it said if it fails."""
+        path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "DGLBACKEND": "pytorch"}
+        done = subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"$ {' '.join(command)}\n{done.stdout}{done.stderr}")
+        return done.stdout
+
+    @property
+    def store_path(self) -> str:
+        """Of the graph made last."""
+        return self.store.rpartition("store: ")[2].strip()
+
+
+def rate(probes: list[dict[str, Any]], clock: str) -> float:
+    """Seeds/s of all ranks together: by the slowest rank's wall seconds, or by the mean rank's CPU seconds."""
+    spent = [probe[clock] for probe in probes]
+    return sum(probe["seeds"] for probe in probes) / (max(spent) if clock == "wall" else statistics.mean(spent))
+
+
+def show(name: str, probes: list[dict[str, Any]]) -> None:
+    """Print one line."""
+    received = sum(probe.get("received", 0) for probe in probes) / max(1, sum(probe["seeds"] for probe in probes))
+    wall, cpu = rate(probes, "wall"), rate(probes, "cpu")
+    print(f"{name:<44}{wall / 1e3:>9.1f}{cpu / 1e3:>9.1f}{received / 1024:>10.1f}", flush=True)
+
+
+def measure_loader(bench: Bench) -> Iterator[Check]:
+    """One process."""
+    settings = bench.graph(1)
+    ours = bench.run("loader", 1, [*settings, IDLE])
+    show("gtrain, one process", ours)
+    if importlib.util.find_spec("dgl") is None:
+        print("DGL: skipped, it is not installed: pip install 'gtrain[dgl]'")
+        return
+    out = bench.folder / "dgl.json"
+    script = [sys.executable, str(HERE / "pyg_dgl.py"), bench.store_path, FAN_OUT, str(BATCH), str(bench.steps)]
+    bench.command([*script, str(out)])
+    theirs = [json.loads(out.read_text())]
+    show("DGL, one process", theirs)
+    yield "one process: seeds/CPU s over DGL's", rate(ours, "cpu") / rate(theirs, "cpu"), 2.5, True
+
+
+def measure_ranks(bench: Bench) -> Iterator[Check]:
+    """Two ranks."""
+    settings = bench.graph(2)
+    for transport in ("tcp", "shm"):
+        found = bench.run(f"ranks-{transport}", 2, [*settings, IDLE, f"strategy.transport={transport}"])
+        show(f"gtrain, two ranks, {transport}", found)
+        if transport == "tcp":
+            yield "two ranks, tcp: seeds/s of CPU seconds", rate(found, "cpu"), 26_000, True
+
+
+def measure_model(bench: Bench) -> Iterator[Check]:
+    """One process, with a model."""
+    settings = bench.graph(1)
+    ours = bench.run("model", 1, [*settings, *SAGE])
+    show("gtrain, GraphSAGE 3 x 256", ours)
+    out = bench.folder / "nodeloader.json"
+    script = [sys.executable, str(HERE / "pyg_nodeloader.py"), bench.store_path, FAN_OUT, str(BATCH), str(bench.steps)]
+    bench.command([*script, str(out)])
+    theirs = [json.loads(out.read_text())]
+    show("PyG's NodeLoader, untrimmed", theirs)
+    yield "epoch with the model: CPU of PyG's loader / ours", rate(ours, "cpu") / rate(theirs, "cpu"), 2.0, True
+
+
+def measure_memory(bench: Bench) -> Iterator[Check]:
+    """PSS of a rank, and whether the resident set is flat."""
+    settings = bench.graph(2)
+    steps, bench.steps = bench.steps, max(bench.steps, 100)
+    found = bench.run("memory", 2, [*settings, IDLE, "strategy.transport=tcp"])
+    bench.steps = steps
+    store = sum(path.stat().st_size for path in Path(bench.store_path).rglob("*.npy"))
+    limit = store / 2 * 1.3 + 300e6
+    pss = max(probe["pss"] for probe in found)
+    print(f"PSS of a rank above its baseline: {pss / 1e6:.0f} MB; half of the store: {store / 2e6:.0f} MB")
+    yield "PSS of a rank, MB", pss / 1e6, limit / 1e6, False
+    half = [statistics.mean(probe["resident"][len(probe["resident"]) // 2 :]) for probe in found]
+    rise = max(probe["resident"][-1] / mean for probe, mean in zip(found, half, strict=True))
+    yield "resident set at the end / mean of the second half", rise, 1.02, False
+
+
+def measure_cache(bench: Bench) -> Iterator[Check]:
+    """Remote bytes for each seed."""
+    settings = [*bench.graph(2), IDLE, "strategy.transport=tcp", "strategy.halo_hops=all"]
+    rows = 400 * int(500_000 * bench.scale)
+    plain = bench.run("cache-none", 2, [*settings, "strategy.lookahead=1"])
+    show("no cache, no look-ahead", plain)
+    ahead = bench.run("cache-ahead", 2, settings)
+    show("no cache, look-ahead of 4 batches", ahead)
+    for share in (0.05, 0.2):
+        show(f"cache of {share:.0%}", bench.run("cache", 2, [*settings, f"strategy.cache_bytes={int(share * rows)}"]))
+    each = [sum(p["received"] for p in found) / sum(p["seeds"] for p in found) / 1024 for found in (plain, ahead)]
+    yield "KiB received for each seed, without cache", each[0], 26.0, False
+    yield "saved by looking ahead", 1 - each[1] / each[0], 0.15, True
+
+
+MEASURES = dict(zip(WHAT, (measure_loader, measure_ranks, measure_model, measure_memory, measure_cache), strict=True))
+
+
+def main() -> None:
+    """Parse the arguments, measure, print, and end with 1 if a target is missed at full size."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--what", nargs="+", choices=WHAT, default=WHAT)
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the graph's nodes and edges")
+    parser.add_argument("--steps", type=int, default=50, help="measured ones; five more warm up")
+    parser.add_argument("--folder", type=Path, help="keep stores and runs here, and find stores again")
+    options = parser.parse_args()
+    print(f"{platform.node()}: {os.cpu_count()} cores, Python {platform.python_version()}, one thread a rank")
+    print(f"{'':<44}{'k seeds/s':>9}{'/CPU s':>9}{'KiB/seed':>10}")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (options.folder or Path(scratch)).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        bench = Bench(folder, options.scale, options.steps)
+        checks = [check for what in options.what for check in MEASURES[what](bench)]
+    missed = 0
+    print("\ntargets")
+    for name, found, limit, least in checks:
+        good = found >= limit if least else found <= limit
+        missed += not good
+        print(f"{'ok' if good else 'MISSED':<8}{found:>10.2f}  {'>=' if least else '<='} {limit:<8g} {name}")
+    sys.exit(1 if missed and options.scale == 1.0 else 0)
+
+
+if __name__ == "__main__":
+    main()

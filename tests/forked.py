@@ -1,0 +1,166 @@
+"""Python programs in tests, each a fork of one process that has imported what ranks start with.
+
+Importing torch, Lightning and PyG takes longer than most of the runs that tests make. A program starts here as the
+agent starts a rank: as a fork of a process that has imported :data:`gtrain.launch.agent.PRELOAD`, which starts no
+thread. It has a session, folder, environment, arguments and ``__main__`` of its own all the same. Whether the command
+works in a process of its own, and what it imports there, is for tests that use :mod:`helpers` alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+from helpers import clean_environment, descendants, logs, show
+
+_LONGEST_ORDER = 1 << 20  # bytes
+
+
+def gtrain(*args: str, cwd: Path, timeout: float = 120, env: Mapping[str, str] | None = None) -> CompletedProcess[str]:
+    """``python -m gtrain ARGS`` in ``cwd``; as :func:`helpers.gtrain`."""
+    return python("-m", "gtrain", *args, cwd=cwd, timeout=timeout, env=env)
+
+
+def python(*args: str, cwd: Path, timeout: float = 120, env: Mapping[str, str] | None = None) -> CompletedProcess[str]:
+    """``python ARGS`` in ``cwd``, ARGS being ``-m MODULE`` or a file, and arguments; as :func:`helpers.run`."""
+    return Program(*args, cwd=cwd, env=env).end(timeout)
+
+
+class Program:
+    """``python ARGS``, running.
+
+    Args:
+        args: ``-m MODULE`` or a file, and arguments.
+        cwd: where it runs.
+        env: variables to set besides those of :func:`helpers.clean_environment`.
+
+    Attributes:
+        pid: of the process, which leads a group of its own.
+    """
+
+    def __init__(self, *args: str, cwd: Path, env: Mapping[str, str] | None = None) -> None:
+        self._args, self._cwd, self._said = args, cwd, tempfile.TemporaryDirectory()
+        order = {"args": args, "cwd": os.path.abspath(cwd), "env": clean_environment(env), "folder": self._said.name}
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.connect(_parent())
+        self._socket.send(json.dumps(order).encode())
+        self.pid, self._ended = int(self._socket.recv(100)), False
+
+    def end(self, timeout: float) -> CompletedProcess[str]:
+        """Wait until it has ended.
+
+        Raises:
+            AssertionError: it did not in time, and was killed with all that it had started.
+        """
+        in_time = False
+        try:
+            in_time = bool(select.select([self._socket], [], [], timeout)[0])
+        finally:
+            if not in_time:
+                self.kill()
+            code, self._ended = int(self._socket.recv(100)), True
+            self._socket.close()
+            out, err = (Path(self._said.name, name).read_text(errors="replace") for name in ("out", "err"))
+            self._said.cleanup()
+        done = CompletedProcess([sys.executable, *self._args], code, out, err)
+        assert in_time, f"not ended after {timeout:g} s, killed\n{show(done)}\n{logs(self._cwd)}"
+        return done
+
+    def kill(self) -> None:
+        """Kill the process and all that it has started, if it has not ended."""
+        for pid in () if self._ended else (*descendants(self.pid), self.pid):
+            for kill in (os.killpg, os.kill):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    kill(pid, signal.SIGKILL)
+
+
+@cache
+def _parent() -> bytes:
+    """The address of the process that forks; it ends with its input, and so with the tests."""
+    process = subprocess.Popen(
+        [sys.executable, __file__], env=clean_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    atexit.register(process.kill)
+    assert process.stdout is not None
+    return b"\0" + process.stdout.readline().strip()
+
+
+# ---------------------------------------------------------------------------------------------------- over there
+
+
+def serve() -> dict[str, Any]:
+    """Fork for each order, and say the pid and the exit code; returns in the children, with the order."""
+    from gtrain.launch.agent import PRELOAD
+
+    importlib.import_module(PRELOAD)
+    gc.freeze()  # or each child would copy all of the memory that its garbage collector looks through
+    address = f"gtrain-tests-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("\0" + address)
+        listener.listen()
+        print(address, flush=True)
+        while listener in select.select([listener, sys.stdin], [], [])[0]:
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            client, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                return _mind(client)
+            client.close()
+    sys.exit()
+
+
+def _mind(client: socket.socket) -> dict[str, Any]:
+    order: dict[str, Any] = json.loads(client.recv(_LONGEST_ORDER))
+    pid = os.fork()
+    if pid == 0:
+        client.close()
+        return order
+    client.send(str(pid).encode())
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with contextlib.suppress(OSError):  # nobody waits for it any more
+        client.send(str(code).encode())
+    os._exit(0)
+
+
+def become(order: dict[str, Any]) -> None:
+    """Be a new process as far as a program can see, and run it."""
+    os.setsid()
+    for number, name, flags in ((0, os.devnull, os.O_RDONLY), (1, "out", os.O_CREAT), (2, "err", os.O_CREAT)):
+        file = os.open(os.path.join(order["folder"], name), flags | (os.O_WRONLY if number else 0))
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(order["env"])
+    os.chdir(order["cwd"])
+    tempfile.tempdir = None
+    is_module = order["args"][0] == "-m"
+    name, *arguments = order["args"][1:] if is_module else order["args"]
+    found = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    sys.path[:1] = [os.getcwd() if is_module else os.path.dirname(os.path.abspath(name)), *found]
+    sys.argv[:] = [name, *arguments]
+    if is_module:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(name, run_name="__main__")
+
+
+if __name__ == "__main__":
+    become(serve())

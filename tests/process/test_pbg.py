@@ -1,0 +1,164 @@
+"""``strategy=pbg`` from the command line: what it trains, on one worker and several, in one partition and many."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from helpers import gtrain, ok, show, summary
+
+SMALL = ["data=planted_kg", "model=kg", "data.num_entities=120", "data.num_positions=24", "data.num_triples=2400",
+         "data.num_relations=4", "model.dimension=16", "model.init_scale=0.1", "data.batch_size=200"]  # fmt: skip
+QUIET = ["logger=none", "trainer.enable_progress_bar=false"]
+
+
+def train(folder: Path, name: str, *overrides: str) -> dict[str, Any]:
+    result = gtrain(
+        "strategy=pbg", *SMALL, *QUIET, *overrides, f"hydra.run.dir={folder / name}", cwd=folder, timeout=280
+    )
+    ok(result)
+    return summary(folder / name)
+
+
+def losses(run: dict[str, Any]) -> list[float]:
+    return [epoch["train/loss"] for epoch in run["history"]]
+
+
+def write_graph(folder: Path, partitions: int, each: int) -> list[str]:
+    """Triples ordered by bucket, the same number in each; the part of each entity in a file."""
+    rng = np.random.default_rng(0)
+    lines, first = [], {}
+    for i in range(partitions):
+        for j in range(partitions):
+            for _ in range(each):
+                ends = int(rng.integers(10)) + 10 * i, int(rng.integers(10)) + 10 * j
+                lines.append((f"e{ends[0]}", f"r{rng.integers(3)}", f"e{ends[1]}"))
+    for column in (0, 2):  # heads, then tails, are numbered as they come
+        for line in lines:
+            first.setdefault(line[column], len(first))
+    kg = folder / "kg"
+    kg.mkdir()
+    for split, rows in (("train", lines), ("valid", lines[:40]), ("test", lines[40:80])):
+        (kg / f"{split}.txt").write_text("".join("\t".join(row) + "\n" for row in rows))
+    np.save(folder / "parts.npy", np.array([int(name[1:]) // 10 for name in first]))
+    return ["data=kg", f"data.path={kg}", "model=kg"]
+
+
+def test_four_partitions_train_what_one_does(tmp_path: Path) -> None:
+    """In a fixed order of buckets, without drawn negatives, and with no batch across a border of buckets."""
+    graph = write_graph(tmp_path, 4, 100)
+    common = [*graph, "strategy=pbg", "data.batch_size=50", "model.num_batch_negs=25", "model.num_uniform_negs=0",
+              "model.dimension=8", "model.init_scale=0.3", "model.bias=true", "strategy.shuffle=false",
+              "strategy.bucket_order=sequential", "trainer.precision=64-true", "trainer.max_epochs=3",
+              *QUIET]  # fmt: skip
+    four = ["strategy.num_partitions=4", "data.partitioner=file", f"data.partition_path={tmp_path / 'parts.npy'}"]
+    runs = {}
+    for name, more in {
+        "one": [],
+        "four": four,
+        "disk": [*four, "strategy.buffer_partitions=2"],
+        "ahead": [*four, "strategy.buffer_partitions=3"],
+    }.items():
+        ok(gtrain(*common, *more, f"hydra.run.dir={tmp_path / name}", cwd=tmp_path, timeout=280))
+        runs[name] = summary(tmp_path / name)
+    for name in ("four", "disk", "ahead"):
+        for mine, theirs in zip(runs[name]["history"], runs["one"]["history"], strict=True):
+            for key in ("train/loss", "val/mrr", "val/hits@10"):
+                assert mine[key] == pytest.approx(theirs[key], rel=1e-9), (name, key)
+        assert runs[name]["metrics"]["test/mrr"] == pytest.approx(runs["one"]["metrics"]["test/mrr"], rel=1e-9)
+
+
+def test_workers_on_disk_learn_go_on_and_export(tmp_path: Path) -> None:
+    """Two workers, four partitions of which three are in memory; then the run goes on in another folder."""
+    several = ["trainer.devices=2", "strategy.num_partitions=4", "strategy.buffer_partitions=3",
+               "strategy.num_edge_chunks=2", "strategy.bucket_order=beta", "data.batch_size=100"]  # fmt: skip
+    first = train(tmp_path, "a", *several, "trainer.max_epochs=6")
+    assert first["world_size"] == 2 and first["store"]["parts"] == 4
+    assert losses(first)[-1] < 0.9 * losses(first)[0]
+    checkpoint = tmp_path / "a" / "checkpoints" / "last.ckpt"
+    second = train(tmp_path, "b", *several, "trainer.max_epochs=8", f"ckpt_path={checkpoint}")
+    assert [epoch["epoch"] for epoch in second["history"]] == [6, 7]
+    assert losses(second)[0] < losses(first)[-1]
+    arguments = ["strategy=pbg", *SMALL, *QUIET, *several, f"ckpt_path={checkpoint}"]
+    found = {}
+    for fmt in ("npy", "parquet", "tsv", "pbg_hdf5"):
+        ok(gtrain("export", *arguments, f"format={fmt}", f"output={tmp_path / f'out.{fmt}'}", cwd=tmp_path))
+    found["npy"] = np.load(tmp_path / "out.npy")
+    table = pq.read_table(tmp_path / "out.parquet")
+    found["parquet"] = np.array(table["values"].to_pylist(), dtype=np.float32)
+    lines = [line.split("\t") for line in (tmp_path / "out.tsv").read_text().splitlines()]
+    found["tsv"] = np.array([line[1:] for line in lines], dtype=np.float32)
+    h5py = pytest.importorskip("h5py", reason="gtrain[hdf5] is not installed")
+    folder = tmp_path / "out.pbg_hdf5"
+    with h5py.File(folder / "embeddings_node_0.v1.h5") as file:
+        found["pbg_hdf5"] = file["embeddings"][...]
+    names = [f"entity_{entity}" for entity in range(120)]
+    assert table["id"].to_pylist() == [line[0] for line in lines] == names
+    assert json.loads((folder / "entity_names_node_0.json").read_text()) == names
+    assert found["npy"].shape == (120, 16)
+    for values in found.values():
+        assert np.array_equal(values, found["npy"])
+
+
+def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(tmp_path: Path) -> None:
+    """One worker: losses of every epoch, to the last digit."""
+    partitions = ["strategy.num_partitions=3", "strategy.buffer_partitions=2"]
+    whole = train(tmp_path, "whole", *partitions, "trainer.max_epochs=4")
+    train(tmp_path, "first", *partitions, "trainer.max_epochs=2")
+    checkpoint = tmp_path / "first" / "checkpoints" / "last.ckpt"
+    rest = train(tmp_path, "rest", *partitions, "trainer.max_epochs=4", f"ckpt_path={checkpoint}")
+    assert losses(rest) == losses(whole)[2:]
+    assert rest["metrics"]["test/mrr"] == whole["metrics"]["test/mrr"]
+
+
+def test_what_does_not_suit_is_said_in_a_sentence(tmp_path: Path) -> None:
+    for overrides, message in (
+        (["trainer.num_nodes=2"], "trains on one machine"),
+        (["data.num_parts=3"], "strategy.num_partitions=1"),
+        (["data.batch_size=210"], "210 = 4 * 50 + 10"),
+        (["model.dimension=15"], "15 / 2 = 7.5"),
+        (["model.optimizer._target_=torch.optim.Adam"], "RowwiseAdagrad"),
+        (["model.sparse_optimizer.lr=1e38"], "no numbers|is nan|is inf"),
+        (["trainer.gradient_clip_val=1"], "gradient_clip_val"),
+        (["model=link_sage"], "does not serve"),
+    ):
+        result = gtrain("strategy=pbg", *SMALL, *QUIET, "trainer.max_epochs=3", *overrides, cwd=tmp_path)
+        said = result.stdout + result.stderr
+        assert result.returncode != 0 and "Traceback" not in said, show(result)
+        assert any(part in said for part in message.split("|")), show(result)
+
+
+def write_rows(folder: Path, triples: list[str]) -> str:
+    folder.mkdir()
+    for split, rows in (("train", triples), ("valid", triples[:5]), ("test", triples[:5])):
+        (folder / f"{split}.txt").write_text("".join(row + "\n" for row in rows))
+    return f"data.path={folder}"
+
+
+def test_a_run_begins_with_what_another_learned(tmp_path: Path) -> None:
+    """By name: the other order of the lines gives other ids, other partitions, and there are new names."""
+    rng = np.random.default_rng(0)
+    old = [f"e{a}\tr{r}\te{b}" for a, b, r in rng.integers([30, 30, 3], size=(300, 3)).tolist()]
+    new = [f"new{n}\tr{n % 3}\te{n}" for n in range(5)] + ["e1\tnew relation\te2", *old[::-1]]
+    common = ["strategy=pbg", "model=kg", "data=kg", "model.dimension=8", "data.batch_size=50", *QUIET]
+    first = write_rows(tmp_path / "old", old)
+    ok(gtrain(*common, first, "strategy.num_partitions=2", "trainer.max_epochs=3", f"hydra.run.dir={tmp_path / 'a'}",
+              cwd=tmp_path))  # fmt: skip
+    more = [*common, write_rows(tmp_path / "new", new), "strategy.num_partitions=4", "strategy.buffer_partitions=2"]
+    rates = ["model.sparse_optimizer.lr=0", "model.optimizer.lr=0", "trainer.max_epochs=1"]
+    start = [f"strategy.warm_start={tmp_path / 'a'}", f"hydra.run.dir={tmp_path / 'b'}"]
+    ok(gtrain(*more, *rates, *start, cwd=tmp_path))
+    found = []
+    for name, source in (("a", [*common, first, "strategy.num_partitions=2"]), ("b", more)):
+        arguments = [f"ckpt_path={tmp_path / name / 'checkpoints' / 'last.ckpt'}", "format=parquet"]
+        ok(gtrain("export", *source, *arguments, f"output={tmp_path / name}.parquet", cwd=tmp_path))
+        table = pq.read_table(tmp_path / f"{name}.parquet")
+        found.append(dict(zip(table["id"].to_pylist(), table["values"].to_pylist(), strict=True)))
+    before, after = found
+    assert set(after) - set(before) == {f"new{n}" for n in range(5)}
+    assert all(after[name] == before[name] for name in before)
+    assert all(max(map(abs, after[f"new{n}"])) < 0.01 for n in range(5))  # model.init_scale

@@ -1,0 +1,75 @@
+"""Every synchronous ps run trains what one process trains: the losses of 50 steps, to the stated tolerance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import gtrain, ok, summary
+
+ROWS = ("data=planted_sparse", "data.num_rows=400", "data.num_features=150", "data.features_per_row=6")
+STEPS = ("model=sparse", "model.hidden_channels=8", "data.train_fraction=0.8", "data.val_fraction=0.1")
+SETTINGS = ("callbacks=none", "logger=none", "trainer.limit_test_batches=0", "trainer.max_epochs=10")
+SMALL = (*ROWS, *STEPS, "data.batch_size=65", *SETTINGS)  # 5 steps an epoch, 65 rows and 60 in the last
+OPTIMIZERS = {
+    "SGD": ("model.sparse_optimizer.lr=0.5",),
+    "Adagrad": ("model.sparse_optimizer.lr=0.05", "model.sparse_optimizer.weight_decay=0.001"),
+    "RowwiseAdagrad": ("model.sparse_optimizer.lr=0.05",),
+    "LazyAdam": ("model.sparse_optimizer.lr=0.01",),
+}
+Runner = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Runner:
+    """Runs a sweep and returns the summaries of its jobs in order."""
+
+    def run(*overrides: str, name: str) -> list[dict[str, Any]]:
+        folder = tmp_path / name
+        ok(gtrain("--multirun", *overrides, f"hydra.sweep.dir={folder}", cwd=tmp_path, timeout=280))
+        jobs = sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
+        return [summary(job) for job in jobs]
+
+    return run
+
+
+def worst(expected: dict[str, Any], found: dict[str, Any], name: str = "train/loss") -> float:
+    """Largest relative difference of a value over the epochs."""
+    pairs = list(zip(expected["history"], found["history"], strict=True))
+    assert len(pairs) == len(expected["epoch_seconds"])
+    return max(abs(a[name] - b[name]) / abs(a[name]) for a, b in pairs)
+
+
+def optimizer(name: str) -> tuple[str, ...]:
+    return (f"model.sparse_optimizer._target_=gtrain.nn.{name}", *OPTIMIZERS[name])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_on_any_number_of_workers_and_servers(sweep: Runner, name: str) -> None:
+    arguments = (*SMALL, *optimizer(name), "trainer.precision=64-true")
+    (single,) = sweep("strategy=single", *arguments, name="single")
+    served = sweep("strategy=ps", "trainer.num_nodes=1,4", "strategy.servers=2", *arguments, name="workers")
+    served += sweep("strategy=ps", "trainer.num_nodes=2", "strategy.servers=1,4", *arguments, name="servers")
+    assert [run["world_size"] for run in served] == [1, 4, 2, 2]
+    for run in served:
+        assert worst(single, run) < 1e-12
+        assert worst(single, run, "val/loss") < 1e-12
+    assert single["history"][0]["train/loss"] - single["history"][-1]["train/loss"] > 1e-3  # it has learned something
+    (single,) = sweep("strategy=single", *arguments[:-1], name="single-32")
+    (run,) = sweep("strategy=ps", "trainer.num_nodes=2", "strategy.servers=2", *arguments[:-1], name="32")
+    assert worst(single, run) < 1e-5
+
+
+def test_every_protocol_cut_and_rest(sweep: Runner) -> None:
+    """Wherever a row's columns are together or the rule is one of single numbers, nothing else matters."""
+    arguments = (*SMALL, *optimizer("Adagrad"), "trainer.precision=64-true", "trainer.max_epochs=4")
+    (single,) = sweep("strategy=single", *arguments, name="single")
+    served = ("strategy=ps", "trainer.num_nodes=2", "strategy.servers=4", *arguments)
+    runs = sweep(*served, "strategy.split=column,grid,auto", name="splits")
+    runs += sweep(*served, "strategy.protocol=pull,auto", name="protocols")
+    runs += sweep(*served, "strategy.rest=allreduce", "strategy.blocks=range", "strategy.prefetch=0", name="others")
+    assert len(runs) == 6
+    for run in runs:
+        assert worst(single, run) < 1e-12 and worst(single, run, "val/auc") < 1e-12

@@ -1,0 +1,102 @@
+"""Whole runs of strategy=ps: graphs, knowledge graphs, checkpoints, exports, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import gtrain, ok, summary
+
+PLAIN = ("logger=none", "trainer.enable_progress_bar=false")
+ROWS = (
+    "data=planted_sparse",
+    "data.num_rows=500",
+    "data.num_features=200",
+    "data.features_per_row=6",
+    "data.batch_size=75",
+    "model=sparse",
+    "model.hidden_channels=8",
+    "model.sparse_optimizer._target_=gtrain.nn.RowwiseAdagrad",
+    "model.sparse_optimizer.lr=0.1",
+    "trainer.precision=64-true",
+    *PLAIN,
+)
+PS = "strategy=ps"
+
+
+def losses(run: Path, name: str = "train/loss") -> list[float]:
+    return [epoch[name] for epoch in summary(run)["history"]]
+
+
+def test_sparse_features_before_a_gcn_train_as_on_one_process(real_data: Callable[[str], Path], tmp_path: Path) -> None:
+    """Facebook Page-Page; every worker has the whole graph, and a share of the seeds."""
+    data = ("data=musae", f"data.root={real_data('musae')}", "data.num_parts=1", "data.partitioner=random")
+    model = ("model=gcn", "model.hidden_channels=8", "model.dropout=0", "trainer.max_epochs=3", "callbacks=none")
+    arguments = (*data, *model, *PLAIN, "trainer.precision=64-true")
+    wide = ("model.sparse_optimizer={_target_:gtrain.nn.Adagrad,lr:0.05}",)
+    for strategy in ("single", "ps"):
+        ok(gtrain(f"strategy={strategy}", *arguments, *wide, f"hydra.run.dir={strategy}", cwd=tmp_path, timeout=250))
+    assert losses(tmp_path / "ps") == pytest.approx(losses(tmp_path / "single"), rel=1e-12)
+    assert summary(tmp_path / "ps")["metrics"]["test/acc"] == summary(tmp_path / "single")["metrics"]["test/acc"]
+
+
+def test_a_knowledge_graph_trains_as_on_one_process(tmp_path: Path) -> None:
+    """With one worker, whose random negatives are those of strategy=single."""
+    data = ("data=planted_kg", "data.num_entities=80", "data.num_positions=20", "data.num_triples=600", "data.batch_size=100")
+    model = ("model=kg", "model.dimension=8", "trainer.max_epochs=2", "callbacks=none", "trainer.precision=64-true")
+    for arguments in (("strategy=single",), (PS, "trainer.num_nodes=1", "strategy.servers=2")):
+        name = arguments[0].rpartition("=")[2]
+        ok(gtrain(*arguments, *data, *model, *PLAIN, f"hydra.run.dir={name}", cwd=tmp_path, timeout=250))
+    for name in ("train/loss", "val/loss", "val/mrr"):
+        assert losses(tmp_path / "ps", name) == pytest.approx(losses(tmp_path / "single", name), rel=1e-11)
+
+
+def test_a_run_goes_on_from_its_checkpoint_with_schedule_and_exports_its_tables(tmp_path: Path) -> None:
+    schedule = ("model.scheduler={_target_:torch.optim.lr_scheduler.StepLR,step_size:1,gamma:0.5}",)
+    more = ("trainer.max_epochs=4", "hydra.run.dir=single", "strategy=single")
+    ok(gtrain(*ROWS, *schedule, *more, cwd=tmp_path, timeout=140))
+    served = (PS, *ROWS, *schedule, "strategy.export=tables")
+    ok(gtrain(*served, "trainer.max_epochs=2", "hydra.run.dir=first", cwd=tmp_path, timeout=140))
+    again = ("ckpt_path=first/checkpoints/last.ckpt", "trainer.max_epochs=4", "hydra.run.dir=second")
+    said = ok(gtrain(*served, *again, cwd=tmp_path, timeout=140)).stdout
+    expected = losses(tmp_path / "single")
+    assert losses(tmp_path / "first") == pytest.approx(expected[:2], rel=1e-12)
+    assert losses(tmp_path / "second") == pytest.approx(expected[2:], rel=1e-12)
+    weights = torch.load(tmp_path / "single/checkpoints/last.ckpt/trainer.pt", weights_only=True)["state_dict"]
+    exported = np.load(tmp_path / "tables" / "wide.npy")
+    np.testing.assert_allclose(exported, weights["wide.weight"].numpy(), rtol=1e-11, atol=1e-13)
+    assert "written: tables/wide.npy" in said
+    metrics = [summary(tmp_path / name)["metrics"]["test/loss"] for name in ("single", "second")]
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-12)  # of the best checkpoint, which was read back
+    refused = gtrain(PS, *ROWS, *again, "strategy.servers=3", cwd=tmp_path, timeout=140)
+    assert refused.returncode != 0 and "the checkpoint's table wide was cut as" in refused.stderr
+
+
+def test_missing_steps_and_short_numbers_cost_little(tmp_path: Path) -> None:
+    sync = (PS, *ROWS, "callbacks=none", "trainer.max_epochs=6")
+    ok(gtrain(*sync, "hydra.run.dir=sync", cwd=tmp_path, timeout=140))
+    loose = ("strategy.consistency=async", "strategy.staleness=2", "strategy.wire_dtype=bfloat16")
+    ok(gtrain(*sync, *loose, "trainer.precision=32-true", "hydra.run.dir=async", cwd=tmp_path, timeout=140))
+    found, expected = (summary(tmp_path / name)["metrics"]["test/auc"] for name in ("async", "sync"))
+    assert abs(found - expected) < 0.05  # 100 rows
+    assert losses(tmp_path / "async")[-1] < losses(tmp_path / "async")[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("trainer.gradient_clip_val=1",), "strategy=ps cannot clip the gradients of tables"),
+        (("strategy.durability=disk",), "strategy.durability=disk was set"),
+        (("strategy.split=column", "strategy.servers=9"), "a table has 8 columns"),
+        (("model.sparse_optimizer=null",), "the table wide is on servers, and its optimizer is none of gtrain.nn's"),
+        (("strategy.servers=0",), "strategy.servers=0 was set; it must be 1 or more"),
+    ],
+)
+def test_what_is_not_served_is_refused_in_a_sentence(arguments: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
+    result: Any = gtrain(PS, *ROWS, "callbacks=none", *arguments, cwd=tmp_path, timeout=140)
+    assert result.returncode != 0
+    assert sentence in result.stderr and "Traceback" not in result.stderr

@@ -1,0 +1,112 @@
+"""strategy=pyg beside one process: exact where every neighbour is used, the same batches wherever they are sampled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import gtrain, ok, summary
+
+SMALL = ["data.num_nodes=300", "data.num_edges=3000", "data.num_features=12", "data.num_classes=4"]
+QUIET = ["callbacks=none", "logger=none", "trainer.limit_test_batches=0", "trainer.max_epochs=3"]
+EXACT = ["model.dropout=0", "trainer.precision=64-true"]
+WHOLE = ["strategy=pyg", "data.num_neighbors=[-1,-1]", "strategy.seeds=global"]
+Runner = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Runner:
+    """Runs a sweep and returns the summaries of its jobs in order."""
+
+    def run(*overrides: str, name: str) -> list[dict[str, Any]]:
+        folder = tmp_path / name
+        ok(gtrain("--multirun", *overrides, *QUIET, f"hydra.sweep.dir={folder}", cwd=tmp_path, timeout=280))
+        jobs = sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
+        assert jobs
+        return [summary(job) for job in jobs]
+
+    return run
+
+
+def losses(run: dict[str, Any]) -> list[float]:
+    """Training and validation loss of each epoch."""
+    return [entry[name] for entry in run["history"] for name in ("train/loss", "val/loss")]
+
+
+def test_with_every_neighbour_it_trains_what_one_process_trains(sweep: Runner) -> None:
+    """Steps of 64 seeds: the same seeds in each step, whatever the ranks, the transport and the model."""
+    shared = [*SMALL, *EXACT, "data.batch_size=64", "model=gcn,sage,gat"]
+    expected = sweep("strategy=single", "data.num_neighbors=null", *shared, name="single")
+    apart = ["strategy.transport=tcp,shm", "trainer.num_nodes=3"]
+    found = sweep(*WHOLE, *apart, *shared, name="pyg")
+    assert len(found) == 2 * len(expected)
+    alone = {run["model"]: losses(run) for run in expected}
+    assert set(alone) == {"gcn", "sage", "gat"}
+    for run in found:
+        assert losses(run) == pytest.approx(alone[run["model"]], rel=1e-10)
+
+
+def test_what_is_sampled_depends_on_no_transport_halo_or_thread(sweep: Runner) -> None:
+    arguments = ["strategy=pyg", *SMALL, *EXACT, "data.batch_size=64", "data.num_neighbors=[4,3]", "model=sage"]
+    ways = ["strategy.transport=shm,tcp", "strategy.halo_hops=0,1", "strategy.threads=1,3", "trainer.num_nodes=2"]
+    found = sweep(*arguments, *ways, name="ways")
+    found += sweep(*arguments, "trainer.num_nodes=2", "strategy.transport=tcp", "strategy.halo_hops=2,all", name="more")
+    found += sweep(*arguments, "trainer.num_nodes=2", "strategy.prefetch=0", "strategy.trim=false", name="plain")
+    for run in found[1:]:
+        assert losses(run) == pytest.approx(losses(found[0]), rel=1e-12)
+
+
+def test_ranks_without_seeds_take_every_step(sweep: Runner, tmp_path: Path) -> None:
+    """Only the first half of a graph of two halves has training nodes."""
+    edges = [(i, i + 1) for i in range(9)] + [(i, i + 1) for i in range(10, 19)]
+    (tmp_path / "edges.tsv").write_text("".join(f"{a}\t{b}\n{b}\t{a}\n" for a, b in edges))
+    (tmp_path / "features.tsv").write_text("".join(f"{i % 3}\t{i % 5}\n" for i in range(20)))
+    (tmp_path / "labels.txt").write_text("".join(f"{i % 2}\n" for i in range(20)))
+    (tmp_path / "parts.txt").write_text("".join(f"{i // 10}\n" for i in range(20)))
+    data = ["data=edges", f"data.path={tmp_path}/edges.tsv", f"data.features={tmp_path}/features.tsv"]
+    data += [f"data.labels={tmp_path}/labels.txt", "data.train_fraction=0.1", "data.batch_size=2", *EXACT, "model=sage"]
+    parts = ["data.partitioner=file", f"data.partition_path={tmp_path}/parts.txt", "trainer.num_nodes=2"]
+    (single,) = sweep("strategy=single", *data, "data.num_neighbors=null", name="single")
+    runs = sweep(*WHOLE, *data, *parts, name="global")
+    assert losses(runs[0]) == pytest.approx(losses(single), rel=1e-10)
+    (local,) = sweep("strategy=pyg", "data.num_neighbors=[-1,-1]", *data, *parts, name="local")
+    assert local["history"][-1]["train/loss"] == pytest.approx(single["history"][-1]["train/loss"], rel=0.5)
+
+
+def test_a_resumed_run_takes_the_batches_of_an_undisturbed_one(tmp_path: Path) -> None:
+    arguments = ["strategy=pyg", *SMALL, "data.batch_size=64", "trainer.num_nodes=2", "logger=none", "model=sage"]
+    ok(gtrain(*arguments, "trainer.max_epochs=4", "hydra.run.dir=whole", "paths.runs=other", cwd=tmp_path))
+    ok(gtrain(*arguments, "trainer.max_epochs=2", "hydra.run.dir=first", cwd=tmp_path))
+    checkpoint = "ckpt_path=first/checkpoints/last.ckpt"
+    ok(gtrain(*arguments, "trainer.max_epochs=4", checkpoint, "hydra.run.dir=second", cwd=tmp_path))
+    whole, second = summary(tmp_path / "whole"), summary(tmp_path / "second")
+    assert [entry["epoch"] for entry in second["history"]][-2:] == [2, 3]
+    for name in ("train/loss", "val/loss"):
+        expected = [entry[name] for entry in whole["history"]][-2:]
+        assert [entry[name] for entry in second["history"]][-2:] == pytest.approx(expected, rel=1e-6)
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    """Each is one sentence, and nothing has run."""
+    cases = {
+        "data.num_neighbors=[5]": "num_neighbors",
+        "data.num_parts=3": "3 parts",
+        "strategy.transport=carrier_pigeon": "strategy.transport",
+        "data.temporal_strategy=last": "time",
+    }
+    for setting, expected in cases.items():
+        result = gtrain("strategy=pyg", *SMALL, setting, "trainer.num_nodes=2", cwd=tmp_path)
+        assert result.returncode != 0, setting
+        assert expected in result.stderr, (setting, result.stderr)
+        assert "HINT" in result.stderr and "Traceback" not in result.stderr, (setting, result.stderr)
+
+
+def test_bytes_are_counted(tmp_path: Path) -> None:
+    arguments = ["strategy=pyg", *SMALL, *QUIET, "data.batch_size=64", "trainer.num_nodes=2"]
+    for transport in ("tcp", "shm"):
+        ok(gtrain(*arguments, f"strategy.transport={transport}", f"hydra.run.dir={transport}", cwd=tmp_path))
+    sent = {name: [rank["bytes_received"] for rank in summary(tmp_path / name)["ranks"]] for name in ("tcp", "shm")}
+    assert json.dumps(sent) and min(sent["tcp"]) > 10 * max(sent["shm"])  # gradients and metrics alone

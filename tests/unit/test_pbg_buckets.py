@@ -1,0 +1,229 @@
+"""Orders of buckets, plans of swaps, batches of a bucket, and partitions on disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gtrain.data.planted_kg import PlantedKGData
+from gtrain.errors import ConfigError, DataError
+from gtrain.nn import TableSpec
+from gtrain.wire.addresses import ipc_folder
+from gtrain.wire.shared import SharedTensors
+from gtrain_pbg import files
+from gtrain_pbg.config import ORDERS, PBGConfig
+from gtrain_pbg.edges import BucketEdges, EdgeList, batches_of
+from gtrain_pbg.order import Bucket, bucket_order
+from gtrain_pbg.swaps import Buffer
+from gtrain_pbg.tables import PartitionedTable, Partitions
+
+
+def swaps_of(order: list[Bucket], slots: int) -> int:
+    """Partitions that are read when an epoch goes through the buckets."""
+    return sum(len(visit.before) + len(visit.during) for visit in Buffer(slots).plan([(b, 0) for b in order]))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("partitions", [1, 2, 5, 8])
+def test_every_bucket_comes_once(order: str, partitions: int) -> None:
+    for seed in range(3):
+        found = bucket_order(order, partitions, 3, seed)
+        assert sorted(found) == [(i, j) for i in range(partitions) for j in range(partitions)]
+        assert found == bucket_order(order, partitions, 3, seed)
+
+
+def test_orders_are_what_their_names_say() -> None:
+    inside = bucket_order("inside_out", 6, 2, 0)
+    met: set[int] = set(inside[0])
+    for bucket in inside[1:]:
+        assert met & set(bucket)  # one end at least has been trained
+        met |= set(bucket)
+    assert bucket_order("outside_in", 6, 2, 0) == inside[::-1]
+    near = bucket_order("affinity", 6, 2, 0)
+    assert sum(bool(set(a) & set(b)) for a, b in zip(near, near[1:], strict=False)) >= 33  # of 35
+    assert swaps_of(bucket_order("random", 8, 4, 0), 4) > 2 * swaps_of(bucket_order("beta", 8, 4, 0), 4)
+    assert swaps_of(bucket_order("beta", 8, 4, 0), 4) <= 15  # 64 buckets; 8 is what must be read
+
+
+@pytest.mark.parametrize("slots", [2, 3, 4, 5])
+@pytest.mark.parametrize("order", ORDERS)
+def test_plans_bring_what_is_needed(order: str, slots: int) -> None:
+    """Played back: each bucket finds its partitions in its slots, and nothing that is trained is moved meanwhile."""
+    buffer, held = Buffer(slots), dict[int, int]()
+    for epoch in range(2):
+        plan = buffer.plan([(b, c) for c in range(2) for b in bucket_order(order, 5, slots, epoch)])
+        assert len(plan) == 50
+        for visit in plan:
+            for swap in visit.before:
+                assert held.get(swap.slot) == swap.out
+                held[swap.slot] = swap.into
+            assert [held[slot] for slot in visit.slots] == list(visit.bucket)
+            for swap in visit.during:
+                assert held.get(swap.slot) == swap.out and swap.slot not in visit.slots
+                held[swap.slot] = swap.into
+            assert len(set(held.values())) == len(held) <= slots
+        assert {partition: slot for slot, partition in held.items()} == buffer.place
+    if slots == 5:
+        assert sum(len(v.before) + len(v.during) for v in plan) == 0  # everything is there since the first epoch
+
+
+def test_with_room_for_three_nothing_is_waited_for_within_a_row() -> None:
+    plan = Buffer(3).plan([(b, 0) for b in bucket_order("inside_out", 8, 3, 0)])
+    waits = sum(len(visit.before) for visit in plan[1:])
+    assert waits < sum(len(visit.during) for visit in plan) / 4
+
+
+@pytest.fixture
+def graph(tmp_path: Path) -> PlantedKGData:
+    data = PlantedKGData(
+        num_entities=200, num_positions=40, num_triples=3000, num_relations=4, num_parts=3, partitioner="random",
+        store=str(tmp_path),
+    )  # fmt: skip
+    data.buckets = True
+    data.prepare_data()
+    return data
+
+
+def test_an_epoch_trains_every_edge_once(graph: PlantedKGData) -> None:
+    store = graph.open_store()
+    edges = BucketEdges(store, 2, 0.1, True, 5, torch.float32)
+    orig = [store.node("orig_id", part) for part in range(3)]
+
+    def triples(found: EdgeList, i: int, j: int) -> list[tuple[int, int, int]]:
+        rows = zip(orig[i][found.heads].tolist(), found.relation.tolist(), orig[j][found.tails].tolist(), strict=True)
+        return list(rows)
+
+    raw = graph.read()
+    everything = sorted(
+        zip(raw.edge_index[0].tolist(), raw.edge_type.tolist(), raw.edge_index[1].tolist(), strict=True)
+    )
+    held_before: list[tuple[int, int, int]] = []
+    for epoch in range(2):
+        trained, held = [], []
+        for chunk in range(2):
+            for i in range(3):
+                for j in range(3):
+                    shares = [edges.share((i, j), chunk, epoch, worker, 2) for worker in range(2)]
+                    assert abs(len(shares[0][0]) - len(shares[1][0])) <= 1
+                    for mine, _ in shares:
+                        trained += triples(mine, i, j)
+                    held += triples(shares[0][1], i, j)
+        assert sorted(trained + held) == everything
+        assert len(held) == pytest.approx(0.1 * len(everything), rel=0.1)
+        assert epoch == 0 or held == held_before
+        held_before = held
+
+
+def test_batches_of_one_relation_follow_what_is_left() -> None:
+    relation = torch.tensor([0] * 900 + [1] * 100)
+    edges = EdgeList(torch.arange(1000), relation, torch.arange(1000), torch.rand(1000))
+    firsts = 0
+    for seed in range(200):
+        batches = list(batches_of(edges, 50, True, torch.Generator().manual_seed(seed)))
+        assert all(batch.relation.unique().numel() == 1 for batch in batches)
+        assert sorted(torch.cat([batch.heads for batch in batches]).tolist()) == list(range(1000))
+        firsts += int(batches[0].relation[0])
+    assert 8 <= firsts <= 35  # of 200, with probability 0.1
+    plain = list(batches_of(edges, 300, False, torch.Generator()))
+    assert [len(batch) for batch in plain] == [300, 300, 300, 100]
+
+
+# ------------------------------------------------------------------------------------------------------ partitions
+
+
+def make_table(folder: Path, slots: int, rows: int = 5000, parts: int = 3) -> PartitionedTable:
+    owner = torch.from_numpy(np.random.default_rng(0).integers(parts, size=rows))
+    orig = tuple((owner == part).nonzero().flatten() for part in range(parts))
+    offsets = torch.tensor([0, *np.cumsum([len(some) for some in orig])])
+    partitions = Partitions(offsets, orig)
+    spec = TableSpec("node", rows, 4, scale=0.1, seed=7)
+    shared = SharedTensors.create(
+        ipc_folder().path, "table", PartitionedTable.tensors(slots, partitions, 4, 1, torch.float32)
+    )
+    table = PartitionedTable(spec, partitions, slots, 1, torch.float32, folder, shared, leader=True)
+    table.initialize(0.5)
+    return table
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_partitions_begin_as_the_whole_table_does(tmp_path: Path, slots: int) -> None:
+    table = make_table(tmp_path, slots)
+    ids = torch.randperm(5000)
+    assert torch.equal(table.fetch(ids), table.spec.initial(0, 5000)[ids])
+    seen = torch.cat([found for found, _ in table.blocks()])
+    rows = torch.cat([rows.clone() for _, rows in table.blocks()])
+    assert torch.equal(rows, table.spec.initial(0, 5000)[seen]) and seen.numel() == 5000
+
+
+def test_what_was_trained_survives_swaps_and_checkpoints(tmp_path: Path) -> None:
+    table = make_table(tmp_path / "a", 2)
+    plan = table.buffer.plan([((0, 1), 0), ((1, 2), 0), ((2, 0), 0)])
+    expected = table.spec.initial(0, 5000)
+    for visit in plan:
+        for swaps in (visit.before,):
+            future = table.swap(swaps)
+            if future is not None:
+                future.result()
+        for slot, partition in zip(visit.slots, visit.bucket, strict=True):
+            rows = table.rows(slot, partition)
+            rows.value += 1
+            rows.state += 2
+            expected[table.partitions.orig_id[partition]] += 1
+        table.trained(visit.bucket)
+    assert torch.equal(table.fetch(torch.arange(5000)), expected)
+    (tmp_path / "checkpoint").mkdir()
+    table.save(tmp_path / "checkpoint")
+    for slots in (2, 3):
+        other = make_table(tmp_path / f"b{slots}", slots)
+        other.load(tmp_path / "checkpoint")
+        assert torch.equal(other.fetch(torch.arange(5000)), expected)
+        assert torch.equal(other.rows(0, 0).state, torch.full((other.partitions.size(0), 1), 4.5))
+    table.rows(*_first(table)).value += 1  # what is trained later does not reach the checkpoint
+    other.load(tmp_path / "checkpoint")
+    assert torch.equal(other.fetch(torch.arange(5000)), expected)
+
+
+def _first(table: PartitionedTable) -> tuple[int, int]:
+    partition, slot = next(iter(table.buffer.place.items()))
+    return slot, partition
+
+
+def test_a_full_disk_is_said_and_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "table-0.rows.npy"
+    files.write(path, torch.ones(3, 2))
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr("gtrain_pbg.files.os.fsync", full)
+    with pytest.raises(DataError, match="No space left on device"):
+        files.write(path, torch.zeros(3, 2))
+    monkeypatch.undo()
+    assert torch.equal(files.mapped(path), torch.ones(3, 2))
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_partition_of_another_size_is_refused(tmp_path: Path) -> None:
+    files.write(tmp_path / "x.npy", torch.ones(3, 2))
+    with pytest.raises(DataError, match=r"holds float32 \[3, 2\]"):
+        files.read(tmp_path / "x.npy", torch.ones(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_partitions": 0}, "num_partitions=0"),
+        ({"num_partitions": 4, "buffer_partitions": 1}, "2 must fit"),
+        ({"bucket_order": "inward"}, "inside_out"),
+        ({"eval_fraction": 1.0}, "below 1"),
+        ({"matmul": "float16"}, "bfloat16"),
+        ({"num_edge_chunks": 0}, "num_edge_chunks=0"),
+    ],
+)
+def test_settings_that_do_not_suit_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PBGConfig(name="pbg", **settings)  # type: ignore[arg-type]

@@ -1,0 +1,252 @@
+"""The training step of pbg against autograd: every operator, comparator and loss."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gtrain.model.kg_embedding import KGEmbedding
+from gtrain.model.kg_training import Edges
+from gtrain.nn import SGD, Adagrad, RowwiseAdagrad
+from gtrain_pbg.step.relations import UpdateRule, Weights, state_width
+from gtrain_pbg.step.training import EdgeBatch, Rows, TrainingStep
+
+NODES, RELATIONS, DIM = 40, 3, 8
+OPERATORS = ("none", "translation", "diagonal", "linear", "affine", "complex_diagonal")
+COMPARATORS = ("dot", "cos", "l2", "squared_l2")
+LOSSES = ("ranking", "logistic", "softmax")
+
+
+def make_model(dtype: torch.dtype = torch.float64, **settings: Any) -> KGEmbedding:
+    torch.manual_seed(1)
+    chosen = {"dimension": DIM, "num_batch_negs": 6, "num_uniform_negs": 4, "init_scale": 0.4, **settings}
+    model = KGEmbedding(NODES, RELATIONS, sparse_optimizer=lambda p: RowwiseAdagrad(p, lr=0.1), **chosen).to(dtype)
+    with torch.no_grad():  # operators begin as the identity, where mistakes may hide
+        for parameter in model.recipe().parameters.values():
+            parameter += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+def make_edges(count: int, static: bool, seed: int, dtype: torch.dtype, weighted: bool = False) -> Edges:
+    generator = torch.Generator().manual_seed(seed)
+    head, tail = torch.randint(NODES, (2, count), generator=generator)
+    relation = torch.randint(RELATIONS, (count,), generator=generator)
+    if static:
+        relation[:] = relation[0].clone()
+    weight = torch.rand(count, generator=generator, dtype=dtype) + 0.5 if weighted else None
+    return Edges(head, relation, tail, weight)
+
+
+class Reference:
+    """A plain loop of autograd and the optimizers of gtrain.nn."""
+
+    def __init__(self, model: KGEmbedding, lr: float, plain: bool = False) -> None:
+        self.model = model
+        rest = [p for p in model.parameters() if p is not model.entities.weight]
+        table, relations = (SGD, SGD) if plain else (RowwiseAdagrad, Adagrad)
+        self.optimizers: list[Any] = [table([model.entities.weight], lr=lr)]
+        self.optimizers += [relations(rest, lr=0.5 * lr)] if rest else []
+
+    def train(self, edges: Edges, drawn_seed: int) -> float:
+        model = self.model
+        each = model._training_loss(model._read_in_training, edges, torch.Generator().manual_seed(drawn_seed))
+        weight = model._weights(edges)
+        weight = torch.ones_like(each) if weight is None else weight.to(each)
+        loss = (each * weight).sum() / weight.sum()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return float(loss.detach())
+
+
+class Fused:
+    """The same by :class:`TrainingStep`, on copies."""
+
+    def __init__(
+        self,
+        model: KGEmbedding,
+        lr: float,
+        low: bool = False,
+        kind: str = "rowwise_adagrad",
+        of_relations: str = "adagrad",
+    ) -> None:
+        self.model, self.recipe = model, model.recipe()
+        table = model.entities.weight.detach().clone()
+        self.rows = Rows(
+            table,
+            table.new_zeros(NODES, state_width(kind, table.size(1))),
+            torch.full((NODES,), -1, dtype=torch.int32),
+        )
+        self.weights = {}
+        for name, parameter in self.recipe.parameters.items():
+            value = parameter.detach().clone()
+            self.weights[name] = Weights(
+                value, value.new_zeros(len(value), state_width(of_relations, value[0].numel()))
+            )
+        self.step = TrainingStep(self.recipe, self.weights, table.dtype, low)
+        self.rules = UpdateRule(kind, lr), UpdateRule(of_relations, 0.5 * lr)
+
+    def train(self, edges: Edges, drawn_seed: int) -> float:
+        generator = torch.Generator().manual_seed(drawn_seed)
+        count = self.step.draws(len(edges))
+        drawn = torch.randint(NODES, (2, count), generator=generator)
+        batch = EdgeBatch(edges.head, edges.relation, edges.tail, edges.weight, (drawn[0], drawn[1]))
+        lost, weight = self.step(batch, self.rows, self.rows, *self.rules)
+        return lost / weight
+
+    def same_as(self, model: KGEmbedding, tolerance: float) -> None:
+        torch.testing.assert_close(self.rows.value, model.entities.weight.detach(), rtol=tolerance, atol=tolerance)
+        for name, parameter in model.recipe().parameters.items():
+            torch.testing.assert_close(self.weights[name].value, parameter.detach(), rtol=tolerance, atol=tolerance)
+        assert int(self.rows.head.max()) == -1
+
+
+def compare(
+    batches: int, tolerance: float, count: int = 20, dtype: torch.dtype = torch.float64, **settings: Any
+) -> None:
+    """Train side by side and compare all losses and what came out. Tolerances are relative."""
+    weighted = settings.pop("weighted", False)
+    lr = settings.pop("lr", 0.05)
+    plain = settings.pop("plain", False)
+    model = make_model(dtype, **settings)
+    fused = Fused(model, lr, kind="sgd", of_relations="sgd") if plain else Fused(model, lr)
+    reference = Reference(model, lr, plain)
+    for number in range(batches):
+        edges = make_edges(count, not model.scores.reciprocal, number, dtype, weighted)
+        assert fused.train(edges, number) == pytest.approx(reference.train(edges, number), rel=tolerance), number
+    fused.same_as(model, 100 * tolerance)
+
+
+def tolerance_of(operator: str, comparator: str) -> float:
+    """Where a node is compared with itself, its distance is the root of what rounding left of a zero."""
+    return 1e-6 if (operator, comparator) == ("none", "l2") else 1e-10
+
+
+@pytest.mark.parametrize("reciprocal", [True, False], ids=["reciprocal", "static"])
+@pytest.mark.parametrize(("operator", "comparator", "loss"), list(itertools.product(OPERATORS, COMPARATORS, LOSSES)))
+def test_every_combination_trains_as_autograd_does(operator: str, comparator: str, loss: str, reciprocal: bool) -> None:
+    """In float64, rows and parameters after two plain steps, which are the gradients of each.
+
+    Plain steps, for Adagrad makes a step of full length of a gradient that is zero but for rounding.
+    """
+    settings = {"operator": operator, "comparator": comparator, "loss": loss, "reciprocal": reciprocal}
+    compare(2, tolerance_of(operator, comparator), plain=True, **settings)
+
+
+PAIRS = list(itertools.product(OPERATORS, COMPARATORS))
+
+
+@pytest.mark.parametrize("number", range(len(PAIRS)), ids=["-".join(pair) for pair in PAIRS])
+def test_losses_of_200_batches(number: int) -> None:
+    """With the optimizers that are the default. Losses and kinds of relations take turns; GTRAIN_ALL=1 has all."""
+    operator, comparator = PAIRS[number]
+    every = list(itertools.product(LOSSES, (True, False)))
+    for loss, reciprocal in every if os.environ.get("GTRAIN_ALL") else [every[number % len(every)]]:
+        settings = {"operator": operator, "comparator": comparator, "loss": loss, "reciprocal": reciprocal}
+        compare(200, 1e-5, count=12, **settings)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bias": {"bias": True},
+    "uniform alone": {"num_batch_negs": 0},
+    "batch alone": {"num_uniform_negs": 0},
+    "all": {"all_negs": True},
+    "heads alone": {"tail_negs": False},
+    "tails alone": {"head_negs": False},
+    "n3": {"n3": 0.05},
+    "max norm": {"max_norm": 0.9},
+    "global": {"global_emb": True},
+    "relation weight": {"relation_weight": [0.5, 2.0, 1.0]},
+    "edge weight": {"weighted": True},
+    "everything": {
+        "bias": True,
+        "n3": 0.05,
+        "max_norm": 0.9,
+        "global_emb": True,
+        "relation_weight": [0.5, 2.0, 1.0],
+        "weighted": True,
+    },
+    "everything, uniform alone": {"bias": True, "n3": 0.05, "global_emb": True, "num_batch_negs": 0},
+    "everything, all": {"bias": True, "n3": 0.05, "global_emb": True, "all_negs": True},
+}
+
+
+@pytest.mark.parametrize("reciprocal", [True, False], ids=["reciprocal", "static"])
+@pytest.mark.parametrize("comparator", COMPARATORS)
+@pytest.mark.parametrize("operator", ["none", "affine", "complex_diagonal"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant(variant: str, operator: str, comparator: str, reciprocal: bool) -> None:
+    every = len(LOSSES) if os.environ.get("GTRAIN_ALL") else 1
+    turn = list(VARIANTS).index(variant) + COMPARATORS.index(comparator)
+    for loss in (LOSSES * 2)[turn % 3 : turn % 3 + every]:
+        settings = {"operator": operator, "comparator": comparator, "loss": loss, "reciprocal": reciprocal}
+        compare(2, tolerance_of(operator, comparator), plain=True, **settings, **VARIANTS[variant])
+
+
+@pytest.mark.parametrize("count", [1, 5, 6, 7, 12, 13])
+@pytest.mark.parametrize("reciprocal", [True, False])
+def test_batches_that_chunks_do_not_divide(count: int, reciprocal: bool) -> None:
+    compare(3, 1e-10, count=count, reciprocal=reciprocal)
+
+
+def test_large_chunks_are_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gtrain_pbg.step.scores.BLOCK", 64)
+    compare(2, 1e-10, count=300, num_batch_negs=100, comparator="l2", bias=True)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_single_precision(operator: str) -> None:
+    compare(50, 1e-4, dtype=torch.float32, operator=operator, loss="softmax")
+
+
+def test_products_in_bfloat16_stay_near() -> None:
+    """They have 8 bits, so that each loss differs by less than a percent, and so does what is learned."""
+    model = make_model(torch.float32)
+    low, reference = Fused(model, 0.05, low=True), Reference(model, 0.05)
+    for number in range(30):
+        edges = make_edges(20, False, number, torch.float32)
+        assert low.train(edges, number) == pytest.approx(reference.train(edges, number), rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adagrad"])
+def test_other_rules(kind: str) -> None:
+    model = make_model()
+    fused, reference = Fused(model, 0.05, kind=kind), Reference(model, 0.05)
+    reference.optimizers[0] = {"sgd": SGD, "adagrad": Adagrad}[kind]([model.entities.weight], lr=0.05)
+    for number in range(5):
+        edges = make_edges(20, False, number, torch.float64)
+        assert fused.train(edges, number) == pytest.approx(reference.train(edges, number), rel=1e-10)
+    fused.same_as(model, 1e-8)
+
+
+def test_ends_of_two_partitions() -> None:
+    """Heads of one and tails of another are those of one table in which the one follows the other."""
+    model = make_model(num_uniform_negs=0)
+    fused, reference = Fused(model, 0.05), Reference(model, 0.05)
+    half = NODES // 2
+    first, second = (
+        Rows(fused.rows.value[part].clone(), fused.rows.state[part].clone(), torch.full((half,), -1, dtype=torch.int32))
+        for part in (slice(half), slice(half, NODES))
+    )
+    for number in range(5):
+        edges = make_edges(20, False, number, torch.float64)
+        here = EdgeBatch(edges.head % half, edges.relation, edges.tail % half, None, (Tensor().long(), Tensor().long()))
+        edges = Edges(edges.head % half, edges.relation, edges.tail % half + half)
+        lost, weight = fused.step(here, first, second, *fused.rules)
+        assert lost / weight == pytest.approx(reference.train(edges, number), rel=1e-10)
+    joined = torch.cat([first.value, second.value])
+    torch.testing.assert_close(joined, model.entities.weight.detach(), rtol=1e-9, atol=1e-9)
+
+
+def test_what_is_no_number_shows_in_the_loss() -> None:
+    for loss in LOSSES:
+        fused = Fused(make_model(loss=loss), 0.05)
+        fused.rows.value[3, 2] = torch.nan
+        assert not fused.train(make_edges(200, False, 0, torch.float64), 0) < 1e300

@@ -1,0 +1,283 @@
+"""Parameter servers over the wire, within one process: what workers train on them is what one process trains."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gtrain.errors import DataError
+from gtrain.nn import Adagrad, Csr, Embedding, LazyAdam, RowwiseAdagrad, SparseLinear, select_rows
+from gtrain.wire import Client, Server
+from gtrain_ps.engine import Engine
+from gtrain_ps.home import ServedHome
+from gtrain_ps.memory import Region
+from gtrain_ps.placement import Placement, spread
+from gtrain_ps.server import Handlers
+from gtrain_ps.servers import ParameterServers
+from gtrain_ps.steps import flat, send_step, take_flat
+
+FEATURES, HIDDEN, ROWS, STEPS = 90, 6, 24, 6
+
+
+class Service:
+    """One parameter server, which can end at any moment and come again with what its region keeps."""
+
+    def __init__(self, folder: Path, number: int, workers: int, lag: int) -> None:
+        self.number, self.workers, self.lag = number, workers, lag
+        self.region = Region()
+        self.region.survives = True
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.bind(str(folder / f"{number}"))
+        self.socket.listen(64)
+        self.start()
+
+    def start(self) -> None:
+        self.engine, self.stop = Engine(self.workers, self.lag, self.region), threading.Event()
+        handlers = Handlers(self.engine, self.number).methods()
+        self.server = Server(handlers, name=f"parameter {self.number}", descriptor=self.socket.fileno()).start()
+        self.thread = threading.Thread(target=self.engine.run, args=(self.stop,), daemon=True)
+        self.thread.start()
+
+    def end(self) -> None:
+        self.stop.set()
+        self.engine.wake()
+        self.thread.join()
+        self.server.close()
+
+    def restart(self) -> None:
+        """Lose everything but the region."""
+        self.end()
+        self.start()
+
+
+@pytest.fixture
+def services(tmp_path: Path) -> Iterator[Callable[..., list[Service]]]:
+    started: list[Service] = []
+
+    def start(count: int, workers: int, lag: int = 0) -> list[Service]:
+        started.extend(Service(tmp_path, number, workers, lag) for number in range(count))
+        return started
+
+    yield start
+    for service in started:
+        service.end()
+        service.socket.close()
+
+
+class Net(nn.Module):
+    """A wide layer, an embedding of each row, and a layer on top."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = SparseLinear(FEATURES, HIDDEN, sparse=True, dtype=torch.float64, init_bound=0.3)
+        self.ids = Embedding(ROWS, HIDDEN, sparse=True, dtype=torch.float64)
+        self.rest = nn.Linear(HIDDEN, 1).double()
+
+    def forward(self, rows: Csr, ids: Tensor) -> Tensor:
+        scores: Tensor = self.rest(torch.tanh(self.wide(rows) + self.ids(ids))).squeeze(1)
+        return scores
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    dense = torch.randn(ROWS, FEATURES, generator=generator, dtype=torch.float64)
+    kept = torch.rand(ROWS, FEATURES, generator=generator) < 0.1
+    return (dense * kept).to_sparse_csr(), (torch.rand(ROWS, generator=generator) < 0.5).double()
+
+
+def made() -> Net:
+    torch.manual_seed(1)
+    return Net()
+
+
+def optimizers(net: Net, kind: Any) -> tuple[Any, torch.optim.Optimizer]:
+    return kind([net.wide.weight, net.ids.weight], lr=0.1), torch.optim.SGD(
+        [*net.rest.parameters(), net.wide.bias], lr=0.1
+    )
+
+
+def alone(kind: Any, steps: int = STEPS) -> tuple[list[float], Net]:
+    """The losses of one process on all rows."""
+    net, (x, y) = made(), data()
+    tables, rest = optimizers(net, kind)
+    losses = []
+    for _ in range(steps):
+        loss = F.binary_cross_entropy_with_logits(net(select_rows(x, torch.arange(ROWS)), torch.arange(ROWS)), y)
+        losses.append(float(loss.detach()))
+        for one in (tables, rest):
+            one.zero_grad()
+        loss.backward()
+        for one in (tables, rest):
+            one.step()
+    return losses, net
+
+
+def together(
+    services: list[Service],
+    kind: Any,
+    shape: tuple[int, int],
+    *,
+    lag: int = 0,
+    pull: bool = False,
+    steps: int = STEPS,
+    at: Callable[[int, int], None] = lambda worker, step: None,
+) -> tuple[list[float], list[Tensor]]:
+    """The losses of workers that share the rows, and what the tables are afterwards."""
+    workers = services[0].workers
+    x, y = data()
+    start = threading.Barrier(workers)
+    models = [made() for _ in range(workers)]
+
+    def work(worker: int) -> tuple[list[float], list[Tensor]]:
+        net, mine = models[worker], torch.arange(ROWS)[worker * ROWS // workers : (worker + 1) * ROWS // workers]
+        tables, rest = optimizers(net, kind)
+        with ExitStack() as stack:
+            address = [f"ipc://{service.socket.getsockname()}" for service in services]
+            clients = [
+                stack.enter_context(Client(where, peer=f"parameter {n}", name=f"rank {worker}", timeout_seconds=60))
+                for n, where in enumerate(address)
+            ]
+            servers = ParameterServers(clients, lasting=True)
+            homes = {}
+            for name, layer in (("wide", net.wide), ("ids", net.ids)):
+                cut = shape if name == "wide" else (len(services), 1)
+                place = Placement(layer.table.rows, HIDDEN, *cut, spread(layer.table.rows))
+                homes[name] = ServedHome(name, layer.table, place, servers, torch.float64, torch.float64, pull)
+                homes[name].open()
+                layer.move(homes[name])
+            start.wait()
+            losses, flying = [], []
+            for step in range(steps):
+                at(worker, step)
+                rows = select_rows(x, mine)
+                if not pull:
+                    homes["wide"].ahead(rows, servers.step, True)
+                loss = F.binary_cross_entropy_with_logits(net(rows, mine), y[mine], reduction="sum") / ROWS
+                losses.append(float(loss.detach()))
+                for one in (tables, rest):
+                    one.zero_grad()
+                loss.backward()
+                settings = {key: value for key, value in tables.param_groups[0].items() if key != "params"}
+                rules = {name: (tables.rule.name, settings) for name in homes}
+                layers = [p for p in net.parameters() if p.numel()]
+                weight = float(mine.numel()), float(ROWS)
+                flying.append(send_step(servers, homes.values(), rules, weight, flat(layers)))
+                if len(flying) > lag:
+                    take_flat(torch.cat([asked.result().tensors[0] for asked in flying.pop(0)]), layers)
+                else:
+                    rest.zero_grad()
+                for one in (tables, rest):
+                    one.step()
+            return losses, [home.read(0, home.table.rows) for home in homes.values()]
+
+    with ThreadPoolExecutor(workers) as pool:
+        found = [job.result() for job in [pool.submit(work, worker) for worker in range(workers)]]
+    return [sum(step) for step in zip(*(losses for losses, _ in found), strict=True)], found[0][1]
+
+
+def tables_of(net: Net) -> list[Tensor]:
+    return [net.wide.weight.detach(), net.ids.weight.detach()]
+
+
+@pytest.mark.parametrize(
+    ("workers", "shape", "kind", "pull"),
+    [
+        (1, (1, 1), RowwiseAdagrad, False),
+        (3, (2, 1), RowwiseAdagrad, False),
+        (2, (1, 3), LazyAdam, False),
+        (3, (2, 2), Adagrad, False),
+        (2, (3, 1), RowwiseAdagrad, True),
+        (2, (2, 2), LazyAdam, True),
+    ],
+)
+def test_workers_train_what_one_process_trains(
+    services: Any, workers: int, shape: tuple[int, int], kind: Any, pull: bool
+) -> None:
+    expected, net = alone(kind)
+    losses, rows = together(services(shape[0] * shape[1], workers), kind, shape, pull=pull)
+    assert losses == pytest.approx(expected, rel=1e-12)
+    for found, wanted in zip(rows, tables_of(net), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_servers_that_end_at_any_step_lose_nothing(services: Any, lag: int) -> None:
+    """Servers forget all but their region, some while the workers are between their requests."""
+    started = services(2, 2, lag)
+
+    def at(worker: int, step: int) -> None:
+        if step in (2, 5, 9) and worker == step % 2:
+            started[step % 2].restart()
+
+    steps = 12
+    losses, rows = together(started, RowwiseAdagrad, (2, 1), lag=lag, steps=steps, at=at)
+    assert [service.engine.version for service in started] == [steps, steps]
+    if lag:
+        assert losses[-1] < losses[0]
+        return
+    expected, net = alone(RowwiseAdagrad, steps)
+    assert losses == pytest.approx(expected, rel=1e-12)
+    for found, wanted in zip(rows, tables_of(net), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-13)
+
+
+def test_a_worker_gets_no_further_ahead_than_the_lag(services: Any) -> None:
+    """Measured where it matters: how many steps the products of a step missed."""
+    (service,) = services(1, 2, 2)
+    turns = threading.Event()
+
+    def at(worker: int, step: int) -> None:
+        if worker == 1 and step == 1:
+            turns.wait(1.0)  # the other one goes on meanwhile, as far as it may
+
+    together([service], RowwiseAdagrad, (1, 1), lag=2, steps=8, at=at)
+    products, missed = service.engine.missed
+    assert products == 2 * 2 * 8 and 0 < missed <= 2 * products
+
+
+def test_an_id_out_of_range_is_refused_before_it_is_sent(services: Any) -> None:
+    (service,) = services(1, 1)
+    with Client(f"ipc://{service.socket.getsockname()}", peer="parameter 0", name="rank 0") as client:
+        layer = SparseLinear(FEATURES, HIDDEN)
+        place = Placement(FEATURES, HIDDEN, 1, 1)
+        home = ServedHome("wide", layer.table, place, ParameterServers([client]), torch.float32, torch.float32, False)
+        home.open()
+        layer.move(home)
+        with pytest.raises(DataError, match="the id 90 was looked up in the table wide, whose ids are 0 to 89"):
+            layer((torch.tensor([3, 90]), None, torch.tensor([0, 2])))
+
+
+def test_half_the_bytes_of_numbers_with_bfloat16(services: Any) -> None:
+    (service,) = services(1, 1)
+    with Client(f"ipc://{service.socket.getsockname()}", peer="parameter 0", name="rank 0") as client:
+        table = SparseLinear(FEATURES, HIDDEN).table
+        answers = {}
+        for dtype in (torch.float32, torch.bfloat16):
+            home = ServedHome(
+                "wide",
+                table,
+                Placement(FEATURES, HIDDEN, 1, 1),
+                ParameterServers([client]),
+                torch.float32,
+                dtype,
+                False,
+            )
+            home.open()
+            layer = SparseLinear(FEATURES, HIDDEN)
+            layer.move(home)
+            before = client.counters.bytes_received
+            rows = select_rows(data()[0].float(), torch.arange(ROWS).repeat(100))
+            answers[dtype] = layer(rows).detach(), client.counters.bytes_received - before
+    (exact, full), (rounded, half) = answers.values()
+    assert 0.5 < half / full < 0.51
+    torch.testing.assert_close(rounded, exact, rtol=0.02, atol=0.02)

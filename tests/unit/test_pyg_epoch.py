@@ -1,0 +1,123 @@
+"""Dealing seeds to steps and ranks, and making batches ahead."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from gtrain_pyg.epoch import common_shares, num_steps, own_shares
+from gtrain_pyg.pipeline import Pipeline, Stages
+
+
+@pytest.mark.parametrize(("total", "batch_size", "steps"), [(10, 4, 3), (8, 4, 2), (0, 4, 1), (9, None, 1), (1, 1, 1)])
+def test_number_of_steps(total: int, batch_size: int | None, steps: int) -> None:
+    assert num_steps(total, batch_size) == steps
+
+
+@pytest.mark.parametrize("count", [0, 3, 10, 11])
+def test_own_seeds_are_each_in_one_step(count: int) -> None:
+    shares = own_shares(count, 4, order=7)
+    assert len(shares) == 4
+    assert sorted(torch.cat(list(shares)).tolist()) == list(range(count))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert torch.equal(torch.cat(list(own_shares(count, 4, order=None))), torch.arange(count))
+
+
+def test_orders_differ_between_epochs_and_repeat_for_the_same() -> None:
+    first, again, other = (torch.cat(list(own_shares(50, 5, order))) for order in (3, 3, 4))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_common_shares_make_up_a_single_process_steps(world: int) -> None:
+    owner = torch.randint(world, (23,), generator=torch.Generator().manual_seed(0))
+    expected = torch.randperm(23, generator=torch.Generator().manual_seed(5)).split(6)
+    ranks = [common_shares(owner, 6, 5, rank, world) for rank in range(world)]
+    for step, chunk in enumerate(expected):
+        parts = [shares[step] for shares in ranks]
+        assert sorted(torch.cat(parts).tolist()) == sorted(chunk.tolist())
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+        owners = owner[torch.cat(parts)]
+        assert torch.equal(owners, owners.sort().values)  # as local as equal shares allow
+
+
+def test_common_shares_without_seeds_are_empty() -> None:
+    (share,) = common_shares(torch.empty(0, dtype=torch.int64), 6, 5, 0, 2)
+    assert share.numel() == 0
+
+
+class Recorder:
+    """Stages that note what was called; samples of odd jobs wait for a signal."""
+
+    def __init__(self) -> None:
+        self.windows: list[list[int]] = []
+        self.finished: list[int] = []
+
+    def stages(self) -> Stages[int, int, list[int], str]:
+        return Stages(self.sample, self.begin, self.finish)
+
+    def sample(self, job: int) -> int:
+        return job * 10
+
+    def begin(self, samples: list[int]) -> list[int]:
+        self.windows.append(samples)
+        return samples
+
+    def finish(self, job: int, sample: int, rows: list[int], place: int) -> str:
+        assert rows[place] == sample
+        self.finished.append(job)
+        return f"batch {job}"
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("jobs", [0, 1, 7])
+def test_batches_come_in_order(ahead: int, window: int, jobs: int) -> None:
+    recorder = Recorder()
+    found = list(Pipeline(recorder.stages(), threads=3, ahead=ahead, window=window).run(range(jobs)))
+    assert found == [f"batch {job}" for job in range(jobs)]
+    expected = [[10 * job for job in range(start, min(start + window, jobs))] for start in range(0, jobs, window)]
+    assert recorder.windows == expected
+
+
+def test_no_more_than_one_batch_is_made_ahead() -> None:
+    recorder = Recorder()
+    batches = Pipeline(recorder.stages(), ahead=2).run(range(100))
+    for taken in range(1, 20):
+        next(batches)
+        assert len(recorder.finished) <= taken + 1
+    batches.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("stage", ["sample", "begin", "finish"])
+def test_what_a_stage_raises_is_raised_where_batches_are_taken(stage: str, ahead: int) -> None:
+    recorder = Recorder()
+
+    def fail(*args: object) -> None:
+        raise OSError("the peer is gone")
+
+    setattr(recorder, stage, fail)
+    with pytest.raises(OSError, match="the peer is gone"):
+        list(Pipeline(recorder.stages(), ahead=ahead).run(range(3)))
+
+
+def test_a_consumer_that_leaves_waits_for_nobody() -> None:
+    """A sample that never comes does not hold up the end of an epoch that was cut short."""
+    release = threading.Event()
+    recorder = Recorder()
+    sample = recorder.sample
+
+    def slow(job: int) -> int:
+        if job >= 2:
+            release.wait(60)
+        return sample(job)
+
+    recorder.sample = slow  # type: ignore[method-assign]
+    batches: Iterator[str] = Pipeline(recorder.stages(), ahead=1).run(range(50))
+    assert next(batches) == "batch 0"
+    batches.close()  # type: ignore[attr-defined]
+    assert not release.is_set()
+    release.set()

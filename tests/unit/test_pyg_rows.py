@@ -1,0 +1,550 @@
+"""Rows of nodes and edges over parts: what arrives is what the source data has, whoever hosts it.
+
+Remote parts are served by real servers of the wire on the loopback, one for each part.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pyg_ranks import NAMES, NODES, PARTS, LoopbackPeers, Ranks, edge_ids, hetero_graph, orig_ids
+from small_graphs import messy_graph, random_parts, stored
+from torch import Tensor
+from torch_geometric.data import Data
+
+from gtrain.errors import DataError, StoreError
+from gtrain.graph.manifest import EDGE_TYPE
+from gtrain.graph.store import Store
+from gtrain.graph.writer import write_store
+from gtrain.strategy.counters import rss_bytes
+from gtrain.wire import Message, RemoteError, WireError
+from gtrain_pyg import row_requests
+from gtrain_pyg.cache import HaloCache, choose, fill_cache
+from gtrain_pyg.hotness import expected_visits
+from gtrain_pyg.rows import Rows
+
+
+def check(store: Store, data: Data, batch: dict[Any, Any], made: dict[Any, dict[str, Tensor]]) -> None:
+    """Compare all tensors of a batch with the source data."""
+    orig, edge = orig_ids(store)[batch["node"]], edge_ids(store)[batch[EDGE_TYPE]]
+    for name, tensor in made["node"].items():
+        expected = torch.from_numpy(orig) if name == "orig_id" else data[name][orig]
+        assert tensor.dtype == expected.dtype and torch.equal(tensor, expected), name
+    for name, tensor in made[EDGE_TYPE].items():
+        expected = torch.from_numpy(edge) if name == "edge_id" else data[name][edge]
+        assert tensor.dtype == expected.dtype and torch.equal(tensor, expected), name
+
+
+def some_batches(count: int, seed: int = 0, nodes: int = NODES, edges: int = 300) -> list[dict[Any, Any]]:
+    rng = np.random.default_rng(seed)
+    return [{"node": rng.integers(0, nodes, 40), EDGE_TYPE: rng.integers(0, edges, 70)} for _ in range(count)]
+
+
+@pytest.fixture
+def data() -> Data:
+    return messy_graph(NODES)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, data: Data) -> Iterator[Ranks]:
+    found = Ranks(stored(tmp_path / "store", data, random_parts(NODES, PARTS)))
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("hosted", [hosted for n in (1, 2, 3) for hosted in itertools.combinations(range(3), n)])
+def test_rows_are_those_of_the_source_whoever_hosts_them(ranks: Ranks, data: Data, hosted: tuple[int, ...]) -> None:
+    ranks.serve(NAMES)
+    rows, peers = ranks.rows(hosted, NAMES)
+    window = some_batches(3)
+    made = rows.fetch(window)
+    for batch, tensors in zip(window, made, strict=True):
+        assert list(tensors) == ["node", EDGE_TYPE] and list(tensors["node"]) == list(NAMES["node"])
+        check(ranks.store, data, batch, tensors)
+    assert sorted(part for part, *_ in peers.asked) == [part for part in range(PARTS) if part not in hosted]
+
+
+def test_one_request_an_owner_for_distinct_rows_of_the_window(ranks: Ranks) -> None:
+    ranks.serve(NAMES)
+    rows, peers = ranks.rows([0], NAMES)
+    window = some_batches(4)
+    rows.fetch(window)
+    for part, method, fields, tensors in peers.asked:
+        assert (
+            method == "rows"
+            and fields["part"] == part
+            and [want["kind"] for want in fields["wants"]]
+            == [
+                "node node",
+                "edge node__to__node",
+            ]
+        )
+        for kind, asked in zip(("node", EDGE_TYPE), tensors, strict=True):
+            ids = np.unique(np.concatenate([batch[kind] for batch in window]))
+            start, stop = ranks.book.range(kind, part)
+            expected = ids[(ids >= start) & (ids < stop)] - start
+            assert asked.dtype == torch.int32 and sorted(asked.tolist()) == expected.tolist()
+    ids = np.concatenate([batch[kind] + (kind != "node") * 1000 for batch in window for kind in ("node", EDGE_TYPE)])
+    remote = np.concatenate([rows.is_remote(kind, batch[kind]) for batch in window for kind in ("node", EDGE_TYPE)])
+    assert rows.counts.missed == remote.sum() and rows.counts.hosted == (~remote).sum()
+    assert rows.counts.fetched == np.unique(ids[remote]).size < rows.counts.missed
+
+
+def test_nothing_is_asked_where_everything_is_hosted(ranks: Ranks, data: Data) -> None:
+    rows = Rows(ranks.store, ranks.book, range(PARTS), None, ranks.pool, NAMES)
+    (batch,) = some_batches(1)
+    check(ranks.store, data, batch, rows.fetch([batch])[0])
+
+
+def test_empty_batches_and_kinds(ranks: Ranks) -> None:
+    ranks.serve(NAMES)
+    rows, peers = ranks.rows([1], NAMES)
+    none = np.empty(0, np.int64)
+    made = rows.fetch([{"node": none, EDGE_TYPE: none}, {"node": np.array([3])}, {}])
+    assert made[0]["node"]["x"].shape == (0, 5) and made[0][EDGE_TYPE]["edge_attr"].shape == (0, 2)
+    assert list(made[1]) == ["node"] and made[2] == {}
+    assert rows.fetch([]) == [] and len(peers.asked) <= 1
+
+
+def test_batches_of_a_window_can_be_made_in_any_order_once(ranks: Ranks, data: Data) -> None:
+    ranks.serve(NAMES)
+    rows, _ = ranks.rows([2], NAMES)
+    window = some_batches(3)
+    begun = rows.begin(window)
+    assert len(begun) == 3
+    for i in (2, 0, 1):
+        check(ranks.store, data, window[i], begun.batch(i))
+    with pytest.raises(ValueError, match="batch 0 of the window was made before"):
+        begun.batch(0)
+
+
+def test_windows_overlap(ranks: Ranks, data: Data) -> None:
+    ranks.serve(NAMES)
+    rows, _ = ranks.rows([2], NAMES)
+    windows = [some_batches(2, seed) for seed in range(20)]
+    begun = [rows.begin(window) for window in windows]
+    for window, handle in zip(windows, begun, strict=True):
+        for i, batch in enumerate(window):
+            check(ranks.store, data, batch, handle.batch(i))
+
+
+def test_threads_share_rows(ranks: Ranks, data: Data) -> None:
+    ranks.serve(NAMES)
+    rows, _ = ranks.rows([1], NAMES)
+
+    def work(seed: int) -> None:
+        for turn in range(15):
+            window = some_batches(2, 100 * seed + turn)
+            for batch, made in zip(window, rows.fetch(window), strict=True):
+                check(ranks.store, data, batch, made)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+
+
+def test_ids_that_may_not_be_written_to_and_other_integers(ranks: Ranks, data: Data) -> None:
+    ranks.serve(NAMES)
+    rows, _ = ranks.rows([1], NAMES)
+    (batch,) = some_batches(1)
+    batch["node"].flags.writeable = False
+    check(ranks.store, data, batch, rows.fetch([batch | {EDGE_TYPE: batch[EDGE_TYPE].astype(np.int32)}])[0])
+    assert batch[EDGE_TYPE].flags.writeable
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 100, 1000])
+def test_many_chunks_and_requests(ranks: Ranks, data: Data, chunk_bytes: int, monkeypatch) -> None:
+    monkeypatch.setattr(row_requests, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(row_requests, "MAX_REQUEST_CHUNKS", 3)
+    monkeypatch.setattr(row_requests, "MAX_REQUEST_TENSORS", 12)
+    ranks.serve(NAMES)
+    rows, peers = ranks.rows([0], NAMES)
+    window = some_batches(2)
+    for batch, made in zip(window, rows.fetch(window), strict=True):
+        check(ranks.store, data, batch, made)
+    assert len(peers.asked) > PARTS - 1
+    assert max(len(answer.tensors) for answer in peers.answers) <= 12
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.float32])
+def test_floats_change_their_dtype_and_nothing_else_does(ranks: Ranks, data: Data, dtype: torch.dtype) -> None:
+    ranks.serve(NAMES)
+    rows, _ = ranks.rows([0], NAMES, dtype=dtype)
+    (batch,) = some_batches(1)
+    made = rows.fetch([batch])[0]
+    changed = data.clone()
+    changed.x, changed.edge_weight = data.x.to(dtype), data.edge_weight.to(dtype)
+    check(ranks.store, changed, batch, made)
+
+
+@pytest.mark.parametrize("wire", [torch.float16, torch.bfloat16])
+def test_features_are_rounded_on_the_wire_alone(ranks: Ranks, data: Data, wire: torch.dtype) -> None:
+    ranks.serve(NAMES)
+    rows, peers = ranks.rows([0], NAMES, wire_dtype=wire)
+    (batch,) = some_batches(1)
+    made = rows.fetch([batch])[0]
+    rounded = data.clone()
+    here = torch.isin(torch.arange(NODES), ranks.store.node("orig_id", 0))
+    rounded.x = torch.where(here[:, None], data.x, data.x.to(wire).float())
+    check(ranks.store, rounded, batch, made)
+    sent = [tensor.dtype for answer in peers.answers for tensor in answer.tensors]
+    assert sent.count(wire) == 2 and sent.count(torch.float32) == 2  # x; edge_weight
+
+
+def test_float32_on_the_wire_leaves_float64_alone(tmp_path: Path) -> None:
+    data = messy_graph(NODES)
+    data.x = data.x.double() + 1e-12
+    ranks = Ranks(stored(tmp_path / "store", data, random_parts(NODES, PARTS)))
+    ranks.serve(NAMES)
+    rows, _ = ranks.rows([0], NAMES, wire_dtype=torch.float32)
+    (batch,) = some_batches(1)
+    check(ranks.store, data, batch, rows.fetch([batch])[0])
+    ranks.close()
+
+
+def test_features_too_large_for_float16_are_refused(tmp_path: Path) -> None:
+    data = messy_graph(NODES)
+    data.x[:, 2] = 1e5
+    ranks = Ranks(stored(tmp_path / "store", data, random_parts(NODES, PARTS)))
+    ranks.serve(NAMES)
+    rows, _ = ranks.rows([0], NAMES, wire_dtype=torch.float16)
+    with pytest.raises(RemoteError, match="features reach 1e\\+05, and float16, in which .* ends at 65504") as caught:
+        rows.fetch(some_batches(1))
+    assert caught.value.hint == "set strategy.wire_dtype=bfloat16, or scale the features"
+    ranks.close()
+
+
+def sparse_graph(dtype: torch.dtype = torch.float32) -> Data:
+    data = messy_graph(NODES)
+    dense = torch.randn(NODES, 30, generator=torch.Generator().manual_seed(3)).to(dtype)
+    data.x = (dense * (dense.abs() > 1) * (torch.arange(NODES) % 7 > 0)[:, None]).to_sparse_csr()
+    return data
+
+
+@pytest.mark.parametrize("hosted", [(0,), (0, 1, 2)])
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+@pytest.mark.parametrize("chunk_bytes", [100, 8 << 20])
+def test_sparse_features(tmp_path: Path, hosted: tuple[int, ...], dtype: Any, chunk_bytes: int, monkeypatch) -> None:
+    monkeypatch.setattr(row_requests, "CHUNK_BYTES", chunk_bytes)
+    data = sparse_graph()
+    ranks = Ranks(stored(tmp_path / "store", data, random_parts(NODES, PARTS)))
+    names = {"node": ("x", "y")}
+    ranks.serve(names)
+    rows, _ = ranks.rows(hosted, names, dtype=dtype)
+    window = [{"node": batch["node"]} for batch in some_batches(2)]
+    if hosted == (0,):
+        fill_cache(rows, {"node": np.arange(NODES)}, 2500)
+        assert rows.cache is not None and "node" in rows.cache
+    for batch, made in zip(window, rows.fetch(window), strict=True):
+        x, orig = made["node"]["x"], orig_ids(ranks.store)[batch["node"]]
+        assert x.layout == torch.sparse_csr and x.shape == (40, 30) and x.dtype == (dtype or torch.float32)
+        assert torch.equal(x.to_dense(), data.x.to_dense()[orig].to(x.dtype))
+    empty = rows.fetch([{"node": np.empty(0, np.int64)}])[0]["node"]["x"]
+    assert empty.shape == (0, 30) and empty.values().numel() == 0
+    ranks.close()
+
+
+def test_sparse_values_are_rounded_on_the_wire(tmp_path: Path) -> None:
+    data = sparse_graph(torch.float64)
+    ranks = Ranks(stored(tmp_path / "store", data, random_parts(NODES, PARTS)))
+    ranks.serve({"node": ("x",)})
+    rows, _ = ranks.rows([0], {"node": ("x",)}, wire_dtype=torch.bfloat16)
+    ids = np.flatnonzero(rows.is_remote("node", np.arange(NODES)))
+    made = rows.fetch([{"node": ids}])[0]["node"]["x"]
+    assert torch.equal(made.to_dense(), data.x.to_dense()[orig_ids(ranks.store)[ids]].bfloat16().double())
+    ranks.close()
+
+
+def test_rows_of_any_shape(tmp_path: Path) -> None:
+    data = messy_graph(NODES)
+    generator = torch.Generator().manual_seed(1)
+    data.x = torch.randn(NODES, 3, 4, generator=generator)
+    data.wide = torch.randint(0, 9, (NODES, 1, 1, 70), generator=generator, dtype=torch.int16)
+    data.none = torch.empty(NODES, 0)
+    data.half = torch.randn(NODES, 2, generator=generator).half()
+    names = {"node": ("x", "wide", "none", "half"), EDGE_TYPE: ("edge_id",)}
+    ranks = Ranks(stored(tmp_path / "store", data, random_parts(NODES, PARTS)))
+    ranks.serve(names)
+    rows, _ = ranks.rows([0], names)
+    (batch,) = some_batches(1)
+    check(ranks.store, data, batch, rows.fetch([batch])[0])
+    ranks.close()
+
+
+def test_types(tmp_path: Path) -> None:
+    data = hetero_graph()
+    parts = {kind: random_parts(int(data[kind].num_nodes), 2) for kind in data.node_types}
+    parts["venue"][:] = 1  # part 0 has none
+    store = write_store(tmp_path / "s", data, parts, 2, source={}, facts={}, partitioner="file", seed=0)
+    names = {"paper": ("x", "orig_id"), "author": ("x", "y"), "venue": ("orig_id",)}
+    names |= {kind: ("edge_attr", "edge_id") for kind in data.edge_types}
+    ranks = Ranks(store)
+    ranks.serve(names)
+    rng = np.random.default_rng(0)
+    for hosted in ([0], [1], [0, 1]):
+        rows, _ = ranks.rows(hosted, names)
+        batch: dict[Any, Any] = {kind: rng.integers(0, int(data[kind].num_nodes), 40) for kind in data.node_types}
+        batch |= {kind: rng.integers(0, 80, 50) for kind in data.edge_types}
+        (made,) = rows.fetch([batch])
+        for kind in data.node_types:
+            orig = orig_ids(store, kind)[batch[kind]]
+            for name, tensor in made[kind].items():
+                assert torch.equal(tensor, torch.from_numpy(orig) if name == "orig_id" else data[kind][name][orig])
+        for kind in data.edge_types:
+            edge = edge_ids(store, kind)[batch[kind]]
+            assert torch.equal(made[kind]["edge_attr"], data[kind].edge_attr[edge])
+    ranks.close()
+
+
+def test_extra_tensors_are_served_like_the_stores_own(ranks: Ranks) -> None:
+    degree = {part: ranks.store.edge("indptr", part).diff().double() for part in range(PARTS)}
+    extra = {"node": {"in_degree": degree}}
+    names = {"node": ("in_degree", "x")}
+    ranks.serve(names, extra=extra, wire_dtype=torch.float16)
+    rows, _ = ranks.rows([1], names, extra=extra, wire_dtype=torch.float16)
+    (batch,) = some_batches(1)
+    (made,) = rows.fetch([{"node": batch["node"]}])
+    assert torch.equal(made["node"]["in_degree"], torch.cat(list(degree.values()))[batch["node"]])
+
+
+# ------------------------------------------------------------------------------------------------------- mistakes
+
+
+def test_an_extra_tensor_of_another_length_is_refused(ranks: Ranks) -> None:
+    with pytest.raises(DataError, match=r"in_degree of node has 1 rows in part 0, which has \d+"):
+        Rows(
+            ranks.store,
+            ranks.book,
+            [0],
+            None,
+            ranks.pool,
+            {"node": ("in_degree",)},
+            extra={"node": {"in_degree": {0: [1]}}},
+        )
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "message"),
+    [
+        ({"node": ("features",)}, StoreError, "no node tensor of node called 'features'; it has orig_id, x"),
+        ({EDGE_TYPE: ("attr",)}, StoreError, "no edge tensor of node__to__node called 'attr'"),
+        ({EDGE_TYPE: ("indptr",)}, DataError, "indptr of .* has no rows for edges"),
+        ({"paper": ("x",)}, DataError, "no node type or edge type 'paper'"),
+    ],
+)
+def test_names_that_do_not_exist(ranks: Ranks, names: Any, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        Rows(ranks.store, ranks.book, range(PARTS), None, ranks.pool, names)
+
+
+def test_parts_that_nobody_can_be_asked_for(ranks: Ranks) -> None:
+    with pytest.raises(DataError, match=r"of 3 parts this rank hosts \[0, 2\], and it has no peers to ask"):
+        Rows(ranks.store, ranks.book, [2, 0], None, ranks.pool, NAMES)
+
+
+@pytest.mark.parametrize("wrong", [-1, NODES])
+def test_ids_out_of_range(ranks: Ranks, wrong: int) -> None:
+    rows = Rows(ranks.store, ranks.book, range(PARTS), None, ranks.pool, NAMES)
+    with pytest.raises(DataError, match=f"a batch names row {wrong} of node, and there are {NODES}"):
+        rows.begin([{"node": np.array([3, wrong, 5])}])
+
+
+def test_another_store_is_refused_by_the_owner(tmp_path: Path, ranks: Ranks) -> None:
+    ranks.serve(NAMES)
+    other = Ranks(stored(tmp_path / "other", messy_graph(NODES, seed=1), random_parts(NODES, PARTS)))
+    other.servers = ranks.servers
+    rows, _ = other.rows([0], NAMES)
+    with pytest.raises(RemoteError, match="rank . failed to answer 'rows': StoreError: this rank has the store with"):
+        rows.fetch(some_batches(1))
+    other.clients, ranks.clients = [], [*ranks.clients, *other.clients]
+
+
+def test_rows_that_an_owner_does_not_have(ranks: Ranks) -> None:
+    ranks.serve(NAMES)
+    _, peers = ranks.rows([0], NAMES)
+    fields = {"store": _store_of(ranks), "part": 1, "wants": [_want(["x"], ["float32"])]}
+    with pytest.raises(RemoteError, match="was asked for rows -1 to 0 of node in part 1"):
+        peers.ask(1, "rows", fields, [torch.tensor([0, -1])]).result()
+    with pytest.raises(RemoteError, match=r"was asked for rows of part 2, and hosts \[1\]"):
+        peers.ask(1, "rows", {**fields, "part": 2}, [torch.tensor([0])]).result()
+    with pytest.raises(RemoteError, match="no node tensor of node called 'z'"):
+        peers.ask(1, "rows", {**fields, "wants": [_want(["z"], ["float32"])]}, [torch.tensor([0])]).result()
+
+
+def _want(names: list[str], dtypes: list[str]) -> dict[str, Any]:
+    return {"kind": "node node", "names": names, "dtypes": dtypes, "chunk": 16}
+
+
+def _store_of(ranks: Ranks) -> int:
+    from gtrain_pyg.row_server import fingerprint
+
+    return fingerprint(ranks.store)
+
+
+class WrongPeers(LoopbackPeers):
+    """Answers by what a test makes of the right answer."""
+
+    def __init__(self, right: LoopbackPeers, change: Any) -> None:
+        super().__init__()
+        self.right, self.change = right, change
+
+    def ask(self, part: int, method: str, fields: Any = None, tensors: Any = ()) -> Future[Message]:
+        future: Future[Message] = Future()
+        future.set_result(Message({}, self.change(self.right.ask(part, method, fields, tensors).result().tensors)))
+        return future
+
+
+@pytest.mark.parametrize(
+    ("sparse", "change", "message"),
+    [
+        (False, lambda tensors: tensors[:-1], "1 tensors instead of 2"),
+        (
+            False,
+            lambda tensors: [tensors[0][:-1], tensors[1]],
+            r"float32 \[\d+, 5\], not torch.float32 \[\d+, 5\], as x",
+        ),
+        (False, lambda tensors: [tensors[0].double(), tensors[1]], "float64"),
+        (True, lambda tensors: [tensors[0][:-1], *tensors[1:]], "sparse rows of"),
+        (True, lambda tensors: [tensors[0].flip(0), *tensors[1:]], "sparse rows"),
+        (True, lambda tensors: [tensors[0], tensors[1][1:], *tensors[2:]], "sparse rows of"),
+        (True, lambda tensors: [tensors[0].int(), *tensors[1:]], "rows of"),
+    ],
+)
+def test_an_answer_that_is_not_what_was_asked_for(tmp_path: Path, sparse: bool, change: Any, message: str) -> None:
+    data = sparse_graph() if sparse else messy_graph(NODES)
+    ranks = Ranks(stored(tmp_path / "store", data, random_parts(NODES, PARTS)))
+    ranks.serve({"node": ("x", "y")})
+    rows, peers = ranks.rows([0], {"node": ("x", "y")})
+    rows._peers = WrongPeers(peers, change)
+    with pytest.raises(WireError, match=f"rank 1 was asked for rows of its part, and answered with .*{message}"):
+        rows.fetch([{"node": np.arange(NODES)}])
+    ranks.close()
+
+
+def test_an_owner_that_is_gone_raises_at_each_batch(ranks: Ranks) -> None:
+    ranks.serve(NAMES)
+    rows, peers = ranks.rows([0], NAMES)
+    window = some_batches(2)
+    rows.fetch(window)
+    for client in peers.clients.values():
+        client.close()
+    with pytest.raises(WireError, match="the client of rank 1 is closed"):
+        rows.begin(window)
+
+
+# ---------------------------------------------------------------------------------------------------------- cache
+
+
+def test_a_cache_serves_the_hottest_and_asks_for_the_rest(ranks: Ranks, data: Data) -> None:
+    ranks.serve(NAMES)
+    rows, peers = ranks.rows([0], NAMES)
+    visits = np.random.default_rng(0).random(NODES)
+    remote = np.flatnonzero(rows.is_remote("node", np.arange(NODES)))
+    row_bytes = rows.row_bytes("node")
+    assert row_bytes == 5 * 4 + 8 + 8 + 1 + 8
+    cache = fill_cache(rows, {"node": visits}, int(10 * row_bytes) + 12)
+    hottest = np.sort(remote[np.argsort(-visits[remote])][:10])
+    assert choose(rows, {"node": visits}, int(10 * row_bytes) + 12)["node"].tolist() == hottest.tolist()
+    assert cache.nbytes <= 10 * row_bytes + 2 * 12
+    peers.asked.clear()
+    before = rows.counts.cached
+    window = some_batches(3)
+    for batch, made in zip(window, rows.fetch(window), strict=True):
+        check(ranks.store, data, batch, made)
+    named = np.concatenate([batch["node"] for batch in window])
+    assert rows.counts.cached - before == np.isin(named, hottest).sum() > 0
+    for part, _, _, (asked, _) in peers.asked:
+        assert not np.isin(asked.numpy() + ranks.book.range("node", part)[0], hottest).any()
+    peers.asked.clear()
+    assert torch.equal(rows.fetch([{"node": hottest}])[0]["node"]["x"], data.x[orig_ids(ranks.store)[hottest]])
+    assert peers.asked == []
+
+
+def test_a_cache_large_enough_has_all_remote_nodes(ranks: Ranks, data: Data) -> None:
+    ranks.serve(NAMES)
+    rows, peers = ranks.rows([0], NAMES, wire_dtype=torch.float16, dtype=torch.float64)
+    fill_cache(rows, {"node": np.ones(NODES)}, 1 << 20)
+    peers.asked.clear()
+    (made,) = rows.fetch([{"node": np.arange(NODES)}])
+    orig = orig_ids(ranks.store)
+    here = ~torch.from_numpy(rows.is_remote("node", np.arange(NODES)))
+    expected = torch.where(here[:, None], data.x[orig], data.x[orig].half().float()).double()
+    assert torch.equal(made["node"]["x"], expected) and peers.asked == []
+
+
+def test_no_room_no_cache(ranks: Ranks, data: Data) -> None:
+    ranks.serve(NAMES)
+    rows, _ = ranks.rows([0], NAMES)
+    assert fill_cache(rows, {"node": np.ones(NODES)}, 20).arrays == {}
+    (batch,) = some_batches(1)
+    check(ranks.store, data, batch, rows.fetch([batch])[0])
+
+
+def test_a_cache_is_shared_by_what_one_rank_made(ranks: Ranks, data: Data) -> None:
+    ranks.serve(NAMES)
+    first, _ = ranks.rows([0], NAMES)
+    second, peers = ranks.rows([0], NAMES)
+    made: dict[str, np.ndarray] = {}
+
+    def keep(make: Any) -> dict[str, np.ndarray]:
+        made.update(make())
+        for array in made.values():
+            array.flags.writeable = False
+        return made
+
+    fill_cache(first, {"node": np.ones(NODES)}, 1 << 20, keep)
+    fill_cache(second, {"node": np.ones(NODES)}, 1 << 20, lambda make: made)
+    (batch,) = some_batches(1)
+    check(ranks.store, data, batch, second.fetch([batch])[0])
+    assert [fields["wants"][0]["kind"] for _, _, fields, _ in peers.asked] == ["edge node__to__node"] * 2
+    assert isinstance(second.cache, HaloCache)
+
+
+def test_visits_of_a_chain_reckoned_by_hand(tmp_path: Path) -> None:
+    # 1 -> 0, 2 -> 0, 3 -> 0, 4 -> 1; both seeds 0 and 5 in each batch
+    data = Data(edge_index=torch.tensor([[1, 2, 3, 4], [0, 0, 0, 1]]), num_nodes=6)
+    store = stored(tmp_path / "store", data, torch.zeros(6, dtype=torch.int64))
+    visits = expected_visits(store, {"node": np.array([0, 5])}, 2, {EDGE_TYPE: (2, -1)})["node"]
+    first = 1 - np.exp(-2 / 3)
+    assert visits == pytest.approx([1, first, first, first, 1 - np.exp(-first), 1], rel=1e-5)
+    half = expected_visits(store, {"node": np.array([0, 5])}, 1, {EDGE_TYPE: (-1,)})["node"]
+    reached = 1 - np.exp(-0.5)
+    assert half == pytest.approx([0.5, reached, reached, reached, 0, 0.5], rel=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------- memory
+
+
+def test_a_batch_that_is_held_keeps_its_rows(ranks: Ranks, data: Data) -> None:
+    ranks.serve(NAMES)
+    rows, _ = ranks.rows([0], NAMES)
+    rng, held = np.random.default_rng(0), []
+    for _ in range(6):
+        window = [{"node": rng.integers(0, NODES, 20_000), EDGE_TYPE: rng.integers(0, 300, 9000)} for _ in range(2)]
+        held.append((window[1], rows.fetch(window)[1]))
+    for batch, made in held:
+        check(ranks.store, data, batch, made)
+
+
+def test_memory_stays_flat_over_windows(ranks: Ranks) -> None:
+    ranks.serve(NAMES)
+    rows, peers = ranks.rows([0], NAMES)
+    rng = np.random.default_rng(0)
+
+    def windows(count: int) -> None:
+        for _ in range(count):
+            peers.asked.clear()
+            peers.answers.clear()
+            size = int(rng.integers(19_000, 21_000))
+            rows.fetch([{"node": rng.integers(0, NODES, size), EDGE_TYPE: rng.integers(0, 300, size)}])
+
+    windows(50)
+    before = rss_bytes()
+    windows(200)
+    assert rss_bytes() - before < 4 << 20
