@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -41,11 +41,12 @@ class SeedLoader:
             mapping; None means all of them.
         shuffle: whether each epoch has another order; it matters only with a ``batch_size``.
         seed: seed of the order; epoch e is shuffled with ``seed + e``.
-        epoch: number of the next epoch, advanced by each iteration.
+        epoch: number of the next epoch, advanced by each iteration; see :meth:`next_epoch`.
         task: ``node``: seeds are nodes; ``link``: seeds are edges, except for ``predict``, whose seeds are all nodes.
         num_negatives: false targets for each edge that a batch scores, ``dst_neg_index``; 0: none. A strategy sets it
             to the ``num_negatives`` of the module that it trains, see :meth:`draw_negatives`.
         sampling: how a sampling strategy draws neighbours, and which false edges a module of the user's own asks for.
+        clock: says the number of the epoch that begins, where somebody else counts them.
     """
 
     store: Store
@@ -58,6 +59,7 @@ class SeedLoader:
     task: str = "node"
     num_negatives: int = field(default=0, compare=False)
     sampling: Sampling = field(default_factory=Sampling)
+    clock: Callable[[], int] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
@@ -160,6 +162,16 @@ class SeedLoader:
         time = None if self.sampling.temporal_strategy is None else "time"
         return Negatives(self.store, target_edge_type(self.store), self.split, self.seed, amount, form, time)
 
+    def next_epoch(self) -> int:
+        """Return the number of the epoch whose first batch is asked for now, and count on.
+
+        To be called then and not before: Lightning makes iterators that it never asks for a batch.
+        """
+        if self.clock is not None:
+            self.epoch = self.clock()
+        self.epoch += 1
+        return self.epoch - 1
+
     def steps(self, graph: Batch, seeds: Tensor | EdgeSeeds | None = None) -> Iterator[Batch]:
         """Yield the whole graph once for each group of its seeds: one epoch without sampling.
 
@@ -168,8 +180,7 @@ class SeedLoader:
             seeds: what :meth:`seeds` returned for it, so that it is computed once for all epochs; None computes it.
         """
         self.refuse_sampling("this strategy draws no neighbours")
-        epoch = self.epoch
-        self.epoch += 1
+        epoch = self.next_epoch()
         seeds = self.seeds(graph) if seeds is None else seeds
         if isinstance(seeds, Tensor):
             for chunk in self._chunks(seeds, epoch):

@@ -29,6 +29,7 @@ files, bucket (0, j) first.
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,9 @@ from gtrain.graph.manifest import (
 )
 from gtrain.graph.names import Names, open_names
 from gtrain.graph.tables import csr_tensor
+
+_OPENING = threading.Lock()
+"""numpy parses a file's header by ``ast``, which threads of CPython 3.11 must not do at once (gh-106905)."""
 
 
 class Store:
@@ -303,7 +307,8 @@ class Store:
         """Open one file copy-on-write: torch takes no read-only array without a warning."""
         file = self.path / name
         try:
-            array = np.load(file, mmap_mode="c")
+            with _OPENING:
+                array = np.load(file, mmap_mode="c")
         except FileNotFoundError:
             raise StoreError(f"{file} is missing", hint=REBUILD.format(path=self.path)) from None
         except ValueError as err:

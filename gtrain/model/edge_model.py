@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -19,11 +19,14 @@ from gtrain.model.ranking import NAMES, Ranking
 class EdgeModel(pl.LightningModule):
     """Base of the LightningModules whose seeds are edges; it logs ``loss``, ``mrr``, ``hits@k`` and ``auc``."""
 
+    rank_names: ClassVar[tuple[str, ...]] = NAMES
+    """What it logs of ranks; see :class:`~gtrain.model.ranking.Ranking`."""
+
     def __init__(self) -> None:
         super().__init__()
         self.train_loss, self.val_loss, self.test_loss = MeanMetric(), MeanMetric(), MeanMetric()
         self.val_ranks, self.test_ranks = (
-            MetricCollection({name: Ranking(name) for name in NAMES}, prefix=f"{split}/", compute_groups=False)
+            MetricCollection({n: Ranking(n) for n in self.rank_names}, prefix=f"{split}/", compute_groups=False)
             for split in ("val", "test")
         )
         self.val_auc, self.test_auc = Auc(), Auc()

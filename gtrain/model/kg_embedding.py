@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from gtrain.model.kg_ranking import Queries, rank_ends
 from gtrain.model.kg_training import Edges, Negatives, TrainingLoss
 from gtrain.model.kinds import EMBEDDING
 from gtrain.model.mean_loss import log_mean_loss
+from gtrain.model.ranking import NAMES
 from gtrain.model.table_optimizer import with_tables
 from gtrain.nn import Csr, Embedding
 from gtrain.nn.recipe import EdgeRecipe
@@ -73,6 +74,7 @@ class KGEmbedding(EdgeModel):
     """
 
     kind = EMBEDDING
+    rank_names: ClassVar[tuple[str, ...]] = (*NAMES, "hits@50", "mean_rank")
 
     def __init__(
         self,
@@ -266,8 +268,7 @@ def _checked_weights(weights: Sequence[float] | None, num_relations: int) -> Ten
     found = torch.tensor([float(weight) for weight in weights])
     if found.numel() != num_relations or not bool((found >= 0).all()):
         raise ConfigError(
-            f"model.relation_weight has {found.numel()} numbers, the least {float(found.min()) if len(weights) else '-'}; "
-            f"the graph has {num_relations} relations.",
+            f"model.relation_weight={list(weights)} was set; the graph has {num_relations} relations.",
             hint="give each relation a number that is 0 or more, or set model.relation_weight=null.",
         )
     return found

@@ -111,6 +111,7 @@ class _Side:
         if known is not None and len(some):
             rows = slice(int(some[0]), int(some[-1]) + 1)
             of_row, ids = known_of(rows, known.offsets, known.ids)
+            assert of_row is not None and ids is not None
             there = place[ids] >= 0
             scores[of_row[there], place[ids[there]]] = -torch.inf
         scores[row[here], answer[here]] = -torch.inf

@@ -20,7 +20,7 @@ def log_mean_loss(module: pl.LightningModule, split: str, total: Tensor, weight:
     loss = total / weight.clamp(min=torch.finfo(weight.dtype).tiny)
     metric: MeanMetric = getattr(module, f"{split}_loss")
     first = not metric.update_count
-    if first:
+    if metric.dtype != torch.float64:  # which Lightning changes when it is told, and what comes is rounded to it
         metric.set_dtype(torch.float64)
     metric.update(loss.detach().double(), weight.detach().double())
     if first:  # Lightning asks the metric itself at the epoch's end; telling it again costs as much as a small step

@@ -16,7 +16,7 @@ class Ranking(Metric):
     """Mean reciprocal rank, or the share of ranks up to k.
 
     Args:
-        name: ``mrr`` or ``hits@<k>``.
+        name: ``mrr``, ``mean_rank`` or ``hits@<k>``.
 
     Shapes:
         update takes ranks ``[B]`` (from 1; a half where answers tie), perhaps none.
@@ -28,12 +28,16 @@ class Ranking(Metric):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.limit = None if name == "mrr" else int(name.split("@")[1])
+        self.name = name
+        self.limit = int(name.split("@")[1]) if "@" in name else None
         self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("count", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, ranks: Tensor) -> None:
-        values = 1.0 / ranks if self.limit is None else (ranks <= self.limit).double()
+        if self.limit is not None:
+            values = (ranks <= self.limit).double()
+        else:
+            values = 1.0 / ranks if self.name == "mrr" else ranks
         self.total += values.double().sum()
         self.count += ranks.numel()
 

@@ -3,8 +3,8 @@
 A batch that may be trimmed says so with ``trim=True`` beside ``num_sampled_nodes`` (seeds, then the new nodes of each
 hop) and ``num_sampled_edges`` (of each hop), by type in a ``HeteroData``: its nodes and edges are in the order of the
 hops. Networks then get these numbers, if their ``forward`` names them as PyG's do; what they return for the seeds, the
-first rows, is what it is without. Statistics over all nodes (``BatchNorm`` in training) are over those that are left, and
-degrees that a layer counts in the edges it is given (``gcn_norm``) are a matter of the strategy, which knows the graph's.
+first rows, is what it is without. Statistics over all nodes (``BatchNorm`` in training) are over those that are left;
+degrees that a layer counts in its edges (``gcn_norm``) are a matter of the strategy, which knows the graph's.
 """
 
 from __future__ import annotations

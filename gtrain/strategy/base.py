@@ -213,8 +213,9 @@ class GraphStrategy(GroupCollectives):
             )
         self._check_data(dataloader)
         dataloader.draw_negatives(getattr(self.lightning_module, "num_negatives", None))
-        if self._trainer is not None and dataloader.shuffle:
-            dataloader.epoch = self._trainer.current_epoch  # a resumed run goes on with the order of its next epoch
+        trainer = self._trainer
+        if trainer is not None and dataloader.shuffle:
+            dataloader.clock = lambda: trainer.current_epoch  # a resumed run goes on with the order of its next epoch
         shard = self._shard(dataloader.store)
         return self.batches(shard, dataloader)
 

@@ -31,6 +31,12 @@ class EdgeList:
     def __len__(self) -> int:
         return self.heads.numel()
 
+    @classmethod
+    def empty(cls) -> EdgeList:
+        """No edges."""
+        none = torch.empty(0, dtype=torch.int64)
+        return cls(none, none, none, None)
+
     def select(self, rows: Tensor | slice) -> EdgeList:
         """Return some of the edges."""
         weight = None if self.weight is None else self.weight[rows]

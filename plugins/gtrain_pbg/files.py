@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -27,29 +29,57 @@ def file_name(kind: str, partition: int) -> str:
     return f"table-{partition}.{kind}.npy"
 
 
-def write(path: Path, tensor: Tensor) -> None:
-    """Write a tensor as a file, durably.
+class Writing:
+    """A file that is written piece by piece and has its name when it is whole.
+
+    Args:
+        path: the file.
+        shape: of the tensor.
+        dtype: of its numbers.
 
     Raises:
-        DataError: it cannot be written, because the disk is full or for another reason.
+        DataError: of every method, where the disk is full or the file cannot be written for another reason.
     """
-    temporary = path.with_name(path.name + ".part")
-    array = tensor.contiguous().numpy()
-    try:
-        with open(temporary, "wb") as handle:
-            np.lib.format.write_array_header_1_0(
-                handle, {"descr": array.dtype.str, "fortran_order": False, "shape": array.shape}
-            )
-            view = memoryview(array.reshape(-1).view(np.uint8)) if array.size else memoryview(b"")
+
+    def __init__(self, path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._path, self._temporary = path, path.with_name(path.name + ".part")
+        descr = torch.empty(0, dtype=dtype).numpy().dtype.str
+        with self._said():
+            self._handle = open(self._temporary, "wb")  # noqa: SIM115 - closed by done()
+            header = {"descr": descr, "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(self._handle, header)
+
+    def add(self, rows: Tensor) -> None:
+        """Write the next rows."""
+        array = rows.contiguous().numpy()
+        view = array.reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
+        with self._said():
             for begin in range(0, len(view), _BYTES):
-                handle.write(view[begin : begin + _BYTES])
-            handle.flush()
-            os.fsync(handle.fileno())
-            _forget(handle.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise _failed("written", path, error) from error
+                self._handle.write(view[begin : begin + _BYTES])
+
+    def done(self) -> None:
+        """Give the file its name, once the disk has it."""
+        with self._said():
+            self._handle.flush()
+            os.fsync(self._handle.fileno())
+            _forget(self._handle.fileno())
+            self._handle.close()
+            os.replace(self._temporary, self._path)
+
+    @contextmanager
+    def _said(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._temporary.unlink(missing_ok=True)
+            raise _failed("written", self._path, error) from error
+
+
+def write(path: Path, tensor: Tensor) -> None:
+    """Write a tensor as a file, durably; see :class:`Writing`."""
+    writing = Writing(path, tuple(tensor.shape), tensor.dtype)
+    writing.add(tensor)
+    writing.done()
 
 
 def read(path: Path, target: Tensor) -> None:
@@ -69,7 +99,7 @@ def read(path: Path, target: Tensor) -> None:
                     hint="use a checkpoint of the same data, model and strategy.num_partitions.",
                 )
             if array.size:
-                view = memoryview(array.reshape(-1).view(np.uint8))
+                view = array.reshape(-1).view(np.uint8).data
                 at = 0
                 while at < len(view):
                     count = handle.readinto(view[at : at + _BYTES])  # type: ignore[attr-defined]

@@ -122,7 +122,7 @@ class PBGStrategy(GraphStrategy):
                     f"trainer.{key}={found} was set; a step of strategy=pbg applies its gradients at once.",
                     hint=f"leave trainer.{key} out.",
                 )
-        size, recipe = getattr(getattr(trainer, "datamodule", None), "batch_size", None), module.recipe()
+        size, recipe = getattr(getattr(trainer, "datamodule", None), "batch_size", None), module.recipe()  # type: ignore[operator]
         if size is not None and not recipe.all_negs and size > recipe.places and size % recipe.places:
             key = "num_batch_negs" if recipe.num_batch_negs else "num_uniform_negs"
             raise ConfigError(
@@ -291,20 +291,20 @@ class Span:
     """Some batches of one bucket, what Lightning takes for one.
 
     Attributes:
-        visit: the bucket.
+        visit: the bucket; None: an epoch begins, and there is nothing to train yet.
         first, last: whether a worker's training of the bucket begins, and ends, with it.
         final: whether it is the last of the epoch.
         batches: the edges.
         held: edges that are held back.
     """
 
-    def __init__(self, visit: Visit, batches: list[EdgeList], held: EdgeList) -> None:
+    def __init__(self, visit: Visit | None, batches: list[EdgeList], held: EdgeList) -> None:
         self.visit, self.batches, self.held = visit, batches, held
         self.first = self.last = self.final = False
 
 
 class Spans:
-    """An epoch of one worker: at least one span for each bucket, perhaps without edges.
+    """An epoch of one worker: one span to begin with, and at least one for each bucket, perhaps without edges.
 
     Args:
         strategy: the strategy.
@@ -316,6 +316,7 @@ class Spans:
         self._strategy, self._edges, self._batch_size = strategy, edges, batch_size
 
     def __iter__(self) -> Iterator[Span]:
+        yield Span(None, [], EdgeList.empty())  # Lightning asks for one before a resumed run knows its epoch
         strategy, seed = self._strategy, self._edges.seed
         trainer, recipe = strategy._trainer, strategy._recipe
         assert trainer is not None and recipe is not None
@@ -356,9 +357,11 @@ class Trainee:
 
     def train(self, span: Span) -> tuple[float, float]:
         """Train on a span; return the weighted sum of the losses, and of the weights."""
-        if span.first:
-            self._enter(span.visit)
         visit = span.visit
+        if visit is None:
+            return 0.0, 0.0
+        if span.first:
+            self._enter(visit)
         heads, tails = (self._table.rows(slot, part) for slot, part in zip(visit.slots, visit.bucket, strict=True))
         if span.first:
             self._held[0] += self._score(span.held, heads, tails)
@@ -376,7 +379,7 @@ class Trainee:
                 )
             total, weight = total + lost, weight + counted
         if span.last:
-            self._leave(span)
+            self._leave(visit, span.final)
             self._held += torch.tensor([0.0, self._score(span.held, heads, tails), 2.0 * len(span.held)])
             self._strategy.group.barrier()
         return total, weight
@@ -396,9 +399,7 @@ class Trainee:
         generator, found = torch.Generator().manual_seed(0), 0.0
         for begin in range(0, len(edges), HELD):
             some = edges.select(slice(begin, begin + HELD))
-            drawn = [
-                rows.value[torch.randint(len(rows.value), (HELD,), generator=generator)] for rows in (heads, tails)
-            ]
+            drawn = [rows.value[torch.randperm(len(rows.value), generator=generator)[:HELD]] for rows in (heads, tails)]
             with torch.no_grad():
                 ranks = module.sampled_ranks(
                     heads.value[some.heads], some.relation, tails.value[some.tails], torch.cat(drawn)
@@ -427,10 +428,10 @@ class Trainee:
         group.barrier()
         self._under_way = self._table.swap(visit.during)
 
-    def _leave(self, span: Span) -> None:
-        self._table.trained(span.visit.bucket)
+    def _leave(self, visit: Visit, final: bool) -> None:
+        self._table.trained(visit.bucket)
         self._strategy.group.barrier()
-        if span.final:
+        if final:
             self._finish()
 
     def _finish(self) -> None:

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 
 from gtrain_pbg.order import Bucket
 
+SOON = 4
+"""A partition that is needed again within so many buckets does not make room for one that would only come early."""
+
 
 @dataclass(frozen=True)
 class Swap:
@@ -79,7 +82,7 @@ class Buffer:
         """Bring partitions in, as far as there is room without those that are wanted or must be kept."""
         swaps = []
         for partition in sorted(wanted - set(self.place)):
-            slot, out = self._room(wanted | kept, needed, at)
+            slot, out = self._room(wanted | kept, needed, at, early=bool(kept))
             if slot is None:
                 break
             if out is not None:
@@ -88,7 +91,7 @@ class Buffer:
             swaps.append(Swap(slot, out, partition))
         return swaps
 
-    def _room(self, held: set[int], needed: list[set[int]], at: int) -> tuple[int | None, int | None]:
+    def _room(self, held: set[int], needed: list[set[int]], at: int, early: bool) -> tuple[int | None, int | None]:
         free = sorted(set(range(self.slots)) - set(self.place.values()))
         if free:
             return free[0], None
@@ -100,4 +103,6 @@ class Buffer:
             return next((n for n in range(at, len(needed)) if partition in needed[n]), len(needed))
 
         out = max(others, key=lambda partition: (next_use(partition), partition))
+        if early and next_use(out) < at + SOON:
+            return None, None
         return self.place[out], out

@@ -104,25 +104,28 @@ class PartitionedTable:
             start: what the optimizer's state begins with.
         """
         self.place_first()
-        counts = [0] * self.partitions.count
-        pending: dict[int, list[Tensor]] = {p: [] for p in range(self.partitions.count) if p not in self.buffer.place}
+        away = [p for p in range(self.partitions.count) if p not in self.buffer.place]
+        if away:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        size, width = self.partitions.size, self.spec.dim
+        writing = {p: files.Writing(self._path(files.ROWS, p), (size(p), width), self.dtype) for p in away}
         for begin in range(0, self.spec.rows, INIT_ROWS):
-            made = self.spec.initial(begin, min(begin + INIT_ROWS, self.spec.rows)).to(self.dtype)
+            end = min(begin + INIT_ROWS, self.spec.rows)
+            made = self.spec.initial(begin, end).to(self.dtype)
             for partition, orig_id in enumerate(self.partitions.orig_id):
-                low, high = torch.searchsorted(orig_id, torch.tensor([begin, begin + INIT_ROWS])).tolist()
+                low, high = torch.searchsorted(orig_id, torch.tensor([begin, end])).tolist()
                 some = made[orig_id[low:high] - begin]
-                if partition in self.buffer.place:
-                    self._slot("rows", partition)[low:high] = some
+                if partition in writing:
+                    writing[partition].add(some)
                 else:
-                    pending[partition].append(some)
-                counts[partition] = high
-        for partition in self.buffer.place:
-            self._slot("state", partition).fill_(start)
-        for partition, pieces in pending.items():
-            rows = torch.cat(pieces) if pieces else torch.empty(0, self.spec.dim, dtype=self.dtype)
-            self._write(partition, rows, rows.new_full((len(rows), self._state_width), start))
-            pieces.clear()
-        assert counts == [self.partitions.size(p) for p in range(self.partitions.count)]
+                    self._slot(files.ROWS, partition)[low:high] = some
+        for partition in range(self.partitions.count):
+            if partition in writing:
+                writing[partition].done()
+                state = torch.full((size(partition), self._state_width), start, dtype=self.dtype)
+                files.write(self._path(files.STATE, partition), state)
+            else:
+                self._slot(files.STATE, partition).fill_(start)
         self._changed = set(self.buffer.place)
 
     def place_first(self) -> None:

@@ -12,7 +12,7 @@ backend = Backend(
     config="gtrain_ps.config:PsConfig",
     strategy="gtrain_ps.strategy:PsStrategy",
     conf="gtrain_ps.conf",
-    serves=frozenset({"sparse", "embedding", "message-passing", "per-node"}),
+    serves=frozenset({"sparse", "embedding", "message-passing"}),
     refusal="it keeps tables of gtrain.nn on servers",
     roles={
         "parameter": Role(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -54,16 +54,17 @@ class RowSource:
 
     Args:
         table: the rows.
+        names: which of ``y`` and ``orig_id`` a batch is to have.
     """
 
-    def __init__(self, table: RowTable) -> None:
-        self._table = table
+    def __init__(self, table: RowTable, names: Sequence[str] = ("y",)) -> None:
+        self._table, self._names = table, names
 
     def seeds(self, loader: SeedLoader) -> Tensor:
         return self._table.rows_of(loader.split)
 
     def batch(self, seeds: Any, chosen: Tensor, epoch: int) -> Batch:
-        return self._table.batch(seeds[chosen])
+        return self._table.batch(seeds[chosen], self._names)
 
 
 class Shares:
@@ -98,8 +99,7 @@ class Shares:
 
     def __iter__(self) -> Iterator[Batch]:
         loader = self._loader
-        epoch = loader.epoch
-        loader.epoch += 1
+        epoch = loader.next_epoch()
         if self._seeds is None:
             self._seeds = self._source.seeds(loader)
         steps = enumerate(chunks(loader, len(self._seeds), epoch))

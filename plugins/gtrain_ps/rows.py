@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,9 +38,11 @@ class RowTable:
     """
 
     def __init__(self, store: Store, dtype: torch.dtype) -> None:
-        self._store, self._dtype = store, dtype
+        self._store, self._kind = store, torch.empty(0, dtype=dtype).numpy().dtype
         self._parts = [_open(store, part) for part in range(store.num_parts)]
         self._offsets = store.offsets
+        ends = self._offsets.tolist()
+        self._spans = list(zip(ends[:-1], ends[1:], self._parts, strict=True))
 
     def rows_of(self, split: str) -> Tensor:
         """Global ids of a split's rows, in the order of the source data, int64.
@@ -60,50 +63,43 @@ class RowTable:
         rows = torch.cat(found)
         return rows if len(found) == 1 and split != "predict" else rows[torch.argsort(torch.cat(places))]
 
-    def batch(self, rows: Tensor) -> Data:
+    def batch(self, rows: Tensor, names: Sequence[str] = ("y",)) -> Data:
         """Some rows as a batch.
 
         Args:
             rows: int64 ``[m]``, global ids.
+            names: which of ``y`` and ``orig_id`` it is to have, where the store has them.
 
         Returns:
-            A ``Data`` of m nodes, all of them seeds, with ``x`` as a :class:`~gtrain.nn.Csr`, ``y``, ``orig_id`` and
-            ``n_id``.
+            A ``Data`` of m nodes, all of them seeds, with ``x`` as a :class:`~gtrain.nn.Csr`, ``n_id`` and ``names``.
         """
-        count = rows.numel()
-        owner = None if len(self._parts) == 1 else torch.searchsorted(self._offsets, rows, right=True) - 1
-        chosen = []
-        lengths = np.zeros(count, np.int64)
-        for part, opened in enumerate(self._parts):
-            mine = rows.numpy() if owner is None else np.where(owner.numpy() == part, rows - self._offsets[part], -1)
-            here = slice(None) if owner is None else mine >= 0
-            lengths[here] = opened.starts[mine[here] + 1] - opened.starts[mine[here]]
-            chosen.append(mine)
+        count, chosen = rows.numel(), rows.numpy()
+        lengths = np.empty(count, np.int64)
+        for low, high, part in self._spans:
+            kernels.measure_rows(chosen, low, high, part.starts, lengths)
         offsets = np.zeros(count + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
-        kind = torch.empty(0, dtype=self._dtype).numpy().dtype
-        ids, values = np.empty(offsets[-1], np.int32), np.empty(offsets[-1], kind)
-        for mine, opened in zip(chosen, self._parts, strict=True):
-            kernels.copy_rows(mine, opened.starts, opened.ids, opened.values, offsets[:-1], ids, values)
-        everything = torch.arange(count)
-        made = Data(num_nodes=count, seeds=everything, batch_size=count, n_id=rows)
+        ids, values = np.empty(offsets[-1], np.int32), np.empty(offsets[-1], self._kind)
+        for low, high, part in self._spans:
+            kernels.copy_rows(chosen, low, high, part.starts, part.ids, part.values, offsets, ids, values)
+        made = Data(num_nodes=count, seeds=torch.arange(count), batch_size=count, n_id=rows)
         made.x = Csr(torch.from_numpy(ids), torch.from_numpy(values), torch.from_numpy(offsets))
-        for name in ("y", "orig_id"):
-            gathered = self._gather(name, rows, owner)
+        for name in names:
+            gathered = self._gather(name, rows)
             if gathered is not None:
                 made[name] = gathered
         return made
 
-    def _gather(self, name: str, rows: Tensor, owner: Tensor | None) -> Tensor | None:
+    def _gather(self, name: str, rows: Tensor) -> Tensor | None:
         pieces = [getattr(part, name) for part in self._parts]
         if pieces[0] is None:
             return None
-        if owner is None:
+        if len(pieces) == 1:
             return pieces[0][rows]
         out = pieces[0].new_empty((len(rows), *pieces[0].shape[1:]))
-        for part, piece in enumerate(pieces):
-            mine = owner == part
-            out[mine] = piece[rows[mine] - self._offsets[part]]
+        for (low, high, _), piece in zip(self._spans, pieces, strict=True):
+            mine = (rows >= low) & (rows < high)
+            out[mine] = piece[rows[mine] - low]
         return out
 
 

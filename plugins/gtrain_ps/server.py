@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from typing import Any
@@ -26,6 +27,8 @@ def main(context: ServerContext) -> None:
     """Serve until asked to end."""
     settings, trainer = PsConfig(**context.config["strategy"]), context.config["trainer"]
     place = context.run_dir / f"parameter-{context.slot.rank}.memory"
+    if not context.restarts:
+        place.unlink(missing_ok=True)  # of an earlier job in the same folder
     region = LastingRegion(place) if settings.durability == "process" else Region()
     engine = Engine(trainer["num_nodes"] * trainer["devices"], settings.lag, region)
     handlers = Handlers(engine, context.slot.rank)
@@ -53,6 +56,7 @@ class Handlers:
     def __init__(self, engine: Engine, server: int) -> None:
         self.engine, self.server = engine, server
         self._placements: dict[str, Placement] = {}
+        self._said, self._rules = "", dict[str, Any]()
         for key, noted in engine.region.notes.get("tables", {}).items():
             self._block_of(key, Placement(**noted["placement"]), DTYPES[noted["dtype"]])
 
@@ -98,8 +102,9 @@ class Handlers:
         fields, tensors = message.fields, message.tensors
         count = len(fields["calls"])
         rest: Tensor | None = tensors[count] if len(tensors) > count else None
-        rules = {name: (rule, settings) for name, (rule, settings) in fields["rules"].items()}
-        said = (fields["step"], fields["weight"], fields["scale"], fields["calls"], tensors[:count], rules, rest)
+        if fields["rules"] != self._said:  # the same text, most of the time
+            self._said, self._rules = fields["rules"], json.loads(fields["rules"])
+        said = (fields["step"], fields["weight"], fields["scale"], fields["calls"], tensors[:count], self._rules, rest)
         return self.engine.commit(Commit(_rank(caller), *said))
 
     def read(self, message: Message, caller: Caller) -> Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -41,8 +42,7 @@ def send_step(
             for server, piece in home.pieces(ticket, gradient):
                 calls[server].append(ticket.call)
                 tensors[server].append(piece)
-    listed = {name: list(rule) for name, rule in rules.items()}
-    said = {"step": servers.step, "weight": weight[0], "scale": weight[1], "rules": listed}
+    said = {"step": servers.step, "weight": weight[0], "scale": weight[1], "rules": json.dumps(rules)}
     pieces = None if rest is None else rest.tensor_split(len(servers))
     sent = []
     for server in range(len(servers)):

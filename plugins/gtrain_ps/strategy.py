@@ -103,7 +103,8 @@ class PsStrategy(GraphStrategy):
 
     def open_shard(self, store: Store) -> Source:
         if is_rows(store) and self._takes_rows is not None:
-            return RowSource(RowTable(store, self.dtype))
+            predicts = self._trainer is not None and self._trainer.predicting
+            return RowSource(RowTable(store, self.dtype), ("y", "orig_id") if predicts else ("y",))
         whole = load_whole_hetero(store) if store.is_hetero else load_whole(store)
         if isinstance(whole, GraphShard):
             return WholeGraph(graph_batch(whole, self.dtype))

@@ -75,8 +75,7 @@ class SampledBatches:
         return num_steps(self._source.total, self._loader.batch_size)
 
     def __iter__(self) -> Iterator[Data | HeteroData]:
-        self._epoch = self._loader.epoch
-        self._loader.epoch += 1
+        self._epoch = self._loader.next_epoch()
         self._handed_out, self._skip = self._skip, 0
         pipeline = Pipeline(
             Stages(self._sample, self._begin, self._finish),

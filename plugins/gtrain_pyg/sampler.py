@@ -21,6 +21,7 @@ from gtrain_pyg.service import Peers
 from gtrain_pyg.structure import Structure
 from gtrain_pyg.subgraph import Subgraph
 from gtrain_pyg.tables import Tables
+from gtrain_pyg.warm import load_kernels
 
 __all__ = ["DistributedSampler", "Subgraph"]
 
@@ -52,7 +53,9 @@ class DistributedSampler:
         self._structure, self._pool, self._seed = structure, pool, seed
         fan_out = options.fan_out(structure.edge_types)
         self._counts = [{kind: fan_out[kind][hop] for kind in fan_out} for hop in range(options.num_hops)]
-        self._hops = HopSampler(structure, peers, pool, structure.graph(Needs.of(options)))
+        graph = structure.graph(Needs.of(options))
+        self._hops = HopSampler(structure, peers, pool, graph)
+        load_kernels(structure, graph, options)
         bidirectional = options.subgraph_type == "bidirectional"
         self._bidirectional = Bidirectional(structure.edge_types) if bidirectional else None
         self._threads = threading.local()

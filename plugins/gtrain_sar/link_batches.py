@@ -27,8 +27,7 @@ class LinkBatches:
         return 1
 
     def __iter__(self) -> Iterator[Data | HeteroData]:
-        epoch = self._loader.epoch
-        self._loader.epoch += 1
+        epoch = self._loader.next_epoch()
         if self._loader.split == "train":
             yield self._edges.batch(self._graph, epoch)
             return

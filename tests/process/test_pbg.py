@@ -56,44 +56,42 @@ def test_four_partitions_train_what_one_does(tmp_path: Path) -> None:
               "strategy.bucket_order=sequential", "trainer.precision=64-true", "trainer.max_epochs=3",
               *QUIET]  # fmt: skip
     four = ["strategy.num_partitions=4", "data.partitioner=file", f"data.partition_path={tmp_path / 'parts.npy'}"]
-    runs = {}
-    for name, more in {
-        "one": [],
-        "four": four,
-        "disk": [*four, "strategy.buffer_partitions=2"],
-        "ahead": [*four, "strategy.buffer_partitions=3"],
-    }.items():
-        ok(gtrain(*common, *more, f"hydra.run.dir={tmp_path / name}", cwd=tmp_path, timeout=280))
-        runs[name] = summary(tmp_path / name)
-    for name in ("four", "disk", "ahead"):
-        for mine, theirs in zip(runs[name]["history"], runs["one"]["history"], strict=True):
+    ok(gtrain(*common, f"hydra.run.dir={tmp_path / 'one'}", cwd=tmp_path, timeout=280))
+    sweep = ["strategy.buffer_partitions=2,3,4", f"hydra.sweep.dir={tmp_path / 'four'}"]
+    ok(gtrain("--multirun", *common, *four, *sweep, cwd=tmp_path, timeout=280))
+    one = summary(tmp_path / "one")
+    for job in ("0", "1", "2"):
+        run = summary(tmp_path / "four" / job)
+        for mine, theirs in zip(run["history"], one["history"], strict=True):
             for key in ("train/loss", "val/mrr", "val/hits@10"):
-                assert mine[key] == pytest.approx(theirs[key], rel=1e-9), (name, key)
-        assert runs[name]["metrics"]["test/mrr"] == pytest.approx(runs["one"]["metrics"]["test/mrr"], rel=1e-9)
+                assert mine[key] == pytest.approx(theirs[key], rel=1e-9), (job, key)
+        assert run["metrics"]["test/mrr"] == pytest.approx(one["metrics"]["test/mrr"], rel=1e-9)
 
 
 def test_workers_on_disk_learn_go_on_and_export(tmp_path: Path) -> None:
     """Two workers, four partitions of which three are in memory; then the run goes on in another folder."""
     several = ["trainer.devices=2", "strategy.num_partitions=4", "strategy.buffer_partitions=3",
                "strategy.num_edge_chunks=2", "strategy.bucket_order=beta", "data.batch_size=100"]  # fmt: skip
-    first = train(tmp_path, "a", *several, "trainer.max_epochs=6")
+    first = train(tmp_path, "a", *several, "trainer.max_epochs=6", "strategy.eval_fraction=0.1")
     assert first["world_size"] == 2 and first["store"]["parts"] == 4
     assert losses(first)[-1] < 0.9 * losses(first)[0]
+    held = [(epoch["train/held_out_mrr_before"], epoch["train/held_out_mrr"]) for epoch in first["history"]]
+    assert held[-1][1] > 1.5 * held[0][0]  # what is learned holds for edges that were held back
     checkpoint = tmp_path / "a" / "checkpoints" / "last.ckpt"
     second = train(tmp_path, "b", *several, "trainer.max_epochs=8", f"ckpt_path={checkpoint}")
     assert [epoch["epoch"] for epoch in second["history"]] == [6, 7]
-    assert losses(second)[0] < losses(first)[-1]
+    assert losses(second)[0] < 0.8 * losses(first)[0]  # the two workers' order is never the same
     arguments = ["strategy=pbg", *SMALL, *QUIET, *several, f"ckpt_path={checkpoint}"]
-    found = {}
-    for fmt in ("npy", "parquet", "tsv", "pbg_hdf5"):
-        ok(gtrain("export", *arguments, f"format={fmt}", f"output={tmp_path / f'out.{fmt}'}", cwd=tmp_path))
-    found["npy"] = np.load(tmp_path / "out.npy")
-    table = pq.read_table(tmp_path / "out.parquet")
+    sweep = ["format=npy,parquet,tsv,pbg_hdf5", f"hydra.sweep.dir={tmp_path / 'out'}"]
+    ok(gtrain("--multirun", "export", *arguments, *sweep, cwd=tmp_path, timeout=280))
+    out = tmp_path / "out"
+    found = {"npy": np.load(out / "0" / "embeddings.npy")}
+    table = pq.read_table(out / "1" / "embeddings.parquet")
     found["parquet"] = np.array(table["values"].to_pylist(), dtype=np.float32)
-    lines = [line.split("\t") for line in (tmp_path / "out.tsv").read_text().splitlines()]
+    lines = [line.split("\t") for line in (out / "2" / "embeddings.tsv").read_text().splitlines()]
     found["tsv"] = np.array([line[1:] for line in lines], dtype=np.float32)
     h5py = pytest.importorskip("h5py", reason="gtrain[hdf5] is not installed")
-    folder = tmp_path / "out.pbg_hdf5"
+    folder = out / "3" / "embeddings.pbg_hdf5"
     with h5py.File(folder / "embeddings_node_0.v1.h5") as file:
         found["pbg_hdf5"] = file["embeddings"][...]
     names = [f"entity_{entity}" for entity in range(120)]
@@ -120,11 +118,8 @@ def test_what_does_not_suit_is_said_in_a_sentence(tmp_path: Path) -> None:
         (["trainer.num_nodes=2"], "trains on one machine"),
         (["data.num_parts=3"], "strategy.num_partitions=1"),
         (["data.batch_size=210"], "210 = 4 * 50 + 10"),
-        (["model.dimension=15"], "15 / 2 = 7.5"),
         (["model.optimizer._target_=torch.optim.Adam"], "RowwiseAdagrad"),
         (["model.sparse_optimizer.lr=1e38"], "no numbers|is nan|is inf"),
-        (["trainer.gradient_clip_val=1"], "gradient_clip_val"),
-        (["model=link_sage"], "does not serve"),
     ):
         result = gtrain("strategy=pbg", *SMALL, *QUIET, "trainer.max_epochs=3", *overrides, cwd=tmp_path)
         said = result.stdout + result.stderr

@@ -14,7 +14,10 @@ STEPS = ("model=sparse", "model.hidden_channels=8", "data.train_fraction=0.8", "
 SETTINGS = ("callbacks=none", "logger=none", "trainer.limit_test_batches=0", "trainer.max_epochs=10")
 SMALL = (*ROWS, *STEPS, "data.batch_size=65", *SETTINGS)  # 5 steps an epoch, 65 rows and 60 in the last
 OPTIMIZERS = {
-    "SGD": ("model.sparse_optimizer.lr=0.5",),
+    "SGD": (
+        "model.sparse_optimizer.lr=0.5",
+        "model.scheduler={_target_:torch.optim.lr_scheduler.StepLR,step_size:2,gamma:0.5}",
+    ),
     "Adagrad": ("model.sparse_optimizer.lr=0.05", "model.sparse_optimizer.weight_decay=0.001"),
     "RowwiseAdagrad": ("model.sparse_optimizer.lr=0.05",),
     "LazyAdam": ("model.sparse_optimizer.lr=0.01",),

@@ -7,14 +7,13 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import jsonschema
 import pytest
 import torch
 from forked import Program, gtrain, python
-from helpers import REPO, alive, ok, summary, until
+from helpers import REPO, alive, descendants, ok, summary, until
 
 ASSETS = REPO / "tests" / "assets"
 FOUND = {"PYTHONPATH": str(ASSETS / "counting")}
@@ -163,7 +162,7 @@ def test_what_is_killed_under_torchrun_takes_the_servers_with_it(victim: str, tm
     job = Program(*command, cwd=tmp_path, env=FOUND)
     until(lambda: counted_at_all(tmp_path / "run"), 60, tmp_path)
     server = int((tmp_path / "run" / "counter-0.pid").read_text())
-    family = [pid for pid in descendants(job.pid) if pid != job.pid]
+    family = descendants(job.pid)
     assert server in family and len(family) == 4  # two ranks, the keeper, the counter
     os.kill(server if victim == "counter" else job.pid, signal.SIGKILL)
     done = job.end(timeout=40)
@@ -222,14 +221,6 @@ def together(commands: list[list[str]], cwd: Path) -> list[str]:
     finally:
         for job in jobs:
             job.kill()
-
-
-def descendants(pid: int) -> Iterator[int]:
-    """A process and all below it."""
-    yield pid
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in children.read_text().split():
-            yield from descendants(int(child))
 
 
 def counted_at_all(run_dir: Path) -> bool:

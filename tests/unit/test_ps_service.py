@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gtrain.errors import DataError
 from gtrain.nn import Adagrad, Csr, Embedding, LazyAdam, RowwiseAdagrad, SparseLinear, select_rows
 from gtrain.wire import Client, Server
+from gtrain_ps.costs import Load, Plan
 from gtrain_ps.engine import Engine
 from gtrain_ps.home import ServedHome
 from gtrain_ps.memory import Region
@@ -281,3 +282,28 @@ def test_half_the_bytes_of_numbers_with_bfloat16(services: Any) -> None:
     (exact, full), (rounded, half) = answers.values()
     assert 0.5 < half / full < 0.51
     torch.testing.assert_close(rounded, exact, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (1, 4), (2, 2)])
+def test_bytes_of_a_step_are_within_a_twentieth_of_the_formula(services: Any, shape: tuple[int, int]) -> None:
+    """Headers and all, for a step of 3 MB."""
+    started, rows, width = services(4, 1), 1000, 64
+    generator = torch.Generator().manual_seed(0)
+    batch = Csr(
+        torch.randint(0, 5000, (rows * 60,), generator=generator),
+        torch.randn(rows * 60, generator=generator),
+        torch.arange(0, rows * 60 + 1, 60),
+    )
+    with ExitStack() as stack:
+        where = [f"ipc://{service.socket.getsockname()}" for service in started]
+        clients = [stack.enter_context(Client(address, peer="parameter", name="rank 0")) for address in where]
+        servers, layer = ParameterServers(clients, lasting=True), SparseLinear(5000, width)
+        home = ServedHome("wide", layer.table, Placement(5000, width, *shape), servers, *[torch.float32] * 2, False)
+        home.open()
+        layer.move(home)
+        before = sum(client.counters.bytes_sent + client.counters.bytes_received for client in clients)
+        layer(batch).sum().backward()
+        for asked in send_step(servers, [home], {"wide": ("sgd", {"lr": 0.1})}, (1.0, 1.0), torch.zeros(8)):
+            asked.result()
+        spent = sum(client.counters.bytes_sent + client.counters.bytes_received for client in clients) - before
+    assert 1.0 < spent / Plan("ship", *shape).nbytes(Load(rows * 60, 0, rows), width, 4, 4) < 1.05

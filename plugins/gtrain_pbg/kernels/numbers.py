@@ -98,13 +98,39 @@ def exponentials(x: Any, less: Any, count: int) -> None:
         x[i] = exponential(x[i] - less)
 
 
-@njit(cache=True, nogil=True, fastmath={"nnan", "nsz", "reassoc"})
+def ordered(x: Any) -> Any:
+    """The bits of numbers as integers, which vectors find the largest of; see :func:`largest`."""
+    raise NotImplementedError("compiled only")
+
+
+def _ordered_single(x: Any) -> Any:
+    return x.view(np.int32)
+
+
+def _ordered_double(x: Any) -> Any:
+    return x.view(np.int64)
+
+
+@overload(ordered)
+def _typed_ordered(x: Any) -> Any:
+    return _ordered_single if x.dtype is types.float32 else _ordered_double
+
+
+@njit(cache=True, nogil=True)
 def largest(x: Any, count: int) -> Any:
-    """The largest of the first numbers."""
-    found = x[0]
+    """The largest of the first numbers.
+
+    Integers from the bits of two numbers are in the same order, once those with a sign have the other bits turned over.
+    """
+    bits = ordered(x)
+    shift, rest = bits.dtype.type(8 * bits.itemsize - 1), bits.dtype.type(np.iinfo(bits.dtype).max)
+    found = bits.dtype.type(np.iinfo(bits.dtype).min)
     for i in range(count):
-        found = x[i] if x[i] > found else found
-    return found
+        key = bits.dtype.type(bits[i] ^ ((bits[i] >> shift) & rest))
+        found = key if key > found else found
+    place = np.empty(1, bits.dtype)
+    place[0] = found ^ ((found >> shift) & rest)
+    return place.view(x.dtype)[0]
 
 
 @njit(cache=True, nogil=True, fastmath=LOOSE)

@@ -75,8 +75,8 @@ class Weights:
 
     def update(self, touched: Floats, count: int, rule: UpdateRule) -> None:
         """Apply the gradients of these relations."""
-        arrays = (tensor.view(len(tensor), -1).numpy() for tensor in (self.gradient, self.value, self.state))
-        updates.update_rows(touched, count, *arrays, *rule.numbers)
+        gradient, value, state = (t.view(len(t), -1).numpy() for t in (self.gradient, self.value, self.state))
+        updates.update_rows(touched, count, gradient, value, state, *rule.numbers)
 
 
 class RelationOperator:
@@ -161,16 +161,19 @@ class RelationOperator:
         nothing: Any = np.empty((1, 1), dtype=sides[0].numpy().dtype)
         a, b = (w.value.numpy() for w in self._pair[:2]) if with_relation else (nothing, nothing)
         by_a, by_b = (w.gradient.numpy() for w in self._pair[:2]) if with_relation else (nothing, nothing)
+        (heads, tails), (by_heads, by_tails) = sides, by_rows
         found: float = kernels.regularize(
             complex_numbers,
-            *(side.numpy() for side in sides),
+            heads.numpy(),
+            tails.numpy(),
             layout.places,
             layout.uniform,
             relation.numpy(),
             weight.numpy(),
             a,
             b,
-            *(rows.numpy() for rows in by_rows),
+            by_heads.numpy(),
+            by_tails.numpy(),
             by_a,
             by_b,
             with_rows,

@@ -186,9 +186,9 @@ class SideScores:
             candidates.sums.index_add_(0, layout.spots, product)
 
 
-def compact(work: Workspace, layout: Layout, operand: Operand) -> Tensor:
+def compact(work: Workspace, layout: Layout, operand: Operand, name: str = "compact") -> Tensor:
     """Rows of an operand by edge, ``[B, D]``."""
     if not operand.spread:
         return operand.rows
-    found = work.take("compact", layout.edges, operand.rows.size(1))
+    found = work.take(name, layout.edges, operand.rows.size(1))
     return torch.index_select(operand.rows, 0, layout.spots, out=found)

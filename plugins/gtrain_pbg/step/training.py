@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,7 +138,8 @@ class TrainingStep:
             )
         ]
         head, tail = (
-            self._fetch(name, *rest) for name, *rest in zip(("heads", "tails"), tables, ids, layouts, strict=True)
+            self._fetch(name, table, rows, layout)
+            for name, table, rows, layout in zip(("heads", "tails"), tables, ids, layouts, strict=True)
         )
         by_edge: list[Tensor | None] = [None, None]
         by_row: list[Tensor | None] = [None, None]
@@ -217,8 +219,8 @@ class TrainingStep:
             by_asked = self._finished("query 1", query, tail_layout, of_query=True)
             by_row[0] = self._finished("candidates 0", candidates, head_layout, of_query=False)
         gradient = self._merged(by_moved, by_asked, tail_layout)
-        by_row[1] = self.work.take("by tails", flat.edges, self.recipe.dimension)
-        operator.backward(gradient, tail.rows, flat, relation, by_row[1])
+        by_row[1] = found = self.work.take("by tails", flat.edges, self.recipe.dimension)
+        operator.backward(gradient, tail.rows, flat, relation, found)
         return lost
 
     def _merged(self, by_row: Tensor | None, by_edge: Tensor | None, layout: Layout) -> Tensor:
@@ -355,17 +357,20 @@ class TrainingStep:
         """The N3 norm of the batch; its gradients by rows come on top of ``by_edge``."""
         heavy = self.work.take("n3 weight", len(batch))
         torch.mul(weight, self.recipe.n3, out=heavy)
-        for end in (0, 1):
-            wide = self.work.take(f"n3 {end}", len(batch), self.recipe.dimension)
-            if by_edge[end] is None:
-                wide.zero_()
+        wide = [self.work.take(f"n3 {end}", len(batch), self.recipe.dimension) for end in (0, 1)]
+        for end, given in enumerate(by_edge):
+            if given is None:
+                wide[end].zero_()
             else:
-                kernels.widen(bits(by_edge[end]), wide.numpy())  # type: ignore[arg-type]
-            by_edge[end] = wide
+                kernels.widen(bits(given), wide[end].numpy())
+            by_edge[end] = wide[end]
         operators = [operator for operator in (self._forwards, self._backwards) if operator is not None]
         if not operators:
             operators = [RelationOperator("none", {}, self.work)]
-        rows = [compact(self.work, layouts[0], sides[0]).clone(), compact(self.work, layouts[1], sides[1])]
+        rows = [
+            compact(self.work, *pair, name=f"n3 rows {end}")
+            for end, pair in enumerate(zip(layouts, sides, strict=True))
+        ]
         whole = Layout(len(batch), len(batch), 0)
         found = 0.0
         for number, operator in enumerate(operators):
@@ -374,8 +379,8 @@ class TrainingStep:
                 whole,
                 batch.relation,
                 heavy,
-                tuple(by_edge),
-                with_rows=number == 0,  # type: ignore[arg-type]
+                (wide[0], wide[1]),
+                with_rows=number == 0,
             )
         return found
 
@@ -415,7 +420,7 @@ class TrainingStep:
         for some in ids:
             count = updates.chain(some.numpy(), first, head, after, touched, count)
             first += some.numel()
-        sides = []
+        sides: list[Any] = []
         for end in range(len(ids)):
             sides += [bits(self._or_nothing(by_row[end])), bits(self._or_nothing(by_edge[end])), by_bias[end].numpy()]
         if len(ids) == 1:

@@ -9,15 +9,6 @@ from numba import njit
 
 
 @njit(cache=True, nogil=True)
-def count_rows(starts: Any, ends: Any) -> int:
-    """Entries of all rows."""
-    total = 0
-    for row in range(len(starts)):
-        total += ends[row] - starts[row]
-    return total
-
-
-@njit(cache=True, nogil=True)
 def place_ids(ids: Any, multiplier: int, modulus: int, height: int, block: Any, place: Any) -> int:
     """Find where the rows of ids are.
 
@@ -137,22 +128,37 @@ def first_outside(ids: Any, height: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def copy_rows(chosen: Any, starts: Any, ids: Any, values: Any, begin: Any, ids_out: Any, values_out: Any) -> None:
-    """Copy rows of a CSR matrix, perhaps memory-mapped.
+def measure_rows(chosen: Any, low: int, high: int, starts: Any, lengths: Any) -> None:
+    """Write the entries of those of the chosen rows that are in one part.
 
     Args:
-        chosen: int64 ``[m]``, rows of the matrix; -1: none.
-        starts: ``[N + 1]``, where each row of the matrix begins.
-        ids, values: its entries.
-        begin: int64 ``[m]``, where each chosen row goes to in the results.
+        chosen: int64 ``[m]``, global ids.
+        low, high: the first id of the part, and the first behind it.
+        starts: ``[high - low + 1]``, where each of its rows begins.
+        lengths: int64 ``[m]``.
+    """
+    for index in range(len(chosen)):
+        if low <= chosen[index] < high:
+            row = chosen[index] - low
+            lengths[index] = starts[row + 1] - starts[row]
+
+
+@njit(cache=True, nogil=True)
+def copy_rows(
+    chosen: Any, low: int, high: int, starts: Any, ids: Any, values: Any, begin: Any, ids_out: Any, values_out: Any
+) -> None:
+    """Copy those of the chosen rows that are in one part, which may be memory-mapped.
+
+    Args:
+        chosen, low, high, starts: as in :func:`measure_rows`.
+        ids, values: the part's entries.
+        begin: int64, where each chosen row goes to in the results.
         ids_out, values_out: the results.
     """
     for index in range(len(chosen)):
-        row = chosen[index]
-        if row < 0:
-            continue
-        to = begin[index]
-        for entry in range(starts[row], starts[row + 1]):
-            ids_out[to] = ids[entry]
-            values_out[to] = values[entry]
-            to += 1
+        if low <= chosen[index] < high:
+            row, to = chosen[index] - low, begin[index]
+            for entry in range(starts[row], starts[row + 1]):
+                ids_out[to] = ids[entry]
+                values_out[to] = values[entry]
+                to += 1

@@ -246,6 +246,12 @@ def rowwise_adagrad(
     """``s += sum(g^2) / d; w -= lr * g / (sqrt(s) + eps)``; squares ``[n]``; see :func:`sgd`."""
     width, kind = table.shape[1], table.dtype.type
     lr, wd, small, total = kind(rate), kind(decay), kind(eps), np.empty(width, table.dtype)
+    lengths = np.empty(len(gradient), table.dtype)  # squared: most rows have one entry, and need no sum
+    for index in range(len(gradient)):
+        length = kind(0)
+        for column in range(width):
+            length += gradient[index, column] * gradient[index, column]
+        lengths[index] = length
     for index in range(found):
         ahead = unique[min(index + _AHEAD, found - 1)]
         prefetch_row(table, ahead)
@@ -255,7 +261,14 @@ def rowwise_adagrad(
         row = unique[index]
         if safe and applied[row] == step:
             continue
-        norm = sum_row(starts[index], starts[index + 1], row_of, entry_of, values, weighted, gradient, total)
+        begin = starts[index]
+        alone = starts[index + 1] == begin + 1 and wd == 0
+        if alone:
+            first = row_of[begin]
+            u = values[entry_of[begin]] if weighted else kind(1)
+            norm = u * u * lengths[first]
+        else:
+            norm = sum_row(begin, starts[index + 1], row_of, entry_of, values, weighted, gradient, total)
         if norm == 0:
             continue
         if safe:
@@ -269,8 +282,13 @@ def rowwise_adagrad(
         s = squares[row] + norm / kind(width)
         squares[row] = s
         factor = lr / (np.sqrt(s) + small)
-        for column in range(width):
-            table[row, column] -= factor * total[column]
+        if alone:
+            factor *= u
+            for column in range(width):
+                table[row, column] -= factor * gradient[first, column]
+        else:
+            for column in range(width):
+                table[row, column] -= factor * total[column]
         if safe:
             end_row(row, step, applied)
 

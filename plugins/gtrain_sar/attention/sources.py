@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gtrain_sar.attention.fused import AttentionBackward
 
 _SPREAD = 60.0  # exp(2 * _SPREAD) would overflow float32
-_MOST_ROWS = 1 << 15  # of a message: it is held twice, as it leaves and as it arrives
+_MOST_ROWS = 1 << 14  # of a message: it is held twice, as it leaves and as it arrives
 
 
 @dataclass
