@@ -77,7 +77,7 @@ def _data_module(config: dict[str, Any], ranks: int) -> GraphDataModule:
             f"data._target_={config['data']['_target_']} is no GraphDataModule.",
             hint="subclass gtrain.GraphDataModule.",
         )
-    module.buckets = buckets
+    module.edge_buckets = buckets
     return module
 
 

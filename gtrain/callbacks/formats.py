@@ -22,12 +22,12 @@ Rows = NDArray[np.float32]
 Writer = Callable[[Path, Rows, Names | None, str], None]
 
 
-def blocks(values: Rows, names: Names | None) -> Iterator[tuple[Any, Rows]]:
+def blocks(values: Rows, names: Names | None) -> Iterator[tuple[list[Any], Rows]]:
     """Yield ids (names, where there are names, else numbers) and rows, some at a time."""
     for first in range(0, len(values), ROWS):
         block = np.ascontiguousarray(values[first : first + ROWS])
         ids = np.arange(first, first + len(block))
-        yield ids if names is None else names.decode(torch.from_numpy(ids)), block
+        yield ids.tolist() if names is None else names.decode(torch.from_numpy(ids)), block
 
 
 def write_parquet(path: Path, values: Rows, names: Names | None, kind: str, *, classes: bool = False) -> None:
@@ -56,7 +56,7 @@ def write_tsv(path: Path, values: Rows, names: Names | None, kind: str) -> None:
     """Write a line for each node: its name or id, then its numbers, separated by tabs. As :func:`write_parquet`."""
     with open(path, "w", encoding="utf-8") as handle:
         for ids, block in blocks(values, names):
-            for name, row in zip(ids.tolist(), block, strict=True):
+            for name, row in zip(ids, block, strict=True):
                 numbers = "\t".join(f"{value:.9g}" for value in row.tolist())
                 handle.write(f"{name}\t{numbers}\n")
 
@@ -81,7 +81,7 @@ def write_hdf5(path: Path, values: Rows, names: Names | None, kind: str) -> None
             target[first : first + len(block)] = block
             first += len(block)
     (path / f"entity_count_{kind}_0.txt").write_text(f"{len(values)}\n")
-    every = [str(name) for ids, _ in blocks(values[:, :1], names) for name in ids.tolist()]
+    every = [str(name) for ids, _ in blocks(values[:, :1], names) for name in ids]
     (path / f"entity_names_{kind}_0.json").write_text(json.dumps(every))
 
 

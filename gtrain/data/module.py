@@ -107,7 +107,7 @@ class GraphDataModule(pl.LightningDataModule):
     """
 
     name: str = "graph"
-    buckets: bool = False
+    edge_buckets: bool = False
     """Whether the store holds the edges once more by pairs of parts, for strategies that train in buckets."""
 
     def __init__(
@@ -328,7 +328,7 @@ class GraphDataModule(pl.LightningDataModule):
         else:
             partition["seed"] = self.seed
         return {
-            **({"buckets": True} if self.buckets else {}),
+            **({"buckets": True} if self.edge_buckets else {}),
             "format": FORMAT,
             "name": self.name,
             "graph": self.identity(),
@@ -361,7 +361,7 @@ class GraphDataModule(pl.LightningDataModule):
             partitioner=self.partitioner,
             seed=self.seed,
             names=self.names(),
-            buckets=self.buckets,
+            buckets=self.edge_buckets,
         )
         log.info("written: the store %s, %d bytes", path, sum(store.manifest.nbytes))
         return store

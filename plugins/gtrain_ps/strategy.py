@@ -358,6 +358,10 @@ class PsStrategy(GraphStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         self._catch_up()
+        if self.settings.lag and self.is_global_zero and self.parameter_servers is not None:
+            said = [answer.fields for answer in self.parameter_servers.everybody("status", {})]
+            products, missed = (sum(fields[name] for fields in said) for name in ("products", "missed"))
+            print(f"products missed {missed / max(1, products):.2f} of the last steps on average", flush=True)
         if self.settings.export is not None:
             self._export(Path(self.settings.export))
 

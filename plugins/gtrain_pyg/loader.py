@@ -18,7 +18,7 @@ from gtrain_pyg.pipeline import Pipeline, Stages
 from gtrain_pyg.rows import Rows, Window
 from gtrain_pyg.sampler import DistributedSampler
 from gtrain_pyg.seeds import SeedSource
-from gtrain_pyg.subgraph import Subgraph
+from gtrain_pyg.subgraph import Array, Subgraph
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,13 @@ class SampledBatches:
         return self._sampler.sample(roots.ids, epoch=step.epoch, batch=step.batch, seed_time=roots.time)
 
     def _begin(self, samples: list[Subgraph]) -> Window:
-        return self._rows.begin([{**sample.node, **sample.edge} for sample in samples])
+        wanted: list[dict[Kind, Array]] = []
+        for sample in samples:
+            ids: dict[Kind, Array] = dict(sample.node.items())
+            for kind, positions in sample.edge.items():
+                ids[kind] = positions
+            wanted.append(ids)
+        return self._rows.begin(wanted)
 
     def _finish(self, step: Step, sample: Subgraph, window: Window, place: int) -> Data | HeteroData:
         rows: dict[Kind, dict[str, Tensor]] = window.batch(place)

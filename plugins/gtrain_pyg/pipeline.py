@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -49,18 +49,18 @@ class Pipeline(Generic[Job, Sample, Rows, Made]):
     ) -> None:
         self._stages, self._threads, self._ahead, self._window = stages, threads, ahead, window
 
-    def run(self, jobs: Iterable[Job]) -> Iterator[Made]:
+    def run(self, jobs: Iterable[Job]) -> Generator[Made]:
         """Yield a batch for each job, in order. What a stage raises is raised here."""
         return self._threaded(jobs) if self._ahead else self._at_once(iter(jobs))
 
-    def _at_once(self, jobs: Iterator[Job]) -> Iterator[Made]:
+    def _at_once(self, jobs: Iterator[Job]) -> Generator[Made]:
         while window := list(itertools.islice(jobs, self._window)):
             samples = [self._stages.sample(job) for job in window]
             rows = self._stages.begin(samples)
             for i, (job, sample) in enumerate(zip(window, samples, strict=True)):
                 yield self._stages.finish(job, sample, rows, i)
 
-    def _threaded(self, jobs: Iterable[Job]) -> Iterator[Made]:
+    def _threaded(self, jobs: Iterable[Job]) -> Generator[Made]:
         """One batch is complete, or being completed, while the one before it is in use."""
         samplers = ThreadPoolExecutor(self._threads, "gtrain-sample")
         fetcher, maker = ThreadPoolExecutor(1, "gtrain-fetch"), ThreadPoolExecutor(1, "gtrain-make")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from typing import TypeAlias
 
 from torch import Tensor
 from torch_geometric.sampler import (
@@ -21,7 +22,7 @@ from gtrain_pyg.batches import as_tensor
 from gtrain_pyg.sampler import DistributedSampler
 from gtrain_pyg.subgraph import Subgraph
 
-Output = SamplerOutput | HeteroSamplerOutput
+Output: TypeAlias = SamplerOutput | HeteroSamplerOutput
 
 
 class ShardSampler(BaseSampler):
@@ -62,7 +63,7 @@ class ShardSampler(BaseSampler):
             return self._sample(seeds, times)
 
         num_nodes = self._num_nodes if self._hetero else self._num_nodes[NODE_TYPE]
-        return edge_sample(index, sample, num_nodes, self._sampler.disjoint, None, neg_sampling)
+        return edge_sample(index, sample, num_nodes, self._sampler.options.disjoint, None, neg_sampling)
 
     def _sample(self, seeds: Mapping[str, Tensor], times: Mapping[str, Tensor] | None) -> Output:
         roots = {kind: ids.long().numpy() for kind, ids in seeds.items()}

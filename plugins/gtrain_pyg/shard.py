@@ -145,6 +145,6 @@ def _names(store: Store, extra: Extra) -> dict[Kind, list[str]]:
         names[kind] = [name for name in store.node_tensors(kind) if not name.endswith("_mask")]
     for edge_type in store.edge_types:
         names[edge_type] = [name for name in store.edge_tensors(edge_type) if name != "indices"]
-    for kind, tensors in extra.items():
-        names[kind] += list(tensors)
+    for any_kind, tensors in extra.items():
+        names[any_kind] += list(tensors)
     return names

@@ -72,3 +72,22 @@ def test_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no val split"):
         full_batch(load_shard(unlabelled, 0), "val")
     assert SeedLoader(unlabelled, "predict").num_seeds == 2
+
+
+def test_an_epoch_has_the_number_that_the_clock_says_when_its_first_batch_is_asked_for(tmp_path: Path) -> None:
+    """Lightning makes an iterator that it never asks, and goes on in the middle of a run."""
+    store = stored(tmp_path / "s", messy_graph(), random_parts(40, 1))
+
+    def loader() -> SeedLoader:
+        return SeedLoader(store, "train", 4, shuffle=True)
+
+    counted = loader()
+    orders = [[batch.seeds.tolist() for batch in counted] for _ in range(4)]
+    assert orders[2] != orders[3]
+    resumed, epoch = loader(), 1
+    resumed.clock = lambda: epoch
+    iter(resumed)
+    epoch = 2
+    assert [batch.seeds.tolist() for batch in resumed] == orders[2]
+    epoch = 3
+    assert [batch.seeds.tolist() for batch in resumed] == orders[3]

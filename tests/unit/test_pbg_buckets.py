@@ -83,7 +83,7 @@ def graph(tmp_path: Path) -> PlantedKGData:
         num_entities=200, num_positions=40, num_triples=3000, num_relations=4, num_parts=3, partitioner="random",
         store=str(tmp_path),
     )  # fmt: skip
-    data.buckets = True
+    data.edge_buckets = True
     data.prepare_data()
     return data
 

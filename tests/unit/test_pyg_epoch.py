@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
+
 from gtrain_pyg.epoch import common_shares, num_steps, own_shares
 from gtrain_pyg.pipeline import Pipeline, Stages
 
@@ -88,7 +88,7 @@ def test_no_more_than_one_batch_is_made_ahead() -> None:
     for taken in range(1, 20):
         next(batches)
         assert len(recorder.finished) <= taken + 1
-    batches.close()  # type: ignore[attr-defined]
+    batches.close()
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
@@ -116,8 +116,8 @@ def test_a_consumer_that_leaves_waits_for_nobody() -> None:
         return sample(job)
 
     recorder.sample = slow  # type: ignore[method-assign]
-    batches: Iterator[str] = Pipeline(recorder.stages(), ahead=1).run(range(50))
+    batches = Pipeline(recorder.stages(), ahead=1).run(range(50))
     assert next(batches) == "batch 0"
-    batches.close()  # type: ignore[attr-defined]
+    batches.close()
     assert not release.is_set()
     release.set()

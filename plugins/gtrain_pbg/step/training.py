@@ -426,14 +426,10 @@ class TrainingStep:
         if len(ids) == 1:
             sides += sides
         layout = layouts[0]
-        updates.scatter(
-            *(touched, count, head, after, ids[0].numel()),
-            *sides,
-            *(layout.places, layout.uniform, layout.edges),
-            *(table.value.numpy(), table.state.numpy(), *rule.numbers),
-            self.recipe.bias,
-            self.work.take("row", table.value.size(1)).numpy(),
-        )
+        rest = (layout.places, layout.uniform, layout.edges, table.value.numpy(), table.state.numpy(), *rule.numbers)
+        work = self.work.take("row", table.value.size(1)).numpy()
+        arguments: list[Any] = [touched, count, head, after, ids[0].numel(), *sides, *rest, self.recipe.bias, work]
+        updates.scatter(*arguments)
 
     def _or_nothing(self, tensor: Tensor | None) -> Tensor:
         return self._nothing if tensor is None else tensor
