@@ -15,7 +15,7 @@ PROTOCOLS = {
 }
 SPLITS = {
     "row": "a server keeps some rows, with all columns",
-    "column": "a server keeps some columns, of all rows",
+    "column": "a server keeps some columns, of all rows; exact with SGD and Adagrad without weight decay",
     "grid": "both",
     "auto": "whichever moves fewest bytes",
 }

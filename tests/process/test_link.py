@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import gtrain, ok, summary
+from forked import gtrain
+from helpers import ok, summary
 
 SETTINGS = ["callbacks=none", "logger=none", "trainer.max_epochs=4", "trainer.precision=64-true", "model.dropout=0"]
 PLANTED = ["data=planted", "data.split=random", "data.num_nodes=200", "data.num_edges=1500", "data.num_features=8"]

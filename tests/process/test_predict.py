@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from helpers import gtrain, ok
+from forked import gtrain
+from helpers import ok
 from torch import nn
 from torch_geometric.nn import GCN, MLP
 

@@ -9,7 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from helpers import alive, clean_environment, gtrain, logs, ok, summary, until
+from forked import gtrain
+from helpers import alive, clean_environment, logs, ok, summary, until
 
 SMALL = (
     "strategy=ps",

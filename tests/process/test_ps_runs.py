@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import gtrain, ok, summary
+from forked import gtrain
+from helpers import ok, summary
 
 PLAIN = ("logger=none", "trainer.enable_progress_bar=false")
 ROWS = (
