@@ -39,7 +39,13 @@ def test_a_report_for_programs(tmp_path: Path, broken: dict[str, str]) -> None:
     assert facts["packages"]["dependencies"]["torch"]["installed"] == version("torch")
     assert facts["imports"]["torch"] is None and facts["kernels"]["writable"]
     strategies = facts["strategies"]
-    assert [name for name, state in strategies.items() if state["error"] is None] == ["sar", "single"]
+    assert [name for name, state in strategies.items() if state["error"] is None] == [
+        "pbg",
+        "ps",
+        "pyg",
+        "sar",
+        "single",
+    ]
     assert strategies["sar"]["models"] == ["message-passing"]
     assert "No module named 'no_such_package'" in strategies["absent"]["error"]
     assert strategies["zlate"]["error"] == "ended the process with SIGSEGV"

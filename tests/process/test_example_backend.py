@@ -53,7 +53,7 @@ def test_help_lists_it(installed: dict[str, str], tmp_path: Path) -> None:
     text = ok(gtrain("--help", cwd=tmp_path, env=installed)).stdout
     strategies = text.partition("Strategies")[2].partition("== Configuration groups")[0]
     names = [line.split()[0] for line in strategies.splitlines()[1:] if line.strip()]
-    assert names == ["replicated", "sar", "sar_auto", "single"]
+    assert names == ["pbg", "ps", "pyg", "replicated", "sar", "sar_auto", "single"]
 
 
 @pytest.mark.parametrize(

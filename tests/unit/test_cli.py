@@ -50,7 +50,8 @@ def test_a_verb_becomes_an_override(arguments: list[str], expected: list[str]) -
 
 def test_an_unknown_verb_lists_the_verbs() -> None:
     with pytest.raises(
-        ConfigError, match=r"partion was given; the verbs are train, test, predict, partition(.|\n)*mean partition"
+        ConfigError,
+        match=r"partion was given; the verbs are train, test, predict, export, partition(.|\n)*mean partition",
     ):
         cli.verb_to_override(["partion"])
 
@@ -72,14 +73,18 @@ def test_an_unknown_verb_lists_the_verbs() -> None:
         (["mode=4"], ["mode=4 was set", "modes 1, 2 and 3", "HINT: 1: sequential"]),
         (["mode=fast"], ["mode", "fast"]),
         (["strategy=single", "mode=1"], ["mode=1 was set", "setting of strategy=sar"]),
-        (["strategy=single", "strategy.prefetch=1"], ["strategy.prefetch is a setting of strategy=sar"]),
+        (["strategy=single", "strategy.cache_inputs=auto"], ["strategy.cache_inputs is a setting of strategy=sar"]),
+        (
+            ["strategy=single", "strategy.prefetch=1"],
+            ["strategy.prefetch is a setting of ", "strategy=pyg", "strategy=sar"],
+        ),
         (["strategy.prefetch=-1"], ["strategy.prefetch=-1", "0 or more"]),
         (["strategy.timeout_seconds=0"], ["above 0"]),
         (["trainer.num_nodes=0"], ["trainer.num_nodes=0 was set", "at least 1", "ranks ="]),
         (["trainer.accumulate_grad_batches=0"], ["at least 1"]),
         (["seed=-1"], ["seed=-1 was set"]),
         (["seed=one"], ["seed=one was set"]),
-        (["verb=fly"], ["verb=fly was set", "train, test, predict, partition"]),
+        (["verb=fly"], ["verb=fly was set", "train, test, predict, export, partition"]),
         (["seed=${nothing.there}"], ["nothing"]),
         (["model=["], ["cannot be read", "key=value"]),
         (["data=edges"], ["data.path"]),
