@@ -100,7 +100,7 @@ class Bench:
     @property
     def store_path(self) -> str:
         """Of the graph made last."""
-        return self.store.rpartition("store: ")[2].strip()
+        return str(self.folder / self.store.rpartition("store: ")[2].strip())
 
 
 def rate(probes: list[dict[str, Any]], clock: str) -> float:
