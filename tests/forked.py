@@ -27,7 +27,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
-from helpers import clean_environment, descendants, logs, show
+from helpers import clean_environment, descendants, logs, ok, show, summary
 
 _LONGEST_ORDER = 1 << 20  # bytes
 
@@ -35,6 +35,20 @@ _LONGEST_ORDER = 1 << 20  # bytes
 def gtrain(*args: str, cwd: Path, timeout: float = 120, env: Mapping[str, str] | None = None) -> CompletedProcess[str]:
     """``python -m gtrain ARGS`` in ``cwd``; as :func:`helpers.gtrain`."""
     return python("-m", "gtrain", *args, cwd=cwd, timeout=timeout, env=env)
+
+
+def sweep(folder: Path, *overrides: str, timeout: float = 280) -> list[dict[str, Any]]:
+    """Run a sweep and return the summaries of its jobs in their order.
+
+    Args:
+        folder: of the sweep; the command runs in the one above.
+        overrides: of ``gtrain --multirun``.
+        timeout: seconds.
+    """
+    ok(gtrain("--multirun", *overrides, f"hydra.sweep.dir={folder}", cwd=folder.parent, timeout=timeout))
+    jobs = sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
+    assert jobs
+    return [summary(job) for job in jobs]
 
 
 def python(*args: str, cwd: Path, timeout: float = 120, env: Mapping[str, str] | None = None) -> CompletedProcess[str]:

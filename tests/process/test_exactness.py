@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
-from forked import gtrain
-from helpers import ok, summary
 
 SMALL = ["data.num_nodes=300", "data.num_edges=3000", "data.num_features=12", "data.num_classes=4"]
 SETTINGS = ["callbacks=none", "logger=none", "trainer.limit_test_batches=0", "trainer.max_epochs=10"]
@@ -29,11 +28,7 @@ def sweep(tmp_path: Path) -> Runner:
     """Runs a sweep and returns the summaries of its jobs in order."""
 
     def run(*overrides: str, name: str) -> list[dict[str, Any]]:
-        folder = tmp_path / name
-        ok(gtrain("--multirun", *overrides, *SETTINGS, f"hydra.sweep.dir={folder}", cwd=tmp_path, timeout=280))
-        jobs = sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
-        assert jobs
-        return [summary(job) for job in jobs]
+        return forked.sweep(tmp_path / name, *overrides, *SETTINGS)
 
     return run
 

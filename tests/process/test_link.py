@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from forked import gtrain
 from helpers import ok, summary
@@ -38,10 +39,7 @@ def sweep(tmp_path: Path) -> Runner:
     """Runs a sweep and returns the summaries of its jobs in order."""
 
     def run(*overrides: str, name: str) -> list[dict[str, Any]]:
-        folder = tmp_path / name
-        ok(gtrain("--multirun", *overrides, *SETTINGS, f"hydra.sweep.dir={folder}", cwd=tmp_path, timeout=280))
-        jobs = sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
-        return [summary(job) for job in jobs]
+        return forked.sweep(tmp_path / name, *overrides, *SETTINGS)
 
     return run
 

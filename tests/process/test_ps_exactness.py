@@ -6,9 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
-from forked import gtrain
-from helpers import ok, summary
 
 ROWS = ("data=planted_sparse", "data.num_rows=400", "data.num_features=150", "data.features_per_row=6")
 STEPS = ("model=sparse", "model.hidden_channels=8", "data.train_fraction=0.8", "data.val_fraction=0.1")
@@ -31,10 +30,7 @@ def sweep(tmp_path: Path) -> Runner:
     """Runs a sweep and returns the summaries of its jobs in order."""
 
     def run(*overrides: str, name: str) -> list[dict[str, Any]]:
-        folder = tmp_path / name
-        ok(gtrain("--multirun", *overrides, f"hydra.sweep.dir={folder}", cwd=tmp_path, timeout=280))
-        jobs = sorted((path for path in folder.iterdir() if path.name.isdigit()), key=lambda path: int(path.name))
-        return [summary(job) for job in jobs]
+        return forked.sweep(tmp_path / name, *overrides)
 
     return run
 
