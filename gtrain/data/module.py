@@ -14,10 +14,11 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from gtrain.data.loader import TASKS, SeedLoader, has_split, num_link_seeds
-from gtrain.data.prepare import Graph, Names, Preparation, cut, describe, prepare_graph
+from gtrain.data.prepare import Graph, Names, Preparation, cut, describe, group, prepare_graph
 from gtrain.data.sampling import Sampling
 from gtrain.data.split import SplitOptions
 from gtrain.errors import ConfigError, DataError
+from gtrain.graph.locality import GROUP_NODES
 from gtrain.graph.lock import ensure_store
 from gtrain.graph.manifest import FORMAT
 from gtrain.graph.partition import METHODS
@@ -327,6 +328,8 @@ class GraphDataModule(pl.LightningDataModule):
             partition["file"] = file_stamp(Path(self.partition_path))
         else:
             partition["seed"] = self.seed
+        if self._groups_nodes:
+            partition["group_nodes"] = GROUP_NODES
         return {
             **({"buckets": True} if self.edge_buckets else {}),
             "format": FORMAT,
@@ -340,6 +343,11 @@ class GraphDataModule(pl.LightningDataModule):
             "target": self.target,
             "partition": partition,
         }
+
+    @property
+    def _groups_nodes(self) -> bool:
+        """Whether neighbours are to be near each other within a part; edge buckets need the source data's order."""
+        return self.partitioner == "metis" and self.num_parts > 1 and not self.edge_buckets
 
     def _build(self) -> Store:
         path, num_parts = self.store_path, self.num_parts
@@ -356,6 +364,7 @@ class GraphDataModule(pl.LightningDataModule):
             graph,
             assignment,
             num_parts,
+            groups=group(graph, assignment, num_parts, self.seed) if self._groups_nodes else None,
             source=self._source(),
             facts=facts | self.extra_facts(),
             partitioner=self.partitioner,

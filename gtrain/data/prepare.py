@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
@@ -16,6 +17,8 @@ from gtrain.data.split_edges import drop_held_out, split_edges
 from gtrain.data.validate import labelled_nodes, validate_graph
 from gtrain.errors import ConfigError
 from gtrain.graph import partition as partitions
+from gtrain.graph.locality import group_nodes
+from gtrain.graph.manifest import NODE_TYPE
 from gtrain.graph.tables import Array, EdgeArrays, Graph, csr_tensor
 
 Names = Sequence[str]
@@ -105,6 +108,20 @@ def cut(graph: Graph, num_parts: int, method: str, seed: int, path: str | None) 
         assignment=partitions.read_assignment(path) if path is not None else None,
         origin=f"data.partition_path={path}",
     )
+
+
+def group(
+    graph: Graph, assignment: Tensor | Mapping[str, Tensor], num_parts: int, seed: int
+) -> dict[str, NDArray[Any]] | None:
+    """Gather the nodes of each part into groups of neighbours, by node type; see :mod:`gtrain.graph.locality`."""
+    if isinstance(graph, HeteroData):
+        assert isinstance(assignment, Mapping)
+        return partitions.group_hetero(graph, assignment, num_parts, seed=seed)
+    assert isinstance(assignment, Tensor)
+    edges, _, _ = _edges_and_mask(graph)
+    source, target = edges.numpy() if isinstance(edges, Tensor) else edges
+    groups = group_nodes(source, target, assignment.numpy(), num_parts, seed=seed)
+    return None if groups is None else {NODE_TYPE: groups}
 
 
 def _edges_and_mask(graph: Data | EdgeArrays) -> tuple[Tensor | tuple[Array, Array], int, Tensor | None]:

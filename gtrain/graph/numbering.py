@@ -26,12 +26,13 @@ class Numbering:
     global_id: NDArray[Any] | None
 
     @classmethod
-    def of(cls, assignment: NDArray[Any], num_parts: int) -> Numbering:
-        """Number the nodes by part, and within a part in the order of the source data.
+    def of(cls, assignment: NDArray[Any], num_parts: int, groups: NDArray[Any] | None = None) -> Numbering:
+        """Number the nodes by part, within a part by group, and within a group in the order of the source data.
 
         Args:
             assignment: the part of each node, ``[N]`` integer.
             num_parts: P; a part may have no node.
+            groups: the group of each node within its part, ``[N]`` integer; None: there is one.
         """
         offsets = np.zeros(num_parts + 1, dtype=np.int64)
         np.cumsum(np.bincount(assignment, minlength=num_parts), out=offsets[1:])
@@ -39,7 +40,7 @@ class Numbering:
             return cls(offsets, None, None)
         # numpy sorts 16-bit numbers by their digits, in linear time.
         narrow = assignment.astype(np.uint16) if num_parts <= 2**16 else assignment
-        orig_id = np.argsort(narrow, kind="stable")
+        orig_id = np.argsort(narrow, kind="stable") if groups is None else np.lexsort((groups, narrow))
         global_id = np.empty(orig_id.size, dtype=index_dtype(orig_id.size))
         global_id[orig_id] = np.arange(orig_id.size, dtype=global_id.dtype)
         return cls(offsets, orig_id, global_id)

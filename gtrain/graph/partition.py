@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_geometric.data import HeteroData
 
 from gtrain.errors import ConfigError, DataError
+from gtrain.graph.locality import group_nodes
 from gtrain.graph.metis import metis_partition
 
 METHODS = ("metis", "random", "file", "ldg", "fennel")
@@ -105,7 +106,7 @@ def partition_hetero(
         DataError: there are more parts than nodes of all types, or the assignment does not fit the graph.
     """
     sizes = {kind: int(data[kind].num_nodes or 0) for kind in data.node_types}
-    first = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
+    first = _first_ids(sizes)
     num_nodes = sum(sizes.values())
     _check(num_nodes, num_parts, method)
     source, target = _joined_edges(data, first)
@@ -120,6 +121,21 @@ def partition_hetero(
         group = np.repeat(np.arange(len(sizes)), list(sizes.values())) * 2 + train
         parts = _fill_empty(_cut(source, target, num_nodes, num_parts, method, seed, train, group), num_parts)
     return {kind: torch.from_numpy(parts[first[kind] :][:size].copy()) for kind, size in sizes.items()}
+
+
+def group_hetero(
+    data: HeteroData, assignment: Mapping[str, Tensor], num_parts: int, *, seed: int = 0
+) -> dict[str, NDArray[Any]] | None:
+    """Gather the nodes of each part into groups of neighbours, whatever their types.
+
+    Returns:
+        The group of each node within its part by node type, ``[N_type]``; None where parts are too small for that.
+    """
+    sizes = {kind: int(data[kind].num_nodes or 0) for kind in data.node_types}
+    first = _first_ids(sizes)
+    parts = np.concatenate([assignment[kind].numpy() for kind in sizes])
+    groups = group_nodes(*_joined_edges(data, first), parts, num_parts, seed=seed)
+    return None if groups is None else {kind: groups[first[kind] :][:size] for kind, size in sizes.items()}
 
 
 def read_assignment(path: str | Path) -> Tensor:
@@ -231,6 +247,11 @@ def _random_by_type(sizes: list[int], num_parts: int, seed: int) -> Ints:
         parts.append((generator.permutation(size) + dealt) % num_parts)
         dealt += size
     return np.concatenate(parts)
+
+
+def _first_ids(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The first id of each node type where all are counted in one row."""
+    return dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
 
 
 def _joined_edges(data: HeteroData, first: dict[str, int]) -> tuple[Ints, Ints]:

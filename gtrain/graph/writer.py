@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gtrain.graph.buckets import write_buckets
@@ -33,6 +34,7 @@ def write_store(
     assignment: Tensor | Mapping[str, Tensor],
     num_parts: int,
     *,
+    groups: Mapping[str, NDArray[Any]] | None = None,
     source: dict[str, Any],
     facts: dict[str, Any],
     partitioner: str,
@@ -50,6 +52,7 @@ def write_store(
         graph: the graph; every tensor with one row for each node or for each edge is stored.
         assignment: the part of each node, ``[N]`` integer; for a ``HeteroData`` by node type.
         num_parts: P.
+        groups: the group of each node within its part, ``[N]`` integer, by node type; a group's ids are in a row.
         source: the options that identify the graph, JSON.
         facts: what a model needs to know, JSON; see :class:`~gtrain.graph.manifest.Manifest`.
         partitioner: name of the method that made the assignment, for the manifest.
@@ -66,7 +69,7 @@ def write_store(
     scratch = temporary_path(path)
     try:
         scratch.mkdir(parents=True)
-        store = _Writer(Ledger(scratch), tables, parts, num_parts)
+        store = _Writer(Ledger(scratch), tables, parts, num_parts, groups or {})
         manifest = store.write(names or {}, buckets, partitioner, seed, source, facts)
         _write_durably(scratch / "manifest.json", manifest.to_json())
         scratch.rename(path)
@@ -89,6 +92,7 @@ class _Writer:
     tables: Tables
     assignment: Mapping[str, Tensor]
     num_parts: int
+    groups: Mapping[str, NDArray[Any]]
 
     def write(
         self,
@@ -100,7 +104,8 @@ class _Writer:
         facts: dict[str, Any],
     ) -> Manifest:
         self.numbering = {
-            kind: Numbering.of(self.assignment[kind].numpy(), self.num_parts) for kind in self.tables.nodes
+            kind: Numbering.of(self.assignment[kind].numpy(), self.num_parts, self.groups.get(kind))
+            for kind in self.tables.nodes
         }
         nodes = {kind: self._nodes(kind, table) for kind, table in self.tables.nodes.items()}
         edges = {edge_key(table.edge_type): self._edges(table, buckets) for table in self.tables.edges}
