@@ -74,6 +74,13 @@ class EdgeBlock:
         return compress(self._sources, self._targets, self._ids, self.num_sources)
 
     @cached_property
+    def targets_by_source(self) -> Compressed:
+        """As :attr:`by_source`, for who asks nothing of single edges: ``edges`` are the columns once more."""
+        if "by_source" in self.__dict__:
+            return self.by_source._replace(edges=self.by_source.columns)
+        return compress(self._sources, self._targets, None, self.num_sources)
+
+    @cached_property
     def target_of(self) -> Tensor:
         """int32 ``[E_b]``, the target of each edge in the order of :attr:`by_target`."""
         rows, ptr, columns, _ = self.by_target
@@ -170,12 +177,13 @@ def sort_edges(edge_index: Tensor, exchange: HaloExchange, num_targets: int) -> 
     return EdgeBlocks(exchange, blocks, num_targets, edge_index.size(1), in_degree)
 
 
-def compress(rows: Tensor, columns: Tensor, edges: Tensor, num_rows: int) -> Compressed:
-    """Group edges by row, in their order within a row."""
+def compress(rows: Tensor, columns: Tensor, edges: Tensor | None, num_rows: int) -> Compressed:
+    """Group edges by row, in their order within a row; without ``edges``, the columns are in their place."""
     if rows.numel() > 1 and not bool((rows[1:] >= rows[:-1]).all()):
         rows, order = rows.sort(stable=True)
-        columns, edges = columns[order], edges[order]
+        columns, edges = columns[order], None if edges is None else edges[order]
     counts = torch.bincount(rows, minlength=num_rows)
     present = counts.nonzero().view(-1)
     ptr = torch.cat([counts.new_zeros(1), counts[present].cumsum(0)])
-    return Compressed(present, ptr, columns.to(torch.int32), edges.to(torch.int32))
+    columns = columns.to(torch.int32)
+    return Compressed(present, ptr, columns, columns if edges is None else edges.to(torch.int32))

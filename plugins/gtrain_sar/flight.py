@@ -55,10 +55,11 @@ class EdgeSums:
 
     def add_transposed(self, r: int, rows: Tensor, weight: Tensor | None, to: Tensor) -> None:
         """``to[source] += weight * rows[target]`` over block r; times the target's scale."""
-        edges = self.blocks.blocks[r].by_source
+        block = self.blocks.blocks[r]
         if self.scale is not None:
-            edges, weight = edges._replace(edges=edges.columns), self.scale
-        self._spmm(edges, rows, weight, to)
+            weight = self.scale
+        by_edge = weight is not None and self.scale is None
+        self._spmm(block.by_source if by_edge else block.targets_by_source, rows, weight, to)
 
     def _spmm(self, block: Compressed, rows: Tensor, weight: Tensor | None, to: Tensor) -> None:
         if len(block.columns):
