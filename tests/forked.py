@@ -56,6 +56,33 @@ def python(*args: str, cwd: Path, timeout: float = 120, env: Mapping[str, str] |
     return Program(*args, cwd=cwd, env=env).end(timeout)
 
 
+def command(folder: Path) -> Path:
+    """Put a ``gtrain`` into a folder, for scripts that call it by name: it says all that it has to say at its end."""
+    path = folder / "gtrain"
+    path.write_text(_COMMAND.format(python=sys.executable, address=_parent()))
+    path.chmod(0o755)
+    return path
+
+
+_COMMAND = """#!{python} -I
+import json, os, shutil, signal, socket, sys, tempfile
+
+with tempfile.TemporaryDirectory() as folder:
+    order = {{"args": ["-m", "gtrain", *sys.argv[1:]], "cwd": os.getcwd(), "env": dict(os.environ), "folder": folder}}
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    line.connect({address!r})
+    line.send(json.dumps(order).encode())
+    pid = int(line.recv(100))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: os.kill(pid, number))
+    code = int(line.recv(100))
+    for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
+        with open(os.path.join(folder, name), errors="replace") as said:
+            shutil.copyfileobj(said, stream)
+sys.exit(code if code >= 0 else 128 - code)
+"""
+
+
 class Program:
     """``python ARGS``, running.
 

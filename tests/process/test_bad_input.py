@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers import gtrain, ok
+from forked import gtrain
+from helpers import ok
 
 QUICK = ["trainer.max_epochs=1", "data.num_nodes=60", "data.num_edges=400", "data.num_classes=3"]
 

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import alive, clean_environment, gtrain, heed_interrupts, ok, summary, until
+from forked import gtrain
+from helpers import alive, clean_environment, heed_interrupts, ok, summary, until
 
 ARGUMENTS = [
     "trainer.num_nodes=4",

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import gtrain, ok
+from forked import gtrain
+from helpers import ok
 from torch import Tensor
 from torch_geometric.data import Data
 
