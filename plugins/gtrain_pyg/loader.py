@@ -15,6 +15,7 @@ from gtrain.data.loader import SeedLoader
 from gtrain.strategy.counters import Counters
 from gtrain_pyg.batches import Kind, make_batch
 from gtrain_pyg.epoch import Step, common_shares, num_steps, own_shares
+from gtrain_pyg.heap import trim_heap
 from gtrain_pyg.pipeline import Pipeline, Stages
 from gtrain_pyg.row_stream import Begun, Stream
 from gtrain_pyg.rows import Rows
@@ -81,6 +82,7 @@ class SampledBatches:
     def __iter__(self) -> Iterator[Data | HeteroData]:
         self._epoch = self._loader.next_epoch()
         self._handed_out, self._skip = self._skip, 0
+        trim_heap()
         plan = self._plan
         stream = self._rows.stream(plan.lookahead)
         stages = Stages(self._sample, partial(self._begin, stream), self._finish)
@@ -124,7 +126,8 @@ class SampledBatches:
         return self._sampler.sample(roots.ids, epoch=step.epoch, batch=step.batch, seed_time=roots.time)
 
     def _begin(self, stream: Stream, sample: Subgraph) -> Begun:
-        ids: dict[Kind, Array] = {**sample.node, **sample.edge}
+        ids: dict[Kind, Array] = dict(sample.node.items())
+        ids.update(sample.edge.items())
         sample.edge.clear()  # nothing else needs the edges' positions
         return stream.begin(ids)
 

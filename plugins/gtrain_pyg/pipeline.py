@@ -77,23 +77,28 @@ class Pipeline(Generic[Job, Sample, Rows, Made]):
             yield batch
             del batch  # so that its memory serves the batch after the next
 
-    def _made(
-        self, jobs: Iterator[Job], samplers: ThreadPoolExecutor, fetcher: ThreadPoolExecutor
-    ) -> Generator[Made]:
-        """The batches, one at a time."""
-        begun: deque[tuple[Job, Future[tuple[Sample, Rows]]]] = deque()
+    def _made(self, jobs: Iterator[Job], samplers: ThreadPoolExecutor, fetcher: ThreadPoolExecutor) -> Generator[Made]:
+        """The batches, one at a time; the rows of one more are under way, and the rest of those ahead are sampled."""
+        sampled: deque[tuple[Job, Future[Sample]]] = deque()
+        begun: deque[tuple[Job, Future[Sample], Future[Rows]]] = deque()
 
-        def fetch(future: Future[Sample]) -> tuple[Sample, Rows]:
-            sample = future.result()
-            return sample, self._stages.begin(sample)
+        def begin(sample: Future[Sample]) -> Rows:
+            return self._stages.begin(sample.result())
 
-        while True:
-            for job in itertools.islice(jobs, self._ahead + 1 - len(begun)):
-                begun.append((job, fetcher.submit(fetch, samplers.submit(self._stages.sample, job))))
-            if not begun:
-                return
-            yield self._take(*begun.popleft())
+        def move_on() -> None:
+            missing = self._ahead - len(begun) - len(sampled)
+            sampled.extend((job, samplers.submit(self._stages.sample, job)) for job in itertools.islice(jobs, missing))
+            if sampled and not begun:
+                job, sample = sampled.popleft()
+                begun.append((job, sample, fetcher.submit(begin, sample)))
 
-    def _take(self, job: Job, ready: Future[tuple[Sample, Rows]]) -> Made:
-        sample, rows = ready.result()
-        return self._stages.finish(job, sample, rows)
+        move_on()
+        while begun:
+            ready = begun.popleft()
+            move_on()
+            yield self._finish(*ready)
+            del ready
+
+    def _finish(self, job: Job, sample: Future[Sample], rows: Future[Rows]) -> Made:
+        begun = rows.result()
+        return self._stages.finish(job, sample.result(), begun)

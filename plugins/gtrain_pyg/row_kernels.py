@@ -82,7 +82,7 @@ def rank_bits(ids: Array, bits: Array, ranks: Array) -> None:
 def _slot(table: Array, node: int) -> int:
     """Where a hash map begins to look for an id."""
     mixed = np.uint64(node) * _GOLDEN
-    return np.int64((mixed ^ (mixed >> np.uint64(32))) & np.uint64(table.shape[0] - 1))
+    return np.int64((mixed ^ (mixed >> np.uint64(32))) & np.uint64(table.shape[0] - 1))  # type: ignore[return-value]
 
 
 @njit(cache=True, nogil=True)

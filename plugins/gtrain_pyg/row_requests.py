@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -21,7 +20,7 @@ from gtrain_pyg.row_tables import Table, convert
 
 Array = NDArray[Any]
 
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 1 << 20
 """About so many bytes of rows travel in one frame of a message."""
 MAX_REQUEST_CHUNKS, MAX_REQUEST_TENSORS = 32, 512
 """What is more goes in further requests: an owner answers one after the other, and holds the answers."""

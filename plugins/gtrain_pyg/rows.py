@@ -127,9 +127,7 @@ class Rows:
         stream = self.stream(max(1, len(batches)))
         return [begun.make() for begun in [stream.begin(batch) for batch in batches]]
 
-    def begin(
-        self, batch: Ids, *, names: Mapping[Kind, Sequence[str]] | None = None, as_stored: bool = False
-    ) -> Begun:
+    def begin(self, batch: Ids, *, names: Mapping[Kind, Sequence[str]] | None = None, as_stored: bool = False) -> Begun:
         """Ask for the remote rows of one batch; arguments and errors as :meth:`stream`'s and :meth:`Stream.begin`'s."""
         return self.stream(1, names=names, as_stored=as_stored).begin(batch)
 
@@ -228,4 +226,3 @@ class Rows:
 _NO_MARKS: tuple[Array, Array] = np.empty(0, np.uint64), np.empty(0, np.uint32)
 for _mark in _NO_MARKS:
     _mark.flags.writeable = False
-

@@ -55,7 +55,7 @@ class PygStrategy(GraphStrategy):
         transport: str = "auto",
         wire_dtype: str = "float32",
         prefetch: int = 2,
-        lookahead: int = 4,
+        lookahead: int = 3,
         threads: int | None = None,
         evaluation: str = "sampled",
         trim: bool = True,
