@@ -13,7 +13,9 @@ import lightning.pytorch as pl
 
 
 class Watch(pl.Callback):
-    """Writes a line for each batch: epoch, number, checksum of its nodes and edges, and the loss, to ``rank-<r>.txt``.
+    """Writes a line for each batch to ``rank-<r>.txt``: epoch, number, checksums of what it holds, loss, buffers.
+
+    The last is a checksum of the module's buffers, such as running statistics.
 
     Args:
         folder: where.
@@ -35,5 +37,6 @@ class Watch(pl.Callback):
     ) -> None:
         """Write a line."""
         seen = [zlib.crc32(tensor.contiguous().numpy()) for tensor in (batch.n_id, batch.e_id, batch.seeds, batch.x)]
+        buffers = zlib.crc32(b"".join(buffer.numpy().tobytes() for buffer in pl_module.buffers()))
         with open(self._folder / f"rank-{trainer.global_rank}.txt", "a") as lines:
-            print(trainer.current_epoch, number, *seen, float(outputs["loss"]), file=lines)
+            print(trainer.current_epoch, number, *seen, float(outputs["loss"]), buffers, file=lines)

@@ -79,12 +79,18 @@ def test_ranks_without_seeds_take_every_step(sweep: Runner, tmp_path: Path) -> N
 
 
 def test_a_rank_killed_in_an_epoch_is_named_and_the_run_goes_on_in_the_middle_of_it(tmp_path: Path) -> None:
-    """The batches are those of an undisturbed run, and so are the losses, dropout included."""
+    """The batches are those of an undisturbed run, and so are the losses, dropout included.
+
+    And so are the running statistics, which are the same on all ranks.
+    """
     watch = "+callbacks.watch={_target_:pyg_watch.Watch,folder:%s%s}"
     often = "+callbacks.often={_target_:lightning.pytorch.callbacks.ModelCheckpoint,every_n_train_steps:2,dirpath:%s}"
     arguments = ["strategy=pyg", *SMALL, *QUIET, "data.batch_size=16", "trainer.num_nodes=2", "model=sage"]
+    arguments += ["model.norm=batch"]
     env = {"PYTHONPATH": str(REPO / "tests" / "assets")}
     ok(gtrain(*arguments, watch % ("whole", ""), cwd=tmp_path, env=env))
+    one, other = (read_lines(tmp_path / "whole", rank) for rank in range(2))
+    assert [line.split()[-1] for line in one] == [line.split()[-1] for line in other]
     for transport in ("tcp", "shm"):
         ways = [*arguments, f"strategy.transport={transport}"]
         killed = gtrain(*ways, watch % (transport, ",kill:[1,1,7]"), often % transport, cwd=tmp_path, env=env)
