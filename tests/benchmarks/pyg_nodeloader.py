@@ -1,7 +1,8 @@
 """A three-layer GraphSAGE on PyG's own loader, for bench_pyg.py: ``pyg_nodeloader.py STORE FAN_OUT BATCH STEPS OUT``.
 
-The loader samples with pyg-lib or torch-sparse where one is installed, and else with gtrain's kernels, so that the two differ in what
-comes after sampling alone. The model sees every node and edge in every layer, as it does without ``trim_to_layer``.
+The loader samples with pyg-lib or torch-sparse where one is installed, and else with gtrain's kernels, so that the two
+differ in what comes after sampling alone. The model sees every node and edge in every layer, as it does without
+``trim_to_layer``.
 """
 
 from __future__ import annotations
