@@ -29,7 +29,7 @@ HUGE_PAGE = 2 << 20
 """Blocks of at least this size begin at a multiple of it and ask for huge pages."""
 _STEPS = 4  # sizes of blocks from one power of 2 to the next
 _NEAR = 2  # how many sizes larger a free block may be that is taken
-_SWEEP = 512  # arrays between two looks at what nobody uses: those of some ten batches
+_SWEEP = 256  # arrays between two looks at what nobody uses: those of some six batches
 
 
 class BufferPool:
