@@ -36,6 +36,7 @@ from gtrain.strategy.forming import form_group
 from gtrain.strategy.gradients import sum_gradients
 from gtrain.strategy.group import Group
 from gtrain.strategy.servers import Servers
+from gtrain.strategy.statistics import average_statistics
 
 _OWN = ("loops", "epoch", "global_step", "optimizer_states", "lr_schedulers")  # a rank's, where steps are its own
 _DTYPES = {"64-true": torch.float64, "32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -273,6 +274,8 @@ class GraphStrategy(GroupCollectives):
         assert self.lightning_module is not None
         if not self._accumulating and self.lockstep:
             sum_gradients(self.group, self.lightning_module.parameters())
+            if not self.full_batch:
+                average_statistics(self.group, self.lightning_module)
         super().post_backward(closure_loss)
 
     @contextmanager

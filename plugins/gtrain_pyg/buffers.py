@@ -3,11 +3,13 @@
 Memory comes in *blocks*. An array over a block keeps a *lease*, and everything that can reach the memory keeps the
 lease: views and slices of the array, memory views, tensors made of it and their views, storages that autograd has
 saved, messages under way. When the last of them is gone, in whatever thread, the block is free for the next array. So
-nothing has to be given back, and a batch that somebody still holds is never overwritten.
+nothing has to be given back, and a batch that somebody still holds is never overwritten. Blocks that were not needed
+for some time go back to the system.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 from collections import deque
@@ -26,7 +28,8 @@ SMALL_BYTES = 32 << 10
 HUGE_PAGE = 2 << 20
 """Blocks of at least this size begin at a multiple of it and ask for huge pages."""
 _STEPS = 4  # sizes of blocks from one power of 2 to the next
-_NEAR = 4  # how many sizes larger a free block may be that is taken
+_NEAR = 2  # how many sizes larger a free block may be that is taken
+_SWEEP = 256  # arrays between two looks at what nobody uses: those of some six batches
 
 
 class BufferPool:
@@ -46,6 +49,8 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._free: dict[int, deque[_Block]] = {}
+        self._fewest: dict[int, int] = {}  # free blocks of a size at any time since the last sweep
+        self._taken = 0
 
     def take(self, shape: int | Sequence[int], dtype: DTypeLike = np.int64) -> Array:
         """Return a writable array in C order, aligned to at least 16 bytes."""
@@ -84,14 +89,29 @@ class BufferPool:
 
     def _block(self, size: int) -> _Block:
         """A free block of this size or a little larger, else a new one. A deque's ends are safe between threads."""
+        self._taken += 1  # more or less, where threads meet
+        if self._taken % _SWEEP == 0:
+            self._sweep()
         larger = size
         for _ in range(_NEAR + 1):
             try:
-                return self._free[larger].pop()
+                block = self._free[larger].pop()
             except (KeyError, IndexError):
                 larger = _size(larger + 1)
+            else:
+                self._fewest[larger] = min(self._fewest.get(larger, 0), len(self._free[larger]))
+                return block
         self._free.setdefault(size, deque())
+        self._fewest[size] = 0
         return _Block(size)
+
+    def _sweep(self) -> None:
+        """Give back the blocks that were free all the time since the last sweep, such as those of the first batches."""
+        for size, blocks in tuple(self._free.items()):
+            with contextlib.suppress(IndexError):
+                for _ in range(self._fewest.get(size, 0)):
+                    blocks.popleft()
+            self._fewest[size] = len(blocks)
 
 
 class _Block:

@@ -121,7 +121,7 @@ def _fetch(rows: Rows, kind: str, ids: Array, count: int) -> dict[str, Array]:
     step = max(1, int(FILL_BYTES / max(1.0, rows.row_bytes(kind))))
     columns: dict[str, _Column] = {}
     for start in range(0, ids.size, step):
-        made = rows.begin([{kind: ids[start : start + step]}], as_stored=True).batch(0)
+        made = rows.begin({kind: ids[start : start + step]}, as_stored=True).make()
         for name, tensor in made[kind].items():
             columns.setdefault(name, _Column(ids.size)).append(start, [piece.numpy() for piece in pieces_of(tensor)])
     rows.pool.trim()

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from gtrain.graph.manifest import EdgeType
 from gtrain.graph.sampling.hop import Choice, choose
 from gtrain.graph.sampling.rules import hop_key
+from gtrain.graph.sampling.scratch import Edges
 from gtrain.wire import Message
 from gtrain_pyg.questions import METHOD, Answer, Question
 from gtrain_pyg.sampling_kernels import merge, narrow, spread
@@ -89,8 +90,7 @@ class HopSampler:
         for found in remote.values():
             self._receive(found, hop)
         for kind, segments in chosen.items():
-            new = segments if isinstance(segments, slice) else self._join(tables, kind, segments, remote)
-            self._number(tables, kind, new, hop)
+            self._number(tables, kind, self._join(tables, kind, segments, remote), hop)
 
     def induce(self, tables: Tables) -> None:
         """Replace the chosen edges by all that lead from sampled nodes to sampled nodes, within a subgraph."""
@@ -129,27 +129,24 @@ class HopSampler:
 
     # ------------------------------------------------------------------------------------------ here
 
-    def _choose(
-        self, tables: Tables, hop: Hop, kind: EdgeType, remote: Mapping[int, _Remote]
-    ) -> slice | dict[int, slice]:
+    def _choose(self, tables: Tables, hop: Hop, kind: EdgeType, remote: Mapping[int, _Remote]) -> dict[int, slice]:
         """Choose edges of hosted parts, and copied ones of others.
 
         Returns:
-            Where in ``tables.edges`` they are; or, where edges of other parts come between, where in ``tables.picked``
-            those of each part are.
+            By part, where in ``tables.edges`` those of a hosted part are, at its end and side by side; and where in
+            ``tables.picked`` the copied ones of another part.
         """
         cut, book = tables.cuts[kind[2]], self._structure.book
         rule, number = self._graph.rules[kind], self._structure.edge_types.index(kind)
         choice = Choice(hop.counts[kind], hop_key(hop.key, hop.number, number), rule)
-        parts = [part for part in range(book.num_parts) if cut.size(part)]
-        at_once = not any(part in remote for part in parts)
-        edges = tables.edges[kind] if at_once else tables.picked[kind]
-        edges.size = edges.size if at_once else 0
-        first, segments = edges.size, {}
-        for part in parts:
+        tables.picked[kind].size, segments = 0, {}
+        for part in range(book.num_parts):
+            if not cut.size(part):
+                continue
             frontier, columns = cut.piece(part), self._graph.columns[kind].get(part)
+            edges: Edges = tables.edges[kind]
             if part in remote:
-                frontier = remote[part].shares[kind[2]].copied
+                frontier, edges = remote[part].shares[kind[2]].copied, tables.picked[kind]
                 columns = self._graph.replicas[kind][part].columns if self._graph.replicas else None
             start = edges.size
             if columns is not None and frontier.node.size:
@@ -157,44 +154,50 @@ class HopSampler:
                 if part not in remote:
                     edges.position[start : edges.size] += book.edge_offsets[kind][part]
             segments[part] = slice(start, edges.size)
-        return slice(first, edges.size) if at_once else segments
+        return segments
 
     # ------------------------------------------------------------------------------------------ together
 
     def _join(
         self, tables: Tables, kind: EdgeType, chosen: Mapping[int, slice], remote: Mapping[int, _Remote]
     ) -> slice:
-        """Append the edges of one type, part by part, ``row`` still global ids; tell where they are."""
-        edges, picked = tables.edges[kind], tables.picked[kind]
-        answers = {part: found.answers[kind] for part, found in remote.items() if kind in found.answers}
-        edges.reserve(picked.size + sum(answer.source.size for answer in answers.values()))
-        first = edges.size
-        for part, own in chosen.items():
+        """Bring the edges of one type together, part by part, ``row`` still global ids; tell where they are."""
+        edges = tables.edges[kind]
+        answers = {part: remote[part].answers.get(kind) or self._nothing() for part in chosen if part in remote}
+        sizes = {part: own.stop - own.start for part, own in chosen.items()}
+        here = sum(size for part, size in sizes.items() if part not in remote)
+        first = edges.size - here
+        for part, answer in answers.items():
+            sizes[part] += answer.source.size
+        stop = first + sum(sizes.values())
+        edges.reserve(stop - edges.size)
+        edges.size, new = stop, slice(first, stop)
+        for part, own in reversed([*chosen.items()]):  # what is moved to the back makes room for what comes before
+            start = stop - sizes[part]
             if part in remote:
-                self._join_remote(tables, kind, part, own, remote[part].shares[kind[2]], answers.get(part))
+                self._join_remote(tables, kind, part, own, remote[part].shares[kind[2]], answers[part], start)
             else:
-                for new, found in zip(
-                    edges.extend(own.stop - own.start), (picked.row, picked.column, picked.position), strict=True
-                ):
-                    new[:] = found[own]
-        return slice(first, edges.size)
+                edges.move(own, start)
+            stop = start
+        return new
 
     def _join_remote(
-        self, tables: Tables, kind: EdgeType, part: int, own: slice, share: Share, answer: Answer | None
+        self, tables: Tables, kind: EdgeType, part: int, own: slice, share: Share, answer: Answer, start: int
     ) -> None:
-        """Append the edges of a part that is not hosted: copied ones and the owner's, in the order of the frontier."""
-        picked, answer = tables.picked[kind], answer or self._nothing()
-        target, start = tables.cuts[kind[2]].piece(part).target, self._structure.book.edge_offsets[kind][part]
-        row, column, position = tables.edges[kind].extend(own.stop - own.start + answer.source.size)
+        """Write the edges of a part that is not hosted: copied ones and the owner's, in the order of the frontier."""
+        edges, picked = tables.edges[kind], tables.picked[kind]
+        target, offset = tables.cuts[kind[2]].piece(part).target, self._structure.book.edge_offsets[kind][part]
+        new = slice(start, start + own.stop - own.start + answer.source.size)
+        row, column, position = edges.row[new], edges.column[new], edges.position[new]
         if share.rows is None:
             row[:] = answer.source
-            np.add(answer.position, start, out=position)
+            np.add(answer.position, offset, out=position)
             spread(answer.counts, target, column)
             return
         replica = self._graph.replicas[kind][part]
-        chosen = (replica.shift, picked.row[own], picked.position[own], picked.column[own])
+        copied = (replica.shift, picked.row[own], picked.position[own], picked.column[own])
         told = (answer.counts, answer.source, answer.position)
-        merge(share.rows, *chosen, *told, target, start, row, column, position)
+        merge(share.rows, *copied, *told, target, offset, row, column, position)
 
     def _nothing(self) -> Answer:
         none = np.empty(0, np.int32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -14,8 +15,10 @@ from gtrain.data.loader import SeedLoader
 from gtrain.strategy.counters import Counters
 from gtrain_pyg.batches import Kind, make_batch
 from gtrain_pyg.epoch import Step, common_shares, num_steps, own_shares
+from gtrain_pyg.heap import trim_heap
 from gtrain_pyg.pipeline import Pipeline, Stages
-from gtrain_pyg.rows import Rows, Window
+from gtrain_pyg.row_stream import Begun, Stream
+from gtrain_pyg.rows import Rows
 from gtrain_pyg.sampler import DistributedSampler
 from gtrain_pyg.seeds import SeedSource
 from gtrain_pyg.subgraph import Array, Subgraph
@@ -27,14 +30,16 @@ class Plan:
 
     Attributes:
         threads: that sample.
-        prefetch: batches that are sampled ahead of the window that is fetched; 0 makes each when it is asked for.
-        lookahead: batches whose remote rows are fetched together.
+        prefetch: batches that are sampled and whose remote rows are fetched ahead; 0 makes each when it is asked for.
+        lookahead: successive batches that ask for a remote row once, together.
+        beside: put a batch together while the one before it is in use.
         trim: whether layers may leave out what the seeds' results do not depend on.
     """
 
     threads: int = 1
     prefetch: int = 2
     lookahead: int = 1
+    beside: bool = False
     trim: bool = True
 
 
@@ -77,12 +82,11 @@ class SampledBatches:
     def __iter__(self) -> Iterator[Data | HeteroData]:
         self._epoch = self._loader.next_epoch()
         self._handed_out, self._skip = self._skip, 0
-        pipeline = Pipeline(
-            Stages(self._sample, self._begin, self._finish),
-            threads=self._plan.threads,
-            ahead=self._plan.prefetch,
-            window=self._plan.lookahead,
-        )
+        trim_heap()
+        plan = self._plan
+        stream = self._rows.stream(plan.lookahead)
+        stages = Stages(self._sample, partial(self._begin, stream), self._finish)
+        pipeline = Pipeline(stages, threads=plan.threads, ahead=plan.prefetch, beside=plan.beside)
         with closing(pipeline.run(self.steps(self._epoch)[self._handed_out :])) as batches:
             while True:
                 with self._counters.span("wait: batch"):
@@ -121,16 +125,13 @@ class SampledBatches:
         roots = self._source.roots(step)
         return self._sampler.sample(roots.ids, epoch=step.epoch, batch=step.batch, seed_time=roots.time)
 
-    def _begin(self, samples: list[Subgraph]) -> Window:
-        wanted: list[dict[Kind, Array]] = []
-        for sample in samples:
-            ids: dict[Kind, Array] = dict(sample.node.items())
-            for kind, positions in sample.edge.items():
-                ids[kind] = positions
-            wanted.append(ids)
-        return self._rows.begin(wanted)
+    def _begin(self, stream: Stream, sample: Subgraph) -> Begun:
+        ids: dict[Kind, Array] = dict(sample.node.items())
+        ids.update(sample.edge.items())
+        sample.edge.clear()  # nothing else needs the edges' positions
+        return stream.begin(ids)
 
-    def _finish(self, step: Step, sample: Subgraph, window: Window, place: int) -> Data | HeteroData:
-        rows: dict[Kind, dict[str, Tensor]] = window.batch(place)
+    def _finish(self, step: Step, sample: Subgraph, begun: Begun) -> Data | HeteroData:
+        rows: dict[Kind, dict[str, Tensor]] = begun.make()
         seeds = self._source.describe(step, sample)
         return make_batch(sample, rows, seeds, hetero=self._hetero, trim=self._plan.trim)

@@ -79,41 +79,94 @@ def rank_bits(ids: Array, bits: Array, ranks: Array) -> None:
 
 
 @njit(cache=True, nogil=True)
+def _slot(table: Array, node: int) -> int:
+    """Where a hash map begins to look for an id."""
+    mixed = np.uint64(node) * _GOLDEN
+    return np.int64((mixed ^ (mixed >> np.uint64(32))) & np.uint64(table.shape[0] - 1))  # type: ignore[return-value]
+
+
+@njit(cache=True, nogil=True)
+def _enter(node: int, owner: int, unique: Array, owners: Array, counts: Array, segments: Array) -> int:
+    """List a row that is to be asked for, and return its place."""
+    index = counts[owner]
+    counts[owner] += 1
+    unique[counts[-1]] = node
+    owners[counts[-1]] = owner
+    counts[-1] += 1
+    first, each, shift = segments[0], segments[1], segments[2]
+    return (first + owner * each + (index >> shift)) << SHIFT | (index & ((1 << shift) - 1))
+
+
+@njit(cache=True, nogil=True)
 def number(
-    ids: Array, place: Array, table: Array, turn: int, unique: Array, owners: Array, counts: Array, segments: Array
-) -> None:
-    """Give each distinct row that is to be asked for a place among those of its owner.
+    ids: Array,
+    place: Array,
+    table: Array,
+    turn: int,
+    floor: int,
+    unique: Array,
+    owners: Array,
+    counts: Array,
+    segments: Array,
+) -> int:
+    """Give each row that is not here the place that it got in an earlier turn, or else one among those of its owner.
 
     Args:
         ids: int64 ``[n]``.
         place: int64 ``[n]`` of :func:`find`; where below 0, replaced.
-        table: int64 ``[slots, 2]``, the hash map of the window: ``turn << 40 | id``, and its place.
-        turn: the window's number, from 1 on.
-        unique: int64, the distinct ids in order of discovery, with room for more.
+        table: int64 ``[slots, 2]``, a hash map with room for all: ``turn << 40 | id``, and the id's place; 0: empty.
+        turn: the batch's number, from 1 on.
+        floor: the first turn whose places can still be read.
+        unique: int64, the distinct ids that are to be asked for in order of discovery, with room for more.
         owners: int32, the owner of each.
         counts: int64 ``[P + 1]``, how many of each owner, and last of all.
         segments: int64 ``[3]``: the first segment, segments for each owner, and log2 of the rows in each.
+
+    Returns:
+        how many empty slots were filled.
     """
-    mask, first, each, shift = np.uint64(table.shape[0] - 1), segments[0], segments[1], segments[2]
-    rest = (1 << shift) - 1
+    last, filled = table.shape[0] - 1, 0
     for i in range(ids.size):
         if place[i] >= 0:
             continue
-        key = turn << SHIFT | ids[i]
-        mixed = np.uint64(ids[i]) * _GOLDEN
-        slot = np.int64((mixed ^ (mixed >> np.uint64(32))) & mask)
-        while table[slot, 0] >> SHIFT == turn and table[slot, 0] != key:
-            slot = np.int64(np.uint64(slot + 1) & mask)
-        if table[slot, 0] != key:
-            owner = -1 - place[i]
-            index = counts[owner]
-            counts[owner] += 1
-            unique[counts[-1]] = ids[i]
-            owners[counts[-1]] = owner
-            counts[-1] += 1
-            table[slot, 0] = key
-            table[slot, 1] = (first + owner * each + (index >> shift)) << SHIFT | (index & rest)
+        slot, free = _slot(table, ids[i]), -1
+        while table[slot, 0] != 0 and table[slot, 0] & _ROW != ids[i]:
+            if free < 0 and table[slot, 0] >> SHIFT < floor:
+                free = slot
+            slot = (slot + 1) & last
+        if table[slot, 0] >> SHIFT < floor:
+            if table[slot, 0] == 0:
+                if free >= 0:
+                    slot = free
+                else:
+                    filled += 1
+            table[slot, 0] = turn << SHIFT | ids[i]
+            table[slot, 1] = _enter(ids[i], -1 - place[i], unique, owners, counts, segments)
         place[i] = table[slot, 1]
+    return filled
+
+
+@njit(cache=True, nogil=True)
+def enlist(ids: Array, place: Array, unique: Array, owners: Array, counts: Array, segments: Array) -> None:
+    """As :func:`number`, of rows that nobody remembers: each is to be asked for, as often as it is named."""
+    for i in range(ids.size):
+        if place[i] < 0:
+            place[i] = _enter(ids[i], -1 - place[i], unique, owners, counts, segments)
+
+
+@njit(cache=True, nogil=True)
+def rehash(table: Array, floor: int, larger: Array) -> int:
+    """Enter what a hash map of :func:`number` has from turn ``floor`` on in another, empty one; returns how much."""
+    last, count = larger.shape[0] - 1, 0
+    for old in range(table.shape[0]):
+        if table[old, 0] == 0 or table[old, 0] >> SHIFT < floor:
+            continue
+        slot = _slot(larger, table[old, 0] & _ROW)
+        while larger[slot, 0] != 0:
+            slot = (slot + 1) & last
+        larger[slot, 0], larger[slot, 1] = table[old, 0], table[old, 1]
+        count += 1
+    return count
 
 
 @njit(cache=True, nogil=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -20,7 +20,7 @@ from gtrain_pyg.row_tables import Table, convert
 
 Array = NDArray[Any]
 
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 1 << 20
 """About so many bytes of rows travel in one frame of a message."""
 MAX_REQUEST_CHUNKS, MAX_REQUEST_TENSORS = 32, 512
 """What is more goes in further requests: an owner answers one after the other, and holds the answers."""
@@ -40,16 +40,16 @@ class Asker(Protocol):
 
 @dataclass
 class Missing:
-    """The distinct rows of one kind that are to be asked for in one window.
+    """The rows of one kind that are to be asked for by one batch.
 
     Attributes:
         tables: the tensors wanted, by name.
         dtypes: in which dtype the values of each travel.
         chunk: rows of a segment, a power of 2.
         first: the first segment of owner 0.
-        each: segments of each owner.
+        each: segments of each owner, of which not all need be in use.
         rows: of each owner, in the order of their segments; rows within its part.
-        bases: by name, the addresses of all segments' pieces.
+        bases: by name, the addresses of the pieces in these segments, ``[pieces, P * each]``.
     """
 
     tables: Mapping[str, Table]
@@ -77,7 +77,7 @@ class _Stretch:
 
 @dataclass
 class Requests:
-    """What one window asks for, and has got.
+    """What one batch asks for, and has got. Threads may share it once it was sent.
 
     Args:
         asker: the other ranks.
@@ -94,6 +94,7 @@ class Requests:
     pool: BufferPool
     held: list[Tensor] = field(default_factory=list)  # the bases point into these
     _sent: list[tuple[int, list[_Stretch], Future[Message]]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self) -> None:
         """Send all requests."""
@@ -104,16 +105,22 @@ class Requests:
                 fields = {"store": self.store, "part": owner, "wants": wants}
                 self._sent.append((owner, stretches, self.asker.ask(owner, self.method, fields, rows)))
 
+    @property
+    def arrived(self) -> bool:
+        """Whether :meth:`receive` would not have to wait."""
+        return all(future.done() for _, _, future in tuple(self._sent))
+
     def receive(self) -> None:
         """Wait for all answers; the segments can be read then.
 
         Raises:
             WireError: an owner failed to answer, or not with what was asked for.
         """
-        while self._sent:
-            owner, stretches, future = self._sent[0]
-            self._take(owner, stretches, self.asker.wait(future).tensors)
-            self._sent.pop(0)
+        with self._lock:
+            while self._sent:
+                owner, stretches, future = self._sent[0]
+                self._take(owner, stretches, self.asker.wait(future).tensors)
+                self._sent.pop(0)
 
     def _packed(self, owner: int) -> Iterator[list[_Stretch]]:
         """All that one owner is asked for, in one request unless it is very much."""
@@ -153,7 +160,7 @@ class Requests:
             missing = self.missing[stretch.kind]
             for chunk in range(stretch.start, stretch.stop):
                 rows = min(missing.chunk, missing.rows[owner].size - chunk * missing.chunk)
-                segment = missing.first + owner * missing.each + chunk
+                segment = owner * missing.each + chunk
                 for name, table in missing.tables.items():
                     pieces = [next(arrived) for _ in missing.bases[name]]
                     if wrong := table.check(pieces, rows, missing.dtypes[name]):
@@ -175,21 +182,3 @@ def chunk_rows(tables: Mapping[str, Table]) -> int:
     """Rows of a chunk: a power of 2."""
     row_bytes = sum(table.row_bytes for table in tables.values())
     return 1 << max(0, min(20, int(CHUNK_BYTES / max(1.0, row_bytes)).bit_length() - 1))
-
-
-class Numbers:
-    """The hash map that gives the distinct missing rows of a window their numbers; kept from window to window."""
-
-    def __init__(self) -> None:
-        self._table: Array = np.zeros((1024, 2), np.int64)
-        self._turn = 0
-
-    def begin(self, most: int) -> tuple[Array, int]:
-        """A map with room for so many ids, all forgotten, and the number that marks what is entered now."""
-        slots = self._table.shape[0]
-        while slots < 2 * most:
-            slots *= 2
-        self._turn += 1
-        if slots > self._table.shape[0] or self._turn >= 1 << 22:
-            self._table, self._turn = np.zeros((slots, 2), np.int64), 1
-        return self._table, self._turn

@@ -107,7 +107,7 @@ class DistributedSampler:
 
     def _tables(self) -> Tables:
         if not hasattr(self._threads, "tables"):
-            self._threads.tables = Tables(self._structure, self.options.disjoint)
+            self._threads.tables = Tables(self._structure, self.options.disjoint, self._pool)
         return self._threads.tables
 
     def _checked(self, seeds: Mapping[str, Any]) -> dict[str, Array]:
@@ -167,10 +167,9 @@ class DistributedSampler:
     ) -> Subgraph:
         index, edge = {}, {}
         for kind, edges in tables.edges.items():
-            index[kind] = self._pool.take((2, edges.size), np.int64)
-            index[kind][0], index[kind][1] = edges.row[: edges.size], edges.column[: edges.size]
+            index[kind], position = edges.hand_out()
             if kind not in unlisted:
-                edge[kind] = self._kept(edges.position, edges.size)
+                edge[kind] = position
         batch = None
         if self.options.disjoint:
             batch = {name: self._kept(nodes.batch, nodes.count) for name, nodes in tables.nodes.items()}

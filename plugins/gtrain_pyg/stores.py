@@ -60,7 +60,7 @@ class ShardFeatureStore(FeatureStore):
         stores = stores or {EDGE_TYPE: batch}
         ids: dict[Kind, Any] = {kind: edges.e_id.numpy() for kind, edges in stores.items() if "e_id" in edges}
         wanted = {kind: names for kind, names in self._rows.names.items() if kind in ids}
-        for kind, tensors in self._rows.begin([ids], names=wanted).batch(0).items():
+        for kind, tensors in self._rows.begin(ids, names=wanted).make().items():
             for name, tensor in tensors.items():
                 stores[kind][name] = tensor
         return batch
@@ -79,7 +79,7 @@ class ShardFeatureStore(FeatureStore):
         for (kind, _), members in places.items():
             names = [str(attrs[i].attr_name) for i in members]
             ids = _ids(attrs[members[0]].index, self._rows.shape(kind, names[0])[0])
-            made = self._rows.begin([{kind: ids}], names={kind: names}).batch(0)[kind]
+            made = self._rows.begin({kind: ids}, names={kind: names}).make()[kind]
             for i, name in zip(members, names, strict=True):
                 found[i] = made[name]
         return found

@@ -55,7 +55,7 @@ class PygStrategy(GraphStrategy):
         transport: str = "auto",
         wire_dtype: str = "float32",
         prefetch: int = 2,
-        lookahead: int = 4,
+        lookahead: int = 3,
         threads: int | None = None,
         evaluation: str = "sampled",
         trim: bool = True,
@@ -180,7 +180,9 @@ class PygStrategy(GraphStrategy):
         settings, asks = self.settings, shard.asks
         threads = settings.threads or max(torch.get_num_threads(), 2 if asks else 1)
         trim = settings.trim and options.trimmable
-        return Plan(threads, settings.prefetch, settings.lookahead if asks else 1, trim)
+        # on a CPU both would share its cores: nothing is won by a second batch's memory
+        beside = self.root_device.type != "cpu"
+        return Plan(threads, settings.prefetch, settings.lookahead if asks else 1, beside, trim)
 
     def _degrees(self, store: Store, parts: tuple[int, ...]) -> Extra:
         """The nodes' degrees in the whole graph, where a layer normalises by them and they do not depend on times."""

@@ -6,7 +6,8 @@
 loader: complete batches (features, labels, edge ids) in one process, beside DGL's loader. ranks: two ranks that sample
 and fetch over TCP, and in shared memory. model: an epoch of a three-layer GraphSAGE, beside the same model on PyG's
 own loader over the same samples, untrimmed. memory: PSS of a rank above what it had before data. cache: remote bytes
-for each seed with the cache and the look-ahead.
+for each seed with the cache and the look-ahead. network: two ranks in namespaces of their own, 1 Gbit/s and 2 ms apart,
+with encryption. subgraphs: what induced and bidirectional subgraphs cost.
 
 The graph has 500,000 nodes, 17.6 M directed edges, 100 features, 47 classes; fan-out 15-10-5, 1024 seeds a rank and
 step. One thread a rank. Seeds/s are by wall and by CPU seconds; trust the second where other programs compute.
@@ -28,8 +29,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pyg_network import slow_network
+from sar_overlap import impossible
+
 HERE = Path(__file__).resolve().parent
-WHAT = ("loader", "ranks", "model", "memory", "cache")
+WHAT = ("loader", "ranks", "model", "memory", "cache", "network", "subgraphs")
+MBIT, MILLISECONDS = 1000, 2.0
 FAN_OUT = "15,10,5"
 BATCH = 1024
 IDLE = "model._target_=pyg_probe.Idle"
@@ -62,24 +67,29 @@ class Bench:
     def run(self, name: str, ranks: int, settings: list[str]) -> list[dict[str, Any]]:
         """Train for some steps; returns what each rank's probe wrote."""
         run = self.folder / "runs" / name
-        self.gtrain(
-            [
-                "strategy=pyg",
-                f"trainer.num_nodes={ranks}",
-                f"data.batch_size={BATCH * ranks}",
-                f"data.num_neighbors=[{FAN_OUT}]",
-                *settings,
-                "callbacks=none",
-                "logger=none",
-                "trainer.max_epochs=1",
-                f"trainer.limit_train_batches={self.steps + 5}",
-                "trainer.limit_val_batches=0",
-                "trainer.limit_test_batches=0",
-                "trainer.enable_progress_bar=false",
-                f"+callbacks.probe={{_target_:pyg_probe.Probe,folder:{run}}}",
-                f"hydra.run.dir={run}",
-            ]
-        )
+        self.gtrain([*self.settings(run, ranks, settings), f"hydra.run.dir={run}"])
+        return self.read(run, ranks)
+
+    def settings(self, run: Path, ranks: int, more: list[str]) -> list[str]:
+        """Settings of a run that is measured, but for its folder."""
+        return [
+            "strategy=pyg",
+            f"trainer.num_nodes={ranks}",
+            f"data.batch_size={BATCH * ranks}",
+            f"data.num_neighbors=[{FAN_OUT}]",
+            *more,
+            "callbacks=none",
+            "logger=none",
+            "trainer.max_epochs=1",
+            f"trainer.limit_train_batches={self.steps + 5}",
+            "trainer.limit_val_batches=0",
+            "trainer.limit_test_batches=0",
+            "trainer.enable_progress_bar=false",
+            f"+callbacks.probe={{_target_:pyg_probe.Probe,folder:{run}}}",
+        ]
+
+    def read(self, run: Path, ranks: int) -> list[dict[str, Any]]:
+        """What each rank's probe wrote, and the bytes that it received in the epoch."""
         found = [json.loads((run / f"probe-{rank}.json").read_text()) for rank in range(ranks)]
         figures = json.loads((run / "summary.json").read_text())["ranks"]
         return [probe | {"received": rank["bytes_received"]} for probe, rank in zip(found, figures, strict=True)]
@@ -147,6 +157,8 @@ def measure_model(bench: Bench) -> Iterator[Check]:
     settings = bench.graph(1)
     ours = bench.run("model", 1, [*settings, *SAGE])
     show("gtrain, GraphSAGE 3 x 256", ours)
+    if not any(importlib.util.find_spec(name) for name in ("pyg_lib", "torch_sparse")):
+        print("PyG's own sampling: skipped, neither pyg-lib nor torch-sparse is installed; its loader gets our kernels")
     out = bench.folder / "nodeloader.json"
     script = [sys.executable, str(HERE / "pyg_nodeloader.py"), bench.store_path, FAN_OUT, str(BATCH), str(bench.steps)]
     bench.command([*script, str(out)])
@@ -178,7 +190,7 @@ def measure_cache(bench: Bench) -> Iterator[Check]:
     plain = bench.run("cache-none", 2, [*settings, "strategy.lookahead=1"])
     show("no cache, no look-ahead", plain)
     ahead = bench.run("cache-ahead", 2, settings)
-    show("no cache, look-ahead of 4 batches", ahead)
+    show("no cache, look-ahead of 3 batches", ahead)
     for share in (0.05, 0.2):
         show(f"cache of {share:.0%}", bench.run("cache", 2, [*settings, f"strategy.cache_bytes={int(share * rows)}"]))
     each = [sum(p["received"] for p in found) / sum(p["seeds"] for p in found) / 1024 for found in (plain, ahead)]
@@ -186,7 +198,30 @@ def measure_cache(bench: Bench) -> Iterator[Check]:
     yield "saved by looking ahead", 1 - each[1] / each[0], 0.15, True
 
 
-MEASURES = dict(zip(WHAT, (measure_loader, measure_ranks, measure_model, measure_memory, measure_cache), strict=True))
+def measure_network(bench: Bench) -> Iterator[Check]:
+    """Two ranks, each as on a machine of its own. ``MILLISECONDS`` is a message's way there and back."""
+    if reason := impossible():
+        print(f"network: skipped, {reason}")
+        return
+    settings = [*bench.graph(2), IDLE, "strategy.transport=tcp"]
+    for name, more in (("no look-ahead", ["strategy.lookahead=1"]), ("look-ahead", [])):
+        run = bench.folder / "runs" / f"network-{len(more)}"
+        with slow_network(MBIT, MILLISECONDS / 2) as network:
+            network.train(bench.settings(run, 2, [*settings, *more]), run, bench.folder)
+        show(f"{MBIT} Mbit/s, {MILLISECONDS:g} ms, {name}", bench.read(run, 2))
+    yield from ()
+
+
+def measure_subgraphs(bench: Bench) -> Iterator[Check]:
+    """Kinds of subgraphs in one process."""
+    settings = [*bench.graph(1), IDLE]
+    for kind in ("directional", "bidirectional", "induced"):
+        show(f"subgraph_type={kind}", bench.run(f"subgraph-{kind}", 1, [*settings, f"data.subgraph_type={kind}"]))
+    yield from ()
+
+
+_LOCAL = (measure_loader, measure_ranks, measure_model, measure_memory, measure_cache)
+MEASURES = dict(zip(WHAT, (*_LOCAL, measure_network, measure_subgraphs), strict=True))
 
 
 def main() -> None:

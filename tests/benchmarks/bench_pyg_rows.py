@@ -155,10 +155,9 @@ def remote(store: Store, batches: list[Batch], windows: int) -> None:
             fill_cache(rows, visits, int(share * nodes * row_bytes))
 
         def epoch(rows: Rows = rows, window: int = window) -> None:
-            for start in range(0, len(batches), window):
-                begun = rows.begin(batches[start : start + window])
-                for i in range(len(begun)):
-                    begun.batch(i)
+            stream = rows.stream(window)
+            for batch in batches:
+                stream.begin(batch).make()
 
         epoch()
         rows.counts, before, other, rss = Counts(), cpu_seconds(), spent(), rss_bytes()

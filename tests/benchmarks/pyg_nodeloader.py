@@ -1,7 +1,8 @@
 """A three-layer GraphSAGE on PyG's own loader, for bench_pyg.py: ``pyg_nodeloader.py STORE FAN_OUT BATCH STEPS OUT``.
 
-The loader samples with pyg-lib where it is installed, and else with gtrain's kernels, so that the two differ in what
-comes after sampling alone. The model sees every node and edge in every layer, as it does without ``trim_to_layer``.
+The loader samples with pyg-lib or torch-sparse where one is installed, and else with gtrain's kernels, so that the two
+differ in what comes after sampling alone. The model sees every node and edge in every layer, as it does without
+``trim_to_layer``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def loader_of(store: Store, fan_out: list[int], batch_size: int) -> NodeLoader:
     shard = load_whole(store)
     data = Data(x=shard.node_data["x"].clone(), y=shard.node_data["y"].clone(), edge_index=shard.edge_index)
     seeds = shard.node_data["train_mask"].nonzero().flatten()
-    if torch_geometric.typing.WITH_PYG_LIB:
+    if torch_geometric.typing.WITH_PYG_LIB or torch_geometric.typing.WITH_TORCH_SPARSE:
         return NeighborLoader(data, fan_out, seeds, batch_size=batch_size, shuffle=True, drop_last=True)
     group = Group()
     hosting = host(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import forked
 import pytest
 from forked import gtrain
-from helpers import ok, summary
+from helpers import REPO, ok, summary
 
 SMALL = ["data.num_nodes=300", "data.num_edges=3000", "data.num_features=12", "data.num_classes=4"]
 QUIET = ["callbacks=none", "logger=none", "trainer.limit_test_batches=0", "trainer.max_epochs=3"]
@@ -46,6 +47,26 @@ def test_with_every_neighbour_it_trains_what_one_process_trains(sweep: Runner) -
         assert losses(run) == pytest.approx(alone[run["model"]], rel=1e-10)
 
 
+def test_exact_evaluation_of_a_model_trained_on_samples_is_one_process(tmp_path: Path) -> None:
+    """The whole graph at once, with the same weights and running statistics."""
+    model = ["model=gcn", "model.norm=batch", *SMALL, *EXACT, "logger=none"]
+    ways = ["strategy=pyg", "strategy.transport=tcp", "strategy.evaluation=exact", "data.num_neighbors=[4,3]"]
+    ok(gtrain(*ways, *model, "data.batch_size=64", "trainer.max_epochs=2", "hydra.run.dir=sampled", cwd=tmp_path))
+    ok(
+        gtrain(
+            "test",
+            "strategy=single",
+            *model,
+            "ckpt_path=sampled/checkpoints/best.ckpt",
+            "hydra.run.dir=whole",
+            cwd=tmp_path,
+        )
+    )
+    sampled, whole = (summary(tmp_path / name)["metrics"] for name in ("sampled", "whole"))
+    for name in ("test/loss", "test/acc"):
+        assert sampled[name] == pytest.approx(whole[name], rel=1e-10)
+
+
 def test_what_is_sampled_depends_on_no_transport_halo_or_thread(sweep: Runner) -> None:
     """Nor on what is made ahead, cached or trimmed."""
     arguments = ["strategy=pyg", *SMALL, *EXACT, "data.batch_size=64", "data.num_neighbors=[4,3]", "model=sage"]
@@ -77,17 +98,38 @@ def test_ranks_without_seeds_take_every_step(sweep: Runner, tmp_path: Path) -> N
     assert all(0 < loss < 10 for loss in losses(local))
 
 
-def test_a_resumed_run_takes_the_batches_of_an_undisturbed_one(tmp_path: Path) -> None:
-    arguments = ["strategy=pyg", *SMALL, "data.batch_size=64", "trainer.num_nodes=2", "logger=none", "model=sage"]
-    ok(gtrain(*arguments, "trainer.max_epochs=4", "hydra.run.dir=whole", "paths.runs=other", cwd=tmp_path))
-    ok(gtrain(*arguments, "trainer.max_epochs=2", "hydra.run.dir=first", cwd=tmp_path))
-    checkpoint = "ckpt_path=first/checkpoints/last.ckpt"
-    ok(gtrain(*arguments, "trainer.max_epochs=4", checkpoint, "hydra.run.dir=second", cwd=tmp_path))
-    whole, second = summary(tmp_path / "whole"), summary(tmp_path / "second")
-    assert [entry["epoch"] for entry in second["history"]][-2:] == [2, 3]
-    for name in ("train/loss", "val/loss"):
-        expected = [entry[name] for entry in whole["history"]][-2:]
-        assert [entry[name] for entry in second["history"]][-2:] == pytest.approx(expected, rel=1e-6)
+def test_a_rank_killed_in_an_epoch_is_named_and_the_run_goes_on_in_the_middle_of_it(tmp_path: Path) -> None:
+    """The batches are those of an undisturbed run, and so are the losses, dropout included.
+
+    And so are the running statistics, which are the same on all ranks.
+    """
+    watch = "+callbacks.watch={_target_:pyg_watch.Watch,folder:%s%s}"
+    often = "+callbacks.often={_target_:lightning.pytorch.callbacks.ModelCheckpoint,every_n_train_steps:2,dirpath:%s}"
+    arguments = ["strategy=pyg", *SMALL, *QUIET, "data.batch_size=16", "trainer.num_nodes=2", "model=sage"]
+    arguments += ["model.norm=batch"]
+    env = {"PYTHONPATH": str(REPO / "tests" / "assets")}
+    ok(gtrain(*arguments, watch % ("whole", ""), cwd=tmp_path, env=env))
+    one, other = (read_lines(tmp_path / "whole", rank) for rank in range(2))
+    assert [line.split()[-1] for line in one] == [line.split()[-1] for line in other]
+    for transport in ("tcp", "shm"):
+        ways = [*arguments, f"strategy.transport={transport}"]
+        killed = gtrain(*ways, watch % (transport, ",kill:[1,1,7]"), often % transport, cwd=tmp_path, env=env)
+        assert time.monotonic() - float((tmp_path / transport / "killed").read_text()) < 10
+        assert killed.returncode == 1
+        assert "rank 1 of 2 (machine 1) was killed by SIGKILL (signal 9)" in killed.stderr
+        assert "Traceback" not in killed.stdout + killed.stderr
+        (checkpoint,) = (tmp_path / transport).glob("*.ckpt")
+        rest = [watch % (f"{transport}-rest", ""), f"ckpt_path='{checkpoint}'"]
+        ok(gtrain(*ways, *rest, cwd=tmp_path, env=env))
+        for rank in range(2):
+            whole, found = (read_lines(tmp_path / name, rank) for name in ("whole", f"{transport}-rest"))
+            assert found[0].startswith("1 6 ")
+            assert found == whole[-len(found) :]
+
+
+def read_lines(folder: Path, rank: int) -> list[str]:
+    """What ``pyg_watch.Watch`` wrote."""
+    return (folder / f"rank-{rank}.txt").read_text().splitlines()
 
 
 def test_bad_input(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_a_free_block_serves_slightly_smaller_arrays_only() -> None:
     address = large.ctypes.data
     del large
     assert pool.take(1 << 20, np.uint8).ctypes.data != address
-    assert pool.take(5 << 20, np.uint8).ctypes.data == address
+    assert pool.take(6 << 20, np.uint8).ctypes.data == address
 
 
 def test_large_blocks_begin_at_huge_pages() -> None:
@@ -189,3 +189,18 @@ def test_resident_memory_stays_flat() -> None:
     before = rss_bytes()
     batches(1000)
     assert rss_bytes() - before < 12 << 20  # three blocks of 4 MiB may be of a size not met before
+
+
+def test_blocks_that_nobody_needs_any_more_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of two first arrays; the one that is used from time to time stays."""
+    monkeypatch.setattr(buffers, "_SWEEP", 8)
+    pool = BufferPool()
+    first = [pool.take(1 << 20, np.uint8) for _ in range(3)]
+    first.clear()
+    assert pool.free_bytes == 3 << 20
+    for _ in range(16):
+        array = pool.take(1 << 20, np.uint8)
+        address = array.ctypes.data
+        del array
+    assert pool.free_bytes == 1 << 20
+    assert pool.take(1 << 20, np.uint8).ctypes.data == address

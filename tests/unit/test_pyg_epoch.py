@@ -49,45 +49,48 @@ def test_common_shares_without_seeds_are_empty() -> None:
 
 
 class Recorder:
-    """Stages that note what was called; samples of odd jobs wait for a signal."""
+    """Stages that note what was called."""
 
     def __init__(self) -> None:
-        self.windows: list[list[int]] = []
+        self.sampled: list[int] = []
+        self.begun: list[int] = []
         self.finished: list[int] = []
 
-    def stages(self) -> Stages[int, int, list[int], str]:
+    def stages(self) -> Stages[int, int, int, str]:
         return Stages(self.sample, self.begin, self.finish)
 
     def sample(self, job: int) -> int:
+        self.sampled.append(job)
         return job * 10
 
-    def begin(self, samples: list[int]) -> list[int]:
-        self.windows.append(samples)
-        return samples
+    def begin(self, sample: int) -> int:
+        self.begun.append(sample)
+        return sample + 1
 
-    def finish(self, job: int, sample: int, rows: list[int], place: int) -> str:
-        assert rows[place] == sample
+    def finish(self, job: int, sample: int, rows: int) -> str:
+        assert rows == sample + 1 == job * 10 + 1
         self.finished.append(job)
         return f"batch {job}"
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("jobs", [0, 1, 7])
-def test_batches_come_in_order(ahead: int, window: int, jobs: int) -> None:
+def test_batches_come_in_order(ahead: int, beside: bool, jobs: int) -> None:
     recorder = Recorder()
-    found = list(Pipeline(recorder.stages(), threads=3, ahead=ahead, window=window).run(range(jobs)))
+    found = list(Pipeline(recorder.stages(), threads=3, ahead=ahead, beside=beside).run(range(jobs)))
     assert found == [f"batch {job}" for job in range(jobs)]
-    expected = [[10 * job for job in range(start, min(start + window, jobs))] for start in range(0, jobs, window)]
-    assert recorder.windows == expected
+    assert recorder.begun == [10 * job for job in range(jobs)]
 
 
-def test_no_more_than_one_batch_is_made_ahead() -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_no_more_is_made_ahead_than_asked(beside: bool) -> None:
     recorder = Recorder()
-    batches = Pipeline(recorder.stages(), ahead=2).run(range(100))
+    batches = Pipeline(recorder.stages(), ahead=2, beside=beside).run(range(100))
     for taken in range(1, 20):
         next(batches)
-        assert len(recorder.finished) <= taken + 1
+        assert len(recorder.finished) <= taken + beside
+        assert len(recorder.sampled) <= taken + beside + 2
     batches.close()
 
 

@@ -25,10 +25,10 @@ from gtrain.graph.store import Store
 from gtrain.graph.writer import write_store
 from gtrain.strategy.counters import rss_bytes
 from gtrain.wire import Message, RemoteError, WireError
-from gtrain_pyg import row_requests
+from gtrain_pyg import row_recent, row_requests, row_stream
 from gtrain_pyg.cache import HaloCache, choose, fill_cache
 from gtrain_pyg.hotness import expected_visits
-from gtrain_pyg.rows import Rows
+from gtrain_pyg.rows import Counts, Rows
 
 
 def check(store: Store, data: Data, batch: dict[Any, Any], made: dict[Any, dict[str, Tensor]]) -> None:
@@ -68,13 +68,20 @@ def test_rows_are_those_of_the_source_whoever_hosts_them(ranks: Ranks, data: Dat
     for batch, tensors in zip(window, made, strict=True):
         assert list(tensors) == ["node", EDGE_TYPE] and list(tensors["node"]) == list(NAMES["node"])
         check(ranks.store, data, batch, tensors)
-    assert sorted(part for part, *_ in peers.asked) == [part for part in range(PARTS) if part not in hosted]
+    assert {part for part, *_ in peers.asked} == {part for part in range(PARTS) if part not in hosted}
+    assert len(peers.asked) <= 3 * (PARTS - len(hosted))
 
 
-def test_one_request_an_owner_for_distinct_rows_of_the_window(ranks: Ranks) -> None:
+def test_one_request_an_owner_for_distinct_rows(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Narrow rows are asked for as often as they are named: edges here, until they count as wide."""
     ranks.serve(NAMES)
     rows, peers = ranks.rows([0], NAMES)
-    window = some_batches(4)
+    window = some_batches(1)
+    rows.fetch(window)
+    assert max(np.unique(tensors[1], return_counts=True)[1].max() for *_, tensors in peers.asked) > 1
+    monkeypatch.setattr(row_recent, "WIDE_BYTES", 0)
+    peers.asked.clear()
+    rows.counts = Counts()
     rows.fetch(window)
     for part, method, fields, tensors in peers.asked:
         assert (
@@ -117,22 +124,54 @@ def test_batches_of_a_window_can_be_made_in_any_order_once(ranks: Ranks, data: D
     ranks.serve(NAMES)
     rows, _ = ranks.rows([2], NAMES)
     window = some_batches(3)
-    begun = rows.begin(window)
-    assert len(begun) == 3
+    stream = rows.stream(3)
+    begun = [stream.begin(batch) for batch in window]
     for i in (2, 0, 1):
-        check(ranks.store, data, window[i], begun.batch(i))
-    with pytest.raises(ValueError, match="batch 0 of the window was made before"):
-        begun.batch(0)
+        check(ranks.store, data, window[i], begun[i].make())
+    with pytest.raises(ValueError, match="the batch was made before"):
+        begun[0].make()
 
 
-def test_windows_overlap(ranks: Ranks, data: Data) -> None:
+@pytest.mark.parametrize("lookahead", [1, 2, 5])
+def test_what_a_batch_asked_for_serves_those_after_it(ranks: Ranks, data: Data, lookahead: int) -> None:
+    """Of ``lookahead`` successive batches one asks for each row; after that it is asked for anew."""
+    ranks.serve(NAMES)
+    rows, peers = ranks.rows([2], NAMES)
+    stream, asked = rows.stream(lookahead), []
+    batches = some_batches(40)
+    for batch in batches:
+        peers.asked.clear()
+        begun = stream.begin(batch)
+        nodes = [
+            row + ranks.book.range("node", part)[0]
+            for part, _, fields, tensors in peers.asked
+            if fields["wants"][0]["kind"] == "node node"
+            for row in tensors[0].tolist()
+        ]
+        asked.append(set(nodes))
+        assert len(asked[-1]) == len(nodes)
+        wanted = set(batch["node"][rows.is_remote("node", batch["node"])].tolist())
+        known: set[int] = set().union(*asked[max(0, len(asked) - lookahead) : -1])
+        assert asked[-1] == wanted - known
+        check(ranks.store, data, batch, begun.make())
+
+
+def test_batches_grow_and_turns_run_out(ranks: Ranks, data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments are numbered anew while batches wait to be made; kinds come and go."""
+    monkeypatch.setattr(row_stream, "LAST_TURN", 7)
+    monkeypatch.setattr(row_requests, "CHUNK_BYTES", 256)
     ranks.serve(NAMES)
     rows, _ = ranks.rows([2], NAMES)
-    windows = [some_batches(2, seed) for seed in range(20)]
-    begun = [rows.begin(window) for window in windows]
-    for window, handle in zip(windows, begun, strict=True):
-        for i, batch in enumerate(window):
-            check(ranks.store, data, batch, handle.batch(i))
+    stream, rng = rows.stream(4), np.random.default_rng(0)
+    sizes = [5, 9, 0, 9, 30, 30, 7, 60, 60, 60, 100, 3, 100, 10, 10, 100, 100, 10]
+    batches = [{"node": rng.integers(0, NODES, size), EDGE_TYPE: rng.integers(0, 300, size)} for size in sizes]
+    for i in (8, 9, 10, 11):
+        del batches[i]["node"]
+    for start in range(0, len(batches), 3):
+        begun = [stream.begin(batch) for batch in batches[start : start + 3]]
+        for batch, handle in zip(batches[start:], begun, strict=False):
+            made = {"node": {}, EDGE_TYPE: {}, **handle.make()}
+            check(ranks.store, data, {"node": np.empty(0, np.int64), **batch}, made)
 
 
 def test_threads_share_rows(ranks: Ranks, data: Data) -> None:
@@ -352,7 +391,7 @@ def test_parts_that_nobody_can_be_asked_for(ranks: Ranks) -> None:
 def test_ids_out_of_range(ranks: Ranks, wrong: int) -> None:
     rows = Rows(ranks.store, ranks.book, range(PARTS), None, ranks.pool, NAMES)
     with pytest.raises(DataError, match=f"a batch names row {wrong} of node, and there are {NODES}"):
-        rows.begin([{"node": np.array([3, wrong, 5])}])
+        rows.begin({"node": np.array([3, wrong, 5])})
 
 
 def test_another_store_is_refused_by_the_owner(tmp_path: Path, ranks: Ranks) -> None:
@@ -435,7 +474,7 @@ def test_an_owner_that_is_gone_raises_at_each_batch(ranks: Ranks) -> None:
     for client in peers.clients.values():
         client.close()
     with pytest.raises(WireError, match="the client of rank 1 is closed"):
-        rows.begin(window)
+        rows.begin(window[0])
 
 
 # ---------------------------------------------------------------------------------------------------------- cache
