@@ -269,14 +269,15 @@ class ServedHome(RemoteHome):
         """Cut sparse rows by the blocks of their ids."""
         block, place = self._place(rows.ids)
         blocks, offsets = self.placement.row_blocks, rows.offsets.numpy()
-        most = int(rows.offsets.diff().max()) if rows.num_rows else 0
-        lengths = np.zeros((blocks, rows.num_rows), np.uint16 if most < 1 << 16 else np.int32)
-        kernels.count_blocks(block, offsets, lengths)
+        short = kernels.most_entries(offsets) < 1 << 16
+        lengths = np.zeros((blocks, rows.num_rows), np.uint16 if short else np.int32)
+        totals = np.zeros(blocks, np.int64)
+        kernels.count_blocks(block, offsets, lengths, totals)
         values = None if rows.values is None else rows.values.detach().to(self.dtype)
-        if values is not None and bool((values == 1).all()):
+        if values is not None and kernels.all_ones(values.numpy()):
             values = None
         begin = np.zeros(blocks + 1, np.int64)
-        np.cumsum(lengths.sum(axis=1, dtype=np.int64), out=begin[1:])
+        np.cumsum(totals, out=begin[1:])
         if blocks == 1:
             return Cut(torch.from_numpy(place), values, begin.tolist(), torch.from_numpy(lengths))
         weighted = values is not None
