@@ -12,6 +12,7 @@ which of its requests are missing and sends these again, to the same incarnation
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import threading
@@ -100,6 +101,7 @@ class Client:
         fields: Mapping[str, Any] | None = None,
         tensors: Sequence[Tensor] = (),
         timeout_seconds: float | None = None,
+        attended: bool = False,
     ) -> Future[Message]:
         """Send a request; its answer, or what went wrong, comes with the future.
 
@@ -111,6 +113,8 @@ class Client:
             fields: see :class:`Message`.
             tensors: see :class:`Message`; not to be written to until the future is done.
             timeout_seconds: deadline, from now.
+            attended: whether a thread will come for the answer with :meth:`result`. The client's own thread then
+                stays asleep, and nothing happens to the future before.
 
         Raises:
             FrameError: the message cannot be sent: a type that does not cross, or beyond the limits.
@@ -119,8 +123,36 @@ class Client:
             WireError: the client is closed, or was made before a fork.
         """
         pending = self._post(method, fields, tensors, timeout_seconds)
-        self._work.set()
+        if not attended:
+            self._work.set()
         return pending.future
+
+    def result(self, future: Future[Message], seconds: float | None = None) -> Message:
+        """Wait for the answer to a request that was submitted, and receive it in this thread if no other receives.
+
+        Args:
+            future: of :meth:`submit`.
+            seconds: how long to wait; None: as long as the request's own deadline lets it.
+
+        Raises:
+            TimeoutError: it is not there yet; it can be waited for again.
+            WireError: as :meth:`request`.
+        """
+        end = math.inf if seconds is None else time.monotonic() + seconds
+
+        def done() -> bool:
+            return future.done() or _passed(end)
+
+        if self._driver_thread == threading.get_ident():  # called by a callback
+            self._drive(done, end)
+        while not (done() or self._closed) and self._driver.acquire(blocking=False):
+            self._driver_thread = threading.get_ident()
+            try:
+                self._drive(done, end)
+            finally:
+                self._driver_thread = None
+                self._driver.release()
+        return future.result(None if seconds is None else max(0.0, end - time.monotonic()))
 
     def request(
         self,
@@ -281,15 +313,15 @@ class Client:
             self._dialogue.fail_all(lambda: WireError(text, hint="report this with the log of this process"))
         self._settle()
 
-    def _drive(self, done: Callable[[], bool]) -> None:
-        """Receive, watch deadlines and the connection, until ``done`` or closed."""
+    def _drive(self, done: Callable[[], bool], end: float = math.inf) -> None:
+        """Receive, watch deadlines and the connection, until ``done`` or closed; ask ``done`` at ``end`` too."""
         while not self._closed:
             with self._lock:
                 if self._closed:
                     break
                 soonest = self._dialogue.advance(done)
                 now = time.monotonic()
-                self._wake_at = min(soonest, now + MAX_WAIT_SECONDS)
+                self._wake_at = min(soonest, now + MAX_WAIT_SECONDS, end)
                 if self._settled:
                     self._room.notify_all()
             self._settle()

@@ -34,20 +34,21 @@ class Request:
     ) -> None:
         self._servers, self._server = servers, server
         self._asked = method, fields, tensors
-        self._future: Future[Message] = servers.clients[server].submit(method, fields, tensors)
+        self._future: Future[Message] = servers.clients[server].submit(method, fields, tensors, attended=True)
 
     def result(self) -> Message:
         """The answer, as soon as it is there."""
         while True:
             try:
-                answer = self._future.result(LOOK_SECONDS if self._servers.lasting else None)
+                seconds = LOOK_SECONDS if self._servers.lasting else None
+                answer = self._servers.clients[self._server].result(self._future, seconds)
             except TimeoutError:
                 self._servers.look(self._server)
             except PeerRestartedError:
                 if not self._servers.lasting:
                     raise
                 self._servers.look(self._server)
-                self._future = self._servers.clients[self._server].submit(*self._asked)
+                self._future = self._servers.clients[self._server].submit(*self._asked, attended=True)
             else:
                 self._servers.answered(self._server, answer)
                 return answer
