@@ -14,6 +14,7 @@ from torch_geometric.data import Data, HeteroData
 from gtrain.data.edge_seeds import EdgeSeeds
 from gtrain.data.loader import SeedLoader, with_edges, with_seeds
 from gtrain_ps.rows import RowTable
+from gtrain_ps.sampled import SampledGraph, samples
 
 Batch: TypeAlias = Data | HeteroData
 SendAhead = Callable[[Batch, int], None]
@@ -26,8 +27,8 @@ class Source(Protocol):
     def seeds(self, loader: SeedLoader) -> Tensor | EdgeSeeds:
         """The split's seeds, in the order of the source data."""
 
-    def batch(self, seeds: Any, chosen: Tensor, epoch: int) -> Batch:
-        """A batch of some of them."""
+    def batch(self, seeds: Any, chosen: Tensor, epoch: int, step: int) -> Batch:
+        """A batch of some of them, for a step of an epoch."""
 
 
 class WholeGraph:
@@ -40,10 +41,14 @@ class WholeGraph:
     def __init__(self, graph: Batch) -> None:
         self._graph = graph
 
+    def sampled(self, loader: SeedLoader) -> Source:
+        """What the batches of a loader are made of: neighbourhoods, where training is to sample."""
+        return SampledGraph(self._graph, loader) if samples(loader) else self
+
     def seeds(self, loader: SeedLoader) -> Tensor | EdgeSeeds:
         return loader.seeds(self._graph)
 
-    def batch(self, seeds: Any, chosen: Tensor, epoch: int) -> Batch:
+    def batch(self, seeds: Any, chosen: Tensor, epoch: int, step: int) -> Batch:
         if isinstance(seeds, Tensor):
             return with_seeds(self._graph, seeds[chosen])
         return with_edges(self._graph, seeds, chosen, epoch)
@@ -63,7 +68,7 @@ class RowSource:
     def seeds(self, loader: SeedLoader) -> Tensor:
         return self._table.rows_of(loader.split)
 
-    def batch(self, seeds: Any, chosen: Tensor, epoch: int) -> Batch:
+    def batch(self, seeds: Any, chosen: Tensor, epoch: int, step: int) -> Batch:
         return self._table.batch(seeds[chosen], self._names)
 
 
@@ -88,11 +93,13 @@ class Shares:
         ahead: SendAhead,
         done: Callable[[], None],
     ) -> None:
-        self._loader, self._source, self._prefetch = loader, source, prefetch
+        self._loader, self._prefetch = loader, prefetch
+        self._source: Source = source
         self._rank, self._size = worker
         self._ahead, self._done = ahead, done
         self._seeds: Tensor | EdgeSeeds | None = None
-        loader.refuse_sampling("strategy=ps draws no neighbours")
+        if isinstance(source, WholeGraph):
+            self._source = source.sampled(loader)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -112,7 +119,7 @@ class Shares:
     def _make(self, number: int, chunk: Tensor, epoch: int) -> Batch:
         count = chunk.numel()
         share = chunk[self._rank * count // self._size : (self._rank + 1) * count // self._size]
-        batch = self._source.batch(self._seeds, share, epoch)
+        batch = self._source.batch(self._seeds, share, epoch, number)
         batch.step_rows = count
         self._ahead(batch, number)
         return batch

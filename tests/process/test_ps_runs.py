@@ -46,6 +46,33 @@ def test_sparse_features_before_a_gcn_train_as_on_one_process(real_data: Callabl
     assert summary(tmp_path / "ps")["metrics"]["test/acc"] == summary(tmp_path / "single")["metrics"]["test/acc"]
 
 
+def test_sampled_neighbours_of_learned_rows_train_as_the_whole_graph(tmp_path: Path) -> None:
+    """Where all neighbours are drawn, a seed's neighbourhood says all that the graph does; fewer teach too."""
+    generator = np.random.default_rng(0)
+    edges = generator.integers(0, 90, (500, 2))
+    (tmp_path / "edges.tsv").write_text("".join(f"{a}\t{b}\n" for a, b in edges))
+    (tmp_path / "labels.tsv").write_text("".join(f"{node}\t{node % 3}\n" for node in range(90)))
+    data = ("data=edges", "data.path=edges.tsv", "data.labels=labels.tsv", "data.batch_size=17", "data.num_parts=2")
+    data = (*data, "callbacks=none", "trainer.precision=64-true")
+    model = ("model=sage", "+model.learn_features=true", "model.hidden_channels=8", "model.num_layers=2")
+    wide = ("model.sparse_optimizer={_target_:gtrain.nn.Adagrad,lr:0.1}", "model.dropout=0", "trainer.max_epochs=3")
+    ways = {
+        "single": ("strategy=single",),
+        "all": (PS, "data.num_neighbors=[-1,-1]"),
+        "some": (PS, "data.num_neighbors=[3,2]"),
+    }
+    for name, way in ways.items():
+        ok(gtrain(*way, *data, *model, *wide, *PLAIN, f"hydra.run.dir={name}", cwd=tmp_path, timeout=140))
+    expected = losses(tmp_path / "single")
+    assert losses(tmp_path / "all") == pytest.approx(expected, rel=1e-11)
+    assert losses(tmp_path / "all", "val/loss") == pytest.approx(losses(tmp_path / "single", "val/loss"), rel=1e-11)
+    some = losses(tmp_path / "some")
+    assert some != pytest.approx(expected, rel=1e-3) and some[-1] < some[0]
+    other = ("data.num_neighbors=[3,2]", "data.disjoint=true", "hydra.run.dir=refused")
+    refused = gtrain(PS, *data, *model, *wide, *PLAIN, *other, cwd=tmp_path, timeout=140)
+    assert "data.disjoint=True was set; strategy=ps draws neighbours by" in refused.stderr
+
+
 def test_a_knowledge_graph_trains_as_on_one_process(tmp_path: Path) -> None:
     """With one worker, whose random negatives are those of strategy=single."""
     data = (
