@@ -45,15 +45,15 @@ class Reading:
     nbytes: float
 
 
-def gtrain(rows: int, width: int, folder: Path, *more: str) -> Reading:
-    """The command; its data are made once."""
+def settings(rows: int, width: int, folder: Path, steps: int = STEPS, epochs: int = EPOCHS) -> list[str]:
+    """What all runs of the command have in common; data are made once."""
     batch = rows * WORKERS
     arguments = {
         "strategy": "ps",
         "trainer.num_nodes": WORKERS,
         "strategy.servers": SERVERS,
         "data": "planted_sparse",
-        "data.num_rows": int(batch * STEPS * 1.05),
+        "data.num_rows": int(batch * steps * 1.05),
         "data.num_features": FEATURES,
         "data.features_per_row": NONZEROS,
         "data.zipf_exponent": 1.05,
@@ -66,16 +66,21 @@ def gtrain(rows: int, width: int, folder: Path, *more: str) -> Reading:
         "model.hidden_channels": width,
         "model.sparse_optimizer._target_": "gtrain.nn.RowwiseAdagrad",
         "model.sparse_optimizer.lr": 0.05,
-        "trainer.max_epochs": EPOCHS,
+        "trainer.max_epochs": epochs,
         "trainer.limit_val_batches": 0,
         "trainer.limit_test_batches": 0,
         "trainer.enable_progress_bar": "false",
         "callbacks": "none",
         "logger": "none",
-        "hydra.run.dir": folder / "run",
         "paths.stores": folder / "stores",
     }
-    command = [sys.executable, "-m", "gtrain", *(f"{key}={value}" for key, value in arguments.items()), *more]
+    return [f"{key}={value}" for key, value in arguments.items()]
+
+
+def gtrain(rows: int, width: int, folder: Path, *more: str) -> Reading:
+    """The command."""
+    given = [*settings(rows, width, folder), f"hydra.run.dir={folder / 'run'}", *more]
+    command, batch = [sys.executable, "-m", "gtrain", *given], rows * WORKERS
     subprocess.run(command, check=True, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
     found = json.loads((folder / "run" / "summary.json").read_text())
     steps = EPOCHS * STEPS
