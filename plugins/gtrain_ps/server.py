@@ -17,6 +17,7 @@ from gtrain.wire import Caller, Message
 from gtrain_ps.block import Block
 from gtrain_ps.config import PsConfig
 from gtrain_ps.engine import Answer, Commit, Engine, Product
+from gtrain_ps.heap import keep_freed
 from gtrain_ps.memory import LastingRegion, Region
 from gtrain_ps.placement import Placement
 
@@ -25,6 +26,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 def main(context: ServerContext) -> None:
     """Serve until asked to end."""
+    keep_freed()
     settings, trainer = PsConfig(**context.config["strategy"]), context.config["trainer"]
     place = context.run_dir / f"parameter-{context.slot.rank}.memory"
     if not context.restarts:

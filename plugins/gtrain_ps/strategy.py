@@ -28,6 +28,7 @@ from gtrain.strategy.gradients import sum_gradients
 from gtrain_ps.batches import RowSource, Shares, Source, WholeGraph
 from gtrain_ps.config import PsConfig
 from gtrain_ps.costs import Load, Plan, choose, plans, shapes, table
+from gtrain_ps.heap import keep_freed
 from gtrain_ps.home import CHUNK_BYTES, ServedHome
 from gtrain_ps.look import first_load
 from gtrain_ps.placement import Placement, spread
@@ -213,6 +214,7 @@ class PsStrategy(GraphStrategy):
                 hint="start it with the gtrain command.",
             )
         if self.parameter_servers is None:
+            keep_freed()
             self.parameter_servers = ParameterServers(self.servers.clients(ROLE), settings.restarts > 0)
         wire = self.dtype if settings.wire_dtype == "float32" else DTYPES[settings.wire_dtype]
         for name, layer in tables(module):

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_ps_bytes.py --servers 2,4,16
 
-Two workers with 64 rows each and step, 200 columns, 5, 75 and 500 nonzeros a row. A line for each number of servers and
+Two workers with 256 rows each, 200 columns, 5, 75 and 500 nonzeros a row. A line for each number of servers and
 of nonzeros: KiB of a worker and step for each cut, the largest ratio to its formula (:mod:`gtrain_ps.costs`), and the
 ratio of ``auto`` to the best cut. Ends with 1 where either ratio is above 1.05.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from gtrain_ps.costs import Load, plans
 
-WORKERS, ROWS, WIDTH, STEPS = 2, 64, 200, 8
+WORKERS, ROWS, WIDTH, STEPS = 2, 256, 200, 6
 NONZEROS = (5, 75, 500)
 MOST = 1.05
 

@@ -42,7 +42,7 @@ def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="2048,200", help="rows of a worker in a step, columns")
-    parser.add_argument("--mbit", type=int, default=100)
+    parser.add_argument("--mbit", type=int, default=100, help="0: as fast as they are, to see what encryption costs")
     given = parser.parse_args()
     reason = impossible()
     if reason:
@@ -55,7 +55,8 @@ def main() -> None:
         prepare = [sys.executable, "-m", "gtrain", "partition", *settings(rows, width, folder, STEPS, EPOCHS)]
         subprocess.run(prepare, check=True, cwd=folder, capture_output=True)  # not in both namespaces at once
         with network(WORKERS) as net:
-            net.limit(given.mbit)
+            if given.mbit:
+                net.limit(given.mbit)
             found = {protocol: run(net, rows, width, protocol, folder) for protocol in ("ship", "pull")}
     print(f"{rows} rows a worker, {width} columns, {given.mbit} Mbit/s")
     for protocol, (examples, nbytes) in found.items():
