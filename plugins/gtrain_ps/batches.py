@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -17,7 +18,7 @@ from gtrain_ps.rows import RowTable
 
 Batch: TypeAlias = Data | HeteroData
 SendAhead = Callable[[Batch, int], None]
-"""Gets a batch and its number in the epoch, before it is asked for."""
+"""Gets a batch and its number among those asked for in this epoch, before it is asked for."""
 
 
 class Source(Protocol):
@@ -92,20 +93,34 @@ class Shares:
         self._rank, self._size = worker
         self._ahead, self._done = ahead, done
         self._seeds: Tensor | EdgeSeeds | None = None
+        self._state = {"epoch": -1, "done": 0}
         loader.refuse_sampling("strategy=ps draws no neighbours")
 
     def __len__(self) -> int:
         return len(self._loader)
 
+    def state_dict(self) -> dict[str, int]:
+        """The epoch, and how many of its batches were taken."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on behind these batches, in this epoch; an epoch that is asked for later begins at its beginning."""
+        self._state = dict(state)
+        self._loader.epoch = state["epoch"] + (state["epoch"] < 0 or state["done"] >= len(self))
+
     def __iter__(self) -> Iterator[Batch]:
         loader = self._loader
         epoch = loader.next_epoch()
+        skip = self._state["done"] if self._state["epoch"] == epoch else 0
+        self._state = {"epoch": epoch, "done": skip}
         if self._seeds is None:
             self._seeds = self._source.seeds(loader)
-        steps = enumerate(chunks(loader, len(self._seeds), epoch))
+        steps = enumerate(islice(chunks(loader, len(self._seeds), epoch), skip, None))
         made = (self._make(number, chunk, epoch) for number, chunk in steps)
         try:
-            yield from _in_thread(made, self._prefetch) if self._prefetch else made
+            for batch in _in_thread(made, self._prefetch) if self._prefetch else made:
+                self._state["done"] += 1
+                yield batch
         finally:
             self._done()
 

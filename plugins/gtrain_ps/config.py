@@ -57,7 +57,8 @@ class PsConfig(StrategyConfig):
         consistency: see :data:`CONSISTENCIES`.
         staleness: steps that ``async`` may miss.
         durability: what survives a server; see :data:`DURABILITIES`.
-        max_restarts: how often each server is started again, where what it keeps outlives it.
+        max_restarts: how often each server is started again, where what it keeps outlives it; and each worker, where
+            ``rest=server`` too.
         wire_dtype: type in which products and gradients travel; see :data:`WIRE_DTYPES`.
         prefetch: batches whose rows are sent ahead of the one in training.
         export: folder to write the tables to after training, ``<table>.npy`` in the order of ids; None: none.
@@ -90,7 +91,12 @@ class PsConfig(StrategyConfig):
     @property
     def restarts(self) -> int:
         """How often a server is started again."""
-        return self.max_restarts if self.durability == "process" else 0
+        return 0 if self.durability == "none" else self.max_restarts
+
+    @property
+    def worker_restarts(self) -> int:
+        """How often a worker is started again."""
+        return self.restarts if self.rest == "server" else 0
 
     @property
     def lag(self) -> int:

@@ -16,9 +16,11 @@ from gtrain.strategy.server import ServerContext
 from gtrain.wire import Caller, Message
 from gtrain_ps.block import Block
 from gtrain_ps.config import PsConfig
-from gtrain_ps.engine import Answer, Commit, Engine, Product
+from gtrain_ps.engine import Engine
+from gtrain_ps.gathers import Gathers
 from gtrain_ps.memory import LastingRegion, Region
 from gtrain_ps.placement import Placement
+from gtrain_ps.requests import Answer, Commit, Product
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
@@ -30,7 +32,7 @@ def main(context: ServerContext) -> None:
     if not context.restarts:
         place.unlink(missing_ok=True)  # of an earlier job in the same folder
     region = LastingRegion(place) if settings.durability == "process" else Region()
-    engine = Engine(trainer["num_nodes"] * trainer["devices"], settings.lag, region)
+    engine = Engine(trainer["num_nodes"] * trainer["devices"], settings.lag, region, settings.worker_restarts > 0)
     handlers = Handlers(engine, context.slot.rank)
     print(f"process {os.getpid()} serves", flush=True)
     if context.restarts:
@@ -57,13 +59,15 @@ class Handlers:
         self.engine, self.server = engine, server
         self._placements: dict[str, Placement] = {}
         self._said, self._rules = "", dict[str, Any]()
+        self._gathers = Gathers(engine.workers, engine.region, lambda: engine.oldest)
         for key, noted in engine.region.notes.get("tables", {}).items():
             self._block_of(key, Placement(**noted["placement"]), DTYPES[noted["dtype"]])
 
     def methods(self) -> dict[str, Any]:
         """The handlers by the names of their methods."""
         names = ("open", "multiply", "commit", "read", "write", "read_state", "write_state", "status")
-        return {name: getattr(self, name) for name in names}
+        more = ("gather", "passed", "come_back", "recall", "sum", "waiting")
+        return {name: getattr(self, name) for name in (*names, *more)}
 
     def open(self, message: Message, caller: Caller) -> Answer:
         """Make the block of a table, unless it is there.
@@ -98,13 +102,27 @@ class Handlers:
         return self.engine.multiply(asked)
 
     def commit(self, message: Message, caller: Caller) -> Answer:
-        """A worker's part of a step. Fields: those of :class:`Commit`; tensors: gradients, and the rest if any."""
+        """A worker's part of a step.
+
+        Fields: those of :class:`Commit`, ``kept`` as names; tensors: gradients, what is kept, and the rest if any.
+        """
         fields, tensors = message.fields, message.tensors
-        count = len(fields["calls"])
-        rest: Tensor | None = tensors[count] if len(tensors) > count else None
+        count, names = len(fields["calls"]), fields["kept"]
+        kept = dict(zip(names, tensors[count:], strict=False))
+        behind = count + len(names)
+        rest: Tensor | None = tensors[behind] if len(tensors) > behind else None
         if fields["rules"] != self._said:  # the same text, most of the time
             self._said, self._rules = fields["rules"], json.loads(fields["rules"])
-        said = (fields["step"], fields["weight"], fields["scale"], fields["calls"], tensors[:count], self._rules, rest)
+        said = (
+            fields["step"],
+            fields["weight"],
+            fields["scale"],
+            fields["calls"],
+            tensors[:count],
+            self._rules,
+            rest,
+            kept,
+        )
         return self.engine.commit(Commit(_rank(caller), *said))
 
     def read(self, message: Message, caller: Caller) -> Answer:
@@ -116,13 +134,18 @@ class Handlers:
         )
 
     def write(self, message: Message, caller: Caller) -> Answer:
-        """Overwrite rows of a block. Fields: ``key``, ``begin``."""
+        """Overwrite rows of a block as it is after ``step`` steps. Fields: ``key``, ``begin``, ``step``.
+
+        A worker that was started again may ask once more when the block has been trained further: too late, then.
+        """
         block, begin, rows = self._block(message.fields["key"]), message.fields["begin"], message.tensors[0]
+        step = message.fields["step"]
 
         def write() -> None:
-            block.table[begin : begin + len(rows)] = rows
+            if self.engine.version == step:
+                block.table[begin : begin + len(rows)] = rows
 
-        return self.engine.after(0, write)
+        return self.engine.after(step, write)
 
     def read_state(self, message: Message, caller: Caller) -> Answer:
         """A piece of the optimizer state. Fields: ``key``, ``name`` or None, ``begin``, ``end``, ``step``."""
@@ -138,21 +161,51 @@ class Handlers:
         return self.engine.after(fields["step"], read)
 
     def write_state(self, message: Message, caller: Caller) -> Answer:
-        """Overwrite a piece of the optimizer state. Fields: ``key``, ``rule``, ``name``, ``begin``."""
+        """Overwrite a piece of the optimizer state, as :meth:`write` does. Fields: also ``rule`` and ``name``."""
         fields, tensors = message.fields, message.tensors
         block = self._block(fields["key"])
 
         def write() -> None:
+            if self.engine.version != fields["step"]:
+                return
             block.use(fields["rule"], {})
             if tensors:
                 block.state[fields["name"]][fields["begin"] : fields["begin"] + len(tensors[0])] = tensors[0]
 
-        return self.engine.after(0, write)
+        return self.engine.after(fields["step"], write)
 
     def status(self, message: Message, caller: Caller) -> Message:
         """How far this server is."""
         products, missed = self.engine.missed
         return Message({"version": self.engine.version, "products": products, "missed": missed})
+
+    # ------------------------------------------------------------------------------- workers that die and come back
+
+    def gather(self, message: Message, caller: Caller) -> Answer:
+        """A worker's tensor to all workers, answered by those of all. Fields: ``where``."""
+        return self._gathers.give(_rank(caller), message.fields["where"], message.tensors[0])
+
+    def passed(self, message: Message, caller: Caller) -> Message:
+        """How far the workers have come in what they say to each other."""
+        return Message({"passed": self._gathers.passed})
+
+    def come_back(self, message: Message, caller: Caller) -> Message:
+        """A worker has been started again; what its life before left unfinished here is dropped."""
+        self._gathers.drop(_rank(caller))
+        return Message({"version": self.engine.forget(_rank(caller))})
+
+    def recall(self, message: Message, caller: Caller) -> Message:
+        """What was kept of a step for this worker. Fields: ``step``."""
+        found = self.engine.recall(message.fields["step"], _rank(caller))
+        return Message({"names": list(found)}, list(found.values()))
+
+    def sum(self, message: Message, caller: Caller) -> Answer:
+        """The sum of the workers' gradients of a step that this worker has committed. Fields: ``step``."""
+        return self.engine.sum_of(message.fields["step"])
+
+    def waiting(self, message: Message, caller: Caller) -> Message:
+        """For which workers others wait."""
+        return Message({"workers": sorted(self.engine.missing() | self._gathers.missing())})
 
     def _block_of(self, key: str, placement: Placement, dtype: torch.dtype) -> Block:
         """This server's block of a table: new, or as the life before left it."""
