@@ -225,6 +225,10 @@ class Engine:
         return all((worker, call) in step.rows for worker, commit in step.commits.items() for call in commit.calls)
 
     def _multiply(self, product: Product) -> None:
+        if product.call is not None and product.step < self.version:  # the step was applied while this waited
+            kept = self._kept_product(product)
+            product.answer.set_result(Message({"version": self.version}, [] if kept is None else [kept]))
+            return
         if product.call is not None:
             self.missed[0] += 1
             self.missed[1] += max(0, product.step - self.version)

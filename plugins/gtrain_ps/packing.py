@@ -14,7 +14,8 @@ from torch import Tensor
 
 from gtrain.errors import ConfigError
 
-_ALIGN = 8
+_ALIGN = 64
+"""Where tensors begin: torch and numpy read some states in steps of 16 bytes, and end the process where they cannot."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def pack(value: Any) -> Tensor:
 
 
 def unpack(room: Tensor) -> Any:
-    """The value; its tensors are in ``room``'s memory."""
+    """The value; its tensors are in ``room``'s memory, which begins where torch would let it."""
     length = int.from_bytes(room[:_ALIGN].numpy().tobytes(), "little")
     content, kinds = json.loads(room[_ALIGN : _ALIGN + length].numpy().tobytes())
     tensors, begin = [], _aligned(_ALIGN + length)

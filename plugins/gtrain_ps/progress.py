@@ -109,7 +109,7 @@ class Progress:
         found: dict[str, Tensor] = {}
         for answer in answers:
             found |= dict(zip(answer.fields["names"], answer.tensors, strict=True))
-        mine = {name: unpack(found[f"{name}/{self._group.rank}"]) for name in ("step", "run", "random")}
+        mine = {name: unpack(found[f"{name}/{self._group.rank}"].clone()) for name in ("step", "run", "random")}
         run, own = mine["run"], mine["step"]
         pieces = [found[f"rest/{server}"] for server in range(len(answers)) if f"rest/{server}" in found]
         layers = join(run["layers"], _cut(torch.cat(pieces) if pieces else torch.empty(0), run["shapes"]))

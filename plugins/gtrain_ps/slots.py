@@ -30,8 +30,8 @@ class Slots:
     def write(self, step: int, entries: Entries) -> None:
         """Keep a step in place of the oldest one."""
         slot, packed = step % self._count, prepare(entries)
-        room = self._room(slot, packed.nbytes)
         self._steps[slot] = 0
+        room = self._room(slot, packed.nbytes)
         packed.write(room)
         self._steps[slot] = step + 1
 

@@ -26,6 +26,7 @@ from gtrain.nn import Embedding, RowOptimizer, Table, deferred, tables
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.gradients import sum_gradients
 from gtrain.strategy.group import Group
+from gtrain_ps import meters
 from gtrain_ps.batches import RowSource, Shares, Source, WholeGraph
 from gtrain_ps.checks import check_training
 from gtrain_ps.collect import ServedGroup
@@ -43,6 +44,7 @@ from gtrain_ps.steps import flat, send_step, take_flat
 
 log = logging.getLogger("gtrain")
 ROLE = "parameter"
+METERS = "@meters"  # among the tables of a checkpoint; no layer has such a name
 
 
 class PsStrategy(GraphStrategy):
@@ -420,7 +422,20 @@ class PsStrategy(GraphStrategy):
         if self.group.passed(2):  # it was written in a former life
             return {}
         mine = range(self.global_rank, self.servers.count(ROLE), self.world_size)
-        return {name: home.server_state(mine) for name, home in self.homes.items()}
+        state = {name: home.server_state(mine) for name, home in self.homes.items()}
+        return {**state, METERS: meters.of_module(self._module) if self._within_epoch else {}}
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _within_epoch(self) -> bool:
+        """Whether batches of an epoch have been trained, and it has not ended."""
+        assert self._trainer is not None
+        epochs = self._trainer.fit_loop.epoch_progress.current
+        return self._trainer.state.fn == TrainerFn.FITTING and epochs.processed < epochs.started  # type: ignore[attr-defined]
 
     def load_shard_state(self, state: dict[str, Any]) -> None:
         missing = [name for name in self.homes if name not in state]
@@ -432,6 +447,8 @@ class PsStrategy(GraphStrategy):
             )
         for name, home in self.homes.items():
             home.load_state(state[name])
+        if self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING:
+            meters.prepare(self._module, state.get(METERS, {}))
         self.group.barrier()
 
 
