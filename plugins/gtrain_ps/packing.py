@@ -15,7 +15,7 @@ from torch import Tensor
 from gtrain.errors import ConfigError
 
 _ALIGN = 64
-"""Where tensors begin: torch and numpy read some states in steps of 16 bytes, and end the process where they cannot."""
+"""Tensors begin where torch would have them begin."""
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,8 @@ class Progress:
         """Be among the others again, at the beginning of the step."""
         self._group.enter(again["step"]["index"])
         self._trainer._logger_connector._callback_metrics.update(again["run"]["metrics"])
-        set_rng_state(again["random"])
+        # torch takes the state for garbage where it does not begin at the beginning of its memory
+        set_rng_state({**again["random"], "torch": again["random"]["torch"].clone()})
 
     def _note_run(self) -> Tensor:
         trainer = self._trainer
