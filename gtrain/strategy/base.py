@@ -211,8 +211,13 @@ class GraphStrategy(GroupCollectives):
         """How many times this rank was started again."""
         return slots.restarts()
 
+    @property
+    def outlives_job(self) -> bool:
+        """Whether a job that was cut off may go on where it was when it is started again."""
+        return False
+
     def restart_checkpoint(self, run_dir: Path) -> Path | None:
-        """The checkpoint from which a rank goes on that died and was started again; None: from the beginning."""
+        """The checkpoint from which a rank goes on that died, or whose job did; None: from the beginning."""
         path = run_dir / "checkpoints" / "last.ckpt"
         return path if path.exists() or path.with_name("last.ckpt.old").exists() else None
 

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,8 +21,9 @@ from torch import Tensor
 from gtrain.errors import GtrainError
 from gtrain.wire import Message
 from gtrain_ps.block import Block, Grouped
+from gtrain_ps.journal import Journal
 from gtrain_ps.memory import Region
-from gtrain_ps.requests import Answer, Commit, Product, factor_of
+from gtrain_ps.requests import Answer, Commit, Product, Request, factor_of
 from gtrain_ps.slots import Slots
 from gtrain_ps.sums import Sums
 
@@ -77,6 +79,7 @@ class Engine:
         self._slots = Slots(lag + 4, region) if keep else None
         self._stacked: dict[str, _Stacked] = {}
         self._failure: BaseException | None = None
+        self.journal: Journal | None = None  # set once what it knows has been done again
 
     # ------------------------------------------------------------------------------------ taking requests in
 
@@ -118,8 +121,9 @@ class Engine:
                 step.waiting.append(answer)
                 if len(step.commits) == self.workers:
                     self._changed.notify()
+                if len(step.commits) == self.workers and self.journal is None:  # else it is answered once it is written
                     found = self._sums.make(commit.step, [step.commits[worker] for worker in range(self.workers)])
-                if found is None and commit.rest is not None:
+                if found is None and (commit.rest is not None or self.journal is not None):
                     return answer
                 waiting, step.waiting = step.waiting, []
             else:
@@ -172,9 +176,17 @@ class Engine:
         """The first step to which a worker that comes back may have to go."""
         return self.version - self.lag - 2
 
-    def after(self, step: int, action: Callable[[], Message | None]) -> Answer:
-        """Do something with the tables once they have at least this version."""
+    def after(self, step: int, action: Callable[[], Message | None], asked: Request | None = None) -> Answer:
+        """Do something with the tables once they have at least this version.
+
+        Args:
+            step: the version.
+            action: what to do.
+            asked: how it was asked for, where it changes anything.
+        """
         answer: Answer = Future()
+        if asked is not None:
+            action = partial(self._written, [asked], action)
         with self._changed:
             self._check()
             self._actions.append((step, action, answer))
@@ -282,10 +294,39 @@ class Engine:
         calls = _calls_of(kept, name)
         self._stacked[name] = _Stacked(calls, self.blocks[name].group([kept[call].rows for call in calls]))
 
+    def drain(self) -> None:
+        """Do what can be done, before :meth:`run` does."""
+        while (task := self._next()) is not None:
+            task()
+
+    def _written(self, asked: list[Request], action: Callable[[], Message | None]) -> Message | None:
+        if self.journal is not None:
+            self.journal.append({"requests": asked})
+        return action()
+
+    def _write_step(self, step: _Step) -> None:
+        """Have a step on the disk, and answer those who said it."""
+        assert self.journal is not None
+        said: list[Request] = []
+        for product in step.rows.values():
+            assert product.message is not None
+            said.append(("multiply", product.worker, product.message.fields, product.message.tensors))
+        for commit in step.commits.values():
+            assert commit.message is not None
+            said.append(("commit", commit.worker, commit.message.fields, commit.message.tensors))
+        self.journal.append({"requests": said})
+        with self._changed:
+            found = self._sums.make(self.version, [step.commits[worker] for worker in range(self.workers)])
+            waiting, step.waiting = step.waiting, []
+        for each in waiting:
+            each.set_result(Message({}, [] if found is None else [found]))
+
     def _update(self) -> None:
         """Lead the tables to the next version."""
         with self._changed:
             step = self._steps[self.version]
+        if self.journal is not None:
+            self._write_step(step)
         kept, ordered = step.rows, [step.commits[worker] for worker in range(self.workers)]
         factor = factor_of(ordered)
         self._keep(step)
@@ -311,6 +352,8 @@ class Engine:
         with self._changed:
             del self._steps[self.version]
             self.version += 1
+        if self.journal is not None and self.journal.due:
+            self.journal.cut(self.region)
 
     # ------------------------------------------------------------------------------------ failing
 

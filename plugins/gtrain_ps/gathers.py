@@ -28,10 +28,17 @@ class Gathers:
         workers: K.
         region: where is kept how far the workers have come together.
         oldest: the first step to which a worker may have to go back.
+        note: is told how far the workers have come, before they are.
     """
 
-    def __init__(self, workers: int, region: Region, oldest: Callable[[], int]) -> None:
-        self._workers, self._oldest = workers, oldest
+    def __init__(
+        self,
+        workers: int,
+        region: Region,
+        oldest: Callable[[], int],
+        note: Callable[[int], None] = lambda passed: None,
+    ) -> None:
+        self._workers, self._oldest, self._note = workers, oldest, note
         self._passed = region.tensor("gathers/passed", (1,), torch.int64)
         self._given: dict[int, dict[int, Tensor]] = {}
         self._waiting: dict[int, list[Future[Message | None]]] = {}
@@ -48,11 +55,17 @@ class Gathers:
         given.setdefault(worker, tensor)
         self._waiting.setdefault(where, []).append(answer)
         if len(given) == self._workers:
-            self._passed[0] = max(self.passed, where + 1)
+            if where >= self.passed:
+                self.pass_to(where + 1)
+                self._note(where + 1)
             for each in self._waiting.pop(where):
                 each.set_result(Message({}, [given[rank] for rank in range(self._workers)]))
             self._forget(place(self._oldest(), 0))
         return answer
+
+    def pass_to(self, passed: int) -> None:
+        """Note how far the workers have come."""
+        self._passed[0] = passed
 
     def drop(self, worker: int) -> None:
         """Forget what a former life of a worker gave and the others have not answered."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +36,15 @@ class Packed:
 
     def write(self, room: Tensor) -> None:
         """Write into uint8 ``[nbytes]``."""
-        memory = room.numpy()
-        memory[:_ALIGN] = np.frombuffer(len(self.text).to_bytes(_ALIGN, "little"), np.uint8)
-        memory[_ALIGN : _ALIGN + len(self.text)] = np.frombuffer(self.text, np.uint8)
+        for begin, content in self.pieces():
+            room.numpy()[begin : begin + len(content)] = np.frombuffer(content, np.uint8)
+
+    def pieces(self) -> Iterator[tuple[int, memoryview]]:
+        """Where each piece begins, in their order, and its bytes."""
+        yield 0, memoryview(len(self.text).to_bytes(_ALIGN, "little") + self.text)
         for tensor, begin in zip(self.tensors, self.begins, strict=True):
-            room[begin : begin + tensor.nbytes] = as_bytes(tensor)
+            if tensor.numel():
+                yield begin, as_bytes(tensor).numpy().data
 
 
 def prepare(value: Any) -> Packed:

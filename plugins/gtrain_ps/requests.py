@@ -14,6 +14,8 @@ from gtrain.wire import Message
 from gtrain_ps.block import Block, Rows
 
 Answer = Future[Message | None]
+Request = tuple[str, int, Mapping[str, Any], Sequence[Tensor]]
+"""A method, the worker that asks, and its message's fields and tensors: what is written down to be done again."""
 Rules = Mapping[str, tuple[str, Mapping[str, Any]]]
 """By a table's name: its rule, and the rule's numbers."""
 
@@ -30,6 +32,7 @@ class Product:
         rows: what it is multiplied by.
         dtype: type in which the product travels.
         answer: gets it.
+        message: how it was asked for, where that is written down.
     """
 
     worker: int
@@ -39,6 +42,7 @@ class Product:
     rows: Rows
     dtype: torch.dtype
     answer: Answer = field(default_factory=Future)
+    message: Message | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Commit:
         rules: of the tables.
         rest: a piece of the gradients of its other layers; None where the workers sum them.
         kept: what a later life of a worker needs to begin with this step, by name; see :mod:`gtrain_ps.progress`.
+        message: how it was said, where that is written down.
     """
 
     worker: int
@@ -66,6 +71,7 @@ class Commit:
     rules: Rules
     rest: Tensor | None
     kept: Mapping[str, Tensor] = field(default_factory=dict)
+    message: Message | None = None
 
 
 def factor_of(commits: Sequence[Commit]) -> float:

@@ -51,8 +51,8 @@ class PsStrategy(GraphStrategy):
     """Tables of ``gtrain.nn`` live on servers; a worker trains the other layers on its share of each step's seeds.
 
     Args:
-        servers, protocol, split, blocks, rest, consistency, staleness, durability, max_restarts, wire_dtype, prefetch,
-            export: see :class:`gtrain_ps.config.PsConfig`.
+        servers, protocol, split, blocks, rest, consistency, staleness, durability, folder, max_restarts, wire_dtype,
+            prefetch, export: see :class:`gtrain_ps.config.PsConfig`.
         kwargs: passed on to :class:`gtrain.strategy.base.GraphStrategy`.
 
     Raises:
@@ -73,6 +73,7 @@ class PsStrategy(GraphStrategy):
         consistency: str = "sync",
         staleness: int = 2,
         durability: str = "process",
+        folder: str | None = None,
         max_restarts: int = 3,
         wire_dtype: str = "float32",
         prefetch: int = 2,
@@ -89,6 +90,7 @@ class PsStrategy(GraphStrategy):
             consistency=consistency,
             staleness=staleness,
             durability=durability,
+            folder=folder,
             max_restarts=max_restarts,
             wire_dtype=wire_dtype,
             prefetch=prefetch,
@@ -108,8 +110,12 @@ class PsStrategy(GraphStrategy):
 
     @property
     def _workers_restart(self) -> bool:
-        """Whether a worker that dies is started again."""
-        return self.settings.worker_restarts > 0 and self.started_by_agent
+        """Whether a worker that dies is started again, in this job or the next."""
+        return self.settings.keeps_workers and self.started_by_agent
+
+    @property
+    def outlives_job(self) -> bool:
+        return self.settings.durability == "disk"
 
     def _asked(self) -> ParameterServers:
         """The servers, from now on."""
@@ -127,13 +133,18 @@ class PsStrategy(GraphStrategy):
         """The last step that all servers have applied; None: there is none, and the run begins anew."""
         versions = [answer.fields["version"] for answer in self._asked().everybody("come_back", {})]
         self._again = min(versions) - 1 if min(versions) else None
+        if self._again is not None and not self._workers_restart:
+            raise ConfigError(
+                f"the servers are at step {min(versions)} of a job that was cut off, and keep nothing for its workers.",
+                hint="delete the servers' folders, and go on from the last checkpoint (ckpt_path=last).",
+            )
         return None if self._again is None else run_dir / f"step-{self._again}"
 
     def make_group(self) -> Group:
         if not self._workers_restart:
             return super().make_group()
         group = ServedGroup(self.global_rank, self.world_size, self._asked(), self.counters)
-        group.again, group.alone = self.former_lives > 0, self._again is not None
+        group.again, group.alone = self.former_lives > 0 or self._again is not None, self._again is not None
         return group
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -404,6 +415,7 @@ class PsStrategy(GraphStrategy):
             if self.is_global_zero and not self.group.passed():
                 export(Path(self.settings.export), self.homes)
             self.group.barrier()
+        self._asked().everybody("end", {})
 
     def _catch_up(self) -> None:
         """Where steps may be missed: take in those that are under way, so that an epoch ends like any other."""

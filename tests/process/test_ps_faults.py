@@ -110,3 +110,26 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     where = "ckpt_path=whole/checkpoints/step8.ckpt"  # 6 steps are an epoch
     ok(gtrain(*SMALL, where, "trainer.max_epochs=3", "hydra.run.dir=rest", cwd=tmp_path))
     assert summary(tmp_path / "rest")["history"] == summary(tmp_path / "whole")["history"][1:]
+
+
+def test_a_job_of_which_everything_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Servers that write down what they do; a record that was cut off at the end of a log counts for nothing."""
+    command = (*SMALL, "strategy.durability=disk", "trainer.max_epochs=12")
+    ok(gtrain(*command, "hydra.run.dir=undisturbed", cwd=tmp_path))
+    job = Program("-m", "gtrain", *command, "hydra.run.dir=run", cwd=tmp_path)
+    try:
+        until(lambda: steps(tmp_path / "run"), 120, tmp_path)
+    finally:
+        job.kill()
+        job.end(60)
+    folders = sorted((tmp_path / "run").glob("parameter-*.disk"))
+    assert len(folders) == 2
+    with open(next(folders[0].glob("log-*")), "ab") as log:
+        log.write(b"\x40" + bytes(40))
+    other = gtrain(*command, "model.hidden_channels=4", "hydra.run.dir=run", cwd=tmp_path)
+    assert other.returncode != 0 and "of a job that did not come to its end, with another model" in other.stderr
+    ok(gtrain(*command, "hydra.run.dir=run", cwd=tmp_path))
+    assert "goes on at step" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
+    expected, found = (summary(tmp_path / name) for name in ("undisturbed", "run"))
+    assert found["history"] == expected["history"] and found["metrics"] == expected["metrics"]
+    assert not any(folder.exists() for folder in folders)
