@@ -11,6 +11,7 @@ from gtrain.errors import ConfigError
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy.group import Group
 from gtrain_ps.gathers import Gathers, place
+from gtrain_ps.journal import Journal
 from gtrain_ps.loops import moved
 from gtrain_ps.memory import Region
 from gtrain_ps.packing import pack, unpack
@@ -121,3 +122,46 @@ def test_a_checkpoint_whose_writer_died_is_complete_wherever_it_was(before: int,
     checkpoints.save(Replaying(before), path, state, {"mine": 1}, module)
     loaded = checkpoints.load(Group(), path, module, restore_rng=False)
     assert loaded.shard == {"mine": 1} and loaded.checkpoint["global_step"] == 2 and not part.exists()
+
+
+def test_a_log_is_read_up_to_what_was_cut_off(tmp_path: Path) -> None:
+    def opened() -> tuple[Region, list[int], Journal]:
+        region, journal = Region(), Journal(tmp_path / "disk", {"seed": 1}, log_bytes=500)
+        journal.load(region)
+        return region, [record["number"] for record in journal.records()], journal
+
+    region, found, journal = opened()
+    assert found == [] and region.version == 0
+    for number in range(3):
+        journal.append({"number": number, "row": torch.full((20,), float(number))})
+    log = tmp_path / "disk" / "log-0"
+    whole = log.read_bytes()
+    log.write_bytes(whole[:-1])  # the machine stopped while it wrote
+    assert opened()[1] == [0, 1]
+    log.write_bytes(whole[:-5] + b"?" + whole[-4:])
+    assert opened()[1] == [0, 1]
+    journal = opened()[2]
+    journal.append({"number": 7})  # behind what is whole
+    assert opened()[1] == [0, 1, 7]
+
+    region, _, journal = opened()
+    region.tensor("rows", (3, 5), torch.float64).fill_(2.5)
+    region.tensor("none", (0,), torch.int32)
+    region.note("tables", {"wide": 3})
+    region.set_version(4)
+    journal.append({"number": 8})
+    assert journal.due
+    journal.cut(region)
+    assert not journal.due and sorted(path.name for path in (tmp_path / "disk").iterdir()) == [
+        "job.json",
+        "log-1",
+        "snapshot-1",
+    ]
+    journal.append({"number": 9})
+    again, found, journal = opened()
+    assert found == [9] and again.version == 4 and again.notes == {"tables": {"wide": 3}}
+    assert torch.equal(again.tensor("rows", (3, 5), torch.float64), torch.full((3, 5), 2.5, dtype=torch.float64))
+    with pytest.raises(ConfigError, match="of a job that did not come to its end, with another seed"):
+        Journal(tmp_path / "disk", {"seed": 2})
+    journal.remove()
+    assert not (tmp_path / "disk").exists()
