@@ -9,43 +9,45 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+Metrics = list[tuple[str, Metric]]
 
-def taken(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
+
+def metrics_of(module: pl.LightningModule) -> Metrics:
+    """A module's metrics, by name."""
+    return [(f"module/{name}", one) for name, one in module.named_modules() if isinstance(one, Metric)]
+
+
+def taken(trainer: pl.Trainer, metrics: Metrics) -> dict[str, Any]:
     """The states of all metrics that have taken in anything, as copies."""
-    return {name: [_values(metric), metric._update_count] for name, metric in _metrics(trainer, module).items()}
+    return {name: [_values(one), one._update_count] for name, one in [*_logged(trainer), *metrics] if _used(one)}
 
 
-def put_back(trainer: pl.Trainer, module: pl.LightningModule, states: dict[str, Any]) -> None:
+def put_back(trainer: pl.Trainer, metrics: Metrics, states: dict[str, Any]) -> None:
     """Give metrics their states, once each has taken in what the last of it was."""
-    found = _metrics(trainer, module)
-    for name, (values, count) in states.items():
-        if name in found:
-            _set(found[name], values, count)
+    for name, metric in [*_logged(trainer), *metrics]:
+        if name in states:
+            _set(metric, *states[name])
 
 
-def prepare(module: pl.LightningModule, states: dict[str, Any]) -> None:
+def prepare(metrics: Metrics, states: dict[str, Any]) -> None:
     """Let a module's metrics begin with these states in the middle of an epoch.
 
     They count as not yet updated: Lightning is told of a metric when it is updated first.
     """
-    for name, metric in _of_module(module):
+    for name, metric in metrics:
         if name in states:
             _set(metric, states[name][0], 0)
 
 
-def of_module(module: pl.LightningModule) -> dict[str, Any]:
-    """The states of the module's metrics that have taken in anything, for :func:`prepare`."""
-    return {name: [_values(metric), metric._update_count] for name, metric in _of_module(module) if _used(metric)}
+def of_module(metrics: Metrics) -> dict[str, Any]:
+    """The states of those that have taken in anything, for :func:`prepare`."""
+    return {name: [_values(one), one._update_count] for name, one in metrics if _used(one)}
 
 
-def _metrics(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Metric]:
+def _logged(trainer: pl.Trainer) -> Metrics:
+    """What was logged as numbers."""
     logged = trainer.fit_loop.epoch_loop._results.items()
-    found = {f"log/{name}": metric for name, metric in logged if metric.is_tensor}
-    return {name: metric for name, metric in [*found.items(), *_of_module(module)] if _used(metric)}
-
-
-def _of_module(module: pl.LightningModule) -> list[tuple[str, Metric]]:
-    return [(f"module/{name}", one) for name, one in module.named_modules() if isinstance(one, Metric)]
+    return [(f"log/{name}", metric) for name, metric in logged if metric.is_tensor]
 
 
 def _used(metric: Metric) -> bool:

@@ -43,7 +43,7 @@ class Progress:
 
     def __init__(self, trainer: pl.Trainer, group: ServedGroup, servers: ParameterServers, overlap: int) -> None:
         self._trainer, self._group, self._servers = trainer, group, servers
-        self._overlap = overlap
+        self._overlap, self._metrics = overlap, meters.metrics_of(trainer.lightning_module)
         self._begun = 0
         self._sign: Any = None
         self._noted = 0
@@ -83,15 +83,14 @@ class Progress:
 
     def end(self) -> Kept:
         """The step's gradients are there: what each server keeps of it."""
-        module = self._trainer.lightning_module
         if self._again is not None:
-            meters.put_back(self._trainer, module, self._again["step"]["meters"])
+            meters.put_back(self._trainer, self._metrics, self._again["step"]["meters"])
             self._again = None
         own = {
             "index": self._index,
             "flying": self._flying,
             "since": self._servers.step - self._noted,
-            "meters": meters.taken(self._trainer, module),
+            "meters": meters.taken(self._trainer, self._metrics),
         }
         rank, size, count = self._group.rank, self._group.size, len(self._servers)
         kept: Kept = [{} for _ in range(count)]

@@ -435,7 +435,7 @@ class PsStrategy(GraphStrategy):
             return {}
         mine = range(self.global_rank, self.servers.count(ROLE), self.world_size)
         state = {name: home.server_state(mine) for name, home in self.homes.items()}
-        return {**state, METERS: meters.of_module(self._module) if self._within_epoch else {}}
+        return {**state, METERS: meters.of_module(meters.metrics_of(self._module)) if self._within_epoch else {}}
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -460,7 +460,7 @@ class PsStrategy(GraphStrategy):
         for name, home in self.homes.items():
             home.load_state(state[name])
         if self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING:
-            meters.prepare(self._module, state.get(METERS, {}))
+            meters.prepare(meters.metrics_of(self._module), state.get(METERS, {}))
         self.group.barrier()
 
 

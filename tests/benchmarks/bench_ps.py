@@ -159,6 +159,7 @@ def main() -> None:
             "gtrain ps": lambda: gtrain(rows, width, here),
             "gtrain ps async": lambda: gtrain(rows, width, here, *loose),
             "gtrain ps durability=none": lambda: gtrain(rows, width, here, "strategy.durability=none"),
+            "gtrain ps durability=disk": lambda: gtrain(rows, width, here, "strategy.durability=disk"),
             "DDP sparse": lambda: peers(rows, width, True, 20, here),
             "DDP dense": lambda: peers(rows, width, False, 4, here),
         }

@@ -133,3 +133,26 @@ def test_a_job_of_which_everything_is_killed_goes_on_where_it_was(tmp_path: Path
     expected, found = (summary(tmp_path / name) for name in ("undisturbed", "run"))
     assert found["history"] == expected["history"] and found["metrics"] == expected["metrics"]
     assert not any(folder.exists() for folder in folders)
+
+
+def test_workers_wait_for_a_server_that_stands_still_and_pile_nothing_up(tmp_path: Path) -> None:
+    command = (*SMALL, "trainer.max_epochs=6", "trainer.limit_test_batches=0", "callbacks=none")
+    job = Program("-m", "gtrain", *command, "hydra.run.dir=run", cwd=tmp_path)
+    log = tmp_path / "run" / "logs" / "rank-1.log"
+    try:
+        until(lambda: steps(tmp_path / "run"), 120, tmp_path)
+        found = processes(job.pid)
+        os.kill(found["parameter-0"], signal.SIGSTOP)
+        before = resident(found["rank-1"])
+        until(lambda: "parameter 0 has not answered" in log.read_text(), 60, tmp_path)
+        assert resident(found["rank-1"]) - before < 8 << 20
+        os.kill(found["parameter-0"], signal.SIGCONT)
+        done = ok(job.end(120))
+    finally:
+        job.kill()
+    assert "started again" not in done.stderr and len(summary(tmp_path / "run")["history"]) == 6
+
+
+def resident(pid: int) -> int:
+    """Resident memory of a process, bytes."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
