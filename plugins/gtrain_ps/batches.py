@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -18,7 +19,7 @@ from gtrain_ps.sampled import SampledGraph, samples
 
 Batch: TypeAlias = Data | HeteroData
 SendAhead = Callable[[Batch, int], None]
-"""Gets a batch and its number in the epoch, before it is asked for."""
+"""Gets a batch and its number among those asked for in this epoch, before it is asked for."""
 
 
 class Source(Protocol):
@@ -98,28 +99,43 @@ class Shares:
         self._rank, self._size = worker
         self._ahead, self._done = ahead, done
         self._seeds: Tensor | EdgeSeeds | None = None
+        self._state = {"epoch": -1, "done": 0}
         if isinstance(source, WholeGraph):
             self._source = source.sampled(loader)
 
     def __len__(self) -> int:
         return len(self._loader)
 
+    def state_dict(self) -> dict[str, int]:
+        """The epoch, and how many of its batches were taken."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on behind these batches, in this epoch; an epoch that is asked for later begins at its beginning."""
+        self._state = dict(state)
+        self._loader.epoch = state["epoch"] + (state["epoch"] < 0 or state["done"] >= len(self))
+
     def __iter__(self) -> Iterator[Batch]:
         loader = self._loader
         epoch = loader.next_epoch()
+        skip = self._state["done"] if self._state["epoch"] == epoch else 0
+        self._state = {"epoch": epoch, "done": skip}
         if self._seeds is None:
             self._seeds = self._source.seeds(loader)
-        steps = enumerate(chunks(loader, len(self._seeds), epoch))
-        made = (self._make(number, chunk, epoch) for number, chunk in steps)
+        steps = enumerate(islice(chunks(loader, len(self._seeds), epoch), skip, None))
+        made = (self._make(number, chunk, (epoch, skip + number)) for number, chunk in steps)
         try:
-            yield from _in_thread(made, self._prefetch) if self._prefetch else made
+            for batch in _in_thread(made, self._prefetch) if self._prefetch else made:
+                self._state["done"] += 1
+                yield batch
         finally:
             self._done()
 
-    def _make(self, number: int, chunk: Tensor, epoch: int) -> Batch:
+    def _make(self, number: int, chunk: Tensor, place: tuple[int, int]) -> Batch:
+        """A step's batch, the ``number``-th of this pass; ``place`` is its epoch, and its number there."""
         count = chunk.numel()
         share = chunk[self._rank * count // self._size : (self._rank + 1) * count // self._size]
-        batch = self._source.batch(self._seeds, share, epoch, number)
+        batch = self._source.batch(self._seeds, share, *place)
         batch.step_rows = count
         self._ahead(batch, number)
         return batch

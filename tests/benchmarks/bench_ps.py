@@ -123,6 +123,7 @@ def main() -> None:
             "gtrain ps": lambda: gtrain(rows, width, here),
             "gtrain ps async": lambda: gtrain(rows, width, here, *loose),
             "gtrain ps durability=none": lambda: gtrain(rows, width, here, "strategy.durability=none"),
+            "gtrain ps durability=disk": lambda: gtrain(rows, width, here, "strategy.durability=disk"),
             "DDP sparse": lambda: data_parallel_reading(rows, width, True, 20, here),
             "DDP dense": lambda: data_parallel_reading(rows, width, False, 4, here),
         }

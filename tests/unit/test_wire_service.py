@@ -219,6 +219,15 @@ def test_who_comes_for_an_answer_receives_it(folder: IpcFolder) -> None:
         assert receivers == [threading.current_thread().name] * 2
         assert client.result(first, 0).fields == {"value": 0}  # it is there already
 
+        futures = [client.submit("later", attended=True) for _ in range(2)]  # only one of these threads receives
+        threads = [threading.Thread(target=client.result, args=(future,)) for future in futures]
+        for thread in threads:
+            thread.start()
+        for number, thread in enumerate(threads):  # the second goes on when the first has its answer
+            client.request("release", {"number": 2 + number})
+            thread.join(20)
+            assert futures[number].done() and not thread.is_alive()
+
 
 def test_handlers_may_answer_later(folder: IpcFolder) -> None:
     """Two clients meet: the first one's answer waits for the second."""
