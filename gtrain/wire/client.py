@@ -317,7 +317,7 @@ class Client:
 
     def _wait(self, future: Future[Message], seconds: float | None) -> Message:
         """Wait for an answer that another thread receives."""
-        if future.done() or self._closed:
+        if future.done() or self._closed or seconds == 0:
             return future.result(seconds)
         with self._lock:
             self._waiting += 1

@@ -37,7 +37,11 @@ class Request:
     ) -> None:
         self._servers, self._server = servers, server
         self._asked = method, fields, tensors
-        self._future: Future[Message] = servers.clients[server].submit(method, fields, tensors, attended=True)
+        self._future = self._submit()
+
+    def _submit(self) -> Future[Message]:
+        """Ask. Where servers come back, the client's own thread receives too, so that it meets them at once."""
+        return self._servers.clients[self._server].submit(*self._asked, attended=not self._servers.lasting)
 
     def result(self) -> Message:
         """The answer, as soon as it is there."""
@@ -55,7 +59,7 @@ class Request:
                 if not self._servers.lasting:
                     raise
                 self._servers.look(self._server)
-                self._future = self._servers.clients[self._server].submit(*self._asked, attended=True)
+                self._future = self._submit()
             else:
                 self._servers.answered(self._server, answer)
                 return answer
