@@ -22,13 +22,10 @@ from gtrain.errors import GtrainError
 from gtrain.wire import Message
 from gtrain_ps.block import Block, Grouped
 from gtrain_ps.journal import Journal
+from gtrain_ps.kept import Kept
 from gtrain_ps.memory import Region
 from gtrain_ps.requests import Answer, Commit, Product, Request, factor_of
-from gtrain_ps.slots import Slots
 from gtrain_ps.sums import Sums
-
-CARRIED = ("run", "random")
-"""What a worker says of itself only when it has changed."""
 
 
 @dataclass
@@ -76,7 +73,7 @@ class Engine:
         self._actions: list[tuple[int, Callable[[], Message | None], Answer]] = []
         self._steps: dict[int, _Step] = {}
         self._sums = Sums(2 * lag + 4, region)
-        self._slots = Slots(lag + 4, region) if keep else None
+        self.kept = Kept(lag + 4, region) if keep else None
         self._stacked: dict[str, _Stacked] = {}
         self._failure: BaseException | None = None
         self.journal: Journal | None = None  # set once what it knows has been done again
@@ -92,7 +89,7 @@ class Engine:
         with self._changed:
             self._check()
             if product.call is not None:
-                kept = self._kept_product(product)
+                kept = None if self.kept is None else self.kept.product(product)
                 if product.step >= self.version:
                     step = self._steps.setdefault(product.step, _Step())
                     step.rows[product.worker, product.call] = product
@@ -156,13 +153,6 @@ class Engine:
                         del step.rows[call]
                         step.made.pop(call, None)
             return self.version
-
-    def recall(self, step: int, worker: int) -> dict[str, Tensor]:
-        """What a worker needs in order to begin with a step that has been applied."""
-        assert self._slots is not None
-        kept = self._slots.read(step)
-        mine = {f"{name}/{worker}" for name in ("step", *CARRIED)}
-        return {name: tensor.clone() for name, tensor in kept.items() if name in mine or name.startswith("rest/")}
 
     def missing(self) -> set[int]:
         """Workers that have not committed a step that others have."""
@@ -238,7 +228,7 @@ class Engine:
 
     def _multiply(self, product: Product) -> None:
         if product.call is not None and product.step < self.version:  # the step was applied while this waited
-            kept = self._kept_product(product)
+            kept = None if self.kept is None else self.kept.product(product)
             product.answer.set_result(Message({"version": self.version}, [] if kept is None else [kept]))
             return
         if product.call is not None:
@@ -250,31 +240,12 @@ class Engine:
             product.answer.set_exception(error)
             return
         made = made.to(product.dtype)
-        if self._slots is not None and product.call is not None:
+        if self.kept is not None and product.call is not None:
             with self._changed:
                 step = self._steps.get(product.step)
                 if step is not None and step.rows.get((product.worker, product.call)) is product:
                     step.made[product.worker, product.call] = made
         product.answer.set_result(Message({"version": self.version}, [made]))
-
-    def _kept_product(self, product: Product) -> Tensor | None:
-        """What a former life of a worker was answered, if this step has begun to be applied."""
-        if self._slots is None:
-            return None
-        kept = self._slots.read(product.step).get(f"product/{product.worker}/{product.call}")
-        return None if kept is None else kept.clone()
-
-    def _keep(self, step: _Step) -> None:
-        """Keep what a worker needs to go through the step that is to be applied; before it is, for it changes rows."""
-        if self._slots is None or self._slots.read(self.version):
-            return
-        entries = {f"product/{worker}/{call}": made for (worker, call), made in step.made.items()}
-        before = self._slots.read(self.version - 1)
-        for worker, commit in step.commits.items():
-            carried = [f"{name}/{worker}" for name in CARRIED]
-            entries |= {name: before[name] for name in carried if name in before}
-            entries |= {name if "/" in name else f"{name}/{worker}": tensor for name, tensor in commit.kept.items()}
-        self._slots.write(self.version, entries)
 
     def _unstacked(self) -> str | None:
         """A table whose rows of the next step seem to be all there, and are not grouped yet."""
@@ -307,13 +278,7 @@ class Engine:
     def _write_step(self, step: _Step) -> None:
         """Have a step on the disk, and answer those who said it."""
         assert self.journal is not None
-        said: list[Request] = []
-        for product in step.rows.values():
-            assert product.message is not None
-            said.append(("multiply", product.worker, product.message.fields, product.message.tensors))
-        for commit in step.commits.values():
-            assert commit.message is not None
-            said.append(("commit", commit.worker, commit.message.fields, commit.message.tensors))
+        said = [product.said() for product in step.rows.values()] + [commit.said() for commit in step.commits.values()]
         self.journal.append({"requests": said})
         with self._changed:
             found = self._sums.make(self.version, [step.commits[worker] for worker in range(self.workers)])
@@ -329,7 +294,8 @@ class Engine:
             self._write_step(step)
         kept, ordered = step.rows, [step.commits[worker] for worker in range(self.workers)]
         factor = factor_of(ordered)
-        self._keep(step)
+        if self.kept is not None:
+            self.kept.keep(self.version, step.commits, step.made)
         given = {
             (commit.worker, call): gradient
             for commit in ordered

@@ -44,6 +44,11 @@ class Product:
     answer: Answer = field(default_factory=Future)
     message: Message | None = None
 
+    def said(self) -> Request:
+        """What is written down."""
+        assert self.message is not None
+        return "multiply", self.worker, self.message.fields, self.message.tensors
+
 
 @dataclass(frozen=True)
 class Commit:
@@ -72,6 +77,11 @@ class Commit:
     rest: Tensor | None
     kept: Mapping[str, Tensor] = field(default_factory=dict)
     message: Message | None = None
+
+    def said(self) -> Request:
+        """What is written down."""
+        assert self.message is not None
+        return "commit", self.worker, self.message.fields, self.message.tensors
 
 
 def factor_of(commits: Sequence[Commit]) -> float:

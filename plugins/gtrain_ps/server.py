@@ -107,7 +107,8 @@ class Handlers:
         def make() -> Message:
             if key in self._placements:
                 self._check_same(key, placement, dtype)
-                return Message({"version": self.engine.version, "new": False})
+                # whoever opens a table first, it is for rank 0 to fill it, and for a later life of it to do so again
+                return Message({"version": self.engine.version, "new": self.engine.version == 0})
             block = self._block_of(key, placement, dtype)
             placement.initial(table, self.server, block.table)
             region = self.engine.region
@@ -213,7 +214,8 @@ class Handlers:
 
     def recall(self, message: Message, caller: Caller) -> Message:
         """What was kept of a step for this worker. Fields: ``step``."""
-        found = self.engine.recall(message.fields["step"], _rank(caller))
+        assert self.engine.kept is not None
+        found = self.engine.kept.recall(message.fields["step"], _rank(caller))
         return Message({"names": list(found)}, list(found.values()))
 
     def sum(self, message: Message, caller: Caller) -> Answer:

@@ -127,7 +127,6 @@ def test_missing_steps_and_short_numbers_cost_little(tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (("trainer.gradient_clip_val=1",), "strategy=ps cannot clip the gradients of tables"),
-        (("strategy.durability=disk",), "strategy.durability=disk was set"),
         (("strategy.split=column", "strategy.servers=9"), "a table has 8 columns"),
         (("model.sparse_optimizer=null",), "the table wide is on servers, and its optimizer is none of gtrain.nn's"),
         (("strategy.servers=0",), "strategy.servers=0 was set; it must be 1 or more"),
