@@ -93,7 +93,7 @@ class _Task:
         pl.seed_everything(config["seed"], verbose=False)
         strategy, checkpoint = self._strategy(), self._checkpoint()
         baseline = rss_bytes()  # the strategy's imports are among those that count
-        if slots.restarts():
+        if slots.restarts() or strategy.outlives_job:
             checkpoint = strategy.restart_checkpoint(run_dir) or checkpoint
         servers = _server_meter(strategy)
         data = _data_module(config, strategy.world_size)

@@ -28,6 +28,19 @@ class RunRecorder(Callback):
         self._elapsed = 0.0
         self._began: tuple[float, float] | None = None
 
+    def restart_state(self) -> dict[str, Any]:
+        """What a rank that is started again goes on with, in the middle of a run: plain values."""
+        return {"epoch_seconds": self.epoch_seconds, "history": self.history, "cpu_seconds": self.cpu_seconds}
+
+    def load_restart_state(self, state: dict[str, Any]) -> None:
+        """Go on as the life before that gave :meth:`restart_state`; times of the epoch under way begin anew."""
+        self.epoch_seconds, self.history = list(state["epoch_seconds"]), list(state["history"])
+        self.cpu_seconds = state["cpu_seconds"]
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
+        if self._began is None:  # the run goes on in the middle of an epoch
+            self._resume()
+
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._elapsed = 0.0
         self._resume()

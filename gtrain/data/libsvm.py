@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Unpack
 
 import numpy as np
@@ -15,6 +16,7 @@ from gtrain.data.libsvm_file import Rows, read_rows
 from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp
 from gtrain.data.rows import number_labels, row_masks
 from gtrain.errors import ConfigError, DataError
+from gtrain.graph.ingest.columns import Column
 from gtrain.graph.tables import csr_tensor
 
 BASES = {"auto": None, "0": 0, "1": 1}
@@ -84,11 +86,11 @@ class LibsvmData(GraphDataModule):
         return f"data.path={self.path}" + (f", data.test_path={self.test_path}" if self.test_path else "")
 
     def read(self) -> Data:
-        """Read the files."""
-        files = [read_rows(find_file("data.path", self.path, self.root))]
+        """Read the files; entries are then in temporary files in ``store``, and may be more than the memory holds."""
+        files = [read_rows(find_file("data.path", self.path, self.root), self.store)]
         if self.test_path is not None:
-            files.append(read_rows(find_file("data.test_path", self.test_path, self.root)))
-        if not any(len(rows.ids) for rows in files):
+            files.append(read_rows(find_file("data.test_path", self.test_path, self.root), self.store))
+        if all(rows.highest is None for rows in files):
             raise DataError(
                 f"{self.origin}: no row has a feature",
                 hint="write each line as label id:value id:value ...; tables of numbers are for data=parquet",
@@ -109,27 +111,30 @@ class LibsvmData(GraphDataModule):
     def _features(self, files: list[Rows]) -> Tensor:
         base = BASES[self.index_base]
         if base is None:
-            base = 0 if any((rows.ids == 0).any() for rows in files) else 1
+            base = 0 if any(rows.lowest == 0 for rows in files) else 1
+        highest = max(base if rows.highest is None else rows.highest for rows in files)
+        width = self.num_features or highest + 1 - base
+        columns, values = Column(self.store, np.int64), Column(self.store, np.float32)
         for rows in files:
-            if base == 1 and (rows.ids == 0).any():
+            if base == 1 and rows.lowest == 0:
                 raise DataError(
-                    f"{_at(rows, rows.ids == 0)}: the feature id 0, and data.index_base=1",
+                    f"{_first(rows, 0, 0)}, and data.index_base=1",
                     hint="set data.index_base=0 or auto",
                 )
-        width = self.num_features or max(int(rows.ids.max(initial=base)) for rows in files) + 1 - base
-        for rows in files:
-            if (outside := rows.ids >= width + base).any():
+            if rows.highest is not None and rows.highest >= width + base:
                 raise DataError(
-                    f"{_at(rows, outside)}: the feature id {rows.ids[outside.argmax()]}, and data.num_features={width} "
-                    f"allows {base}..{width + base - 1}",
+                    f"{_first(rows, width + base, rows.highest)}, and data.num_features={width} allows "
+                    f"{base}..{width + base - 1}",
                     hint="raise data.num_features, or set it to null to take the largest id",
                 )
-        starts = np.concatenate([[0], np.cumsum([len(rows.ids) for rows in files])])
-        pointers = [rows.row_ptr[:-1] + start for rows, start in zip(files, starts, strict=False)]
-        columns = np.concatenate([rows.ids for rows in files]) - base
-        values = np.concatenate([rows.values for rows in files])
-        crow = np.concatenate([*pointers, starts[-1:]])
-        arrays = torch.from_numpy(crow), torch.from_numpy(columns), torch.from_numpy(values)
+            for ids in rows.ids.chunks():
+                columns.append(ids - base)
+            for block in rows.values.chunks():
+                values.append(block)
+        ends = np.cumsum([0, *(len(rows.ids) for rows in files)])
+        pointers = [rows.row_ptr[:-1] + start for rows, start in zip(files, ends, strict=False)]
+        crow = np.concatenate([*pointers, ends[-1:]])
+        arrays = torch.from_numpy(crow), _mapped(columns), _mapped(values)
         return csr_tensor(*arrays, (len(crow) - 1, width))
 
     def _targets(self, files: list[Rows]) -> Tensor:
@@ -188,6 +193,20 @@ class LibsvmData(GraphDataModule):
         return y
 
 
-def _at(rows: Rows, wrong: NDArray[np.bool_]) -> str:
-    """Return file and line of the first feature that is wrong."""
-    return rows.where(int(np.searchsorted(rows.row_ptr, wrong.argmax(), side="right")) - 1)
+def _first(rows: Rows, low: int, high: int) -> str:
+    """Return ``file, line n: the feature id i`` of the first feature with an id between these, both included."""
+    begin = 0
+    for ids in rows.ids.chunks():
+        found = (ids >= low) & (ids <= high)
+        if found.any():
+            row = int(np.searchsorted(rows.row_ptr, begin + found.argmax(), side="right")) - 1
+            return f"{rows.where(row)}: the feature id {ids[found.argmax()]}"
+        begin += len(ids)
+    raise IndexError(low)
+
+
+def _mapped(column: Column) -> Tensor:
+    """A tensor over a column; it is read and never written."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(column.array())

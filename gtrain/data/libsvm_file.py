@@ -1,10 +1,13 @@
-"""Reading a libsvm file in blocks of lines, and naming the line that is malformed."""
+"""Reading a libsvm file in blocks of lines, and naming the line that is malformed.
+
+Of a file only one block of lines is in memory; entries go to temporary files, from which arrays are mapped.
+"""
 
 from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gtrain.errors import DataError
+from gtrain.graph.ingest.columns import Column
 
 BLOCK_BYTES = 1 << 26
 
@@ -25,17 +29,20 @@ class Rows:
         path: the file.
         labels: the labels of all rows, float64 ``[L]``.
         label_ptr: row r has the labels ``labels[label_ptr[r]:label_ptr[r + 1]]``, int64 ``[N + 1]``.
-        ids: feature ids as written, ascending in each row, int64 ``[K]``.
-        values: their values, float32 ``[K]``.
-        row_ptr: row r has the features ``row_ptr[r]:row_ptr[r + 1]``, int64 ``[N + 1]``.
+        ids: feature ids as written, ascending in each row, int64, K of them.
+        values: their values, float32, K.
+        row_ptr: row r has the features ``row_ptr[r]`` to ``row_ptr[r + 1]``, int64 ``[N + 1]``.
+        lowest, highest: of the ids; None without any.
     """
 
     path: Path
     labels: NDArray[np.float64]
     label_ptr: NDArray[np.int64]
-    ids: NDArray[np.int64]
-    values: NDArray[np.float32]
+    ids: Column
+    values: Column
     row_ptr: NDArray[np.int64]
+    lowest: int | None
+    highest: int | None
 
     def __len__(self) -> int:
         return len(self.row_ptr) - 1
@@ -43,30 +50,37 @@ class Rows:
     def where(self, row: int) -> str:
         """Return ``file, line n`` of a row; slow, for messages."""
         with _open(self.path) as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip() and not line.lstrip(b" \t").startswith(b"#"):
-                    if row == 0:
-                        return f"{self.path}, line {number}"
-                    row -= 1
-        raise IndexError(row)
+            return f"{self.path}, line {nth_row(file, row)}"
 
 
-def read_rows(path: Path) -> Rows:
+def read_rows(path: Path, folder: Path) -> Rows:
     """Read a libsvm file, ``label[,label...] id:value id:value ...`` on each line; ``#`` begins a comment.
 
+    Args:
+        path: the file.
+        folder: where temporary files are made, of 12 bytes an entry.
+
     Raises:
-        DataError: names the file and the line that is malformed.
+        DataError: names the file and the line that is malformed, or says that the disk is full.
     """
+    ids, values = Column(folder, np.int64), Column(folder, np.float32)
     pieces: list[tuple[NDArray[Any], ...]] = []
+    ends: list[tuple[int, int]] = []
     lines = 0
     for text in _blocks(path):
-        pieces.append(_parse(path, text, lines))
+        labels, label_counts, block_ids, block_values, row_counts = _parse(path, text, lines)
+        block_ids, block_values = _in_order(path, text, lines, row_counts, block_ids, block_values)
+        pieces.append((labels, label_counts, row_counts))
+        ids.append(block_ids)
+        values.append(block_values)
+        if block_ids.size:
+            ends.append((int(block_ids.min()), int(block_ids.max())))
         lines += int(np.count_nonzero(text == ord("\n")))
-    labels, label_counts, ids, values, row_counts = (np.concatenate(piece) for piece in zip(*pieces, strict=True))
+    labels, label_counts, row_counts = (np.concatenate(piece) for piece in zip(*pieces, strict=True))
     if not len(row_counts):
         raise DataError(f"{path} is empty", hint="name a file with one row in each line: label id:value id:value ...")
-    rows = Rows(path, labels, _pointers(label_counts), ids, values, _pointers(row_counts))
-    return _in_order(rows)
+    lowest, highest = (min(low for low, _ in ends), max(high for _, high in ends)) if ends else (None, None)
+    return Rows(path, labels, _pointers(label_counts), ids, values, _pointers(row_counts), lowest, highest)
 
 
 def _open(path: Path) -> Any:
@@ -147,18 +161,31 @@ def _pointers(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-def _in_order(rows: Rows) -> Rows:
-    """Sort the features of each row by id, and refuse an id that a row has twice."""
-    row_of = np.repeat(np.arange(len(rows)), np.diff(rows.row_ptr))
+def _in_order(
+    path: Path, text: NDArray[np.uint8], lines: int, counts: NDArray[Any], ids: NDArray[Any], values: NDArray[Any]
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Sort the features of each row of a block by id, and refuse an id that a row has twice."""
+    row_of = np.repeat(np.arange(len(counts)), counts)
     inside = row_of[1:] == row_of[:-1]
-    if (inside & (rows.ids[1:] < rows.ids[:-1])).any():
-        order = np.lexsort((rows.ids, row_of))
-        rows = Rows(rows.path, rows.labels, rows.label_ptr, rows.ids[order], rows.values[order], rows.row_ptr)
-    twice = inside & (rows.ids[1:] == rows.ids[:-1])
+    if (inside & (ids[1:] < ids[:-1])).any():
+        order = np.lexsort((ids, row_of))
+        ids, values = ids[order], values[order]
+    twice = inside & (ids[1:] == ids[:-1])
     if twice.any():
         at = int(twice.argmax())
+        number = nth_row(text.tobytes().splitlines(), int(row_of[at]))
         raise DataError(
-            f"{rows.where(int(row_of[at]))}: the feature {rows.ids[at]} occurs twice",
+            f"{path}, line {lines + number}: the feature {ids[at]} occurs twice",
             hint="give each feature of a row one value",
         )
-    return rows
+    return ids, values
+
+
+def nth_row(lines: Iterable[bytes], row: int) -> int:
+    """Return the number of the line, counted from 1, that holds a row."""
+    for number, line in enumerate(lines, start=1):
+        if line.strip() and not line.lstrip(b" \t").startswith(b"#"):
+            if row == 0:
+                return number
+            row -= 1
+    raise IndexError(row)

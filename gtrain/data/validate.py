@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch_geometric.data import Data, HeteroData
 from gtrain.data.split import MASKS
 from gtrain.data.validate_edges import check_edges, check_integers, check_rows
 from gtrain.errors import DataError
+
+_BLOCK = 1 << 22
 
 
 def validate_graph(
@@ -157,22 +160,31 @@ def _check_features(x: object, num_nodes: int, origin: str) -> None:
 
 
 def _check_sparse(x: Tensor, origin: str) -> None:
-    wrong = (~torch.isfinite(x.values())).nonzero().flatten()
-    if wrong.numel():
-        place = int(wrong[0])
+    values, columns = x.values(), x.col_indices()
+    count, place = 0, -1
+    for begin, block in _blocks(values):
+        wrong = (~torch.isfinite(block)).nonzero().flatten()
+        place = begin + int(wrong[0]) if wrong.numel() and place < 0 else place
+        count += wrong.numel()
+    if count:
         row = int(torch.searchsorted(x.crow_indices(), place, right=True)) - 1
         raise DataError(
-            f"{origin}: x has {float(x.values()[place])} at row {row}, column {int(x.col_indices()[place])} (rows and "
-            f"columns count from 0), and {wrong.numel()} of its {x.values().numel()} entries are not finite",
+            f"{origin}: x has {float(values[place])} at row {row}, column {int(columns[place])} (rows and columns "
+            f"count from 0), and {count} of its {values.numel()} entries are not finite",
             hint="replace missing features before training, or leave them out of the sparse rows",
         )
-    columns = x.col_indices()
     if columns.numel() and (int(columns.min()) < 0 or int(columns.max()) >= x.size(1)):
         raise DataError(
             f"{origin}: x has entries in columns {int(columns.min())}..{int(columns.max())}, and its shape is "
             f"{list(x.shape)}",
             hint="columns count from 0 and are below the number of features",
         )
+
+
+def _blocks(values: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """A long tensor piece by piece, each with its beginning: what is computed of all of it need not fit in memory."""
+    for begin in range(0, values.numel(), _BLOCK):
+        yield begin, values[begin : begin + _BLOCK]
 
 
 def _check_mask(name: str, mask: Tensor, num_nodes: int, origin: str) -> None:

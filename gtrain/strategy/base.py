@@ -152,9 +152,14 @@ class GraphStrategy(GroupCollectives):
         super().setup_environment()
         self.set_world_ranks()
         if not self._group_formed:
-            place = self.cluster_environment, self.global_rank, self.world_size
-            self.group = form_group(*place, self.timeout_seconds, self.counters, again=self.reforms)
+            self.group = self.make_group()
             self._group_formed = True
+
+    def make_group(self) -> Group:
+        """The job's ranks as this backend's collectives reach them; called once, with the environment set up."""
+        assert self.cluster_environment is not None
+        place = self.cluster_environment, self.global_rank, self.world_size
+        return form_group(*place, self.timeout_seconds, self.counters, again=self.reforms)
 
     # ------------------------------------------------------------------------ life of a run
 
@@ -197,8 +202,23 @@ class GraphStrategy(GroupCollectives):
             self._servers = Servers(self.cluster_environment, self.counters, self.timeout_seconds)
         return self._servers
 
+    @property
+    def started_by_agent(self) -> bool:
+        """Whether our agent started the ranks: no other launcher starts one of them again."""
+        return agent_environment() is not None
+
+    @property
+    def former_lives(self) -> int:
+        """How many times this rank was started again."""
+        return slots.restarts()
+
+    @property
+    def outlives_job(self) -> bool:
+        """Whether a job that was cut off may go on where it was when it is started again."""
+        return False
+
     def restart_checkpoint(self, run_dir: Path) -> Path | None:
-        """The checkpoint from which a rank goes on that died and was started again; None: from the beginning."""
+        """The checkpoint from which a rank goes on that died, or whose job did; None: from the beginning."""
         path = run_dir / "checkpoints" / "last.ckpt"
         return path if path.exists() or path.with_name("last.ckpt.old").exists() else None
 

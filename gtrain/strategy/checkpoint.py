@@ -68,15 +68,16 @@ def save(
         CheckpointError: the checkpoint holds an object that could only be read back by unpickling it.
     """
     temporary = path.with_name(path.name + ".part")
-    if group.rank == 0:
+    if group.rank == 0 and not group.passed():
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         torch.save(_plain(checkpoint, "checkpoint"), temporary / TRAINER)
     group.barrier()
-    torch.save({"rng": rng_state(), "shard": _plain(shard, "shard")}, temporary / f"rank-{group.rank}.pt")
-    write_files(temporary)
+    if not group.passed():
+        torch.save({"rng": rng_state(), "shard": _plain(shard, "shard")}, temporary / f"rank-{group.rank}.pt")
+        write_files(temporary)
     group.barrier()
-    if group.rank == 0:
+    if group.rank == 0 and not group.passed() and temporary.exists():  # else a former life had renamed it and no more
         _write_manifest(temporary, group.size, checkpoint, module)
         _swap(temporary, path)
     group.barrier()
@@ -240,7 +241,9 @@ def _is_plain(value: Any, where: str) -> bool:
 
 
 def _write_manifest(folder: Path, world_size: int, checkpoint: Mapping[str, Any], module: Module) -> None:
-    files = {p.name: {"bytes": p.stat().st_size, "crc32": _crc32(p)} for p in sorted(folder.iterdir())}
+    files = {
+        p.name: {"bytes": p.stat().st_size, "crc32": _crc32(p)} for p in sorted(folder.iterdir()) if p.name != MANIFEST
+    }
     manifest = {
         "format": FORMAT,
         "world_size": world_size,
@@ -258,8 +261,8 @@ def _write_manifest(folder: Path, world_size: int, checkpoint: Mapping[str, Any]
 def _swap(temporary: Path, path: Path) -> None:
     """Put the new checkpoint in its place. :func:`find` covers a kill between the renames."""
     old = path.with_name(path.name + ".old")
-    remove(old)
     if path.exists():
+        remove(old)
         os.rename(path, old)
     os.rename(temporary, path)
     remove(old)

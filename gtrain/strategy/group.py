@@ -129,6 +129,13 @@ class Group:
         self.rank, self.size = place.members.index(self._forming.rank), len(place.members)
         self._tag = 0
 
+    def passed(self, count: int = 1) -> bool:
+        """Whether the next ``count`` collectives were completed by a former life of this process.
+
+        What it did before the last of them is done then, and seen by others; it must not be done again.
+        """
+        return False
+
     # ------------------------------------------------------------------------------------------ point to point
 
     def next_tag(self) -> int:

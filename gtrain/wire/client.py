@@ -12,6 +12,7 @@ which of its requests are missing and sends these again, to the same incarnation
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import threading
@@ -83,6 +84,7 @@ class Client:
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._closed = False
+        self._waiting = 0  # threads that wait and do not receive
 
     @property
     def counters(self) -> Counters:
@@ -100,6 +102,7 @@ class Client:
         fields: Mapping[str, Any] | None = None,
         tensors: Sequence[Tensor] = (),
         timeout_seconds: float | None = None,
+        attended: bool = False,
     ) -> Future[Message]:
         """Send a request; its answer, or what went wrong, comes with the future.
 
@@ -111,6 +114,8 @@ class Client:
             fields: see :class:`Message`.
             tensors: see :class:`Message`; not to be written to until the future is done.
             timeout_seconds: deadline, from now.
+            attended: whether a thread will come for the answer with :meth:`result`. The client's own thread then
+                stays asleep, and nothing happens to the future before.
 
         Raises:
             FrameError: the message cannot be sent: a type that does not cross, or beyond the limits.
@@ -118,9 +123,39 @@ class Client:
             RefusedError: the server has refused this client.
             WireError: the client is closed, or was made before a fork.
         """
-        pending = self._post(method, fields, tensors, timeout_seconds)
-        self._work.set()
+        pending = self._post(method, fields, tensors, timeout_seconds, attended)
+        if not attended:
+            self._work.set()
         return pending.future
+
+    def result(self, future: Future[Message], seconds: float | None = None) -> Message:
+        """Wait for the answer to a request that was submitted, and receive it in this thread if no other receives.
+
+        Args:
+            future: of :meth:`submit`.
+            seconds: how long to wait; None: as long as the request's own deadline lets it.
+
+        Raises:
+            TimeoutError: it is not there yet; it can be waited for again.
+            WireError: as :meth:`request`.
+        """
+        end = math.inf if seconds is None else time.monotonic() + seconds
+
+        def done() -> bool:
+            return future.done() or _passed(end)
+
+        if self._driver_thread == threading.get_ident():  # called by a callback
+            self._drive(done, end)
+        while not (done() or self._closed) and self._driver.acquire(blocking=False):
+            self._driver_thread = threading.get_ident()
+            try:
+                self._drive(done, end)
+            finally:
+                self._driver_thread = None
+                self._driver.release()
+                if self._to_do():
+                    self._work.set()
+        return self._wait(future, None if seconds is None else max(0.0, end - time.monotonic()))
 
     def request(
         self,
@@ -138,9 +173,9 @@ class Client:
             RefusedError: the server does not let this client in.
             FrameError: the message or its answer cannot be sent, or is malformed.
         """
-        pending = self._post(method, fields, tensors, timeout_seconds)
+        pending = self._post(method, fields, tensors, timeout_seconds, attended=True)
         self._drive_or_wait(pending)
-        return pending.future.result()
+        return self._wait(pending.future, None)
 
     def close(self) -> None:
         """End; what is unanswered raises. Can be called twice, and by a callback."""
@@ -175,6 +210,7 @@ class Client:
         fields: Mapping[str, Any] | None,
         tensors: Sequence[Tensor],
         timeout_seconds: float | None,
+        attended: bool,
     ) -> Pending:
         """Make a request and send it, or keep it until the server is there."""
         seconds = self._timeout if timeout_seconds is None else timeout_seconds
@@ -183,7 +219,7 @@ class Client:
         specs, frames = to_frames(tensors, self._limits)
         body = pack_body(method, fields or {}, specs, self._limits)
         nbytes = len(body) + sum(frame.nbytes for frame in frames)
-        pending = Pending(method, body, frames, nbytes, time.monotonic() + seconds, seconds)
+        pending = Pending(method, body, frames, nbytes, time.monotonic() + seconds, seconds, attended)
         if pending.nbytes > self._limits.max_message_bytes:
             raise FrameError(
                 f"a request {method!r} of {pending.nbytes:,} bytes; the limit is {self._limits.max_message_bytes:,}",
@@ -230,8 +266,10 @@ class Client:
                 finally:
                     self._lock.acquire()
             else:
+                self._waiting += 1
                 self._work.set()
                 self._room.wait(min(remaining, MAX_WAIT_SECONDS))
+                self._waiting -= 1
             if self._closed:
                 raise self._was_closed()
 
@@ -255,7 +293,7 @@ class Client:
             finally:
                 self._driver_thread = None
                 self._driver.release()
-                if self._dialogue.busy:
+                if self._to_do():
                     self._work.set()
 
     def _run(self) -> None:
@@ -266,12 +304,30 @@ class Client:
             with self._driver:
                 self._driver_thread = threading.get_ident()
                 try:
-                    self._drive(lambda: not self._dialogue.busy)
+                    self._drive(lambda: not self._to_do())
                 except Exception as err:  # a defect; without this every request would wait for ever
                     self._abort(err)
                 self._driver_thread = None
         with self._driver, self._lock:
             self._dialogue.close()
+
+    def _to_do(self) -> bool:
+        """Whether the client's own thread is needed: nobody comes for an answer, or who does cannot receive."""
+        return self._dialogue.neglected or self._waiting > 0
+
+    def _wait(self, future: Future[Message], seconds: float | None) -> Message:
+        """Wait for an answer that another thread receives."""
+        if future.done() or self._closed or seconds == 0:
+            return future.result(seconds)
+        with self._lock:
+            self._waiting += 1
+        self._work.set()
+        try:
+            return future.result(seconds)
+        finally:
+            with self._lock:
+                self._waiting -= 1
+                self._dialogue.wake()  # the client's own thread, which need not receive any more
 
     def _abort(self, cause: Exception) -> None:
         """Have all that is under way raise after a failure of the client itself."""
@@ -281,15 +337,15 @@ class Client:
             self._dialogue.fail_all(lambda: WireError(text, hint="report this with the log of this process"))
         self._settle()
 
-    def _drive(self, done: Callable[[], bool]) -> None:
-        """Receive, watch deadlines and the connection, until ``done`` or closed."""
+    def _drive(self, done: Callable[[], bool], end: float = math.inf) -> None:
+        """Receive, watch deadlines and the connection, until ``done`` or closed; ask ``done`` at ``end`` too."""
         while not self._closed:
             with self._lock:
                 if self._closed:
                     break
                 soonest = self._dialogue.advance(done)
                 now = time.monotonic()
-                self._wake_at = min(soonest, now + MAX_WAIT_SECONDS)
+                self._wake_at = min(soonest, now + MAX_WAIT_SECONDS, end)
                 if self._settled:
                     self._room.notify_all()
             self._settle()

@@ -75,6 +75,11 @@ class Dialogue:
         """Whether anything is unanswered."""
         return bool(self._table.pending)
 
+    @property
+    def neglected(self) -> bool:
+        """Whether anything is unanswered that no thread comes for."""
+        return self._table.unattended > 0
+
     def open(self) -> None:
         """Begin to connect."""
         self._link = Link(self._party.address, self._security, self._limits)

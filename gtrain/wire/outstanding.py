@@ -22,6 +22,7 @@ class Pending:
         nbytes: of body and frames.
         deadline: monotonic time at which it raises.
         seconds: how long that was from the start, for messages.
+        attended: whether a thread comes for the answer by itself.
         sequence: its number.
         sent: server incarnation that it was sent to; 0 if it was not.
         resent: whether it was sent more than once.
@@ -34,6 +35,7 @@ class Pending:
     nbytes: int
     deadline: float
     seconds: float
+    attended: bool = False
     sequence: int = 0
     sent: int = 0
     resent: bool = False
@@ -46,6 +48,7 @@ class Outstanding:
     def __init__(self) -> None:
         self.pending: dict[int, Pending] = {}
         self.nbytes = 0
+        self.unattended = 0
         self._next = 1
         self._finished: set[int] = set()  # at or above low
         self._news: list[int] = []  # finished and not yet told to the server
@@ -72,12 +75,14 @@ class Outstanding:
         self._next += 1
         self.pending[pending.sequence] = pending
         self.nbytes += pending.nbytes
+        self.unattended += not pending.attended
         heapq.heappush(self._deadlines, (pending.deadline, pending.sequence))
 
     def finish(self, pending: Pending) -> None:
         """Forget a request; the server is told with the next message."""
         del self.pending[pending.sequence]
         self.nbytes -= pending.nbytes
+        self.unattended -= not pending.attended
         self._finished.add(pending.sequence)
         self._news.append(pending.sequence)
         if len(self._finished) > 2 * MAX_DONE:

@@ -5,7 +5,14 @@ X_i of its batch, adds up the products that come back, trains the other layers, 
 forms X_i' dY and updates its block.
 """
 
+from typing import Any
+
 from gtrain.backends import Backend, Role
+
+
+def _worker_restarts(settings: Any) -> int:
+    return settings.max_restarts if settings.durability != "none" and settings.rest == "server" else 0
+
 
 backend = Backend(
     description="wide sparse layers and tables in blocks on parameter servers",
@@ -18,7 +25,8 @@ backend = Backend(
         "parameter": Role(
             target="gtrain_ps.server:main",
             count=lambda cfg: cfg.strategy.servers,
-            restarts=lambda cfg: cfg.strategy.max_restarts if cfg.strategy.durability == "process" else 0,
+            restarts=lambda cfg: 0 if cfg.strategy.durability == "none" else cfg.strategy.max_restarts,
         ),
+        "worker": Role(restarts=lambda cfg: _worker_restarts(cfg.strategy)),
     },
 )

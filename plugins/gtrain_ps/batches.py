@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -14,10 +15,11 @@ from torch_geometric.data import Data, HeteroData
 from gtrain.data.edge_seeds import EdgeSeeds
 from gtrain.data.loader import SeedLoader, with_edges, with_seeds
 from gtrain_ps.rows import RowTable
+from gtrain_ps.sampled import SampledGraph, samples
 
 Batch: TypeAlias = Data | HeteroData
 SendAhead = Callable[[Batch, int], None]
-"""Gets a batch and its number in the epoch, before it is asked for."""
+"""Gets a batch and its number among those asked for in this epoch, before it is asked for."""
 
 
 class Source(Protocol):
@@ -26,8 +28,8 @@ class Source(Protocol):
     def seeds(self, loader: SeedLoader) -> Tensor | EdgeSeeds:
         """The split's seeds, in the order of the source data."""
 
-    def batch(self, seeds: Any, chosen: Tensor, epoch: int) -> Batch:
-        """A batch of some of them."""
+    def batch(self, seeds: Any, chosen: Tensor, epoch: int, step: int) -> Batch:
+        """A batch of some of them, for a step of an epoch."""
 
 
 class WholeGraph:
@@ -40,10 +42,14 @@ class WholeGraph:
     def __init__(self, graph: Batch) -> None:
         self._graph = graph
 
+    def sampled(self, loader: SeedLoader) -> Source:
+        """What the batches of a loader are made of: neighbourhoods, where training is to sample."""
+        return SampledGraph(self._graph, loader) if samples(loader) else self
+
     def seeds(self, loader: SeedLoader) -> Tensor | EdgeSeeds:
         return loader.seeds(self._graph)
 
-    def batch(self, seeds: Any, chosen: Tensor, epoch: int) -> Batch:
+    def batch(self, seeds: Any, chosen: Tensor, epoch: int, step: int) -> Batch:
         if isinstance(seeds, Tensor):
             return with_seeds(self._graph, seeds[chosen])
         return with_edges(self._graph, seeds, chosen, epoch)
@@ -63,7 +69,7 @@ class RowSource:
     def seeds(self, loader: SeedLoader) -> Tensor:
         return self._table.rows_of(loader.split)
 
-    def batch(self, seeds: Any, chosen: Tensor, epoch: int) -> Batch:
+    def batch(self, seeds: Any, chosen: Tensor, epoch: int, step: int) -> Batch:
         return self._table.batch(seeds[chosen], self._names)
 
 
@@ -88,31 +94,48 @@ class Shares:
         ahead: SendAhead,
         done: Callable[[], None],
     ) -> None:
-        self._loader, self._source, self._prefetch = loader, source, prefetch
+        self._loader, self._prefetch = loader, prefetch
+        self._source: Source = source
         self._rank, self._size = worker
         self._ahead, self._done = ahead, done
         self._seeds: Tensor | EdgeSeeds | None = None
-        loader.refuse_sampling("strategy=ps draws no neighbours")
+        self._state = {"epoch": -1, "done": 0}
+        if isinstance(source, WholeGraph):
+            self._source = source.sampled(loader)
 
     def __len__(self) -> int:
         return len(self._loader)
 
+    def state_dict(self) -> dict[str, int]:
+        """The epoch, and how many of its batches were taken."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on behind these batches, in this epoch; an epoch that is asked for later begins at its beginning."""
+        self._state = dict(state)
+        self._loader.epoch = state["epoch"] + (state["epoch"] < 0 or state["done"] >= len(self))
+
     def __iter__(self) -> Iterator[Batch]:
         loader = self._loader
         epoch = loader.next_epoch()
+        skip = self._state["done"] if self._state["epoch"] == epoch else 0
+        self._state = {"epoch": epoch, "done": skip}
         if self._seeds is None:
             self._seeds = self._source.seeds(loader)
-        steps = enumerate(chunks(loader, len(self._seeds), epoch))
-        made = (self._make(number, chunk, epoch) for number, chunk in steps)
+        steps = enumerate(islice(chunks(loader, len(self._seeds), epoch), skip, None))
+        made = (self._make(number, chunk, (epoch, skip + number)) for number, chunk in steps)
         try:
-            yield from _in_thread(made, self._prefetch) if self._prefetch else made
+            for batch in _in_thread(made, self._prefetch) if self._prefetch else made:
+                self._state["done"] += 1
+                yield batch
         finally:
             self._done()
 
-    def _make(self, number: int, chunk: Tensor, epoch: int) -> Batch:
+    def _make(self, number: int, chunk: Tensor, place: tuple[int, int]) -> Batch:
+        """A step's batch, the ``number``-th of this pass; ``place`` is its epoch, and its number there."""
         count = chunk.numel()
         share = chunk[self._rank * count // self._size : (self._rank + 1) * count // self._size]
-        batch = self._source.batch(self._seeds, share, epoch)
+        batch = self._source.batch(self._seeds, share, *place)
         batch.step_rows = count
         self._ahead(batch, number)
         return batch

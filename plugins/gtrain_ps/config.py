@@ -31,6 +31,7 @@ CONSISTENCIES = {
 DURABILITIES = {
     "none": "a server that dies ends the job",
     "process": "what a server keeps outlives its process",
+    "disk": "what a server acknowledged is on a disk first, and outlives the machine",
 }
 WIRE_DTYPES = {"float32": "exact", "bfloat16": "half the bytes of products and gradients, not exact"}
 _WORDS: dict[str, dict[str, str]] = {
@@ -57,7 +58,10 @@ class PsConfig(StrategyConfig):
         consistency: see :data:`CONSISTENCIES`.
         staleness: steps that ``async`` may miss.
         durability: what survives a server; see :data:`DURABILITIES`.
-        max_restarts: how often each server is started again, where what it keeps outlives it.
+        folder: where servers write with ``durability=disk``; a job that is started again with the same folder goes on
+            where the one before was cut off. None: the run's own.
+        max_restarts: how often each server is started again, where what it keeps outlives it; and each worker, where
+            ``rest=server`` too.
         wire_dtype: type in which products and gradients travel; see :data:`WIRE_DTYPES`.
         prefetch: batches whose rows are sent ahead of the one in training.
         export: folder to write the tables to after training, ``<table>.npy`` in the order of ids; None: none.
@@ -71,6 +75,7 @@ class PsConfig(StrategyConfig):
     consistency: str = "sync"
     staleness: int = 2
     durability: str = "process"
+    folder: str | None = None
     max_restarts: int = 3
     wire_dtype: str = "float32"
     prefetch: int = 2
@@ -90,7 +95,17 @@ class PsConfig(StrategyConfig):
     @property
     def restarts(self) -> int:
         """How often a server is started again."""
-        return self.max_restarts if self.durability == "process" else 0
+        return 0 if self.durability == "none" else self.max_restarts
+
+    @property
+    def worker_restarts(self) -> int:
+        """How often a worker is started again."""
+        return self.restarts if self.rest == "server" else 0
+
+    @property
+    def keeps_workers(self) -> bool:
+        """Whether servers keep what a worker needs that comes back, in this job or the next."""
+        return self.rest == "server" and (self.worker_restarts > 0 or self.durability == "disk")
 
     @property
     def lag(self) -> int:

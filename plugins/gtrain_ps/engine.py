@@ -10,70 +10,22 @@ Requests are taken in by one thread; products and updates are computed by anothe
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gtrain.errors import GtrainError
 from gtrain.wire import Message
-from gtrain_ps.block import Block, Grouped, Rows
+from gtrain_ps.block import Block, Grouped
+from gtrain_ps.journal import Journal
+from gtrain_ps.kept import Kept
 from gtrain_ps.memory import Region
-
-Answer = Future[Message | None]
-Rules = Mapping[str, tuple[str, Mapping[str, Any]]]
-"""By a table's name: its rule, and the rule's numbers."""
-
-
-@dataclass(frozen=True)
-class Product:
-    """Rows whose product with a block is wanted.
-
-    Attributes:
-        worker: who asks.
-        step: the step that it is for.
-        call: number of the product within the worker's step; None where nothing will be trained from it.
-        block: the block.
-        rows: what it is multiplied by.
-        dtype: type in which the product travels.
-        answer: gets it.
-    """
-
-    worker: int
-    step: int
-    call: int | None
-    block: Block
-    rows: Rows
-    dtype: torch.dtype
-    answer: Answer = field(default_factory=Future)
-
-
-@dataclass(frozen=True)
-class Commit:
-    """What a worker has to say of one step.
-
-    Attributes:
-        worker: who says it.
-        step: which step.
-        weight: of its batch.
-        scale: what its loss and gradients were divided by, the same for all workers.
-        calls: its products that have a gradient.
-        gradients: of these products, ``[m, d]`` each.
-        rules: of the tables.
-        rest: a piece of the gradients of its other layers; None where the workers sum them.
-    """
-
-    worker: int
-    step: int
-    weight: float
-    scale: float
-    calls: Sequence[int]
-    gradients: Sequence[Tensor]
-    rules: Rules
-    rest: Tensor | None
+from gtrain_ps.requests import Answer, Commit, Product, Request, factor_of
+from gtrain_ps.sums import Sums
 
 
 @dataclass
@@ -84,11 +36,13 @@ class _Step:
         rows: what was multiplied for it, by worker and call.
         commits: by worker.
         waiting: answers that get the sum of the rests.
+        made: products that were answered, where they are kept for a worker that comes back.
     """
 
     rows: dict[tuple[int, int], Product] = field(default_factory=dict)
     commits: dict[int, Commit] = field(default_factory=dict)
     waiting: list[Answer] = field(default_factory=list)
+    made: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -106,9 +60,10 @@ class Engine:
         workers: K.
         lag: steps that a product may miss; 0: none.
         region: where blocks are kept.
+        keep: whether a worker may die and come back, and finds here what it needs.
     """
 
-    def __init__(self, workers: int, lag: int, region: Region) -> None:
+    def __init__(self, workers: int, lag: int, region: Region, keep: bool = False) -> None:
         self.workers, self.lag, self.region = workers, lag, region
         self.blocks: dict[str, Block] = {}
         self.version = region.version
@@ -117,9 +72,11 @@ class Engine:
         self._products: list[Product] = []
         self._actions: list[tuple[int, Callable[[], Message | None], Answer]] = []
         self._steps: dict[int, _Step] = {}
-        self._sums = _Sums(lag + 2, region)
+        self._sums = Sums(2 * lag + 4, region)
+        self.kept = Kept(lag + 4, region) if keep else None
         self._stacked: dict[str, _Stacked] = {}
         self._failure: BaseException | None = None
+        self.journal: Journal | None = None  # set once what it knows has been done again
 
     # ------------------------------------------------------------------------------------ taking requests in
 
@@ -127,14 +84,21 @@ class Engine:
         """Ask for a product.
 
         A worker that saw this server die asks again, for what it may have lost: what has been applied is not needed.
+        One that died itself asks again for what it had been answered, which is kept: the tables may be past it.
         """
         with self._changed:
             self._check()
             if product.call is not None:
-                if product.step < self.version:
-                    product.answer.set_result(Message({"version": self.version}))
+                kept = None if self.kept is None else self.kept.product(product)
+                if product.step >= self.version:
+                    step = self._steps.setdefault(product.step, _Step())
+                    step.rows[product.worker, product.call] = product
+                    if kept is not None:
+                        step.made[product.worker, product.call] = kept
+                        self._changed.notify()
+                if product.step < self.version or kept is not None:
+                    product.answer.set_result(Message({"version": self.version}, [] if kept is None else [kept]))
                     return product.answer
-                self._steps.setdefault(product.step, _Step()).rows[product.worker, product.call] = product
             self._products.append(product)
             self._changed.notify()
         return product.answer
@@ -154,8 +118,9 @@ class Engine:
                 step.waiting.append(answer)
                 if len(step.commits) == self.workers:
                     self._changed.notify()
+                if len(step.commits) == self.workers and self.journal is None:  # else it is answered once it is written
                     found = self._sums.make(commit.step, [step.commits[worker] for worker in range(self.workers)])
-                if found is None and commit.rest is not None:
+                if found is None and (commit.rest is not None or self.journal is not None):
                     return answer
                 waiting, step.waiting = step.waiting, []
             else:
@@ -164,9 +129,54 @@ class Engine:
             each.set_result(Message({}, [] if commit.rest is None or found is None else [found]))
         return answer
 
-    def after(self, step: int, action: Callable[[], Message | None]) -> Answer:
-        """Do something with the tables once they have at least this version."""
+    def sum_of(self, step: int) -> Answer:
+        """The sum of the workers' rests of a step, as :meth:`commit` answers it."""
         answer: Answer = Future()
+        with self._changed:
+            self._check()
+            found = self._sums.of(step)
+            if found is None:
+                assert step >= self.version, "a step that no worker can need any more"
+                self._steps.setdefault(step, _Step()).waiting.append(answer)
+                return answer
+        answer.set_result(Message({}, [found]))
+        return answer
+
+    def forget(self, worker: int) -> int:
+        """A worker has died and come back: drop what its life before sent ahead of its steps; return the version."""
+        with self._changed:
+            self._check()
+            self._products = [product for product in self._products if product.worker != worker]
+            for step in self._steps.values():
+                if worker not in step.commits:
+                    for call in [call for call in step.rows if call[0] == worker]:
+                        del step.rows[call]
+                        step.made.pop(call, None)
+            return self.version
+
+    def missing(self) -> set[int]:
+        """Workers that have not committed a step that others have."""
+        with self._changed:
+            step = self._steps.get(self.version)
+            commits = {} if step is None else step.commits
+            return {rank for rank in range(self.workers) if rank not in commits} if commits else set()
+
+    @property
+    def oldest(self) -> int:
+        """The first step to which a worker that comes back may have to go."""
+        return self.version - self.lag - 2
+
+    def after(self, step: int, action: Callable[[], Message | None], asked: Request | None = None) -> Answer:
+        """Do something with the tables once they have at least this version.
+
+        Args:
+            step: the version.
+            action: what to do.
+            asked: how it was asked for, where it changes anything.
+        """
+        answer: Answer = Future()
+        if asked is not None:
+            action = partial(self._written, [asked], action)
         with self._changed:
             self._check()
             self._actions.append((step, action, answer))
@@ -217,6 +227,10 @@ class Engine:
         return all((worker, call) in step.rows for worker, commit in step.commits.items() for call in commit.calls)
 
     def _multiply(self, product: Product) -> None:
+        if product.call is not None and product.step < self.version:  # the step was applied while this waited
+            kept = None if self.kept is None else self.kept.product(product)
+            product.answer.set_result(Message({"version": self.version}, [] if kept is None else [kept]))
+            return
         if product.call is not None:
             self.missed[0] += 1
             self.missed[1] += max(0, product.step - self.version)
@@ -225,7 +239,13 @@ class Engine:
         except GtrainError as error:
             product.answer.set_exception(error)
             return
-        product.answer.set_result(Message({"version": self.version}, [made.to(product.dtype)]))
+        made = made.to(product.dtype)
+        if self.kept is not None and product.call is not None:
+            with self._changed:
+                step = self._steps.get(product.step)
+                if step is not None and step.rows.get((product.worker, product.call)) is product:
+                    step.made[product.worker, product.call] = made
+        product.answer.set_result(Message({"version": self.version}, [made]))
 
     def _unstacked(self) -> str | None:
         """A table whose rows of the next step seem to be all there, and are not grouped yet."""
@@ -245,12 +265,37 @@ class Engine:
         calls = _calls_of(kept, name)
         self._stacked[name] = _Stacked(calls, self.blocks[name].group([kept[call].rows for call in calls]))
 
+    def drain(self) -> None:
+        """Do what can be done, before :meth:`run` does."""
+        while (task := self._next()) is not None:
+            task()
+
+    def _written(self, asked: list[Request], action: Callable[[], Message | None]) -> Message | None:
+        if self.journal is not None:
+            self.journal.append({"requests": asked})
+        return action()
+
+    def _write_step(self, step: _Step) -> None:
+        """Have a step on the disk, and answer those who said it."""
+        assert self.journal is not None
+        said = [product.said() for product in step.rows.values()] + [commit.said() for commit in step.commits.values()]
+        self.journal.append({"requests": said})
+        with self._changed:
+            found = self._sums.make(self.version, [step.commits[worker] for worker in range(self.workers)])
+            waiting, step.waiting = step.waiting, []
+        for each in waiting:
+            each.set_result(Message({}, [] if found is None else [found]))
+
     def _update(self) -> None:
         """Lead the tables to the next version."""
         with self._changed:
             step = self._steps[self.version]
+        if self.journal is not None:
+            self._write_step(step)
         kept, ordered = step.rows, [step.commits[worker] for worker in range(self.workers)]
-        factor = _factor(ordered)
+        factor = factor_of(ordered)
+        if self.kept is not None:
+            self.kept.keep(self.version, step.commits, step.made)
         given = {
             (commit.worker, call): gradient
             for commit in ordered
@@ -273,6 +318,8 @@ class Engine:
         with self._changed:
             del self._steps[self.version]
             self.version += 1
+        if self.journal is not None and self.journal.due:
+            self.journal.cut(self.region)
 
     # ------------------------------------------------------------------------------------ failing
 
@@ -296,64 +343,6 @@ class Engine:
 def _calls_of(kept: Mapping[tuple[int, int], Product], name: str) -> list[tuple[int, int]]:
     """The products of one table, by worker and call."""
     return sorted(call for call, product in kept.items() if product.block.name == name)
-
-
-def _factor(commits: Sequence[Commit]) -> float:
-    """What turns gradients that were divided by ``scale`` into those of the mean over all workers' weights."""
-    scale, total = commits[0].scale, sum(commit.weight for commit in commits)
-    if scale == total:
-        return 1.0
-    return scale / total if total > 0 else 0.0
-
-
-class _Sums:
-    """The sums of the workers' rests in the last steps, for workers that have not got them when a server dies.
-
-    Args:
-        count: steps that are kept.
-        region: where.
-    """
-
-    def __init__(self, count: int, region: Region) -> None:
-        self._count, self._region = count, region
-        self._steps = region.tensor("sums/step", (count,), torch.int64)
-        self._tensors: Tensor | None = None
-        if "sums" in region.notes:
-            self._open(region.notes["sums"][0], getattr(torch, region.notes["sums"][1]))
-
-    def of(self, step: int) -> Tensor | None:
-        """The sum of a step; None where it is not known."""
-        slot = step % self._count
-        if self._tensors is None or int(self._steps[slot]) != step + 1:
-            return None
-        return self._tensors[slot].clone()
-
-    def make(self, step: int, commits: Sequence[Commit]) -> Tensor | None:
-        """Add up a step's rests in the order of the workers' ranks; None where they sum them themselves."""
-        rests = [commit.rest for commit in commits if commit.rest is not None]
-        if len(rests) < len(commits):
-            return None
-        known = self.of(step)
-        if known is not None:
-            return known
-        total = rests[0].clone()
-        for rest in rests[1:]:
-            total += rest
-        factor = _factor(commits)
-        if factor != 1.0:
-            total *= factor
-        if self._tensors is None:
-            self._open(total.numel(), total.dtype)
-            self._region.note("sums", [total.numel(), str(total.dtype).removeprefix("torch.")])
-        assert self._tensors is not None
-        slot = step % self._count
-        self._steps[slot] = 0
-        self._tensors[slot] = total
-        self._steps[slot] = step + 1
-        return total
-
-    def _open(self, size: int, dtype: torch.dtype) -> None:
-        self._tensors = self._region.tensor("sums", (self._count, size), dtype)
 
 
 def _settle(answer: Answer, action: Callable[[], Message | None]) -> None:

@@ -186,7 +186,9 @@ class ServedHome(RemoteHome):
         for server, block, first, last in self._blocks():
             for begin, end in self._chunks(block, last - first):
                 piece = rows[self.placement.ids(block, begin, end), first:last].to(self.dtype).contiguous()
-                self.servers.submit(server, "write", {"key": self.key, "begin": begin}, [piece]).result()
+                self.servers.submit(
+                    server, "write", {"key": self.key, "begin": begin, "step": self.servers.step}, [piece]
+                ).result()
 
     def state(self) -> dict[str, Any]:
         return self.server_state(range(len(self.servers)))
@@ -213,6 +215,7 @@ class ServedHome(RemoteHome):
                 f"{self.placement.fields()}.",
                 hint="go on with the same strategy.servers, strategy.split and strategy.blocks.",
             )
+        now = self.servers.step
         for server, block, first, last in self._blocks():
             if str(server) not in state["servers"]:
                 continue
@@ -221,13 +224,13 @@ class ServedHome(RemoteHome):
                 for name, tensor in entry["tensors"].items():
                     piece = tensor[begin:end].contiguous()
                     if name == "rows":
-                        asked = {"key": self.key, "begin": begin}
+                        asked = {"key": self.key, "begin": begin, "step": self.servers.step}
                         self.servers.submit(server, "write", asked, [piece]).result()
                     else:
-                        asked = {"key": self.key, "rule": entry["rule"], "name": name, "begin": begin}
+                        asked = {"key": self.key, "rule": entry["rule"], "name": name, "begin": begin, "step": now}
                         self.servers.submit(server, "write_state", asked, [piece]).result()
             if entry["rule"] is not None:
-                asked = {"key": self.key, "rule": entry["rule"], "name": "", "begin": 0}
+                asked = {"key": self.key, "rule": entry["rule"], "name": "", "begin": 0, "step": now}
                 self.servers.submit(server, "write_state", asked).result()
 
     def _read_pieces(self, server: int, method: str, chunks: list[tuple[int, int]], more: dict[str, Any]) -> Tensor:
@@ -269,14 +272,15 @@ class ServedHome(RemoteHome):
         """Cut sparse rows by the blocks of their ids."""
         block, place = self._place(rows.ids)
         blocks, offsets = self.placement.row_blocks, rows.offsets.numpy()
-        most = int(rows.offsets.diff().max()) if rows.num_rows else 0
-        lengths = np.zeros((blocks, rows.num_rows), np.uint16 if most < 1 << 16 else np.int32)
-        kernels.count_blocks(block, offsets, lengths)
+        short = kernels.most_entries(offsets) < 1 << 16
+        lengths = np.zeros((blocks, rows.num_rows), np.uint16 if short else np.int32)
+        totals = np.zeros(blocks, np.int64)
+        kernels.count_blocks(block, offsets, lengths, totals)
         values = None if rows.values is None else rows.values.detach().to(self.dtype)
-        if values is not None and bool((values == 1).all()):
+        if values is not None and kernels.all_ones(values.numpy()):
             values = None
         begin = np.zeros(blocks + 1, np.int64)
-        np.cumsum(lengths.sum(axis=1, dtype=np.int64), out=begin[1:])
+        np.cumsum(totals, out=begin[1:])
         if blocks == 1:
             return Cut(torch.from_numpy(place), values, begin.tolist(), torch.from_numpy(lengths))
         weighted = values is not None

@@ -44,6 +44,11 @@ class Region:
             self._tensors[name] = self._make(name, shape, dtype)
         return self._tensors[name]
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them by name."""
+        return dict(self._tensors)
+
     def note(self, name: str, value: Any) -> None:
         """Keep a small value."""
         self.notes[name] = value

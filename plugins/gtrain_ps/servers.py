@@ -12,10 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from gtrain.wire import Client, Message, PeerRestartedError
+from gtrain_ps.gathers import place
 
 log = logging.getLogger("gtrain")
 LOOK_SECONDS = 0.5
 """A worker that waits looks this often whether the server is still the one that it asked."""
+TELL_LOOKS = 6
+"""After so many looks a worker says for whom it waits."""
 
 
 class Request:
@@ -34,20 +37,29 @@ class Request:
     ) -> None:
         self._servers, self._server = servers, server
         self._asked = method, fields, tensors
-        self._future: Future[Message] = servers.clients[server].submit(method, fields, tensors)
+        self._future = self._submit()
+
+    def _submit(self) -> Future[Message]:
+        """Ask. Where servers come back, the client's own thread receives too, so that it meets them at once."""
+        return self._servers.clients[self._server].submit(*self._asked, attended=not self._servers.lasting)
 
     def result(self) -> Message:
         """The answer, as soon as it is there."""
+        looks = 0
         while True:
             try:
-                answer = self._future.result(LOOK_SECONDS if self._servers.lasting else None)
+                seconds = LOOK_SECONDS if self._servers.lasting else None
+                answer = self._servers.clients[self._server].result(self._future, seconds)
             except TimeoutError:
+                looks += 1
                 self._servers.look(self._server)
+                if looks == TELL_LOOKS:
+                    self._servers.tell(self._server, self._asked[0])
             except PeerRestartedError:
                 if not self._servers.lasting:
                     raise
                 self._servers.look(self._server)
-                self._future = self._servers.clients[self._server].submit(*self._asked)
+                self._future = self._submit()
             else:
                 self._servers.answered(self._server, answer)
                 return answer
@@ -68,17 +80,19 @@ class ParameterServers:
         clients: one for each server, in rank order.
         lasting: whether a server that was killed comes back with what it had; then everything that it may not have
             applied is kept here, to be sent again.
+        lag: steps that a step may miss.
 
     Attributes:
         step: steps that this worker has committed.
     """
 
-    def __init__(self, clients: Sequence[Client], lasting: bool = False) -> None:
-        self.clients, self.lasting = list(clients), lasting
+    def __init__(self, clients: Sequence[Client], lasting: bool = False, lag: int = 0) -> None:
+        self.clients, self.lasting, self._lag = list(clients), lasting, lag
         self.step = 0
         self._calls: dict[int, int] = {}
         self._sent: list[dict[int, _Sent]] = [{} for _ in self.clients]
         self._lives: list[int | None] = [None for _ in self.clients]
+        self._gathered: dict[int, Tensor] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -107,6 +121,21 @@ class ParameterServers:
             self._calls.pop(self.step, None)
             self.step += 1
 
+    # -------------------------------------------------------------------------------- workers, among themselves
+
+    def gather(self, where: int, tensor: Tensor) -> Sequence[Tensor]:
+        """Every worker's tensor in rank order; the first server passes them on. See :mod:`gtrain_ps.gathers`."""
+        if self.lasting:
+            oldest = place(self.step - self._lag - 2, 0)
+            with self._lock:
+                self._gathered = {key: given for key, given in self._gathered.items() if key >= oldest}
+                self._gathered[where] = tensor
+        return self.submit(0, "gather", {"where": where}, [tensor]).result().tensors
+
+    def passed(self) -> int:
+        """How far all workers have come with :meth:`gather`."""
+        return int(self.submit(0, "passed", {}).result().fields["passed"])
+
     # -------------------------------------------------------------------------------- servers that come back
 
     def look(self, server: int) -> None:
@@ -118,6 +147,9 @@ class ParameterServers:
                 return
             log.warning("parameter %d was started again; it gets the steps that it may have lost once more", server)
             again = [(step, self._sent[server][step]) for step in sorted(self._sent[server])]
+            gathered = {} if server else dict(self._gathered)
+        for where, tensor in gathered.items():
+            self.clients[server].submit("gather", {"where": where}, [tensor])
         for _, sent in again:
             for fields, tensors in list(sent.products.values()):
                 self.clients[server].submit("multiply", fields, tensors)
@@ -128,12 +160,23 @@ class ParameterServers:
         """Forget what the server has applied."""
         if not self.lasting:
             return
+        if self._lives[server] != self.clients[server].server_incarnation:
+            self.look(server)
         with self._lock:
-            if self._lives[server] is None:
-                self._lives[server] = self.clients[server].server_incarnation
             version = answer.fields.get("version", 0)
             for step in [step for step in self._sent[server] if step < version]:
                 del self._sent[server][step]
+
+    def tell(self, server: int, method: str) -> None:
+        """Say for what this worker waits, and for which other worker as far as the server knows it."""
+        log.warning("step %d: parameter %d has not answered %s for a while", self.step, server, method)
+
+        def name(answer: Future[Message]) -> None:
+            if answer.exception() is None:
+                for worker in answer.result().fields["workers"]:
+                    log.warning("step %d: parameter %d waits for worker %d", self.step, server, worker)
+
+        self.clients[server].submit("waiting").add_done_callback(name)
 
     def _remember(self, server: int, method: str, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
         with self._lock:

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from gtrain.strategy.group import flatten, unflatten_into
 from gtrain_ps.home import ServedHome
+from gtrain_ps.progress import Kept
 from gtrain_ps.servers import ParameterServers, Request
 
 
@@ -21,6 +22,7 @@ def send_step(
     rules: Mapping[str, tuple[str, dict[str, Any]]],
     weight: tuple[float, float],
     rest: Tensor | None,
+    kept: Kept | None = None,
 ) -> list[Request]:
     """Send every server its part of a step, and go on to the next one.
 
@@ -30,6 +32,7 @@ def send_step(
         rules: each table's rule, and its numbers.
         weight: of this worker's batch, and what its loss was divided by, which is the same for all workers.
         rest: the other layers' gradients in one row, of which each server sums a piece; None: the workers sum them.
+        kept: what each server is to keep for a later life of a worker; None: nothing.
 
     Returns:
         for each server what is answered by the sum of its pieces over the workers.
@@ -46,8 +49,10 @@ def send_step(
     pieces = None if rest is None else rest.tensor_split(len(servers))
     sent = []
     for server in range(len(servers)):
-        more = [] if pieces is None else [pieces[server]]
-        sent.append(servers.submit(server, "commit", {**said, "calls": calls[server]}, [*tensors[server], *more]))
+        keep = {} if kept is None else kept[server]
+        more = [*keep.values(), *([] if pieces is None else [pieces[server]])]
+        fields = {**said, "calls": calls[server], "kept": list(keep)}
+        sent.append(servers.submit(server, "commit", fields, [*tensors[server], *more]))
     servers.committed()
     return sent
 

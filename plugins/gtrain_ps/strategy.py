@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Module, Parameter
 from torch_geometric.data import Data, HeteroData
 
@@ -25,26 +23,29 @@ from gtrain.graph.whole import load_whole_hetero
 from gtrain.nn import Embedding, RowOptimizer, Table, deferred, tables
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.gradients import sum_gradients
+from gtrain_ps import meters
 from gtrain_ps.batches import RowSource, Shares, Source, WholeGraph
+from gtrain_ps.checks import check_training
 from gtrain_ps.config import PsConfig
 from gtrain_ps.costs import Load, Plan, choose, plans, shapes, table
-from gtrain_ps.home import CHUNK_BYTES, ServedHome
+from gtrain_ps.exports import export
+from gtrain_ps.home import ServedHome
 from gtrain_ps.look import first_load
 from gtrain_ps.placement import Placement, spread
+from gtrain_ps.returning import ROLE, ReturningStrategy
 from gtrain_ps.rows import RowTable, is_rows
 from gtrain_ps.server import DTYPES
-from gtrain_ps.servers import ParameterServers, Request
 from gtrain_ps.steps import flat, send_step, take_flat
 
-ROLE = "parameter"
+METERS = "@meters"  # among the tables of a checkpoint; no layer has such a name
 
 
-class PsStrategy(GraphStrategy):
+class PsStrategy(ReturningStrategy):
     """Tables of ``gtrain.nn`` live on servers; a worker trains the other layers on its share of each step's seeds.
 
     Args:
-        servers, protocol, split, blocks, rest, consistency, staleness, durability, max_restarts, wire_dtype, prefetch,
-            export: see :class:`gtrain_ps.config.PsConfig`.
+        servers, protocol, split, blocks, rest, consistency, staleness, durability, folder, max_restarts, wire_dtype,
+            prefetch, export: see :class:`gtrain_ps.config.PsConfig`.
         kwargs: passed on to :class:`gtrain.strategy.base.GraphStrategy`.
 
     Raises:
@@ -65,13 +66,14 @@ class PsStrategy(GraphStrategy):
         consistency: str = "sync",
         staleness: int = 2,
         durability: str = "process",
+        folder: str | None = None,
         max_restarts: int = 3,
         wire_dtype: str = "float32",
         prefetch: int = 2,
         export: str | None = None,
         **kwargs: Any,
     ) -> None:
-        self.settings = PsConfig(
+        settings = PsConfig(
             name=self.strategy_name,
             servers=servers,
             protocol=protocol,
@@ -81,17 +83,16 @@ class PsStrategy(GraphStrategy):
             consistency=consistency,
             staleness=staleness,
             durability=durability,
+            folder=folder,
             max_restarts=max_restarts,
             wire_dtype=wire_dtype,
             prefetch=prefetch,
             export=export,
         )
-        super().__init__(**kwargs)
+        super().__init__(settings, **kwargs)
         self.homes: dict[str, ServedHome] = {}
-        self.parameter_servers: ParameterServers | None = None
         self._deferred: set[str] = set()
         self._weight = (1.0, 1.0)
-        self._flying: deque[list[Request]] = deque()
         self._trained: list[Parameter] | None = None
 
     # ---------------------------------------------------------------------------------------------------- batches
@@ -166,60 +167,21 @@ class PsStrategy(GraphStrategy):
                 "or strategy=single.",
             )
         if self._trainer.state.fn == TrainerFn.FITTING:
-            self._check_training(module)
-
-    def _check_training(self, module: Module) -> None:
-        trainer = self._trainer
-        assert trainer is not None and isinstance(module, pl.LightningModule)
-        if self.root_device.type != "cpu":
-            raise ConfigError(
-                f"trainer.accelerator={self.root_device.type} was set; strategy=ps trains on CPUs.",
-                hint="set trainer.accelerator=cpu.",
-            )
-        if trainer.gradient_clip_val:
-            raise ConfigError(
-                f"trainer.gradient_clip_val={trainer.gradient_clip_val} was set; strategy=ps cannot clip the gradients "
-                "of tables, which no worker ever has.",
-                hint="set trainer.gradient_clip_val=null.",
-            )
-        if trainer.accumulate_grad_batches != 1:
-            raise ConfigError(
-                f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} was set; strategy=ps takes a step "
-                "after every batch.",
-                hint="raise data.batch_size instead.",
-            )
-        if not module.automatic_optimization:
-            raise ConfigError(
-                f"{type(module).__name__} optimises by hand; strategy=ps sends the gradients of a step where Lightning "
-                "takes it.",
-                hint="use automatic optimisation.",
-            )
-        norms = [name for name, layer in module.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
-        if norms and self.world_size > 1:
-            raise ConfigError(
-                f"{norms[0]} is a batch norm, whose statistics strategy=ps would take over one worker's share.",
-                hint="set model.norm=layer or null, or trainer.num_nodes=1.",
-            )
+            assert isinstance(module, pl.LightningModule)
+            check_training(self._trainer, module, self.root_device, self.world_size)
 
     def making_model(self) -> AbstractContextManager[None]:
         return deferred()
 
     def install(self, module: Module) -> None:
         """Let the module's tables live on the servers; those that were there already keep what they learned."""
-        settings, count = self.settings, self.servers.count(ROLE)
-        if not count:
-            raise ConfigError(
-                "strategy=ps was set, and the job has no parameter servers.",
-                hint="start it with the gtrain command.",
-            )
-        if self.parameter_servers is None:
-            self.parameter_servers = ParameterServers(self.servers.clients(ROLE), settings.restarts > 0)
+        settings, servers = self.settings, self._asked()
         wire = self.dtype if settings.wire_dtype == "float32" else DTYPES[settings.wire_dtype]
         for name, layer in tables(module):
             if name not in self.homes:
                 plan = self._plan(name, layer, wire)
                 placement, pull = self._placement(layer, plan), plan.protocol == "pull"
-                home = ServedHome(name, layer.table, placement, self.parameter_servers, layer.weight.dtype, wire, pull)
+                home = ServedHome(name, layer.table, placement, servers, layer.weight.dtype, wire, pull)
                 self.homes[name] = home
                 new = home.open()
                 if not layer.weight.size(0) and layer.table.rows:
@@ -332,7 +294,8 @@ class PsStrategy(GraphStrategy):
         servers = self.parameter_servers
         assert servers is not None
         weight = self._weight if self.world_size > 1 else (1.0, 1.0)
-        self._flying.append(send_step(servers, self.homes.values(), self._rules(), weight, rest))
+        kept = None if self._progress is None else self._progress.end()
+        self._flying.append(send_step(servers, self.homes.values(), self._rules(), weight, rest, kept))
 
     def _receive_step(self, rest: list[Parameter]) -> None:
         """Wait for the servers to have a step, and take over what they made of the other layers' gradients."""
@@ -363,7 +326,10 @@ class PsStrategy(GraphStrategy):
             products, missed = (sum(fields[name] for fields in said) for name in ("products", "missed"))
             print(f"products missed {missed / max(1, products):.2f} of the last steps on average", flush=True)
         if self.settings.export is not None:
-            self._export(Path(self.settings.export))
+            if self.is_global_zero and not self.group.passed():
+                export(Path(self.settings.export), self.homes)
+            self.group.barrier()
+        self._asked().everybody("end", {})
 
     def _catch_up(self) -> None:
         """Where steps may be missed: take in those that are under way, so that an epoch ends like any other."""
@@ -379,8 +345,23 @@ class PsStrategy(GraphStrategy):
     def shard_state(self) -> dict[str, Any]:
         """The blocks of the servers that this rank answers for: server p of P is rank p mod K's."""
         self._catch_up()
+        if self.group.passed(2):  # it was written in a former life
+            return {}
         mine = range(self.global_rank, self.servers.count(ROLE), self.world_size)
-        return {name: home.server_state(mine) for name, home in self.homes.items()}
+        state = {name: home.server_state(mine) for name, home in self.homes.items()}
+        return {**state, METERS: meters.of_module(meters.metrics_of(self._module)) if self._within_epoch else {}}
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _within_epoch(self) -> bool:
+        """Whether batches of an epoch have been trained, and it has not ended."""
+        assert self._trainer is not None
+        epochs = self._trainer.fit_loop.epoch_progress.current
+        return self._trainer.state.fn == TrainerFn.FITTING and epochs.processed < epochs.started  # type: ignore[attr-defined]
 
     def load_shard_state(self, state: dict[str, Any]) -> None:
         missing = [name for name in self.homes if name not in state]
@@ -392,22 +373,8 @@ class PsStrategy(GraphStrategy):
             )
         for name, home in self.homes.items():
             home.load_state(state[name])
-        self.group.barrier()
-
-    def _export(self, folder: Path) -> None:
-        """Write each table's rows in the order of their ids, as ``<table>.npy``; rank 0 does so, piece by piece."""
-        if self.is_global_zero:
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, home in self.homes.items():
-                kind = torch.empty(0, dtype=home.dtype).numpy().dtype
-                shape = home.table.rows, home.table.dim
-                out = np.lib.format.open_memmap(folder / f"{name}.npy", "w+", kind, shape)
-                step = max(1, CHUNK_BYTES // max(1, shape[1] * kind.itemsize))
-                for begin in range(0, shape[0], step):
-                    end = min(begin + step, shape[0])
-                    out[begin:end] = home.read(begin, end).numpy()
-                out.flush()
-                print(f"written: {folder / f'{name}.npy'}", flush=True)
+        if self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING:
+            meters.prepare(meters.metrics_of(self._module), state.get(METERS, {}))
         self.group.barrier()
 
 

@@ -1,12 +1,17 @@
 """The sparse parameter server end to end, beside data parallelism with dense and with sparse gradients.
 
-    python tests/benchmarks/bench_ps.py --shape 512,52 --rounds 3
+    python tests/benchmarks/bench_ps.py --shape 512,52 --rounds 3 --torchrec /tmp/torchrec/bin/python
 
 Two workers, two servers, one thread each, on loopback: n = 2^20 features, Zipf ids, 72 nonzeros a row, row-wise
 Adagrad. ``gtrain`` runs as a user runs it, through the command and Lightning; the peers are plain loops over
-``embedding_bag`` and gloo with batches made beforehand, which flatters them. TorchRec is not among them: it is on no
-machine of ours. Prints for each: examples/s of its fastest epoch, CPU ms of all processes a step, bytes of a worker and
-step beside those of the formula (:mod:`gtrain_ps.costs`). Rounds are interleaved, so that a busy machine disturbs all
+``embedding_bag`` and gloo with batches made beforehand, which flatters them. With ``--torchrec PYTHON`` TorchRec's
+row-wise sharding is measured too (ps_torchrec.py), by the interpreter of an environment that has it:
+
+    python -m venv /tmp/torchrec --system-site-packages
+    /tmp/torchrec/bin/pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 pyre-extensions tensordict pyvers tqdm
+
+Prints for each: examples/s of its fastest epoch, CPU ms of all processes a step, bytes of a worker and step beside
+those of the formula (:mod:`gtrain_ps.costs`). Rounds are interleaved, so that a busy machine disturbs all
 alike; on a machine with fewer cores than processes CPU is what can be compared.
 """
 
@@ -18,21 +23,16 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import multiprocessing
+from ps_peers import FEATURES, NONZEROS, WORKERS, begin, data_parallel
 
 from gtrain_ps.costs import Load, Plan
 
-FEATURES, NONZEROS, WORKERS, SERVERS = 1 << 20, 72, 2, 2
+SERVERS = 2
 STEPS, EPOCHS = 40, 4
 
 
@@ -45,15 +45,15 @@ class Reading:
     nbytes: float
 
 
-def gtrain(rows: int, width: int, folder: Path, *more: str) -> Reading:
-    """The command; its data are made once."""
+def settings(rows: int, width: int, folder: Path, steps: int = STEPS, epochs: int = EPOCHS) -> list[str]:
+    """What all runs of the command have in common; data are made once."""
     batch = rows * WORKERS
     arguments = {
         "strategy": "ps",
         "trainer.num_nodes": WORKERS,
         "strategy.servers": SERVERS,
         "data": "planted_sparse",
-        "data.num_rows": int(batch * STEPS * 1.05),
+        "data.num_rows": int(batch * steps * 1.05),
         "data.num_features": FEATURES,
         "data.features_per_row": NONZEROS,
         "data.zipf_exponent": 1.05,
@@ -66,16 +66,21 @@ def gtrain(rows: int, width: int, folder: Path, *more: str) -> Reading:
         "model.hidden_channels": width,
         "model.sparse_optimizer._target_": "gtrain.nn.RowwiseAdagrad",
         "model.sparse_optimizer.lr": 0.05,
-        "trainer.max_epochs": EPOCHS,
+        "trainer.max_epochs": epochs,
         "trainer.limit_val_batches": 0,
         "trainer.limit_test_batches": 0,
         "trainer.enable_progress_bar": "false",
         "callbacks": "none",
         "logger": "none",
-        "hydra.run.dir": folder / "run",
         "paths.stores": folder / "stores",
     }
-    command = [sys.executable, "-m", "gtrain", *(f"{key}={value}" for key, value in arguments.items()), *more]
+    return [f"{key}={value}" for key, value in arguments.items()]
+
+
+def gtrain(rows: int, width: int, folder: Path, *more: str) -> Reading:
+    """The command."""
+    given = [*settings(rows, width, folder), f"hydra.run.dir={folder / 'run'}", *more]
+    command, batch = [sys.executable, "-m", "gtrain", *given], rows * WORKERS
     subprocess.run(command, check=True, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
     found = json.loads((folder / "run" / "summary.json").read_text())
     steps = EPOCHS * STEPS
@@ -87,61 +92,19 @@ def gtrain(rows: int, width: int, folder: Path, *more: str) -> Reading:
     )
 
 
-def batches(rank: int, rows: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Ids, offsets, values and labels of eight batches, ids by Zipf's law and then permuted."""
-    rng, power = np.random.default_rng(rank), 1 - 1.05
-    made = []
-    for _ in range(8):
-        drawn = ((FEATURES**power - 1) * rng.random(rows * NONZEROS) + 1) ** (1 / power)
-        ids = (np.minimum(drawn.astype(np.int64), FEATURES) * 2654435761) % FEATURES
-        values = rng.standard_normal(len(ids)).astype(np.float32)
-        labels = rng.integers(0, 2, rows)
-        offsets = np.arange(0, rows * NONZEROS + 1, NONZEROS)
-        made.append(tuple(torch.from_numpy(array) for array in (ids, offsets, values, labels)))
-    return made
-
-
-def data_parallel(rank: int, rows: int, width: int, sparse: bool, steps: int, where: str, results: Any) -> None:
-    """One rank of plain data parallelism: SGD on the whole table, gradients summed by gloo."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=WORKERS)
-    torch.manual_seed(0)
-    table = torch.nn.Parameter(torch.randn(FEATURES, width) * 0.01)
-    rest = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(width, 2))
-    optimizer = torch.optim.SGD([table, *rest.parameters()], lr=0.05)
-    data = batches(rank, rows)
-    began, cpu = 0.0, 0.0
-    for step in range(steps + 2):
-        if step == 2:
-            dist.barrier()
-            began, cpu = time.perf_counter(), time.process_time()
-        ids, offsets, values, labels = data[step % len(data)]
-        hidden = F.embedding_bag(
-            ids, table, offsets, mode="sum", per_sample_weights=values, include_last_offset=True, sparse=sparse
-        )
-        optimizer.zero_grad()
-        F.cross_entropy(rest(hidden), labels).backward()
-        for parameter in (table, *rest.parameters()):
-            dist.all_reduce(parameter.grad)
-        optimizer.step()
-    dist.barrier()
-    results.put((time.perf_counter() - began, time.process_time() - cpu))
-    dist.destroy_process_group()
-
-
-def peers(rows: int, width: int, sparse: bool, steps: int, folder: Path) -> Reading:
+def data_parallel_reading(rows: int, width: int, sparse: bool, steps: int, folder: Path) -> Reading:
     """Both ranks of data parallelism."""
-    context = multiprocessing.get_context("spawn")
-    results, where = context.Queue(), str(folder / f"meet-{time.time_ns()}")
-    arguments = [(rank, rows, width, sparse, steps, where, results) for rank in range(WORKERS)]
-    ranks = [context.Process(target=data_parallel, args=given) for given in arguments]
-    for rank in ranks:
-        rank.start()
-    found = [results.get(timeout=600) for _ in ranks]
-    for rank in ranks:
-        rank.join()
+    found = begin(data_parallel, rows, width, sparse, steps, folder)
     wall, cpu = max(seconds for seconds, _ in found), sum(seconds for _, seconds in found)
     return Reading(rows * WORKERS * steps / wall, 1e3 * cpu / steps, float("nan"))
+
+
+def torchrec(rows: int, width: int, python: str) -> Reading:
+    """TorchRec, run by the interpreter of the environment that has it."""
+    command = [python, str(Path(__file__).with_name("ps_torchrec.py")), "--shape", f"{rows},{width}"]
+    done = subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    return Reading(found["examples"], found["cpu"], float("nan"))
 
 
 def main() -> None:
@@ -150,6 +113,7 @@ def main() -> None:
     parser.add_argument("--shape", default="512,52", help="rows of a worker in a step, columns")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="names to run, with commas")
+    parser.add_argument("--torchrec", help="an interpreter that has TorchRec; without it TorchRec is not measured")
     given = parser.parse_args()
     rows, width = (int(number) for number in given.shape.split(","))
     with tempfile.TemporaryDirectory() as folder:
@@ -159,9 +123,14 @@ def main() -> None:
             "gtrain ps": lambda: gtrain(rows, width, here),
             "gtrain ps async": lambda: gtrain(rows, width, here, *loose),
             "gtrain ps durability=none": lambda: gtrain(rows, width, here, "strategy.durability=none"),
-            "DDP sparse": lambda: peers(rows, width, True, 20, here),
-            "DDP dense": lambda: peers(rows, width, False, 4, here),
+            "gtrain ps durability=disk": lambda: gtrain(rows, width, here, "strategy.durability=disk"),
+            "DDP sparse": lambda: data_parallel_reading(rows, width, True, 20, here),
+            "DDP dense": lambda: data_parallel_reading(rows, width, False, 4, here),
         }
+        if given.torchrec:
+            runs["TorchRec row-wise"] = lambda: torchrec(rows, width, given.torchrec)
+        else:
+            print("TorchRec is skipped: no --torchrec was given")
         chosen = {name: run for name, run in runs.items() if not given.only or name in given.only.split(",")}
         readings: dict[str, list[Reading]] = {name: [] for name in chosen}
         for _ in range(given.rounds):

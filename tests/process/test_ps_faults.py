@@ -1,16 +1,18 @@
-"""Parameter servers that are killed while a run trains on them."""
+"""Workers and parameter servers that are killed while a run trains, and runs that go on in the middle of an epoch."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
-from forked import gtrain
-from helpers import alive, clean_environment, logs, ok, summary, until
+import pytest
+from forked import Program, gtrain
+from helpers import alive, descendants, logs, ok, show, summary, until
 
 SMALL = (
     "strategy=ps",
@@ -21,63 +23,136 @@ SMALL = (
     "data.batch_size=60",
     "model=sparse",
     "model.hidden_channels=8",
+    "model.dropout=0.3",
     "model.sparse_optimizer._target_=gtrain.nn.RowwiseAdagrad",
     "trainer.precision=64-true",
     "trainer.max_epochs=30",
-    "trainer.limit_test_batches=0",
     "trainer.enable_progress_bar=false",
-    "callbacks=none",
 )
+KILLS = 20
 
 
-def process_of(log: Path, life: int) -> int:
-    """The process id that a server's log names for one of its lives; 0 if it does not yet."""
-    found = re.findall(r"process (\d+) serves", log.read_text()) if log.exists() else []
-    return int(found[life]) if len(found) > life else 0
+def processes(root: int) -> dict[str, int]:
+    """Process ids of a job's workers and servers by the names of their logs, which they hold open."""
+    found: dict[str, int] = {}
+    for pid in descendants(root):
+        with contextlib.suppress(OSError):
+            for number in os.listdir(f"/proc/{pid}/fd"):
+                name = re.search(r"logs/((?:rank|parameter)-\d+)\.log$", os.readlink(f"/proc/{pid}/fd/{number}"))
+                if name:
+                    found.setdefault(name[1], pid)
+    return found
 
 
-def epochs(run: Path) -> int:
-    """Epochs that the run has recorded so far."""
-    metrics = run / "metrics.csv"
-    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+def steps(run: Path) -> bool:
+    """Whether the run has trained an epoch."""
+    return any(path.stat().st_size for path in run.rglob("metrics.csv"))
 
 
-def test_killed_servers_come_back_and_the_losses_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
+def test_a_run_of_which_twenty_processes_are_killed_is_like_an_undisturbed_one(tmp_path: Path) -> None:
+    """Workers and servers, at moments and in an order that a seed decides; with checkpoints, validation and test."""
     ok(gtrain(*SMALL, "hydra.run.dir=undisturbed", cwd=tmp_path, timeout=140))
-    command = [sys.executable, "-m", "gtrain", *SMALL, "hydra.run.dir=run"]
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=clean_environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as job:
-        run, seen, keepers = tmp_path / "run", 0, set()
-        for number, life in ((0, 0), (1, 0), (0, 1)):
-            log = run / "logs" / f"parameter-{number}.log"
-            server = until(lambda log=log, life=life: process_of(log, life), 120, tmp_path)
-            before = seen
-            seen = until(lambda before=before: epochs(run) if epochs(run) > before + 1 else 0, 120, tmp_path)
-            keepers.add(int((run / f"parameter-{number}.memory").read_text().split()[0]))
-            os.kill(server, signal.SIGKILL)
-        _, said = job.communicate(timeout=140)
-    assert job.returncode == 0, said + logs(tmp_path)
-    assert said.count("was killed by SIGKILL (signal 9); it is started again") == 3
-    expected, found = (summary(tmp_path / name)["history"] for name in ("undisturbed", "run"))
-    assert [epoch["train/loss"] for epoch in found] == [epoch["train/loss"] for epoch in expected]
-    assert [epoch["val/loss"] for epoch in found] == [epoch["val/loss"] for epoch in expected]
-    assert len(keepers) == 2 and not any(map(alive, keepers)) and not list(run.glob("*.memory"))
+    run, chance, killed = tmp_path / "run", random.Random(7), set[int]()
+    job = Program("-m", "gtrain", *SMALL, f"strategy.max_restarts={KILLS}", "hydra.run.dir=run", cwd=tmp_path)
+    try:
+        until(lambda: len(processes(job.pid)) == 4, 120, tmp_path)
+        keepers = {int(path.read_text().split()[0]) for path in until(lambda: list(run.glob("*.memory")), 60, tmp_path)}
+        until(lambda: steps(run), 120, tmp_path)
+        while len(killed) < KILLS and alive(job.pid):
+            time.sleep(chance.uniform(0.02, 1.0))  # the moment is what varies; nothing is waited for
+            victim = processes(job.pid).get(chance.choice(["parameter-0", "parameter-1", "rank-0", "rank-1"]))
+            if victim is not None and victim not in killed:
+                os.kill(victim, signal.SIGKILL)
+                killed.add(victim)
+        done = job.end(200)
+    finally:
+        job.kill()
+    assert done.returncode == 0, show(done) + logs(tmp_path)
+    assert len(killed) == KILLS and done.stderr.count("it is started again") == KILLS, show(done)
+    expected, found_there = summary(tmp_path / "undisturbed"), summary(run)
+    assert found_there["history"] == expected["history"]
+    assert found_there["metrics"] == expected["metrics"]
+    assert keepers and not any(map(alive, keepers)) and not list(run.glob("*.memory"))
 
 
-def test_without_durability_a_killed_server_ends_the_job(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "gtrain", *SMALL, "strategy.durability=none", "hydra.run.dir=run"]
-    with subprocess.Popen(
-        [*command, "trainer.max_epochs=100000"],
-        cwd=tmp_path,
-        env=clean_environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as job:
-        log = tmp_path / "run" / "logs" / "parameter-1.log"
-        server = until(lambda: process_of(log, 0), 120, tmp_path)
-        os.kill(server, signal.SIGKILL)
-        _, said = job.communicate(timeout=100)
-    assert job.returncode != 0
-    assert "parameter 1 of 2" in said and "was killed by SIGKILL (signal 9)" in said
+@pytest.mark.parametrize(
+    ("setting", "victim", "name"),
+    [
+        ("strategy.durability=none", "parameter-1", "parameter 1 of 2"),
+        ("strategy.max_restarts=0", "rank-0", "rank 0 of 2"),
+        ("strategy.rest=allreduce", "rank-1", "rank 1 of 2"),
+    ],
+)
+def test_where_nothing_is_kept_a_killed_process_ends_the_job(
+    setting: str, victim: str, name: str, tmp_path: Path
+) -> None:
+    job = Program("-m", "gtrain", *SMALL, setting, "trainer.max_epochs=100000", "hydra.run.dir=run", cwd=tmp_path)
+    try:
+        until(lambda: steps(tmp_path / "run"), 120, tmp_path)
+        os.kill(processes(job.pid)[victim], signal.SIGKILL)
+        done = job.end(60)
+    finally:
+        job.kill()
+    assert done.returncode != 0
+    assert name in done.stderr and "was killed by SIGKILL (signal 9)" in done.stderr
+
+
+def test_a_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    saving = (
+        "callbacks.checkpoint.monitor=null",
+        "+callbacks.checkpoint.every_n_train_steps=8",
+        "+callbacks.checkpoint.save_top_k=-1",
+        "+callbacks.checkpoint.auto_insert_metric_name=false",
+        "callbacks.checkpoint.save_on_train_epoch_end=false",
+        'callbacks.checkpoint.filename="step{step}"',
+    )
+    ok(gtrain(*SMALL, *saving, "trainer.max_epochs=3", "hydra.run.dir=whole", cwd=tmp_path))
+    where = "ckpt_path=whole/checkpoints/step8.ckpt"  # 6 steps are an epoch
+    ok(gtrain(*SMALL, where, "trainer.max_epochs=3", "hydra.run.dir=rest", cwd=tmp_path))
+    assert summary(tmp_path / "rest")["history"] == summary(tmp_path / "whole")["history"][1:]
+
+
+def test_a_job_of_which_everything_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Servers that write down what they do; a record that was cut off at the end of a log counts for nothing."""
+    command = (*SMALL, "strategy.durability=disk", "trainer.max_epochs=12")
+    ok(gtrain(*command, "hydra.run.dir=undisturbed", cwd=tmp_path))
+    job = Program("-m", "gtrain", *command, "hydra.run.dir=run", cwd=tmp_path)
+    try:
+        until(lambda: steps(tmp_path / "run"), 120, tmp_path)
+    finally:
+        job.kill()
+        job.end(60)
+    folders = sorted((tmp_path / "run").glob("parameter-*.disk"))
+    assert len(folders) == 2
+    with open(next(folders[0].glob("log-*")), "ab") as log:
+        log.write(b"\x40" + bytes(40))
+    other = gtrain(*command, "model.hidden_channels=4", "hydra.run.dir=run", cwd=tmp_path)
+    assert other.returncode != 0 and "of a job that did not come to its end, with another model" in other.stderr
+    ok(gtrain(*command, "hydra.run.dir=run", cwd=tmp_path))
+    assert "goes on at step" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
+    expected, found = (summary(tmp_path / name) for name in ("undisturbed", "run"))
+    assert found["history"] == expected["history"] and found["metrics"] == expected["metrics"]
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_workers_wait_for_a_server_that_stands_still_and_pile_nothing_up(tmp_path: Path) -> None:
+    command = (*SMALL, "trainer.max_epochs=6", "trainer.limit_test_batches=0", "callbacks=none")
+    job = Program("-m", "gtrain", *command, "hydra.run.dir=run", cwd=tmp_path)
+    log = tmp_path / "run" / "logs" / "rank-1.log"
+    try:
+        until(lambda: steps(tmp_path / "run"), 120, tmp_path)
+        found = processes(job.pid)
+        os.kill(found["parameter-0"], signal.SIGSTOP)
+        before = resident(found["rank-1"])
+        until(lambda: "parameter 0 has not answered" in log.read_text(), 60, tmp_path)
+        assert resident(found["rank-1"]) - before < 8 << 20
+        os.kill(found["parameter-0"], signal.SIGCONT)
+        done = ok(job.end(120))
+    finally:
+        job.kill()
+    assert "started again" not in done.stderr and len(summary(tmp_path / "run")["history"]) == 6
+
+
+def resident(pid: int) -> int:
+    """Resident memory of a process, bytes."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")

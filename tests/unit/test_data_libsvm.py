@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from sklearn.datasets import load_svmlight_file
 from gtrain.data import libsvm_file
 from gtrain.data.libsvm import LibsvmData
 from gtrain.errors import ConfigError, DataError
+from gtrain.graph.ingest import columns
 
 Real = Callable[[str], Path]
 
@@ -23,8 +25,8 @@ def read(folder: Path, text: str, test: str | None = None, **options: Any) -> An
     (folder / "train").write_bytes(text.encode())
     if test is not None:
         (folder / "test").write_bytes(test.encode())
-    options = {"val_fraction": 0.0, **options}
-    return LibsvmData(path=str(folder / "train"), test_path=str(folder / "test") if test else None, **options).read()
+    options = {"path": str(folder / "train"), "val_fraction": 0.0, **options}
+    return LibsvmData(test_path=str(folder / "test") if test else None, **options).read()
 
 
 def test_a9a_as_scikit_learn_reads_it(real_data: Real, tmp_path: Path) -> None:
@@ -139,6 +141,24 @@ def test_a_line_is_named_in_a_later_block(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(libsvm_file, "BLOCK_BYTES", 16)
     with pytest.raises(DataError, match=r"line 9: '2:x' has no number where there should be one: '1 1:1 2:x 3:1'"):
         read(tmp_path, "1 1:1 2:1 3:1\n" * 8 + "1 1:1 2:x 3:1\n" * 2)
+
+
+def test_entries_are_kept_in_files_and_not_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    ids = np.sort(rng.integers(1, 10**6, (2000, 60)), axis=1) + np.arange(60)
+    text = "".join(f"{n % 2} " + " ".join(f"{i}:{i % 7}" for i in row) + "\n" for n, row in enumerate(ids))
+    options: dict[str, Any] = {"path": str(tmp_path / "train"), "store": str(tmp_path / "stores"), "val_fraction": 0.0}
+    read(tmp_path, text, **options)  # what is imported is none of the data
+    for module, name in ((libsvm_file, "BLOCK_BYTES"), (columns, "IN_MEMORY"), (columns, "CHUNK")):
+        monkeypatch.setattr(module, name, 1 << 14)
+    tracemalloc.start()
+    data = LibsvmData(**options).read()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 12 * ids.size / 3  # bytes of the entries alone
+    assert np.array_equal(data.x.col_indices().numpy(), ids.ravel() - 1)
+    assert np.array_equal(data.x.values().numpy(), ids.ravel() % 7)
+    assert not list((tmp_path / "stores").iterdir())
 
 
 def test_wrong_files_and_options(tmp_path: Path) -> None:

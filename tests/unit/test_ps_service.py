@@ -21,6 +21,7 @@ from gtrain.wire import Client, Server
 from gtrain_ps.costs import Load, Plan
 from gtrain_ps.engine import Engine
 from gtrain_ps.home import ServedHome
+from gtrain_ps.journal import Journal
 from gtrain_ps.memory import Region
 from gtrain_ps.placement import Placement, spread
 from gtrain_ps.server import Handlers
@@ -31,21 +32,29 @@ FEATURES, HIDDEN, ROWS, STEPS = 90, 6, 24, 6
 
 
 class Service:
-    """One parameter server, which can end at any moment and come again with what its region keeps."""
+    """One parameter server, which can end at any moment and come again with what its region, or its disk, keeps."""
 
-    def __init__(self, folder: Path, number: int, workers: int, lag: int) -> None:
+    def __init__(self, folder: Path, number: int, workers: int, lag: int, disk: int = 0) -> None:
         self.number, self.workers, self.lag = number, workers, lag
+        self.disk, self.folder = disk, folder / f"{number}.disk"
         self.region = Region()
-        self.region.survives = True
+        self.region.survives = not disk
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.bind(str(folder / f"{number}"))
         self.socket.listen(64)
         self.start()
 
     def start(self) -> None:
+        if self.disk:
+            self.region, journal = Region(), Journal(self.folder, {}, log_bytes=self.disk)
+            journal.load(self.region)
         self.engine, self.stop = Engine(self.workers, self.lag, self.region), threading.Event()
-        handlers = Handlers(self.engine, self.number).methods()
-        self.server = Server(handlers, name=f"parameter {self.number}", descriptor=self.socket.fileno()).start()
+        handlers = Handlers(self.engine, self.number)
+        if self.disk:
+            handlers.do_again(journal)
+        self.server = Server(
+            handlers.methods(), name=f"parameter {self.number}", descriptor=self.socket.fileno()
+        ).start()
         self.thread = threading.Thread(target=self.engine.run, args=(self.stop,), daemon=True)
         self.thread.start()
 
@@ -65,8 +74,8 @@ class Service:
 def services(tmp_path: Path) -> Iterator[Callable[..., list[Service]]]:
     started: list[Service] = []
 
-    def start(count: int, workers: int, lag: int = 0) -> list[Service]:
-        started.extend(Service(tmp_path, number, workers, lag) for number in range(count))
+    def start(count: int, workers: int, lag: int = 0, disk: int = 0) -> list[Service]:
+        started.extend(Service(tmp_path, number, workers, lag, disk) for number in range(count))
         return started
 
     yield start
@@ -211,10 +220,10 @@ def test_workers_train_what_one_process_trains(
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("lag", [0, 2])
-def test_servers_that_end_at_any_step_lose_nothing(services: Any, lag: int) -> None:
-    """Servers forget all but their region, some while the workers are between their requests."""
-    started = services(2, 2, lag)
+@pytest.mark.parametrize(("lag", "disk"), [(0, 0), (2, 0), (0, 1 << 30), (0, 20_000)])
+def test_servers_that_end_at_any_step_lose_nothing(services: Any, lag: int, disk: int) -> None:
+    """Servers forget all but their region, or disk, some while the workers are between their requests."""
+    started = services(2, 2, lag, disk)
 
     def at(worker: int, step: int) -> None:
         if step in (2, 5, 9) and worker == step % 2:
@@ -223,6 +232,9 @@ def test_servers_that_end_at_any_step_lose_nothing(services: Any, lag: int) -> N
     steps = 12
     losses, rows = together(started, RowwiseAdagrad, (2, 1), lag=lag, steps=steps, at=at)
     assert [service.engine.version for service in started] == [steps, steps]
+    if disk:
+        logs = [path for service in started for path in service.folder.glob("log-*")]
+        assert [log.name == "log-0" for log in logs] == [disk > 20_000] * 2  # one each, cut where they may not grow
     if lag:
         assert losses[-1] < losses[0]
         return

@@ -193,6 +193,42 @@ def test_a_callback_may_ask_again_and_close(folder: IpcFolder) -> None:
             client.request("echo")
 
 
+def test_who_comes_for_an_answer_receives_it(folder: IpcFolder) -> None:
+    """Two attended requests, answered in the other order; the thread that waits is the one that receives."""
+    waiting: list[Future[Message | None]] = []
+    receivers: list[str] = []
+
+    def later(message: Message, caller: Caller) -> Future[Message | None]:
+        waiting.append(Future())
+        return waiting[-1]
+
+    def release(message: Message, caller: Caller) -> Message:
+        waiting[message.fields["number"]].set_result(Message({"value": message.fields["number"]}))
+        return Message({})
+
+    with service(folder, {"later": later, "release": release}) as (_, client):
+        first, second = (client.submit("later", attended=True) for _ in range(2))
+        for future in (first, second):
+            future.add_done_callback(lambda _: receivers.append(threading.current_thread().name))
+        with pytest.raises(TimeoutError):
+            client.result(first, 0.05)
+        client.submit("release", {"number": 1}, attended=True)
+        assert client.result(second, 20).fields == {"value": 1} and not first.done()
+        client.submit("release", {"number": 0}, attended=True)
+        assert client.result(first).fields == {"value": 0}
+        assert receivers == [threading.current_thread().name] * 2
+        assert client.result(first, 0).fields == {"value": 0}  # it is there already
+
+        futures = [client.submit("later", attended=True) for _ in range(2)]  # only one of these threads receives
+        threads = [threading.Thread(target=client.result, args=(future,)) for future in futures]
+        for thread in threads:
+            thread.start()
+        for number, thread in enumerate(threads):  # the second goes on when the first has its answer
+            client.request("release", {"number": 2 + number})
+            thread.join(20)
+            assert futures[number].done() and not thread.is_alive()
+
+
 def test_handlers_may_answer_later(folder: IpcFolder) -> None:
     """Two clients meet: the first one's answer waits for the second."""
     waiting: list[Future[Message | None]] = []

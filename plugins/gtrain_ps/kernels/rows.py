@@ -7,6 +7,11 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from gtrain_ps.kernels.memory import prefetch_entry
+
+_ROWS_AHEAD = 3
+_ENTRIES_AHEAD = 16
+
 
 @njit(cache=True, nogil=True)
 def place_ids(ids: Any, multiplier: int, modulus: int, height: int, block: Any, place: Any) -> int:
@@ -49,11 +54,31 @@ def place_ids(ids: Any, multiplier: int, modulus: int, height: int, block: Any, 
 
 
 @njit(cache=True, nogil=True)
-def count_blocks(block: Any, offsets: Any, lengths: Any) -> None:
-    """Count each row's entries in each block: ``lengths`` ``[P, m]``, zero before."""
+def count_blocks(block: Any, offsets: Any, lengths: Any, totals: Any) -> None:
+    """Count entries in each block: of each row ``lengths`` ``[P, m]``, of all ``totals`` int64 ``[P]``; zero before."""
     for row in range(len(offsets) - 1):
         for entry in range(offsets[row], offsets[row + 1]):
-            lengths[block[entry], row] += 1
+            owner = block[entry]
+            lengths[owner, row] += 1
+            totals[owner] += 1
+
+
+@njit(cache=True, nogil=True)
+def all_ones(values: Any) -> bool:
+    """Whether every value is 1."""
+    entry = 0
+    while entry < len(values) and values[entry] == 1:
+        entry += 1
+    return entry == len(values)
+
+
+@njit(cache=True, nogil=True)
+def most_entries(offsets: Any) -> int:
+    """Entries of the longest row; offsets ``[m + 1]``."""
+    most = 0
+    for row in range(len(offsets) - 1):
+        most = max(most, offsets[row + 1] - offsets[row])
+    return most
 
 
 @njit(cache=True, nogil=True)
@@ -92,8 +117,9 @@ def group(ids: Any, offsets: Any, count: Any, unique: Any, starts: Any, row_of: 
     Returns:
         number of distinct ids.
     """
-    found = 0
+    found, last = 0, len(ids) - 1
     for entry in range(len(ids)):
+        prefetch_entry(count, ids[min(entry + _ENTRIES_AHEAD, last)])
         number = ids[entry]
         if count[number] == 0:
             unique[found] = number
@@ -109,6 +135,7 @@ def group(ids: Any, offsets: Any, count: Any, unique: Any, starts: Any, row_of: 
     starts[found] = begin
     for row in range(len(offsets) - 1):
         for entry in range(offsets[row], offsets[row + 1]):
+            prefetch_entry(count, ids[min(entry + _ENTRIES_AHEAD, last)])
             to = count[ids[entry]]
             count[ids[entry]] = to + 1
             row_of[to] = row
@@ -156,9 +183,15 @@ def copy_rows(
         ids_out, values_out: the results.
     """
     for index in range(len(chosen)):
+        ahead = chosen[min(index + _ROWS_AHEAD, len(chosen) - 1)] - low
+        if 0 <= ahead < high - low:
+            for entry in range(starts[ahead], starts[ahead + 1], 8):
+                prefetch_entry(ids, entry)
+                prefetch_entry(values, entry)
         if low <= chosen[index] < high:
             row, to = chosen[index] - low, begin[index]
-            for entry in range(starts[row], starts[row + 1]):
-                ids_out[to] = ids[entry]
-                values_out[to] = values[entry]
-                to += 1
+            first, count = starts[row], starts[row + 1] - starts[row]
+            for entry in range(count):
+                ids_out[to + entry] = ids[first + entry]
+            for entry in range(count):
+                values_out[to + entry] = values[first + entry]

@@ -1,0 +1,52 @@
+"""Modules and trainers that parameter servers cannot train for exactly."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from gtrain.errors import ConfigError
+
+
+def check_training(trainer: pl.Trainer, module: pl.LightningModule, device: torch.device, workers: int) -> None:
+    """Refuse what would be trained otherwise than in one process.
+
+    Args:
+        trainer: of the run.
+        module: what is trained.
+        device: where.
+        workers: K.
+
+    Raises:
+        ConfigError: in one sentence, with the setting or layer and the reason.
+    """
+    if device.type != "cpu":
+        raise ConfigError(
+            f"trainer.accelerator={device.type} was set; strategy=ps trains on CPUs.",
+            hint="set trainer.accelerator=cpu.",
+        )
+    if trainer.gradient_clip_val:
+        raise ConfigError(
+            f"trainer.gradient_clip_val={trainer.gradient_clip_val} was set; strategy=ps cannot clip the gradients "
+            "of tables, which no worker ever has.",
+            hint="set trainer.gradient_clip_val=null.",
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise ConfigError(
+            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} was set; strategy=ps takes a step "
+            "after every batch.",
+            hint="raise data.batch_size instead.",
+        )
+    if not module.automatic_optimization:
+        raise ConfigError(
+            f"{type(module).__name__} optimises by hand; strategy=ps sends the gradients of a step where Lightning "
+            "takes it.",
+            hint="use automatic optimisation.",
+        )
+    norms = [name for name, layer in module.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+    if norms and workers > 1:
+        raise ConfigError(
+            f"{norms[0]} is a batch norm, whose statistics strategy=ps would take over one worker's share.",
+            hint="set model.norm=layer or null, or trainer.num_nodes=1.",
+        )

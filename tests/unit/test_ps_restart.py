@@ -1,0 +1,167 @@
+"""What servers keep for a worker that dies, and how it finds its way back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gtrain.errors import ConfigError
+from gtrain.strategy import checkpoint as checkpoints
+from gtrain.strategy.group import Group
+from gtrain_ps.gathers import Gathers, place
+from gtrain_ps.journal import Journal
+from gtrain_ps.loops import moved
+from gtrain_ps.memory import Region
+from gtrain_ps.packing import pack, unpack
+from gtrain_ps.slots import Slots
+
+
+def test_plain_values_come_back_as_they_were() -> None:
+    value = {
+        "numbers": [1, 2.5, None, True, float("inf")],
+        7: (torch.arange(3), torch.zeros(2, 0), torch.tensor(1.5, dtype=torch.float64)),
+        "half": torch.ones(3, dtype=torch.bfloat16),
+    }
+    found = unpack(pack(value))
+    assert found["numbers"] == value["numbers"] and list(found) == list(value)
+    assert isinstance(found[7], tuple)
+    for mine, theirs in zip(found[7], value[7], strict=True):
+        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+    assert found["half"].dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match="has a object, which strategy=ps cannot keep"):
+        pack({"callback": object()})
+
+
+def test_random_numbers_go_on_after_packing() -> None:
+    torch.manual_seed(3)
+    kept, expected = pack(checkpoints.rng_state()), torch.rand(5)
+    state = unpack(kept)
+    checkpoints.set_rng_state({**state, "torch": state["torch"].clone()})
+    assert torch.equal(torch.rand(5), expected)
+
+
+def test_slots_keep_the_last_steps_and_outlive_their_server() -> None:
+    region = Region()
+    slots = Slots(3, region)
+    for step in range(7):
+        slots.write(step, {"product/0/0": torch.full((10 * (step + 1),), float(step))})
+    again = Slots(3, region)
+    assert [bool(again.read(step)) for step in range(-1, 8)] == [False] * 5 + [True] * 3 + [False]
+    assert torch.equal(again.read(6)["product/0/0"], torch.full((70,), 6.0))
+
+
+def test_a_worker_that_comes_back_is_answered_what_its_life_before_was_and_is_waited_for() -> None:
+    oldest = [0]
+    gathers = Gathers(2, Region(), lambda: oldest[0])
+    first = [gathers.give(worker, place(0, 0), torch.tensor([float(worker)])) for worker in (0, 1)]
+    assert [one.result().tensors for one in first] == [[torch.tensor([0.0]), torch.tensor([1.0])]] * 2  # type: ignore[union-attr]
+    lonely = gathers.give(0, place(0, 1), torch.tensor([5.0]))
+    gathers.drop(0)  # it died, and does the step again
+    assert gathers.give(0, place(0, 0), torch.tensor([9.0])).result().tensors[0] == 0.0  # type: ignore[union-attr]
+    assert not lonely.done() and gathers.missing() == set() and gathers.passed == place(0, 0) + 1
+    waiting = gathers.give(1, place(0, 1), torch.tensor([6.0]))
+    assert gathers.missing() == {0} and not waiting.done()
+    gathers.give(0, place(0, 1), torch.tensor([5.0]))
+    assert [float(one) for one in waiting.result().tensors] == [5.0, 6.0]  # type: ignore[union-attr]
+
+
+def test_loops_begin_with_a_later_step_of_the_epoch() -> None:
+    counts = {"ready": 9, "started": 9, "processed": 8, "completed": 8}
+    done = {"ready": 9, "completed": 8}
+    loops = {
+        "state_dict": {"combined_loader": [{"epoch": 1, "done": 3}]},
+        "epoch_loop.state_dict": {"_batches_that_stepped": 8},
+        "epoch_loop.batch_progress": {
+            "total": dict(counts),
+            "current": {"ready": 3, "started": 3, "processed": 2, "completed": 2},
+            "is_last_batch": True,
+        },
+        "epoch_loop.automatic_optimization.optim_progress": {
+            "optimizer": {name: {"total": dict(done), "current": dict(done)} for name in ("step", "zero_grad")}
+        },
+    }
+    later = moved(loops, 2)
+    assert later["epoch_loop.batch_progress"]["current"] == dict.fromkeys(counts, 4)
+    assert later["epoch_loop.batch_progress"]["total"] == {"ready": 10, "started": 10, "processed": 9, "completed": 9}
+    assert later["epoch_loop.state_dict"]["_batches_that_stepped"] + 1 == 8 + 2
+    assert later["state_dict"]["combined_loader"] == [{"epoch": 1, "done": 4}]
+    step = later["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
+    assert step["total"] == {"ready": 10, "completed": 10}
+    assert loops["epoch_loop.batch_progress"]["total"] == counts
+
+
+class Replaying(Group):
+    """A group of one that was through its first collectives before."""
+
+    def __init__(self, before: int) -> None:
+        super().__init__()
+        self.before = before
+
+    def passed(self, count: int = 1) -> bool:
+        return self.before >= count
+
+    def barrier(self) -> None:
+        self.before -= 1
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+def test_a_checkpoint_whose_writer_died_is_complete_wherever_it_was(before: int, tmp_path: Path) -> None:
+    """A writer that comes back leaves alone what it and the others had done when they last met."""
+    module, path = torch.nn.Linear(2, 2), tmp_path / "last.ckpt"
+    state = {"state_dict": module.state_dict(), "epoch": 1, "global_step": 2}
+    part = path.with_name("last.ckpt.part")
+    if before == 3:
+        checkpoints.save(Group(), path, state, {"mine": 1}, module)
+    elif before:
+        part.mkdir()
+        torch.save(state, part / checkpoints.TRAINER)
+        if before == 2:
+            torch.save({"rng": checkpoints.rng_state(), "shard": {"mine": 1}}, part / "rank-0.pt")
+    checkpoints.save(Replaying(before), path, state, {"mine": 1}, module)
+    loaded = checkpoints.load(Group(), path, module, restore_rng=False)
+    assert loaded.shard == {"mine": 1} and loaded.checkpoint["global_step"] == 2 and not part.exists()
+
+
+def test_a_log_is_read_up_to_what_was_cut_off(tmp_path: Path) -> None:
+    def opened() -> tuple[Region, list[int], Journal]:
+        region, journal = Region(), Journal(tmp_path / "disk", {"seed": 1}, log_bytes=500)
+        journal.load(region)
+        return region, [record["number"] for record in journal.records()], journal
+
+    region, found, journal = opened()
+    assert found == [] and region.version == 0
+    for number in range(3):
+        journal.append({"number": number, "row": torch.full((20,), float(number))})
+    log = tmp_path / "disk" / "log-0"
+    whole = log.read_bytes()
+    log.write_bytes(whole[:-1])  # the machine stopped while it wrote
+    assert opened()[1] == [0, 1]
+    log.write_bytes(whole[:-5] + b"?" + whole[-4:])
+    assert opened()[1] == [0, 1]
+    journal = opened()[2]
+    journal.append({"number": 7})  # behind what is whole
+    assert opened()[1] == [0, 1, 7]
+
+    region, _, journal = opened()
+    region.tensor("rows", (3, 5), torch.float64).fill_(2.5)
+    region.tensor("none", (0,), torch.int32)
+    region.note("tables", {"wide": 3})
+    region.set_version(4)
+    journal.append({"number": 8})
+    assert journal.due
+    journal.cut(region)
+    assert not journal.due and sorted(path.name for path in (tmp_path / "disk").iterdir()) == [
+        "job.json",
+        "log-1",
+        "snapshot-1",
+    ]
+    journal.append({"number": 9})
+    again, found, journal = opened()
+    assert found == [9] and again.version == 4 and again.notes == {"tables": {"wide": 3}}
+    assert torch.equal(again.tensor("rows", (3, 5), torch.float64), torch.full((3, 5), 2.5, dtype=torch.float64))
+    with pytest.raises(ConfigError, match="of a job that did not come to its end, with another seed"):
+        Journal(tmp_path / "disk", {"seed": 2})
+    journal.remove()
+    assert not (tmp_path / "disk").exists()
