@@ -12,7 +12,7 @@ from torch_geometric.data import Data, HeteroData
 
 from gtrain.data.scored_edges import ScoredEdges
 from gtrain.graph.manifest import EdgeType
-from gtrain_pyg.subgraph import Subgraph
+from gtrain_pyg.sampling.subgraph import Subgraph
 
 Kind = str | EdgeType
 

@@ -17,8 +17,8 @@ from gtrain.graph.manifest import EdgeType
 from gtrain.strategy.group import Group
 from gtrain_pyg.batches import Seeds
 from gtrain_pyg.epoch import Step
+from gtrain_pyg.sampling.subgraph import Array, Subgraph
 from gtrain_pyg.seeds import Roots, SeedSource
-from gtrain_pyg.subgraph import Array, Subgraph
 
 
 @dataclass(frozen=True)

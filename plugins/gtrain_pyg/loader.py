@@ -17,11 +17,11 @@ from gtrain_pyg.batches import Kind, make_batch
 from gtrain_pyg.epoch import Step, common_shares, num_steps, own_shares
 from gtrain_pyg.heap import trim_heap
 from gtrain_pyg.pipeline import Pipeline, Stages
-from gtrain_pyg.row_stream import Begun, Stream
-from gtrain_pyg.rows import Rows
-from gtrain_pyg.sampler import DistributedSampler
+from gtrain_pyg.rows.access import Rows
+from gtrain_pyg.rows.stream import Begun, Stream
+from gtrain_pyg.sampling.sampler import DistributedSampler
+from gtrain_pyg.sampling.subgraph import Array, Subgraph
 from gtrain_pyg.seeds import SeedSource
-from gtrain_pyg.subgraph import Array, Subgraph
 
 
 @dataclass(frozen=True)

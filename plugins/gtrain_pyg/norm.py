@@ -28,7 +28,7 @@ from gtrain.errors import ConfigError
 from gtrain.graph.manifest import EDGE_TYPE, EdgeType
 from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.store import Store
-from gtrain_pyg.degrees import NAME, WEIGHT, Degrees, degree_rows
+from gtrain_pyg.structure.degrees import NAME, WEIGHT, Degrees, degree_rows
 
 _FUNCTION = "gcn_norm"
 Key = tuple[int, int]

@@ -19,8 +19,8 @@ from torch_geometric.sampler.neighbor_sampler import edge_sample
 
 from gtrain.graph.manifest import EDGE_TYPE, NODE_TYPE
 from gtrain_pyg.batches import as_tensor
-from gtrain_pyg.sampler import DistributedSampler
-from gtrain_pyg.subgraph import Subgraph
+from gtrain_pyg.sampling.sampler import DistributedSampler
+from gtrain_pyg.sampling.subgraph import Subgraph
 
 Output: TypeAlias = SamplerOutput | HeteroSamplerOutput
 

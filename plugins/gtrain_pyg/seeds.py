@@ -16,7 +16,7 @@ from gtrain.graph.store import Store
 from gtrain.strategy.group import Group
 from gtrain_pyg.batches import Seeds
 from gtrain_pyg.epoch import Step
-from gtrain_pyg.subgraph import Array, Subgraph
+from gtrain_pyg.sampling.subgraph import Array, Subgraph
 
 
 @dataclass(frozen=True)

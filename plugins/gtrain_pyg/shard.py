@@ -13,20 +13,20 @@ from gtrain.graph.store import Store
 from gtrain.strategy.counters import Counters
 from gtrain.strategy.group import Group
 from gtrain.wire import Security
-from gtrain_pyg.answering import serve_sampling
 from gtrain_pyg.batches import Kind
 from gtrain_pyg.buffers import BufferPool
-from gtrain_pyg.cache import fill_cache
 from gtrain_pyg.config import PygConfig
-from gtrain_pyg.hosting import host
-from gtrain_pyg.hotness import expected_visits
-from gtrain_pyg.parts import PartBook
-from gtrain_pyg.row_shelf import Extra
-from gtrain_pyg.rows import Rows
+from gtrain_pyg.ranks.hosting import host
+from gtrain_pyg.ranks.parts import PartBook
+from gtrain_pyg.ranks.service import Peers
+from gtrain_pyg.ranks.sharing import Sharing
+from gtrain_pyg.rows.access import Rows
+from gtrain_pyg.rows.cache import fill_cache
+from gtrain_pyg.rows.hotness import expected_visits
+from gtrain_pyg.rows.shelf import Extra
+from gtrain_pyg.sampling.answering import serve_sampling
 from gtrain_pyg.seeds import seed_nodes
-from gtrain_pyg.service import Peers
-from gtrain_pyg.sharing import Sharing
-from gtrain_pyg.structure import Structure
+from gtrain_pyg.structure.hosted import Structure
 
 _WIRE = {"float32": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

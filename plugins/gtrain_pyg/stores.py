@@ -3,8 +3,8 @@
     features, graph = ShardFeatureStore(rows, store), ShardGraphStore(store, hosted)
     loader = NodeLoader((features, graph), sampler, input_nodes=("paper", ids), batch_size=128)
 
-Nodes are named by global id and edges by global edge position (:class:`gtrain_pyg.parts.PartBook`). PyG fetches no edge
-tensors from a feature store; ``transform=features.with_edge_tensors`` does.
+Nodes are named by global id and edges by global edge position (:class:`gtrain_pyg.ranks.parts.PartBook`). PyG
+fetches no edge tensors from a feature store; ``transform=features.with_edge_tensors`` does.
 
 Loaders that fork workers (``num_workers``) can use these where all parts are hosted: connections to other ranks do not
 outlive a fork.
@@ -24,8 +24,8 @@ from torch_geometric.data.graph_store import EdgeAttr, EdgeLayout
 from gtrain.errors import DataError
 from gtrain.graph.manifest import EDGE_TYPE, NODE_TYPE, EdgeType
 from gtrain.graph.store import Store
-from gtrain_pyg.parts import Kind
-from gtrain_pyg.rows import Rows
+from gtrain_pyg.ranks.parts import Kind
+from gtrain_pyg.rows.access import Rows
 
 Batch = TypeVar("Batch", Data, HeteroData)
 

@@ -23,8 +23,8 @@ from gtrain_pyg.link_evaluation import LinkEvaluation, own_nodes
 from gtrain_pyg.links import link_seeds
 from gtrain_pyg.loader import Plan, SampledBatches
 from gtrain_pyg.norm import SampledNorm, check_uncached
-from gtrain_pyg.row_shelf import Extra
-from gtrain_pyg.sampler import DistributedSampler
+from gtrain_pyg.rows.shelf import Extra
+from gtrain_pyg.sampling.sampler import DistributedSampler
 from gtrain_pyg.seeds import SeedSource, node_seeds
 from gtrain_pyg.shard import Place, Shard, open_shard
 

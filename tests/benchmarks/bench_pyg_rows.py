@@ -34,10 +34,10 @@ from gtrain.graph.writer import write_store
 from gtrain.strategy.counters import cpu_seconds, rss_bytes
 from gtrain.wire import Client, Message, Server
 from gtrain_pyg.buffers import BufferPool
-from gtrain_pyg.cache import fill_cache
-from gtrain_pyg.hotness import expected_visits
-from gtrain_pyg.parts import PartBook
-from gtrain_pyg.rows import Counts, Rows
+from gtrain_pyg.ranks.parts import PartBook
+from gtrain_pyg.rows.access import Counts, Rows
+from gtrain_pyg.rows.cache import fill_cache
+from gtrain_pyg.rows.hotness import expected_visits
 
 FAN_OUT, SEEDS, FEATURES = (15, 10, 5), 1024, 100
 NAMES: Any = {"node": ("x", "y", "orig_id"), EDGE_TYPE: ("edge_id",)}

@@ -25,12 +25,12 @@ from gtrain.graph.shard import load_whole
 from gtrain.graph.store import Store
 from gtrain.strategy.group import Group
 from gtrain_pyg.buffers import BufferPool
-from gtrain_pyg.hosting import host
-from gtrain_pyg.parts import PartBook
 from gtrain_pyg.pyg_sampler import ShardSampler
-from gtrain_pyg.sampler import DistributedSampler
-from gtrain_pyg.service import Peers
-from gtrain_pyg.structure import Structure
+from gtrain_pyg.ranks.hosting import host
+from gtrain_pyg.ranks.parts import PartBook
+from gtrain_pyg.ranks.service import Peers
+from gtrain_pyg.sampling.sampler import DistributedSampler
+from gtrain_pyg.structure.hosted import Structure
 
 WARM_UP = 5
 

@@ -14,14 +14,14 @@ import numpy as np
 from gtrain.graph.sampling import Columns
 from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.store import Store
-from gtrain_pyg.answering import serve_sampling
 from gtrain_pyg.buffers import BufferPool
-from gtrain_pyg.hosting import Hosting, host
-from gtrain_pyg.parts import PartBook
-from gtrain_pyg.sampler import DistributedSampler
-from gtrain_pyg.service import Peers
-from gtrain_pyg.sharing import Sharing
-from gtrain_pyg.structure import Structure
+from gtrain_pyg.ranks.hosting import Hosting, host
+from gtrain_pyg.ranks.parts import PartBook
+from gtrain_pyg.ranks.service import Peers
+from gtrain_pyg.ranks.sharing import Sharing
+from gtrain_pyg.sampling.answering import serve_sampling
+from gtrain_pyg.sampling.sampler import DistributedSampler
+from gtrain_pyg.structure.hosted import Structure
 
 Result = TypeVar("Result")
 
@@ -78,7 +78,7 @@ def job_of(
 
     Args:
         store: the store.
-        transport: see :func:`gtrain_pyg.hosting.host`.
+        transport: see :func:`gtrain_pyg.ranks.hosting.host`.
         hops: of structure that is copied.
         timeout: of a request, seconds.
         silent: ranks that do not answer for their part.

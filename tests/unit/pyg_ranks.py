@@ -15,8 +15,8 @@ from gtrain.graph.manifest import EDGE_TYPE
 from gtrain.graph.store import Store
 from gtrain.wire import Client, Message, Server
 from gtrain_pyg.buffers import BufferPool
-from gtrain_pyg.parts import PartBook
-from gtrain_pyg.rows import Rows
+from gtrain_pyg.ranks.parts import PartBook
+from gtrain_pyg.rows.access import Rows
 
 NODES, PARTS = 60, 3
 NAMES = {"node": ("x", "y", "time", "train_mask", "orig_id"), EDGE_TYPE: ("edge_id", "edge_attr", "edge_weight")}

@@ -1,4 +1,4 @@
-"""gtrain_pyg.norm and gtrain_pyg.degrees: sampled subgraphs are normalised by the whole graph's degrees."""
+"""gtrain_pyg.norm and gtrain_pyg.structure.degrees: sampled subgraphs are normalised by the whole graph's degrees."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from gtrain.graph.store import Store
 from gtrain.graph.whole import whole_edges, whole_indptr
 from gtrain.model.node_classifier import NodeClassifier
 from gtrain.nn.depth import conv_hops
-from gtrain_pyg import degrees
-from gtrain_pyg.degrees import Degrees, degree_rows
 from gtrain_pyg.norm import SampledNorm
+from gtrain_pyg.structure.degrees import Degrees, degree_rows
+from gtrain_pyg.structure import degrees
 
 SIZE, EDGES, WIDTH = 300, 1200, 4
 SEEDS = [3, 50, 4, 299, 17]

@@ -25,10 +25,12 @@ from gtrain.graph.store import Store
 from gtrain.graph.writer import write_store
 from gtrain.strategy.counters import rss_bytes
 from gtrain.wire import Message, RemoteError, WireError
-from gtrain_pyg import row_recent, row_requests, row_stream
-from gtrain_pyg.cache import HaloCache, choose, fill_cache
-from gtrain_pyg.hotness import expected_visits
-from gtrain_pyg.rows import Counts, Rows
+from gtrain_pyg.rows import recent as row_recent
+from gtrain_pyg.rows import requests as row_requests
+from gtrain_pyg.rows import stream as row_stream
+from gtrain_pyg.rows.access import Counts, Rows
+from gtrain_pyg.rows.cache import HaloCache, choose, fill_cache
+from gtrain_pyg.rows.hotness import expected_visits
 
 
 def check(store: Store, data: Data, batch: dict[Any, Any], made: dict[Any, dict[str, Tensor]]) -> None:
@@ -421,7 +423,7 @@ def _want(names: list[str], dtypes: list[str]) -> dict[str, Any]:
 
 
 def _store_of(ranks: Ranks) -> int:
-    from gtrain_pyg.row_server import fingerprint
+    from gtrain_pyg.rows.server import fingerprint
 
     return fingerprint(ranks.store)
 

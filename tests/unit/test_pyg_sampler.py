@@ -1,4 +1,4 @@
-"""gtrain_pyg.sampler: what ranks sample together is what one process samples of the whole graph, edge by edge."""
+"""gtrain_pyg.sampling: what ranks sample together is what one process samples of the whole graph, edge by edge."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_geometric.sampler import HeteroSamplerOutput
 from gtrain.graph.sampling import HeteroNeighborSampler
 from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.store import Store
-from gtrain_pyg.sampler import Subgraph
+from gtrain_pyg.sampling.sampler import Subgraph
 
 LIMIT = 25  # the time of every seed
 

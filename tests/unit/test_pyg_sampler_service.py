@@ -18,10 +18,10 @@ from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.store import Store
 from gtrain.strategy.counters import Counters
 from gtrain.wire import DeadlineError, Message, RemoteError
-from gtrain_pyg.hosting import host
-from gtrain_pyg.parts import PartBook
-from gtrain_pyg.questions import Answer
-from gtrain_pyg.service import Peers
+from gtrain_pyg.ranks.hosting import host
+from gtrain_pyg.ranks.parts import PartBook
+from gtrain_pyg.ranks.service import Peers
+from gtrain_pyg.sampling.questions import Answer
 
 SOON = 0.3  # seconds, of a deadline that is to pass
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gtrain_pyg import row_kernels as kernels
 from gtrain_pyg.buffers import BufferPool
-from gtrain_pyg.row_requests import Missing, chunk_rows
-from gtrain_pyg.row_tables import Table
+from gtrain_pyg.rows import kernels
+from gtrain_pyg.rows.requests import Missing, chunk_rows
+from gtrain_pyg.rows.tables import Table
 
 Array = NDArray[Any]
 
@@ -68,7 +68,7 @@ class Recent:
 
         Args:
             ids: int64 ``[n]``.
-            place: int64 ``[n]`` of :func:`gtrain_pyg.row_kernels.find`; where below 0, replaced.
+            place: int64 ``[n]`` of :func:`gtrain_pyg.rows.kernels.find`; where below 0, replaced.
             missed: how many are below 0.
             turn: number of the batch, 1 to :data:`LAST_TURN`, ascending.
         """

@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from gtrain_pyg.row_memory import copy, count_bits, load32, load64, prefetch
+from gtrain_pyg.rows.memory import copy, count_bits, load32, load64, prefetch
 
 Array = NDArray[Any]
 

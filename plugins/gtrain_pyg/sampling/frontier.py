@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from gtrain.graph.sampling import scratch
 from gtrain.graph.sampling.hop import Frontier
-from gtrain_pyg.sampling_kernels import by_owner
+from gtrain_pyg.sampling.kernels import by_owner
 
 Array = NDArray[Any]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from gtrain.errors import DataError
 from gtrain.graph.sampling.hop import Frontier
 from gtrain.wire import Message
-from gtrain_pyg.needs import Needs
+from gtrain_pyg.structure.needs import Needs
 
 Array = NDArray[Any]
 METHOD = "sample"

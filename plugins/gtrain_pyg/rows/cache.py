@@ -1,7 +1,7 @@
 """The hottest rows of other ranks' parts, kept by this rank (or by the ranks of a machine together) and never changed.
 
-Which nodes are hot is reckoned by :func:`gtrain_pyg.hotness.expected_visits`. All tensors that batches get of a cached
-node are here, so that it is not asked for at all. ::
+Which nodes are hot is reckoned by :func:`gtrain_pyg.rows.hotness.expected_visits`. All tensors that batches get of a
+cached node are here, so that it is not asked for at all. ::
 
     visits = expected_visits(store, {"node": train_ids}, batch_size, fan_out)
     fill_cache(rows, visits, cache_bytes)       # after every rank serves its rows
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gtrain_pyg import row_kernels as kernels
-from gtrain_pyg.parts import Kind
-from gtrain_pyg.row_tables import pieces_of
+from gtrain_pyg.ranks.parts import Kind
+from gtrain_pyg.rows import kernels
+from gtrain_pyg.rows.tables import pieces_of
 
 if TYPE_CHECKING:
-    from gtrain_pyg.rows import Rows
+    from gtrain_pyg.rows.access import Rows
 
 Array = NDArray[Any]
 Share = Callable[[Callable[[], dict[str, Array]]], dict[str, Array]]
@@ -38,8 +38,8 @@ class HaloCache:
 
     Attributes:
         arrays: by node type: ``bits`` uint64 and ``ranks`` uint32, marks by id, see
-            :func:`gtrain_pyg.row_kernels.rank_bits`; and the pieces of each tensor, ``<name>.0`` and on, whose rows are
-            in the order of the ids.
+            :func:`gtrain_pyg.rows.kernels.rank_bits`; and the pieces of each tensor, ``<name>.0`` and on, whose rows
+            are in the order of the ids.
     """
 
     arrays: dict[str, dict[str, Array]] = field(default_factory=dict)

@@ -15,12 +15,12 @@ from gtrain.graph.sampling.hop import Choice, choose
 from gtrain.graph.sampling.rules import hop_key
 from gtrain.graph.sampling.scratch import Edges
 from gtrain.wire import Message
-from gtrain_pyg.questions import METHOD, Answer, Question
-from gtrain_pyg.sampling_kernels import merge, narrow, spread
-from gtrain_pyg.service import Peers
-from gtrain_pyg.shares import Share
-from gtrain_pyg.structure import Graph, Structure
-from gtrain_pyg.tables import Tables
+from gtrain_pyg.ranks.service import Peers
+from gtrain_pyg.sampling.kernels import merge, narrow, spread
+from gtrain_pyg.sampling.questions import METHOD, Answer, Question
+from gtrain_pyg.sampling.shares import Share
+from gtrain_pyg.sampling.tables import Tables
+from gtrain_pyg.structure.hosted import Graph, Structure
 
 Array = NDArray[Any]
 _SLICE = 1 << 14  # nodes of a type whose in-edges are listed at a time where all of them are

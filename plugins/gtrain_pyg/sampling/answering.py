@@ -13,10 +13,10 @@ from gtrain.graph.sampling import scratch
 from gtrain.graph.sampling.hop import Choice, choose
 from gtrain.graph.sampling.rules import hop_key
 from gtrain.wire import Message
-from gtrain_pyg.questions import METHOD, Question
-from gtrain_pyg.sampling_kernels import count, narrow
-from gtrain_pyg.service import Peers
-from gtrain_pyg.structure import Structure
+from gtrain_pyg.ranks.service import Peers
+from gtrain_pyg.sampling.kernels import count, narrow
+from gtrain_pyg.sampling.questions import METHOD, Question
+from gtrain_pyg.structure.hosted import Structure
 
 Array = NDArray[Any]
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gtrain.graph.manifest import EdgeType
 from gtrain.graph.sampling import Columns
 from gtrain.graph.store import Store
-from gtrain_pyg.parts import PartBook
+from gtrain_pyg.ranks.parts import PartBook
 
 Array = NDArray[Any]
 _WORD = 64

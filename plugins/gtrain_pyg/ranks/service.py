@@ -16,8 +16,8 @@ from gtrain.errors import ConfigError
 from gtrain.strategy.counters import Counters
 from gtrain.strategy.group import Group
 from gtrain.wire import Client, Message, Security, Server
-from gtrain_pyg.handlers import Handler, Handlers
-from gtrain_pyg.hosting import Hosting
+from gtrain_pyg.ranks.handlers import Handler, Handlers
+from gtrain_pyg.ranks.hosting import Hosting
 
 _ANYWHERE = "192.0.2.1"  # of the block that documentation uses (RFC 5737): the default route leads there
 

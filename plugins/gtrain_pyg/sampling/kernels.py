@@ -90,7 +90,7 @@ def rows_of(nodes: Array, bits: Array, before: Array, rows: Array) -> int:
 
     Args:
         nodes: int64 ``[f]``, numbers within the part.
-        bits: see :class:`gtrain_pyg.replica.Members`.
+        bits: see :class:`gtrain_pyg.structure.replica.Members`.
         before: likewise.
         rows: int64 ``[f]``, written.
     """
@@ -134,7 +134,7 @@ def merge(
 
     Args:
         rows: of the part's frontier nodes, see :func:`rows_of`; those without one the owner was asked about.
-        shift: see :class:`gtrain_pyg.replica.Replica`.
+        shift: see :class:`gtrain_pyg.structure.replica.Replica`.
         own_source: sources of the edges chosen in the replica, global ids.
         own_position: their positions in the replica's columns.
         own_column: their targets, in the order of ``target``.

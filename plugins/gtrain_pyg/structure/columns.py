@@ -12,12 +12,12 @@ from gtrain.graph.manifest import EdgeType, edge_key, safe_name
 from gtrain.graph.sampling import Columns, spans
 from gtrain.graph.sampling.columns import readable
 from gtrain.graph.store import Store
-from gtrain_pyg.hosting import Hosting
-from gtrain_pyg.needs import Needs
-from gtrain_pyg.parts import PartBook
-from gtrain_pyg.replica import Members, Replica, copied_edges, copied_tensor, reached
-from gtrain_pyg.sharing import Sharing
-from gtrain_pyg.source_times import source_times
+from gtrain_pyg.ranks.hosting import Hosting
+from gtrain_pyg.ranks.parts import PartBook
+from gtrain_pyg.ranks.sharing import Sharing
+from gtrain_pyg.structure.needs import Needs
+from gtrain_pyg.structure.replica import Members, Replica, copied_edges, copied_tensor, reached
+from gtrain_pyg.structure.source_times import source_times
 
 Array = NDArray[Any]
 SORTED_TIME = "edge_time"

@@ -7,8 +7,8 @@ import numpy as np
 from gtrain.graph.sampling import scratch
 from gtrain.graph.sampling.hop import Choice, Frontier, choose
 from gtrain.graph.sampling.options import SamplingOptions
-from gtrain_pyg.sampling_kernels import by_owner, count, merge, rows_of, spread
-from gtrain_pyg.structure import Graph, Structure
+from gtrain_pyg.sampling.kernels import by_owner, count, merge, rows_of, spread
+from gtrain_pyg.structure.hosted import Graph, Structure
 
 _NUMBERS, _SHORT = np.zeros(1, np.int64), np.zeros(1, np.int32)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from gtrain.errors import DataError
 from gtrain.graph.manifest import TensorSpec, edge_key
 from gtrain.graph.store import Store
-from gtrain_pyg.parts import Kind, PartBook
-from gtrain_pyg.row_tables import CsrTable, DenseTable, Table, pieces_of
+from gtrain_pyg.ranks.parts import Kind, PartBook
+from gtrain_pyg.rows.tables import CsrTable, DenseTable, Table, pieces_of
 
 Array = NDArray[Any]
 Extra = Mapping[Kind, Mapping[str, Mapping[int, Any]]]

@@ -7,7 +7,7 @@ from each batch to each owner; while these are under way the hosted rows of a ba
     begun = [stream.begin({"node": ids, EDGE_TYPE: positions}) for ids, positions in batches]
     tensors = begun[0].make()     # {"node": {"x": [n, F], "y": [n]}, EDGE_TYPE: {"edge_id": [e]}}
 
-Nodes are named by global id, edges by global edge position (:class:`gtrain_pyg.parts.PartBook`).
+Nodes are named by global id, edges by global edge position (:class:`gtrain_pyg.ranks.parts.PartBook`).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torch import Tensor
 
 from gtrain.errors import DataError
 from gtrain.graph.store import Store
-from gtrain_pyg import row_kernels as kernels
 from gtrain_pyg.buffers import BufferPool
-from gtrain_pyg.cache import HaloCache
-from gtrain_pyg.parts import Kind, PartBook
-from gtrain_pyg.row_recent import Recent
-from gtrain_pyg.row_requests import Missing, Requests
-from gtrain_pyg.row_server import RowServer, fingerprint
-from gtrain_pyg.row_shelf import Extra, Shelf
-from gtrain_pyg.row_stream import Begun, Ids, Stream, Wanted
-from gtrain_pyg.row_tables import DenseTable, Table
-from gtrain_pyg.service import Peers
+from gtrain_pyg.ranks.parts import Kind, PartBook
+from gtrain_pyg.ranks.service import Peers
+from gtrain_pyg.rows import kernels
+from gtrain_pyg.rows.cache import HaloCache
+from gtrain_pyg.rows.recent import Recent
+from gtrain_pyg.rows.requests import Missing, Requests
+from gtrain_pyg.rows.server import RowServer, fingerprint
+from gtrain_pyg.rows.shelf import Extra, Shelf
+from gtrain_pyg.rows.stream import Begun, Ids, Stream, Wanted
+from gtrain_pyg.rows.tables import DenseTable, Table
 
 Array = NDArray[Any]
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from gtrain.wire import Message, WireError
 from gtrain_pyg.buffers import BufferPool
-from gtrain_pyg.parts import Kind
-from gtrain_pyg.row_server import wire_name
-from gtrain_pyg.row_tables import Table, convert
+from gtrain_pyg.ranks.parts import Kind
+from gtrain_pyg.rows.server import wire_name
+from gtrain_pyg.rows.tables import Table, convert
 
 Array = NDArray[Any]
 
@@ -27,7 +27,7 @@ MAX_REQUEST_CHUNKS, MAX_REQUEST_TENSORS = 32, 512
 
 
 class Asker(Protocol):
-    """What requests need of :class:`gtrain_pyg.service.Peers`."""
+    """What requests need of :class:`gtrain_pyg.ranks.service.Peers`."""
 
     def ask(
         self, part: int, method: str, fields: Mapping[str, Any] | None = None, tensors: Sequence[Tensor] = ()

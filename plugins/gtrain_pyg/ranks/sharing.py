@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from gtrain.graph.sampling.scratch import read_only
 from gtrain.strategy.group import Group
 from gtrain.wire import IpcFolder, SharedTensors, ipc_folder
-from gtrain_pyg.hosting import Hosting
+from gtrain_pyg.ranks.hosting import Hosting
 
 Array = NDArray[Any]
 WAIT_SECONDS = 600.0

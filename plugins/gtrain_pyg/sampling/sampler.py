@@ -14,14 +14,14 @@ from gtrain.graph.manifest import EdgeType
 from gtrain.graph.sampling import batch_key
 from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.sampling.rules import checked_ids, checked_times
-from gtrain_pyg.bidirectional import Bidirectional
-from gtrain_pyg.hop import Hop, HopSampler
-from gtrain_pyg.needs import Needs
-from gtrain_pyg.service import Peers
-from gtrain_pyg.structure import Structure
-from gtrain_pyg.subgraph import Subgraph
-from gtrain_pyg.tables import Tables
-from gtrain_pyg.warm import load_kernels
+from gtrain_pyg.ranks.service import Peers
+from gtrain_pyg.sampling.bidirectional import Bidirectional
+from gtrain_pyg.sampling.hop import Hop, HopSampler
+from gtrain_pyg.sampling.subgraph import Subgraph
+from gtrain_pyg.sampling.tables import Tables
+from gtrain_pyg.sampling.warm import load_kernels
+from gtrain_pyg.structure.hosted import Structure
+from gtrain_pyg.structure.needs import Needs
 
 __all__ = ["DistributedSampler", "Subgraph"]
 
@@ -38,7 +38,7 @@ class DistributedSampler:
 
     Args:
         structure: what this rank reads by itself.
-        peers: the other ranks, each of which has called :func:`gtrain_pyg.answering.serve_sampling`.
+        peers: the other ranks, each of which has called :func:`gtrain_pyg.sampling.answering.serve_sampling`.
         pool: where the arrays of the subgraphs come from; see ``gtrain_pyg.buffers.BufferPool``.
         options: how to sample.
         seed: of the random numbers.

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gtrain.graph.sampling.hop import Frontier
-from gtrain_pyg.replica import Members
-from gtrain_pyg.sampling_kernels import rows_of
+from gtrain_pyg.sampling.kernels import rows_of
+from gtrain_pyg.structure.replica import Members
 
 Array = NDArray[Any]
 

@@ -14,10 +14,10 @@ from gtrain.errors import DataError, StoreError
 from gtrain.graph.manifest import edge_key
 from gtrain.graph.store import Store
 from gtrain.wire import Message
-from gtrain_pyg import row_kernels as kernels
 from gtrain_pyg.buffers import BufferPool
-from gtrain_pyg.parts import Kind
-from gtrain_pyg.row_shelf import Shelf
+from gtrain_pyg.ranks.parts import Kind
+from gtrain_pyg.rows import kernels
+from gtrain_pyg.rows.shelf import Shelf
 
 
 class RowServer:

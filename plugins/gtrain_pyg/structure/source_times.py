@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from gtrain.graph.sampling.columns import readable
 from gtrain.graph.store import Store
-from gtrain_pyg.parts import PartBook
+from gtrain_pyg.ranks.parts import PartBook
 
 Array = NDArray[Any]
 _PIECE = 1 << 21  # edges handled at a time

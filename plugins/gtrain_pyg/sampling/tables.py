@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from gtrain.graph.sampling import scratch
 from gtrain_pyg.edges import BatchEdges
-from gtrain_pyg.frontier import Cut
-from gtrain_pyg.structure import Structure
+from gtrain_pyg.sampling.frontier import Cut
+from gtrain_pyg.structure.hosted import Structure
 
 Array = NDArray[Any]
 

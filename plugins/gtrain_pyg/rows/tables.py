@@ -1,4 +1,4 @@
-"""One tensor of a node type or edge type as rows that lie in segments of memory, see :mod:`gtrain_pyg.row_kernels`."""
+"""One tensor of a node type or edge type as rows that lie in segments of memory, see :mod:`gtrain_pyg.rows.kernels`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from gtrain.errors import DataError
 from gtrain.graph.tables import csr_tensor
-from gtrain_pyg import row_kernels as kernels
 from gtrain_pyg.buffers import BufferPool
+from gtrain_pyg.rows import kernels
 
 Array = NDArray[Any]
 

@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gtrain_pyg.parts import Kind
-from gtrain_pyg.row_recent import LAST_TURN, Recent
-from gtrain_pyg.row_requests import Missing, Requests
-from gtrain_pyg.row_tables import DenseTable, Table
+from gtrain_pyg.ranks.parts import Kind
+from gtrain_pyg.rows.recent import LAST_TURN, Recent
+from gtrain_pyg.rows.requests import Missing, Requests
+from gtrain_pyg.rows.tables import DenseTable, Table
 
 if TYPE_CHECKING:
-    from gtrain_pyg.rows import Rows
+    from gtrain_pyg.rows.access import Rows
 
 Array = NDArray[Any]
 Ids = Mapping[Kind, Any]
@@ -35,7 +35,7 @@ class Wanted:
 
 
 class Stream:
-    """Batches in their order; made by :meth:`gtrain_pyg.rows.Rows.stream`. One thread begins them.
+    """Batches in their order; made by :meth:`gtrain_pyg.rows.access.Rows.stream`. One thread begins them.
 
     Args:
         rows: that serve them.

@@ -13,12 +13,12 @@ from gtrain.graph.manifest import EdgeType
 from gtrain.graph.sampling import Columns, Rule
 from gtrain.graph.sampling.columns import readable
 from gtrain.graph.store import Store
-from gtrain_pyg.hosting import Hosting
-from gtrain_pyg.needs import Needs
-from gtrain_pyg.part_columns import PartColumns
-from gtrain_pyg.parts import PartBook
-from gtrain_pyg.replica import Members, Replica
-from gtrain_pyg.sharing import Sharing
+from gtrain_pyg.ranks.hosting import Hosting
+from gtrain_pyg.ranks.parts import PartBook
+from gtrain_pyg.ranks.sharing import Sharing
+from gtrain_pyg.structure.columns import PartColumns
+from gtrain_pyg.structure.needs import Needs
+from gtrain_pyg.structure.replica import Members, Replica
 
 Array = NDArray[Any]
 

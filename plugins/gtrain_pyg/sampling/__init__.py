@@ -1,0 +1,1 @@
+"""Subgraphs around seeds, hop by hop, over all parts."""
