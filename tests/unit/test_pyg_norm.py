@@ -40,8 +40,8 @@ from gtrain.graph.whole import whole_edges, whole_indptr
 from gtrain.model.node_classifier import NodeClassifier
 from gtrain.nn.depth import conv_hops
 from gtrain_pyg.norm import SampledNorm
-from gtrain_pyg.structure.degrees import Degrees, degree_rows
 from gtrain_pyg.structure import degrees
+from gtrain_pyg.structure.degrees import Degrees, degree_rows
 
 SIZE, EDGES, WIDTH = 300, 1200, 4
 SEEDS = [3, 50, 4, 299, 17]
