@@ -33,6 +33,7 @@ _MODULE = (
     "sparse_optimizer",
     "loss",
     "task",
+    "joint_types",
     "score",
     "learn_features",
     "decoder",
@@ -181,9 +182,17 @@ def _sizes(store: Store) -> dict[str, Any]:
         "in_channels": facts.get("num_features"),
         "out_channels": facts.get("num_classes"),
         **{key: facts.get(key) for key in ("num_nodes", "num_features", "num_classes", "multilabel", "num_relations")},
+        **{key: facts.get(key) for key in ("entity_types", "relation_ends")},
+        "relation_names": _relation_names(store),
         "node_types": list(store.node_types),
         "edge_types": list(store.edge_types),
     }
+
+
+def _relation_names(store: Store) -> list[str] | None:
+    """The names of relations, where there are any."""
+    names, count = store.names("relation"), store.facts.get("num_relations") or 0
+    return None if names is None else list(names.decode(torch.arange(count)))
 
 
 def make_trainer(settings: dict[str, Any], **extra: Any) -> pl.Trainer:

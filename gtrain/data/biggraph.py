@@ -16,6 +16,7 @@ from gtrain.data.biggraph_edges import EdgeReader, Relation, require_h5py
 from gtrain.data.biggraph_files import Ints
 from gtrain.data.given_parts import GivenPartsData
 from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp
+from gtrain.data.schema import DataSchema, places
 from gtrain.errors import ConfigError, DataError
 
 SPLITS = {"edges": "", "val_edges": "val_", "test_edges": "test_"}
@@ -27,7 +28,8 @@ class BigGraphData(GivenPartsData):
     An entity keeps its order: the entities of partition 0 come first, then those of partition 1, and so on, so its id
     is its offset plus the size of the partitions before. With one entity type the graph is homogeneous, and ``rel``
     becomes ``edge_type`` where there is more than one relation; with several it is heterogeneous, an edge type for each
-    relation. ``weight`` becomes ``edge_weight``. Featurized entities are refused.
+    relation, or with ``joint_types`` one graph whose ids run through all types. ``weight`` becomes ``edge_weight``.
+    Featurized entities are refused.
 
     Args:
         path: folder of ``entity_count_<type>_<part>.txt`` (PyTorch-BigGraph's ``entity_path``), with
@@ -36,9 +38,13 @@ class BigGraphData(GivenPartsData):
         edges: folder of ``edges_<lhs>_<rhs>.h5``, or a list of folders, which are joined; None means ``path``.
         val_edges: the same of the edges held out for validation.
         test_edges: the same of the edges held out for test.
+        entities: entity types as in PyTorch-BigGraph's configuration; see :class:`~gtrain.data.schema.DataSchema`.
+            Types in one partition need not be there.
         relations: relations as in PyTorch-BigGraph's configuration, each with ``name``, ``lhs`` and ``rhs``; other
-            keys are left alone. Needed only with several entity types. Where relations are dynamic, the only one.
-        keep_parts: whether the partitions become the parts of the store. Types in one partition are spread evenly.
+            keys are for the model. Needed only with several entity types. Where relations are dynamic, the only one.
+        keep_parts: whether the partitions become the parts of the store. Types in one partition are spread evenly, or
+            with ``joint_types`` kept together.
+        joint_types: whether edges of all relations are predicted, by a model that knows entity types.
         **common: see :class:`~gtrain.data.module.GraphDataModule`; the task is ``link`` unless it is set.
     """
 
@@ -51,8 +57,10 @@ class BigGraphData(GivenPartsData):
         edges: str | Sequence[str] | None = None,
         val_edges: str | Sequence[str] | None = None,
         test_edges: str | Sequence[str] | None = None,
+        entities: Mapping[str, Any] | None = None,
         relations: Sequence[Mapping[str, Any]] | None = None,
         keep_parts: bool = False,
+        joint_types: bool = False,
         **common: Unpack[CommonOptions],
     ) -> None:
         options: CommonOptions = {"task": "link", **common}
@@ -62,7 +70,9 @@ class BigGraphData(GivenPartsData):
         self.edges = {"edges": _listed(edges) or [path], "val_edges": _listed(val_edges)}
         self.edges["test_edges"] = _listed(test_edges)
         self.relations = None if relations is None else [_relation(entry) for entry in relations]
-        self.keep_parts = keep_parts
+        self.keep_parts, self.joint_types = keep_parts, joint_types
+        self._said, self._entities = relations, entities or {}
+        self._facts: dict[str, Any] = {}
         if keep_parts:
             self._check_partitioner()
         self._names: dict[str, Sequence[str]] = {}
@@ -77,7 +87,8 @@ class BigGraphData(GivenPartsData):
             for key, names in self.edges.items()
         }
         relations = None if self.relations is None else [vars(relation) for relation in self.relations]
-        return {"entities": stamps, "edges": buckets, "relations": relations, "keep_parts": self.keep_parts}
+        joint = {"joint_types": sorted(self._together(files.read_counts(place)))} if self.joint_types else {}
+        return {"entities": stamps, "edges": buckets, "relations": relations, "keep_parts": self.keep_parts, **joint}
 
     @property
     def origin(self) -> str:
@@ -105,25 +116,52 @@ class BigGraphData(GivenPartsData):
         }
         if (number := reader.num_relations) is None:
             number = 1 + max(int(found["rel"].max(initial=0)) for found in columns.values())
-        graph: Data | HeteroData = HeteroData() if len(counts) > 1 else Data()
-        for entity, sizes in counts.items():
-            (graph[entity] if isinstance(graph, HeteroData) else graph).num_nodes = int(sizes.sum())
-        for prefix, found in columns.items():
-            _put(graph, prefix, found, reader.relations, number)
         self._num_relations = number
         self._read_names(place, counts, number)
+        graph: Data | HeteroData = HeteroData() if len(counts) > 1 and not self.joint_types else Data()
+        if isinstance(graph, HeteroData):
+            for entity, sizes in counts.items():
+                graph[entity].num_nodes = int(sizes.sum())
+        else:
+            graph.num_nodes = sum(int(sizes.sum()) for sizes in counts.values())
+            if len(counts) > 1:
+                self._join(counts, reader.relations, columns, number)
+        for prefix, found in columns.items():
+            _put(graph, prefix, found, reader.relations, number)
         if self.keep_parts:
             parts = {entity: _parts(sizes, self.given_parts()) for entity, sizes in counts.items()}
-            self.given = parts if isinstance(graph, HeteroData) else next(iter(parts.values()))
+            self.given = parts if isinstance(graph, HeteroData) else torch.cat(list(parts.values()))
         return graph
+
+    def _together(self, counts: dict[str, Ints]) -> list[str]:
+        """The types that are not cut: those in one partition, and those of which it is said."""
+        said = [name for name, entry in self._entities.items() if (entry or {}).get("num_partitions") == 1]
+        several = max(sizes.size for sizes in counts.values()) > 1
+        return [name for name, sizes in counts.items() if name in said or (several and sizes.size == 1)]
+
+    def _join(
+        self, counts: dict[str, Ints], relations: Sequence[Relation], columns: dict[str, dict[str, Any]], number: int
+    ) -> None:
+        """Let ids run through all types, one after the other."""
+        entities = {name: {"num_partitions": 1} if name in self._together(counts) else {} for name in counts}
+        schema = self.schema = DataSchema(entities, [vars(relation) for relation in relations])
+        totals = {name: int(sizes.sum()) for name, sizes in counts.items()}
+        firsts = np.cumsum([0, *totals.values()])
+        ends = [(relation.lhs, relation.rhs) for relation in relations]
+        of = places(schema.types, ends)
+        for found in columns.values():
+            kind = found["rel"] if len(relations) > 1 else np.zeros_like(found["rel"])
+            for side, name in enumerate(("source", "target")):
+                found[name] += firsts[of[side][kind]]
+        self._facts = schema.facts(totals, ends * number if len(relations) == 1 else ends)
 
     def names(self) -> Mapping[str, Sequence[str]]:
         """Return the names of entities by type, and of relations, where there are files of them."""
         return self._names
 
     def extra_facts(self) -> dict[str, Any]:
-        """Return how many relations there are."""
-        return {"num_relations": self._num_relations}
+        """Return how many relations there are, and the entity types of a joint graph."""
+        return {"num_relations": self._num_relations, **self._facts}
 
     def _folder(self, key: str, name: str) -> Path:
         """Return a folder that was named, as it is or below ``root``."""
@@ -173,9 +211,14 @@ class BigGraphData(GivenPartsData):
         path = place / "dynamic_rel_names.json"
         if path.is_file():
             found["relation"] = files.read_names(path, num_relations)
-        elif self.relations is not None and len(counts) == 1 and len(self.relations) == num_relations > 1:
-            found["relation"] = [relation.name for relation in self.relations]
+        elif self._named_relations(counts, num_relations):
+            found["relation"] = [relation.name for relation in self.relations or []]
         self._names = {kind: names for kind, names in found.items() if names is not None}
+
+    def _named_relations(self, counts: dict[str, Ints], number: int) -> bool:
+        """Whether the configuration has the names of the relations that are numbered in the edges."""
+        one = len(counts) == 1 and number > 1
+        return self.relations is not None and len(self.relations) == number and (one or self.joint_types)
 
 
 def _put(

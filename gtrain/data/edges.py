@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -15,6 +15,7 @@ from torch_geometric.utils import to_undirected
 from gtrain.data.files import find_files
 from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp
 from gtrain.data.node_files import GENERATED, NodeFiles, generated
+from gtrain.data.schema import DataSchema, Entries
 from gtrain.errors import ConfigError
 from gtrain.graph.ingest.format import EdgeFormat
 from gtrain.graph.tables import EdgeArrays
@@ -53,6 +54,9 @@ class EdgesData(GraphDataModule):
         num_nodes: N; None takes the rows of the features, or else of the labels, or else the largest id + 1.
         undirected: whether each line stands for both directions. In memory, edges listed twice are merged and their
             weights averaged; with times, and in lists that stay on disk, they are kept.
+        entities: entity types, with ``num_partitions``; see :class:`~gtrain.data.schema.DataSchema`.
+        relations: relations by ``name`` (integers by their digits), with the types ``lhs`` and ``rhs`` that they join;
+            ``*``, or one entry without a name, is all others. Ids are then numbered within each type.
         **common: see :class:`~gtrain.data.module.GraphDataModule`; the split is random unless it is set.
     """
 
@@ -74,6 +78,8 @@ class EdgesData(GraphDataModule):
         labels: str | None = None,
         num_nodes: int | None = None,
         undirected: bool = False,
+        entities: Mapping[str, Any] | None = None,
+        relations: Entries | None = None,
         **common: Unpack[CommonOptions],
     ) -> None:
         options: CommonOptions = {"split": "random", **common}
@@ -92,6 +98,14 @@ class EdgesData(GraphDataModule):
                 "data.undirected=true with data.relation, and a relation has a direction",
                 hint="leave data.undirected, or list the other direction as relations of its own",
             )
+        self.schema = DataSchema(entities, relations)
+        given = {"features": features, "labels": labels, "num_nodes": num_nodes, "undirected": undirected or None}
+        unsuited = [key for key, value in given.items() if value is not None]
+        if self.schema.is_typed and unsuited:
+            raise ConfigError(
+                f"data.{unsuited[0]}={given[unsuited[0]]} was set with entity types, whose ids begin anew in each.",
+                hint=f"leave data.{unsuited[0]}, or data.relations.",
+            )
         self.path = path if isinstance(path, str) else list(path)
         self.num_nodes = num_nodes
         self.undirected = undirected
@@ -100,6 +114,11 @@ class EdgesData(GraphDataModule):
         )
         self._node_files = NodeFiles(features, labels, self.root, self.unlabelled)
         self._names: dict[str, Any] = {}
+        self._facts: dict[str, Any] = {}
+
+    def extra_facts(self) -> dict[str, Any]:
+        """Return the entity types, where there are any."""
+        return self._facts
 
     def identity(self) -> dict[str, Any]:
         """Return the stamps of the files, and how they are read."""
@@ -114,7 +133,7 @@ class EdgesData(GraphDataModule):
             "num_nodes": self.num_nodes,
             "undirected": self.undirected,
         }
-        return {**stamps, **options, **asdict(self.format)}
+        return {**stamps, **options, **asdict(self.format), **self.schema.identity()}
 
     @property
     def origin(self) -> str:
@@ -151,6 +170,12 @@ class EdgesData(GraphDataModule):
             num_nodes = nodes.num_nodes or max(edges.num_nodes, nodes.largest_id + 1)
             x, y = nodes.x, nodes.y(num_nodes)
         names = {"node": edges.names, "relation": edges.relations}
+        if self.schema.is_typed:
+            from gtrain.data.typed_edges import TypedEdges
+
+            typed = TypedEdges(edges, self.schema, self.store)
+            num_nodes, names = typed.num_nodes, {**typed.names, "relation": edges.relations}
+            self._facts = {**self.schema.facts(typed.counts, typed.ends), "num_relations": len(typed.ends)}
         self._names = {kind: strings for kind, strings in names.items() if strings is not None}
         return self._graph(edges, num_nodes, x, y)
 

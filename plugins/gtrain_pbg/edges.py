@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gtrain.graph.store import Store
+from gtrain.nn.recipe import ModelRecipe
 from gtrain_pbg.order import Bucket
 
 
@@ -100,23 +101,67 @@ def mixed(*key: int) -> int:
     return random.Random(repr(key)).getrandbits(62)
 
 
-def batches_of(edges: EdgeList, size: int, one_relation: bool, generator: torch.Generator) -> Iterator[EdgeList]:
+class Groups:
+    """Which group of relations edges belong to.
+
+    Args:
+        recipe: has the groups.
+    """
+
+    def __init__(self, recipe: ModelRecipe) -> None:
+        self._group, self._local = torch.zeros(2, recipe.num_relations, dtype=torch.int64)
+        self._several = len(recipe.groups) > 1
+        for number, group in enumerate(recipe.groups):
+            members = torch.tensor(group.relations)
+            self._group[members], self._local[members] = number, torch.arange(len(members))
+
+    def of(self, edges: EdgeList) -> int:
+        """The group of a batch, which has one."""
+        return int(self._group[edges.relation[0]]) if self._several else 0
+
+    def split(self, edges: EdgeList) -> Iterator[tuple[int, EdgeList]]:
+        """Each group that some edges belong to, with these."""
+        of = self._group[edges.relation]
+        for number in of.unique().tolist():
+            yield number, edges.select((of == number).nonzero().flatten())
+
+    def localized(self, edges: EdgeList, head: int, tail: int) -> EdgeList:
+        """Edges by numbers among their group's relations, and by rows that count from these."""
+        if not (self._several or head or tail):
+            return edges
+        return EdgeList(edges.heads - head, self._local[edges.relation], edges.tails - tail, edges.weight)
+
+
+def kinds_of(recipe: ModelRecipe) -> Tensor | None:
+    """What edges of a batch have in common: a number for each relation; None: nothing.
+
+    It is the group of their relation, and where relations are static the relation itself.
+    """
+    kinds = torch.zeros(recipe.num_relations, dtype=torch.int64)
+    for number, group in enumerate(recipe.groups):
+        members = torch.tensor(group.relations)
+        kinds[members] = number if group.reciprocal else members
+    return kinds if int(kinds.unique().numel()) > 1 else None
+
+
+def batches_of(edges: EdgeList, size: int, kinds: Tensor | None, generator: torch.Generator) -> Iterator[EdgeList]:
     """Cut edges into batches.
 
     Args:
         edges: in their order.
         size: edges of a batch.
-        one_relation: whether each batch has edges of one relation: it is drawn with a probability proportional to the
-            edges of each relation that are left, and the next of its edges are taken.
-        generator: draws relations.
+        kinds: of each relation; each batch has edges of one kind: it is drawn with a probability proportional to the
+            edges of each kind that are left, and the next of its edges are taken. None: all are of one.
+        generator: draws kinds.
     """
-    if not one_relation or not len(edges):
+    if kinds is None or not len(edges):
         for begin in range(0, len(edges), size):
             yield edges.select(slice(begin, begin + size))
         return
-    order = edges.relation.argsort(stable=True)
+    kind = kinds[edges.relation]
+    order = kind.argsort(stable=True)
     edges = edges.select(order)
-    _, counts = edges.relation.unique_consecutive(return_counts=True)
+    _, counts = kind[order].unique_consecutive(return_counts=True)
     at = counts.cumsum(0) - counts
     left = counts.clone()
     while int(left.sum()):

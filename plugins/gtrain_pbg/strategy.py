@@ -20,12 +20,12 @@ from gtrain.data.loader import SeedLoader
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.store import Store
 from gtrain.nn import deferred
-from gtrain.nn.recipe import EdgeRecipe
+from gtrain.nn.recipe import EdgeRecipe, ModelRecipe
 from gtrain.strategy.base import GraphStrategy
 from gtrain.wire.addresses import IpcFolder, ipc_folder
 from gtrain.wire.shared import SharedTensors
 from gtrain_pbg import config
-from gtrain_pbg.edges import BucketEdges, EdgeList, batches_of, mixed
+from gtrain_pbg.edges import BucketEdges, EdgeList, Groups, batches_of, kinds_of, mixed
 from gtrain_pbg.evaluation import EvaluationBatches
 from gtrain_pbg.home import PartitionedHome
 from gtrain_pbg.optimizers import StepRules
@@ -33,8 +33,9 @@ from gtrain_pbg.order import bucket_order
 from gtrain_pbg.step.relations import Weights, state_width
 from gtrain_pbg.step.training import EdgeBatch, Rows, TrainingStep
 from gtrain_pbg.swaps import Visit
-from gtrain_pbg.tables import PartitionedTable, Partitions
-from gtrain_pbg.warm_start import describe, warm_start
+from gtrain_pbg.tables import Partitions
+from gtrain_pbg.typed import TypedTables, cuts_of
+from gtrain_pbg.warm_start import describe, relations_of, warm_start
 
 SPAN_EDGES = 50_000
 """Edges of one ``training_step``, about: Lightning's own work in a step takes a quarter of a millisecond and more."""
@@ -86,9 +87,9 @@ class PBGStrategy(GraphStrategy):
             shuffle,
             matmul == "bfloat16",
         )
-        self._recipe: EdgeRecipe | None = None
+        self._recipe: ModelRecipe | None = None
         self._partitions: Partitions | None = None
-        self._table: PartitionedTable | None = None
+        self._table: TypedTables | None = None
         self._shared: SharedTensors | None = None
         self._ipc: IpcFolder | None = None
         self._trainee: Trainee | None = None
@@ -122,8 +123,8 @@ class PBGStrategy(GraphStrategy):
                     f"trainer.{key}={found} was set; a step of strategy=pbg applies its gradients at once.",
                     hint=f"leave trainer.{key} out.",
                 )
-        size, recipe = getattr(getattr(trainer, "datamodule", None), "batch_size", None), module.recipe()  # type: ignore[operator]
-        if size is not None and not recipe.all_negs and size > recipe.places and size % recipe.places:
+        size, recipe = getattr(getattr(trainer, "datamodule", None), "batch_size", None), _chunked(module.recipe())  # type: ignore[operator]
+        if size is not None and recipe is not None and size > recipe.places and size % recipe.places:
             key = "num_batch_negs" if recipe.num_batch_negs else "num_uniform_negs"
             raise ConfigError(
                 f"data.batch_size={size} is no multiple of model.{key}={recipe.places}, the edges of a chunk: "
@@ -155,20 +156,22 @@ class PBGStrategy(GraphStrategy):
         assert self._shared is not None
         for name, parameter in recipe.parameters.items():
             parameter.data = self._shared[name]
-        recipe.table.move(PartitionedHome(self._table))
+        for layer, table in zip(recipe.tables.values(), self._table.tables, strict=True):
+            layer.move(PartitionedHome(table))
         if fitting:
             self._trainee = Trainee(self, recipe, StepRules(self.optimizers, recipe))
 
-    def _make_table(self, recipe: EdgeRecipe, rules: StepRules | None) -> PartitionedTable:
-        """Memory for the table and for relations, with what optimizers keep of them; rank 0 makes it."""
+    def _make_table(self, recipe: ModelRecipe, rules: StepRules | None) -> TypedTables:
+        """Memory for the tables and for relations, with what optimizers keep of them; rank 0 makes it."""
         datamodule = getattr(self._trainer, "datamodule", None)
         self._store = store = self.open_shard(datamodule.open_store())  # type: ignore[union-attr]
-        self._partitions = partitions = Partitions(
+        self._partitions = Partitions(
             store.offsets, tuple(store.node("orig_id", part).clone() for part in range(store.num_parts))
         )
-        spec, dtype = recipe.table.table, recipe.table.weight.dtype
-        width = state_width(rules.table.kind, spec.dim) if rules else 0
-        layout: dict[str, Any] = PartitionedTable.tensors(self._slots, partitions, spec.dim, width, dtype)
+        layers = list(recipe.tables.values())
+        dtype, cuts = layers[0].weight.dtype, cuts_of(store, [layer.table for layer in layers], recipe.firsts)
+        widths = [state_width(rules.table.kind, layer.table.dim) if rules else 0 for layer in layers]
+        layout: dict[str, Any] = TypedTables.tensors(cuts, self._slots, widths, dtype)
         for name, parameter in recipe.parameters.items():
             layout[name] = (tuple(parameter.shape), parameter.dtype)
             if rules is not None:
@@ -181,11 +184,9 @@ class PBGStrategy(GraphStrategy):
         else:
             folder = self.group.broadcast_object(None)
             self._shared = SharedTensors.attach(folder, "pbg", self.timeout_seconds)
-        return PartitionedTable(
-            spec, partitions, self._slots, width, dtype, self._scratch, self._shared, self.is_global_zero
-        )
+        return TypedTables(cuts, self._slots, widths, dtype, self._scratch, self._shared, self.is_global_zero)
 
-    def _fill(self, recipe: EdgeRecipe, start: tuple[float, float]) -> None:
+    def _fill(self, recipe: ModelRecipe, start: tuple[float, float]) -> None:
         assert self._table is not None and self._shared is not None
         self._table.initialize(start[0])
         for name, parameter in recipe.parameters.items():
@@ -197,7 +198,8 @@ class PBGStrategy(GraphStrategy):
             known = {id(parameter): self._shared[name] for name, parameter in recipe.parameters.items()}
             named = self.lightning_module.named_parameters()
             shared = {name: known[id(parameter)] for name, parameter in named if id(parameter) in known}
-            warm_start(Path(self._warm_start), self._store, self._table, shared)
+            relations = relations_of(self.lightning_module, recipe)
+            warm_start(Path(self._warm_start), self._store, self._table, shared, relations)
 
     @property
     def _scratch(self) -> Path:
@@ -208,11 +210,11 @@ class PBGStrategy(GraphStrategy):
     def uninstall(self, module: Module) -> None:
         if self._recipe is None or self._table is None:
             return
-        table = self._recipe.table
         for parameter in self._recipe.parameters.values():
             parameter.data = parameter.data.clone()
-        whole = self._table.partitions.count == 1  # in the order of the source data: the module may have it as it is
-        table.move_back(self._table.read(0) if whole else table.weight.new_empty(0, table.table.dim))
+        for layer, table in zip(self._recipe.tables.values(), self._table.tables, strict=True):
+            whole = table.partitions.count == 1  # in the order of the source data: the module may have it as it is
+            layer.move_back(table.read(0) if whole else layer.weight.new_empty(0, layer.table.dim))
         self._trainee = None
 
     # ------------------------------------------------------------------------------------------ batches
@@ -271,10 +273,10 @@ class PBGStrategy(GraphStrategy):
     def shard_files(self, folder: Path) -> None:
         if self.is_global_zero and self._table is not None and self._shared is not None:
             self._table.save(folder)
-            states = {name: self._shared[name].clone() for name in self._shared if name.endswith(".state")}
-            torch.save(states, folder / RELATIONS)
-            assert self._store is not None
-            describe(folder, self._store, self._table)
+            assert self._recipe is not None and self._store is not None and self.lightning_module is not None
+            states = {f"{name}.state" for name in self._recipe.parameters} & set(self._shared)
+            torch.save({name: self._shared[name].clone() for name in sorted(states)}, folder / RELATIONS)
+            describe(folder, self._store, self._table, relations_of(self.lightning_module, self._recipe))
 
     def load_shard_files(self, folder: Path) -> None:
         assert self._table is not None and self._shared is not None
@@ -321,13 +323,13 @@ class Spans:
         trainer, recipe = strategy._trainer, strategy._recipe
         assert trainer is not None and recipe is not None
         epoch, worker, workers = trainer.current_epoch, strategy.global_rank, strategy.world_size
-        one_relation = not recipe.reciprocal and recipe.num_relations > 1
+        kinds = kinds_of(recipe)
         each = max(1, SPAN_EDGES // self._batch_size)
         visits = strategy.visits(epoch, seed)
         for number, visit in enumerate(visits):
             mine, held = self._edges.share(visit.bucket, visit.chunk, epoch, worker, workers)
             generator = torch.Generator().manual_seed(mixed(seed, epoch, visit.chunk, *visit.bucket, worker))
-            batches = list(batches_of(mine, self._batch_size, one_relation, generator))
+            batches = list(batches_of(mine, self._batch_size, kinds, generator))
             pieces = [batches[begin : begin + each] for begin in range(0, len(batches), each)] or [[]]
             for place, piece in enumerate(pieces):
                 span = Span(visit, piece, held.select(torch.arange(len(held)).tensor_split(workers)[worker]))
@@ -345,13 +347,18 @@ class Trainee:
         rules: of its optimizers.
     """
 
-    def __init__(self, strategy: PBGStrategy, recipe: EdgeRecipe, rules: StepRules) -> None:
+    def __init__(self, strategy: PBGStrategy, recipe: ModelRecipe, rules: StepRules) -> None:
         shared, table = strategy._shared, strategy._table
         assert shared is not None and table is not None
         self._strategy, self._recipe, self._rules, self._table = strategy, recipe, rules, table
         weights = {name: Weights(shared[name], shared[f"{name}.state"]) for name in recipe.parameters}
-        self._step = TrainingStep(recipe, weights, table.dtype, strategy._low)
-        self._under_way: Future[None] | None = None
+        self._groups = Groups(recipe)
+        self._steps: list[TrainingStep] = []
+        for number, group in enumerate(recipe.groups):
+            own = {name: weights[shared_name] for name, shared_name in recipe.names_of(number).items()}
+            work = self._steps[0].work if self._steps else None
+            self._steps.append(TrainingStep(group, own, table.dtype, strategy._low, work))
+        self._under_way: list[Future[None]] = []
         self._drawn: dict[str, Tensor] = {}
         self._held = torch.zeros(3, dtype=torch.float64)  # reciprocal ranks before, after, and how many
 
@@ -362,15 +369,14 @@ class Trainee:
             return 0.0, 0.0
         if span.first:
             self._enter(visit)
-        heads, tails = (self._table.rows(slot, part) for slot, part in zip(visit.slots, visit.bucket, strict=True))
         if span.first:
-            self._held[0] += self._score(span.held, heads, tails)
+            self._held[0] += self._score(span.held, visit)
         table_rule, relation_rule = self._rules.table, self._rules.relations
         total = weight = 0.0
         for edges in span.batches:
-            drawn = self._draw("heads", len(heads.value), edges), self._draw("tails", len(tails.value), edges)
-            batch = self._batch(edges, drawn)
-            lost, counted = self._step(batch, heads, tails, table_rule, relation_rule)
+            number = self._groups.of(edges)
+            batch, heads, tails = self._batch(number, edges, visit)
+            lost, counted = self._steps[number](batch, heads, tails, table_rule, relation_rule)
             if not math.isfinite(lost):
                 raise DataError(
                     f"the loss of a batch of bucket {visit.bucket} is {lost}.",
@@ -380,7 +386,7 @@ class Trainee:
             total, weight = total + lost, weight + counted
         if span.last:
             self._leave(visit, span.final)
-            self._held += torch.tensor([0.0, self._score(span.held, heads, tails), 2.0 * len(span.held)])
+            self._held += torch.tensor([0.0, self._score(span.held, visit), 2.0 * len(span.held)])
             self._strategy.group.barrier()
         return total, weight
 
@@ -393,25 +399,42 @@ class Trainee:
         self._held.zero_()
         return {"held_out_mrr_before": before / max(count, 1), "held_out_mrr": after / max(count, 1)}
 
-    def _score(self, edges: EdgeList, heads: Rows, tails: Rows) -> float:
+    def _score(self, edges: EdgeList, visit: Visit) -> float:
         """Sum of the reciprocal ranks of both ends of edges, among each other and nodes drawn from both partitions."""
         module: Any = self._strategy.lightning_module
         generator, found = torch.Generator().manual_seed(0), 0.0
-        for begin in range(0, len(edges), HELD):
-            some = edges.select(slice(begin, begin + HELD))
-            drawn = [rows.value[torch.randperm(len(rows.value), generator=generator)[:HELD]] for rows in (heads, tails)]
-            with torch.no_grad():
-                ranks = module.sampled_ranks(
-                    heads.value[some.heads], some.relation, tails.value[some.tails], torch.cat(drawn)
-                )
-            found += float(torch.cat(ranks).reciprocal().sum())
+        for number, every in self._groups.split(edges):
+            heads, tails = self._rows(number, visit)
+            every = self._localized(number, every, visit)
+            for begin in range(0, len(every), HELD):
+                some = every.select(slice(begin, begin + HELD))
+                drawn = [
+                    rows.value[torch.randperm(len(rows.value), generator=generator)[:HELD]] for rows in (heads, tails)
+                ]
+                with torch.no_grad():
+                    rows = heads.value[some.heads], tails.value[some.tails]
+                    ranks = module.sampled_ranks(rows, some.relation, (drawn[0], drawn[1]), number)
+                found += float(torch.cat(ranks).reciprocal().sum())
         return found
 
-    def _batch(self, edges: EdgeList, drawn: tuple[Tensor, Tensor]) -> EdgeBatch:
-        return EdgeBatch(edges.heads, edges.relation, edges.tails, edges.weight, drawn)
+    def _rows(self, number: int, visit: Visit) -> tuple[Rows, Rows]:
+        """The tables that a group's edges of a bucket refer to."""
+        lhs, rhs = self._recipe.groups[number].types
+        return self._table.rows(lhs, 0, visit), self._table.rows(rhs, 1, visit)
 
-    def _draw(self, name: str, nodes: int, edges: EdgeList) -> Tensor:
-        count = self._step.draws(len(edges))
+    def _localized(self, number: int, edges: EdgeList, visit: Visit) -> EdgeList:
+        """A group's edges by rows of these tables and numbers among its relations."""
+        lhs, rhs = self._recipe.groups[number].types
+        return self._groups.localized(edges, self._table.begin(lhs, 0, visit), self._table.begin(rhs, 1, visit))
+
+    def _batch(self, number: int, edges: EdgeList, visit: Visit) -> tuple[EdgeBatch, Rows, Rows]:
+        heads, tails = self._rows(number, visit)
+        count = self._steps[number].draws(len(edges))
+        drawn = self._draw("heads", len(heads.value), count), self._draw("tails", len(tails.value), count)
+        own = self._localized(number, edges, visit)
+        return EdgeBatch(own.heads, own.relation, own.tails, own.weight, drawn), heads, tails
+
+    def _draw(self, name: str, nodes: int, count: int) -> Tensor:
         held = self._drawn.get(name)
         if held is None or held.numel() < count:
             held = self._drawn[name] = torch.empty(count, dtype=torch.int64)
@@ -420,10 +443,9 @@ class Trainee:
     def _enter(self, visit: Visit) -> None:
         """All workers have left the last bucket; its successor's partitions must be there before any goes on."""
         group = self._strategy.group
-        if visit.before or self._under_way is not None:
+        if visit.before or self._under_way:
             self._finish()
-            under_way = self._table.swap(visit.before)
-            if under_way is not None:
+            for under_way in self._table.swap(visit.before):
                 under_way.result()
         group.barrier()
         self._under_way = self._table.swap(visit.during)
@@ -436,6 +458,11 @@ class Trainee:
 
     def _finish(self) -> None:
         """Wait for what is read and written, and raise what went wrong."""
-        if self._under_way is not None:
-            self._under_way.result()
-            self._under_way = None
+        for under_way in self._under_way:
+            under_way.result()
+        self._under_way = []
+
+
+def _chunked(recipe: ModelRecipe) -> EdgeRecipe | None:
+    """A group whose batches are cut into chunks; None where all nodes are negatives everywhere."""
+    return next((group for group in recipe.groups if not group.all_negs), None)

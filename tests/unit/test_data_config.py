@@ -29,6 +29,7 @@ PRESETS = (
     "unlabelled",
     "partitioner",
     "task",
+    "joint_types",
     "batch_size",
 )
 """Options that a subclass sets on the way to the base, so that its signature does not show them."""

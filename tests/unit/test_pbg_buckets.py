@@ -123,12 +123,12 @@ def test_batches_of_one_relation_follow_what_is_left() -> None:
     edges = EdgeList(torch.arange(1000), relation, torch.arange(1000), torch.rand(1000))
     firsts = 0
     for seed in range(200):
-        batches = list(batches_of(edges, 50, True, torch.Generator().manual_seed(seed)))
+        batches = list(batches_of(edges, 50, torch.arange(2), torch.Generator().manual_seed(seed)))
         assert all(batch.relation.unique().numel() == 1 for batch in batches)
         assert sorted(torch.cat([batch.heads for batch in batches]).tolist()) == list(range(1000))
         firsts += int(batches[0].relation[0])
     assert 8 <= firsts <= 35  # of 200, with probability 0.1
-    plain = list(batches_of(edges, 300, False, torch.Generator()))
+    plain = list(batches_of(edges, 300, None, torch.Generator()))
     assert [len(batch) for batch in plain] == [300, 300, 300, 100]
 
 
@@ -144,7 +144,7 @@ def make_table(folder: Path, slots: int, rows: int = 5000, parts: int = 3) -> Pa
     shared = SharedTensors.create(
         ipc_folder().path, "table", PartitionedTable.tensors(slots, partitions, 4, 1, torch.float32)
     )
-    table = PartitionedTable(spec, partitions, slots, 1, torch.float32, folder, shared, leader=True)
+    table = PartitionedTable(spec, partitions, Buffer(slots), 1, torch.float32, folder, shared, leader=True)
     table.initialize(0.5)
     return table
 

@@ -58,22 +58,30 @@ class EdgeBatch:
 
 
 class TrainingStep:
-    """Trains on batches, one after the other.
+    """Trains on batches of one group of relations, one after the other.
 
     Args:
-        recipe: the model.
-        weights: its relation parameters, by the names of :attr:`EdgeRecipe.parameters`.
+        recipe: the group's.
+        weights: its parameters, by the names of :attr:`EdgeRecipe.parameters`.
         dtype: of tables and parameters.
         low: whether products of matrices are in bfloat16.
+        work: buffers, which steps of other groups may use in turn; None: its own.
     """
 
-    def __init__(self, recipe: EdgeRecipe, weights: Mapping[str, Weights], dtype: torch.dtype, low: bool) -> None:
+    def __init__(
+        self,
+        recipe: EdgeRecipe,
+        weights: Mapping[str, Weights],
+        dtype: torch.dtype,
+        low: bool,
+        work: Workspace | None = None,
+    ) -> None:
         self.recipe, self.weights, self.dtype = recipe, dict(weights), dtype
-        self.work = Workspace(dtype, low and dtype == torch.float32)
+        self.work = work or Workspace(dtype, low and dtype == torch.float32)
         self._scores = SideScores(recipe, self.work)
         self._forwards = self._operator("forwards", recipe.forwards)
         self._backwards = self._operator("backwards", recipe.backwards)
-        self._shift = self.weights.get("shift")
+        self._shifts = [self.weights.get(name) for name in ("head_shift", "tail_shift")]
         self._seen = torch.zeros(recipe.num_relations, dtype=torch.int8)
         self._touched = torch.empty(recipe.num_relations, dtype=torch.int64)
         by_relation = recipe.relation_weight
@@ -138,8 +146,10 @@ class TrainingStep:
             )
         ]
         head, tail = (
-            self._fetch(name, table, rows, layout)
-            for name, table, rows, layout in zip(("heads", "tails"), tables, ids, layouts, strict=True)
+            self._fetch(name, table, rows, layout, shift)
+            for name, table, rows, layout, shift in zip(
+                ("heads", "tails"), tables, ids, layouts, self._shifts, strict=True
+            )
         )
         by_edge: list[Tensor | None] = [None, None]
         by_row: list[Tensor | None] = [None, None]
@@ -260,7 +270,7 @@ class TrainingStep:
             kernels.lay_out(ends.numpy(), drawn.numpy(), layout.places, layout.uniform, ids.numpy())
         return ids
 
-    def _fetch(self, name: str, table: Rows, ids: Tensor, layout: Layout) -> Operand:
+    def _fetch(self, name: str, table: Rows, ids: Tensor, layout: Layout, common: Weights | None) -> Operand:
         """The rows of a side, as they are; in bfloat16 too, if that is how they are compared."""
         recipe, n = self.recipe, layout.rows
         value = table.value.numpy()
@@ -270,7 +280,7 @@ class TrainingStep:
         if recipe.bias:
             by_bias.zero_()
         side = self._operand(name, n, recipe.dimension, bias, by_bias)
-        shift = self._nothing[:0].view(-1) if self._shift is None else self._shift.value.view(-1)
+        shift = self._nothing[:0].view(-1) if common is None else common.value.view(-1)
         low = bits(self._no_bits if side.low is None else side.low)
         kernels.fetch(
             value, ids.numpy(), shift.numpy(), side.rows.numpy(), bias.numpy(), low, recipe.bias, side.low is not None
@@ -437,11 +447,13 @@ class TrainingStep:
     def _update_relations(
         self, relation: Tensor, by_row: list[Tensor | None], by_edge: list[Tensor | None], rule: UpdateRule
     ) -> None:
-        if self._shift is not None:
-            gradient = self._shift.gradient.view(-1).numpy()
-            for rows, edges in zip(by_row, by_edge, strict=True):
+        for shift, rows, edges in zip(self._shifts, by_row, by_edge, strict=True):
+            if shift is not None:
+                gradient = shift.gradient.view(-1).numpy()
                 kernels.add_all(bits(self._or_nothing(rows)), bits(self._or_nothing(edges)), gradient)
-            self._shift.update(self._touched.new_zeros(1).numpy(), 1, rule)
+        for shift in {id(shift): shift for shift in self._shifts}.values():  # both ends may be of one type
+            if shift is not None:
+                shift.update(self._touched.new_zeros(1).numpy(), 1, rule)
         if self._forwards is None:
             return
         touched = self._touched.numpy()
