@@ -99,5 +99,5 @@ def store_settings(config: Mapping[str, Any]) -> dict[str, Any]:
             hint=f"leave data.num_parts, or set strategy.num_partitions={data['num_parts']}.",
         )
     partitioner = data.get("partitioner")
-    given = partitioner in ("file", "given")
+    given = partitioner in ("file", "given") or data.get("keep_parts")
     return {"num_parts": partitions, "partitioner": partitioner if given else "random", "buckets": True}
