@@ -35,7 +35,8 @@ class BigGraphData(GivenPartsData):
         path: folder of ``entity_count_<type>_<part>.txt`` (PyTorch-BigGraph's ``entity_path``), with
             ``entity_names_<type>_<part>.json``, ``dynamic_rel_count.txt`` and ``dynamic_rel_names.json`` where there
             are any; as it is or below ``root``.
-        edges: folder of ``edges_<lhs>_<rhs>.h5``, or a list of folders, which are joined; None means ``path``.
+        edges: folder of ``edges_<lhs>_<rhs>.h5``, or a list of folders, which ``strategy=pbg`` trains one after the
+            other in each epoch; None means ``path``.
         val_edges: the same of the edges held out for validation.
         test_edges: the same of the edges held out for test.
         entities: entity types as in PyTorch-BigGraph's configuration; see :class:`~gtrain.data.schema.DataSchema`.
@@ -161,7 +162,8 @@ class BigGraphData(GivenPartsData):
 
     def extra_facts(self) -> dict[str, Any]:
         """Return how many relations there are, and the entity types of a joint graph."""
-        return {"num_relations": self._num_relations, **self._facts}
+        sets = len(self.edges["edges"])
+        return {"num_relations": self._num_relations, **self._facts, **({"edge_sets": sets} if sets > 1 else {})}
 
     def _folder(self, key: str, name: str) -> Path:
         """Return a folder that was named, as it is or below ``root``."""
@@ -235,6 +237,8 @@ def _put(
             store[f"{prefix}edge_type"] = tensors["rel"]
         if "weight" in tensors:
             store[f"{prefix}edge_weight"] = tensors["weight"][pick]
+        if "set" in tensors and not prefix:
+            store.edge_set = tensors["set"][pick]
         if not isinstance(graph, HeteroData):
             return
 

@@ -77,9 +77,11 @@ class EdgeReader:
         }
 
     def read(self, folders: Sequence[Path]) -> dict[str, Any]:
-        """Return ``source``, ``target``, ``rel`` (int64 ``[E]``), and ``weight`` (float32) where there is one."""
+        """Return ``source``, ``target``, ``rel`` (int64 ``[E]``), ``weight`` (float32) where there is one, and with
+        several folders ``set`` (int32), the number of the folder."""
         sources, targets = (max(sizes.size for sizes in side) for side in self.sides.values())
-        buckets = [bucket for folder in folders for bucket in find_buckets(folder, sources, targets)]
+        by_folder = [find_buckets(folder, sources, targets) for folder in folders]
+        buckets = [bucket for found in by_folder for bucket in found]
         if len({bucket.weighted for bucket in buckets}) > 1:
             plain = next(bucket for bucket in buckets if not bucket.weighted)
             raise DataError(
@@ -96,6 +98,9 @@ class EdgeReader:
             for name, values in self._read(bucket).items():
                 columns[name][rows] = values
             first = rows.stop
+        if len(folders) > 1:
+            counts = [sum(bucket.num_edges for bucket in found) for found in by_folder]
+            columns["set"] = np.repeat(np.arange(len(folders), dtype=np.int32), counts)
         return columns
 
     def _read(self, bucket: Bucket) -> dict[str, Any]:
@@ -203,7 +208,11 @@ def _inspect(path: Path, source_part: int, target_part: int) -> Bucket:
     with _opened(path) as file:
         version = file.attrs.get("format_version")
         if version != FORMAT_VERSION:
-            raise DataError(f"{path}: format_version is {version}, and {FORMAT_VERSION} is read", hint=anew)
+            newer = isinstance(version, np.integer) and version > FORMAT_VERSION
+            hint = (
+                "it is of a newer format: export it in the format that PyTorch-BigGraph 1.0 writes" if newer else anew
+            )
+            raise DataError(f"{path}: format_version is {version}, and {FORMAT_VERSION} is read", hint=hint)
         for side in ("lhsd", "rhsd"):
             if f"{side}_data" in file:
                 raise DataError(

@@ -109,7 +109,8 @@ class EdgesConfig(DataConfig):
 
     _target_: str = "gtrain.data.edges.EdgesData"
     split: str = "random"
-    path: Any = MISSING  # one name, or a list of them
+    path: Any = None  # one name, or a list of them
+    edge_sets: Any = None  # a list of what path may be
     ids: str = "auto"
     columns: Any = None  # positions or names
     weight: Any = None

@@ -50,7 +50,7 @@ class BucketEdges:
 
     Attributes:
         store: with buckets.
-        chunks: pieces of each bucket.
+        chunks: pieces of each edge set of a bucket.
         eval_fraction: share that is held back.
         shuffle: whether the order is random.
         seed: of all that is random.
@@ -71,11 +71,11 @@ class BucketEdges:
     def share(self, bucket: Bucket, chunk: int, epoch: int, worker: int, workers: int) -> tuple[EdgeList, EdgeList]:
         """One worker's edges of a chunk of a bucket, in their order, and those that are held back from all.
 
-        Every worker computes the same order and takes its piece of it.
+        Every worker computes the same order and takes its piece of it. The chunks of the first edge set come before
+        those of the second.
         """
         columns = self.store.bucket(*bucket)
-        total = columns["source"].numel()
-        begin, end = total * chunk // self.chunks, total * (chunk + 1) // self.chunks
+        begin, end = self._span(columns, chunk)
         place = torch.arange(begin, end)
         held = place[:0]
         if self.eval_fraction:
@@ -86,6 +86,15 @@ class BucketEdges:
             place = place[torch.randperm(place.numel(), generator=self._generator(epoch, chunk, *bucket))]
         return self._take(columns, place.tensor_split(workers)[worker]), self._take(columns, held)
 
+    def _span(self, columns: dict[str, Tensor], chunk: int) -> tuple[int, int]:
+        """Where the edges of a chunk lie: those of an edge set are in one piece."""
+        number, chunk = divmod(chunk, self.chunks)
+        first, last = 0, columns["source"].numel()
+        if "edge_set" in columns:
+            first, last = torch.searchsorted(columns["edge_set"], torch.tensor([number, number + 1])).tolist()
+        count = last - first
+        return first + count * chunk // self.chunks, first + count * (chunk + 1) // self.chunks
+
     def _take(self, columns: dict[str, Tensor], place: Tensor) -> EdgeList:
         heads, tails = (columns[name][place].to(torch.int64) for name in ("source", "target"))
         relation = columns["edge_type"][place].to(torch.int64) if "edge_type" in columns else torch.zeros_like(heads)
@@ -94,6 +103,11 @@ class BucketEdges:
 
     def _generator(self, *key: int) -> torch.Generator:
         return torch.Generator().manual_seed(mixed(self.seed, *key))
+
+
+def passes_of(store: Store, chunks: int) -> int:
+    """How often an epoch goes through the buckets: once for each chunk of each edge set."""
+    return int(store.facts.get("edge_sets") or 1) * chunks
 
 
 def mixed(*key: int) -> int:

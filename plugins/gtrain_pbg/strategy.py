@@ -25,7 +25,7 @@ from gtrain.strategy.base import GraphStrategy
 from gtrain.wire.addresses import IpcFolder, ipc_folder
 from gtrain.wire.shared import SharedTensors
 from gtrain_pbg import config
-from gtrain_pbg.edges import BucketEdges, EdgeList, Groups, batches_of, kinds_of, mixed
+from gtrain_pbg.edges import BucketEdges, EdgeList, Groups, batches_of, kinds_of, mixed, passes_of
 from gtrain_pbg.evaluation import EvaluationBatches
 from gtrain_pbg.home import PartitionedHome
 from gtrain_pbg.optimizers import StepRules
@@ -232,10 +232,10 @@ class PBGStrategy(GraphStrategy):
 
     def visits(self, epoch: int, seed: int) -> list[Visit]:
         """The buckets of an epoch, and what must be swapped for them; the same on all workers."""
-        assert self._table is not None
+        assert self._table is not None and self._store is not None
         order = [
             (bucket, chunk)
-            for chunk in range(self._chunks)
+            for chunk in range(passes_of(self._store, self._chunks))
             for bucket in bucket_order(self._order, self._partitions_wanted, self._slots, mixed(seed, epoch, chunk))
         ]
         return self._table.buffer.plan(order)

@@ -119,6 +119,7 @@ def test_what_does_not_suit_is_said_in_a_sentence(tmp_path: Path) -> None:
         (["trainer.num_nodes=2"], "trains on one machine"),
         (["data.num_parts=3"], "strategy.num_partitions=1"),
         (["data.batch_size=210"], "210 = 4 * 50 + 10"),
+        (["model.dimension=15"], "15 / 2 = 7.5 complex numbers"),
         (["model.optimizer._target_=torch.optim.Adam"], "RowwiseAdagrad"),
         (["model.sparse_optimizer.lr=1e38"], "no numbers|is nan|is inf"),
     ):

@@ -117,9 +117,17 @@ def test_pytorch_biggraphs_folders_with_types(tmp_path: Path) -> None:
 
 def test_what_does_not_suit_types_is_said(tmp_path: Path) -> None:
     graph = [*write_graph(tmp_path, 5, ("follows", "likes", "of"))[0], RELATIONS]
+    (tmp_path / "bad").mkdir()
+    for split, line in (("train", "u1\tlikes\tu2"), ("valid", "u1\tlikes\tu2"), ("test", "u1\tlikes\tu2\tu3")):
+        (tmp_path / "bad" / f"{split}.txt").write_text(f"u1\tlikes\tu2\n{line}\n")
+    (tmp_path / "strange").mkdir()
+    for split, line in (("train", "u1\tlikes\tu2"), ("valid", "u1\tlikes\tu1"), ("test", "u1\tlikes\tu2")):
+        (tmp_path / "strange" / f"{split}.txt").write_text(f"u1\tlikes\tu2\n{line}\n")
     for overrides, message in (
         (["data.entities={user:{num_partitions:3},tag:{}}", "strategy.num_partitions=2"], "3 is neither 1 nor 2"),
         (["data.entities={user:{dimension:4},tag:{}}"], "joins user of dimension 4 and tag of dimension 8: 4 != 8"),
+        ([f"data.path={tmp_path / 'bad'}"], "test.txt, line 2: 4 columns, and 3 were expected"),
+        ([f"data.path={tmp_path / 'strange'}"], "valid.txt, line 2: the entity 'u1' does not occur in train"),
     ):
         result = gtrain("strategy=pbg", *graph, *overrides, "trainer.max_epochs=1", cwd=tmp_path)
         said = " ".join((result.stdout + result.stderr).split())

@@ -183,8 +183,9 @@ def broken(folder: Path, what: str) -> None:
         (folder / "entity_names_user_id_1.json").unlink()
     elif what == "uneven":
         write_entities(folder, {"item": [1, 1, 1]})
-    elif what == "version":
-        write_edges(folder / "train", {(0, 1): columns([1], [1], [3])}, version=None)
+    elif what in ("version", "newer"):
+        version = None if what == "version" else 2
+        write_edges(folder / "train", {(0, 1): columns([1], [1], [3])}, version=version)
     else:
         table: dict[str, dict[str, list[Any]]] = {
             "negative": columns([-1], [1], [3]),
@@ -212,6 +213,7 @@ def broken(folder: Path, what: str) -> None:
         ("names missing", "no entity_names_user_id_1.json, and has entity_names_user_id_0.json"),
         ("uneven", "different numbers of partitions: item in 3, user_id in 2"),
         ("version", "format_version is None, and 1 is read"),
+        ("newer", "format_version is 2, and 1 is read"),
         ("negative", "edge 0 has lhs -1, and ids are not negative"),
         ("beyond", r"edge 0 has rhs 4, and there are 4 entities in that partition, 0..3"),
         ("relation", r"edge 0 has rel 2, and there are 2 relations, 0..1"),
@@ -253,3 +255,11 @@ def test_settings(users: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ConfigError, match=r"needs the package 'h5py', which is not installed.*\nHINT: pip install h5py"
     ):
         module(users)
+
+
+def test_several_folders_are_edge_sets(users: Path) -> None:
+    """What is held out has none; the first folder's edges come first."""
+    module_ = module(users, edges=[f"{users}/train", f"{users}/test"], test_edges=f"{users}/test")
+    data = module_.read()
+    assert data.edge_set.tolist() == [0] * 5 + [1] * 4 and "test_edge_set" not in data
+    assert module_.extra_facts()["edge_sets"] == 2
