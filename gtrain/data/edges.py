@@ -103,6 +103,10 @@ class EdgesData(GraphDataModule):
                 hint="leave data.undirected, or list the other direction as relations of its own",
             )
         self.schema = DataSchema(entities, relations)
+        if self.schema.featurized:
+            raise ConfigError(
+                "data.entities has a featurized type, which data=edges does not read.", hint="use data=kg."
+            )
         given = {"features": features, "labels": labels, "num_nodes": num_nodes, "undirected": undirected or None}
         unsuited = [key for key, value in given.items() if value is not None]
         if self.schema.is_typed and unsuited:

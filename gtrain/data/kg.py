@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
+from gtrain.data.entity_features import EntityFeatures, bag_rows
 from gtrain.data.entity_names import EntityNames
+from gtrain.data.files import find_file
 from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp, log
 from gtrain.data.schema import DataSchema, Entries
 from gtrain.data.triples import COLUMNS, Triples, is_archive, read_archive, read_folder, split_files
 from gtrain.errors import ConfigError, DataError
+from gtrain.graph.entities import feature_kind
 
 UNKNOWN = ("error", "drop", "keep")
 _PREFIX = {"train": "", "valid": "val_", "test": "test_"}
@@ -34,7 +37,9 @@ class KGData(GraphDataModule):
         unknown: what to do with a validation or test triple that names an entity or relation that ``train`` does not:
             ``error``; ``drop`` the triple; or ``keep`` it, and give the entity a node without training edges, as the
             published figures of FB15k-237 and WN18RR do.
-        entities: entity types, with ``num_partitions``; see :class:`~gtrain.data.schema.DataSchema`. An entity is then
+        entities: entity types, with ``num_partitions``, and ``featurized``, a file of the features of the type's
+            entities (:class:`~gtrain.data.entity_features.EntityFeatures`); see
+            :class:`~gtrain.data.schema.DataSchema`. An entity is then
             known by its type and name; which type it is of follows from the relations.
         relations: relations by ``name``, with the types ``lhs`` and ``rhs`` that they join; ``*`` is all others.
         **common: see :class:`~gtrain.data.module.GraphDataModule`; the task is ``link`` and the split is the files',
@@ -60,12 +65,23 @@ class KGData(GraphDataModule):
         self.unknown = unknown
         self.schema = DataSchema(entities, relations)
         self._names: EntityNames | None = None
+        self._features: dict[str, EntityFeatures] = {}
 
     def identity(self) -> dict[str, Any]:
         """Return the stamps of the files, and how they are read."""
         place = self._find()
         files = [place] if place.is_file() else [file for _, file in sorted(split_files(place).items())]
-        return {"files": [file_stamp(file) for file in files], "unknown": self.unknown, **self.schema.identity()}
+        features = {
+            name: file_stamp(find_file(f"data.entities.{name}.featurized", str(file), self.root))
+            for name, file in self.schema.featurized.items()
+        }
+        more = {"features": features} if features else {}
+        return {
+            "files": [file_stamp(file) for file in files],
+            "unknown": self.unknown,
+            **self.schema.identity(),
+            **more,
+        }
 
     @property
     def origin(self) -> str:
@@ -80,6 +96,14 @@ class KGData(GraphDataModule):
         used = list(triples.values()) if self.unknown == "keep" else [triples["train"]]
         self._names = names = EntityNames(used, self.schema)
         data = Data(num_nodes=sum(names.counts.values()))
+        self._features = {
+            name: EntityFeatures(
+                f"data.entities.{name}.featurized", str(file), self.root, names.entities[name].to_pylist()
+            )
+            for name, file in self.schema.featurized.items()
+        }
+        if self._features:
+            data.bag = bag_rows(names.counts, self._features)
         for split, prefix in _PREFIX.items():
             if split in triples:
                 edge_index, edge_type = self._edges(triples[split], names)
@@ -88,7 +112,10 @@ class KGData(GraphDataModule):
 
     def names(self) -> dict[str, Any]:
         """Return the names of entities, by type, and relations, as pyarrow arrays of strings."""
-        return {} if self._names is None else {**self._names.entities, "relation": self._names.relations}
+        if self._names is None:
+            return {}
+        features = {feature_kind(name): found.features for name, found in self._features.items()}
+        return {**self._names.entities, "relation": self._names.relations, **features}
 
     def extra_facts(self) -> dict[str, Any]:
         """Return how many relations there are, and the entity types."""
@@ -97,6 +124,7 @@ class KGData(GraphDataModule):
         return {
             "num_relations": len(self._names.relations),
             **self.schema.facts(self._names.counts, self._names.ends),
+            **({"features": {n: len(f.features) for n, f in self._features.items()}} if self._features else {}),
         }
 
     def _find(self) -> Path:

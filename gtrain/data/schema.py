@@ -26,8 +26,8 @@ class DataSchema:
     The keys of an entry that a model reads (``dimension``, ``operator``, ``weight``, ``all_negs``) do not matter here.
 
     Args:
-        entities: settings by type: ``num_partitions``, 1 or as many as the store has parts (None); None: the types are
-            those that relations name.
+        entities: settings by type: ``num_partitions``, 1 or as many as the store has parts (None), and ``featurized``,
+            what an entity's features are read from; None: the types are those that relations name.
         relations: each with ``name``, ``lhs`` (the type of its heads) and ``rhs`` (of its tails); ``*``, or no name, is
             all relations without an entry of their own. None, or entries without ``lhs`` and ``rhs``: one type.
 
@@ -75,7 +75,13 @@ class DataSchema:
     @property
     def unpartitioned(self) -> list[str]:
         """The types that are never cut."""
-        return [name for name, entry in self._entities.items() if entry.get("num_partitions") == 1]
+        entries = self._entities.items()
+        return [name for name, entry in entries if entry.get("num_partitions") == 1 or entry.get("featurized")]
+
+    @property
+    def featurized(self) -> dict[str, Any]:
+        """What the features of featurized types are read from."""
+        return {name: entry["featurized"] for name, entry in self._entities.items() if entry.get("featurized")}
 
     def check_partitions(self, num_parts: int) -> None:
         """Check the types' numbers of partitions against that of the store.
@@ -85,6 +91,11 @@ class DataSchema:
         """
         for name, entry in self._entities.items():
             own = entry.get("num_partitions")
+            if entry.get("featurized") and own not in (None, 1):
+                raise ConfigError(
+                    f"data.entities.{name}.num_partitions={own} was set, and the type is featurized.",
+                    hint="features are not cut: leave num_partitions out.",
+                )
             if own not in (None, 1, num_parts):
                 raise ConfigError(
                     f"data.entities.{name}.num_partitions={own} was set, and the tables are cut into {num_parts}: "

@@ -2,11 +2,17 @@
 
 Such a graph is stored as one node type; ``facts["entity_types"]`` says how many nodes of each type there are,
 ``facts["relation_ends"]`` which types each relation (``edge_type``) joins. Names are kept by type.
+
+A featurized type has for each entity a bag of features: a row of the node tensor ``bag``. ``facts["features"]`` says
+how many features the type has; its entities are in part 0.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from gtrain.graph.store import Store
 
@@ -36,3 +42,26 @@ def entity_types(store: Store) -> list[EntityType]:
         found.append(EntityType(name, first, count))
         first += count
     return found
+
+
+def entity_bags(store: Store, name: str) -> tuple[Tensor, Tensor, int] | None:
+    """Return the bags of a featurized type; None for another.
+
+    Returns:
+        Features ``[Z]`` and pointers ``[n + 1]`` (both int64; the bag of entity i of the type is between the i-th and
+        the next), and the number of features.
+    """
+    count = (store.facts.get("features") or {}).get(name)
+    if count is None:
+        return None
+    own = next(each for each in entity_types(store) if each.name == name)
+    place = torch.searchsorted(store.node("orig_id", 0), torch.tensor([own.first, own.first + own.count]))
+    rows = store.node("bag", 0)
+    pointer = rows.crow_indices()[int(place[0]) : int(place[1]) + 1].long()
+    features = rows.col_indices()[int(pointer[0]) : int(pointer[-1])].long()
+    return features, pointer - pointer[0], int(count)
+
+
+def feature_kind(name: str) -> str:
+    """What the names of a type's features are kept as."""
+    return f"{name}.feature"

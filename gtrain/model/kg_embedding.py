@@ -49,6 +49,8 @@ class KGEmbedding(EdgeModel):
         entity_types: number of nodes by type, whose ids come one after the other; None: one type.
         relation_ends: types of heads and of tails by relation; None: there is one type.
         relation_names: names of the relations; None: they have none.
+        entity_bags: gives the features of each entity of a type, and their number, where the type is featurized: an
+            embedding is the mean of its features' rows; None: no type is.
         entities: settings of entity types, by name: ``dimension``.
         relations: settings of relations, each with a ``name`` (``*``: all without an entry of their own): ``operator``,
             ``weight`` (a factor of its edges' loss) and ``all_negs``.
@@ -98,6 +100,7 @@ class KGEmbedding(EdgeModel):
         entity_types: Mapping[str, int] | None = None,
         relation_ends: Sequence[Sequence[str]] | None = None,
         relation_names: Sequence[str] | None = None,
+        entity_bags: Callable[[str], tuple[Csr, int] | None] | None = None,
         entities: Mapping[str, Mapping[str, Any]] | None = None,
         relations: Sequence[Mapping[str, Any]] | None = None,
         dimension: int = 100,
@@ -148,6 +151,7 @@ class KGEmbedding(EdgeModel):
             bias=bias,
             init_scale=init_scale,
             sparse=[sparse_optimizer is not None and end not in dense for end in range(len(self.schema.entities))],
+            bags=[None if entity_bags is None else entity_bags(spec.name) for spec in self.schema.entities],
             max_norm=max_norm,
             shared=global_emb,
         )
@@ -175,6 +179,7 @@ class KGEmbedding(EdgeModel):
         return EdgeRecipe(
             tables=(self.entities[spec.lhs], self.entities[spec.rhs]),
             types=ends,
+            bags=(self.entities.bags[spec.lhs], self.entities.bags[spec.rhs]),
             relations=spec.relations,
             dimension=scores.dimension,
             operator=spec.operator,

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from gtrain.model.kg_schema import EntitySpec
 from gtrain.model.kg_training import Table
-from gtrain.nn import Embedding
+from gtrain.nn import Csr, Embedding, mean_rows
+from gtrain.nn.table import BLOCK_ROWS
 
 
 class EntityTables(nn.Module):
@@ -21,10 +22,13 @@ class EntityTables(nn.Module):
         init_scale: standard deviation of the initial rows.
         sparse: for each type, whether the gradient of its table is sparse.
         max_norm: longer vectors are scaled to this length when training reads them; None: never.
+        bags: for each type its entities' features and their number, where an embedding is the mean of features' rows;
+            else None.
         shared: whether all embeddings of a type have a learned vector in common, which is added to each.
 
     Attributes:
-        tables: by type.
+        tables: by type; of the features of a featurized one.
+        bags: by type, the features of each entity; None: an entity has a row of its own.
         shifts: ``[1, D]`` by type; None without ``shared``.
         rows: by type, what looks up rows ``[..., D]`` of ids ``[...]``, which count from 0 in each type.
         trained_rows: the same in training, which applies ``max_norm``.
@@ -37,14 +41,17 @@ class EntityTables(nn.Module):
         bias: bool,
         init_scale: float,
         sparse: Sequence[bool],
+        bags: Sequence[tuple[Csr, int] | None],
         max_norm: float | None,
         shared: bool,
     ) -> None:
         super().__init__()
         self._entities, self._max_norm = entities, max_norm
+        self.bags = [None if found is None else found[0] for found in bags]
+        rows = [spec.count if found is None else found[1] for spec, found in zip(entities, bags, strict=True)]
         self.tables = nn.ModuleList(
-            Embedding(spec.count, spec.dimension + bias, node_type=spec.name, init_std=init_scale, sparse=own)
-            for spec, own in zip(entities, sparse, strict=True)
+            Embedding(count, spec.dimension + bias, node_type=spec.name, init_std=init_scale, sparse=own)
+            for spec, own, count in zip(entities, sparse, rows, strict=True)
         )
         self.shifts = nn.ParameterList(nn.Parameter(torch.zeros(1, s.dimension)) for s in entities) if shared else None
         self.rows: list[Table] = [self._reader(number, False) for number in range(len(entities))]
@@ -80,16 +87,21 @@ class EntityTables(nn.Module):
 
     def blocks(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Go through the ids and embeddings of all nodes of a type, as the table's home has them."""
-        for ids, rows in self[number].home.blocks():
-            yield ids, self.shifted(rows, number)
+        if self.bags[number] is None:
+            for ids, rows in self[number].home.blocks():
+                yield ids, self.shifted(rows, number)
+            return
+        for ids in torch.arange(self._entities[number].count).split(BLOCK_ROWS):
+            yield ids, self.rows[number](ids).detach()
 
     def _reader(self, number: int, training: bool) -> Table:
         """What looks rows up; in training those that are too long are made shorter where they lie."""
-        columns, most = self._entities[number].dimension, self._max_norm
+        columns, most, bags = self._entities[number].dimension, self._max_norm, self.bags[number]
 
-        def rows(ids: Tensor) -> Tensor:
+        def table(ids: Tensor) -> Tensor:
             if training and most is not None:
                 self[number].clip(ids, columns, most)
-            return self.shifted(self[number](ids), number)
+            found: Tensor = self[number](ids)
+            return found
 
-        return rows
+        return lambda ids: self.shifted(table(ids) if bags is None else mean_rows(bags, ids, table), number)

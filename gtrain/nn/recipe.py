@@ -11,6 +11,7 @@ from functools import cached_property
 
 from torch import nn
 
+from gtrain.nn.csr import Csr
 from gtrain.nn.table import Table
 
 
@@ -21,6 +22,8 @@ class EdgeRecipe:
     Attributes:
         tables: rows of the heads' type and of the tails' type, D columns and then the bias, if there is one.
         types: places of these types in :attr:`ModelRecipe.tables`.
+        bags: for heads and for tails, the features of each entity, whose rows' mean is its embedding; None: an entity
+            has a row of its own.
         relations: R ids, those of the data; parameters have a row for each, in this order.
         dimension: D.
         operator: ``none``, ``translation``, ``diagonal``, ``linear``, ``affine`` or ``complex_diagonal``.
@@ -45,6 +48,7 @@ class EdgeRecipe:
 
     tables: tuple[Table, Table]
     types: tuple[int, int]
+    bags: tuple[Csr | None, Csr | None]
     relations: tuple[int, ...]
     dimension: int
     operator: str

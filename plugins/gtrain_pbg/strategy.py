@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -169,7 +170,7 @@ class PBGStrategy(GraphStrategy):
             store.offsets, tuple(store.node("orig_id", part).clone() for part in range(store.num_parts))
         )
         layers = list(recipe.tables.values())
-        dtype, cuts = layers[0].weight.dtype, cuts_of(store, [layer.table for layer in layers], recipe.firsts)
+        dtype, cuts = layers[0].weight.dtype, cuts_of(store, [layer.table for layer in layers])
         widths = [state_width(rules.table.kind, layer.table.dim) if rules else 0 for layer in layers]
         layout: dict[str, Any] = TypedTables.tensors(cuts, self._slots, widths, dtype)
         for name, parameter in recipe.parameters.items():
@@ -408,19 +409,19 @@ class Trainee:
             every = self._localized(number, every, visit)
             for begin in range(0, len(every), HELD):
                 some = every.select(slice(begin, begin + HELD))
-                drawn = [
-                    rows.value[torch.randperm(len(rows.value), generator=generator)[:HELD]] for rows in (heads, tails)
-                ]
+                drawn = [rows.read(torch.randperm(rows.count, generator=generator)[:HELD]) for rows in (heads, tails)]
                 with torch.no_grad():
-                    rows = heads.value[some.heads], tails.value[some.tails]
+                    rows = heads.read(some.heads), tails.read(some.tails)
                     ranks = module.sampled_ranks(rows, some.relation, (drawn[0], drawn[1]), number)
                 found += float(torch.cat(ranks).reciprocal().sum())
         return found
 
     def _rows(self, number: int, visit: Visit) -> tuple[Rows, Rows]:
         """The tables that a group's edges of a bucket refer to."""
-        lhs, rhs = self._recipe.groups[number].types
-        return self._table.rows(lhs, 0, visit), self._table.rows(rhs, 1, visit)
+        group = self._recipe.groups[number]
+        found = (self._table.rows(kind, end, visit) for end, kind in enumerate(group.types))
+        heads, tails = (replace(rows, bags=bags) for rows, bags in zip(found, group.bags, strict=True))
+        return heads, tails
 
     def _localized(self, number: int, edges: EdgeList, visit: Visit) -> EdgeList:
         """A group's edges by rows of these tables and numbers among its relations."""
@@ -430,7 +431,7 @@ class Trainee:
     def _batch(self, number: int, edges: EdgeList, visit: Visit) -> tuple[EdgeBatch, Rows, Rows]:
         heads, tails = self._rows(number, visit)
         count = self._steps[number].draws(len(edges))
-        drawn = self._draw("heads", len(heads.value), count), self._draw("tails", len(tails.value), count)
+        drawn = self._draw("heads", heads.count, count), self._draw("tails", tails.count, count)
         own = self._localized(number, edges, visit)
         return EdgeBatch(own.heads, own.relation, own.tails, own.weight, drawn), heads, tails
 

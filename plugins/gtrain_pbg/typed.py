@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from gtrain.graph.entities import entity_types
 from gtrain.graph.store import Store
 from gtrain.nn import TableSpec
 from gtrain.wire.shared import SharedTensors
@@ -30,7 +31,7 @@ class Cut:
         name: the type; files and shared memory are called after it.
         spec: what its table is.
         partitions: of its rows.
-        begins: for each partition of the store the row at which the type's rows begin.
+        begins: for each partition of the store the row at which the type's entities begin.
     """
 
     name: str
@@ -44,22 +45,23 @@ class Cut:
         return self.partitions.count == len(self.begins)
 
 
-def cuts_of(store: Store, specs: Sequence[TableSpec], firsts: Sequence[int]) -> list[Cut]:
+def cuts_of(store: Store, specs: Sequence[TableSpec]) -> list[Cut]:
     """Return how each type is cut.
 
     Args:
         store: the graph, whose nodes of all types have one numbering.
-        specs: what each type's table is.
-        firsts: id of each type's first node.
+        specs: what each type's table is; the table of a featurized type has rows for features, and is not cut.
     """
     parts = [store.node("orig_id", part) for part in range(store.num_parts)]
     together = store.facts.get("unpartitioned") or []
     found = []
-    for spec, first in zip(specs, firsts, strict=True):
-        ends = torch.tensor([first, first + spec.rows])
+    for spec, kind in zip(specs, entity_types(store), strict=True):
+        first, ends = kind.first, torch.tensor([kind.first, kind.first + kind.count])
         spans = [torch.searchsorted(orig_id, ends).tolist() for orig_id in parts]
         held = parts[:1] if spec.name in together else parts
         own = tuple(ids[low:high] - first for ids, (low, high) in zip(held, spans, strict=False))
+        if spec.name in (store.facts.get("features") or {}):
+            own = (torch.arange(spec.rows),)
         sizes = torch.tensor([0, *(len(ids) for ids in own)])
         name = "table" if len(specs) == 1 else spec.name
         found.append(Cut(name, spec, Partitions(sizes.cumsum(0), own), tuple(low for low, _ in spans)))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gtrain.errors import CheckpointError
-from gtrain.graph.entities import entity_types
+from gtrain.graph.entities import entity_types, feature_kind
 from gtrain.graph.store import Store
 from gtrain.nn import TableSpec
 from gtrain.nn.recipe import ModelRecipe
@@ -147,21 +147,22 @@ def _mapping(kind: str, old: Store, new: Store, count: int) -> Tensor:
 
 def _copy_rows(folder: Path, said: dict[str, Any], old: Store, new: Store, table: PartitionedTable, kind: str) -> int:
     """Overwrite the rows of one type; return how many were known."""
-    mapping = _mapping(kind, old, new, said["rows"])
+    named = feature_kind(kind) if kind in (new.facts.get("features") or {}) else kind
+    mapping = _mapping(named, old, new, said["rows"])
     mapping = torch.where(mapping < table.spec.rows, mapping, -1)
     parts = range(said["partitions"])
     rows = [files.mapped(folder / files.file_name(files.ROWS, part, said["file"])) for part in parts]
-    place = {cut.name: cut for cut in cuts_of(old, *_types_of(old))}[said["file"]]
+    place = {cut.name: cut for cut in cuts_of(old, _tables_of(old))}[said["file"]]
     known = [mapping[orig_id] for orig_id in place.partitions.orig_id]
     for partition in range(table.partitions.count):
         table.overwrite(partition, zip(known, rows, strict=True))
     return int((mapping >= 0).sum())
 
 
-def _types_of(store: Store) -> tuple[list[TableSpec], list[int]]:
+def _tables_of(store: Store) -> list[TableSpec]:
     """What :func:`~gtrain_pbg.typed.cuts_of` must know of the types of a store."""
-    types = entity_types(store)
-    return [TableSpec(each.name, each.count, 0, seed=0) for each in types], [each.first for each in types]
+    features = store.facts.get("features") or {}
+    return [TableSpec(each.name, features.get(each.name, each.count), 0, seed=0) for each in entity_types(store)]
 
 
 def _copy_relations(

@@ -115,6 +115,36 @@ def test_pytorch_biggraphs_folders_with_types(tmp_path: Path) -> None:
         assert file["embeddings"].shape == (18, 8)
 
 
+def test_featurized_entities(tmp_path: Path) -> None:
+    """Items are bags of words, in which the words that users like are: what single learns, pbg does."""
+    rng, kg = np.random.default_rng(0), tmp_path / "kg"
+    kg.mkdir()
+    items = {f"i{n}": [f"w{w}" for w in rng.choice(12, size=3, replace=False)] for n in range(60)}
+    (tmp_path / "items.tsv").write_text("".join("\t".join([name, *words]) + "\n" for name, words in items.items()))
+    liked = [f"u{u}\tlikes\t{name}" for u in range(12) for name, words in items.items() if f"w{u}" in words]
+    order = [liked[place] for place in rng.permutation(len(liked))]
+    splits = {"train": order[40:] + [f"u0\tsees\t{name}" for name in items], "valid": order[:20], "test": order[20:40]}
+    for split, lines in splits.items():
+        (kg / f"{split}.txt").write_text("".join(line + "\n" for line in lines))
+    common = ["data=kg", f"data.path={kg}", "model=kg", "data.relations=[{lhs:user,rhs:item}]",
+              f"data.entities={{user:{{}},item:{{featurized:{tmp_path / 'items.tsv'}}}}}", "model.dimension=16",
+              "model.init_scale=0.1", "model.num_uniform_negs=30", "data.batch_size=50", "trainer.max_epochs=20",
+              "logger=none", "trainer.enable_progress_bar=false"]  # fmt: skip
+    found = {}
+    for name, strategy in (("single", []), ("pbg", ["strategy.num_partitions=2", "trainer.devices=2"])):
+        run = [f"strategy={name}", *strategy, f"hydra.run.dir={tmp_path / name}"]
+        ok(gtrain(*common, *run, cwd=tmp_path))
+        found[name] = summary(tmp_path / name)["metrics"]["test/hits@10"]
+    assert found["single"] > 0.6 and found["pbg"] > 0.6, found
+    arguments = ["strategy=pbg", "strategy.num_partitions=2", "format=tsv", f"output={tmp_path / 'out'}"]
+    arguments += [f"ckpt_path={tmp_path / 'pbg' / 'checkpoints' / 'last.ckpt'}"]
+    ok(gtrain("export", *common, *arguments, cwd=tmp_path))
+    assert len((tmp_path / "out" / "item.tsv").read_text().splitlines()) == 60  # entities, not words
+    (tmp_path / "items.tsv").write_text("i0\tw1\ni1\n")
+    result = gtrain("partition", *common, "strategy=single", cwd=tmp_path)
+    assert result.returncode != 0 and "items.tsv, line 2: 'i1' has no features" in " ".join(result.stderr.split())
+
+
 def test_what_does_not_suit_types_is_said(tmp_path: Path) -> None:
     graph = [*write_graph(tmp_path, 5, ("follows", "likes", "of"))[0], RELATIONS]
     (tmp_path / "bad").mkdir()

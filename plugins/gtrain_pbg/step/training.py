@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gtrain.nn import Csr, mean_rows, select_rows
 from gtrain.nn.recipe import EdgeRecipe
+from gtrain_pbg.kernels import bags, updates
 from gtrain_pbg.kernels import rows as kernels
-from gtrain_pbg.kernels import updates
 from gtrain_pbg.step.layout import Layout, Operand, Workspace, bits, layout_of
 from gtrain_pbg.step.relations import RelationOperator, UpdateRule, Weights
 from gtrain_pbg.step.scores import SideScores, compact
@@ -29,11 +30,24 @@ class Rows:
         value: ``[n, D]``, or ``[n, D + 1]`` with the bias; may be shared with other processes.
         state: ``[n, s]``, the optimizer's.
         head: int32 ``[n]``, all -1 between steps; of this process.
+        bags: rows of the table of each entity, whose mean is its embedding; None: an entity has a row.
     """
 
     value: Tensor
     state: Tensor
     head: Tensor
+    bags: Csr | None = None
+
+    @property
+    def count(self) -> int:
+        """Entities."""
+        return len(self.value) if self.bags is None else self.bags.num_rows
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Rows of entities."""
+        return (
+            self.value[ids] if self.bags is None else mean_rows(self.bags, ids, lambda features: self.value[features])
+        )
 
 
 @dataclass
@@ -117,7 +131,7 @@ class TrainingStep:
         """
         if not len(batch):
             return 0.0, 0.0
-        layouts = self._layout(len(batch), len(heads.value)), self._layout(len(batch), len(tails.value))
+        layouts = self._layout(len(batch), heads.count), self._layout(len(batch), tails.count)
         return self._train(batch, (heads, tails), layouts, table_rule, relation_rule)
 
     def _layout(self, edges: int, nodes: int) -> Layout:
@@ -275,16 +289,20 @@ class TrainingStep:
         recipe, n = self.recipe, layout.rows
         value = table.value.numpy()
         if recipe.max_norm is not None:
-            kernels.clip(value, ids.numpy(), recipe.dimension, recipe.max_norm)
+            read = ids if table.bags is None else select_rows(table.bags, ids).ids
+            kernels.clip(value, read.numpy(), recipe.dimension, recipe.max_norm)
         bias, by_bias = self.work.take(f"{name} bias", n), self.work.take(f"{name} bias gradient", n)
         if recipe.bias:
             by_bias.zero_()
         side = self._operand(name, n, recipe.dimension, bias, by_bias)
         shift = self._nothing[:0].view(-1) if common is None else common.value.view(-1)
         low = bits(self._no_bits if side.low is None else side.low)
-        kernels.fetch(
-            value, ids.numpy(), shift.numpy(), side.rows.numpy(), bias.numpy(), low, recipe.bias, side.low is not None
-        )
+        rest: list[Any] = [ids.numpy(), shift.numpy(), side.rows.numpy(), bias.numpy(), low]
+        rest += [recipe.bias, side.low is not None]
+        if table.bags is None:
+            kernels.fetch(value, *rest)
+        else:
+            bags.fetch_bags(value, table.bags.offsets.numpy(), table.bags.ids.numpy(), *rest)
         return side
 
     def _operand(self, name: str, n: int, columns: int, bias: Tensor, by_bias: Tensor) -> Operand:
@@ -423,6 +441,9 @@ class TrainingStep:
         by_bias: tuple[Tensor, ...],
         rule: UpdateRule,
     ) -> None:
+        if table.bags is not None:
+            self._scatter_bags(table, table.bags, ids, layouts, by_row, by_edge, by_bias, rule)
+            return
         total = sum(some.numel() for some in ids)
         after = self.work.take("after", total, dtype=torch.int32).numpy()
         touched = self.work.take("touched", min(total, len(table.value)), dtype=torch.int64).numpy()
@@ -440,6 +461,30 @@ class TrainingStep:
         work = self.work.take("row", table.value.size(1)).numpy()
         arguments: list[Any] = [touched, count, head, after, ids[0].numel(), *sides, *rest, self.recipe.bias, work]
         updates.scatter(*arguments)
+
+    def _scatter_bags(
+        self,
+        table: Rows,
+        entities: Csr,
+        ids: list[Tensor],
+        layouts: tuple[Layout, ...],
+        by_row: list[Tensor | None],
+        by_edge: list[Tensor | None],
+        by_bias: tuple[Tensor, ...],
+        rule: UpdateRule,
+    ) -> None:
+        """The same where an entity's row is the mean of a bag's."""
+        offsets, features = entities.offsets, entities.ids
+        total = min(len(table.value), sum(int((offsets[some + 1] - offsets[some]).sum()) for some in ids))
+        sums = self.work.take("bag sums", total, table.value.size(1)).numpy()
+        touched, head, count = self.work.take("touched", total, dtype=torch.int64).numpy(), table.head.numpy(), 0
+        for end, some in enumerate(ids):
+            gradients = [bits(self._or_nothing(given[end])) for given in (by_row, by_edge)]
+            place = (layouts[end].places, layouts[end].uniform, layouts[end].edges)
+            arguments: list[Any] = [some.numpy(), offsets.numpy(), features.numpy(), *gradients, by_bias[end].numpy()]
+            arguments += [*place, head, touched, count, sums, self.recipe.bias]
+            count = bags.add_bags(*arguments)
+        bags.apply_bags(touched, count, head, sums, table.value.numpy(), table.state.numpy(), *rule.numbers)
 
     def _or_nothing(self, tensor: Tensor | None) -> Tensor:
         return self._nothing if tensor is None else tensor
