@@ -33,6 +33,7 @@ class Post:
         task: a function, or ``package.module:function``.
         args: what it is called with.
         restarts: how many times it is started again after it died.
+        may_be_lost: whether the job goes on without it, and without the workers of its machine, after it died.
         stop_seconds: between SIGTERM and SIGKILL.
         listener: a server's socket.
         serves_store: whether the job's key-value store is in this process.
@@ -44,6 +45,7 @@ class Post:
     task: str | Callable[..., Any]
     args: Sequence[Any] = ()
     restarts: int = 0
+    may_be_lost: bool = False
     stop_seconds: float = GRACE_SECONDS
     listener: Listener | None = None
     serves_store: bool = False
@@ -67,6 +69,7 @@ class Child:
     result: Any = None
     failure: dict[str, Any] | None = None
     stopping: bool = False  # the agent has asked it to end
+    lost: bool = False  # it died, or another worker of its machine did, and the job goes on without them
     closed: bool = field(default=False, repr=False)
 
     @property
@@ -78,7 +81,7 @@ class Child:
     def failed(self) -> bool:
         """Ended without being asked to, and not by coming to the end of its task."""
         came_to_its_end = self.post.has_end and self.status == 0 and self.done
-        return self.status is not None and not self.stopping and not came_to_its_end
+        return self.status is not None and not (self.stopping or self.lost or came_to_its_end)
 
     def read_reports(self) -> bool:
         """Take in what the process wrote; False at the end of its pipe."""

@@ -34,7 +34,8 @@ class Job:
         roles: the servers, and how often a worker is started again.
         config: what servers get as their configuration.
         key_file: the keys of the job.
-        leash: a descriptor whose end of file says that the job is over: of an agent that has servers alone.
+        leash: a descriptor that can be read once the job is over: of an agent that has servers alone.
+        line: a connection to the job's key-value store, which ends with the job.
         listeners: the servers' sockets.
         children: the processes, one a post.
         roster: what the processes know of the servers.
@@ -52,6 +53,7 @@ class Job:
     config: Any = None
     key_file: str | None = None
     leash: int | None = None
+    line: socket.socket | None = None
     listeners: list[Listener] = field(default_factory=list)
     children: list[Child] = field(default_factory=list)
     roster: Roster = field(default_factory=Roster)
@@ -75,7 +77,10 @@ def posts_of(job: Job, task: str | Callable[..., Any], args: Sequence[Any]) -> l
     for slot in role_plans.worker_slots(job.num_nodes, job.devices, job.machine):
         serves = slot.rank == 0 and not restarts and job.store is not None
         terminal = slot.rank == 0
-        posts.append(Post(slot, task, args, restarts, serves_store=serves, has_end=True, terminal=terminal))
+        may_be_lost = role_plans.may_lose(job.roles, slot)
+        posts.append(
+            Post(slot, task, args, restarts, may_be_lost, serves_store=serves, has_end=True, terminal=terminal)
+        )
     return posts
 
 

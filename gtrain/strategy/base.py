@@ -151,9 +151,13 @@ class GraphStrategy(GroupCollectives):
         super().setup_environment()
         self.set_world_ranks()
         if not self._group_formed:
-            place = self.cluster_environment, self.global_rank, self.world_size
-            self.group = form_group(*place, self.timeout_seconds, self.counters, again=self.reforms)
+            self.group = self.form_group()
             self._group_formed = True
+
+    def form_group(self) -> Group:
+        """The group of all ranks; a backend may have one of another kind."""
+        place = self.cluster_environment, self.global_rank, self.world_size
+        return form_group(*place, self.timeout_seconds, self.counters, again=self.reforms)
 
     # ------------------------------------------------------------------------ life of a run
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -63,6 +64,9 @@ class PartitionedTable:
         shared: rows ``[slots, largest, width]`` and state ``[slots, largest, state_width]``.
         leader: whether this process reads and writes files.
     """
+
+    NAMES: ClassVar[tuple[str, ...]] = ("rows", "state")
+    """What of :meth:`tensors` belongs to the table."""
 
     def __init__(
         self,

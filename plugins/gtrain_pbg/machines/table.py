@@ -1,0 +1,127 @@
+"""The table of several machines: each has the two partitions that it trains, the others are in a depot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gtrain_pbg import files
+from gtrain_pbg.machines.board import Grant, partition_key
+from gtrain_pbg.machines.depot import Depot
+from gtrain_pbg.tables import PartitionedTable
+
+
+class SpreadTable(PartitionedTable):
+    """Rows and optimizer state of one table, of which this machine has two slots.
+
+    The machine's leader moves partitions; others learn from it which partition is in which slot. Outside of training
+    nothing is in a slot, and every process reads from the depot.
+    """
+
+    _depot: Depot
+    _publishes: bool
+    _next_lease: Callable[[], int]
+    _leases: dict[int, int]
+
+    def connect(self, depot: Depot, publishes: bool, next_lease: Callable[[], int]) -> None:
+        """Say where partitions are.
+
+        Args:
+            depot: where they are while no machine trains them.
+            publishes: whether this process is the one that fills the depot.
+            next_lease: gives a number larger than that of any lease so far.
+        """
+        self._depot, self._publishes, self._next_lease, self._leases = depot, publishes, next_lease, {}
+
+    @property
+    def whole(self) -> bool:
+        return False
+
+    def place_first(self) -> None:
+        self.buffer.place, self._sources = {}, {}
+
+    def publish(self) -> None:
+        """Let the depot have all partitions from their initial files. One process of the job calls it."""
+        for partition in range(self.partitions.count):
+            paths = {kind: self._path(kind, partition) for kind in (files.ROWS, files.STATE)}
+            self._depot.adopt(self._key(partition), self._next_lease(), paths)
+            for path in paths.values():
+                path.unlink()
+        self._folder.rmdir()
+
+    # ------------------------------------------------------------------------------------------ training
+
+    def bring(self, grant: Grant, released: Callable[[list[str]], None]) -> None:
+        """Bring the partitions of a bucket into slots; those that make room are written back first.
+
+        Args:
+            grant: the bucket.
+            released: told which partitions are written back.
+        """
+        self.give_back(released, set(self.buffer.place) - set(grant.bucket))
+        for partition in sorted(set(grant.bucket) - set(self.buffer.place)):
+            slot = min(set(range(self.buffer.slots)) - set(self.buffer.place.values()))
+            self._depot.load(self._key(partition), self._tensors(slot, partition))
+            self.buffer.place[partition] = slot
+            self._leases[partition] = grant.leases[self._key(partition)]
+
+    def give_back(self, released: Callable[[list[str]], None], partitions: set[int] | None = None) -> None:
+        """Write partitions back, all by default, and have no lease of them any more."""
+        for partition in sorted(set(self.buffer.place) if partitions is None else partitions):
+            slot = self.buffer.place[partition]
+            self._depot.save(self._key(partition), self._leases.pop(partition), self._tensors(slot, partition))
+            del self.buffer.place[partition]
+            released([self._key(partition)])
+
+    def forget(self) -> None:
+        """Nothing is in a slot any more."""
+        self.buffer.place = {}
+
+    # ------------------------------------------------------------------------------------------ checkpoints
+
+    def save(self, folder: Path) -> list[str]:
+        for partition in range(self.partitions.count):
+            targets = {kind: folder / files.file_name(kind, partition) for kind in (files.ROWS, files.STATE)}
+            self._depot.keep(self._key(partition), targets, self._tensors(0, partition))
+        return [files.file_name(kind, p) for p in range(self.partitions.count) for kind in (files.ROWS, files.STATE)]
+
+    def load(self, folder: Path) -> None:
+        self.place_first()
+        for partition in range(self.partitions.count if self._publishes else 0):
+            sources = {kind: folder / files.file_name(kind, partition) for kind in (files.ROWS, files.STATE)}
+            self._depot.adopt(self._key(partition), self._next_lease(), sources)
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    def read(self, partition: int) -> Tensor:
+        rows = torch.empty(self.partitions.size(partition), self.spec.dim, dtype=self.dtype)
+        self._depot.load(self._key(partition), {files.ROWS: rows})
+        return rows
+
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for partition, orig_id in enumerate(self.partitions.orig_id):
+            yield orig_id, self.read(partition)
+
+    def fetch(self, ids: Tensor) -> Tensor:
+        found = torch.empty(ids.numel(), self.spec.dim, dtype=self.dtype)
+        place = self.global_ids[ids].long()
+        owner = torch.searchsorted(self.partitions.offsets, place, right=True) - 1
+        for partition in owner.unique().tolist():
+            here = (owner == partition).nonzero().flatten()
+            wanted, back = (place[here] - self.partitions.offsets[partition]).unique(return_inverse=True)
+            rows = torch.empty(len(wanted), self.spec.dim, dtype=self.dtype)
+            self._depot.select(self._key(partition), wanted, rows)
+            found[here] = rows[back]
+        return found
+
+    # ------------------------------------------------------------------------------------------ inside
+
+    def _key(self, partition: int) -> str:
+        return partition_key(self.spec.name, partition)
+
+    def _tensors(self, slot: int, partition: int) -> Mapping[str, Tensor]:
+        size = self.partitions.size(partition)
+        return {kind: self._shared[kind][slot, :size] for kind in (files.ROWS, files.STATE)}
