@@ -86,7 +86,7 @@ class Board:
         ways = [
             (len(keys - mine.leases.keys()), number)
             for number, (_, bucket) in enumerate(self._pending)
-            if not (keys := self._keys(bucket)) & taken and self._allowed(keys)
+            if not (keys := self._keys(bucket)) & taken and self._allowed(keys, mine)
         ]
         if not ways:
             return None
@@ -137,8 +137,10 @@ class Board:
     def _keys(self, bucket: Bucket) -> set[str]:
         return {partition_key(self._table, partition) for partition in bucket}
 
-    def _allowed(self, keys: set[str]) -> bool:
-        return not self._as_tree or bool(keys & self._known) or not (self._known or self._busy)
+    def _allowed(self, keys: set[str], mine: _Machine) -> bool:
+        if not self._as_tree or not (self._known or self._busy):
+            return True
+        return bool(keys & self._known) or any(keys & self._keys(bucket) for _, bucket in mine.unsaved)
 
     def _go_on(self) -> None:
         """Go on to the next edge chunk once all of this one is done."""

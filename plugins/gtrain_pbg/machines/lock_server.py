@@ -54,6 +54,7 @@ class LockServer:
         self._processes: dict[int, int] = {}  # descriptors of the ranks' processes, where they are on this machine
         self._board: Board | None = None
         self._round, self._number = 0, 0
+        self._begun: set[int] = set()  # machines that have had a bucket in this epoch
         self._waiting: dict[int, Reply] = {}
         self._ended = ""
 
@@ -144,7 +145,7 @@ class LockServer:
         fields, settings = message.fields, self._settings
         if fields["round"] <= self._round:
             return
-        self._round = fields["round"]
+        self._round, self._begun = fields["round"], set()
 
         def order(chunk: int) -> list[tuple[int, int]]:
             seed = mixed(fields["seed"], fields["epoch"], chunk)
@@ -183,6 +184,9 @@ class LockServer:
         board = self._epoch
         grant = board.acquire(machine, self._next)
         if grant is not None:
+            if machine not in self._begun:
+                self._begun.add(machine)
+                print(f"round {self._round}: machine {machine} begins with bucket {grant.bucket}", flush=True)
             return Message({"bucket": list(grant.bucket), "chunk": grant.chunk, "leases": grant.leases})
         if board.holds(machine):
             return Message({"give_back": True})
