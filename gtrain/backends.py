@@ -35,15 +35,12 @@ class Role:
             order. Ignored for ``worker``.
         restarts: how many times one of them is started again after it died.
         stop_seconds: how long a server may take to end when the job is over.
-        may_be_lost: whether the job goes on without a machine one of whose workers died, machine 0 excepted. Of
-            ``worker`` alone; the strategy has to be made for it.
     """
 
     target: str = ""
     count: Number = 1
     restarts: Number = 0
     stop_seconds: float = STOP_SECONDS
-    may_be_lost: bool | Callable[[DictConfig], bool] = False
 
 
 @dataclass(frozen=True)
@@ -193,9 +190,7 @@ def _plan(name: str, role: Role, cfg: DictConfig, by_hand: bool) -> RolePlan:
                 f"strategy={cfg.strategy.name} gives its role {name} {what} {numbers[what]}; it must be 0 or more.",
                 hint="gtrain --cfg job --package strategy shows the settings that this follows from.",
             )
-    lost = role.may_be_lost(cfg) if callable(role.may_be_lost) else role.may_be_lost
-    settings: dict[str, Any] = {"stop_seconds": role.stop_seconds, "may_be_lost": lost, "by_hand": by_hand}
-    return RolePlan(name, role.target, **settings, **numbers)
+    return RolePlan(name, role.target, stop_seconds=role.stop_seconds, by_hand=by_hand, **numbers)
 
 
 def serving(kind: str) -> list[str]:

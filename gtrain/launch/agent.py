@@ -27,6 +27,7 @@ from gtrain.launch.slot import LOOPBACK
 from gtrain.launch.sockets import listen_tcp
 
 PRELOAD = "gtrain.launch.preload"
+LEFT_SECONDS = 10.0  # how long after the others a worker may end that may be lost
 ECHO_SECONDS = 0.5  # how long after the first failure others may still report an earlier cause
 
 
@@ -120,6 +121,8 @@ def _watch(job: Job) -> bool:
             if deadline is None:
                 _refill(job, selector)
                 _go_on_without(job, selector)
+                if _left_behind(job):
+                    break
                 if any(child.failed for child in job.children):
                     deadline = time.monotonic() + ECHO_SECONDS
             elif time.monotonic() >= deadline:
@@ -127,6 +130,14 @@ def _watch(job: Job) -> bool:
     for child in job.children:  # what was written just before the end
         child.read_reports()
     return deadline is not None
+
+
+def _left_behind(job: Job) -> bool:
+    """Whether only workers are left without which the job went on, long after the others came to their ends."""
+    others = [child for child in job.lasting if not child.may_be_lost]
+    if not others or any(child.status is None for child in others):
+        return False
+    return time.monotonic_ns() - max(child.ended_ns for child in others) > LEFT_SECONDS * 1e9
 
 
 def _over(job: Job, *, failing: bool) -> bool:
@@ -166,9 +177,9 @@ def _refill(job: Job, selector: selectors.BaseSelector) -> None:
 
 
 def _go_on_without(job: Job, selector: selectors.BaseSelector) -> None:
-    """Let go of machines whose workers may be lost, where one of them died; their servers stay."""
+    """Let go of machines without which the job goes on, where a worker died; their servers stay."""
     for child in job.children:
-        if not (child.post.may_be_lost and died_without_a_cause(child)):
+        if not (child.may_be_lost and died_without_a_cause(child)):
             continue
         node = child.slot.node
         said = ending(child, job.size(child.slot.role))

@@ -33,7 +33,6 @@ class Post:
         task: a function, or ``package.module:function``.
         args: what it is called with.
         restarts: how many times it is started again after it died.
-        may_be_lost: whether the job goes on without it, and without the workers of its machine, after it died.
         stop_seconds: between SIGTERM and SIGKILL.
         listener: a server's socket.
         serves_store: whether the job's key-value store is in this process.
@@ -45,7 +44,6 @@ class Post:
     task: str | Callable[..., Any]
     args: Sequence[Any] = ()
     restarts: int = 0
-    may_be_lost: bool = False
     stop_seconds: float = GRACE_SECONDS
     listener: Listener | None = None
     serves_store: bool = False
@@ -69,6 +67,7 @@ class Child:
     result: Any = None
     failure: dict[str, Any] | None = None
     stopping: bool = False  # the agent has asked it to end
+    may_be_lost: bool = False  # it has said that the job goes on without its machine
     lost: bool = False  # it died, or another worker of its machine did, and the job goes on without them
     closed: bool = field(default=False, repr=False)
 
@@ -99,6 +98,8 @@ class Child:
     def _take(self, message: dict[str, Any]) -> None:
         if message["kind"] == "done":
             self.done, self.result = True, message["result"]
+        elif message["kind"] == "may be lost":
+            self.may_be_lost = True
         else:
             self.failure = self.failure or message
 

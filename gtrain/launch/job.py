@@ -77,10 +77,7 @@ def posts_of(job: Job, task: str | Callable[..., Any], args: Sequence[Any]) -> l
     for slot in role_plans.worker_slots(job.num_nodes, job.devices, job.machine):
         serves = slot.rank == 0 and not restarts and job.store is not None
         terminal = slot.rank == 0
-        may_be_lost = role_plans.may_lose(job.roles, slot)
-        posts.append(
-            Post(slot, task, args, restarts, may_be_lost, serves_store=serves, has_end=True, terminal=terminal)
-        )
+        posts.append(Post(slot, task, args, restarts, serves_store=serves, has_end=True, terminal=terminal))
     return posts
 
 

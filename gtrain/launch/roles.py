@@ -22,8 +22,6 @@ class RolePlan:
         count: servers in the whole job.
         restarts: how many times one of them is started again after it died.
         stop_seconds: how long a server may take to end once it is asked to.
-        may_be_lost: whether the job goes on without a machine one of whose workers died; not without machine 0, which
-            has what all others meet at. Of ``worker`` alone.
         by_hand: whether someone starts them with ``gtrain serve``, and the agent does not.
     """
 
@@ -32,18 +30,12 @@ class RolePlan:
     count: int = 0
     restarts: int = 0
     stop_seconds: float = STOP_SECONDS
-    may_be_lost: bool = False
     by_hand: bool = False
 
 
 def restarts_of(plans: Iterable[RolePlan], role: str) -> int:
     """How many times a process of this role is started again."""
     return next((plan.restarts for plan in plans if plan.name == role), 0)
-
-
-def may_lose(plans: Iterable[RolePlan], slot: Slot) -> bool:
-    """Whether the job goes on without this worker and its machine's others."""
-    return slot.node > 0 and any(plan.may_be_lost for plan in plans if plan.name == slot.role)
 
 
 def counts_of(plans: Iterable[RolePlan]) -> Mapping[str, int]:

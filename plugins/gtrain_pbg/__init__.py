@@ -18,7 +18,6 @@ backend = Backend(
             restarts=lambda cfg: cfg.strategy.max_restarts,
         ),
         "parameter": Role("gtrain_pbg.machines.parameter_server:main", config.count_parameter_servers),
-        "worker": Role(may_be_lost=config.machines_may_be_lost),
     },
     store="gtrain_pbg.config:store_settings",
 )

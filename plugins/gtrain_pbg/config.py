@@ -23,7 +23,7 @@ class PBGConfig(StrategyConfig):
     Attributes:
         num_partitions: P, parts of the table; there are P * P buckets of edges.
         buffer_partitions: parts in memory at a time; with one more than the two of a bucket, the next is read and the
-            last is written while a bucket is trained. None: all P; on several machines 2.
+            last is written while a bucket is trained. None: all P; on several machines 3, of which one is written back.
         bucket_order: in which order an epoch goes through the buckets; see :mod:`gtrain_pbg.order`.
         num_edge_chunks: pieces of each bucket; an epoch goes through all first ones, then through all second ones.
         eval_fraction: share of each bucket's edges, the same in every epoch, that is held back and scored.
@@ -128,11 +128,11 @@ def check_machines(machines: int, partitions: int, buffer: int | None = None) ->
             f"bucket of 2 partitions that no other has: 2 * {machines} = {2 * machines} > {partitions}.",
             hint=f"set strategy.num_partitions={2 * machines} or more, or trainer.num_nodes={max(1, partitions // 2)}.",
         )
-    if machines > 1 and buffer not in (None, 2):
+    if machines > 1 and buffer not in (None, 2, 3):
         raise ConfigError(
             f"strategy.buffer_partitions={buffer} was set; each of trainer.num_nodes={machines} machines has the 2 "
-            "partitions of its bucket in memory, and the others need the rest.",
-            hint="leave strategy.buffer_partitions.",
+            "partitions of its bucket and one that it writes back.",
+            hint="set strategy.buffer_partitions=3, or 2 to save memory.",
         )
 
 
@@ -154,11 +154,6 @@ def count_partition_servers(cfg: Any) -> int:
 def count_parameter_servers(cfg: Any) -> int:
     """Parameter servers of a job: one on each of several machines."""
     return int(cfg.trainer.num_nodes if cfg.trainer.num_nodes > 1 else 0)
-
-
-def machines_may_be_lost(cfg: Any) -> bool:
-    """Whether training goes on without a machine."""
-    return bool(cfg.verb == "train" and cfg.strategy.on_trainer_loss == "continue")
 
 
 def store_settings(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from gtrain_pbg.edges import BucketEdges, mixed
 from gtrain_pbg.evaluation import EvaluationBatches
 from gtrain_pbg.home import PartitionedHome
 from gtrain_pbg.machines.evaluation import DealtAnew
-from gtrain_pbg.machines.lock_server import SLOTS
 from gtrain_pbg.machines.set_up import Machines
 from gtrain_pbg.machines.table import SpreadTable
 from gtrain_pbg.machines.trainee import MachineTrainee, Turn, Turns
@@ -144,7 +143,7 @@ class PBGStrategy(GraphStrategy):
     def _slots(self) -> int:
         settings = self.settings
         if self._machines is not None:
-            return SLOTS
+            return settings.buffer_partitions or 3
         return min(settings.num_partitions, settings.buffer_partitions or settings.num_partitions)
 
     def making_model(self) -> AbstractContextManager[None]:
@@ -213,6 +212,8 @@ class PBGStrategy(GraphStrategy):
         if self._machines is None:
             return Trainee(table, self.group, training, held_out)
         assert isinstance(table, SpreadTable)
+        if settings.on_trainer_loss == "continue" and self.node_rank > 0:  # all others meet on machine 0
+            self.may_be_lost()
         fresh = settings.distributed_tree_init_order and settings.warm_start is None
         common = {name: shared[name] for name in shared if name not in PartitionedTable.NAMES}
         return MachineTrainee(

@@ -87,15 +87,17 @@ def test_a_killed_trainer_is_named_and_others_train_its_buckets(tmp_path: Path) 
     assert of_epochs(run, "train/loss")[3] < of_epochs(run, "train/loss")[0]
 
 
-def test_a_killed_trainer_ends_the_job_where_that_is_wanted(tmp_path: Path) -> None:
-    job = Program(
-        "-m", "gtrain", *SMALL, *TWO, FOREVER, "strategy.on_trainer_loss=stop", "hydra.run.dir=run", cwd=tmp_path
-    )
+@pytest.mark.parametrize(
+    ("policy", "victim", "name"), [("stop", -1, "rank 1 of 2 (machine 1)"), ("continue", 0, "lock 0 of 1 (machine 0)")]
+)
+def test_what_the_job_cannot_go_on_without_ends_it(policy: str, victim: int, name: str, tmp_path: Path) -> None:
+    wanted = f"strategy.on_trainer_loss={policy}"
+    job = Program("-m", "gtrain", *SMALL, *TWO, FOREVER, wanted, "hydra.run.dir=run", cwd=tmp_path)
     until(lambda: begun(tmp_path / "run", 1, 3), 100, tmp_path)
-    os.kill(children(job)[-1], signal.SIGKILL)
+    os.kill(children(job)[victim], signal.SIGKILL)
     done = job.end(30)
     assert done.returncode != 0
-    assert "gtrain: rank 1 of 2 (machine 1) was killed by SIGKILL (signal 9)." in done.stderr
+    assert f"gtrain: {name} was killed by SIGKILL (signal 9)." in done.stderr
 
 
 def test_partition_servers_come_back_and_a_full_disk_ends_the_run(tmp_path: Path) -> None:

@@ -21,8 +21,6 @@ from gtrain_pbg.machines.members import Members, Reply
 from gtrain_pbg.order import bucket_order
 
 LOOK_SECONDS = 0.1
-SLOTS = 2
-"""Partitions that a machine has in memory, those of its bucket."""
 
 
 def main(context: ServerContext) -> None:
@@ -149,7 +147,7 @@ class LockServer:
 
         def order(chunk: int) -> list[tuple[int, int]]:
             seed = mixed(fields["seed"], fields["epoch"], chunk)
-            return bucket_order(settings.bucket_order, settings.num_partitions, SLOTS, seed)
+            return bucket_order(settings.bucket_order, settings.num_partitions, 2, seed)
 
         self._board = Board(fields["table"], order, settings.num_edge_chunks, fields["as_tree"])
 

@@ -20,6 +20,8 @@ MOST_UPDATES = 100
 """A second."""
 MOST_BYTES = 1e9
 """A second."""
+SILENT_SECONDS = 60.0
+"""A server that does not answer for so long is gone, with its machine."""
 
 
 class SharedParameters:
@@ -29,9 +31,17 @@ class SharedParameters:
         tensors: by name; in memory that the machine's workers share.
         clients: of the parameter servers, in rank order.
         interval: seconds between updates, at least.
+        silent_seconds: how long a server may take to answer.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], clients: Sequence[Client], interval: float) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        clients: Sequence[Client],
+        interval: float,
+        silent_seconds: float = SILENT_SECONDS,
+    ) -> None:
+        self._silent_seconds = silent_seconds
         self._clients = list(clients)
         self._pieces = [_pieces(tensors, server, len(self._clients)) for server in range(len(self._clients))]
         self._last = [{key: piece.clone() for key, piece in pieces.items()} for pieces in self._pieces]
@@ -44,13 +54,14 @@ class SharedParameters:
     def put(self) -> None:
         """Let the servers have the values as they are here."""
         for client, pieces in zip(self._clients, self._pieces, strict=True):
-            client.request("put", {"keys": list(pieces)}, [piece.clone() for piece in pieces.values()])
+            values = [piece.clone() for piece in pieces.values()]
+            client.request("put", {"keys": list(pieces)}, values, self._silent_seconds)
         self._remember()
 
     def get(self) -> None:
         """Take the servers' values."""
         for client, pieces in zip(self._clients, self._pieces, strict=True):
-            values = client.request("get", {"keys": list(pieces)}).tensors
+            values = client.request("get", {"keys": list(pieces)}, timeout_seconds=self._silent_seconds).tensors
             for piece, value in zip(pieces.values(), values, strict=True):
                 piece.copy_(value)
         self._remember()
@@ -61,7 +72,7 @@ class SharedParameters:
         for client, pieces, last in zip(self._clients, self._pieces, self._last, strict=True):
             now = {key: piece.clone() for key, piece in pieces.items()}
             changes = [now[key] - last[key] for key in pieces]
-            sent.append((now, client.submit("add", {"keys": list(pieces)}, changes)))
+            sent.append((now, client.submit("add", {"keys": list(pieces)}, changes, self._silent_seconds)))
         for (now, answer), pieces, last in zip(sent, self._pieces, self._last, strict=True):
             for key, value in zip(pieces, answer.result().tensors, strict=True):
                 pieces[key].add_(value - now[key])

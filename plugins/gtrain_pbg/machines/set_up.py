@@ -14,7 +14,7 @@ from gtrain_pbg.config import PBGConfig
 from gtrain_pbg.machines.depot import Depot, FolderDepot, ServedDepot
 from gtrain_pbg.machines.group import MachinesGroup
 from gtrain_pbg.machines.lock_client import LockClient
-from gtrain_pbg.machines.parameters import SharedParameters
+from gtrain_pbg.machines.parameters import SILENT_SECONDS, SharedParameters
 
 
 class Machines:
@@ -52,7 +52,9 @@ class Machines:
 
     def parameters(self, tensors: Mapping[str, Tensor]) -> SharedParameters:
         """This machine's copy of what all machines have."""
-        return SharedParameters(tensors, self._servers.clients("parameter"), self._settings.sync_interval)
+        clients, settings = self._servers.clients("parameter"), self._settings
+        silent_seconds = max(SILENT_SECONDS, 2 * settings.lease_seconds)
+        return SharedParameters(tensors, clients, settings.sync_interval, silent_seconds)
 
     def next_lease(self) -> int:
         """A number larger than that of any lease so far."""

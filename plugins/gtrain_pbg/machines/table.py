@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from gtrain.errors import CheckpointError
 from gtrain_pbg import files
 from gtrain_pbg.machines.board import Grant, partition_key
 from gtrain_pbg.machines.depot import Depot
@@ -15,7 +17,7 @@ from gtrain_pbg.tables import PartitionedTable
 
 
 class SpreadTable(PartitionedTable):
-    """Rows and optimizer state of one table, of which this machine has two slots.
+    """Rows and optimizer state of one table, of which this machine has two or three slots.
 
     The machine's leader moves partitions; others learn from it which partition is in which slot. Outside of training
     nothing is in a slot, and every process reads from the depot.
@@ -25,6 +27,7 @@ class SpreadTable(PartitionedTable):
     _publishes: bool
     _next_lease: Callable[[], int]
     _leases: dict[int, int]
+    _leaving: dict[int, Future[None]]
 
     def connect(self, depot: Depot, publishes: bool, next_lease: Callable[[], int]) -> None:
         """Say where partitions are.
@@ -34,7 +37,8 @@ class SpreadTable(PartitionedTable):
             publishes: whether this process is the one that fills the depot.
             next_lease: gives a number larger than that of any lease so far.
         """
-        self._depot, self._publishes, self._next_lease, self._leases = depot, publishes, next_lease, {}
+        self._depot, self._publishes, self._next_lease = depot, publishes, next_lease
+        self._leases, self._leaving = {}, {}
 
     @property
     def whole(self) -> bool:
@@ -55,26 +59,55 @@ class SpreadTable(PartitionedTable):
     # ------------------------------------------------------------------------------------------ training
 
     def bring(self, grant: Grant, released: Callable[[list[str]], None]) -> None:
-        """Bring the partitions of a bucket into slots; those that make room are written back first.
+        """Bring the partitions of a bucket into slots. Others are written back meanwhile, and while it is trained.
 
         Args:
             grant: the bucket.
             released: told which partitions are written back.
         """
-        self.give_back(released, set(self.buffer.place) - set(grant.bucket))
+        self._leave(released, set(self.buffer.place) - set(grant.bucket))
         for partition in sorted(set(grant.bucket) - set(self.buffer.place)):
-            slot = min(set(range(self.buffer.slots)) - set(self.buffer.place.values()))
+            slot = self._room()
             self._depot.load(self._key(partition), self._tensors(slot, partition))
             self.buffer.place[partition] = slot
             self._leases[partition] = grant.leases[self._key(partition)]
 
-    def give_back(self, released: Callable[[list[str]], None], partitions: set[int] | None = None) -> None:
-        """Write partitions back, all by default, and have no lease of them any more."""
-        for partition in sorted(set(self.buffer.place) if partitions is None else partitions):
-            slot = self.buffer.place[partition]
-            self._depot.save(self._key(partition), self._leases.pop(partition), self._tensors(slot, partition))
-            del self.buffer.place[partition]
-            released([self._key(partition)])
+    def give_back(self, released: Callable[[list[str]], None]) -> None:
+        """Write all partitions back, and have no lease of them any more."""
+        self._leave(released, set(self.buffer.place))
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until what leaves is written back.
+
+        Raises:
+            DataError, RemoteError: it could not be.
+        """
+        for slot in list(self._leaving):
+            self._leaving.pop(slot).result()
+
+    def _leave(self, released: Callable[[list[str]], None], partitions: set[int]) -> None:
+        """Begin to write partitions back."""
+        assert self._thread is not None
+        for partition in sorted(partitions):
+            slot, key = self.buffer.place.pop(partition), self._key(partition)
+            told = key, self._leases.pop(partition), self._tensors(slot, partition)
+            self._leaving[slot] = self._thread.submit(self._write_back, *told, released)
+
+    def _write_back(
+        self, key: str, lease: int, tensors: Mapping[str, Tensor], released: Callable[[list[str]], None]
+    ) -> None:
+        self._depot.save(key, lease, tensors)
+        released([key])
+
+    def _room(self) -> int:
+        """A slot without a partition; waits for one that is written back if need be."""
+        free = set(range(self.buffer.slots)) - set(self.buffer.place.values())
+        slot = min(free - self._leaving.keys(), default=None)
+        if slot is None:
+            slot = next(iter(self._leaving))  # the first that was begun
+            self._leaving.pop(slot).result()
+        return slot
 
     def forget(self) -> None:
         """Nothing is in a slot any more."""
@@ -90,6 +123,12 @@ class SpreadTable(PartitionedTable):
 
     def load(self, folder: Path) -> None:
         self.place_first()
+        found = len(list(folder.glob(f"*.{files.ROWS}.npy")))
+        if found != self.partitions.count:
+            raise CheckpointError(
+                f"{folder} has {found} partitions; strategy.num_partitions={self.partitions.count} was set.",
+                hint=f"set strategy.num_partitions={found}, or begin a run with strategy.warm_start.",
+            )
         for partition in range(self.partitions.count if self._publishes else 0):
             sources = {kind: folder / files.file_name(kind, partition) for kind in (files.ROWS, files.STATE)}
             self._depot.adopt(self._key(partition), self._next_lease(), sources)

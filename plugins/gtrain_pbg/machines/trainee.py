@@ -108,6 +108,7 @@ class MachineTrainee:
         return Grant((head, tail), chunk, {})
 
     def _acquire(self, edges: int | None) -> Grant | None:
+        self._table.settle()  # what is written back may be granted again, under another lease
         while True:
             found = self._lock.ask("acquire", {"edges": edges}).fields
             if "over" in found:
