@@ -151,9 +151,13 @@ class GraphStrategy(GroupCollectives):
         super().setup_environment()
         self.set_world_ranks()
         if not self._group_formed:
-            place = self.cluster_environment, self.global_rank, self.world_size
-            self.group = form_group(*place, self.timeout_seconds, self.counters, again=self.reforms)
+            self.group = self.form_group()
             self._group_formed = True
+
+    def form_group(self) -> Group:
+        """The group of all ranks; a backend may have one of another kind."""
+        place = self.cluster_environment, self.global_rank, self.world_size
+        return form_group(*place, self.timeout_seconds, self.counters, again=self.reforms)
 
     # ------------------------------------------------------------------------ life of a run
 
@@ -200,6 +204,13 @@ class GraphStrategy(GroupCollectives):
         """The checkpoint from which a rank goes on that died and was started again; None: from the beginning."""
         path = run_dir / "checkpoints" / "last.ckpt"
         return path if path.exists() or path.with_name("last.ckpt.old").exists() else None
+
+    def may_be_lost(self) -> None:
+        """Say that the job goes on without this rank's machine from now on, should one of its workers die.
+
+        Their servers stay. It is heeded where our agent started the ranks; any other launcher ends the job.
+        """
+        slots.may_be_lost()
 
     # ------------------------------------------------------------------------ batches
 

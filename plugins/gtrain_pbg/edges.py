@@ -64,6 +64,11 @@ class BucketEdges:
     seed: int
     dtype: torch.dtype
 
+    @property
+    def passes(self) -> int:
+        """How often an epoch goes through the buckets; see :func:`passes_of`."""
+        return passes_of(self.store, self.chunks)
+
     def count(self) -> int:
         """Edges over all buckets, with those that are held back."""
         return self.store.num_edges

@@ -6,7 +6,7 @@ not cut lies in partition 0, as PyTorch-BigGraph has it, and its table is in mem
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from gtrain.graph.entities import entity_types
 from gtrain.graph.store import Store
 from gtrain.nn import TableSpec
 from gtrain.wire.shared import SharedTensors
+from gtrain_pbg import files
 from gtrain_pbg.order import Bucket
 from gtrain_pbg.step.training import Rows
 from gtrain_pbg.swaps import Buffer, Swap, Visit
@@ -24,7 +25,7 @@ from gtrain_pbg.tables import Layout, PartitionedTable, Partitions
 
 
 @dataclass(frozen=True)
-class Cut:
+class TypeCut:
     """How one type is cut.
 
     Attributes:
@@ -45,7 +46,7 @@ class Cut:
         return self.partitions.count == len(self.begins)
 
 
-def cuts_of(store: Store, specs: Sequence[TableSpec]) -> list[Cut]:
+def cuts_of(store: Store, specs: Sequence[TableSpec]) -> list[TypeCut]:
     """Return how each type is cut.
 
     Args:
@@ -64,7 +65,7 @@ def cuts_of(store: Store, specs: Sequence[TableSpec]) -> list[Cut]:
             own = (torch.arange(spec.rows),)
         sizes = torch.tensor([0, *(len(ids) for ids in own)])
         name = "table" if len(specs) == 1 else spec.name
-        found.append(Cut(name, spec, Partitions(sizes.cumsum(0), own), tuple(low for low, _ in spans)))
+        found.append(TypeCut(name, spec, Partitions(sizes.cumsum(0), own), tuple(low for low, _ in spans)))
     return found
 
 
@@ -73,6 +74,7 @@ class TypedTables:
 
     Args:
         cuts: the types.
+        nodes: how the nodes of all types are cut.
         slots: partitions in memory at a time.
         state_widths: numbers of optimizer state for each row, by type.
         dtype: of rows and state.
@@ -82,12 +84,14 @@ class TypedTables:
 
     Attributes:
         tables: by type.
+        nodes: how the nodes of all types are cut.
         buffer: which partitions are in which slots.
     """
 
     def __init__(
         self,
-        cuts: Sequence[Cut],
+        cuts: Sequence[TypeCut],
+        nodes: Partitions,
         slots: int,
         state_widths: Sequence[int],
         dtype: torch.dtype,
@@ -95,30 +99,32 @@ class TypedTables:
         shared: SharedTensors,
         leader: bool,
     ) -> None:
-        self.cuts, self.dtype, self.buffer = cuts, dtype, Buffer(slots)
+        self.cuts, self.nodes, self.dtype, self.buffer = cuts, nodes, dtype, Buffer(slots)
+        place = dtype, folder, shared, leader
         self.tables = [
-            PartitionedTable(
-                cut.spec,
-                cut.partitions,
-                self.buffer if cut.is_cut else Buffer(1),
-                width,
-                dtype,
-                folder,
-                shared,
-                leader,
-                cut.name,
-            )
+            self._make(cut, width, place)
+            if cut.is_cut
+            else PartitionedTable(cut.spec, cut.partitions, Buffer(1), width, *place, cut.name)
             for cut, width in zip(cuts, state_widths, strict=True)
         ]
 
+    def _make(self, cut: TypeCut, width: int, place: tuple[torch.dtype, Path, SharedTensors, bool]) -> PartitionedTable:
+        """The table of a type that is cut."""
+        return PartitionedTable(cut.spec, cut.partitions, self.buffer, width, *place, cut.name)
+
     @staticmethod
-    def tensors(cuts: Sequence[Cut], slots: int, state_widths: Sequence[int], dtype: torch.dtype) -> Layout:
+    def tensors(cuts: Sequence[TypeCut], slots: int, state_widths: Sequence[int], dtype: torch.dtype) -> Layout:
         """What :class:`~gtrain.wire.shared.SharedTensors` must hold."""
         found: Layout = {}
         for cut, width in zip(cuts, state_widths, strict=True):
             number = slots if cut.is_cut else 1
             found |= PartitionedTable.tensors(number, cut.partitions, cut.spec.dim, width, dtype, cut.name)
         return found
+
+    def in_common(self, shared: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What of the shared memory belongs to no table that is cut: parameters, and tables that are always there."""
+        moved = {f"{cut.name}.{kind}" for cut in self.cuts if cut.is_cut for kind in files.KINDS}
+        return {name: shared[name] for name in shared if name not in moved}
 
     @property
     def whole(self) -> bool:
