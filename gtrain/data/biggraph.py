@@ -12,12 +12,14 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.data import biggraph_files as files
+from gtrain.data.biggraph_bags import BagBook, bag_tensor
 from gtrain.data.biggraph_edges import EdgeReader, Relation, require_h5py
 from gtrain.data.biggraph_files import Ints
 from gtrain.data.given_parts import GivenPartsData
 from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp
 from gtrain.data.schema import DataSchema, places
 from gtrain.errors import ConfigError, DataError
+from gtrain.graph.entities import feature_kind
 
 SPLITS = {"edges": "", "val_edges": "val_", "test_edges": "test_"}
 
@@ -29,7 +31,7 @@ class BigGraphData(GivenPartsData):
     is its offset plus the size of the partitions before. With one entity type the graph is homogeneous, and ``rel``
     becomes ``edge_type`` where there is more than one relation; with several it is heterogeneous, an edge type for each
     relation, or with ``joint_types`` one graph whose ids run through all types. ``weight`` becomes ``edge_weight``.
-    Featurized entities are refused.
+    Featurized entities need ``joint_types``: each different bag of features becomes an entity.
 
     Args:
         path: folder of ``entity_count_<type>_<part>.txt`` (PyTorch-BigGraph's ``entity_path``), with
@@ -39,8 +41,8 @@ class BigGraphData(GivenPartsData):
             other in each epoch; None means ``path``.
         val_edges: the same of the edges held out for validation.
         test_edges: the same of the edges held out for test.
-        entities: entity types as in PyTorch-BigGraph's configuration; see :class:`~gtrain.data.schema.DataSchema`.
-            Types in one partition need not be there.
+        entities: entity types as in PyTorch-BigGraph's configuration, with ``num_partitions``, ``featurized`` and what
+            the model reads; see :class:`~gtrain.data.schema.DataSchema`. Types in one partition need not be there.
         relations: relations as in PyTorch-BigGraph's configuration, each with ``name``, ``lhs`` and ``rhs``; other
             keys are for the model. Needed only with several entity types. Where relations are dynamic, the only one.
         keep_parts: whether the partitions become the parts of the store. Types in one partition are spread evenly, or
@@ -74,6 +76,7 @@ class BigGraphData(GivenPartsData):
         self.keep_parts, self.joint_types = keep_parts, joint_types
         self._said, self._entities = relations, entities or {}
         self._facts: dict[str, Any] = {}
+        self._books: dict[str, BagBook] = {}
         if keep_parts:
             self._check_partitioner()
         self._names: dict[str, Sequence[str]] = {}
@@ -88,7 +91,10 @@ class BigGraphData(GivenPartsData):
             for key, names in self.edges.items()
         }
         relations = None if self.relations is None else [vars(relation) for relation in self.relations]
-        joint = {"joint_types": sorted(self._together(files.read_counts(place)))} if self.joint_types else {}
+        counts = files.read_counts(place)
+        joint = {"joint_types": self._together(counts)} if self.joint_types else {}
+        if featurized := self._featurized(counts):
+            joint["featurized"] = featurized
         return {"entities": stamps, "edges": buckets, "relations": relations, "keep_parts": self.keep_parts, **joint}
 
     @property
@@ -109,6 +115,7 @@ class BigGraphData(GivenPartsData):
         """Read the folders."""
         place = self._folder("data.path", self.path)
         counts = files.read_counts(place)
+        self._books = {name: BagBook(int(counts[name].sum())) for name in self._featurized(counts)}
         reader = self._reader(place, counts)
         columns = {
             prefix: reader.read([self._folder(f"data.{key}", name) for name in self.edges[key]])
@@ -125,11 +132,14 @@ class BigGraphData(GivenPartsData):
                 graph[entity].num_nodes = int(sizes.sum())
         else:
             graph.num_nodes = sum(int(sizes.sum()) for sizes in counts.values())
-            if len(counts) > 1:
-                self._join(counts, reader.relations, columns, number)
+            if len(counts) > 1 or self._books:
+                graph.num_nodes = self._join(counts, reader.relations, columns, number)
+            if self._books:
+                graph.bag = bag_tensor(self._facts["entity_types"], self._books)
         for prefix, found in columns.items():
             _put(graph, prefix, found, reader.relations, number)
         if self.keep_parts:
+            counts |= {name: np.array([len(book.bags)]) for name, book in self._books.items()}
             parts = {entity: _parts(sizes, self.given_parts()) for entity, sizes in counts.items()}
             self.given = parts if isinstance(graph, HeteroData) else torch.cat(list(parts.values()))
         return graph
@@ -138,15 +148,34 @@ class BigGraphData(GivenPartsData):
         """The types that are not cut: those in one partition, and those of which it is said."""
         said = [name for name, entry in self._entities.items() if (entry or {}).get("num_partitions") == 1]
         several = max(sizes.size for sizes in counts.values()) > 1
-        return [name for name, sizes in counts.items() if name in said or (several and sizes.size == 1)]
+        featurized = self._featurized(counts)
+        one = [name for name, sizes in counts.items() if several and sizes.size == 1]
+        return [name for name in counts if name in (*said, *one, *featurized)]
+
+    def _featurized(self, counts: dict[str, Ints]) -> list[str]:
+        """The featurized types.
+
+        Raises:
+            ConfigError: there is no such type, it is cut, or ``joint_types`` is not set.
+        """
+        found = [name for name, entry in self._entities.items() if (entry or {}).get("featurized")]
+        for name in found:
+            if name not in counts or counts[name].size > 1 or not self.joint_types:
+                there = f"data.path={self.path} has {', '.join(f'{n} in {c.size}' for n, c in counts.items())}"
+                raise ConfigError(
+                    f"data.entities.{name}.featurized was set, and {there} partitions.",
+                    hint="features of a type are in one partition, and the model has to be model=kg.",
+                )
+        return found
 
     def _join(
         self, counts: dict[str, Ints], relations: Sequence[Relation], columns: dict[str, dict[str, Any]], number: int
-    ) -> None:
-        """Let ids run through all types, one after the other."""
+    ) -> int:
+        """Let ids run through all types, one after the other; return how many there are."""
         entities = {name: {"num_partitions": 1} if name in self._together(counts) else {} for name in counts}
         schema = self.schema = DataSchema(entities, [vars(relation) for relation in relations])
         totals = {name: int(sizes.sum()) for name, sizes in counts.items()}
+        totals |= {name: len(book.bags) for name, book in self._books.items()}
         firsts = np.cumsum([0, *totals.values()])
         ends = [(relation.lhs, relation.rhs) for relation in relations]
         of = places(schema.types, ends)
@@ -155,6 +184,9 @@ class BigGraphData(GivenPartsData):
             for side, name in enumerate(("source", "target")):
                 found[name] += firsts[of[side][kind]]
         self._facts = schema.facts(totals, ends * number if len(relations) == 1 else ends)
+        if self._books:
+            self._facts["features"] = {name: book.features for name, book in self._books.items()}
+        return int(firsts[-1])
 
     def names(self) -> Mapping[str, Sequence[str]]:
         """Return the names of entities by type, and of relations, where there are files of them."""
@@ -189,7 +221,7 @@ class BigGraphData(GivenPartsData):
                     hint="set data.relations as in PyTorch-BigGraph's configuration: [{name: N, lhs: TYPE, rhs: TYPE}]",
                 )
             only = next(iter(counts))
-            return EdgeReader(counts, [Relation("edge", only, only)], dynamic)
+            return EdgeReader(counts, [Relation("edge", only, only)], dynamic, self._books)
         for relation in self.relations:
             for entity in (relation.lhs, relation.rhs):
                 if entity not in counts:
@@ -204,12 +236,13 @@ class BigGraphData(GivenPartsData):
                 "(dynamic_rel_count.txt), which share one entry",
                 hint="give one entry, with the entity types of all relations",
             )
-        return EdgeReader(counts, self.relations, len(self.relations) if dynamic is None else dynamic)
+        return EdgeReader(counts, self.relations, len(self.relations) if dynamic is None else dynamic, self._books)
 
     def _read_names(self, place: Path, counts: dict[str, Ints], num_relations: int) -> None:
         found = {entity: files.read_entity_names(place, entity, sizes) for entity, sizes in counts.items()}
-        if len(found) == 1:
+        if len(found) == 1 and not self._books:
             found = {"node": next(iter(found.values()))}
+        found = {feature_kind(kind) if kind in self._books else kind: names for kind, names in found.items()}
         path = place / "dynamic_rel_names.json"
         if path.is_file():
             found["relation"] = files.read_names(path, num_relations)

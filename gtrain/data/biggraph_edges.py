@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gtrain.data.biggraph_bags import BagBook, EdgeBags
 from gtrain.data.biggraph_files import Ints
 from gtrain.data.extras import need
 from gtrain.errors import DataError, GtrainError
@@ -51,12 +52,16 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Edges:
-    """Edges as a file holds them: offsets within partitions, relations, weights (float32) or None; all ``[E]``."""
+    """Edges as a file holds them: offsets within partitions, relations, weights (float32) or None; all ``[E]``.
+
+    ``bags`` are the features of the ends by ``lhs`` and ``rhs``, where there are any.
+    """
 
     source: Ints
     relation: Ints
     target: Ints
     weight: NDArray[np.float32] | None
+    bags: dict[str, EdgeBags]
 
 
 class EdgeReader:
@@ -66,10 +71,19 @@ class EdgeReader:
         counts: entities of each partition of each type.
         relations: one for each value of ``rel``, or one for all.
         num_relations: how many values ``rel`` may have; None means any.
+        books: of featurized types, which receive the bags; the count of such a type is that of its features.
     """
 
-    def __init__(self, counts: dict[str, Ints], relations: Sequence[Relation], num_relations: int | None) -> None:
+    def __init__(
+        self,
+        counts: dict[str, Ints],
+        relations: Sequence[Relation],
+        num_relations: int | None,
+        books: dict[str, BagBook] | None = None,
+    ) -> None:
         self.relations = relations
+        self._books = books or {}
+        self._types = {side: [getattr(relation, side) for relation in relations] for side in ("lhs", "rhs")}
         self.num_relations = num_relations
         self.sides = {
             "lhs": [counts[relation.lhs] for relation in relations],
@@ -108,19 +122,39 @@ class EdgeReader:
         limit = np.iinfo(np.int64).max if self.num_relations is None else self.num_relations
         self._check(bucket, "rel", edges.relation, np.array(limit), "relations")
         kind = edges.relation if len(self.relations) > 1 else np.zeros_like(edges.relation)
-        source = self._globalise(bucket, "lhs", edges.source, kind, bucket.source_part)
-        target = self._globalise(bucket, "rhs", edges.target, kind, bucket.target_part)
+        source = self._globalise(bucket, "lhs", edges.source, kind, bucket.source_part, edges.bags.get("lhs"))
+        target = self._globalise(bucket, "rhs", edges.target, kind, bucket.target_part, edges.bags.get("rhs"))
         found = {"source": source, "target": target, "rel": edges.relation}
         return found if edges.weight is None else {**found, "weight": edges.weight}
 
-    def _globalise(self, bucket: Bucket, side: str, offset: Ints, kind: Ints, part: int) -> Ints:
+    def _globalise(self, bucket: Bucket, side: str, offset: Ints, kind: Ints, part: int, bags: EdgeBags | None) -> Ints:
         """Turn offsets within partitions into ids; a type in one partition is met in all buckets."""
+        featurized = np.array([name in self._books for name in self._types[side]])[kind]
+        if bags is not None and not featurized.any():
+            name = self._types[side][0]
+            raise DataError(
+                f"{bucket.path} has {side}d_data: its entities are featurized (bags of features), and {name} is not",
+                hint=f"set data.entities.{name}.featurized=true, with model=kg; or give each entity an id of its own",
+            )
+        offset = np.where(featurized, 0, offset)
         own = [min(part, sizes.size - 1) for sizes in self.sides[side]]
         size = np.array([sizes[place] for sizes, place in zip(self.sides[side], own, strict=True)])
         before = np.array([sizes[:place].sum() for sizes, place in zip(self.sides[side], own, strict=True)])
         self._check(bucket, side, offset, size[kind], "entities in that partition")
         ids: Ints = offset + before[kind]
+        for place in np.unique(kind[featurized]).tolist():
+            ids[kind == place] = self._entities(bucket, side, self._types[side][place], bags, kind == place)
         return ids
+
+    def _entities(self, bucket: Bucket, side: str, name: str, bags: EdgeBags | None, here: NDArray[np.bool_]) -> Ints:
+        """Return the entities of some edges of a featurized type."""
+        if bags is None:
+            raise DataError(
+                f"{bucket.path} has no {side}d_data, and {name} is featurized",
+                hint=f"leave data.entities.{name}.featurized out, or write the features with the edges",
+            )
+        bags.check(bucket.path, side, len(here), self._books[name].features)
+        return self._books[name].number(bags, np.flatnonzero(here))
 
     def _check(self, bucket: Bucket, name: str, values: Ints, limit: Ints, what: str) -> None:
         wrong = (values < 0) | (values >= limit)
@@ -170,12 +204,14 @@ def read_bucket(bucket: Bucket) -> Edges:
                 file[name].read_direct(column)
             if weight is not None:
                 file["weight"].read_direct(weight)
+        found = {side: EdgeBags.read(file, side) for side in ("lhs", "rhs")}
+    bags = {side: some for side, some in found.items() if some is not None}
     if weight is not None and not np.isfinite(weight).all():
         row = int(np.argmin(np.isfinite(weight)))
         raise DataError(
             f"{bucket.path}: the weight of edge {row} is {weight[row]}", hint="give each edge a finite weight"
         )
-    return Edges(columns["lhs"], columns["rel"], columns["rhs"], weight)
+    return Edges(columns["lhs"], columns["rel"], columns["rhs"], weight, bags)
 
 
 def require_h5py() -> ModuleType:
@@ -213,12 +249,6 @@ def _inspect(path: Path, source_part: int, target_part: int) -> Bucket:
                 "it is of a newer format: export it in the format that PyTorch-BigGraph 1.0 writes" if newer else anew
             )
             raise DataError(f"{path}: format_version is {version}, and {FORMAT_VERSION} is read", hint=hint)
-        for side in ("lhsd", "rhsd"):
-            if f"{side}_data" in file:
-                raise DataError(
-                    f"{path} has {side}_data: its entities are featurized (bags of features), which are not read",
-                    hint="give each entity an id of its own, and its features as edges to entities of another type",
-                )
         lengths = {}
         for name in ("rel", "lhs", "rhs", *(["weight"] if "weight" in file else [])):
             if name not in file:

@@ -115,6 +115,13 @@ def passes_of(store: Store, chunks: int) -> int:
     return int(store.facts.get("edge_sets") or 1) * chunks
 
 
+def filled(store: Store) -> set[Bucket]:
+    """The buckets that have edges; of a type that is not cut, edges are in partition 0 alone."""
+    (spec,) = store.manifest.edge_types.values()
+    counts = spec.buckets or ()
+    return {(i, j) for i, row in enumerate(counts) for j, count in enumerate(row) if count}
+
+
 def mixed(*key: int) -> int:
     """A seed that differs with every number of the key."""
     return random.Random(repr(key)).getrandbits(62)

@@ -26,7 +26,7 @@ from gtrain.wire.addresses import IpcFolder, ipc_folder
 from gtrain.wire.shared import SharedTensors
 from gtrain_pbg.checkpoints import preserve
 from gtrain_pbg.config import PBGConfig, check_machines
-from gtrain_pbg.edges import BucketEdges, kinds_of, mixed, passes_of
+from gtrain_pbg.edges import BucketEdges, filled, kinds_of, mixed, passes_of
 from gtrain_pbg.evaluation import EvaluationBatches
 from gtrain_pbg.home import PartitionedHome
 from gtrain_pbg.machines.evaluation import DealtAnew
@@ -319,12 +319,14 @@ class PBGStrategy(GraphStrategy):
         """The buckets of an epoch on one machine, and what must be swapped for them; the same on all workers."""
         assert self._table is not None and self._store is not None
         settings = self.settings
+        there = filled(self._store) or {(0, 0)}
         order = [
             (bucket, chunk)
             for chunk in range(passes_of(self._store, settings.num_edge_chunks))
             for bucket in bucket_order(
                 settings.bucket_order, settings.num_partitions, self._slots, mixed(seed, epoch, chunk)
             )
+            if bucket in there
         ]
         return self._table.buffer.plan(order)
 

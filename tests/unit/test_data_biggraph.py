@@ -13,6 +13,7 @@ import torch
 
 from gtrain.data.biggraph import BigGraphData
 from gtrain.errors import ConfigError, DataError
+from gtrain.graph.entities import entity_bags
 
 h5py = pytest.importorskip("h5py", reason="HDF5 folders need h5py: pip install 'gtrain[hdf5]'")
 
@@ -255,6 +256,39 @@ def test_settings(users: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ConfigError, match=r"needs the package 'h5py', which is not installed.*\nHINT: pip install h5py"
     ):
         module(users)
+
+
+def test_bags_become_entities(tmp_path: Path) -> None:
+    """Featurized items: edges with the same bag have the same one, in all splits; ids of users come first or after."""
+    folder = write_entities(tmp_path / "f", {"item": [5], "user": [2, 1]})
+    for name, more in (("train", [2, 3]), ("test", [0, 4])):
+        bags = {"rhsd_offsets": [0, 2, 3], "rhsd_data": [1, 3, more[0]]}
+        write_edges(folder / name, {
+            (0, 0): columns([0, 1], [0, 0], [-1, -1], **bags),
+            (1, 0): columns([0], [0], [-1], rhsd_offsets=[0, 2], rhsd_data=[1, 3]),
+        })  # fmt: skip
+    relations = [{"name": "buys", "lhs": "user", "rhs": "item"}]
+    made = module(folder, relations=relations, entities={"item": {"featurized": True}}, joint_types=True,
+                  keep_parts=True, store=str(tmp_path / "s"))  # fmt: skip
+    data = made.read()
+    assert data.edge_index.tolist() == [[3, 4, 5], [0, 1, 0]] and data.test_edge_index.tolist() == [
+        [3, 4, 5],
+        [0, 2, 0],
+    ]
+    facts = made.extra_facts()
+    assert facts["entity_types"] == {"item": 3, "user": 3} and facts["features"] == {"item": 5}
+    assert set(made.names()) == {"user", "item.feature", "relation"}
+    made.prepare_data()
+    found = entity_bags(made.open_store(), "item")
+    assert found is not None and (found[0].tolist(), found[1].tolist(), found[2]) == ([1, 3, 2, 0], [0, 2, 3, 4], 5)
+    assert entity_bags(made.open_store(), "user") is None
+    write_edges(folder / "train", {(0, 0): columns([0], [0], [-1], rhsd_offsets=[0, 1], rhsd_data=[5])})
+    with pytest.raises(DataError, match=r"rhsd_data has the feature 5, and there are 5, 0..4"):
+        made.read()
+    with pytest.raises(DataError, match="rhsd_data: its entities are featurized .* and item is not"):
+        module(folder, relations=relations, joint_types=True).read()
+    with pytest.raises(ConfigError, match="data.entities.user.featurized was set"):
+        module(folder, relations=relations, joint_types=True, entities={"user": {"featurized": True}}).read()
 
 
 def test_several_folders_are_edge_sets(users: Path) -> None:

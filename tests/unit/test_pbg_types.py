@@ -12,7 +12,7 @@ from gtrain.data.planted_kg import PlantedKGData
 from gtrain.model.kg_embedding import KGEmbedding
 from gtrain.model.kg_training import Edges
 from gtrain.nn import Adagrad, Csr, RowwiseAdagrad, TableSpec
-from gtrain_pbg.edges import EdgeList, Groups, batches_of, kinds_of
+from gtrain_pbg.edges import EdgeList, Groups, batches_of, filled, kinds_of
 from gtrain_pbg.step.relations import UpdateRule, Weights
 from gtrain_pbg.step.training import EdgeBatch, Rows, TrainingStep
 from gtrain_pbg.typed import cuts_of
@@ -131,6 +131,7 @@ def test_tables_are_cut_by_type(tmp_path: Path) -> None:
     module.edge_buckets = True
     module.prepare_data()
     store = module.open_store()
+    assert filled(store) == {(0, 0), (0, 1), (0, 2), (1, 0), (2, 0)}  # from type 0 to 1, and from 1 to 2
     specs = [TableSpec(f"type_{t}", 20, 4, seed=t) for t in range(3)]
     cuts = cuts_of(store, specs)
     assert [cut.is_cut for cut in cuts] == [True, False, True]
