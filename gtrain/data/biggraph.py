@@ -20,7 +20,10 @@ from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp
 from gtrain.data.schema import DataSchema, places
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.entities import feature_kind
+from gtrain.graph.tables import EdgeArrays
 
+IN_MEMORY_EDGES = 10_000_000
+"""Edges up to which a graph is held in memory as a whole."""
 SPLITS = {"edges": "", "val_edges": "val_", "test_edges": "test_"}
 
 
@@ -111,38 +114,66 @@ class BigGraphData(GivenPartsData):
         """Return the number of partitions."""
         return max(counts.size for counts in files.read_counts(self._folder("data.path", self.path)).values())
 
-    def read(self) -> Data | HeteroData:
-        """Read the folders."""
+    def read(self) -> Data | HeteroData | EdgeArrays:
+        """Read the folders; edges of a homogeneous graph that are too many for memory stay on disk."""
         place = self._folder("data.path", self.path)
         counts = files.read_counts(place)
         self._books = {name: BagBook(int(counts[name].sum())) for name in self._featurized(counts)}
         reader = self._reader(place, counts)
-        columns = {
-            prefix: reader.read([self._folder(f"data.{key}", name) for name in self.edges[key]])
+        read = {
+            prefix: reader.read([self._folder(f"data.{key}", name) for name in self.edges[key]], self.store)
             for key, prefix in SPLITS.items()
             if self.edges[key]
         }
         if (number := reader.num_relations) is None:
-            number = 1 + max(int(found["rel"].max(initial=0)) for found in columns.values())
+            blocks = [block for found in read.values() for block in found["rel"].chunks()]
+            number = 1 + max((int(block.max(initial=0)) for block in blocks), default=0)
         self._num_relations = number
         self._read_names(place, counts, number)
-        graph: Data | HeteroData = HeteroData() if len(counts) > 1 and not self.joint_types else Data()
-        if isinstance(graph, HeteroData):
-            for entity, sizes in counts.items():
-                graph[entity].num_nodes = int(sizes.sum())
-        else:
-            graph.num_nodes = sum(int(sizes.sum()) for sizes in counts.values())
-            if len(counts) > 1 or self._books:
-                graph.num_nodes = self._join(counts, reader.relations, columns, number)
-            if self._books:
-                graph.bag = bag_tensor(self._facts["entity_types"], self._books)
-        for prefix, found in columns.items():
-            _put(graph, prefix, found, reader.relations, number)
+        columns = {prefix: {name: c.array() for name, c in found.items()} for prefix, found in read.items()}
+        if self._is_joint(counts):
+            self._join(counts, reader.relations, columns, number)
+        graph = self._graph(counts, columns, reader.relations, number)
         if self.keep_parts:
             counts |= {name: np.array([len(book.bags)]) for name, book in self._books.items()}
             parts = {entity: _parts(sizes, self.given_parts()) for entity, sizes in counts.items()}
             self.given = parts if isinstance(graph, HeteroData) else torch.cat(list(parts.values()))
         return graph
+
+    def _graph(
+        self,
+        counts: dict[str, Ints],
+        columns: dict[str, dict[str, Any]],
+        relations: Sequence[Relation],
+        number: int,
+    ) -> Data | HeteroData | EdgeArrays:
+        totals = self._facts.get("entity_types") or {name: int(sizes.sum()) for name, sizes in counts.items()}
+        if len(counts) > 1 and not self.joint_types:
+            hetero = HeteroData()
+            for entity, total in totals.items():
+                hetero[entity].num_nodes = total
+            for prefix, found in columns.items():
+                _put(hetero, prefix, found, relations, number)
+            return hetero
+        num_nodes = sum(totals.values())
+        nodes = {"bag": bag_tensor(totals, self._books)} if self._books else {}
+        if len(columns[""]["rel"]) > IN_MEMORY_EDGES:
+            return _arrays(num_nodes, columns, number, nodes)
+        graph = Data(num_nodes=num_nodes, **nodes)
+        for prefix, found in columns.items():
+            _put(graph, prefix, found, relations, number)
+        return graph
+
+    def _is_joint(self, counts: dict[str, Ints]) -> bool:
+        """Whether ids run through several types, or a type is featurized."""
+        return bool(self._books) or (self.joint_types and len(counts) > 1)
+
+    def _firsts(self, counts: dict[str, Ints]) -> dict[str, int]:
+        """What is added to ids as they are read: nothing where featurized types have as many as are found."""
+        if self._books or not self._is_joint(counts):
+            return {}
+        totals = [int(sizes.sum()) for sizes in counts.values()]
+        return dict(zip(counts, np.cumsum([0, *totals]).tolist(), strict=False))
 
     def _together(self, counts: dict[str, Ints]) -> list[str]:
         """The types that are not cut: those in one partition, and those of which it is said."""
@@ -170,8 +201,8 @@ class BigGraphData(GivenPartsData):
 
     def _join(
         self, counts: dict[str, Ints], relations: Sequence[Relation], columns: dict[str, dict[str, Any]], number: int
-    ) -> int:
-        """Let ids run through all types, one after the other; return how many there are."""
+    ) -> None:
+        """Say which types there are, and let ids run through all of them where they did not before."""
         entities = {name: {"num_partitions": 1} if name in self._together(counts) else {} for name in counts}
         schema = self.schema = DataSchema(entities, [vars(relation) for relation in relations])
         totals = {name: int(sizes.sum()) for name, sizes in counts.items()}
@@ -179,14 +210,13 @@ class BigGraphData(GivenPartsData):
         firsts = np.cumsum([0, *totals.values()])
         ends = [(relation.lhs, relation.rhs) for relation in relations]
         of = places(schema.types, ends)
-        for found in columns.values():
+        for found in columns.values() if self._books else ():
             kind = found["rel"] if len(relations) > 1 else np.zeros_like(found["rel"])
             for side, name in enumerate(("source", "target")):
-                found[name] += firsts[of[side][kind]]
+                found[name] = found[name] + firsts[of[side][kind]]
         self._facts = schema.facts(totals, ends * number if len(relations) == 1 else ends)
         if self._books:
             self._facts["features"] = {name: book.features for name, book in self._books.items()}
-        return int(firsts[-1])
 
     def names(self) -> Mapping[str, Sequence[str]]:
         """Return the names of entities by type, and of relations, where there are files of them."""
@@ -221,7 +251,7 @@ class BigGraphData(GivenPartsData):
                     hint="set data.relations as in PyTorch-BigGraph's configuration: [{name: N, lhs: TYPE, rhs: TYPE}]",
                 )
             only = next(iter(counts))
-            return EdgeReader(counts, [Relation("edge", only, only)], dynamic, self._books)
+            return EdgeReader(counts, [Relation("edge", only, only)], dynamic, self._books, self._firsts(counts))
         for relation in self.relations:
             for entity in (relation.lhs, relation.rhs):
                 if entity not in counts:
@@ -236,7 +266,8 @@ class BigGraphData(GivenPartsData):
                 "(dynamic_rel_count.txt), which share one entry",
                 hint="give one entry, with the entity types of all relations",
             )
-        return EdgeReader(counts, self.relations, len(self.relations) if dynamic is None else dynamic, self._books)
+        number = len(self.relations) if dynamic is None else dynamic
+        return EdgeReader(counts, self.relations, number, self._books, self._firsts(counts))
 
     def _read_names(self, place: Path, counts: dict[str, Ints], num_relations: int) -> None:
         found = {entity: files.read_entity_names(place, entity, sizes) for entity, sizes in counts.items()}
@@ -260,12 +291,12 @@ def _put(
     graph: Data | HeteroData, prefix: str, columns: dict[str, Any], relations: Sequence[Relation], number: int
 ) -> None:
     """Put edges into the graph: of one type, or an edge type for each relation."""
-    tensors = {name: torch.from_numpy(values) for name, values in columns.items()}
+    tensors = {name: torch.from_numpy(np.array(values)) for name, values in columns.items()}
     several = len(relations) > 1
     for place, relation in enumerate(relations):
         store = graph[relation.lhs, relation.name, relation.rhs] if isinstance(graph, HeteroData) else graph
         pick = tensors["rel"] == place if several and isinstance(graph, HeteroData) else slice(None)
-        store[f"{prefix}edge_index"] = torch.stack([tensors["source"][pick], tensors["target"][pick]])
+        store[f"{prefix}edge_index"] = torch.stack([tensors[end][pick].long() for end in ("source", "target")])
         if number > 1 and not (several and isinstance(graph, HeteroData)):
             store[f"{prefix}edge_type"] = tensors["rel"]
         if "weight" in tensors:
@@ -274,6 +305,24 @@ def _put(
             store.edge_set = tensors["set"][pick]
         if not isinstance(graph, HeteroData):
             return
+
+
+def _arrays(num_nodes: int, columns: dict[str, dict[str, Any]], number: int, nodes: dict[str, Tensor]) -> EdgeArrays:
+    """The same of one type, the edges where they are."""
+    names = {"weight": "edge_weight", "set": "edge_set", **({"rel": "edge_type"} if number > 1 else {})}
+
+    def tensors(found: dict[str, Any]) -> dict[str, Any]:
+        return {names[name]: values for name, values in found.items() if name in names}
+
+    held_out = {
+        prefix.removesuffix("_"): {"source": found["source"], "target": found["target"], **tensors(found)}
+        for prefix, found in columns.items()
+        if prefix
+    }
+    for found in held_out.values():
+        found.pop("edge_set", None)
+    train = columns[""]
+    return EdgeArrays(num_nodes, train["source"], train["target"], tensors(train), dict(nodes), held_out)
 
 
 def _parts(sizes: Ints, num_parts: int) -> Tensor:

@@ -32,22 +32,26 @@ class EdgeBags:
     data: Ints
 
     @classmethod
-    def read(cls, file: Any, side: str) -> EdgeBags | None:
-        """Return what a file has; None where it has no features on this side."""
+    def read(cls, file: Any, side: str, edges: slice) -> EdgeBags | None:
+        """Return what a file has of some edges; None where it has no features on this side."""
         if f"{side}d_data" not in file or not len(file[f"{side}d_data"]):
             return None
-        return cls(*(np.asarray(file[f"{side}d_{name}"], dtype=np.int64) for name in ("offsets", "data")))
+        offsets = np.asarray(file[f"{side}d_offsets"][edges.start : edges.stop + 1], dtype=np.int64)
+        if not len(offsets):
+            return cls(offsets, offsets)
+        data = np.asarray(file[f"{side}d_data"][offsets[0] : max(offsets[0], offsets[-1])], dtype=np.int64)
+        return cls(offsets - offsets[0], data)
 
     def check(self, path: object, side: str, edges: int, features: int) -> None:
-        """Check that the bags are those of a file's edges.
+        """Check that the bags are those of this many edges.
 
         Raises:
             DataError: they are not.
         """
         begins = self.offsets
-        if len(begins) != edges + 1 or begins[0] != 0 or begins[-1] != len(self.data) or (np.diff(begins) < 0).any():
+        if len(begins) != edges + 1 or begins[-1] != len(self.data) or (np.diff(begins) < 0).any():
             raise DataError(
-                f"{path}: {side}d_offsets are not those of {edges} edges with {len(self.data)} features",
+                f"{path}: {side}d_offsets are not those of its edges and of {len(self.data)} features",
                 hint="write the folder anew with PyTorch-BigGraph's importer",
             )
         wrong = (self.data < 0) | (self.data >= features)

@@ -17,8 +17,11 @@ from gtrain.data.biggraph_bags import BagBook, EdgeBags
 from gtrain.data.biggraph_files import Ints
 from gtrain.data.extras import need
 from gtrain.errors import DataError, GtrainError
+from gtrain.graph.ingest.columns import Column
 
 FORMAT_VERSION = 1
+BLOCK_EDGES = 1 << 22
+"""Edges that are read at a time."""
 _BUCKET = re.compile(r"edges_(\d+)_(\d+)\.h5")
 
 
@@ -72,6 +75,7 @@ class EdgeReader:
         relations: one for each value of ``rel``, or one for all.
         num_relations: how many values ``rel`` may have; None means any.
         books: of featurized types, which receive the bags; the count of such a type is that of its features.
+        firsts: what is added to the ids of each type; None: nothing.
     """
 
     def __init__(
@@ -80,55 +84,66 @@ class EdgeReader:
         relations: Sequence[Relation],
         num_relations: int | None,
         books: dict[str, BagBook] | None = None,
+        firsts: dict[str, int] | None = None,
     ) -> None:
         self.relations = relations
         self._books = books or {}
         self._types = {side: [getattr(relation, side) for relation in relations] for side in ("lhs", "rhs")}
+        self._firsts = {
+            side: np.array([(firsts or {}).get(name, 0) for name in names]) for side, names in self._types.items()
+        }
         self.num_relations = num_relations
         self.sides = {
             "lhs": [counts[relation.lhs] for relation in relations],
             "rhs": [counts[relation.rhs] for relation in relations],
         }
 
-    def read(self, folders: Sequence[Path]) -> dict[str, Any]:
-        """Return ``source``, ``target``, ``rel`` (int64 ``[E]``), ``weight`` (float32) where there is one, and with
-        several folders ``set`` (int32), the number of the folder."""
+    def read(self, folders: Sequence[Path], place: Path) -> dict[str, Column]:
+        """Read all edges, a block at a time.
+
+        Args:
+            folders: of buckets.
+            place: folder for temporary files, where large columns are.
+
+        Returns:
+            ``source`` and ``target`` (int32 or int64), ``rel`` (int64), ``weight`` (float32) where there is one, and
+            with several folders ``set`` (int32), the number of the folder; all ``[E]``.
+        """
         sources, targets = (max(sizes.size for sizes in side) for side in self.sides.values())
-        by_folder = [find_buckets(folder, sources, targets) for folder in folders]
-        buckets = [bucket for found in by_folder for bucket in found]
-        if len({bucket.weighted for bucket in buckets}) > 1:
-            plain = next(bucket for bucket in buckets if not bucket.weighted)
+        buckets = [(number, b) for number, folder in enumerate(folders) for b in find_buckets(folder, sources, targets)]
+        weighted = {bucket.weighted for _, bucket in buckets}
+        if len(weighted) > 1:
+            plain = next(bucket for _, bucket in buckets if not bucket.weighted)
             raise DataError(
                 f"{plain.path} has no weights, and other files do", hint="give all edges weights, or none of them"
             )
-        total = sum(bucket.num_edges for bucket in buckets)
-        names = ("source", "target", "rel")
-        columns: dict[str, Any] = {name: np.empty(total, np.int64) for name in names}
-        if buckets[0].weighted:
-            columns["weight"] = np.empty(total, np.float32)
-        first = 0
-        for bucket in buckets:
-            rows = slice(first, first + bucket.num_edges)
-            for name, values in self._read(bucket).items():
-                columns[name][rows] = values
-            first = rows.stop
-        if len(folders) > 1:
-            counts = [sum(bucket.num_edges for bucket in found) for found in by_folder]
-            columns["set"] = np.repeat(np.arange(len(folders), dtype=np.int32), counts)
+        kinds: dict[str, Any] = {"source": np.int32, "target": np.int32, "rel": np.int64}
+        kinds |= {"weight": np.float32} if True in weighted else {}
+        kinds |= {"set": np.int32} if len(folders) > 1 else {}
+        columns = {name: Column(place, kind) for name, kind in kinds.items()}
+        for number, bucket in buckets:
+            for begin in range(0, bucket.num_edges, BLOCK_EDGES):
+                found = self._read(bucket, begin, min(begin + BLOCK_EDGES, bucket.num_edges))
+                found["set"] = np.full(len(found["rel"]), number)
+                for name, column in columns.items():
+                    column.append(found[name])
         return columns
 
-    def _read(self, bucket: Bucket) -> dict[str, Any]:
-        edges = read_bucket(bucket)
+    def _read(self, bucket: Bucket, begin: int, end: int) -> dict[str, Any]:
+        edges = read_bucket(bucket, begin, end)
         limit = np.iinfo(np.int64).max if self.num_relations is None else self.num_relations
-        self._check(bucket, "rel", edges.relation, np.array(limit), "relations")
+        self._check(bucket, "rel", edges.relation, np.array(limit), "relations", begin)
         kind = edges.relation if len(self.relations) > 1 else np.zeros_like(edges.relation)
-        source = self._globalise(bucket, "lhs", edges.source, kind, bucket.source_part, edges.bags.get("lhs"))
-        target = self._globalise(bucket, "rhs", edges.target, kind, bucket.target_part, edges.bags.get("rhs"))
+        source = self._globalise(bucket, "lhs", edges.source, kind, edges.bags.get("lhs"), begin)
+        target = self._globalise(bucket, "rhs", edges.target, kind, edges.bags.get("rhs"), begin)
         found = {"source": source, "target": target, "rel": edges.relation}
         return found if edges.weight is None else {**found, "weight": edges.weight}
 
-    def _globalise(self, bucket: Bucket, side: str, offset: Ints, kind: Ints, part: int, bags: EdgeBags | None) -> Ints:
+    def _globalise(
+        self, bucket: Bucket, side: str, offset: Ints, kind: Ints, bags: EdgeBags | None, begin: int
+    ) -> Ints:
         """Turn offsets within partitions into ids; a type in one partition is met in all buckets."""
+        part = bucket.source_part if side == "lhs" else bucket.target_part
         featurized = np.array([name in self._books for name in self._types[side]])[kind]
         if bags is not None and not featurized.any():
             name = self._types[side][0]
@@ -140,8 +155,8 @@ class EdgeReader:
         own = [min(part, sizes.size - 1) for sizes in self.sides[side]]
         size = np.array([sizes[place] for sizes, place in zip(self.sides[side], own, strict=True)])
         before = np.array([sizes[:place].sum() for sizes, place in zip(self.sides[side], own, strict=True)])
-        self._check(bucket, side, offset, size[kind], "entities in that partition")
-        ids: Ints = offset + before[kind]
+        self._check(bucket, side, offset, size[kind], "entities in that partition", begin)
+        ids: Ints = offset + (before + self._firsts[side])[kind]
         for place in np.unique(kind[featurized]).tolist():
             ids[kind == place] = self._entities(bucket, side, self._types[side][place], bags, kind == place)
         return ids
@@ -156,14 +171,14 @@ class EdgeReader:
         bags.check(bucket.path, side, len(here), self._books[name].features)
         return self._books[name].number(bags, np.flatnonzero(here))
 
-    def _check(self, bucket: Bucket, name: str, values: Ints, limit: Ints, what: str) -> None:
+    def _check(self, bucket: Bucket, name: str, values: Ints, limit: Ints, what: str, begin: int) -> None:
         wrong = (values < 0) | (values >= limit)
         if wrong.any():
             row = int(wrong.argmax())
             count = int(np.broadcast_to(limit, values.shape)[row])
             told = "and ids are not negative" if values[row] < 0 else f"and there are {count} {what}, 0..{count - 1}"
             raise DataError(
-                f"{bucket.path}: edge {row} has {name} {values[row]}, {told}",
+                f"{bucket.path}: edge {begin + row} has {name} {values[row]}, {told}",
                 hint="name entities, edges and relations of the same import (data.path, data.edges, data.relations)",
             )
 
@@ -194,22 +209,24 @@ def find_buckets(folder: Path, sources: int, targets: int) -> list[Bucket]:
     return [_inspect(path, i, j) for (i, j), path in sorted(parts.items())]
 
 
-def read_bucket(bucket: Bucket) -> Edges:
-    """Return the edges of a file."""
+def read_bucket(bucket: Bucket, begin: int = 0, end: int | None = None) -> Edges:
+    """Return edges ``begin`` to ``end`` of a file; None: all."""
+    rows = slice(begin, bucket.num_edges if end is None else end)
+    count = rows.stop - rows.start
     with _opened(bucket.path) as file:
-        columns = {name: np.empty(bucket.num_edges, np.int64) for name in ("lhs", "rel", "rhs")}
-        weight = np.empty(bucket.num_edges, np.float32) if bucket.weighted else None
-        if bucket.num_edges:  # h5py refuses to read nothing (its issue 870)
+        columns = {name: np.empty(count, np.int64) for name in ("lhs", "rel", "rhs")}
+        weight = np.empty(count, np.float32) if bucket.weighted else None
+        if count:  # h5py refuses to read nothing (its issue 870)
             for name, column in columns.items():
-                file[name].read_direct(column)
+                file[name].read_direct(column, np.s_[rows])
             if weight is not None:
-                file["weight"].read_direct(weight)
-        found = {side: EdgeBags.read(file, side) for side in ("lhs", "rhs")}
+                file["weight"].read_direct(weight, np.s_[rows])
+        found = {side: EdgeBags.read(file, side, rows) for side in ("lhs", "rhs")}
     bags = {side: some for side, some in found.items() if some is not None}
     if weight is not None and not np.isfinite(weight).all():
         row = int(np.argmin(np.isfinite(weight)))
         raise DataError(
-            f"{bucket.path}: the weight of edge {row} is {weight[row]}", hint="give each edge a finite weight"
+            f"{bucket.path}: the weight of edge {begin + row} is {weight[row]}", hint="give each edge a finite weight"
         )
     return Edges(columns["lhs"], columns["rel"], columns["rhs"], weight, bags)
 

@@ -14,6 +14,7 @@ import torch
 from gtrain.data.biggraph import BigGraphData
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.entities import entity_bags
+from gtrain.graph.tables import EdgeArrays
 
 h5py = pytest.importorskip("h5py", reason="HDF5 folders need h5py: pip install 'gtrain[hdf5]'")
 
@@ -289,6 +290,37 @@ def test_bags_become_entities(tmp_path: Path) -> None:
         module(folder, relations=relations, joint_types=True).read()
     with pytest.raises(ConfigError, match="data.entities.user.featurized was set"):
         module(folder, relations=relations, joint_types=True, entities={"user": {"featurized": True}}).read()
+
+
+@pytest.mark.parametrize("typed", [False, True])
+def test_what_stays_on_disk_is_the_same(
+    users: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: bool
+) -> None:
+    """Blocks of two edges, and no more than three in memory."""
+    folder, options = users, {"edges": [f"{users}/train", f"{users}/test"]}
+    if typed:
+        folder = write_entities(tmp_path / "typed", {"item": [3], "user": [3, 4]})
+        relations = [{"name": name, "lhs": "user", "rhs": "item"} for name in "ab"]
+        buckets = {(0, 0): columns([0, 2, 1], [0, 1, 0], [2, 0, 1]), (1, 0): columns([3, 0], [1, 1], [2, 0])}
+        for name in ("train", "test"):
+            write_edges(folder / name, buckets)
+        options = {"edges": f"{folder}/train", "relations": relations, "joint_types": True}
+    stores = []
+    for number, most in enumerate((10_000_000, 3)):
+        monkeypatch.setattr("gtrain.data.biggraph.IN_MEMORY_EDGES", most)
+        monkeypatch.setattr("gtrain.data.biggraph_edges.BLOCK_EDGES", 2)
+        made = module(folder, keep_parts=True, store=str(tmp_path / f"s{number}"), **options)
+        made.edge_buckets = True
+        assert isinstance(made.read(), EdgeArrays) == (most == 3)
+        made.prepare_data()
+        stores.append(made.open_store())
+    whole, on_disk = stores
+    assert whole.facts == on_disk.facts and whole.held_out_size("test") == on_disk.held_out_size("test") > 0
+    for i in range(2):
+        for j in range(2):
+            found = [store.bucket(i, j) for store in stores]
+            assert found[0].keys() == found[1].keys()
+            assert all(found[0][name].tolist() == found[1][name].tolist() for name in found[0])
 
 
 def test_several_folders_are_edge_sets(users: Path) -> None:
