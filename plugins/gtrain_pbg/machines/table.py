@@ -48,7 +48,8 @@ class SpreadTable(PartitionedTable):
         self.buffer.place, self._sources = {}, {}
 
     def publish(self) -> None:
-        """Let the depot have all partitions from their initial files. One process of the job calls it."""
+        """Let the depot have all partitions from their initial files, and nothing else. One process calls it, once."""
+        self._depot.clear()
         for partition in range(self.partitions.count):
             paths = {kind: self._path(kind, partition) for kind in (files.ROWS, files.STATE)}
             self._depot.adopt(self._key(partition), self._next_lease(), paths)
