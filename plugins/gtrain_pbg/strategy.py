@@ -18,13 +18,13 @@ from gtrain.data.loader import SeedLoader
 from gtrain.errors import ConfigError
 from gtrain.graph.store import Store
 from gtrain.nn import deferred
-from gtrain.nn.recipe import EdgeRecipe, ModelRecipe
+from gtrain.nn.recipe import ModelRecipe
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.forming import form_group
 from gtrain.strategy.group import Group
-from gtrain.wire.addresses import IpcFolder, ipc_folder
 from gtrain.wire.shared import SharedTensors
 from gtrain_pbg.checkpoints import preserve
+from gtrain_pbg.checks import check_store, check_training
 from gtrain_pbg.config import PBGConfig, check_machines
 from gtrain_pbg.edges import BucketEdges, filled, kinds_of, mixed, passes_of
 from gtrain_pbg.evaluation import EvaluationBatches
@@ -33,6 +33,7 @@ from gtrain_pbg.machines.evaluation import DealtAnew
 from gtrain_pbg.machines.set_up import Machines, check_spread
 from gtrain_pbg.machines.trainee import MachineTrainee, Turn, Turns
 from gtrain_pbg.machines.typed import SpreadTypes
+from gtrain_pbg.memory import in_memory_of_all, relations_layout
 from gtrain_pbg.optimizers import StepRules
 from gtrain_pbg.order import bucket_order
 from gtrain_pbg.spans import Cut, Span, Spans, Trainee
@@ -112,7 +113,6 @@ class PBGStrategy(GraphStrategy):
         self._recipe: ModelRecipe | None = None
         self._table: TypedTables | None = None
         self._shared: SharedTensors | None = None
-        self._ipc: IpcFolder | None = None
         self._machine = self.group
         self._machines: Machines | None = None
         self._trainee: Trainee | MachineTrainee | None = None
@@ -132,7 +132,7 @@ class PBGStrategy(GraphStrategy):
         name = f" of machine {self.node_rank}"
         self._machine = form_group(*place, self.timeout_seconds, self.counters, name=name)
         rank = self.global_rank, self.world_size
-        self._machines = Machines(self.settings, self.servers, *rank, self.timeout_seconds, self.counters)
+        self._machines = Machines(self.settings, self.servers, *rank, self.counters)
         return self._machines.group
 
     @property
@@ -156,33 +156,10 @@ class PBGStrategy(GraphStrategy):
                 f"{type(module).__name__} has no recipe(), by which strategy=pbg trains; see gtrain.nn.recipe.",
                 hint="set model=kg, or strategy=single.",
             )
-        trainer = self._trainer
-        for key, found, allowed in (
-            ("gradient_clip_val", trainer and trainer.gradient_clip_val, (None, 0)),
-            ("accumulate_grad_batches", trainer and trainer.accumulate_grad_batches, (None, 1)),
-        ):
-            if found not in allowed:
-                raise ConfigError(
-                    f"trainer.{key}={found} was set; a step of strategy=pbg applies its gradients at once.",
-                    hint=f"leave trainer.{key} out.",
-                )
-        size = getattr(getattr(trainer, "datamodule", None), "batch_size", None)
-        recipe = _chunked(module.recipe())  # type: ignore[operator]
-        if size is not None and recipe is not None and size > recipe.places and size % recipe.places:
-            key = "num_batch_negs" if recipe.num_batch_negs else "num_uniform_negs"
-            raise ConfigError(
-                f"data.batch_size={size} is no multiple of model.{key}={recipe.places}, the edges of a chunk: "
-                f"{size} = {size // recipe.places} * {recipe.places} + {size % recipe.places}.",
-                hint=f"set data.batch_size={size // recipe.places * recipe.places}.",
-            )
+        check_training(self._trainer, module.recipe())  # type: ignore[operator]
 
     def open_shard(self, store: Store) -> Store:
-        if store.num_parts != self.settings.num_partitions or not store.has_buckets:
-            raise ConfigError(
-                f"strategy.num_partitions={self.settings.num_partitions} was set, and the store {store.path} has "
-                f"{store.num_parts} parts{'' if store.has_buckets else ' and no edge buckets'}.",
-                hint="let the gtrain command make the store, or set num_parts and buckets of the data module.",
-            )
+        check_store(store, self.settings.num_partitions)
         return store
 
     def install(self, module: Module) -> None:
@@ -238,19 +215,8 @@ class PBGStrategy(GraphStrategy):
         layers = list(recipe.tables.values())
         dtype, cuts = layers[0].weight.dtype, cuts_of(store, [layer.table for layer in layers])
         widths = [state_width(rules.table.kind, layer.table.dim) if rules else 0 for layer in layers]
-        layout: dict[str, Any] = TypedTables.tensors(cuts, self._slots, widths, dtype)
-        for name, parameter in recipe.parameters.items():
-            layout[name] = (tuple(parameter.shape), parameter.dtype)
-            if rules is not None:
-                columns = state_width(rules.relations.kind, parameter[0].numel())
-                layout[f"{name}.state"] = ((len(parameter), columns), parameter.dtype)
-        if self._leads:
-            self._ipc = ipc_folder()
-            self._shared = SharedTensors.create(self._ipc.path, "pbg", layout)
-            self._machine.broadcast_object(str(self._ipc.path))
-        else:
-            folder = self._machine.broadcast_object(None)
-            self._shared = SharedTensors.attach(folder, "pbg", self.timeout_seconds)
+        layout = TypedTables.tensors(cuts, self._slots, widths, dtype) | relations_layout(recipe, rules)
+        self._shared = in_memory_of_all(self._machine, layout, self.timeout_seconds)
         place = cuts, nodes, self._slots, widths, dtype, self._scratch, self._shared, self._leads
         if self._machines is None:
             return TypedTables(*place)
@@ -385,8 +351,3 @@ class PBGStrategy(GraphStrategy):
                 if name in self._shared:
                     self._shared[name].copy_(state)
         self.group.barrier()
-
-
-def _chunked(recipe: ModelRecipe) -> EdgeRecipe | None:
-    """A group whose batches are cut into chunks; None where all nodes are negatives everywhere."""
-    return next((group for group in recipe.groups if not group.all_negs), None)

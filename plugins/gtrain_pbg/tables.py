@@ -14,7 +14,7 @@ from gtrain.nn import TableSpec
 from gtrain.nn.table import INIT_ROWS
 from gtrain.wire.shared import SharedTensors
 from gtrain_pbg import files
-from gtrain_pbg.step.training import Rows
+from gtrain_pbg.step.batch import Rows
 from gtrain_pbg.swaps import Buffer, Swap
 
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]

@@ -14,8 +14,9 @@ from gtrain.errors import DataError
 from gtrain.nn.recipe import ModelRecipe
 from gtrain_pbg.edges import EdgeList, Groups
 from gtrain_pbg.optimizers import StepRules
+from gtrain_pbg.step.batch import EdgeBatch, Rows
 from gtrain_pbg.step.relations import Weights
-from gtrain_pbg.step.training import EdgeBatch, Rows, TrainingStep
+from gtrain_pbg.step.training import TrainingStep
 from gtrain_pbg.swaps import Visit
 from gtrain_pbg.typed import TypedTables
 

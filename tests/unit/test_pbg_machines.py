@@ -248,6 +248,17 @@ def test_a_depot_has_the_newest_version_and_refuses_older_ones(
     assert names == ["node-1.v12.rows.npy", "node-1.v12.state.npy"]
 
 
+def test_a_job_begins_without_what_another_left(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("the user's")
+    FolderDepot(tmp_path).save("node-0", 88, tensors(1.0))
+    depot = FolderDepot(tmp_path)
+    depot.clear()
+    depot.save("node-0", 1, tensors(2.0))
+    found = tensors(0.0)
+    depot.load("node-0", found)
+    assert torch.equal(found[files.ROWS], tensors(2.0)[files.ROWS]) and (tmp_path / "notes.txt").exists()
+
+
 def test_what_was_written_in_part_is_not_there(tmp_path: Path) -> None:
     handlers = PartitionHandlers(PartitionFolder(tmp_path))
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from gtrain.model.kg_embedding import KGEmbedding
 from gtrain.model.kg_training import Edges
 from gtrain.nn import SGD, Adagrad, RowwiseAdagrad
+from gtrain_pbg.step.batch import EdgeBatch, Rows
 from gtrain_pbg.step.relations import UpdateRule, Weights, state_width
-from gtrain_pbg.step.training import EdgeBatch, Rows, TrainingStep
+from gtrain_pbg.step.training import TrainingStep
 
 NODES, RELATIONS, DIM = 40, 3, 8
 OPERATORS = ("none", "translation", "diagonal", "linear", "affine", "complex_diagonal")

@@ -13,8 +13,9 @@ from gtrain.model.kg_embedding import KGEmbedding
 from gtrain.model.kg_training import Edges
 from gtrain.nn import Adagrad, Csr, RowwiseAdagrad, TableSpec
 from gtrain_pbg.edges import EdgeList, Groups, batches_of, filled, kinds_of
+from gtrain_pbg.step.batch import EdgeBatch, Rows
 from gtrain_pbg.step.relations import UpdateRule, Weights
-from gtrain_pbg.step.training import EdgeBatch, Rows, TrainingStep
+from gtrain_pbg.step.training import TrainingStep
 from gtrain_pbg.typed import cuts_of
 
 COUNTS = {"a": 20, "b": 13}

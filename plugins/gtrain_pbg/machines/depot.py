@@ -22,6 +22,10 @@ class Depot(ABC):
     """Partitions by key. ``tensors`` are rows and state by their kinds, see :mod:`gtrain_pbg.files`."""
 
     @abstractmethod
+    def clear(self) -> None:
+        """Delete what an earlier job has left: its leases have numbers that this one's may have too."""
+
+    @abstractmethod
     def load(self, key: str, tensors: Mapping[str, Tensor]) -> None:
         """Fill tensors with the newest version of a partition."""
 
@@ -55,6 +59,9 @@ class FolderDepot(Depot):
 
     def __init__(self, folder: Path) -> None:
         self._folder = PartitionFolder(folder)
+
+    def clear(self) -> None:
+        self._folder.clear()
 
     def load(self, key: str, tensors: Mapping[str, Tensor]) -> None:
         for kind, tensor in tensors.items():
@@ -91,6 +98,9 @@ class ServedDepot(Depot):
 
     def __init__(self, clients: Sequence[Client]) -> None:
         self._clients = list(clients)
+
+    def clear(self) -> None:
+        """Nothing: servers do so when they begin."""
 
     def load(self, key: str, tensors: Mapping[str, Tensor]) -> None:
         for kind, tensor in tensors.items():

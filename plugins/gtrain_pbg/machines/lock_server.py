@@ -114,7 +114,7 @@ class LockServer:
     def _lose(self, machine: int, reason: str) -> None:
         if machine in self.members.lost:
             return
-        print(f"machine {machine} is lost: {reason}", flush=True)
+        print(f"machine {machine} is no longer there: {reason}", flush=True)
         for rank in [rank for rank in self._heard if self.members.machine_of(rank) == machine]:
             del self._heard[rank]
             if rank in self._processes:

@@ -20,8 +20,6 @@ MOST_UPDATES = 100
 """A second."""
 MOST_BYTES = 1e9
 """A second."""
-SILENT_SECONDS = 60.0
-"""A server that does not answer for so long is gone, with its machine."""
 
 
 class SharedParameters:
@@ -39,7 +37,7 @@ class SharedParameters:
         tensors: Mapping[str, Tensor],
         clients: Sequence[Client],
         interval: float,
-        silent_seconds: float = SILENT_SECONDS,
+        silent_seconds: float = 60.0,
     ) -> None:
         self._silent_seconds = silent_seconds
         self._clients = list(clients)

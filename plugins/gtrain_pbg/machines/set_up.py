@@ -16,9 +16,11 @@ from gtrain_pbg.config import PBGConfig
 from gtrain_pbg.machines.depot import Depot, FolderDepot, ServedDepot
 from gtrain_pbg.machines.group import MachinesGroup
 from gtrain_pbg.machines.lock_client import LockClient
-from gtrain_pbg.machines.parameters import SILENT_SECONDS, SharedParameters
+from gtrain_pbg.machines.parameters import SharedParameters
 from gtrain_pbg.typed import TypeCut
 
+SILENT_SECONDS = 60.0
+"""A lock or parameter server that does not answer for so long, at least, is gone with its machine."""
 LARGE_BYTES = 64 << 20
 """A table that is not cut from here on takes parameter servers a good part of their time."""
 log = logging.getLogger("gtrain")
@@ -54,23 +56,21 @@ class Machines:
         settings: of the strategy.
         servers: of the job.
         rank: this worker; size: number of workers.
-        timeout_seconds: how long a server may be silent.
         counters: where traffic is counted.
 
     Raises:
         ConfigError: the job has no lock server.
     """
 
-    def __init__(
-        self, settings: PBGConfig, servers: Servers, rank: int, size: int, timeout_seconds: float, counters: Counters
-    ) -> None:
+    def __init__(self, settings: PBGConfig, servers: Servers, rank: int, size: int, counters: Counters) -> None:
         if not servers.count("lock"):
             raise ConfigError(
                 "strategy=pbg was to train on several machines, and the job has no lock server.",
                 hint="start it with the gtrain command, or set num_nodes=1.",
             )
         self._settings, self._servers = settings, servers
-        self.lock = LockClient(servers.client("lock", 0), settings.lease_seconds, timeout_seconds)
+        self._silent_seconds = max(SILENT_SECONDS, 2 * settings.lease_seconds)
+        self.lock = LockClient(servers.client("lock", 0), settings.lease_seconds, self._silent_seconds)
         self.group = MachinesGroup(rank, size, self.lock, counters)
 
     def depot(self, run_dir: Path) -> Depot:
@@ -82,9 +82,8 @@ class Machines:
 
     def parameters(self, tensors: Mapping[str, Tensor]) -> SharedParameters:
         """This machine's copy of what all machines have."""
-        clients, settings = self._servers.clients("parameter"), self._settings
-        silent_seconds = max(SILENT_SECONDS, 2 * settings.lease_seconds)
-        return SharedParameters(tensors, clients, settings.sync_interval, silent_seconds)
+        clients = self._servers.clients("parameter")
+        return SharedParameters(tensors, clients, self._settings.sync_interval, self._silent_seconds)
 
     def next_lease(self) -> int:
         """A number larger than that of any lease so far."""

@@ -54,7 +54,7 @@ class SpreadTable(PartitionedTable):
         self.buffer.place, self._sources = {}, {}
 
     def publish(self) -> None:
-        """Let the depot have all partitions from their initial files. One process of the job calls it."""
+        """Let the depot have all partitions from their initial files. One process of the job calls it, once."""
         for partition in range(self.partitions.count):
             paths = {kind: self._path(kind, partition) for kind in files.KINDS}
             self._depot.adopt(self._key(partition), self._next_lease(), paths)

@@ -48,12 +48,14 @@ class SpreadTypes(TypedTables):
 
     def connect(self, depot: Depot, publishes: bool, next_lease: Callable[[], int]) -> None:
         """Say where partitions are; see :meth:`SpreadTable.connect`."""
+        self._depot = depot
         self._publishing, self._missing = threading.Lock(), Counter[str]()
         for table in self._spread:
             table.connect(self.bundle, depot, publishes, next_lease)
 
     def publish(self) -> None:
-        """Let the depot have all partitions from their initial files. One process of the job calls it."""
+        """Let the depot have all partitions from their initial files, and nothing else. One process calls it, once."""
+        self._depot.clear()
         for table in self._spread:
             table.publish()
 
