@@ -16,6 +16,8 @@ from gtrain_pbg.machines.folder import KINDS, PartitionFolder
 
 PIECE_BYTES = 64 << 20
 """Bytes of a partition that are sent at a time."""
+SILENT_SECONDS = 600.0
+"""A partition server that does not answer for so long is gone with its machine; a slow disk may take a while."""
 
 
 class Depot(ABC):
@@ -116,7 +118,7 @@ class ServedDepot(Depot):
                     for begin, end in _pieces(tensors[kind]):
                         fields = {"key": key, "version": version, "kind": kind, "begin": begin}
                         fields["rows"] = len(tensors[kind])
-                        client.request("write", fields, [tensors[kind][begin:end]])
+                        client.request("write", fields, [tensors[kind][begin:end]], SILENT_SECONDS)
             except PeerRestartedError:
                 continue
             return
@@ -139,7 +141,7 @@ class ServedDepot(Depot):
     def _ask(self, key: str, method: str, fields: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Message:
         while True:
             try:
-                return self._client(key).request(method, fields, tensors)
+                return self._client(key).request(method, fields, tensors, SILENT_SECONDS)
             except PeerRestartedError:
                 continue
 
