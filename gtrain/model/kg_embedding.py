@@ -13,9 +13,9 @@ from torch_geometric.data import Data, HeteroData
 from gtrain.errors import ConfigError
 from gtrain.model.configured import MakeOptimizer, configured
 from gtrain.model.edge_model import EdgeModel
+from gtrain.model.kg_evaluation import GroupRanks
 from gtrain.model.kg_groups import GroupedEdges, RelationGroup
 from gtrain.model.kg_losses import make_loss
-from gtrain.model.kg_ranking import Candidates, Queries, rank_ends
 from gtrain.model.kg_schema import GraphTypes, make_schema
 from gtrain.model.kg_tables import EntityTables
 from gtrain.model.kg_training import Edges, Negatives
@@ -23,7 +23,7 @@ from gtrain.model.kinds import EMBEDDING
 from gtrain.model.mean_loss import log_mean_loss
 from gtrain.model.ranking import NAMES
 from gtrain.model.table_optimizer import with_tables
-from gtrain.nn import Csr, select_rows
+from gtrain.nn import Csr
 from gtrain.nn.recipe import EdgeRecipe, ModelRecipe
 
 
@@ -276,18 +276,10 @@ class KGEmbedding(EdgeModel):
         found, places = [], []
         for number, place, some in self._grouped(replace(edges, tail=tail)):
             group = self._groups[number]
-            heads, tails = self._ends(group, some)
+            heads, tails = GroupRanks(group, self.entities).ends(some)
             found.append(group.scores.of_edges(heads, some.relation, tails))
             places.append(place)
         return torch.cat(found)[torch.cat(places).argsort()]
-
-    def _ends(self, group: RelationGroup, edges: Edges) -> tuple[Tensor, Tensor]:
-        """Rows of the heads and of the tails; one lookup where they are of one type."""
-        (lhs, rhs), rows = (group.spec.lhs, group.spec.rhs), self.entities.rows
-        if lhs == rhs:
-            heads, tails = rows[lhs](torch.stack([edges.head, edges.tail]))
-            return heads, tails
-        return rows[lhs](edges.head), rows[rhs](edges.tail)
 
     def _evaluate(self, batch: Data, split: str) -> None:
         edges, generator = self._edges(batch), torch.Generator().manual_seed(0)  # the same negatives every epoch
@@ -313,63 +305,14 @@ class KGEmbedding(EdgeModel):
         ]
         ranks = torch.zeros(2, len(edges), dtype=torch.float64)
         for number, place, some in self._grouped(edges):
-            ranks[:, place] = torch.stack(self._group_ranks(self._groups[number], place, some, known))
+            ranks[:, place] = torch.stack(GroupRanks(self._groups[number], self.entities).among_all(some, place, known))
         return ranks[0], ranks[1]
-
-    def _group_ranks(self, group: RelationGroup, place: Tensor, edges: Edges, known: list[Csr | None]) -> list[Tensor]:
-        lhs, rhs = group.spec.lhs, group.spec.rhs
-        heads, tails = self._ends(group, edges)
-        by_type = {end: self._candidates(end) for end in (lhs, rhs)}
-        firsts = group.ends[1].first, group.ends[0].first
-        known_tails, known_heads = (
-            None if ids is None else _of_type(ids, place, first) for ids, first in zip(known, firsts, strict=True)
-        )
-        return rank_ends(
-            group.scores,
-            (by_type[rhs], by_type[lhs]),
-            tails=Queries(heads, edges.relation, edges.tail, known_tails),
-            heads=Queries(tails, edges.relation, edges.head, known_heads),
-        )
 
     def sampled_ranks(
         self, rows: tuple[Tensor, Tensor], relation: Tensor, others: tuple[Tensor, Tensor], number: int
     ) -> list[Tensor]:
-        """Ranks of edges' ends among those of all these edges and some others, unfiltered: of tails, then of heads.
-
-        Args:
-            rows: of the heads' table and of the tails', ``[B, D]`` each.
-            relation: ``[B]``, numbers among the group's relations.
-            others: rows ``[K, D]`` of both tables.
-            number: the group.
-        """
-        group = self._groups[number]
-        lhs, rhs = group.spec.lhs, group.spec.rhs
-        heads, tails = self.entities.shifted(rows[0], lhs), self.entities.shifted(rows[1], rhs)
-        more = self.entities.shifted(others[0], lhs), self.entities.shifted(others[1], rhs)
-        first = torch.arange(len(heads))
-        if lhs == rhs:
-            every = _listed(torch.cat([tails, heads, *more]))
-            sides = Queries(heads, relation, first, None), Queries(tails, relation, first + len(heads), None)
-            return rank_ends(group.scores, (every, every), tails=sides[0], heads=sides[1])
-        candidates = _listed(torch.cat([tails, more[1]])), _listed(torch.cat([heads, more[0]]))
-        sides = Queries(heads, relation, first, None), Queries(tails, relation, first, None)
-        return rank_ends(group.scores, candidates, tails=sides[0], heads=sides[1])
-
-    def _candidates(self, number: int) -> Candidates:
-        """All nodes of a type."""
-        return Candidates(lambda: self.entities.blocks(number), self.schema.entities[number].count)
-
-
-def _listed(rows: Tensor) -> Candidates:
-    """These rows alone."""
-    block = torch.arange(len(rows)), rows
-    return Candidates(lambda: iter([block]), len(rows))
-
-
-def _of_type(known: Csr, place: Tensor, first: int) -> Csr:
-    """What is known of some edges, by the numbers of a type's nodes."""
-    found = select_rows(known, place)
-    return Csr(found.ids - first, None, found.offsets)
+        """Ranks of the ends of a group's edges, among each other and some more nodes; see :class:`GroupRanks`."""
+        return GroupRanks(self._groups[number], self.entities).among_some(rows, relation, others)
 
 
 def _check(num_nodes: object, counts: dict[str, int], sizes: dict[str, float]) -> None:
