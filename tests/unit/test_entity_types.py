@@ -107,6 +107,8 @@ def test_edges_with_types(tmp_path: Path) -> None:
             assert {kind: names.to_pylist() for kind, names in module.names().items()} == {
                 "user": ["7", "0"], "item": ["2"], "film": ["1", "4"], "relation": ["buys", "sees"],
             }  # fmt: skip
+    with pytest.raises(ConfigError, match="data.path=None with data.edge_sets=None"):
+        EdgesData(relations=relations)
     with pytest.raises(ConfigError, match="data.num_nodes=9 was set with entity types"):
         EdgesData(path="e", num_nodes=9, relations=relations)
 
