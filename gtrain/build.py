@@ -15,12 +15,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from gtrain.errors import ConfigError, GtrainError
+from gtrain.graph.entities import entity_bags
 from gtrain.graph.store import Store
 from gtrain.model.decoders import make_decoder
 from gtrain.model.encoder import NodeEncoder, NodeIds
 from gtrain.model.link_predictor import LinkPredictor
 from gtrain.model.networks import norm_settings
 from gtrain.model.node_classifier import NodeClassifier
+from gtrain.nn import Csr
 
 # settings that the built-in networks share; a network of another package gets those that it names
 _SHARED = ("hidden_channels", "num_layers", "dropout", "norm", "act", "heads", "aggr", "input_dropout")
@@ -33,6 +35,7 @@ _MODULE = (
     "sparse_optimizer",
     "loss",
     "task",
+    "joint_types",
     "score",
     "learn_features",
     "decoder",
@@ -181,9 +184,28 @@ def _sizes(store: Store) -> dict[str, Any]:
         "in_channels": facts.get("num_features"),
         "out_channels": facts.get("num_classes"),
         **{key: facts.get(key) for key in ("num_nodes", "num_features", "num_classes", "multilabel", "num_relations")},
+        **{key: facts.get(key) for key in ("entity_types", "relation_ends")},
+        "relation_names": _relation_names(store),
+        "entity_bags": _entity_bags(store) if facts.get("features") else None,
         "node_types": list(store.node_types),
         "edge_types": list(store.edge_types),
     }
+
+
+def _entity_bags(store: Store) -> Callable[[str], tuple[Csr, int] | None]:
+    """What gives the bags of a featurized entity type, and the number of its features."""
+
+    def bags(name: str) -> tuple[Csr, int] | None:
+        found = entity_bags(store, name)
+        return None if found is None else (Csr(found[0], None, found[1]), found[2])
+
+    return bags
+
+
+def _relation_names(store: Store) -> list[str] | None:
+    """The names of relations, where there are any."""
+    names, count = store.names("relation"), store.facts.get("num_relations") or 0
+    return None if names is None else list(names.decode(torch.arange(count)))
 
 
 def make_trainer(settings: dict[str, Any], **extra: Any) -> pl.Trainer:

@@ -72,7 +72,7 @@ def write_hdf5(path: Path, values: Rows, names: Names | None, kind: str) -> None
         import h5py
     except ImportError as error:
         raise ConfigError("format=pbg_hdf5 needs h5py.", hint="pip install 'gtrain[hdf5]'") from error
-    path.mkdir()
+    path.mkdir(exist_ok=True)
     with h5py.File(path / f"embeddings_{kind}_0.v1.h5", "w") as file:
         file.attrs["format_version"] = 1
         target = file.create_dataset("embeddings", values.shape, dtype="f4")

@@ -20,6 +20,8 @@ from torch_geometric.data import Data, HeteroData
 from gtrain.callbacks import formats
 from gtrain.data.loader import target_type
 from gtrain.errors import ConfigError
+from gtrain.graph.entities import entity_types
+from gtrain.graph.manifest import safe_name
 from gtrain.graph.store import Store
 from gtrain.strategy.base import GraphStrategy
 
@@ -28,6 +30,8 @@ FORMATS = ("npy", *formats.WRITERS)
 
 class PredictionWriter(pl.Callback):
     """Collects each rank's rows and writes them into one file, in the order of the source data's ids.
+
+    A graph with entity types becomes a folder, with a file for each of them.
 
     Every rank writes its own rows into a shared memory-mapped file, so no rank ever holds all of them; the file gets
     its name when it is complete.
@@ -55,6 +59,7 @@ class PredictionWriter(pl.Callback):
         self._ids: list[Tensor] = []
         self._seen: list[Tensor] = []
         self._hook: RemovableHandle | None = None
+        self._dimensions: dict[str, int] = {}  # columns of each entity type, where they differ
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._embeddings and not hasattr(pl_module, "embed"):
@@ -86,6 +91,7 @@ class PredictionWriter(pl.Callback):
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._hook is not None:
             self._hook.remove()
+        self._dimensions = getattr(pl_module, "dimensions", {})
         rows, ids = torch.cat(self._rows), torch.cat(self._ids)
         width = int(self._strategy.group.all_reduce(torch.tensor([rows.size(1)]), "max"))
         shape = (self._store.num_nodes_of(target_type(self._store)), width)
@@ -122,13 +128,15 @@ class PredictionWriter(pl.Callback):
         self._strategy.barrier()
 
     def _finish(self, shape: tuple[int, int], classes: bool) -> None:
-        if self._format == "npy":
-            os.replace(self._scratch, self.path)
-            return
         values = np.load(self._scratch, mmap_mode="r")
         kind = target_type(self._store)
         done = self.path.with_name(self.path.name + ".done")
-        if classes and self._format == "parquet":
+        if self._store.facts.get("entity_types"):
+            self._write_types(done, values)
+        elif self._format == "npy":
+            os.replace(self._scratch, self.path)
+            return
+        elif classes and self._format == "parquet":
             formats.write_parquet(done, values, self._store.names(kind), kind, classes=True)
         else:
             formats.WRITERS[self._format](done, values, self._store.names(kind), kind)
@@ -136,6 +144,17 @@ class PredictionWriter(pl.Callback):
             shutil.rmtree(self.path)
         os.replace(done, self.path)
         self._scratch.unlink()
+
+    def _write_types(self, folder: Path, values: Any) -> None:
+        """Write a folder with a file for each entity type, or the files that PyTorch-BigGraph has for each."""
+        folder.mkdir()
+        for each in entity_types(self._store):
+            rows = values[each.first : each.first + each.count, : self._dimensions.get(each.name)]
+            path = folder if self._format == "pbg_hdf5" else folder / f"{safe_name(each.name)}.{self._format}"
+            if self._format == "npy":
+                np.save(path, rows)
+            else:
+                formats.WRITERS[self._format](path, rows, self._store.names(each.name), each.name)
 
 
 def last_layer(module: pl.LightningModule) -> nn.Module:

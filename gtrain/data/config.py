@@ -109,7 +109,8 @@ class EdgesConfig(DataConfig):
 
     _target_: str = "gtrain.data.edges.EdgesData"
     split: str = "random"
-    path: Any = MISSING  # one name, or a list of them
+    path: Any = None  # one name, or a list of them
+    edge_sets: Any = None  # a list of what path may be
     ids: str = "auto"
     columns: Any = None  # positions or names
     weight: Any = None
@@ -122,6 +123,8 @@ class EdgesConfig(DataConfig):
     labels: str | None = None
     num_nodes: int | None = None
     undirected: bool = False
+    entities: Any = None  # settings by type
+    relations: Any = None  # a list of {name, lhs, rhs}
 
 
 @dataclass
@@ -133,6 +136,8 @@ class KGConfig(DataConfig):
     batch_size: int | None = 1000
     path: str = MISSING
     unknown: str = "error"
+    entities: Any = None  # settings by type
+    relations: Any = None  # a list of {name, lhs, rhs}
 
 
 @dataclass
@@ -201,6 +206,9 @@ class PlantedKGConfig(DataConfig):
     num_triples: int = 45000
     noise: float = 0.05
     held_out: float = 0.05
+    num_types: int = 1
+    entities: Any = None  # settings by type
+    relations: Any = None  # a list of {name, ...}
 
 
 @dataclass
@@ -264,8 +272,10 @@ class BigGraphConfig(DataConfig):
     edges: Any = None  # a folder or a list of folders, here and below
     val_edges: Any = None
     test_edges: Any = None
+    entities: Any = None  # settings by type
     relations: Any = None  # a list of {name, lhs, rhs}
     keep_parts: bool = False
+    joint_types: Any = "${oc.select:model.joint_types,false}"
 
 
 @dataclass

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch_geometric.utils import to_undirected
 from gtrain.data.files import find_files
 from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp
 from gtrain.data.node_files import GENERATED, NodeFiles, generated
+from gtrain.data.schema import DataSchema, Entries
 from gtrain.errors import ConfigError
 from gtrain.graph.ingest.format import EdgeFormat
 from gtrain.graph.tables import EdgeArrays
@@ -35,6 +37,8 @@ class EdgesData(GraphDataModule):
 
     Args:
         path: the edge list: a file, a glob pattern, a folder, or a list of them.
+        edge_sets: several edge lists instead, each named as ``path`` is, which ``strategy=pbg`` trains one after the
+            other in each epoch; None: ``path`` is the only one.
         ids: ``int``: ids are integers from 0; ``string``: anything, numbered in order of first appearance and kept as
             the names of the nodes; ``auto``: what the first line looks like.
         columns: the columns of source and target, by position from 0 or by name; None means the first two, and a third
@@ -53,6 +57,9 @@ class EdgesData(GraphDataModule):
         num_nodes: N; None takes the rows of the features, or else of the labels, or else the largest id + 1.
         undirected: whether each line stands for both directions. In memory, edges listed twice are merged and their
             weights averaged; with times, and in lists that stay on disk, they are kept.
+        entities: entity types, with ``num_partitions``; see :class:`~gtrain.data.schema.DataSchema`.
+        relations: relations by ``name`` (integers by their digits), with the types ``lhs`` and ``rhs`` that they join;
+            ``*``, or one entry without a name, is all others. Ids are then numbered within each type.
         **common: see :class:`~gtrain.data.module.GraphDataModule`; the split is random unless it is set.
     """
 
@@ -61,7 +68,8 @@ class EdgesData(GraphDataModule):
     def __init__(
         self,
         *,
-        path: str | Sequence[str],
+        path: str | Sequence[str] | None = None,
+        edge_sets: Sequence[str | Sequence[str]] | None = None,
         ids: str = "auto",
         columns: Sequence[int | str] | None = None,
         weight: int | str | None = None,
@@ -74,6 +82,8 @@ class EdgesData(GraphDataModule):
         labels: str | None = None,
         num_nodes: int | None = None,
         undirected: bool = False,
+        entities: Mapping[str, Any] | None = None,
+        relations: Entries | None = None,
         **common: Unpack[CommonOptions],
     ) -> None:
         options: CommonOptions = {"split": "random", **common}
@@ -92,7 +102,30 @@ class EdgesData(GraphDataModule):
                 "data.undirected=true with data.relation, and a relation has a direction",
                 hint="leave data.undirected, or list the other direction as relations of its own",
             )
-        self.path = path if isinstance(path, str) else list(path)
+        self.schema = DataSchema(entities, relations)
+        if self.schema.featurized:
+            raise ConfigError(
+                "data.entities has a featurized type, which data=edges does not read.", hint="use data=kg."
+            )
+        given = {"features": features, "labels": labels, "num_nodes": num_nodes, "undirected": undirected or None}
+        unsuited = [key for key, value in given.items() if value is not None]
+        if self.schema.is_typed and unsuited:
+            raise ConfigError(
+                f"data.{unsuited[0]}={given[unsuited[0]]} was set with entity types, whose ids begin anew in each.",
+                hint=f"leave data.{unsuited[0]}, or data.relations.",
+            )
+        if (path is None) == (edge_sets is None):
+            raise ConfigError(
+                f"data.path={path} with data.edge_sets={edge_sets} were set.",
+                hint="set one of them: a list of files, or several.",
+            )
+        if edge_sets is not None and undirected:
+            raise ConfigError(
+                "data.undirected=true was set with data.edge_sets.",
+                hint="list both directions, in the set that has them.",
+            )
+        self.edge_sets: list[str | Sequence[str]] = list(edge_sets or []) if path is None else [path]
+        self.path = path
         self.num_nodes = num_nodes
         self.undirected = undirected
         self.format = EdgeFormat(
@@ -100,11 +133,19 @@ class EdgesData(GraphDataModule):
         )
         self._node_files = NodeFiles(features, labels, self.root, self.unlabelled)
         self._names: dict[str, Any] = {}
+        self._facts: dict[str, Any] = {}
+
+    def extra_facts(self) -> dict[str, Any]:
+        """Return the entity types and the number of edge sets, where there are any."""
+        return self._facts if len(self.edge_sets) == 1 else {**self._facts, "edge_sets": len(self.edge_sets)}
 
     def identity(self) -> dict[str, Any]:
         """Return the stamps of the files, and how they are read."""
         files, features = self._node_files, self._node_files.features
-        stamps: dict[str, Any] = {"path": [file_stamp(path) for path in find_files("data.path", self.path, self.root)]}
+        paths, sets = self._files()
+        stamps: dict[str, Any] = {"path": [file_stamp(path) for path in paths]}
+        if sets is not None:
+            stamps["edge_sets"] = sets
         if files.features_path is not None:
             stamps["features"] = file_stamp(files.features_path)
         if files.labels_path is not None:
@@ -114,12 +155,13 @@ class EdgesData(GraphDataModule):
             "num_nodes": self.num_nodes,
             "undirected": self.undirected,
         }
-        return {**stamps, **options, **asdict(self.format)}
+        return {**stamps, **options, **asdict(self.format), **self.schema.identity()}
 
     @property
     def origin(self) -> str:
         """Where the graph comes from, for messages."""
-        files = {"path": self.path, "features": self._node_files.features, "labels": self._node_files.labels}
+        path = self.path if self.path is not None else self.edge_sets
+        files = {"path": path, "features": self._node_files.features, "labels": self._node_files.labels}
         return ", ".join(f"data.{key}={file}" for key, file in files.items() if file is not None)
 
     def names(self) -> dict[str, Any]:
@@ -135,24 +177,39 @@ class EdgesData(GraphDataModule):
         """Read the files; what is too large for memory stays on disk."""
         from gtrain.graph.ingest.edge_list import Limit, kind_of_ids, read_edge_list
 
-        paths, options = find_files("data.path", self.path, self.root), self.format
+        (paths, sets), options = self._files(), self.format
         if kind_of_ids(paths, options) == "string":
             if self.num_nodes is not None:
                 raise ConfigError(
                     f"data.num_nodes={self.num_nodes}, and the ids are names: the nodes are those that the edges name",
                     hint="leave data.num_nodes, or set data.ids=int",
                 )
-            edges = read_edge_list(paths, options, self.store)
+            edges = read_edge_list(paths, options, self.store, edge_sets=sets)
             x, y = self._node_files.read_named(edges.names)
             num_nodes = edges.num_nodes
         else:
             nodes = self._node_files.read(self.num_nodes)
-            edges = read_edge_list(paths, options, self.store, Limit(nodes.num_nodes, self._counted_by(nodes.labels)))
+            limit = Limit(nodes.num_nodes, self._counted_by(nodes.labels))
+            edges = read_edge_list(paths, options, self.store, limit, sets)
             num_nodes = nodes.num_nodes or max(edges.num_nodes, nodes.largest_id + 1)
             x, y = nodes.x, nodes.y(num_nodes)
         names = {"node": edges.names, "relation": edges.relations}
+        if self.schema.is_typed:
+            from gtrain.data.typed_edges import TypedEdges
+
+            typed = TypedEdges(edges, self.schema, self.store)
+            num_nodes, names = typed.num_nodes, {**typed.names, "relation": edges.relations}
+            self._facts = {**self.schema.facts(typed.counts, typed.ends), "num_relations": len(typed.ends)}
         self._names = {kind: strings for kind, strings in names.items() if strings is not None}
         return self._graph(edges, num_nodes, x, y)
+
+    def _files(self) -> tuple[list[Path], list[int] | None]:
+        """Return all files, and for each the number of its edge set, None where there is one set."""
+        key = "data.path" if self.path is not None else "data.edge_sets"
+        by_set = [find_files(key, names, self.root) for names in self.edge_sets]
+        paths = [path for found in by_set for path in found]
+        sets = [number for number, found in enumerate(by_set) for _ in found]
+        return paths, sets if len(by_set) > 1 else None
 
     def _counted_by(self, labels: object) -> str:
         """Return the option that told how many nodes there are."""

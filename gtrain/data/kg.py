@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
+from gtrain.data.entity_features import EntityFeatures, bag_rows
+from gtrain.data.entity_names import EntityNames
+from gtrain.data.files import find_file
 from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp, log
+from gtrain.data.schema import DataSchema, Entries
 from gtrain.data.triples import COLUMNS, Triples, is_archive, read_archive, read_folder, split_files
 from gtrain.errors import ConfigError, DataError
+from gtrain.graph.entities import feature_kind
 
 UNKNOWN = ("error", "drop", "keep")
 _PREFIX = {"train": "", "valid": "val_", "test": "test_"}
@@ -34,27 +37,51 @@ class KGData(GraphDataModule):
         unknown: what to do with a validation or test triple that names an entity or relation that ``train`` does not:
             ``error``; ``drop`` the triple; or ``keep`` it, and give the entity a node without training edges, as the
             published figures of FB15k-237 and WN18RR do.
+        entities: entity types, with ``num_partitions``, and ``featurized``, a file of the features of the type's
+            entities (:class:`~gtrain.data.entity_features.EntityFeatures`); see
+            :class:`~gtrain.data.schema.DataSchema`. An entity is then
+            known by its type and name; which type it is of follows from the relations.
+        relations: relations by ``name``, with the types ``lhs`` and ``rhs`` that they join; ``*`` is all others.
         **common: see :class:`~gtrain.data.module.GraphDataModule`; the task is ``link`` and the split is the files',
             unless they are set.
     """
 
     name = "kg"
 
-    def __init__(self, *, path: str, unknown: str = "error", **common: Unpack[CommonOptions]) -> None:
+    def __init__(
+        self,
+        *,
+        path: str,
+        unknown: str = "error",
+        entities: Mapping[str, Any] | None = None,
+        relations: Entries | None = None,
+        **common: Unpack[CommonOptions],
+    ) -> None:
         options: CommonOptions = {"task": "link", "batch_size": 1000, **common}
         super().__init__(**options)
         if unknown not in UNKNOWN:
             raise ConfigError(f"data.unknown={unknown!r} is not known", hint=f"choose one of {', '.join(UNKNOWN)}")
         self.path = path
         self.unknown = unknown
-        self._entities: Any = None
-        self._relations: Any = None
+        self.schema = DataSchema(entities, relations)
+        self._names: EntityNames | None = None
+        self._features: dict[str, EntityFeatures] = {}
 
     def identity(self) -> dict[str, Any]:
         """Return the stamps of the files, and how they are read."""
         place = self._find()
         files = [place] if place.is_file() else [file for _, file in sorted(split_files(place).items())]
-        return {"files": [file_stamp(file) for file in files], "unknown": self.unknown}
+        features = {
+            name: file_stamp(find_file(f"data.entities.{name}.featurized", str(file), self.root))
+            for name, file in self.schema.featurized.items()
+        }
+        more = {"features": features} if features else {}
+        return {
+            "files": [file_stamp(file) for file in files],
+            "unknown": self.unknown,
+            **self.schema.identity(),
+            **more,
+        }
 
     @property
     def origin(self) -> str:
@@ -66,21 +93,39 @@ class KGData(GraphDataModule):
         place = self._find()
         triples = read_archive(place) if place.is_file() else read_folder(place)
         self._check_splits(place, triples)
-        self._number(triples)
-        data = Data(num_nodes=len(self._entities))
+        used = list(triples.values()) if self.unknown == "keep" else [triples["train"]]
+        self._names = names = EntityNames(used, self.schema)
+        data = Data(num_nodes=sum(names.counts.values()))
+        self._features = {
+            name: EntityFeatures(
+                f"data.entities.{name}.featurized", str(file), self.root, names.entities[name].to_pylist()
+            )
+            for name, file in self.schema.featurized.items()
+        }
+        if self._features:
+            data.bag = bag_rows(names.counts, self._features)
         for split, prefix in _PREFIX.items():
             if split in triples:
-                edge_index, edge_type = self._edges(triples[split])
+                edge_index, edge_type = self._edges(triples[split], names)
                 data[f"{prefix}edge_index"], data[f"{prefix}edge_type"] = edge_index, edge_type
         return data
 
     def names(self) -> dict[str, Any]:
-        """Return the names of entities and relations, as pyarrow arrays of strings."""
-        return {"node": self._entities, "relation": self._relations}
+        """Return the names of entities, by type, and relations, as pyarrow arrays of strings."""
+        if self._names is None:
+            return {}
+        features = {feature_kind(name): found.features for name, found in self._features.items()}
+        return {**self._names.entities, "relation": self._names.relations, **features}
 
     def extra_facts(self) -> dict[str, Any]:
-        """Return how many relations there are."""
-        return {"num_relations": len(self._relations)}
+        """Return how many relations there are, and the entity types."""
+        if self._names is None:
+            return {}
+        return {
+            "num_relations": len(self._names.relations),
+            **self.schema.facts(self._names.counts, self._names.ends),
+            **({"features": {n: len(f.features) for n, f in self._features.items()}} if self._features else {}),
+        }
 
     def _find(self) -> Path:
         """Return the folder or the archive."""
@@ -117,18 +162,9 @@ class KGData(GraphDataModule):
                 hint=f"put {missing[0]}.txt there (.tsv and .gz will do), or set data.split=random to split train.txt",
             )
 
-    def _number(self, triples: dict[str, Triples]) -> None:
-        """Make the dictionaries of entities and relations."""
-        used = triples.values() if self.unknown == "keep" else [triples["train"]]
-        heads, relations, tails = zip(*(found.columns for found in used), strict=True)
-        chunks = [chunk for column in (*heads, *tails) for chunk in column.chunks]
-        self._entities = pc.unique(pa.chunked_array(chunks, pa.string()))
-        self._relations = pc.unique(pa.chunked_array([c for column in relations for c in column.chunks], pa.string()))
-
-    def _edges(self, triples: Triples) -> tuple[Tensor, Tensor]:
+    def _edges(self, triples: Triples, names: EntityNames) -> tuple[Tensor, Tensor]:
         """Return ``edge_index [2, T]`` and ``edge_type [T]`` of the triples whose names are known."""
-        kinds = (self._entities, self._relations, self._entities)
-        ids = np.stack([_encode(column, kind) for column, kind in zip(triples.columns, kinds, strict=True)])
+        ids = names.encode(triples)
         unknown = (ids < 0).any(axis=0)
         if unknown.any():
             if self.unknown == "error":
@@ -146,7 +182,7 @@ class KGData(GraphDataModule):
 
     def _unknown(self, triples: Triples, ids: Any, unknown: Any) -> DataError:
         row = int(unknown.argmax())
-        column = int((ids[:, row] < 0).argmax())
+        column = 1 if ids[1, row] < 0 else int((ids[:, row] < 0).argmax())
         kind = "relation" if COLUMNS[column] == "relation" else "entity"
         name = triples.columns[column][row].as_py()
         return DataError(
@@ -154,12 +190,6 @@ class KGData(GraphDataModule):
             f"{int(unknown.sum())} of {len(triples)} triples name something that train does not",
             hint="set data.unknown=drop to leave these triples out, or data.unknown=keep to score them all the same",
         )
-
-
-def _encode(column: Any, names: Any) -> Any:
-    """Return the position of each string in ``names``, int64; -1 where it is not there."""
-    found = pc.fill_null(pc.index_in(column, value_set=names), -1)
-    return found.to_numpy().astype(np.int64)
 
 
 def _near(named: Path, root: Path) -> str:

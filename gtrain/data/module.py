@@ -16,6 +16,7 @@ from torch import Tensor
 from gtrain.data.loader import TASKS, SeedLoader, has_split, num_link_seeds
 from gtrain.data.prepare import Graph, Names, Preparation, cut, describe, group, prepare_graph
 from gtrain.data.sampling import Sampling
+from gtrain.data.schema import DataSchema, kept_together
 from gtrain.data.split import SplitOptions
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.locality import GROUP_NODES
@@ -108,6 +109,8 @@ class GraphDataModule(pl.LightningDataModule):
     """
 
     name: str = "graph"
+    schema: DataSchema = DataSchema(None, None)
+    """Entity types and relations, of sources that can have them."""
     edge_buckets: bool = False
     """Whether the store holds the edges once more by pairs of parts, for strategies that train in buckets."""
 
@@ -351,14 +354,19 @@ class GraphDataModule(pl.LightningDataModule):
 
     def _build(self) -> Store:
         path, num_parts = self.store_path, self.num_parts
+        if self.edge_buckets:
+            self.schema.check_partitions(num_parts)
         log.info("reading %s", self.name)
         graph = self.read()
         options = (self.unlabelled, self.num_classes, self.normalize_features, self.origin)
         facts = prepare_graph(graph, Preparation(self.task, self.target, self.split, *options))
         log.info("partitioning %s into %d (%s)", describe(graph), num_parts, self.partitioner)
+        facts |= self.extra_facts()
         assignment = self.assignment()
         if assignment is None:
             assignment = cut(graph, num_parts, self.partitioner, self.seed, self.partition_path)
+        if isinstance(assignment, Tensor):
+            assignment = kept_together(assignment, facts)
         store = write_store(
             path,
             graph,
@@ -366,7 +374,7 @@ class GraphDataModule(pl.LightningDataModule):
             num_parts,
             groups=group(graph, assignment, num_parts, self.seed) if self._groups_nodes else None,
             source=self._source(),
-            facts=facts | self.extra_facts(),
+            facts=facts,
             partitioner=self.partitioner,
             seed=self.seed,
             names=self.names(),

@@ -13,6 +13,7 @@ from torch_geometric.data import Data
 
 from gtrain.data.module import CommonOptions, GraphDataModule
 from gtrain.data.planted_common import Floats, Ints, check_least, check_shares
+from gtrain.data.schema import DataSchema, Entries
 from gtrain.errors import ConfigError
 
 HITS = (1, 3, 10)
@@ -28,15 +29,18 @@ class KGModel:
     num_triples: int = 45000
     noise: float = 0.05
     held_out: float = 0.05
+    num_types: int = 1
 
     def __post_init__(self) -> None:
-        check_least(self, {"num_entities": 2, "num_relations": 1, "num_positions": 2, "num_triples": 3})
+        least = {"num_entities": 2, "num_relations": 1, "num_positions": 2, "num_triples": 3, "num_types": 1}
+        check_least(self, least)
         check_shares(self, "noise")
         if not 0 < self.held_out < 0.5:
             raise ConfigError(f"data.held_out={self.held_out:g} is out of range", hint="set more than 0, less than 0.5")
-        if self.num_positions > self.num_entities:
+        if self.num_positions > self.num_entities // self.num_types:
+            each = "" if self.num_types == 1 else f" / data.num_types={self.num_types}"
             raise ConfigError(
-                f"data.num_positions={self.num_positions} is more than data.num_entities={self.num_entities}",
+                f"data.num_positions={self.num_positions} is more than data.num_entities={self.num_entities}{each}",
                 hint="lower data.num_positions, or raise data.num_entities",
             )
         if self.num_relations > self.num_positions:
@@ -54,21 +58,27 @@ class KGModel:
         return self.num_triples - outside, outside
 
     @property
-    def sizes(self) -> Ints:
-        """Entities at each position, which differ by one at most."""
-        return np.bincount(np.arange(self.num_entities) % self.num_positions)
+    def types(self) -> Ints:
+        """The type of each entity, ``[num_entities]``: those of a type come one after the other."""
+        found: Ints = np.arange(self.num_entities) * self.num_types // self.num_entities
+        return found
+
+    def ends(self, relations: Ints) -> tuple[Ints, Ints]:
+        """The types of heads and tails of relations: each joins the type after the last one's to the next."""
+        return relations % self.num_types, (relations + 1) % self.num_types
 
     def _check_room(self) -> None:
         """Check that the allowed triples suffice, whatever the shifts, and are likelier than the others."""
         allowed, outside = self.counts
-        small = int(self.sizes.min())
-        room = self.num_relations * self.num_entities * small  # at least; the sizes may be one more
-        rest = self.num_relations * self.num_entities * (self.num_entities - small - 1)
+        each = self.num_entities // self.num_types
+        small = each // self.num_positions
+        room = self.num_relations * each * small  # at least; the sizes may be one more
+        rest = self.num_relations * each * (each - small - 1)
         told = f"data.num_triples={self.num_triples} with data.noise={self.noise:g}"
         if allowed > room:
             raise ConfigError(
                 f"{told} asks for {allowed} triples that rules allow, and {self.num_relations} relations x "
-                f"{self.num_entities} entities x {small} entities at a position are {room}",
+                f"{each} entities x {small} entities at a position are {room}",
                 hint="lower data.num_triples or data.num_positions, or raise data.num_relations or data.num_entities",
             )
         if outside and outside / max(rest, 1) >= allowed / room:
@@ -105,6 +115,9 @@ class PlantedKGData(GraphDataModule):
         num_triples: triples of train, val and test together, all different.
         noise: share of the triples that no rule allows.
         held_out: share of the triples that validates, and as many test; above 0 and below 0.5.
+        num_types: entity types, called ``type_0``, ``type_1``...
+        entities, relations: settings of types (``num_partitions``) and for the model, see
+            :class:`~gtrain.data.schema.DataSchema`; relations are called ``shift_<shift>``.
         **common: see :class:`~gtrain.data.module.GraphDataModule`. The split comes with the data (``public``).
     """
 
@@ -119,6 +132,9 @@ class PlantedKGData(GraphDataModule):
         num_triples: int = 45000,
         noise: float = 0.05,
         held_out: float = 0.05,
+        num_types: int = 1,
+        entities: Mapping[str, Any] | None = None,
+        relations: Entries | None = None,
         **common: Unpack[CommonOptions],
     ) -> None:
         options: CommonOptions = {"task": "link", **common}
@@ -130,7 +146,10 @@ class PlantedKGData(GraphDataModule):
             num_triples=num_triples,
             noise=noise,
             held_out=held_out,
+            num_types=num_types,
         )
+        if num_types > 1:
+            self.schema = self._make_schema(entities or {})
         if self.split.kind != "public":
             raise ConfigError(
                 f"data.split={self.split.kind}, and the generator holds triples out itself, for which the best score "
@@ -142,17 +161,33 @@ class PlantedKGData(GraphDataModule):
 
     def identity(self) -> dict[str, Any]:
         """Return the generator's parameters and its seed."""
-        return {**asdict(self.model), "seed": self.seed}
+        return {**asdict(self.model), "seed": self.seed, **self.schema.identity()}
 
     def read(self) -> Data:
         """Generate the triples."""
-        graph = generate(self.model, self.seed)
-        self._facts = {"num_relations": self.model.num_relations, **best_scores(graph)}
-        self._names = {
-            "node": [f"entity_{entity}" for entity in range(self.model.num_entities)],
-            "relation": [f"shift_{shift}" for shift in graph.shifts.tolist()],
-        }
+        graph, model = generate(self.model, self.seed), self.model
+        self._facts = {"num_relations": model.num_relations, **best_scores(graph)}
+        entities = [f"entity_{entity}" for entity in range(model.num_entities)]
+        self._names = {"relation": [f"shift_{shift}" for shift in graph.shifts.tolist()]}
+        if not self.schema.is_typed:
+            self._names = {"node": entities, **self._names}
+            return as_data(graph)
+        counts = dict(zip(self.schema.types, np.bincount(model.types).tolist(), strict=True))
+        first = 0
+        for name, count in counts.items():
+            self._names = {**self._names, name: entities[first : first + count]}
+            first += count
+        ends = np.stack(model.ends(np.arange(model.num_relations))).T.tolist()
+        self._facts |= self.schema.facts(counts, [(_type_name(lhs), _type_name(rhs)) for lhs, rhs in ends])
         return as_data(graph)
+
+    def _make_schema(self, entities: Mapping[str, Any]) -> DataSchema:
+        names = [_type_name(number) for number in range(self.model.num_types)]
+        unknown = [name for name in entities if name not in names]
+        if unknown:
+            raise ConfigError(f"data.entities has {unknown[0]!r}.", hint=f"the types are {', '.join(names)}.")
+        every = {name: entities.get(name) for name in names}
+        return DataSchema(every, [{"lhs": names[0], "rhs": names[-1]}])
 
     def extra_facts(self) -> dict[str, Any]:
         """Return the number of relations and the best possible scores."""
@@ -161,6 +196,10 @@ class PlantedKGData(GraphDataModule):
     def names(self) -> Mapping[str, Sequence[str]]:
         """Return the names of entities and relations; a relation is called after its shift."""
         return self._names
+
+
+def _type_name(number: int) -> str:
+    return f"type_{number}"
 
 
 @dataclass(frozen=True)
@@ -173,6 +212,8 @@ class KGGraph:
         shifts: ``[num_relations]``.
         num_test: triples that test.
         num_positions: length of the ring.
+        types: of the entities, ``[num_entities]``.
+        num_types: entity types.
     """
 
     heads: Ints
@@ -182,6 +223,8 @@ class KGGraph:
     shifts: Ints
     num_test: int
     num_positions: int
+    types: Ints
+    num_types: int
 
     @property
     def allowed(self) -> NDArray[np.bool_]:
@@ -194,7 +237,9 @@ class KGGraph:
 def generate(model: KGModel, seed: int) -> KGGraph:
     """Draw triples from the model."""
     rng = np.random.default_rng(seed)
-    positions = rng.permutation(np.arange(model.num_entities) % model.num_positions)
+    positions = np.concatenate(
+        [rng.permutation(np.arange(count) % model.num_positions) for count in np.bincount(model.types)]
+    )
     shifts = rng.permutation(model.num_positions)[: model.num_relations]
     allowed, outside = model.counts
     triples = np.concatenate(
@@ -202,7 +247,8 @@ def generate(model: KGModel, seed: int) -> KGGraph:
     )
     heads, relations, tails = triples[:, rng.permutation(triples.shape[1])]
     num_test = max(1, int(model.held_out * model.num_triples))
-    return KGGraph(heads, relations, tails, positions, shifts, num_test, model.num_positions)
+    rest = (model.num_positions, model.types, model.num_types)
+    return KGGraph(heads, relations, tails, positions, shifts, num_test, *rest)
 
 
 def as_data(graph: KGGraph) -> Data:
@@ -220,35 +266,38 @@ def as_data(graph: KGGraph) -> Data:
 
 def best_scores(graph: KGGraph) -> dict[str, float]:
     """Return the best possible filtered MRR and hits on the test triples, heads and tails ranked alike."""
-    sizes = np.bincount(graph.positions, minlength=graph.num_positions)
+    ring = graph.num_positions
+    sizes = np.bincount(graph.types * ring + graph.positions, minlength=graph.num_types * ring)
+    each = np.bincount(graph.types)
     sides = []
-    for known, sign in ((graph.heads, 1), (graph.tails, -1)):
+    for known, answer, sign in ((graph.heads, graph.tails, 1), (graph.tails, graph.heads, -1)):
         query = graph.relations * graph.positions.size + known
-        place = (graph.positions[known] + sign * graph.shifts[graph.relations]) % graph.num_positions
-        sides.append(_query_scores(query, sizes[place], graph.allowed, graph.positions.size, graph.num_test))
+        place = (graph.positions[known] + sign * graph.shifts[graph.relations]) % ring
+        of = graph.types[answer]
+        sides.append(_query_scores(query, sizes[of * ring + place], graph.allowed, each[of], graph.num_test))
     both = np.concatenate(sides, axis=1).mean(axis=1)
     return dict(zip(("best_mrr", *(f"best_hits@{k}" for k in HITS)), both.tolist(), strict=True))
 
 
-def _query_scores(query: Ints, size: Ints, allowed: NDArray[np.bool_], num_entities: int, num_test: int) -> Floats:
+def _query_scores(query: Ints, size: Ints, allowed: NDArray[np.bool_], candidates: Ints, num_test: int) -> Floats:
     """Return expected reciprocal rank and hits of the first ``num_test`` triples, ``[1 + len(HITS), num_test]``.
 
     Args:
         query: which (entity, relation) each triple answers, ``[T]``.
         size: how many answers a rule allows, ``[T]``.
         allowed: whether a rule allows this one, ``[T]``.
-        num_entities: candidates of a query.
+        candidates: entities of the type that each query asks for, ``[T]``.
         num_test: triples to score.
     """
     _, group = np.unique(query, return_inverse=True)
     true = np.bincount(group)[group[:num_test]]
     true_allowed = np.bincount(group, weights=allowed).astype(np.int64)[group[:num_test]]
     unknown = size[:num_test] - true_allowed  # allowed answers that are no triples
-    candidates = num_entities - (true - 1)
+    left = candidates[:num_test] - (true - 1)
     inside = allowed[:num_test]
     first = np.where(inside, 0, unknown)  # the rank is first + 1 .. last, evenly
-    last = np.where(inside, unknown + 1, candidates)
-    harmonic = np.concatenate([[0.0], np.cumsum(1 / np.arange(1, num_entities + 1))])
+    last = np.where(inside, unknown + 1, left)
+    harmonic = np.concatenate([[0.0], np.cumsum(1 / np.arange(1, int(candidates.max()) + 1))])
     rows = [harmonic[last] - harmonic[first]]
     rows += [np.clip(k - first, 0, last - first) for k in HITS]
     scores: Floats = np.stack(rows) / (last - first)
@@ -257,15 +306,17 @@ def _query_scores(query: Ints, size: Ints, allowed: NDArray[np.bool_], num_entit
 
 def _allowed(model: KGModel, positions: Ints, shifts: Ints, count: int, rng: np.random.Generator) -> Ints:
     """Draw different triples that rules allow, ``[3, count]``."""
-    order = np.argsort(positions, kind="stable")  # entities by position
-    sizes = np.bincount(positions, minlength=model.num_positions)
+    place = model.types * model.num_positions + positions
+    order = np.argsort(place, kind="stable")  # entities by type and position
+    sizes = np.bincount(place, minlength=model.num_types * model.num_positions)
     starts = np.cumsum(sizes) - sizes
-    target = (positions + shifts[:, None]) % model.num_positions  # [relations, entities]
-    ends = np.cumsum(sizes[target].ravel())
+    lhs, rhs = (end[:, None] for end in model.ends(np.arange(model.num_relations)))
+    target = rhs * model.num_positions + (positions + shifts[:, None]) % model.num_positions  # [relations, entities]
+    room = np.where(model.types == lhs, sizes[target], 0).ravel()
+    ends = np.cumsum(room)
     picked = rng.choice(int(ends[-1]), count, replace=False, shuffle=False)
     query = np.searchsorted(ends, picked, side="right")
-    place = target.ravel()[query]
-    tails = order[starts[place] + picked - (ends - sizes[target].ravel())[query]]
+    tails = order[starts[target.ravel()[query]] + picked - (ends - room)[query]]
     return np.stack([query % model.num_entities, query // model.num_entities, tails])
 
 
@@ -277,6 +328,8 @@ def _outside(model: KGModel, positions: Ints, shifts: Ints, count: int, rng: np.
         drawn = rng.integers(0, model.num_relations * n * n, 2 * missing + 16)
         relations, heads, tails = drawn // (n * n), drawn // n % n, drawn % n
         apart = (positions[heads] + shifts[relations]) % model.num_positions != positions[tails]
+        lhs, rhs = model.ends(relations)
+        apart &= (model.types[heads] == lhs) & (model.types[tails] == rhs)
         fresh = np.setdiff1d(drawn[apart], keys)
         keys = np.concatenate([keys, rng.permutation(fresh)[:missing]])
     return np.stack([keys // n % n, keys // (n * n), keys % n])

@@ -12,13 +12,14 @@ import importlib
 import os
 import selectors
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gtrain.launch.blame import ending, error_of, first_cause, is_users_mistake
+from gtrain.launch.blame import died_without_a_cause, ending, error_of, first_cause, is_users_mistake
 from gtrain.launch.children import Child, Post
 from gtrain.launch.job import Job, posts_of, start
 from gtrain.launch.roles import RolePlan, check_shape
@@ -26,6 +27,7 @@ from gtrain.launch.slot import LOOPBACK
 from gtrain.launch.sockets import listen_tcp
 
 PRELOAD = "gtrain.launch.preload"
+LEFT_SECONDS = 10.0  # how long after the others a worker may end that may be lost
 ECHO_SECONDS = 0.5  # how long after the first failure others may still report an earlier cause
 
 
@@ -93,6 +95,8 @@ def run(job: Job, make_posts: Callable[[], Sequence[Post]]) -> Any:
             _end(job)
             for listener in job.listeners:
                 listener.close()
+            if job.line is not None:
+                job.line.close()
     if failed and (child := first_cause(job.children)) is not None:
         raise error_of(child, job.size(child.slot.role), job.log_dir)
     return next((child.result for child in job.lasting if child.slot.rank == 0), None)
@@ -112,10 +116,13 @@ def _watch(job: Job) -> bool:
         while not _over(job, failing=deadline is not None):
             for key, _ in selector.select(0.05 if deadline else 1.0):
                 if key.data is None:
-                    return False  # the rank that this agent's servers belong to has ended
+                    return False  # the job, or the rank that this agent's servers belong to, has ended
                 _heed(selector, key.data, key.fd)
             if deadline is None:
                 _refill(job, selector)
+                _go_on_without(job, selector)
+                if _left_behind(job):
+                    break
                 if any(child.failed for child in job.children):
                     deadline = time.monotonic() + ECHO_SECONDS
             elif time.monotonic() >= deadline:
@@ -123,6 +130,14 @@ def _watch(job: Job) -> bool:
     for child in job.children:  # what was written just before the end
         child.read_reports()
     return deadline is not None
+
+
+def _left_behind(job: Job) -> bool:
+    """Whether only workers are left without which the job went on, long after the others came to their ends."""
+    others = [child for child in job.lasting if not child.may_be_lost]
+    if not others or any(child.status is None for child in others):
+        return False
+    return time.monotonic_ns() - max(child.ended_ns for child in others) > LEFT_SECONDS * 1e9
 
 
 def _over(job: Job, *, failing: bool) -> bool:
@@ -159,6 +174,24 @@ def _refill(job: Job, selector: selectors.BaseSelector) -> None:
         print(f"gtrain: {said}; it is started again ({number} of {limit})", file=sys.stderr, flush=True)
         job.children[index] = start(job, child.post, number, selector.fileno())  # type: ignore[attr-defined]
         _register(selector, job.children[index])
+
+
+def _go_on_without(job: Job, selector: selectors.BaseSelector) -> None:
+    """Let go of machines without which the job goes on, where a worker died; their servers stay."""
+    for child in job.children:
+        if not (child.may_be_lost and died_without_a_cause(child)):
+            continue
+        node = child.slot.node
+        said = ending(child, job.size(child.slot.role))
+        print(f"gtrain: {said}; the job goes on without machine {node}", file=sys.stderr, flush=True)
+        for worker in job.lasting:
+            if worker.slot.node == node:
+                worker.lost = True
+                worker.signal(signal.SIGKILL)  # it has lost what it shares with the one that died
+        if job.machine is not None and job.leash is None:  # no worker is left here, by which to know the job's end
+            job.line = socket.create_connection((job.host, job.port))
+            job.leash = job.line.fileno()
+            selector.register(job.leash, selectors.EVENT_READ)
 
 
 # ---------------------------------------------------------------------------------------------------- ending

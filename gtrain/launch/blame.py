@@ -18,7 +18,7 @@ def first_cause(children: Iterable[Child]) -> Child | None:
     What is no echo of another's end comes first, then what came first in time. A process that died without a word is
     no echo; one that lost its peer is, and is blamed only if nobody else can be.
     """
-    causes = [child for child in children if child.failed or child.failure]
+    causes = [child for child in children if not child.lost and (child.failed or child.failure)]
     return min(causes, key=_order, default=None)
 
 
@@ -31,6 +31,11 @@ def _order(child: Child) -> tuple[bool, int]:
 def is_users_mistake(child: Child) -> bool:
     """Whether the process ended by an error that says what the user should do, and is no echo."""
     return child.failure is not None and child.failure["user"] and not child.failure["echo"]
+
+
+def died_without_a_cause(child: Child) -> bool:
+    """Whether a process was killed, or ended for another process's sake; not by an error of its own."""
+    return child.failed and (child.failure is None or child.failure["echo"])
 
 
 def error_of(child: Child, of: int, log_dir: Path) -> GtrainError:

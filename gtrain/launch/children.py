@@ -68,6 +68,8 @@ class Child:
     result: Any = None
     failure: dict[str, Any] | None = None
     stopping: bool = False  # the agent has asked it to end
+    may_be_lost: bool = False  # it has said that the job goes on without its machine
+    lost: bool = False  # it died, or another worker of its machine did, and the job goes on without them
     closed: bool = field(default=False, repr=False)
 
     @property
@@ -79,7 +81,7 @@ class Child:
     def failed(self) -> bool:
         """Ended without being asked to, and not by coming to the end of its task."""
         came_to_its_end = self.post.has_end and self.status == 0 and self.done
-        return self.status is not None and not self.stopping and not came_to_its_end
+        return self.status is not None and not (self.stopping or self.lost or came_to_its_end)
 
     def read_reports(self) -> bool:
         """Take in what the process wrote; False at the end of its pipe."""
@@ -97,6 +99,8 @@ class Child:
     def _take(self, message: dict[str, Any]) -> None:
         if message["kind"] == "done":
             self.done, self.result = True, message["result"]
+        elif message["kind"] == "may be lost":
+            self.may_be_lost = True
         else:
             self.failure = self.failure or message
 

@@ -34,7 +34,8 @@ class Job:
         roles: the servers, and how often a worker is started again.
         config: what servers get as their configuration.
         key_file: the keys of the job.
-        leash: a descriptor whose end of file says that the job is over: of an agent that has servers alone.
+        leash: a descriptor that can be read once the job is over: of an agent that has servers alone.
+        line: a connection to the job's key-value store, which ends with the job.
         listeners: the servers' sockets.
         children: the processes, one a post.
         roster: what the processes know of the servers.
@@ -52,6 +53,7 @@ class Job:
     config: Any = None
     key_file: str | None = None
     leash: int | None = None
+    line: socket.socket | None = None
     listeners: list[Listener] = field(default_factory=list)
     children: list[Child] = field(default_factory=list)
     roster: Roster = field(default_factory=Roster)

@@ -134,6 +134,11 @@ def report(kind: str, **fields: Any) -> None:
         os.write(_context.report_fd, (json.dumps({"kind": kind, **fields}) + "\n").encode())
 
 
+def may_be_lost() -> None:
+    """Tell the agent that the job goes on, should this process die, without its machine's workers."""
+    report("may be lost")
+
+
 def report_failure(exception: BaseException) -> None:
     """Tell the agent why this process is about to end. Only the first call counts: the rest is a consequence."""
     global _failure_reported

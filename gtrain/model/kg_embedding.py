@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,16 +13,18 @@ from torch_geometric.data import Data, HeteroData
 from gtrain.errors import ConfigError
 from gtrain.model.configured import MakeOptimizer, configured
 from gtrain.model.edge_model import EdgeModel
-from gtrain.model.edge_scores import EdgeScores
+from gtrain.model.kg_evaluation import GroupRanks
+from gtrain.model.kg_groups import GroupedEdges, RelationGroup
 from gtrain.model.kg_losses import make_loss
-from gtrain.model.kg_ranking import Queries, rank_ends
-from gtrain.model.kg_training import Edges, Negatives, TrainingLoss
+from gtrain.model.kg_schema import GraphTypes, make_schema
+from gtrain.model.kg_tables import EntityTables
+from gtrain.model.kg_training import Edges, Negatives
 from gtrain.model.kinds import EMBEDDING
 from gtrain.model.mean_loss import log_mean_loss
 from gtrain.model.ranking import NAMES
 from gtrain.model.table_optimizer import with_tables
-from gtrain.nn import Csr, Embedding
-from gtrain.nn.recipe import EdgeRecipe
+from gtrain.nn import Csr
+from gtrain.nn.recipe import EdgeRecipe, ModelRecipe
 
 
 class KGEmbedding(EdgeModel):
@@ -32,13 +35,25 @@ class KGEmbedding(EdgeModel):
     two scores: to find the tail, the head is transformed and compared with tails; to find the head, the tail is
     transformed by parameters of its own and compared with heads.
 
+    A graph may have entity types: each has a table of its own, negatives of an edge are drawn from the types that its
+    relation joins, and its ends are ranked among those. Relations that join the same types by the same operator are
+    trained together, as a :class:`~gtrain.model.kg_groups.RelationGroup`.
+
     Validation and test rank each edge's tail among all nodes, and its head likewise, leaving out what is known to be
     true elsewhere (filtered MRR, hits@1, hits@10, mean of both sides), and compute the area under the ROC curve against
     one random tail for each edge.
 
     Args:
-        num_nodes: rows of the table, N.
+        num_nodes: nodes of all types, N.
         num_relations: R; None: edges have no type, and there is one relation.
+        entity_types: number of nodes by type, whose ids come one after the other; None: one type.
+        relation_ends: types of heads and of tails by relation; None: there is one type.
+        relation_names: names of the relations; None: they have none.
+        entity_bags: gives the features of each entity of a type, and their number, where the type is featurized: an
+            embedding is the mean of its features' rows; None: no type is.
+        entities: settings of entity types, by name: ``dimension``.
+        relations: settings of relations, each with a ``name`` (``*``: all without an entry of their own): ``operator``,
+            ``weight`` (a factor of its edges' loss) and ``all_negs``.
         dimension: columns of an embedding, D.
         operator: ``none``, ``translation``, ``diagonal``, ``linear``, ``affine`` or ``complex_diagonal``.
         comparator: ``dot``, ``cos``, ``l2`` or ``squared_l2``.
@@ -54,7 +69,8 @@ class KGEmbedding(EdgeModel):
         tail_negs: whether an edge's tail is replaced in training.
         max_norm: vectors that are longer are scaled to this length when training reads them; None: never.
         global_emb: whether all embeddings have a learned vector in common, which is added to each.
-        relation_weight: factor of the loss of each relation's edges, a number for each; None: all 1.
+        relation_weight: factor of the loss of each relation's edges, a number for each; None: all 1. It multiplies the
+            ``weight`` of ``relations``.
         n3: weight of the N3 regulariser (Lacroix et al. 2018, eq. 4): sum of the cubed absolute values of an edge's
             two embeddings and its relation's parameters.
         filtered: whether validation and test leave known edges out of the ranking.
@@ -81,6 +97,12 @@ class KGEmbedding(EdgeModel):
         num_nodes: int,
         num_relations: int | None = None,
         *,
+        entity_types: Mapping[str, int] | None = None,
+        relation_ends: Sequence[Sequence[str]] | None = None,
+        relation_names: Sequence[str] | None = None,
+        entity_bags: Callable[[str], tuple[Csr, int] | None] | None = None,
+        entities: Mapping[str, Mapping[str, Any]] | None = None,
+        relations: Sequence[Mapping[str, Any]] | None = None,
         dimension: int = 100,
         operator: str = "complex_diagonal",
         comparator: str = "dot",
@@ -107,45 +129,78 @@ class KGEmbedding(EdgeModel):
         super().__init__()
         sizes = {"margin": margin, "n3": n3, "init_scale": init_scale, "max_norm": max_norm or 0.0}
         _check(num_nodes, {"dimension": dimension}, sizes)
-        self.num_nodes, self.dimension, self.filtered = num_nodes, dimension, filtered
-        self.num_relations = num_relations or 1
+        self.num_nodes, self.filtered, self.max_norm = num_nodes, filtered, max_norm
         self._make_optimizer, self._make_sparse = optimizer, sparse_optimizer
         self._make_scheduler, self._monitor = scheduler, monitor
-        sparse = sparse_optimizer is not None and not all_negs
-        self.entities = Embedding(num_nodes, dimension + bias, init_std=init_scale, sparse=sparse)
-        self.shift = nn.Parameter(torch.zeros(1, dimension)) if global_emb else None
-        self.max_norm = max_norm
-        self._relation_weight = _checked_weights(relation_weight, num_relations or 1)
-        self.scores = EdgeScores(num_relations or 1, dimension, operator, comparator, reciprocal, bias)
+        types = GraphTypes(entity_types or {"node": num_nodes}, relation_ends, relation_names, num_relations or 1)
+        self.schema = make_schema(
+            types,
+            dimension=dimension,
+            operator=operator,
+            all_negs=all_negs,
+            entities=entities,
+            relations=relations,
+            weights=relation_weight,
+        )
+        self._grouped = GroupedEdges(self.schema)
+        weights = self.schema.weights
+        self._relation_weight = None if weights is None else torch.tensor(weights)
+        dense = {end for group in self.schema.groups if group.all_negs for end in (group.lhs, group.rhs)}
+        self.entities = EntityTables(
+            self.schema.entities,
+            bias=bias,
+            init_scale=init_scale,
+            sparse=[sparse_optimizer is not None and end not in dense for end in range(len(self.schema.entities))],
+            bags=[None if entity_bags is None else entity_bags(spec.name) for spec in self.schema.entities],
+            max_norm=max_norm,
+            shared=global_emb,
+        )
         negatives = Negatives(num_batch_negs, num_uniform_negs, all_negs, head_negs, tail_negs)
-        self._training_loss = TrainingLoss(self.scores, make_loss(loss, margin), negatives, n3, num_nodes)
-        self._named = {"operator": operator, "comparator": comparator, "loss": loss}
-        self._margin = margin
+        options: dict[str, Any] = {"comparator": comparator, "reciprocal": reciprocal, "bias": bias, "n3": n3}
+        options["loss"] = make_loss(loss, margin)
+        self.groups = nn.ModuleList(
+            RelationGroup(spec, self.schema.entities, negatives=replace(negatives, all=spec.all_negs), **options)
+            for spec in self.schema.groups
+        )
+        self._named: dict[str, Any] = {"comparator": comparator, "loss": loss, "margin": margin, "n3": n3}
 
-    def recipe(self) -> EdgeRecipe:
+    def recipe(self) -> ModelRecipe:
         """What a training step computes, for a strategy that does so by kernels of its own."""
-        negatives, weight = self._training_loss.negatives, self._relation_weight
-        backwards = self.scores.backwards
+        entities = self.schema.entities
+        return ModelRecipe(
+            {spec.name: self.entities[number] for number, spec in enumerate(entities)},
+            tuple(spec.first for spec in entities),
+            tuple(self._recipe(group) for group in self._groups),
+        )
+
+    def _recipe(self, group: RelationGroup) -> EdgeRecipe:
+        spec, scores, negatives, weight = group.spec, group.scores, group.loss.negatives, self.schema.weights
+        ends = spec.lhs, spec.rhs
         return EdgeRecipe(
-            table=self.entities,
-            dimension=self.dimension,
-            num_relations=self.num_relations,
+            tables=(self.entities[spec.lhs], self.entities[spec.rhs]),
+            types=ends,
+            bags=(self.entities.bags[spec.lhs], self.entities.bags[spec.rhs]),
+            relations=spec.relations,
+            dimension=scores.dimension,
+            operator=spec.operator,
             **self._named,
-            margin=self._margin,
-            reciprocal=self.scores.reciprocal,
-            bias=self.scores.bias,
+            reciprocal=scores.reciprocal,
+            bias=scores.bias,
             num_batch_negs=negatives.batch,
             num_uniform_negs=negatives.uniform,
             all_negs=negatives.all,
             head_negs=negatives.heads,
             tail_negs=negatives.tails,
-            n3=self._training_loss.n3,
             max_norm=self.max_norm,
-            shift=self.shift,
-            relation_weight=None if weight is None else tuple(weight.tolist()),
-            forwards=dict(self.scores.forwards.named_parameters()),
-            backwards={} if backwards is None else dict(backwards.named_parameters()),
+            shifts=(self.entities.shift(spec.lhs), self.entities.shift(spec.rhs)) if self.entities.shifts else None,
+            relation_weight=None if weight is None else tuple(weight[relation] for relation in spec.relations),
+            forwards=dict(scores.forwards.named_parameters()),
+            backwards={} if scores.backwards is None else dict(scores.backwards.named_parameters()),
         )
+
+    @property
+    def _groups(self) -> list[RelationGroup]:
+        return list(self.groups)  # type: ignore[arg-type]
 
     def log_training(self, total: Tensor, weight: Tensor) -> Tensor:
         """Log what a strategy trained by the :meth:`recipe`: the loss summed over edges, and their weights' sum.
@@ -165,24 +220,13 @@ class KGEmbedding(EdgeModel):
         return {"loss": loss, "weight": weight}
 
     def predict_step(self, batch: Data, batch_idx: int) -> Tensor:
-        """Embeddings of the seeds, which are nodes here, [S, D]."""
-        return self.embeddings(batch.orig_id[batch.seeds])[:, : self.dimension]
+        """Embeddings of the seeds, which are nodes here, [S, D]; NaN in columns that a type of fewer does not have."""
+        return self.entities.of_nodes(batch.orig_id[batch.seeds])
 
-    def embeddings(self, ids: Tensor) -> Tensor:
-        """Rows ``[..., D]`` of these nodes as they are compared: with what all have in common, and the bias last."""
-        return self._shifted(self.entities(ids))
-
-    def _shifted(self, rows: Tensor) -> Tensor:
-        if self.shift is None:
-            return rows
-        d = self.dimension
-        return torch.cat([rows[..., :d] + self.shift.view(-1), rows[..., d:]], dim=-1)
-
-    def _read_in_training(self, ids: Tensor) -> Tensor:
-        """Rows of these nodes; those that are too long are made shorter where they lie."""
-        if self.max_norm is not None:
-            self.entities.clip(ids, self.dimension, self.max_norm)
-        return self.embeddings(ids)
+    @property
+    def dimensions(self) -> dict[str, int]:
+        """Columns of an embedding by type."""
+        return {spec.name: spec.dimension for spec in self.schema.entities}
 
     def configure_optimizers(self) -> Any:
         make = with_tables(self, self._make_sparse, self._make_optimizer)
@@ -203,75 +247,72 @@ class KGEmbedding(EdgeModel):
 
     def _loss(self, edges: Edges, split: str, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Mean loss over the edges (there may be none), and the weight of that mean."""
-        table = self._read_in_training if split == "train" else self.embeddings
-        return self._mean(self._training_loss(table, edges, generator), self._weights(edges), split)
+        return self._mean(self.losses(edges, generator, training=split == "train"), self._weights(edges), split)
+
+    def losses(self, edges: Edges, generator: torch.Generator | None = None, *, training: bool = True) -> Tensor:
+        """Loss of each edge, ``[B]``, whose weights do not count in it.
+
+        Args:
+            edges: by the ids of the source data.
+            generator: draws negatives; None: torch's own.
+            training: whether ``max_norm`` is applied to what is read.
+        """
+        tables, found, places = self.entities.trained_rows if training else self.entities.rows, [], []
+        for number, place, some in self._grouped(edges):
+            group = self._groups[number]
+            found.append(group.loss((tables[group.spec.lhs], tables[group.spec.rhs]), some, generator))
+            places.append(place)
+        return found[0] if len(found) == 1 else torch.cat(found)[torch.cat(places).argsort()]
 
     def _weights(self, edges: Edges) -> Tensor | None:
         """What each edge's loss counts; None: all the same."""
         if self._relation_weight is None:
             return edges.weight
-        by_relation = self._relation_weight.to(self.entities.weight.dtype)[edges.relation]
+        by_relation = self._relation_weight.to(self.entities[0].weight.dtype)[edges.relation]
         return by_relation if edges.weight is None else by_relation * edges.weight
 
     def _scored(self, edges: Edges, tail: Tensor) -> Tensor:
         """Scores of finding these tails, [B]."""
-        heads, tails = self.embeddings(torch.stack([edges.head, tail]))
-        return self.scores.of_edges(heads, edges.relation, tails)
+        found, places = [], []
+        for number, place, some in self._grouped(replace(edges, tail=tail)):
+            group = self._groups[number]
+            heads, tails = GroupRanks(group, self.entities).ends(some)
+            found.append(group.scores.of_edges(heads, some.relation, tails))
+            places.append(place)
+        return torch.cat(found)[torch.cat(places).argsort()]
 
     def _evaluate(self, batch: Data, split: str) -> None:
         edges, generator = self._edges(batch), torch.Generator().manual_seed(0)  # the same negatives every epoch
         self._loss(edges, split, generator)
-        drawn = torch.randint(self.num_nodes, edges.tail.shape, generator=generator)
-        true, false = self._scored(edges, edges.tail), self._scored(edges, drawn)
+        true, false = self._scored(edges, edges.tail), self._scored(edges, self._drawn(edges, generator))
         self._log_scores(split, self._ranks(batch, edges), true, false)
 
+    def _drawn(self, edges: Edges, generator: torch.Generator) -> Tensor:
+        """Other tails for the edges, each of its own's type, [B]."""
+        drawn = torch.empty_like(edges.tail)
+        for number, place, some in self._grouped(edges):
+            spec = self._groups[number].ends[1]
+            drawn[place] = torch.randint(spec.count, some.tail.shape, generator=generator) + spec.first
+        return drawn
+
     def _ranks(self, batch: Data, edges: Edges) -> tuple[Tensor, Tensor]:
-        """Ranks of the tails and of the heads among all nodes."""
-        tails, heads = (
+        """Ranks of the tails and of the heads among all nodes of their types."""
+        known = [
             Csr(batch.orig_id[batch[f"known_{side}"]], None, batch[f"known_{side}_ptr"])
             if self.filtered and f"known_{side}" in batch
             else None
             for side in ("tail", "head")
-        )
-        given = self.embeddings(torch.stack([edges.head, edges.tail]))
-        sides = (
-            Queries(given[0], edges.relation, edges.tail, tails),
-            Queries(given[1], edges.relation, edges.head, heads),
-        )
-        ranked = rank_ends(self.scores, self._blocks, self.num_nodes, tails=sides[0], heads=sides[1])
-        return ranked[0], ranked[1]
+        ]
+        ranks = torch.zeros(2, len(edges), dtype=torch.float64)
+        for number, place, some in self._grouped(edges):
+            ranks[:, place] = torch.stack(GroupRanks(self._groups[number], self.entities).among_all(some, place, known))
+        return ranks[0], ranks[1]
 
-    def sampled_ranks(self, heads: Tensor, relation: Tensor, tails: Tensor, others: Tensor) -> list[Tensor]:
-        """Ranks of edges' ends among those of all these edges and some others, unfiltered: of tails, then of heads.
-
-        Args:
-            heads: rows of the table ``[B, D]``.
-            relation: ``[B]``.
-            tails: rows ``[B, D]``.
-            others: rows ``[K, D]``.
-        """
-        heads, tails, others = self._shifted(heads), self._shifted(tails), self._shifted(others)
-        everyone, first = torch.cat([tails, heads, others]), torch.arange(len(heads))
-        sides = Queries(heads, relation, first, None), Queries(tails, relation, first + len(heads), None)
-        block = torch.arange(len(everyone)), everyone
-        return rank_ends(self.scores, lambda: iter([block]), len(everyone), tails=sides[0], heads=sides[1])
-
-    def _blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Ids and embeddings of all nodes, as the table's home has them."""
-        for ids, rows in self.entities.home.blocks():
-            yield ids, self._shifted(rows)
-
-
-def _checked_weights(weights: Sequence[float] | None, num_relations: int) -> Tensor | None:
-    if weights is None:
-        return None
-    found = torch.tensor([float(weight) for weight in weights])
-    if found.numel() != num_relations or not bool((found >= 0).all()):
-        raise ConfigError(
-            f"model.relation_weight={list(weights)} was set; the graph has {num_relations} relations.",
-            hint="give each relation a number that is 0 or more, or set model.relation_weight=null.",
-        )
-    return found
+    def sampled_ranks(
+        self, rows: tuple[Tensor, Tensor], relation: Tensor, others: tuple[Tensor, Tensor], number: int
+    ) -> list[Tensor]:
+        """Ranks of the ends of a group's edges, among each other and some more nodes; see :class:`GroupRanks`."""
+        return GroupRanks(self._groups[number], self.entities).among_some(rows, relation, others)
 
 
 def _check(num_nodes: object, counts: dict[str, int], sizes: dict[str, float]) -> None:

@@ -13,7 +13,8 @@ from gtrain.model.ranking import CHUNK, known_of
 from gtrain.nn import Csr, select_rows
 
 Blocks = Callable[[], Iterator[tuple[Tensor, Tensor]]]
-"""Begins to go through all nodes once: their ids ``[n]`` and embeddings ``[n, D]``, some at a time, in any order."""
+"""Begins to go through all entities of a type once: their ids ``[n]`` and embeddings ``[n, D]``, some at a time, in any
+order."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,23 @@ class Queries:
         return Queries(self.given[order], self.relation[order], self.answer[order], known)
 
 
-def rank_ends(scores: EdgeScores, blocks: Blocks, num_nodes: int, *, tails: Queries, heads: Queries) -> list[Tensor]:
-    """Return the ranks of tails and of heads among all nodes, float64 ``[B]`` each, 1 for the best.
+@dataclass(frozen=True)
+class Candidates:
+    """What an end of an edge may be: all entities of a type.
+
+    Attributes:
+        blocks: goes through them.
+        count: N.
+    """
+
+    blocks: Blocks
+    count: int
+
+
+def rank_ends(
+    scores: EdgeScores, candidates: tuple[Candidates, Candidates], *, tails: Queries, heads: Queries
+) -> list[Tensor]:
+    """Return the ranks of tails and of heads among all entities of their types, float64 ``[B]`` each, 1 for the best.
 
     What is known is left out (the filtered setting of Bordes et al. 2013). Where others score the same as the answer,
     its rank is the mean of the places that they share. Where there are several blocks, these are gone through twice:
@@ -47,23 +63,30 @@ def rank_ends(scores: EdgeScores, blocks: Blocks, num_nodes: int, *, tails: Quer
 
     Args:
         scores: of edges.
-        blocks: of all nodes.
-        num_nodes: N.
+        candidates: for tails and for heads; the same object where they are of one type, which is gone through once.
         tails: heads are given, tails are ranked.
         heads: tails are given, heads are ranked.
     """
     sides = [_Side(scores, tails, True), _Side(scores, heads, False)]
-    place = torch.full((num_nodes,), -1)
+    if candidates[0] is candidates[1]:
+        _rank(sides, candidates[0])
+    else:
+        for side, some in zip(sides, candidates, strict=True):
+            _rank([side], some)
+    return [side.ranks() for side in sides]
+
+
+def _rank(sides: list[_Side], candidates: Candidates) -> None:
+    place = torch.full((candidates.count,), -1)
     for own_scores in (True, False):
-        for number, (ids, rows) in enumerate(blocks()):
-            if own_scores and len(ids) == num_nodes:
+        for number, (ids, rows) in enumerate(candidates.blocks()):
+            if own_scores and len(ids) == candidates.count:
                 break  # one block: the answers' scores are found on the way
             place[ids] = torch.arange(len(ids))
             for side in sides:
                 side.find_own(rows, place) if own_scores else side.count(rows, place)
             place[ids] = -1
-            assert number < num_nodes
-    return [side.ranks() for side in sides]
+            assert number < candidates.count
 
 
 class _Side:

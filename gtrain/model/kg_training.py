@@ -26,7 +26,8 @@ class Edges:
     """B edges.
 
     Attributes:
-        head, relation, tail: int64 ``[B]``, ids of the source data.
+        head, relation, tail: int64 ``[B]``, ids of the source data; of one type's entities and one group's relations
+            where these are what is trained.
         weight: float ``[B]``; None: all 1.
     """
 
@@ -37,6 +38,11 @@ class Edges:
 
     def __len__(self) -> int:
         return self.head.numel()
+
+    def select(self, rows: Tensor) -> Edges:
+        """Return some of the edges."""
+        weight = None if self.weight is None else self.weight[rows]
+        return Edges(self.head[rows], self.relation[rows], self.tail[rows], weight)
 
 
 @dataclass(frozen=True)
@@ -90,68 +96,78 @@ class TrainingLoss:
         loss: of true and false scores.
         negatives: which ones.
         n3: weight of the regulariser.
-        num_nodes: N.
+        sizes: entities of the heads' type and of the tails' type.
     """
 
-    def __init__(self, scores: EdgeScores, loss: Loss, negatives: Negatives, n3: float, num_nodes: int) -> None:
-        self.scores, self.loss, self.negatives, self.n3, self.num_nodes = scores, loss, negatives, n3, num_nodes
+    def __init__(self, scores: EdgeScores, loss: Loss, negatives: Negatives, n3: float, sizes: tuple[int, int]) -> None:
+        self.scores, self.loss, self.negatives, self.n3, self.sizes = scores, loss, negatives, n3, sizes
 
-    def __call__(self, table: Table, edges: Edges, generator: torch.Generator | None = None) -> Tensor:
+    def __call__(self, tables: tuple[Table, Table], edges: Edges, generator: torch.Generator | None = None) -> Tensor:
         """Return the loss of each edge, ``[B]``, whose weights do not count in it.
 
         Args:
-            table: embeddings.
+            tables: embeddings of heads and of tails; the same object where they are of one type.
             edges: true ones.
             generator: draws the uniform negatives; None: torch's own.
         """
         if not len(edges):
-            return table(edges.head).sum(-1)
+            return tables[0](edges.head).sum(-1)
         blocks = self._blocks(edges)
         found = []
         for block in blocks:
-            drawn = torch.randint(
-                self.num_nodes, (2, len(block.edge), self.negatives.uniform), generator=generator, dtype=torch.int64
-            )
+            shape = len(block.edge), self.negatives.uniform
+            drawn = torch.stack([torch.randint(size, shape, generator=generator) for size in self.sizes])
             if len(blocks) > 1 and torch.is_grad_enabled():
-                each = checkpoint(self._of_block, table, edges, block, drawn, use_reentrant=False)
+                each = checkpoint(self._of_block, tables, edges, block, drawn, use_reentrant=False)
             else:
-                each = self._of_block(table, edges, block, drawn)
+                each = self._of_block(tables, edges, block, drawn)
             found.append(each[block.filled])
         order = torch.cat([block.edge[block.filled] for block in blocks])
         return torch.cat(found)[order.argsort()]
 
     def _blocks(self, edges: Edges) -> list[Chunks]:
         """Cut the batch into blocks of chunks."""
-        every, reciprocal = self.negatives.all, self.scores.reciprocal
+        every, reciprocal, most = self.negatives.all, self.scores.reciprocal, max(self.sizes)
         if not every:
             places = self.negatives.places
         elif reciprocal:
-            places = LIMIT // self.num_nodes
+            places = LIMIT // most
         else:  # a relation's last chunk has empty places: small chunks waste fewer
-            places = min(LIMIT // self.num_nodes, -(-len(edges) // int(edges.relation.unique().numel())))
+            places = min(LIMIT // most, -(-len(edges) // int(edges.relation.unique().numel())))
         chunks = in_order(len(edges), places) if reciprocal else by_relation(edges.relation, places)
         places, dim = chunks.edge.size(1), self.scores.dimension
-        candidates = self.num_nodes if every else places + self.negatives.uniform
+        candidates = most if every else places + self.negatives.uniform
         size = places * candidates + (0 if every and reciprocal else candidates * dim)
         return chunks.split(max(1, LIMIT // size))
 
-    def _of_block(self, table: Table, edges: Edges, chunks: Chunks, drawn: Tensor) -> Tensor:
+    def _of_block(self, tables: tuple[Table, Table], edges: Edges, chunks: Chunks, drawn: Tensor) -> Tensor:
         """Loss at each place of these chunks, ``[C, m]``; drawn ``[2, C, u]``, heads and tails."""
         head, tail, relation = (ids[chunks.edge] for ids in (edges.head, edges.tail, edges.relation))
-        widths = [head.size(1)] * 2 + [drawn.size(2)] * 2
-        rows = table(torch.cat([head, tail, *drawn], dim=1))  # one lookup: the table may be far away
-        heads, tails, more_heads, more_tails = rows.split(widths, dim=1)
-        everything = table(torch.arange(self.num_nodes)).unsqueeze(0) if self.negatives.all else None
+        heads, more_heads, tails, more_tails = self._looked_up(tables, (head, drawn[0], tail, drawn[1]))
+        every_head, every_tail = self._everything(tables) if self.negatives.all else (None, None)
         losses = []
         if self.negatives.tails:
-            losses.append(self._tail_loss(heads, relation, tails, more_tails, tail, everything, chunks))
+            losses.append(self._tail_loss(heads, relation, tails, more_tails, tail, every_tail, chunks))
         if self.negatives.heads:
             queries = self._queries(self.scores.head_queries, tails, relation)
-            losses.append(self._side(queries, heads, more_heads, head, everything, chunks))
+            losses.append(self._side(queries, heads, more_heads, head, every_head, chunks))
         if self.n3:
             flat = (heads.flatten(0, 1), relation.flatten(), tails.flatten(0, 1))
             losses.append(self.n3 * self.scores.cubes(*flat).view(head.shape))
         return torch.stack(losses).sum(0)
+
+    def _looked_up(self, tables: tuple[Table, Table], ids: tuple[Tensor, ...]) -> list[Tensor]:
+        """Rows of two blocks of heads and two of tails; one lookup for each table, which may be far away."""
+        widths = [block.size(1) for block in ids]
+        if tables[0] is tables[1]:
+            return list(tables[0](torch.cat(ids, dim=1)).split(widths, dim=1))
+        pairs = [tables[end](torch.cat(ids[2 * end : 2 * end + 2], dim=1)) for end in (0, 1)]
+        return [rows for end in (0, 1) for rows in pairs[end].split(widths[2 * end : 2 * end + 2], dim=1)]
+
+    def _everything(self, tables: tuple[Table, Table]) -> tuple[Tensor, Tensor]:
+        """Rows ``[1, N, D]`` of all heads and of all tails."""
+        heads = tables[0](torch.arange(self.sizes[0])).unsqueeze(0)
+        return heads, heads if tables[0] is tables[1] else tables[1](torch.arange(self.sizes[1])).unsqueeze(0)
 
     def _tail_loss(
         self,

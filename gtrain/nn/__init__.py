@@ -4,7 +4,7 @@
 reference of the optimizers, against which every backend's own are tested.
 """
 
-from gtrain.nn.csr import Csr, as_csr, select_rows
+from gtrain.nn.csr import Csr, as_csr, mean_rows, select_rows
 from gtrain.nn.dgl_graph import DglGraph
 from gtrain.nn.layers import Embedding, EmbeddingBag, SparseLinear
 from gtrain.nn.optim import SGD, Adagrad, JointOptimizer, LazyAdam, RowOptimizer, RowwiseAdagrad
@@ -29,6 +29,7 @@ __all__ = [
     "TableSpec",
     "as_csr",
     "deferred",
+    "mean_rows",
     "select_rows",
     "tables",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,23 @@ class Csr(NamedTuple):
     def row_of_entry(self) -> Tensor:
         """Row of each entry, int64 ``[Z]``."""
         return torch.repeat_interleave(torch.arange(self.num_rows, device=self.ids.device), self.offsets.diff())
+
+
+def mean_rows(bags: Csr, ids: Tensor, table: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the mean of the rows of each bag that is asked for; zero for an empty one.
+
+    Args:
+        bags: ids of rows.
+        ids: bags, int64 ``[...]``.
+        table: looks up rows ``[Z, d]`` of ids ``[Z]``.
+
+    Returns:
+        ``[..., d]``, differentiable in the rows.
+    """
+    some = select_rows(bags, ids.reshape(-1))
+    rows = table(some.ids.long())
+    total = rows.new_zeros(some.num_rows, rows.size(1)).index_add(0, some.row_of_entry(), rows)
+    return (total / some.offsets.diff().clamp(min=1).unsqueeze(1).to(rows)).view(*ids.shape, -1)
 
 
 def as_csr(x: Tensor | Csr | tuple[Tensor, Tensor | None, Tensor], num_columns: int | None = None) -> Csr:

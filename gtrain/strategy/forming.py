@@ -33,24 +33,32 @@ _groups_formed = 0
 
 
 def form_group(
-    environment: Any, rank: int, size: int, timeout_seconds: float, counters: Counters, *, again: bool = False
+    environment: Any,
+    rank: int,
+    size: int,
+    timeout_seconds: float,
+    counters: Counters,
+    *,
+    again: bool = False,
+    name: str = "",
 ) -> Group:
-    """Form the group of a job's workers; every rank calls it the same number of times, in the same order.
+    """Form a group of a job's workers; every rank calls it the same number of times, in the same order.
 
     Args:
         environment: Lightning's cluster environment of this process.
-        rank: this worker.
+        rank: this worker's number among them.
         size: number of workers.
         timeout_seconds: how long any one communication may take, and a rank that died may stay away.
         counters: where its traffic is counted.
         again: whether the group can be formed anew by :meth:`Group.reform`, where our agent started the ranks: no other
             launcher starts one of them again. A rank that was is then alone in its group until it calls that.
+        name: tells groups of different workers apart, such as those of each machine; empty: of all workers.
     """
     global _groups_formed
     if size == 1:
         return Group(counters=counters)
     _groups_formed += 1
-    forming = Forming(environment, _groups_formed, rank, size, timeout_seconds)
+    forming = Forming(environment, f"{_groups_formed}{name}", rank, size, timeout_seconds)
     if not again or not isinstance(environment, AgentEnvironment):
         group = Group(rank, size, forming.connect(0, tuple(range(size))), counters)
     elif slots.restarts():
@@ -68,13 +76,13 @@ class Forming:
 
     Args:
         environment: Lightning's cluster environment of this process.
-        number: which of the job's groups.
+        number: which of the job's groups, and its name.
         rank: this worker.
         size: number of workers.
         timeout_seconds: how long to wait for the others.
     """
 
-    def __init__(self, environment: Any, number: int, rank: int, size: int, timeout_seconds: float) -> None:
+    def __init__(self, environment: Any, number: str, rank: int, size: int, timeout_seconds: float) -> None:
         self._environment, self._timeout_seconds = environment, timeout_seconds
         self.rank, self._size = rank, size
         self._store: Store = PrefixStore(f"gtrain-group-{number}", job_store(environment))

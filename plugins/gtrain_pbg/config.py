@@ -11,6 +11,9 @@ from gtrain.errors import ConfigError
 
 ORDERS = ("random", "affinity", "inside_out", "outside_in", "beta", "sequential")
 MATMULS = ("float32", "bfloat16")
+LOSSES = ("continue", "stop")
+EACH = -1
+"""``partition_servers``: one on each machine."""
 
 
 @dataclass
@@ -20,13 +23,23 @@ class PBGConfig(StrategyConfig):
     Attributes:
         num_partitions: P, parts of the table; there are P * P buckets of edges.
         buffer_partitions: parts in memory at a time; with one more than the two of a bucket, the next is read and the
-            last is written while a bucket is trained. None: all P.
+            last is written while a bucket is trained. None: all P; on several machines 3, of which one is written back.
         bucket_order: in which order an epoch goes through the buckets; see :mod:`gtrain_pbg.order`.
         num_edge_chunks: pieces of each bucket; an epoch goes through all first ones, then through all second ones.
         eval_fraction: share of each bucket's edges, the same in every epoch, that is held back and scored.
         shuffle: whether the edges of a bucket come in another order each epoch.
         matmul: type of products of matrices; sums are in float32, and so are tables.
         warm_start: a checkpoint of another run, or its folder, whose vectors and relations this one begins with.
+        partition_servers: servers that keep partitions between their trainings, on several machines: -1: one on each,
+            0: none, they are in a folder that all machines share.
+        partition_path: that folder; None: ``partitions`` in the run's.
+        distributed_tree_init_order: whether, in the first epoch on several machines, a bucket is trained only after
+            one of its partitions was, but the first.
+        sync_interval: seconds between the exchanges of relation parameters among machines.
+        lease_seconds: after how long a machine that is silent is taken for lost.
+        on_trainer_loss: ``continue`` trains its buckets on other machines, ``stop`` ends the job.
+        max_restarts: how often a partition server that died is started again.
+        checkpoint_preservation_interval: every so many epochs, the checkpoint is kept for good; None: never.
     """
 
     num_partitions: int = 1
@@ -37,49 +50,110 @@ class PBGConfig(StrategyConfig):
     shuffle: bool = True
     matmul: str = "float32"
     warm_start: str | None = None
+    partition_servers: int = EACH
+    partition_path: str | None = None
+    distributed_tree_init_order: bool = True
+    sync_interval: float = 0.1
+    lease_seconds: float = 30.0
+    on_trainer_loss: str = "continue"
+    max_restarts: int = 3
+    checkpoint_preservation_interval: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(
-            self.num_partitions,
-            self.buffer_partitions,
-            self.bucket_order,
-            self.num_edge_chunks,
-            self.eval_fraction,
-            self.matmul,
-        )
+        self._check_numbers()
+        self._check_choices()
+        if self.partition_path is not None and self.partition_servers != 0:
+            raise ConfigError(
+                f"strategy.partition_path={self.partition_path} was set; with "
+                f"strategy.partition_servers={self.partition_servers} partitions are on servers, and not in a folder.",
+                hint="set strategy.partition_servers=0, or leave strategy.partition_path.",
+            )
+
+    def _check_numbers(self) -> None:
+        interval = self.checkpoint_preservation_interval
+        for key, value, least in (
+            ("num_partitions", self.num_partitions, 1),
+            ("num_edge_chunks", self.num_edge_chunks, 1),
+            ("partition_servers", self.partition_servers, EACH),
+            ("max_restarts", self.max_restarts, 0),
+            ("checkpoint_preservation_interval", 1 if interval is None else interval, 1),
+        ):
+            if value < least:
+                raise ConfigError(
+                    f"strategy.{key}={value} was set; it must be at least {least}.", hint=f"raise strategy.{key}."
+                )
+        for key, number in (("sync_interval", self.sync_interval), ("lease_seconds", self.lease_seconds)):
+            if not number > 0:
+                raise ConfigError(
+                    f"strategy.{key}={number} was set; it must be above 0 seconds.", hint=f"raise strategy.{key}."
+                )
+        buffer, partitions = self.buffer_partitions, self.num_partitions
+        if buffer is not None and buffer < min(2, partitions):
+            raise ConfigError(
+                f"strategy.buffer_partitions={buffer} was set; a bucket joins 2 of the "
+                f"strategy.num_partitions={partitions} partitions, so 2 must fit.",
+                hint="set strategy.buffer_partitions=2, 3 to read ahead while training, or null for all.",
+            )
+        if not 0 <= self.eval_fraction < 1:
+            raise ConfigError(
+                f"strategy.eval_fraction={self.eval_fraction} was set; it must be at least 0 and below 1.",
+                hint="0.05 holds back a twentieth of the edges; 0 holds back none.",
+            )
+
+    def _check_choices(self) -> None:
+        for key, text, options in (
+            ("bucket_order", self.bucket_order, ORDERS),
+            ("matmul", self.matmul, MATMULS),
+            ("on_trainer_loss", self.on_trainer_loss, LOSSES),
+        ):
+            if text not in options:
+                raise ConfigError(f"strategy.{key}={text} was set.", hint=f"choose one of {', '.join(options)}.")
 
 
-def check(
-    num_partitions: int,
-    buffer_partitions: int | None,
-    bucket_order: str,
-    num_edge_chunks: int,
-    eval_fraction: float,
-    matmul: str,
-) -> None:
-    """Check settings against each other.
+def check_machines(machines: int, partitions: int, buffer: int | None = None) -> None:
+    """Refuse more machines than can train at a time.
+
+    Args:
+        machines: ``trainer.num_nodes``.
+        partitions: ``strategy.num_partitions``.
+        buffer: ``strategy.buffer_partitions``.
 
     Raises:
-        ConfigError: with what was set and what is allowed.
+        ConfigError: with the arithmetic.
     """
-    for key, value in (("num_partitions", num_partitions), ("num_edge_chunks", num_edge_chunks)):
-        if value < 1:
-            raise ConfigError(f"strategy.{key}={value} was set; it must be at least 1.", hint=f"raise strategy.{key}.")
-    if buffer_partitions is not None and buffer_partitions < min(2, num_partitions):
+    if machines > 1 and 2 * machines > partitions:
         raise ConfigError(
-            f"strategy.buffer_partitions={buffer_partitions} was set; a bucket joins 2 of the "
-            f"strategy.num_partitions={num_partitions} partitions, so 2 must fit.",
-            hint="set strategy.buffer_partitions=2, 3 to read ahead while training, or null for all.",
+            f"trainer.num_nodes={machines} and strategy.num_partitions={partitions} were set; each machine trains a "
+            f"bucket of 2 partitions that no other has: 2 * {machines} = {2 * machines} > {partitions}.",
+            hint=f"set strategy.num_partitions={2 * machines} or more, or trainer.num_nodes={max(1, partitions // 2)}.",
         )
-    for key, text, options in (("bucket_order", bucket_order, ORDERS), ("matmul", matmul, MATMULS)):
-        if text not in options:
-            raise ConfigError(f"strategy.{key}={text} was set.", hint=f"choose one of {', '.join(options)}.")
-    if not 0 <= eval_fraction < 1:
+    if machines > 1 and buffer not in (None, 2, 3):
         raise ConfigError(
-            f"strategy.eval_fraction={eval_fraction} was set; it must be at least 0 and below 1.",
-            hint="0.05 holds back a twentieth of the edges; 0 holds back none.",
+            f"strategy.buffer_partitions={buffer} was set; each of trainer.num_nodes={machines} machines has the 2 "
+            "partitions of its bucket and one that it writes back.",
+            hint="set strategy.buffer_partitions=3, or 2 to save memory.",
         )
+
+
+def count_locks(cfg: Any) -> int:
+    """Lock servers of a job: one where there are several machines."""
+    strategy = cfg.strategy
+    check_machines(cfg.trainer.num_nodes, strategy.num_partitions, strategy.buffer_partitions)
+    return int(cfg.trainer.num_nodes > 1)
+
+
+def count_partition_servers(cfg: Any) -> int:
+    """Partition servers of a job."""
+    machines, wanted = cfg.trainer.num_nodes, cfg.strategy.partition_servers
+    if machines == 1:
+        return 0
+    return int(machines if wanted == EACH else wanted)
+
+
+def count_parameter_servers(cfg: Any) -> int:
+    """Parameter servers of a job: one on each of several machines."""
+    return int(cfg.trainer.num_nodes if cfg.trainer.num_nodes > 1 else 0)
 
 
 def store_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,5 +173,5 @@ def store_settings(config: Mapping[str, Any]) -> dict[str, Any]:
             hint=f"leave data.num_parts, or set strategy.num_partitions={data['num_parts']}.",
         )
     partitioner = data.get("partitioner")
-    given = partitioner in ("file", "given")
+    given = partitioner in ("file", "given") or data.get("keep_parts")
     return {"num_parts": partitions, "partitioner": partitioner if given else "random", "buckets": True}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gtrain.graph.store import Store
+from gtrain.nn.recipe import ModelRecipe
 from gtrain_pbg.order import Bucket
 
 
@@ -49,7 +50,7 @@ class BucketEdges:
 
     Attributes:
         store: with buckets.
-        chunks: pieces of each bucket.
+        chunks: pieces of each edge set of a bucket.
         eval_fraction: share that is held back.
         shuffle: whether the order is random.
         seed: of all that is random.
@@ -63,6 +64,11 @@ class BucketEdges:
     seed: int
     dtype: torch.dtype
 
+    @property
+    def passes(self) -> int:
+        """How often an epoch goes through the buckets; see :func:`passes_of`."""
+        return passes_of(self.store, self.chunks)
+
     def count(self) -> int:
         """Edges over all buckets, with those that are held back."""
         return self.store.num_edges
@@ -70,11 +76,11 @@ class BucketEdges:
     def share(self, bucket: Bucket, chunk: int, epoch: int, worker: int, workers: int) -> tuple[EdgeList, EdgeList]:
         """One worker's edges of a chunk of a bucket, in their order, and those that are held back from all.
 
-        Every worker computes the same order and takes its piece of it.
+        Every worker computes the same order and takes its piece of it. The chunks of the first edge set come before
+        those of the second.
         """
         columns = self.store.bucket(*bucket)
-        total = columns["source"].numel()
-        begin, end = total * chunk // self.chunks, total * (chunk + 1) // self.chunks
+        begin, end = self._span(columns, chunk)
         place = torch.arange(begin, end)
         held = place[:0]
         if self.eval_fraction:
@@ -84,6 +90,15 @@ class BucketEdges:
         if self.shuffle:
             place = place[torch.randperm(place.numel(), generator=self._generator(epoch, chunk, *bucket))]
         return self._take(columns, place.tensor_split(workers)[worker]), self._take(columns, held)
+
+    def _span(self, columns: dict[str, Tensor], chunk: int) -> tuple[int, int]:
+        """Where the edges of a chunk lie: those of an edge set are in one piece."""
+        number, chunk = divmod(chunk, self.chunks)
+        first, last = 0, columns["source"].numel()
+        if "edge_set" in columns:
+            first, last = torch.searchsorted(columns["edge_set"], torch.tensor([number, number + 1])).tolist()
+        count = last - first
+        return first + count * chunk // self.chunks, first + count * (chunk + 1) // self.chunks
 
     def _take(self, columns: dict[str, Tensor], place: Tensor) -> EdgeList:
         heads, tails = (columns[name][place].to(torch.int64) for name in ("source", "target"))
@@ -95,28 +110,84 @@ class BucketEdges:
         return torch.Generator().manual_seed(mixed(self.seed, *key))
 
 
+def passes_of(store: Store, chunks: int) -> int:
+    """How often an epoch goes through the buckets: once for each chunk of each edge set."""
+    return int(store.facts.get("edge_sets") or 1) * chunks
+
+
+def filled(store: Store) -> set[Bucket]:
+    """The buckets that have edges; of a type that is not cut, edges are in partition 0 alone."""
+    (spec,) = store.manifest.edge_types.values()
+    counts = spec.buckets or ()
+    return {(i, j) for i, row in enumerate(counts) for j, count in enumerate(row) if count}
+
+
 def mixed(*key: int) -> int:
     """A seed that differs with every number of the key."""
     return random.Random(repr(key)).getrandbits(62)
 
 
-def batches_of(edges: EdgeList, size: int, one_relation: bool, generator: torch.Generator) -> Iterator[EdgeList]:
+class Groups:
+    """Which group of relations edges belong to.
+
+    Args:
+        recipe: has the groups.
+    """
+
+    def __init__(self, recipe: ModelRecipe) -> None:
+        self._group, self._local = torch.zeros(2, recipe.num_relations, dtype=torch.int64)
+        self._several = len(recipe.groups) > 1
+        for number, group in enumerate(recipe.groups):
+            members = torch.tensor(group.relations)
+            self._group[members], self._local[members] = number, torch.arange(len(members))
+
+    def of(self, edges: EdgeList) -> int:
+        """The group of a batch, which has one."""
+        return int(self._group[edges.relation[0]]) if self._several else 0
+
+    def split(self, edges: EdgeList) -> Iterator[tuple[int, EdgeList]]:
+        """Each group that some edges belong to, with these."""
+        of = self._group[edges.relation]
+        for number in of.unique().tolist():
+            yield number, edges.select((of == number).nonzero().flatten())
+
+    def localized(self, edges: EdgeList, head: int, tail: int) -> EdgeList:
+        """Edges by numbers among their group's relations, and by rows that count from these."""
+        if not (self._several or head or tail):
+            return edges
+        return EdgeList(edges.heads - head, self._local[edges.relation], edges.tails - tail, edges.weight)
+
+
+def kinds_of(recipe: ModelRecipe) -> Tensor | None:
+    """What edges of a batch have in common: a number for each relation; None: nothing.
+
+    It is the group of their relation, and where relations are static the relation itself.
+    """
+    kinds = torch.zeros(recipe.num_relations, dtype=torch.int64)
+    for number, group in enumerate(recipe.groups):
+        members = torch.tensor(group.relations)
+        kinds[members] = number if group.reciprocal else members
+    return kinds if int(kinds.unique().numel()) > 1 else None
+
+
+def batches_of(edges: EdgeList, size: int, kinds: Tensor | None, generator: torch.Generator) -> Iterator[EdgeList]:
     """Cut edges into batches.
 
     Args:
         edges: in their order.
         size: edges of a batch.
-        one_relation: whether each batch has edges of one relation: it is drawn with a probability proportional to the
-            edges of each relation that are left, and the next of its edges are taken.
-        generator: draws relations.
+        kinds: of each relation; each batch has edges of one kind: it is drawn with a probability proportional to the
+            edges of each kind that are left, and the next of its edges are taken. None: all are of one.
+        generator: draws kinds.
     """
-    if not one_relation or not len(edges):
+    if kinds is None or not len(edges):
         for begin in range(0, len(edges), size):
             yield edges.select(slice(begin, begin + size))
         return
-    order = edges.relation.argsort(stable=True)
+    kind = kinds[edges.relation]
+    order = kind.argsort(stable=True)
     edges = edges.select(order)
-    _, counts = edges.relation.unique_consecutive(return_counts=True)
+    _, counts = kind[order].unique_consecutive(return_counts=True)
     at = counts.cumsum(0) - counts
     left = counts.clone()
     while int(left.sum()):

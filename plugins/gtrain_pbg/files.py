@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 
 from gtrain.errors import DataError
+from gtrain.graph.manifest import safe_name
 
-ROWS, STATE = "rows", "state"
+ROWS, STATE = KINDS = ("rows", "state")
 PIECE = 1 << 18
 """Ids that are worked on at a time."""
 _BYTES = 1 << 24  # read and written at a time
 
 
-def file_name(kind: str, partition: int) -> str:
-    """Name of a partition's file."""
-    return f"table-{partition}.{kind}.npy"
+def file_name(kind: str, partition: int, table: str = "table") -> str:
+    """Name of the file of a table's partition."""
+    return f"{safe_name(table)}-{partition}.{kind}.npy"
 
 
 class Writing:

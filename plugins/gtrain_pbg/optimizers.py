@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from gtrain.errors import ConfigError
 from gtrain.nn import JointOptimizer, RowOptimizer
-from gtrain.nn.recipe import EdgeRecipe
+from gtrain.nn.recipe import ModelRecipe
 from gtrain_pbg.step.relations import KERNEL_RULES, UpdateRule
 
 
@@ -24,8 +24,8 @@ class StepRules:
         ConfigError: an optimizer is of a kind that the training step does not know.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], recipe: EdgeRecipe) -> None:
-        self._table = _find(optimizers, [recipe.table.weight], "model.sparse_optimizer")
+    def __init__(self, optimizers: Sequence[Optimizer], recipe: ModelRecipe) -> None:
+        self._table = _find(optimizers, [table.weight for table in recipe.tables.values()], "model.sparse_optimizer")
         parameters = list(recipe.parameters.values())
         self._relations = _find(optimizers, parameters, "model.optimizer") if parameters else self._table
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,29 +15,35 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from gtrain.data.loader import SeedLoader
-from gtrain.errors import ConfigError, DataError
+from gtrain.errors import ConfigError
 from gtrain.graph.store import Store
 from gtrain.nn import deferred
-from gtrain.nn.recipe import EdgeRecipe
+from gtrain.nn.recipe import ModelRecipe
 from gtrain.strategy.base import GraphStrategy
-from gtrain.wire.addresses import IpcFolder, ipc_folder
+from gtrain.strategy.forming import form_group
+from gtrain.strategy.group import Group
 from gtrain.wire.shared import SharedTensors
-from gtrain_pbg import config
-from gtrain_pbg.edges import BucketEdges, EdgeList, batches_of, mixed
+from gtrain_pbg.checkpoints import preserve
+from gtrain_pbg.checks import check_store, check_training
+from gtrain_pbg.config import PBGConfig, check_machines
+from gtrain_pbg.edges import BucketEdges, filled, kinds_of, mixed, passes_of
 from gtrain_pbg.evaluation import EvaluationBatches
 from gtrain_pbg.home import PartitionedHome
+from gtrain_pbg.machines.evaluation import DealtAnew
+from gtrain_pbg.machines.set_up import Machines, check_spread
+from gtrain_pbg.machines.trainee import MachineTrainee, Turn, Turns
+from gtrain_pbg.machines.typed import SpreadTypes
+from gtrain_pbg.memory import in_memory_of_all, relations_layout
 from gtrain_pbg.optimizers import StepRules
 from gtrain_pbg.order import bucket_order
-from gtrain_pbg.step.relations import Weights, state_width
-from gtrain_pbg.step.training import EdgeBatch, Rows, TrainingStep
+from gtrain_pbg.spans import Cut, Span, Spans, Trainee
+from gtrain_pbg.step.relations import state_width
 from gtrain_pbg.swaps import Visit
-from gtrain_pbg.tables import PartitionedTable, Partitions
-from gtrain_pbg.warm_start import describe, warm_start
+from gtrain_pbg.tables import Partitions
+from gtrain_pbg.training import BucketTraining
+from gtrain_pbg.typed import TypedTables, cuts_of
+from gtrain_pbg.warm_start import describe, relations_of, warm_start
 
-SPAN_EDGES = 50_000
-"""Edges of one ``training_step``, about: Lightning's own work in a step takes a quarter of a millisecond and more."""
-HELD = 500
-"""Edges that were held back which are ranked at a time, among each other and twice as many nodes."""
 RELATIONS = "relations.pt"
 
 
@@ -48,11 +52,14 @@ class PBGStrategy(GraphStrategy):
 
     Each worker takes its own steps, on tables that all workers of the machine have in the same memory, without locks
     (Hogwild, Recht et al. 2011). They meet at the ends of buckets. The module's own ``training_step`` is not run: what
-    its ``recipe()`` says is computed by :class:`~gtrain_pbg.step.training.TrainingStep`.
+    its ``recipe()`` says is computed by :class:`~gtrain_pbg.step.training.TrainingStep`. What several machines do is in
+    :mod:`gtrain_pbg.machines`.
 
     Args:
-        num_partitions, buffer_partitions, bucket_order, num_edge_chunks, eval_fraction, shuffle, matmul,
-            warm_start: see :class:`~gtrain_pbg.config.PBGConfig`.
+        num_partitions, buffer_partitions, bucket_order, num_edge_chunks, eval_fraction, shuffle, matmul, warm_start,
+            partition_servers, partition_path, distributed_tree_init_order, sync_interval, lease_seconds,
+            on_trainer_loss, max_restarts, checkpoint_preservation_interval: see
+            :class:`~gtrain_pbg.config.PBGConfig`.
         kwargs: passed on to :class:`~gtrain.strategy.base.GraphStrategy`.
     """
 
@@ -72,36 +79,73 @@ class PBGStrategy(GraphStrategy):
         shuffle: bool = True,
         matmul: str = "float32",
         warm_start: str | None = None,
+        partition_servers: int = -1,
+        partition_path: str | None = None,
+        distributed_tree_init_order: bool = True,
+        sync_interval: float = 0.1,
+        lease_seconds: float = 30.0,
+        on_trainer_loss: str = "continue",
+        max_restarts: int = 3,
+        checkpoint_preservation_interval: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self._warm_start = warm_start
-        self._store: Store | None = None
-        config.check(num_partitions, buffer_partitions, bucket_order, num_edge_chunks, eval_fraction, matmul)
-        self._partitions_wanted, self._order = num_partitions, bucket_order
-        self._slots = min(num_partitions, buffer_partitions or num_partitions)
-        self._chunks, self._eval_fraction, self._shuffle, self._low = (
-            num_edge_chunks,
-            eval_fraction,
-            shuffle,
-            matmul == "bfloat16",
+        self.settings = PBGConfig(
+            name=self.strategy_name,
+            num_partitions=num_partitions,
+            buffer_partitions=buffer_partitions,
+            bucket_order=bucket_order,
+            num_edge_chunks=num_edge_chunks,
+            eval_fraction=eval_fraction,
+            shuffle=shuffle,
+            matmul=matmul,
+            warm_start=warm_start,
+            partition_servers=partition_servers,
+            partition_path=partition_path,
+            distributed_tree_init_order=distributed_tree_init_order,
+            sync_interval=sync_interval,
+            lease_seconds=lease_seconds,
+            on_trainer_loss=on_trainer_loss,
+            max_restarts=max_restarts,
+            checkpoint_preservation_interval=checkpoint_preservation_interval,
         )
-        self._recipe: EdgeRecipe | None = None
-        self._partitions: Partitions | None = None
-        self._table: PartitionedTable | None = None
+        self._store: Store | None = None
+        self._recipe: ModelRecipe | None = None
+        self._table: TypedTables | None = None
         self._shared: SharedTensors | None = None
-        self._ipc: IpcFolder | None = None
-        self._trainee: Trainee | None = None
+        self._machine = self.group
+        self._machines: Machines | None = None
+        self._trainee: Trainee | MachineTrainee | None = None
 
     # ------------------------------------------------------------------------------------------ set-up
 
     def setup_environment(self) -> None:
-        if self.num_nodes > 1:
-            raise ConfigError(
-                f"trainer.num_nodes={self.num_nodes} was set; strategy=pbg trains on one machine.",
-                hint="set trainer.num_nodes=1 and trainer.devices to the number of workers.",
-            )
+        check_machines(self.num_nodes, self.settings.num_partitions, self.settings.buffer_partitions)
         super().setup_environment()
+
+    def make_group(self) -> Group:
+        """The group of all workers, and that of this machine's."""
+        if self.num_nodes == 1:
+            self._machine = super().make_group()
+            return self._machine
+        place = self.cluster_environment, self.local_rank, self.num_processes
+        name = f" of machine {self.node_rank}"
+        self._machine = form_group(*place, self.timeout_seconds, self.counters, name=name)
+        rank = self.global_rank, self.world_size
+        self._machines = Machines(self.settings, self.servers, *rank, self.counters)
+        return self._machines.group
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this worker moves the machine's partitions."""
+        return self._machine.rank == 0
+
+    @property
+    def _slots(self) -> int:
+        settings = self.settings
+        if self._machines is not None:
+            return settings.buffer_partitions or 3
+        return min(settings.num_partitions, settings.buffer_partitions or settings.num_partitions)
 
     def making_model(self) -> AbstractContextManager[None]:
         return deferred()
@@ -112,32 +156,10 @@ class PBGStrategy(GraphStrategy):
                 f"{type(module).__name__} has no recipe(), by which strategy=pbg trains; see gtrain.nn.recipe.",
                 hint="set model=kg, or strategy=single.",
             )
-        trainer = self._trainer
-        for key, found, allowed in (
-            ("gradient_clip_val", trainer and trainer.gradient_clip_val, (None, 0)),
-            ("accumulate_grad_batches", trainer and trainer.accumulate_grad_batches, (None, 1)),
-        ):
-            if found not in allowed:
-                raise ConfigError(
-                    f"trainer.{key}={found} was set; a step of strategy=pbg applies its gradients at once.",
-                    hint=f"leave trainer.{key} out.",
-                )
-        size, recipe = getattr(getattr(trainer, "datamodule", None), "batch_size", None), module.recipe()  # type: ignore[operator]
-        if size is not None and not recipe.all_negs and size > recipe.places and size % recipe.places:
-            key = "num_batch_negs" if recipe.num_batch_negs else "num_uniform_negs"
-            raise ConfigError(
-                f"data.batch_size={size} is no multiple of model.{key}={recipe.places}, the edges of a chunk: "
-                f"{size} = {size // recipe.places} * {recipe.places} + {size % recipe.places}.",
-                hint=f"set data.batch_size={size // recipe.places * recipe.places}.",
-            )
+        check_training(self._trainer, module.recipe())  # type: ignore[operator]
 
     def open_shard(self, store: Store) -> Store:
-        if store.num_parts != self._partitions_wanted or not store.has_buckets:
-            raise ConfigError(
-                f"strategy.num_partitions={self._partitions_wanted} was set, and the store {store.path} has "
-                f"{store.num_parts} parts{'' if store.has_buckets else ' and no edge buckets'}.",
-                hint="let the gtrain command make the store, or set num_parts and buckets of the data module.",
-            )
+        check_store(store, self.settings.num_partitions)
         return store
 
     def install(self, module: Module) -> None:
@@ -148,93 +170,129 @@ class PBGStrategy(GraphStrategy):
             rules = StepRules(self.optimizers, recipe) if fitting else None
             self._table = self._make_table(recipe, rules)
             start = rules.starts if rules else (0.0, 0.0)
-            if self.is_global_zero:
+            if self._leads:
                 self._fill(recipe, start)
             self._table.place_first()
             self.group.barrier()
         assert self._shared is not None
         for name, parameter in recipe.parameters.items():
             parameter.data = self._shared[name]
-        recipe.table.move(PartitionedHome(self._table))
+        for layer, table in zip(recipe.tables.values(), self._table.tables, strict=True):
+            layer.move(PartitionedHome(table))
         if fitting:
-            self._trainee = Trainee(self, recipe, StepRules(self.optimizers, recipe))
+            self._trainee = self._make_trainee(recipe)
 
-    def _make_table(self, recipe: EdgeRecipe, rules: StepRules | None) -> PartitionedTable:
-        """Memory for the table and for relations, with what optimizers keep of them; rank 0 makes it."""
+    def _make_trainee(self, recipe: ModelRecipe) -> Trainee | MachineTrainee:
+        table, shared, settings, trainer = self._table, self._shared, self.settings, self._trainer
+        assert table is not None and shared is not None and trainer is not None
+        rules = StepRules(self.optimizers, recipe)
+        low = settings.matmul == "bfloat16"
+        training = BucketTraining(self.lightning_module, recipe, rules, shared, table, low)
+        held_out = settings.eval_fraction > 0
+        if self._machines is None:
+            return Trainee(table, self.group, training, held_out)
+        assert isinstance(table, SpreadTypes)
+        if settings.on_trainer_loss == "continue" and self.node_rank > 0:  # all others meet on machine 0
+            self.may_be_lost()
+        fresh = settings.distributed_tree_init_order and settings.warm_start is None
+        return MachineTrainee(
+            table,
+            self._machines.lock,
+            self._machine,
+            self._machines.group,
+            training,
+            self._machines.parameters(table.in_common(shared)),
+            lambda: trainer.current_epoch,
+            held_out,
+            fresh,
+        )
+
+    def _make_table(self, recipe: ModelRecipe, rules: StepRules | None) -> TypedTables:
+        """Memory for the tables and for relations, with what optimizers keep of them; the machine's leader makes it."""
         datamodule = getattr(self._trainer, "datamodule", None)
         self._store = store = self.open_shard(datamodule.open_store())  # type: ignore[union-attr]
-        self._partitions = partitions = Partitions(
-            store.offsets, tuple(store.node("orig_id", part).clone() for part in range(store.num_parts))
-        )
-        spec, dtype = recipe.table.table, recipe.table.weight.dtype
-        width = state_width(rules.table.kind, spec.dim) if rules else 0
-        layout: dict[str, Any] = PartitionedTable.tensors(self._slots, partitions, spec.dim, width, dtype)
-        for name, parameter in recipe.parameters.items():
-            layout[name] = (tuple(parameter.shape), parameter.dtype)
-            if rules is not None:
-                columns = state_width(rules.relations.kind, parameter[0].numel())
-                layout[f"{name}.state"] = ((len(parameter), columns), parameter.dtype)
-        if self.is_global_zero:
-            self._ipc = ipc_folder()
-            self._shared = SharedTensors.create(self._ipc.path, "pbg", layout)
-            self.group.broadcast_object(str(self._ipc.path))
-        else:
-            folder = self.group.broadcast_object(None)
-            self._shared = SharedTensors.attach(folder, "pbg", self.timeout_seconds)
-        return PartitionedTable(
-            spec, partitions, self._slots, width, dtype, self._scratch, self._shared, self.is_global_zero
-        )
+        nodes = Partitions(store.offsets, tuple(store.node("orig_id", part).clone() for part in range(store.num_parts)))
+        layers = list(recipe.tables.values())
+        dtype, cuts = layers[0].weight.dtype, cuts_of(store, [layer.table for layer in layers])
+        widths = [state_width(rules.table.kind, layer.table.dim) if rules else 0 for layer in layers]
+        layout = TypedTables.tensors(cuts, self._slots, widths, dtype) | relations_layout(recipe, rules)
+        self._shared = in_memory_of_all(self._machine, layout, self.timeout_seconds)
+        place = cuts, nodes, self._slots, widths, dtype, self._scratch, self._shared, self._leads
+        if self._machines is None:
+            return TypedTables(*place)
+        check_spread(cuts, dtype, self.is_global_zero)
+        table = SpreadTypes(*place)
+        depot = self._machines.depot(Path(self._scratch).parent)
+        table.connect(depot, self.is_global_zero, self._machines.next_lease)
+        return table
 
-    def _fill(self, recipe: EdgeRecipe, start: tuple[float, float]) -> None:
+    def _fill(self, recipe: ModelRecipe, start: tuple[float, float]) -> None:
+        """Fill the machine's memory with initial values, and the table."""
         assert self._table is not None and self._shared is not None
-        self._table.initialize(start[0])
         for name, parameter in recipe.parameters.items():
             self._shared[name].copy_(parameter.detach())
             if f"{name}.state" in self._shared:
                 self._shared[f"{name}.state"].fill_(start[1])
-        if self._warm_start is not None and self.optimizers:
+        if not self.is_global_zero:
+            return
+        self._table.initialize(start[0])
+        if self.settings.warm_start is not None and self.optimizers:
             assert self.lightning_module is not None and self._store is not None
             known = {id(parameter): self._shared[name] for name, parameter in recipe.parameters.items()}
             named = self.lightning_module.named_parameters()
             shared = {name: known[id(parameter)] for name, parameter in named if id(parameter) in known}
-            warm_start(Path(self._warm_start), self._store, self._table, shared)
+            relations = relations_of(self.lightning_module, recipe)
+            warm_start(Path(self.settings.warm_start), self._store, self._table, shared, relations)
+        if isinstance(self._table, SpreadTypes):
+            self._table.publish()
 
     @property
     def _scratch(self) -> Path:
         """Where partitions are that have no slot."""
         assert self._trainer is not None
-        return Path(self._trainer.default_root_dir) / "partitions"
+        return Path(self._trainer.default_root_dir) / ("partitions" if self._machines is None else "initial-partitions")
 
     def uninstall(self, module: Module) -> None:
         if self._recipe is None or self._table is None:
             return
-        table = self._recipe.table
         for parameter in self._recipe.parameters.values():
             parameter.data = parameter.data.clone()
-        whole = self._table.partitions.count == 1  # in the order of the source data: the module may have it as it is
-        table.move_back(self._table.read(0) if whole else table.weight.new_empty(0, table.table.dim))
+        for layer, table in zip(self._recipe.tables.values(), self._table.tables, strict=True):
+            whole = table.partitions.count == 1  # in the order of the source data: the module may have it as it is
+            layer.move_back(table.read(0) if whole else layer.weight.new_empty(0, layer.table.dim))
         self._trainee = None
 
     # ------------------------------------------------------------------------------------------ batches
 
     def batches(self, shard: Store, loader: SeedLoader) -> Iterable[Any]:
-        assert self._partitions is not None and self.lightning_module is not None
+        settings, table, trainer = self.settings, self._table, self._trainer
+        assert table is not None and trainer is not None and self._recipe is not None
         if loader.split != "train":
             filtered = bool(getattr(self.lightning_module, "filtered", True))
-            place = self.global_rank, self.world_size
-            assert self._table is not None
-            return EvaluationBatches(loader, self._partitions, filtered, *place, not self._table.whole)
-        edges = BucketEdges(shard, self._chunks, self._eval_fraction, self._shuffle, loader.seed, self.dtype)
-        size = loader.batch_size or max(1, shard.num_edges)
-        return Spans(self, edges, size)
+            if self._machines is not None:
+                return DealtAnew(loader, table.nodes, filtered, self._machines.group)
+            return EvaluationBatches(loader, table.nodes, filtered, self.global_rank, self.world_size, not table.whole)
+        edges = BucketEdges(
+            shard, settings.num_edge_chunks, settings.eval_fraction, settings.shuffle, loader.seed, self.dtype
+        )
+        place = self._machine.rank, self._machine.size
+        cut = Cut(edges, loader.batch_size or max(1, shard.num_edges), kinds_of(self._recipe), *place)
+        if isinstance(self._trainee, MachineTrainee):
+            return Turns(self._trainee, cut)
+        return Spans(cut, lambda: trainer.current_epoch, lambda epoch: self.visits(epoch, loader.seed))
 
     def visits(self, epoch: int, seed: int) -> list[Visit]:
-        """The buckets of an epoch, and what must be swapped for them; the same on all workers."""
-        assert self._table is not None
+        """The buckets of an epoch on one machine, and what must be swapped for them; the same on all workers."""
+        assert self._table is not None and self._store is not None
+        settings = self.settings
+        there = filled(self._store) or {(0, 0)}
         order = [
             (bucket, chunk)
-            for chunk in range(self._chunks)
-            for bucket in bucket_order(self._order, self._partitions_wanted, self._slots, mixed(seed, epoch, chunk))
+            for chunk in range(passes_of(self._store, settings.num_edge_chunks))
+            for bucket in bucket_order(
+                settings.bucket_order, settings.num_partitions, self._slots, mixed(seed, epoch, chunk)
+            )
+            if bucket in there
         ]
         return self._table.buffer.plan(order)
 
@@ -242,13 +300,15 @@ class PBGStrategy(GraphStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Train on a span of batches; the module's own step is not run."""
-        assert self._trainee is not None
-        span, module = args[0], self.lightning_module
-        assert module is not None
-        total, weight = self._trainee.train(span)
-        if span.final and self._eval_fraction:
-            for name, value in self._trainee.held_out().items():
-                module.log(f"train/{name}", value, on_step=False, on_epoch=True, batch_size=1)
+        span, module, trainee = args[0], self.lightning_module, self._trainee
+        assert module is not None and isinstance(span, (Span, Turn))
+        if isinstance(trainee, MachineTrainee):
+            total, weight, said = trainee.train()
+        else:
+            assert trainee is not None and isinstance(span, Span)
+            total, weight, said = trainee.train(span)
+        for name, value in said.items():
+            module.log(f"train/{name}", value, on_step=False, on_epoch=True, batch_size=1)
         pair = torch.tensor([total, weight], dtype=torch.float64)
         return {"loss": module.log_training(pair[0], pair[1])}  # type: ignore[operator]
 
@@ -268,174 +328,26 @@ class PBGStrategy(GraphStrategy):
 
     # ------------------------------------------------------------------------------------------ checkpoints
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        interval = self.settings.checkpoint_preservation_interval
+        if self.is_global_zero and interval is not None:
+            preserve(Path(filepath), int(checkpoint["epoch"]), interval)
+
     def shard_files(self, folder: Path) -> None:
         if self.is_global_zero and self._table is not None and self._shared is not None:
             self._table.save(folder)
-            states = {name: self._shared[name].clone() for name in self._shared if name.endswith(".state")}
-            torch.save(states, folder / RELATIONS)
-            assert self._store is not None
-            describe(folder, self._store, self._table)
+            assert self._recipe is not None and self._store is not None and self.lightning_module is not None
+            states = {f"{name}.state" for name in self._recipe.parameters} & set(self._shared)
+            torch.save({name: self._shared[name].clone() for name in sorted(states)}, folder / RELATIONS)
+            describe(folder, self._store, self._table, relations_of(self.lightning_module, self._recipe))
 
     def load_shard_files(self, folder: Path) -> None:
         assert self._table is not None and self._shared is not None
         self.group.barrier()
         self._table.load(folder)
-        if self.is_global_zero and (folder / RELATIONS).exists():
+        if self._leads and (folder / RELATIONS).exists():
             for name, state in torch.load(folder / RELATIONS, map_location="cpu", weights_only=True).items():
                 if name in self._shared:
                     self._shared[name].copy_(state)
         self.group.barrier()
-
-
-class Span:
-    """Some batches of one bucket, what Lightning takes for one.
-
-    Attributes:
-        visit: the bucket; None: an epoch begins, and there is nothing to train yet.
-        first, last: whether a worker's training of the bucket begins, and ends, with it.
-        final: whether it is the last of the epoch.
-        batches: the edges.
-        held: edges that are held back.
-    """
-
-    def __init__(self, visit: Visit | None, batches: list[EdgeList], held: EdgeList) -> None:
-        self.visit, self.batches, self.held = visit, batches, held
-        self.first = self.last = self.final = False
-
-
-class Spans:
-    """An epoch of one worker: one span to begin with, and at least one for each bucket, perhaps without edges.
-
-    Args:
-        strategy: the strategy.
-        edges: where edges come from.
-        batch_size: edges of a batch.
-    """
-
-    def __init__(self, strategy: PBGStrategy, edges: BucketEdges, batch_size: int) -> None:
-        self._strategy, self._edges, self._batch_size = strategy, edges, batch_size
-
-    def __iter__(self) -> Iterator[Span]:
-        yield Span(None, [], EdgeList.empty())  # Lightning asks for one before a resumed run knows its epoch
-        strategy, seed = self._strategy, self._edges.seed
-        trainer, recipe = strategy._trainer, strategy._recipe
-        assert trainer is not None and recipe is not None
-        epoch, worker, workers = trainer.current_epoch, strategy.global_rank, strategy.world_size
-        one_relation = not recipe.reciprocal and recipe.num_relations > 1
-        each = max(1, SPAN_EDGES // self._batch_size)
-        visits = strategy.visits(epoch, seed)
-        for number, visit in enumerate(visits):
-            mine, held = self._edges.share(visit.bucket, visit.chunk, epoch, worker, workers)
-            generator = torch.Generator().manual_seed(mixed(seed, epoch, visit.chunk, *visit.bucket, worker))
-            batches = list(batches_of(mine, self._batch_size, one_relation, generator))
-            pieces = [batches[begin : begin + each] for begin in range(0, len(batches), each)] or [[]]
-            for place, piece in enumerate(pieces):
-                span = Span(visit, piece, held.select(torch.arange(len(held)).tensor_split(workers)[worker]))
-                span.first, span.last = place == 0, place + 1 == len(pieces)
-                span.final = span.last and number + 1 == len(visits)
-                yield span
-
-
-class Trainee:
-    """A worker's training: partitions come and go at the borders of buckets, where all workers meet.
-
-    Args:
-        strategy: the strategy.
-        recipe: the module's.
-        rules: of its optimizers.
-    """
-
-    def __init__(self, strategy: PBGStrategy, recipe: EdgeRecipe, rules: StepRules) -> None:
-        shared, table = strategy._shared, strategy._table
-        assert shared is not None and table is not None
-        self._strategy, self._recipe, self._rules, self._table = strategy, recipe, rules, table
-        weights = {name: Weights(shared[name], shared[f"{name}.state"]) for name in recipe.parameters}
-        self._step = TrainingStep(recipe, weights, table.dtype, strategy._low)
-        self._under_way: Future[None] | None = None
-        self._drawn: dict[str, Tensor] = {}
-        self._held = torch.zeros(3, dtype=torch.float64)  # reciprocal ranks before, after, and how many
-
-    def train(self, span: Span) -> tuple[float, float]:
-        """Train on a span; return the weighted sum of the losses, and of the weights."""
-        visit = span.visit
-        if visit is None:
-            return 0.0, 0.0
-        if span.first:
-            self._enter(visit)
-        heads, tails = (self._table.rows(slot, part) for slot, part in zip(visit.slots, visit.bucket, strict=True))
-        if span.first:
-            self._held[0] += self._score(span.held, heads, tails)
-        table_rule, relation_rule = self._rules.table, self._rules.relations
-        total = weight = 0.0
-        for edges in span.batches:
-            drawn = self._draw("heads", len(heads.value), edges), self._draw("tails", len(tails.value), edges)
-            batch = self._batch(edges, drawn)
-            lost, counted = self._step(batch, heads, tails, table_rule, relation_rule)
-            if not math.isfinite(lost):
-                raise DataError(
-                    f"the loss of a batch of bucket {visit.bucket} is {lost}.",
-                    hint="lower model.sparse_optimizer.lr or model.init_scale, set model.max_norm, and look for "
-                    "weights that are no numbers in the data.",
-                )
-            total, weight = total + lost, weight + counted
-        if span.last:
-            self._leave(visit, span.final)
-            self._held += torch.tensor([0.0, self._score(span.held, heads, tails), 2.0 * len(span.held)])
-            self._strategy.group.barrier()
-        return total, weight
-
-    def held_out(self) -> dict[str, float]:
-        """Mean reciprocal ranks of the epoch's edges that were held back, before and after their bucket's training.
-
-        All workers call it together, once an epoch.
-        """
-        before, after, count = self._strategy.group.all_reduce(self._held.clone()).tolist()
-        self._held.zero_()
-        return {"held_out_mrr_before": before / max(count, 1), "held_out_mrr": after / max(count, 1)}
-
-    def _score(self, edges: EdgeList, heads: Rows, tails: Rows) -> float:
-        """Sum of the reciprocal ranks of both ends of edges, among each other and nodes drawn from both partitions."""
-        module: Any = self._strategy.lightning_module
-        generator, found = torch.Generator().manual_seed(0), 0.0
-        for begin in range(0, len(edges), HELD):
-            some = edges.select(slice(begin, begin + HELD))
-            drawn = [rows.value[torch.randperm(len(rows.value), generator=generator)[:HELD]] for rows in (heads, tails)]
-            with torch.no_grad():
-                ranks = module.sampled_ranks(
-                    heads.value[some.heads], some.relation, tails.value[some.tails], torch.cat(drawn)
-                )
-            found += float(torch.cat(ranks).reciprocal().sum())
-        return found
-
-    def _batch(self, edges: EdgeList, drawn: tuple[Tensor, Tensor]) -> EdgeBatch:
-        return EdgeBatch(edges.heads, edges.relation, edges.tails, edges.weight, drawn)
-
-    def _draw(self, name: str, nodes: int, edges: EdgeList) -> Tensor:
-        count = self._step.draws(len(edges))
-        held = self._drawn.get(name)
-        if held is None or held.numel() < count:
-            held = self._drawn[name] = torch.empty(count, dtype=torch.int64)
-        return torch.randint(nodes, (count,), out=held[:count])
-
-    def _enter(self, visit: Visit) -> None:
-        """All workers have left the last bucket; its successor's partitions must be there before any goes on."""
-        group = self._strategy.group
-        if visit.before or self._under_way is not None:
-            self._finish()
-            under_way = self._table.swap(visit.before)
-            if under_way is not None:
-                under_way.result()
-        group.barrier()
-        self._under_way = self._table.swap(visit.during)
-
-    def _leave(self, visit: Visit, final: bool) -> None:
-        self._table.trained(visit.bucket)
-        self._strategy.group.barrier()
-        if final:
-            self._finish()
-
-    def _finish(self) -> None:
-        """Wait for what is read and written, and raise what went wrong."""
-        if self._under_way is not None:
-            self._under_way.result()
-            self._under_way = None

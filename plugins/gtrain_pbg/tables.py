@@ -14,7 +14,7 @@ from gtrain.nn import TableSpec
 from gtrain.nn.table import INIT_ROWS
 from gtrain.wire.shared import SharedTensors
 from gtrain_pbg import files
-from gtrain_pbg.step.training import Rows
+from gtrain_pbg.step.batch import Rows
 from gtrain_pbg.swaps import Buffer, Swap
 
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -56,27 +56,29 @@ class PartitionedTable:
     Args:
         spec: what the table is.
         partitions: how it is cut.
-        slots: partitions in memory at a time.
+        buffer: which partitions are in memory; of all tables that are cut alike.
         state_width: numbers of optimizer state for each row.
         dtype: of rows and state.
         folder: where the leader keeps partitions that have no slot.
         shared: rows ``[slots, largest, width]`` and state ``[slots, largest, state_width]``.
         leader: whether this process reads and writes files.
+        name: what its files and its shared memory are called after.
     """
 
     def __init__(
         self,
         spec: TableSpec,
         partitions: Partitions,
-        slots: int,
+        buffer: Buffer,
         state_width: int,
         dtype: torch.dtype,
         folder: Path,
         shared: SharedTensors,
         leader: bool,
+        name: str = "table",
     ) -> None:
         self.spec, self.partitions, self.dtype = spec, partitions, dtype
-        self.buffer = Buffer(slots)
+        self.buffer, self.name = buffer, name
         self._state_width, self._folder, self._shared, self._leader = state_width, folder, shared, leader
         self._sources: dict[int, Path] = {}
         self._changed: set[int] = set()
@@ -85,10 +87,12 @@ class PartitionedTable:
         self._global: Tensor | None = None
 
     @staticmethod
-    def tensors(slots: int, partitions: Partitions, width: int, state_width: int, dtype: torch.dtype) -> Layout:
+    def tensors(
+        slots: int, partitions: Partitions, width: int, state_width: int, dtype: torch.dtype, name: str = "table"
+    ) -> Layout:
         """What :class:`~gtrain.wire.shared.SharedTensors` must hold for a table."""
-        rows = partitions.largest
-        return {"rows": ((slots, rows, width), dtype), "state": ((slots, rows, state_width), dtype)}
+        rows, columns = partitions.largest, {files.ROWS: width, files.STATE: state_width}
+        return {f"{name}.{kind}": ((slots, rows, count), dtype) for kind, count in columns.items()}
 
     @property
     def whole(self) -> bool:
@@ -156,10 +160,10 @@ class PartitionedTable:
         names = []
         for partition in range(self.partitions.count):
             if partition in self.buffer.place and partition in self._changed and not self.whole:
-                self._write(partition, self._slot("rows", partition), self._slot("state", partition))
+                self._write(partition, self._slot(files.ROWS, partition), self._slot(files.STATE, partition))
                 self._changed.discard(partition)
-            for kind in (files.ROWS, files.STATE):
-                target = folder / files.file_name(kind, partition)
+            for kind in files.KINDS:
+                target = folder / files.file_name(kind, partition, self.name)
                 if self.whole:
                     files.write(target, self._slot(kind, partition))
                 else:
@@ -175,7 +179,7 @@ class PartitionedTable:
         if not self._leader:
             return
         for partition in range(self.partitions.count):  # what is there is of another moment
-            for kind in (files.ROWS, files.STATE):
+            for kind in files.KINDS:
                 self._path(kind, partition).unlink(missing_ok=True)
         for partition in self.buffer.place:
             files.read(self._source(files.ROWS, partition), self._slot(files.ROWS, partition))
@@ -189,7 +193,7 @@ class PartitionedTable:
         if slot not in self._heads:
             self._heads[slot] = torch.full((self.partitions.largest,), -1, dtype=torch.int32)
         size = self.partitions.size(partition)
-        value, state = (self._shared[kind][slot, :size] for kind in ("rows", "state"))
+        value, state = (self._memory(kind)[slot, :size] for kind in files.KINDS)
         return Rows(value, state, self._heads[slot][:size])
 
     def swap(self, swaps: tuple[Swap, ...]) -> Future[None] | None:
@@ -202,11 +206,11 @@ class PartitionedTable:
         for swap in swaps:
             if swap.out is not None and swap.out in self._changed:
                 size = self.partitions.size(swap.out)
-                self._write(swap.out, *(self._shared[kind][swap.slot, :size] for kind in ("rows", "state")))
+                self._write(swap.out, *(self._memory(kind)[swap.slot, :size] for kind in files.KINDS))
                 self._changed.discard(swap.out)
             size = self.partitions.size(swap.into)
-            for kind in (files.ROWS, files.STATE):
-                files.read(self._source(kind, swap.into), self._shared[kind][swap.slot, :size])
+            for kind in files.KINDS:
+                files.read(self._source(kind, swap.into), self._memory(kind)[swap.slot, :size])
 
     def trained(self, bucket: tuple[int, int]) -> None:
         """Note that partitions differ from their files."""
@@ -222,14 +226,14 @@ class PartitionedTable:
     def read(self, partition: int) -> Tensor:
         """Rows of a partition as they are, in memory or mapped from its file."""
         if partition in self.buffer.place:
-            return self._slot("rows", partition)
+            return self._slot(files.ROWS, partition)
         return files.mapped(self._source(files.ROWS, partition))
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Ids of the source data and rows, partition by partition."""
         for partition, orig_id in enumerate(self.partitions.orig_id):
             if partition in self.buffer.place:
-                yield orig_id, self._slot("rows", partition)
+                yield orig_id, self._slot(files.ROWS, partition)
                 continue
             rows = torch.empty(self.partitions.size(partition), self.spec.dim, dtype=self.dtype)
             files.read(self._source(files.ROWS, partition), rows)
@@ -264,10 +268,13 @@ class PartitionedTable:
     # ------------------------------------------------------------------------------------------ inside
 
     def _slot(self, kind: str, partition: int) -> Tensor:
-        return self._shared[kind][self.buffer.place[partition], : self.partitions.size(partition)]
+        return self._memory(kind)[self.buffer.place[partition], : self.partitions.size(partition)]
+
+    def _memory(self, kind: str) -> Tensor:
+        return self._shared[f"{self.name}.{kind}"]
 
     def _path(self, kind: str, partition: int) -> Path:
-        return self._folder / files.file_name(kind, partition)
+        return self._folder / files.file_name(kind, partition, self.name)
 
     def _source(self, kind: str, partition: int) -> Path:
         """The newest file of a partition: the leader's own, or that of the checkpoint that was loaded."""

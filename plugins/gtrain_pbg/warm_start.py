@@ -12,53 +12,89 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gtrain.errors import CheckpointError
+from gtrain.graph.entities import entity_types, feature_kind
 from gtrain.graph.store import Store
+from gtrain.nn import TableSpec
+from gtrain.nn.recipe import ModelRecipe
 from gtrain_pbg import files
 from gtrain_pbg.tables import PartitionedTable
+from gtrain_pbg.typed import TypedTables, cuts_of
 
 DESCRIPTION = "pbg.json"
-FORMAT = 1
+FORMAT = 2
 log = logging.getLogger("gtrain")
 
 
-def describe(folder: Path, store: Store, table: PartitionedTable) -> None:
-    """Write into a checkpoint what :func:`warm_start` must know of it."""
-    content = {
-        "format": FORMAT,
-        "store": str(store.path.absolute()),
-        "partitions": table.partitions.count,
-        "rows": table.spec.rows,
-        "columns": table.spec.dim,
+def relations_of(module: nn.Module, recipe: ModelRecipe) -> dict[str, tuple[int, ...]]:
+    """Ids of the relations that the rows of parameters are for, by the parameters' names in the module."""
+    ids = {
+        id(p): group.relations for group in recipe.groups for p in (*group.forwards.values(), *group.backwards.values())
     }
+    return {name: ids[id(parameter)] for name, parameter in module.named_parameters() if id(parameter) in ids}
+
+
+def describe(folder: Path, store: Store, tables: TypedTables, relations: dict[str, tuple[int, ...]]) -> None:
+    """Write into a checkpoint what :func:`warm_start` must know of it.
+
+    Args:
+        folder: the checkpoint.
+        store: the graph.
+        tables: by type.
+        relations: see :func:`relations_of`.
+    """
+    types = {
+        cut.spec.name: {
+            "file": cut.name,
+            "partitions": cut.partitions.count,
+            "rows": cut.spec.rows,
+            "columns": cut.spec.dim,
+        }
+        for cut in tables.cuts
+    }
+    content = {"format": FORMAT, "store": str(store.path.absolute()), "types": types, "relations": relations}
     (folder / DESCRIPTION).write_text(json.dumps(content, indent=1))
 
 
-def warm_start(path: Path, store: Store, table: PartitionedTable, shared: dict[str, Tensor]) -> None:
-    """Overwrite rows of the table and relation parameters by those of a checkpoint.
+def warm_start(
+    path: Path,
+    store: Store,
+    tables: TypedTables,
+    shared: dict[str, Tensor],
+    relations: dict[str, tuple[int, ...]],
+) -> None:
+    """Overwrite rows of the tables and relation parameters by those of a checkpoint.
 
     Args:
         path: a checkpoint, or the folder of a run, whose last one is taken.
         store: the graph.
-        table: the table, with its initial values; of the process that reads and writes files.
-        shared: relation parameters by the module's names.
+        tables: with their initial values; of the process that reads and writes files.
+        shared: parameters by the module's names.
+        relations: see :func:`relations_of`.
 
     Raises:
         CheckpointError: there is none, it is of another kind, or the other run's names are not there any more.
     """
     folder = _find(path)
     said = _description(folder)
-    if said["columns"] != table.spec.dim:
-        raise CheckpointError(
-            f"strategy.warm_start={path}: its vectors have {said['columns']} columns, the model's {table.spec.dim}.",
-            hint=f"set model.dimension (and model.bias) as there, so that there are {said['columns']} columns.",
-        )
     old = _old_store(path, said)
-    known = _copy_rows(folder, said, old, store, table)
-    log.info("warm start: %d of %d nodes were known to %s", known, table.spec.rows, folder)
-    _copy_relations(folder, old, store, shared)
+    for cut, table in zip(tables.cuts, tables.tables, strict=True):
+        other, columns = said["types"].get(cut.spec.name), cut.spec.dim
+        if other is None:
+            log.info("warm start: %s has no %s", folder, cut.spec.name)
+            continue
+        if other["columns"] != columns:
+            raise CheckpointError(
+                f"strategy.warm_start={path}: its vectors of {cut.spec.name} have {other['columns']} columns, the "
+                f"model's {columns}.",
+                hint=f"set model.dimension (and model.bias) as there, so that there are {other['columns']} columns.",
+            )
+        known = _copy_rows(folder, other, old, store, table, cut.spec.name)
+        log.info("warm start: %d of %d %ss were known to %s", known, cut.spec.rows, cut.spec.name, folder)
+    saved = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)["state_dict"]
+    _copy_relations(folder, (saved, said["relations"]), (shared, relations), old, store)
 
 
 def _find(path: Path) -> Path:
@@ -109,29 +145,73 @@ def _mapping(kind: str, old: Store, new: Store, count: int) -> Tensor:
     return torch.cat([mine.encode(theirs.decode(piece)) for piece in pieces])
 
 
-def _copy_rows(folder: Path, said: dict[str, Any], old: Store, new: Store, table: PartitionedTable) -> int:
-    mapping = _mapping(old.node_types[0], old, new, said["rows"])
+def _copy_rows(folder: Path, said: dict[str, Any], old: Store, new: Store, table: PartitionedTable, kind: str) -> int:
+    """Overwrite the rows of one type; return how many were known."""
+    named = feature_kind(kind) if kind in (new.facts.get("features") or {}) else kind
+    mapping = _mapping(named, old, new, said["rows"])
     mapping = torch.where(mapping < table.spec.rows, mapping, -1)
-    rows = [files.mapped(folder / files.file_name(files.ROWS, part)) for part in range(said["partitions"])]
-    known = [mapping[old.node("orig_id", part)] for part in range(said["partitions"])]
+    parts = range(said["partitions"])
+    rows = [files.mapped(folder / files.file_name(files.ROWS, part, said["file"])) for part in parts]
+    place = {cut.name: cut for cut in cuts_of(old, _tables_of(old))}[said["file"]]
+    known = [mapping[orig_id] for orig_id in place.partitions.orig_id]
     for partition in range(table.partitions.count):
         table.overwrite(partition, zip(known, rows, strict=True))
     return int((mapping >= 0).sum())
 
 
-def _copy_relations(folder: Path, old: Store, new: Store, shared: dict[str, Tensor]) -> None:
-    """Rows of the parameters with a row a relation; what all embeddings have in common as it is."""
-    saved = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)["state_dict"]
+def _tables_of(store: Store) -> list[TableSpec]:
+    """What :func:`~gtrain_pbg.typed.cuts_of` must know of the types of a store."""
+    features = store.facts.get("features") or {}
+    return [TableSpec(each.name, features.get(each.name, each.count), 0, seed=0) for each in entity_types(store)]
+
+
+def _copy_relations(
+    folder: Path,
+    theirs: tuple[dict[str, Tensor], dict[str, list[int]]],
+    mine: tuple[dict[str, Tensor], dict[str, tuple[int, ...]]],
+    old: Store,
+    new: Store,
+) -> None:
+    """Rows of the parameters with a row a relation, by its name; what all embeddings have in common as it is.
+
+    Args:
+        folder: the checkpoint, for messages.
+        theirs: parameters of the checkpoint, and whose relations their rows are.
+        mine: the same of this run.
+        old: the other run's graph.
+        new: this one's.
+    """
+    (saved, their_relations), (shared, relations) = theirs, mine
     for name, value in shared.items():
-        if name not in saved or saved[name].shape[1:] != value.shape[1:]:
-            raise CheckpointError(
-                f"strategy.warm_start: {folder} has no parameter {name} of that shape.",
-                hint="set model.operator, model.reciprocal and model.global_emb as there.",
-            )
-        if len(value) == 1 or "relation" not in {*old.manifest.names, *new.manifest.names}:
-            count = min(len(value), len(saved[name]))
-            value[:count] = saved[name][:count]
+        if name not in relations:
+            _check_same(folder, name, saved.get(name), value)
+            value.copy_(saved[name])
             continue
-        mapping = _mapping("relation", old, new, len(saved[name]))
-        there = (mapping >= 0) & (mapping < len(value))
-        value[mapping[there]] = saved[name][there]
+        kind = name.rpartition(".scores.")[2]
+        given = {n: ids for n, ids in their_relations.items() if n.rpartition(".scores.")[2] == kind}
+        if not given:
+            _check_same(folder, name, None, value)
+        to_new = _relation_mapping(old, new, their_relations)
+        row = {relation: place for place, relation in enumerate(relations[name])}
+        for other, ids in given.items():
+            pairs = [(at, row[to_new[r]]) for at, r in enumerate(ids) if to_new.get(r, -1) in row]
+            if pairs:
+                _check_same(folder, name, saved[other][:1], value[:1])
+                at, to = torch.tensor(pairs).T
+                value[to] = saved[other][at]
+
+
+def _relation_mapping(old: Store, new: Store, relations: dict[str, list[int]]) -> dict[int, int]:
+    """This run's number of each of the other run's relations that it knows."""
+    count = 1 + max((max(ids) for ids in relations.values()), default=-1)
+    if "relation" not in {*old.manifest.names, *new.manifest.names}:
+        return {relation: relation for relation in range(count)}
+    return {number: found for number, found in enumerate(_mapping("relation", old, new, count).tolist()) if found >= 0}
+
+
+def _check_same(folder: Path, name: str, saved: Tensor | None, value: Tensor) -> None:
+    if saved is None or saved.shape != value.shape:
+        raise CheckpointError(
+            f"strategy.warm_start: {folder} has no parameter {name} of that shape.",
+            hint="set model.operator, model.reciprocal and model.global_emb as there.",
+        )

@@ -116,9 +116,10 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(tmp_path: Path) 
 
 def test_what_does_not_suit_is_said_in_a_sentence(tmp_path: Path) -> None:
     for overrides, message in (
-        (["trainer.num_nodes=2"], "trains on one machine"),
+        (["trainer.num_nodes=2", "strategy.num_partitions=3"], "2 * 2 = 4 > 3"),
         (["data.num_parts=3"], "strategy.num_partitions=1"),
         (["data.batch_size=210"], "210 = 4 * 50 + 10"),
+        (["model.dimension=15"], "15 / 2 = 7.5 complex numbers"),
         (["model.optimizer._target_=torch.optim.Adam"], "RowwiseAdagrad"),
         (["model.sparse_optimizer.lr=1e38"], "no numbers|is nan|is inf"),
     ):

@@ -87,7 +87,7 @@ def test_an_unknown_verb_lists_the_verbs() -> None:
         (["verb=fly"], ["verb=fly was set", "train, test, predict, export, partition"]),
         (["seed=${nothing.there}"], ["nothing"]),
         (["model=["], ["cannot be read", "key=value"]),
-        (["data=edges"], ["data.path"]),
+        (["data=kg"], ["data.path"]),
     ],
 )
 def test_a_mistake_is_explained(overrides: list[str], parts: list[str]) -> None:

@@ -13,6 +13,8 @@ import torch
 
 from gtrain.data.biggraph import BigGraphData
 from gtrain.errors import ConfigError, DataError
+from gtrain.graph.entities import entity_bags
+from gtrain.graph.tables import EdgeArrays
 
 h5py = pytest.importorskip("h5py", reason="HDF5 folders need h5py: pip install 'gtrain[hdf5]'")
 
@@ -183,8 +185,9 @@ def broken(folder: Path, what: str) -> None:
         (folder / "entity_names_user_id_1.json").unlink()
     elif what == "uneven":
         write_entities(folder, {"item": [1, 1, 1]})
-    elif what == "version":
-        write_edges(folder / "train", {(0, 1): columns([1], [1], [3])}, version=None)
+    elif what in ("version", "newer"):
+        version = None if what == "version" else 2
+        write_edges(folder / "train", {(0, 1): columns([1], [1], [3])}, version=version)
     else:
         table: dict[str, dict[str, list[Any]]] = {
             "negative": columns([-1], [1], [3]),
@@ -212,6 +215,7 @@ def broken(folder: Path, what: str) -> None:
         ("names missing", "no entity_names_user_id_1.json, and has entity_names_user_id_0.json"),
         ("uneven", "different numbers of partitions: item in 3, user_id in 2"),
         ("version", "format_version is None, and 1 is read"),
+        ("newer", "format_version is 2, and 1 is read"),
         ("negative", "edge 0 has lhs -1, and ids are not negative"),
         ("beyond", r"edge 0 has rhs 4, and there are 4 entities in that partition, 0..3"),
         ("relation", r"edge 0 has rel 2, and there are 2 relations, 0..1"),
@@ -253,3 +257,75 @@ def test_settings(users: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ConfigError, match=r"needs the package 'h5py', which is not installed.*\nHINT: pip install h5py"
     ):
         module(users)
+
+
+def test_bags_become_entities(tmp_path: Path) -> None:
+    """Featurized items: edges with the same bag have the same one, in all splits; ids of users come first or after."""
+    folder = write_entities(tmp_path / "f", {"item": [5], "user": [2, 1]})
+    for name, more in (("train", [2, 3]), ("test", [0, 4])):
+        bags = {"rhsd_offsets": [0, 2, 3], "rhsd_data": [1, 3, more[0]]}
+        write_edges(folder / name, {
+            (0, 0): columns([0, 1], [0, 0], [-1, -1], **bags),
+            (1, 0): columns([0], [0], [-1], rhsd_offsets=[0, 2], rhsd_data=[1, 3]),
+        })  # fmt: skip
+    relations = [{"name": "buys", "lhs": "user", "rhs": "item"}]
+    made = module(folder, relations=relations, entities={"item": {"featurized": True}}, joint_types=True,
+                  keep_parts=True, store=str(tmp_path / "s"))  # fmt: skip
+    data = made.read()
+    assert data.edge_index.tolist() == [[3, 4, 5], [0, 1, 0]] and data.test_edge_index.tolist() == [
+        [3, 4, 5],
+        [0, 2, 0],
+    ]
+    facts = made.extra_facts()
+    assert facts["entity_types"] == {"item": 3, "user": 3} and facts["features"] == {"item": 5}
+    assert set(made.names()) == {"user", "item.feature", "relation"}
+    made.prepare_data()
+    found = entity_bags(made.open_store(), "item")
+    assert found is not None and (found[0].tolist(), found[1].tolist(), found[2]) == ([1, 3, 2, 0], [0, 2, 3, 4], 5)
+    assert entity_bags(made.open_store(), "user") is None
+    write_edges(folder / "train", {(0, 0): columns([0], [0], [-1], rhsd_offsets=[0, 1], rhsd_data=[5])})
+    with pytest.raises(DataError, match=r"rhsd_data has the feature 5, and there are 5, 0..4"):
+        made.read()
+    with pytest.raises(DataError, match="rhsd_data: its entities are featurized .* and item is not"):
+        module(folder, relations=relations, joint_types=True).read()
+    with pytest.raises(ConfigError, match="data.entities.user.featurized was set"):
+        module(folder, relations=relations, joint_types=True, entities={"user": {"featurized": True}}).read()
+
+
+@pytest.mark.parametrize("typed", [False, True])
+def test_what_stays_on_disk_is_the_same(
+    users: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: bool
+) -> None:
+    """Blocks of two edges, and no more than three in memory."""
+    folder, options = users, {"edges": [f"{users}/train", f"{users}/test"]}
+    if typed:
+        folder = write_entities(tmp_path / "typed", {"item": [3], "user": [3, 4]})
+        relations = [{"name": name, "lhs": "user", "rhs": "item"} for name in "ab"]
+        buckets = {(0, 0): columns([0, 2, 1], [0, 1, 0], [2, 0, 1]), (1, 0): columns([3, 0], [1, 1], [2, 0])}
+        for name in ("train", "test"):
+            write_edges(folder / name, buckets)
+        options = {"edges": f"{folder}/train", "relations": relations, "joint_types": True}
+    stores = []
+    for number, most in enumerate((10_000_000, 3)):
+        monkeypatch.setattr("gtrain.data.biggraph.IN_MEMORY_EDGES", most)
+        monkeypatch.setattr("gtrain.data.biggraph_edges.BLOCK_EDGES", 2)
+        made = module(folder, keep_parts=True, store=str(tmp_path / f"s{number}"), **options)
+        made.edge_buckets = True
+        assert isinstance(made.read(), EdgeArrays) == (most == 3)
+        made.prepare_data()
+        stores.append(made.open_store())
+    whole, on_disk = stores
+    assert whole.facts == on_disk.facts and whole.held_out_size("test") == on_disk.held_out_size("test") > 0
+    for i in range(2):
+        for j in range(2):
+            found = [store.bucket(i, j) for store in stores]
+            assert found[0].keys() == found[1].keys()
+            assert all(found[0][name].tolist() == found[1][name].tolist() for name in found[0])
+
+
+def test_several_folders_are_edge_sets(users: Path) -> None:
+    """What is held out has none; the first folder's edges come first."""
+    module_ = module(users, edges=[f"{users}/train", f"{users}/test"], test_edges=f"{users}/test")
+    data = module_.read()
+    assert data.edge_set.tolist() == [0] * 5 + [1] * 4 and "test_edge_set" not in data
+    assert module_.extra_facts()["edge_sets"] == 2

@@ -29,6 +29,7 @@ PRESETS = (
     "unlabelled",
     "partitioner",
     "task",
+    "joint_types",
     "batch_size",
 )
 """Options that a subclass sets on the way to the base, so that its signature does not show them."""
@@ -82,6 +83,8 @@ def test_yaml_schema_and_constructor_agree(name: str, composed: Any) -> None:
 def test_presets_of_the_yaml_are_those_of_the_class(name: str, composed: Any) -> None:
     fields = dataclasses.fields(SCHEMAS[name])
     required = {field.name: "x" for field in fields if field.default == MISSING and field.name != "_target_"}
+    if name == "edges":
+        required["path"] = "x"  # or edge_sets
     config = composed(f"data={name}", *(f"data.{key}={value}" for key, value in required.items()))
     values = OmegaConf.to_container(config, resolve=True)
     assert isinstance(values, dict)

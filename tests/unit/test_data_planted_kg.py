@@ -88,6 +88,8 @@ def test_one_open_query_by_hand() -> None:
         positions=np.array([0, 0, 1, 1]),
         shifts=np.array([0]),
         num_test=1,
+        types=np.zeros(4, dtype=np.int64),
+        num_types=1,
         num_positions=2,
     )
     best = best_scores(graph)

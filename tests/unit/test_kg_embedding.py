@@ -94,8 +94,8 @@ class Plain:
 
     def score(self, head: int, relation: int, tail: int, side: str) -> Tensor:
         """Score of an edge whose tail or head is looked for."""
-        scores, d = self.model.scores, self.model.dimension
-        table = self.model.entities.weight
+        scores, d = self.model.groups[0].scores, D
+        table = self.model.entities[0].weight
         reverse = scores.reciprocal and side == "head"
         source = scores.backwards if reverse else scores.forwards
         parameters = {name: value[relation] for name, value in source.named_parameters()}  # type: ignore[union-attr]
@@ -134,8 +134,8 @@ def losses(model: KGEmbedding, b: Data, monkeypatch: pytest.MonkeyPatch) -> tupl
 
     with monkeypatch.context() as patched:
         patched.setattr(torch, "randint", recorded)
-        each = model._training_loss(model.entities, model._edges(b), None)
-    return each, torch.cat(drawn, dim=1)
+        each = model.losses(model._edges(b), training=False)
+    return each, torch.stack(drawn[:2])
 
 
 @pytest.mark.parametrize("reciprocal", [True, False])
@@ -184,7 +184,7 @@ def test_all_nodes_as_negatives_of_one_side(side: str, reciprocal: bool) -> None
         edges = [(h, r, other) if side == "tail" else (other, r, t) for other in range(N)]
         scores = torch.stack([plain.score(*edge, side) for edge in edges])
         expected.append(-scores.log_softmax(0)[t if side == "tail" else h])
-    torch.testing.assert_close(model._training_loss(model.entities, model._edges(b)), torch.stack(expected))
+    torch.testing.assert_close(model.losses(model._edges(b), training=False), torch.stack(expected))
 
 
 @pytest.mark.parametrize("settings", [{}, {"reciprocal": False}, {"all_negs": True}])
@@ -195,7 +195,7 @@ def test_a_large_batch_in_blocks_is_the_same(settings: dict[str, bool], monkeypa
         model = module(num_uniform_negs=0, n3=0.1, **settings)
         loss = model.training_step(b, 0)["loss"]
         found.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
-        assert (len(model._training_loss._blocks(model._edges(b))) > 1) == (limit == 30)
+        assert (len(model.groups[0].loss._blocks(model._edges(b))) > 1) == (limit == 30)
     for whole, cut in zip(*found, strict=True):
         torch.testing.assert_close(cut, whole)
 
@@ -203,9 +203,9 @@ def test_a_large_batch_in_blocks_is_the_same(settings: dict[str, bool], monkeypa
 def test_edge_weights_and_the_regulariser(monkeypatch: pytest.MonkeyPatch) -> None:
     b = batch(weights=True)
     with_n3, without = module(n3=0.5, num_uniform_negs=0), module(num_uniform_negs=0)
-    head, tail = without.entities.weight[b.orig_id[b.edge_label_index]]
+    head, tail = without.entities[0].weight[b.orig_id[b.edge_label_index]]
     cubes = sum(torch.complex(*rows.chunk(2, -1)).abs().pow(3).sum(-1) for rows in (head, tail))
-    for operator in (without.scores.forwards, without.scores.backwards):
+    for operator in (without.groups[0].scores.forwards, without.groups[0].scores.backwards):
         assert operator is not None
         cubes = cubes + torch.complex(operator.real, operator.imaginary).abs().pow(3).sum(-1)[b.edge_label_type]
     each, weight = losses(without, b, monkeypatch)[0] + 0.5 * cubes, b.edge_label_weight.double()
@@ -220,7 +220,7 @@ def test_a_batch_without_edges_has_loss_and_gradients_zero() -> None:
     out = model.training_step(b, 0)
     out["loss"].backward()
     assert (out["loss"].item(), out["weight"].item()) == (0.0, 0.0)
-    assert model.entities.weight.grad is not None and not model.entities.weight.grad.any()
+    assert model.entities[0].weight.grad is not None and not model.entities[0].weight.grad.any()
 
 
 @pytest.mark.parametrize("operator", ["complex_diagonal", "affine"])
@@ -276,13 +276,13 @@ def test_the_table_has_an_optimizer_and_a_sparse_gradient_of_its_own() -> None:
     assert isinstance(optimizer, JointOptimizer)
     assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.1]
     model.training_step(batch(), 0)["loss"].backward()
-    assert model.entities.weight.grad is not None and model.entities.weight.grad.is_sparse
+    assert model.entities[0].weight.grad is not None and model.entities[0].weight.grad.is_sparse
 
 
 def test_predictions_are_the_seeds_embeddings() -> None:
     b, model = batch(), module(bias=True)
     b.seeds = torch.tensor([3, 0])
-    torch.testing.assert_close(model.predict_step(b, 0), model.entities.weight[b.orig_id[[3, 0]], :D])
+    torch.testing.assert_close(model.predict_step(b, 0), model.entities[0].weight[b.orig_id[[3, 0]], :D])
     assert kind(model) == "embedding"
 
 

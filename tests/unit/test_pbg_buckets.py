@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from gtrain.data.edges import EdgesData
 from gtrain.data.planted_kg import PlantedKGData
 from gtrain.errors import ConfigError, DataError
 from gtrain.nn import TableSpec
@@ -16,7 +17,7 @@ from gtrain.wire.addresses import ipc_folder
 from gtrain.wire.shared import SharedTensors
 from gtrain_pbg import files
 from gtrain_pbg.config import ORDERS, PBGConfig
-from gtrain_pbg.edges import BucketEdges, EdgeList, batches_of
+from gtrain_pbg.edges import BucketEdges, EdgeList, batches_of, passes_of
 from gtrain_pbg.order import Bucket, bucket_order
 from gtrain_pbg.swaps import Buffer
 from gtrain_pbg.tables import PartitionedTable, Partitions
@@ -118,17 +119,45 @@ def test_an_epoch_trains_every_edge_once(graph: PlantedKGData) -> None:
         held_before = held
 
 
+def test_edge_sets_come_one_after_the_other(tmp_path: Path) -> None:
+    """Each set of a bucket has its chunks; together they are the bucket."""
+    rng = np.random.default_rng(0)
+    for name, count in (("a", 90), ("b", 40)):
+        rows = rng.integers(30, size=(count, 2)).tolist()
+        (tmp_path / f"{name}.tsv").write_text("".join(f"{h}\t{t}\n" for h, t in rows))
+    module = EdgesData(edge_sets=[str(tmp_path / "a.tsv"), str(tmp_path / "b.tsv")], num_nodes=30, task="link",
+                       train_fraction=1.0, val_fraction=0.0, num_parts=2, partitioner="random",
+                       store=str(tmp_path / "s"))  # fmt: skip
+    module.edge_buckets = True
+    module.prepare_data()
+    store = module.open_store()
+    edges = BucketEdges(store, 2, 0.0, True, 5, torch.float32)
+    assert passes_of(store, 2) == 4 and store.facts["edge_sets"] == 2
+    sizes, everything = np.zeros(4, dtype=int), 0
+    for bucket in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        columns = store.bucket(*bucket)
+        everything += len(columns["source"])
+        found = []
+        for number in range(4):
+            mine, _ = edges.share(bucket, number, 0, 0, 1)
+            sizes[number] += len(mine)
+            found += zip(mine.heads.tolist(), mine.tails.tolist(), strict=True)
+        pairs = zip(columns["source"].tolist(), columns["target"].tolist(), strict=True)
+        assert sorted(found) == sorted(pairs)
+    assert sizes[:2].sum() == 90 and sizes[2:].sum() == 40 and everything == 130
+
+
 def test_batches_of_one_relation_follow_what_is_left() -> None:
     relation = torch.tensor([0] * 900 + [1] * 100)
     edges = EdgeList(torch.arange(1000), relation, torch.arange(1000), torch.rand(1000))
     firsts = 0
     for seed in range(200):
-        batches = list(batches_of(edges, 50, True, torch.Generator().manual_seed(seed)))
+        batches = list(batches_of(edges, 50, torch.arange(2), torch.Generator().manual_seed(seed)))
         assert all(batch.relation.unique().numel() == 1 for batch in batches)
         assert sorted(torch.cat([batch.heads for batch in batches]).tolist()) == list(range(1000))
         firsts += int(batches[0].relation[0])
     assert 8 <= firsts <= 35  # of 200, with probability 0.1
-    plain = list(batches_of(edges, 300, False, torch.Generator()))
+    plain = list(batches_of(edges, 300, None, torch.Generator()))
     assert [len(batch) for batch in plain] == [300, 300, 300, 100]
 
 
@@ -144,7 +173,7 @@ def make_table(folder: Path, slots: int, rows: int = 5000, parts: int = 3) -> Pa
     shared = SharedTensors.create(
         ipc_folder().path, "table", PartitionedTable.tensors(slots, partitions, 4, 1, torch.float32)
     )
-    table = PartitionedTable(spec, partitions, slots, 1, torch.float32, folder, shared, leader=True)
+    table = PartitionedTable(spec, partitions, Buffer(slots), 1, torch.float32, folder, shared, leader=True)
     table.initialize(0.5)
     return table
 

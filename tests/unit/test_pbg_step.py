@@ -13,8 +13,9 @@ from torch import Tensor
 from gtrain.model.kg_embedding import KGEmbedding
 from gtrain.model.kg_training import Edges
 from gtrain.nn import SGD, Adagrad, RowwiseAdagrad
+from gtrain_pbg.step.batch import EdgeBatch, Rows
 from gtrain_pbg.step.relations import UpdateRule, Weights, state_width
-from gtrain_pbg.step.training import EdgeBatch, Rows, TrainingStep
+from gtrain_pbg.step.training import TrainingStep
 
 NODES, RELATIONS, DIM = 40, 3, 8
 OPERATORS = ("none", "translation", "diagonal", "linear", "affine", "complex_diagonal")
@@ -47,14 +48,14 @@ class Reference:
 
     def __init__(self, model: KGEmbedding, lr: float, plain: bool = False) -> None:
         self.model = model
-        rest = [p for p in model.parameters() if p is not model.entities.weight]
+        rest = [p for p in model.parameters() if p is not model.entities[0].weight]
         table, relations = (SGD, SGD) if plain else (RowwiseAdagrad, Adagrad)
-        self.optimizers: list[Any] = [table([model.entities.weight], lr=lr)]
+        self.optimizers: list[Any] = [table([model.entities[0].weight], lr=lr)]
         self.optimizers += [relations(rest, lr=0.5 * lr)] if rest else []
 
     def train(self, edges: Edges, drawn_seed: int) -> float:
         model = self.model
-        each = model._training_loss(model._read_in_training, edges, torch.Generator().manual_seed(drawn_seed))
+        each = model.losses(edges, torch.Generator().manual_seed(drawn_seed))
         weight = model._weights(edges)
         weight = torch.ones_like(each) if weight is None else weight.to(each)
         loss = (each * weight).sum() / weight.sum()
@@ -77,19 +78,19 @@ class Fused:
         kind: str = "rowwise_adagrad",
         of_relations: str = "adagrad",
     ) -> None:
-        self.model, self.recipe = model, model.recipe()
-        table = model.entities.weight.detach().clone()
+        self.model, self.recipe = model, model.recipe().groups[0]
+        table = model.entities[0].weight.detach().clone()
         self.rows = Rows(
             table,
             table.new_zeros(NODES, state_width(kind, table.size(1))),
             torch.full((NODES,), -1, dtype=torch.int32),
         )
         self.weights = {}
+        made = {}  # both ends' shift is one
         for name, parameter in self.recipe.parameters.items():
             value = parameter.detach().clone()
-            self.weights[name] = Weights(
-                value, value.new_zeros(len(value), state_width(of_relations, value[0].numel()))
-            )
+            state = value.new_zeros(len(value), state_width(of_relations, value[0].numel()))
+            self.weights[name] = made.setdefault(id(parameter), Weights(value, state))
         self.step = TrainingStep(self.recipe, self.weights, table.dtype, low)
         self.rules = UpdateRule(kind, lr), UpdateRule(of_relations, 0.5 * lr)
 
@@ -102,8 +103,8 @@ class Fused:
         return lost / weight
 
     def same_as(self, model: KGEmbedding, tolerance: float) -> None:
-        torch.testing.assert_close(self.rows.value, model.entities.weight.detach(), rtol=tolerance, atol=tolerance)
-        for name, parameter in model.recipe().parameters.items():
+        torch.testing.assert_close(self.rows.value, model.entities[0].weight.detach(), rtol=tolerance, atol=tolerance)
+        for name, parameter in model.recipe().groups[0].parameters.items():
             torch.testing.assert_close(self.weights[name].value, parameter.detach(), rtol=tolerance, atol=tolerance)
         assert int(self.rows.head.max()) == -1
 
@@ -119,7 +120,7 @@ def compare(
     fused = Fused(model, lr, kind="sgd", of_relations="sgd") if plain else Fused(model, lr)
     reference = Reference(model, lr, plain)
     for number in range(batches):
-        edges = make_edges(count, not model.scores.reciprocal, number, dtype, weighted)
+        edges = make_edges(count, not model.groups[0].scores.reciprocal, number, dtype, weighted)
         assert fused.train(edges, number) == pytest.approx(reference.train(edges, number), rel=tolerance), number
     fused.same_as(model, 100 * tolerance)
 
@@ -219,7 +220,7 @@ def test_products_in_bfloat16_stay_near() -> None:
 def test_other_rules(kind: str) -> None:
     model = make_model()
     fused, reference = Fused(model, 0.05, kind=kind), Reference(model, 0.05)
-    reference.optimizers[0] = {"sgd": SGD, "adagrad": Adagrad}[kind]([model.entities.weight], lr=0.05)
+    reference.optimizers[0] = {"sgd": SGD, "adagrad": Adagrad}[kind]([model.entities[0].weight], lr=0.05)
     for number in range(5):
         edges = make_edges(20, False, number, torch.float64)
         assert fused.train(edges, number) == pytest.approx(reference.train(edges, number), rel=1e-10)
@@ -242,7 +243,7 @@ def test_ends_of_two_partitions() -> None:
         lost, weight = fused.step(here, first, second, *fused.rules)
         assert lost / weight == pytest.approx(reference.train(edges, number), rel=1e-10)
     joined = torch.cat([first.value, second.value])
-    torch.testing.assert_close(joined, model.entities.weight.detach(), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(joined, model.entities[0].weight.detach(), rtol=1e-9, atol=1e-9)
 
 
 def test_what_is_no_number_shows_in_the_loss() -> None:

@@ -46,7 +46,7 @@ class EdgeList:
 
     Attributes:
         columns: ``source``, ``target`` (int32 or int64), and where there are any ``edge_type`` (int64),
-            ``edge_weight`` (float32), ``edge_time`` (int64).
+            ``edge_weight`` (float32), ``edge_time`` (int64), ``edge_set`` (int32).
         num_nodes: the largest id + 1, or the number of names.
         names: the name of each id; None for integer ids.
         relations: the name of each relation; None without, and for integer relations.
@@ -73,7 +73,13 @@ class EdgeList:
                 self.columns[name].append(values[kept])
 
 
-def read_edge_list(paths: Sequence[Path], options: EdgeFormat, folder: Path, limit: Limit | None = None) -> EdgeList:
+def read_edge_list(
+    paths: Sequence[Path],
+    options: EdgeFormat,
+    folder: Path,
+    limit: Limit | None = None,
+    edge_sets: Sequence[int] | None = None,
+) -> EdgeList:
     """Read the edges of some files, in their order.
 
     Memory: some tens of MB, and for string ids the dictionary (see
@@ -84,6 +90,7 @@ def read_edge_list(paths: Sequence[Path], options: EdgeFormat, folder: Path, lim
         options: how they are written.
         folder: for temporary files.
         limit: how many nodes there are, for integer ids.
+        edge_sets: for each file the set that its edges are of; None: there are no sets.
 
     Raises:
         DataError: names the file and the line that is malformed.
@@ -91,8 +98,8 @@ def read_edge_list(paths: Sequence[Path], options: EdgeFormat, folder: Path, lim
     files = _Files(paths, options)
     sink = _Sink(folder, limit or Limit())
     progress = Progress(paths[0].name if len(paths) == 1 else f"{len(paths)} files", files.total)
-    for rows, read in ahead(files.rows()):
-        sink.add(rows)
+    for rows, read, file in ahead(files.rows()):
+        sink.add(rows, None if edge_sets is None else edge_sets[file])
         progress.update(sink.num_edges, read)
     if not sink.num_edges:
         where = str(paths[0]) if len(paths) == 1 else f"{paths[0]}, with the {len(paths) - 1} files after it,"
@@ -134,12 +141,12 @@ class _Files:
         self.comments = 0
         self.kinds: Kinds | None = None
 
-    def rows(self) -> Iterator[tuple[Rows, int]]:
-        """Yield rows, and how many bytes of all files were read by then."""
+    def rows(self) -> Iterator[tuple[Rows, int, int]]:
+        """Yield rows, how many bytes of all files were read by then, and the number of their file."""
         before = 0
-        for path, size in zip(self.paths, self.sizes, strict=True):
+        for number, (path, size) in enumerate(zip(self.paths, self.sizes, strict=True)):
             for rows in self._parquet(path) if is_parquet(path) else self._text(path):
-                yield rows, before + rows.read
+                yield rows, before + rows.read, number
             before += size
 
     def _parquet(self, path: Path) -> Iterator[Rows]:
@@ -185,7 +192,7 @@ class _Sink:
     def num_edges(self) -> int:
         return len(self._columns["source"])
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: Rows, edge_set: int | None) -> None:
         if isinstance(rows.ids, Keys):
             self._named = True
             ids = self._nodes.encode(rows.ids)
@@ -200,6 +207,8 @@ class _Sink:
             self._append("edge_weight", np.float32, rows.weight)
         if rows.time is not None:
             self._append("edge_time", np.int64, rows.time)
+        if edge_set is not None:
+            self._append("edge_set", np.int32, np.full(len(ids) // 2, edge_set))
 
     def finish(self) -> EdgeList:
         """Return what was put away, and free the tables."""

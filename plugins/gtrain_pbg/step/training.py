@@ -7,78 +7,54 @@ out. Rows are fetched once for each side; the gradients of both sides are merged
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gtrain.nn import select_rows
 from gtrain.nn.recipe import EdgeRecipe
+from gtrain_pbg.kernels import bags, updates
 from gtrain_pbg.kernels import rows as kernels
-from gtrain_pbg.kernels import updates
+from gtrain_pbg.step.batch import EdgeBatch, Rows
 from gtrain_pbg.step.layout import Layout, Operand, Workspace, bits, layout_of
 from gtrain_pbg.step.relations import RelationOperator, UpdateRule, Weights
+from gtrain_pbg.step.scatter import TableUpdate
 from gtrain_pbg.step.scores import SideScores, compact
 
 
-@dataclass
-class Rows:
-    """The rows that one end of the edges refers to: a partition of the table.
-
-    Attributes:
-        value: ``[n, D]``, or ``[n, D + 1]`` with the bias; may be shared with other processes.
-        state: ``[n, s]``, the optimizer's.
-        head: int32 ``[n]``, all -1 between steps; of this process.
-    """
-
-    value: Tensor
-    state: Tensor
-    head: Tensor
-
-
-@dataclass
-class EdgeBatch:
-    """B edges, of one relation if relations are static.
-
-    Attributes:
-        heads, tails: int64 ``[B]``, rows of their partitions.
-        relation: int64 ``[B]``.
-        weight: float ``[B]``; None: all 1.
-        drawn: int64 ``[C * u]`` for heads and for tails: rows drawn as negatives; None where all nodes are.
-    """
-
-    heads: Tensor
-    relation: Tensor
-    tails: Tensor
-    weight: Tensor | None
-    drawn: tuple[Tensor, Tensor]
-
-    def __len__(self) -> int:
-        return self.heads.numel()
-
-
 class TrainingStep:
-    """Trains on batches, one after the other.
+    """Trains on batches of one group of relations, one after the other.
 
     Args:
-        recipe: the model.
-        weights: its relation parameters, by the names of :attr:`EdgeRecipe.parameters`.
+        recipe: the group's.
+        weights: its parameters, by the names of :attr:`EdgeRecipe.parameters`.
         dtype: of tables and parameters.
         low: whether products of matrices are in bfloat16.
+        work: buffers, which steps of other groups may use in turn; None: its own.
     """
 
-    def __init__(self, recipe: EdgeRecipe, weights: Mapping[str, Weights], dtype: torch.dtype, low: bool) -> None:
+    def __init__(
+        self,
+        recipe: EdgeRecipe,
+        weights: Mapping[str, Weights],
+        dtype: torch.dtype,
+        low: bool,
+        work: Workspace | None = None,
+    ) -> None:
         self.recipe, self.weights, self.dtype = recipe, dict(weights), dtype
-        self.work = Workspace(dtype, low and dtype == torch.float32)
+        self.work = work or Workspace(dtype, low and dtype == torch.float32)
         self._scores = SideScores(recipe, self.work)
         self._forwards = self._operator("forwards", recipe.forwards)
         self._backwards = self._operator("backwards", recipe.backwards)
-        self._shift = self.weights.get("shift")
+        self._shifts = [self.weights.get(name) for name in ("head_shift", "tail_shift")]
         self._seen = torch.zeros(recipe.num_relations, dtype=torch.int8)
         self._touched = torch.empty(recipe.num_relations, dtype=torch.int64)
         by_relation = recipe.relation_weight
         self._relation_weight = None if by_relation is None else torch.tensor(by_relation, dtype=dtype)
         self._nothing = torch.empty(0, recipe.dimension, dtype=dtype)
+        self._update = TableUpdate(recipe.bias, self._nothing, self.work)
         self._no_bits = torch.empty(1, 1, dtype=torch.bfloat16)
         self._layouts: dict[tuple[int, int], Layout] = {}
 
@@ -109,7 +85,7 @@ class TrainingStep:
         """
         if not len(batch):
             return 0.0, 0.0
-        layouts = self._layout(len(batch), len(heads.value)), self._layout(len(batch), len(tails.value))
+        layouts = self._layout(len(batch), heads.count), self._layout(len(batch), tails.count)
         return self._train(batch, (heads, tails), layouts, table_rule, relation_rule)
 
     def _layout(self, edges: int, nodes: int) -> Layout:
@@ -138,8 +114,10 @@ class TrainingStep:
             )
         ]
         head, tail = (
-            self._fetch(name, table, rows, layout)
-            for name, table, rows, layout in zip(("heads", "tails"), tables, ids, layouts, strict=True)
+            self._fetch(name, table, rows, layout, shift)
+            for name, table, rows, layout, shift in zip(
+                ("heads", "tails"), tables, ids, layouts, self._shifts, strict=True
+            )
         )
         by_edge: list[Tensor | None] = [None, None]
         by_row: list[Tensor | None] = [None, None]
@@ -149,7 +127,7 @@ class TrainingStep:
             lost = self._train_static(batch, (head, tail), layouts, weight, by_edge, by_row)
         if recipe.n3:
             lost += self._regularize(batch, (head, tail), layouts, weight, by_edge)
-        self._update_tables(tables, ids, layouts, by_row, by_edge, (head.by_bias, tail.by_bias), table_rule)
+        self._update(tables, ids, layouts, by_row, by_edge, (head.by_bias, tail.by_bias), table_rule)
         self._update_relations(batch.relation, by_row, by_edge, relation_rule)
         return lost * total, total
 
@@ -164,26 +142,17 @@ class TrainingStep:
     ) -> float:
         """Queries are transformed, each direction by its own operator, or there is none."""
         lost = 0.0
-        wanted = (
-            (self.recipe.tail_negs, self._forwards, batch.tails),
-            (self.recipe.head_negs, self._backwards, batch.heads),
-        )
-        for given, (replaced, operator, answer) in enumerate(wanted):
-            other = 1 - given
+        wanted = ((self.recipe.tail_negs, self._forwards), (self.recipe.head_negs, self._backwards))
+        for given, (replaced, operator) in enumerate(wanted):
             if not replaced:
                 continue
-            source, layout = sides[given], layouts[given]
-            query = self._query(f"query {given}", source, layout, operator, batch.relation)
-            candidates = self._compared(f"candidates {other}", sides[other])
-            lost += self._scores(layouts[other], query, candidates, answer, weight)
-            self._take_bias(source, query, layout)
-            gradient = self._finished(f"query {given}", query, layout, of_query=True)
+            more, gradient, by_row[1 - given] = self._compare(given, sides, layouts, operator, batch, weight)
+            lost += more
             if operator is not None:
                 found = self.work.take(f"by end {given}", len(batch), self.recipe.dimension)
-                operator.backward(gradient, source.rows, layout, batch.relation, found)
+                operator.backward(gradient, sides[given].rows, layouts[given], batch.relation, found)
                 gradient = found
             by_edge[given] = gradient
-            by_row[other] = self._finished(f"candidates {other}", candidates, layouts[other], of_query=False)
         return lost
 
     def _train_static(
@@ -198,30 +167,52 @@ class TrainingStep:
         """Tails are transformed, drawn ones too, all by the one relation of the batch."""
         operator, recipe = self._forwards, self.recipe
         assert operator is not None
-        (head, tail), (head_layout, tail_layout) = sides, layouts
-        flat = Layout(tail_layout.rows, tail_layout.rows, 0)
+        head, tail = sides
+        flat = Layout(layouts[1].rows, layouts[1].rows, 0)
         relation = self.work.take("relation", flat.edges, dtype=torch.int64).fill_(int(batch.relation[0]))
         moved = self._operand("moved", flat.edges, self.recipe.dimension, tail.bias, tail.by_bias)
         operator.forward(tail.rows, flat, relation, moved.rows, moved.low)
         lost, by_moved, by_asked = 0.0, None, None
         if recipe.tail_negs:
-            query = self._query("query 0", head, head_layout, None, batch.relation)
-            candidates = self._compared("candidates 1", moved)
-            lost += self._scores(tail_layout, query, candidates, batch.tails, weight)
-            self._take_bias(head, query, head_layout)
-            by_edge[0] = self._finished("query 0", query, head_layout, of_query=True)
-            by_moved = self._finished("candidates 1", candidates, tail_layout, of_query=False)
+            lost, by_edge[0], by_moved = self._compare(0, (head, moved), layouts, None, batch, weight)
         if recipe.head_negs:
-            query = self._query("query 1", moved, tail_layout, None, batch.relation)
-            candidates = self._compared("candidates 0", head)
-            lost += self._scores(head_layout, query, candidates, batch.heads, weight)
-            self._take_bias(tail, query, tail_layout)
-            by_asked = self._finished("query 1", query, tail_layout, of_query=True)
-            by_row[0] = self._finished("candidates 0", candidates, head_layout, of_query=False)
-        gradient = self._merged(by_moved, by_asked, tail_layout)
+            more, by_asked, by_row[0] = self._compare(1, (head, moved), layouts, None, batch, weight)
+            lost += more
+        gradient = self._merged(by_moved, by_asked, layouts[1])
         by_row[1] = found = self.work.take("by tails", flat.edges, self.recipe.dimension)
         operator.backward(gradient, tail.rows, flat, relation, found)
         return lost
+
+    def _compare(
+        self,
+        given: int,
+        sides: tuple[Operand, Operand],
+        layouts: tuple[Layout, Layout],
+        operator: RelationOperator | None,
+        batch: EdgeBatch,
+        weight: Tensor,
+    ) -> tuple[float, Tensor, Tensor]:
+        """Compare the ends that are given, perhaps transformed, with the rows of the other side.
+
+        Args:
+            given: 0: heads are given, tails are compared; 1: the other way round.
+            sides: heads and tails.
+            layouts: of both sides.
+            operator: transforms the ends; None: they are taken as they are.
+            batch: the edges.
+            weight: of each edge.
+
+        Returns:
+            The weighted loss, and the gradients by the (transformed) ends and by the rows of the other side.
+        """
+        other, answer = 1 - given, (batch.tails, batch.heads)[given]
+        source, layout = sides[given], layouts[given]
+        query = self._query(f"query {given}", source, layout, operator, batch.relation)
+        candidates = self._compared(f"candidates {other}", sides[other])
+        lost = self._scores(layouts[other], query, candidates, answer, weight)
+        self._take_bias(source, query, layout)
+        by_end = self._finished(f"query {given}", query, layout, of_query=True)
+        return lost, by_end, self._finished(f"candidates {other}", candidates, layouts[other], of_query=False)
 
     def _merged(self, by_row: Tensor | None, by_edge: Tensor | None, layout: Layout) -> Tensor:
         """Gradients by all rows of a side and by its edges, as one."""
@@ -260,21 +251,25 @@ class TrainingStep:
             kernels.lay_out(ends.numpy(), drawn.numpy(), layout.places, layout.uniform, ids.numpy())
         return ids
 
-    def _fetch(self, name: str, table: Rows, ids: Tensor, layout: Layout) -> Operand:
+    def _fetch(self, name: str, table: Rows, ids: Tensor, layout: Layout, common: Weights | None) -> Operand:
         """The rows of a side, as they are; in bfloat16 too, if that is how they are compared."""
         recipe, n = self.recipe, layout.rows
         value = table.value.numpy()
         if recipe.max_norm is not None:
-            kernels.clip(value, ids.numpy(), recipe.dimension, recipe.max_norm)
+            read = ids if table.bags is None else select_rows(table.bags, ids).ids
+            kernels.clip(value, read.numpy(), recipe.dimension, recipe.max_norm)
         bias, by_bias = self.work.take(f"{name} bias", n), self.work.take(f"{name} bias gradient", n)
         if recipe.bias:
             by_bias.zero_()
         side = self._operand(name, n, recipe.dimension, bias, by_bias)
-        shift = self._nothing[:0].view(-1) if self._shift is None else self._shift.value.view(-1)
+        shift = self._nothing[:0].view(-1) if common is None else common.value.view(-1)
         low = bits(self._no_bits if side.low is None else side.low)
-        kernels.fetch(
-            value, ids.numpy(), shift.numpy(), side.rows.numpy(), bias.numpy(), low, recipe.bias, side.low is not None
-        )
+        rest: list[Any] = [ids.numpy(), shift.numpy(), side.rows.numpy(), bias.numpy(), low]
+        rest += [recipe.bias, side.low is not None]
+        if table.bags is None:
+            kernels.fetch(value, *rest)
+        else:
+            bags.fetch_bags(value, table.bags.offsets.numpy(), table.bags.ids.numpy(), *rest)
         return side
 
     def _operand(self, name: str, n: int, columns: int, bias: Tensor, by_bias: Tensor) -> Operand:
@@ -384,64 +379,19 @@ class TrainingStep:
             )
         return found
 
-    def _update_tables(
-        self,
-        tables: tuple[Rows, Rows],
-        ids: list[Tensor],
-        layouts: tuple[Layout, Layout],
-        by_row: list[Tensor | None],
-        by_edge: list[Tensor | None],
-        by_bias: tuple[Tensor, Tensor],
-        rule: UpdateRule,
-    ) -> None:
-        """Both sides at once where they are of the same partition."""
-        if tables[0].value.data_ptr() == tables[1].value.data_ptr():
-            self._scatter(tables[0], ids, layouts, by_row, by_edge, by_bias, rule)
-            return
-        for end in (0, 1):
-            self._scatter(
-                tables[end], ids[end : end + 1], layouts[end:], by_row[end:], by_edge[end:], by_bias[end:], rule
-            )
-
-    def _scatter(
-        self,
-        table: Rows,
-        ids: list[Tensor],
-        layouts: tuple[Layout, ...],
-        by_row: list[Tensor | None],
-        by_edge: list[Tensor | None],
-        by_bias: tuple[Tensor, ...],
-        rule: UpdateRule,
-    ) -> None:
-        total = sum(some.numel() for some in ids)
-        after = self.work.take("after", total, dtype=torch.int32).numpy()
-        touched = self.work.take("touched", min(total, len(table.value)), dtype=torch.int64).numpy()
-        head, count, first = table.head.numpy(), 0, 0
-        for some in ids:
-            count = updates.chain(some.numpy(), first, head, after, touched, count)
-            first += some.numel()
-        sides: list[Any] = []
-        for end in range(len(ids)):
-            sides += [bits(self._or_nothing(by_row[end])), bits(self._or_nothing(by_edge[end])), by_bias[end].numpy()]
-        if len(ids) == 1:
-            sides += sides
-        layout = layouts[0]
-        rest = (layout.places, layout.uniform, layout.edges, table.value.numpy(), table.state.numpy(), *rule.numbers)
-        work = self.work.take("row", table.value.size(1)).numpy()
-        arguments: list[Any] = [touched, count, head, after, ids[0].numel(), *sides, *rest, self.recipe.bias, work]
-        updates.scatter(*arguments)
-
     def _or_nothing(self, tensor: Tensor | None) -> Tensor:
         return self._nothing if tensor is None else tensor
 
     def _update_relations(
         self, relation: Tensor, by_row: list[Tensor | None], by_edge: list[Tensor | None], rule: UpdateRule
     ) -> None:
-        if self._shift is not None:
-            gradient = self._shift.gradient.view(-1).numpy()
-            for rows, edges in zip(by_row, by_edge, strict=True):
+        for shift, rows, edges in zip(self._shifts, by_row, by_edge, strict=True):
+            if shift is not None:
+                gradient = shift.gradient.view(-1).numpy()
                 kernels.add_all(bits(self._or_nothing(rows)), bits(self._or_nothing(edges)), gradient)
-            self._shift.update(self._touched.new_zeros(1).numpy(), 1, rule)
+        for shift in {id(shift): shift for shift in self._shifts}.values():  # both ends may be of one type
+            if shift is not None:
+                shift.update(self._touched.new_zeros(1).numpy(), 1, rule)
         if self._forwards is None:
             return
         touched = self._touched.numpy()

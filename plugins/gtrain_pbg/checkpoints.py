@@ -1,0 +1,34 @@
+"""Checkpoints that are kept for good, beside the last and the best."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+
+def preserve(path: Path, epoch: int, interval: int) -> None:
+    """Keep a checkpoint of every so many epochs, as ``epoch-<number>.ckpt`` beside it.
+
+    Its files are second names of those of the checkpoint, which are never written to again; so it costs the more, the
+    more partitions change afterwards.
+
+    Args:
+        path: the checkpoint of an epoch.
+        epoch: its number, from 0.
+        interval: epochs from one that is kept to the next.
+    """
+    target = path.with_name(f"epoch-{epoch + 1:05}.ckpt")
+    if (epoch + 1) % interval or target.exists() or path.name.startswith("epoch-"):
+        return
+    temporary = target.with_name(target.name + ".part")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(path, temporary, copy_function=_link)
+    os.rename(temporary, target)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

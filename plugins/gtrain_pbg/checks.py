@@ -1,0 +1,49 @@
+"""What the strategy refuses before anything is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gtrain.errors import ConfigError
+from gtrain.graph.store import Store
+from gtrain.nn.recipe import ModelRecipe
+
+
+def check_training(trainer: Any, model: ModelRecipe) -> None:
+    """Refuse what the training step does not do, and batches that do not come out even.
+
+    Raises:
+        ConfigError: with the setting.
+    """
+    for key, found, allowed in (
+        ("gradient_clip_val", trainer and trainer.gradient_clip_val, (None, 0)),
+        ("accumulate_grad_batches", trainer and trainer.accumulate_grad_batches, (None, 1)),
+    ):
+        if found not in allowed:
+            raise ConfigError(
+                f"trainer.{key}={found} was set; a step of strategy=pbg applies its gradients at once.",
+                hint=f"leave trainer.{key} out.",
+            )
+    size = getattr(getattr(trainer, "datamodule", None), "batch_size", None)
+    recipe = next((group for group in model.groups if not group.all_negs), None)  # without chunks any size will do
+    if size is not None and recipe is not None and size > recipe.places and size % recipe.places:
+        key = "num_batch_negs" if recipe.num_batch_negs else "num_uniform_negs"
+        raise ConfigError(
+            f"data.batch_size={size} is no multiple of model.{key}={recipe.places}, the edges of a chunk: "
+            f"{size} = {size // recipe.places} * {recipe.places} + {size % recipe.places}.",
+            hint=f"set data.batch_size={size // recipe.places * recipe.places}.",
+        )
+
+
+def check_store(store: Store, partitions: int) -> None:
+    """Refuse a store that was made for something else.
+
+    Raises:
+        ConfigError: it has another number of parts, or no buckets.
+    """
+    if store.num_parts != partitions or not store.has_buckets:
+        raise ConfigError(
+            f"strategy.num_partitions={partitions} was set, and the store {store.path} has "
+            f"{store.num_parts} parts{'' if store.has_buckets else ' and no edge buckets'}.",
+            hint="let the gtrain command make the store, or set num_parts and buckets of the data module.",
+        )

@@ -1,0 +1,1 @@
+"""Several machines: who trains which bucket, where partitions are meanwhile, and what all machines have in common."""

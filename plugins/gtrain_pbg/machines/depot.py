@@ -1,0 +1,155 @@
+"""Where partitions are while no machine trains them: on partition servers, or in a folder that all machines share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gtrain.wire import Client, Message, PeerRestartedError
+from gtrain_pbg import files
+from gtrain_pbg.machines.folder import KINDS, PartitionFolder
+
+PIECE_BYTES = 64 << 20
+"""Bytes of a partition that are sent at a time."""
+SILENT_SECONDS = 600.0
+"""A partition server that does not answer for so long is gone with its machine; a slow disk may take a while."""
+
+
+class Depot(ABC):
+    """Partitions by key. ``tensors`` are rows and state by their kinds, see :mod:`gtrain_pbg.files`."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Delete what an earlier job has left: its leases have numbers that this one's may have too."""
+
+    @abstractmethod
+    def load(self, key: str, tensors: Mapping[str, Tensor]) -> None:
+        """Fill tensors with the newest version of a partition."""
+
+    @abstractmethod
+    def save(self, key: str, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write a version; when this returns, it is on a disk.
+
+        Raises:
+            DataError, RemoteError: there is a newer one, or the disk is full.
+        """
+
+    @abstractmethod
+    def select(self, key: str, rows: Tensor, found: Tensor) -> None:
+        """Fill a tensor with some rows of a partition, by their numbers in it."""
+
+    @abstractmethod
+    def keep(self, key: str, targets: Mapping[str, Path], like: Mapping[str, Tensor]) -> None:
+        """Write the newest version into a checkpoint; ``like`` has tensors of its size, whose content may change."""
+
+    @abstractmethod
+    def adopt(self, key: str, version: int, sources: Mapping[str, Path]) -> None:
+        """Take a partition of a checkpoint as a version."""
+
+
+class FolderDepot(Depot):
+    """A folder that all machines share.
+
+    Args:
+        folder: the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = PartitionFolder(folder)
+
+    def clear(self) -> None:
+        self._folder.clear()
+
+    def load(self, key: str, tensors: Mapping[str, Tensor]) -> None:
+        for kind, tensor in tensors.items():
+            files.read(self._folder.path(key, kind), tensor)
+
+    def save(self, key: str, version: int, tensors: Mapping[str, Tensor]) -> None:
+        for kind in KINDS:
+            tensor = tensors[kind]
+            writing = self._folder.begin(key, version, kind, tuple(tensor.shape), tensor.dtype)
+            writing.add(tensor)
+            self._folder.check(key, version)
+            writing.done()
+        self._folder.forget_older(key, version)
+
+    def select(self, key: str, rows: Tensor, found: Tensor) -> None:
+        torch.index_select(files.mapped(self._folder.path(key, files.ROWS)), 0, rows, out=found)
+
+    def keep(self, key: str, targets: Mapping[str, Path], like: Mapping[str, Tensor]) -> None:
+        self._folder.keep(key, dict(targets))
+
+    def adopt(self, key: str, version: int, sources: Mapping[str, Path]) -> None:
+        self._folder.adopt(key, version, dict(sources))
+
+
+class ServedDepot(Depot):
+    """Partition servers; partition p is at server p modulo their number.
+
+    A server that was killed comes back with what is on its disk. A request to it is made again: reading changes
+    nothing, and a version is written from its beginning.
+
+    Args:
+        clients: one for each server, in rank order.
+    """
+
+    def __init__(self, clients: Sequence[Client]) -> None:
+        self._clients = list(clients)
+
+    def clear(self) -> None:
+        """Nothing: servers do so when they begin."""
+
+    def load(self, key: str, tensors: Mapping[str, Tensor]) -> None:
+        for kind, tensor in tensors.items():
+            for begin, end in _pieces(tensor):
+                fields = {"key": key, "kind": kind, "begin": begin, "end": end}
+                tensor[begin:end] = self._ask(key, "read", fields).tensors[0]
+
+    def save(self, key: str, version: int, tensors: Mapping[str, Tensor]) -> None:
+        client = self._client(key)
+        while True:
+            try:
+                for kind in KINDS:
+                    for begin, end in _pieces(tensors[kind]):
+                        fields = {"key": key, "version": version, "kind": kind, "begin": begin}
+                        fields["rows"] = len(tensors[kind])
+                        client.request("write", fields, [tensors[kind][begin:end]], SILENT_SECONDS)
+            except PeerRestartedError:
+                continue
+            return
+
+    def select(self, key: str, rows: Tensor, found: Tensor) -> None:
+        found.copy_(self._ask(key, "select", {"key": key}, [rows]).tensors[0])
+
+    def keep(self, key: str, targets: Mapping[str, Path], like: Mapping[str, Tensor]) -> None:
+        fields = {"key": key, "targets": {kind: str(path) for kind, path in targets.items()}}
+        if not self._ask(key, "keep", fields).fields["here"]:  # its machine does not have the checkpoint's disk
+            self.load(key, like)
+            for kind, path in targets.items():
+                files.write(path, like[kind])
+
+    def adopt(self, key: str, version: int, sources: Mapping[str, Path]) -> None:
+        fields = {"key": key, "version": version, "sources": {kind: str(path) for kind, path in sources.items()}}
+        if not self._ask(key, "adopt", fields).fields["here"]:
+            self.save(key, version, {kind: files.mapped(path) for kind, path in sources.items()})
+
+    def _ask(self, key: str, method: str, fields: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Message:
+        while True:
+            try:
+                return self._client(key).request(method, fields, tensors, SILENT_SECONDS)
+            except PeerRestartedError:
+                continue
+
+    def _client(self, key: str) -> Client:
+        return self._clients[int(key.rpartition("-")[2]) % len(self._clients)]
+
+
+def _pieces(tensor: Tensor) -> list[tuple[int, int]]:
+    """Ranges of rows that are sent at a time; at least one, so that what has no rows is sent as well."""
+    rows = max(1, PIECE_BYTES // max(1, tensor[:1].nbytes))
+    return [(begin, min(begin + rows, len(tensor))) for begin in range(0, max(1, len(tensor)), rows)]

@@ -1,0 +1,102 @@
+"""Partitions in a folder, each version a pair of files: rows and optimizer state.
+
+A version is the number of the lease under which it was written. The state's file gets its name first and that of the
+rows last, so that a version is there if its rows are, and what was written in part is never read. A version older than
+what is there comes from a machine that has lost its lease, and is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from gtrain.errors import DataError
+from gtrain_pbg import files
+
+KINDS = (files.STATE, files.ROWS)
+"""In the order in which they are written."""
+
+
+class PartitionFolder:
+    """Versions of partitions.
+
+    Args:
+        folder: where they are; made when the first is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, key: str, kind: str) -> Path:
+        """The newest version's file.
+
+        Raises:
+            DataError: there is none.
+        """
+        version = self.version(key)
+        if version is None:
+            raise DataError(f"{self.folder} has no partition {key}.", hint="go on from the last checkpoint.")
+        return self._file(key, version, kind)
+
+    def version(self, key: str) -> int | None:
+        """The newest version of a partition; None: there is none."""
+        return max(self._versions(key), default=None)
+
+    def begin(self, key: str, version: int, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> files.Writing:
+        """Begin to write a file of a version; it is there when it is done.
+
+        Raises:
+            DataError: there is a newer version, or the file cannot be written.
+        """
+        self.check(key, version)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return files.Writing(self._file(key, version, kind), shape, dtype)
+
+    def check(self, key: str, version: int) -> None:
+        """Refuse a version older than what is there.
+
+        Raises:
+            DataError: it is.
+        """
+        newest = self.version(key)
+        if newest is not None and version < newest:
+            raise DataError(
+                f"partition {key} was written under lease {version}, and there is a version of lease {newest}.",
+                hint="the machine had lost its lease: raise strategy.lease_seconds if it was only slow.",
+            )
+
+    def forget_older(self, key: str, version: int) -> None:
+        """Delete what a version has replaced; a checkpoint that has it keeps it by another name."""
+        for path in self.folder.glob(f"{key}.v*"):
+            found = re.match(rf"{re.escape(key)}\.v(\d+)\.", path.name)
+            if found and int(found[1]) < version:
+                path.unlink(missing_ok=True)
+
+    def keep(self, key: str, targets: dict[str, Path]) -> None:
+        """Let a checkpoint have the newest version, by kind."""
+        for kind, target in targets.items():
+            files.keep(self.path(key, kind), target)
+
+    def adopt(self, key: str, version: int, sources: dict[str, Path]) -> None:
+        """Take files of a checkpoint, by kind, as a version."""
+        self.check(key, version)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for kind in KINDS:
+            target = self._file(key, version, kind)
+            target.unlink(missing_ok=True)
+            files.keep(sources[kind], target)
+        self.forget_older(key, version)
+
+    def clear(self) -> None:
+        """Delete everything: it is of an earlier job."""
+        for path in self.folder.glob("*.v*.npy*"):
+            path.unlink(missing_ok=True)
+
+    def _versions(self, key: str) -> list[int]:
+        names = (path.name for path in self.folder.glob(f"{key}.v*.{files.ROWS}.npy"))
+        return [int(name[len(key) + 2 :].split(".")[0]) for name in names]
+
+    def _file(self, key: str, version: int, kind: str) -> Path:
+        return self.folder / f"{key}.v{version}.{kind}.npy"

@@ -1,0 +1,211 @@
+"""The lock server: grants buckets by leases, notices machines that are lost, and is where all ranks meet."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from gtrain.errors import PeerLostError
+from gtrain.strategy.server import ServerContext
+from gtrain.wire import Caller, Message
+from gtrain_pbg.config import PBGConfig
+from gtrain_pbg.edges import mixed
+from gtrain_pbg.machines.board import Board
+from gtrain_pbg.machines.members import Members, Reply
+from gtrain_pbg.order import bucket_order
+
+LOOK_SECONDS = 0.1
+
+
+def main(context: ServerContext) -> None:
+    """Serve until asked to end."""
+    settings, trainer = PBGConfig(**context.config["strategy"]), context.config["trainer"]
+    lock = LockServer(settings, trainer["num_nodes"], trainer["devices"])
+    watch = threading.Thread(target=lock.watch, args=(context.stop,), name="gtrain-leases", daemon=True)
+    watch.start()
+    context.serve(lock.methods())
+    watch.join()
+
+
+class LockServer:
+    """The methods of the lock server. Handlers run in the server's loop, and :meth:`watch` in a thread beside it.
+
+    Args:
+        settings: of the strategy.
+        machines: how many there are.
+        devices: workers on each.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, settings: PBGConfig, machines: int, devices: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._settings, self._clock, self._lock = settings, clock, threading.RLock()
+        self.members = Members(machines, devices)
+        self._heard: dict[int, float] = {}
+        self._processes: dict[int, int] = {}  # descriptors of the ranks' processes, where they are on this machine
+        self._board: Board | None = None
+        self._round, self._number = 0, 0
+        self._begun: set[int] = set()  # machines that have had a bucket in this epoch
+        self._waiting: dict[int, Reply] = {}
+        self._ended = ""
+
+    def methods(self) -> dict[str, Any]:
+        """The handlers by the names of their methods."""
+        names = ("join", "beat", "meet", "number", "begin", "acquire", "release")
+        return {name: self._checked(getattr(self, name)) for name in names}
+
+    def _checked(self, handler: Callable[[Message, int], Any]) -> Callable[[Message, Caller], Any]:
+        def answer(message: Message, caller: Caller) -> Message | Future[Message | None] | None:
+            with self._lock:
+                rank = int(caller.client.rpartition(" ")[2])
+                self.members.check(rank)
+                if self._ended:
+                    raise PeerLostError(self._ended)
+                return handler(message, rank)
+
+        return answer
+
+    # ------------------------------------------------------------------------------------------ who is there
+
+    def join(self, message: Message, rank: int) -> None:
+        """A rank is there. Fields: ``place`` and ``pid``, its process's."""
+        self._heard[rank] = self._clock()
+        if message.fields["place"] == place():
+            try:
+                self._processes[rank] = os.pidfd_open(message.fields["pid"])
+            except OSError:
+                return  # it is gone already, which its lease will tell
+
+    def beat(self, message: Message, rank: int) -> None:
+        """A rank is still there."""
+        self._heard[rank] = self._clock()
+
+    def meet(self, message: Message, rank: int) -> Reply:
+        """See :class:`Members`. Fields: ``number`` and ``value``."""
+        return self.members.meet(rank, message.fields["number"], message)
+
+    def number(self, message: Message, rank: int) -> Message:
+        """A number larger than that of any lease so far."""
+        return Message({"number": self._next()})
+
+    def watch(self, stop: threading.Event) -> None:
+        """Look for machines that are lost until asked to end."""
+        while not stop.wait(LOOK_SECONDS):
+            self.look()
+
+    def look(self) -> None:
+        """Take machines for lost whose processes have ended here, or that were not heard of."""
+        with self._lock:
+            ended = select.select(list(self._processes.values()), [], [], 0)[0] if self._processes else []
+            for rank in [rank for rank, process in self._processes.items() if process in ended]:
+                self._lose(self.members.machine_of(rank), f"rank {rank} has ended")
+            limit = self._clock() - self._settings.lease_seconds
+            for rank in [rank for rank, heard in self._heard.items() if heard < limit]:
+                seconds = f"{self._settings.lease_seconds:g} s"
+                self._lose(self.members.machine_of(rank), f"rank {rank} was not heard of for {seconds}")
+
+    def _lose(self, machine: int, reason: str) -> None:
+        if machine in self.members.lost:
+            return
+        print(f"machine {machine} is no longer there: {reason}", flush=True)
+        for rank in [rank for rank in self._heard if self.members.machine_of(rank) == machine]:
+            del self._heard[rank]
+            if rank in self._processes:
+                os.close(self._processes.pop(rank))
+        self.members.lose(machine, reason)
+        waiting = self._waiting.pop(machine, None)
+        if waiting is not None:
+            waiting.set_exception(PeerLostError(reason))
+        if machine == 0 or self._settings.on_trainer_loss == "stop":
+            self._end(f"machine {machine} is lost: {reason}")
+        elif self._board is not None:
+            self._board.lose(machine)
+            self._look_again()
+
+    def _end(self, reason: str) -> None:
+        self._ended = reason
+        self.members.end(reason)
+        for reply in self._waiting.values():
+            reply.set_exception(PeerLostError(reason))
+        self._waiting.clear()
+
+    # ------------------------------------------------------------------------------------------ buckets
+
+    def begin(self, message: Message, rank: int) -> None:
+        """A machine begins an epoch. Fields: ``round`` (from 1), ``epoch``, ``seed``, ``as_tree``, ``table``, and
+        ``chunks``, how often it goes through the buckets."""
+        fields, settings = message.fields, self._settings
+        if fields["round"] <= self._round:
+            return
+        self._round, self._begun = fields["round"], set()
+
+        def order(chunk: int) -> list[tuple[int, int]]:
+            seed = mixed(fields["seed"], fields["epoch"], chunk)
+            return bucket_order(settings.bucket_order, settings.num_partitions, 2, seed)
+
+        self._board = Board(fields["table"], order, fields["chunks"], fields["as_tree"])
+
+    def acquire(self, message: Message, rank: int) -> Message | Reply:
+        """A machine wants a bucket. Fields: ``edges`` that it trained of its last one; None: it has none.
+
+        The answer has ``bucket``, ``chunk`` and ``leases``; or ``give_back``: others may need what it holds; or
+        ``over`` with ``edges`` and ``again`` of the epoch. It comes when one of these is the case.
+        """
+        board, machine = self._epoch, self.members.machine_of(rank)
+        if message.fields["edges"] is not None:
+            board.trained(machine, message.fields["edges"])
+        answer = self._answer(machine)
+        if answer is not None:
+            self._look_again()
+            return answer
+        reply = self._waiting[machine] = Reply()
+        return reply
+
+    def release(self, message: Message, rank: int) -> None:
+        """A machine has written back partitions. Fields: ``keys``."""
+        self._epoch.released(self.members.machine_of(rank), message.fields["keys"])
+        self._look_again()
+
+    @property
+    def _epoch(self) -> Board:
+        if self._board is None:
+            raise ValueError("no epoch has begun")
+        return self._board
+
+    def _answer(self, machine: int) -> Message | None:
+        board = self._epoch
+        grant = board.acquire(machine, self._next)
+        if grant is not None:
+            if machine not in self._begun:
+                self._begun.add(machine)
+                print(f"round {self._round}: machine {machine} begins with bucket {grant.bucket}", flush=True)
+            return Message({"bucket": list(grant.bucket), "chunk": grant.chunk, "leases": grant.leases})
+        if board.holds(machine):
+            return Message({"give_back": True})
+        if board.over:
+            return Message({"over": True, "edges": sum(board.edges.values()), "again": board.again})
+        return None
+
+    def _look_again(self) -> None:
+        """Something has changed: answer those who wait, if there is something for them."""
+        for machine, reply in list(self._waiting.items()):
+            answer = self._answer(machine)
+            if answer is not None:
+                del self._waiting[machine]
+                reply.set_result(answer)
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+
+def place() -> str:
+    """Where process ids mean the same processes."""
+    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"

@@ -1,0 +1,141 @@
+"""An epoch on one machine: what its workers take for steps, and the borders of buckets, where they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+
+from gtrain.strategy.group import Group
+from gtrain_pbg.edges import BucketEdges, EdgeList, batches_of, mixed
+from gtrain_pbg.swaps import Visit
+from gtrain_pbg.training import BucketTraining, held_out
+from gtrain_pbg.typed import TypedTables
+
+SPAN_EDGES = 50_000
+"""Edges of one ``training_step``, about: Lightning's own work in a step takes a quarter of a millisecond and more."""
+
+
+class Span:
+    """Some batches of one bucket, what Lightning takes for one.
+
+    Attributes:
+        visit: the bucket; None: an epoch begins, and there is nothing to train yet.
+        first, last: whether a worker's training of the bucket begins, and ends, with it.
+        final: whether it is the last of the epoch.
+        batches: the edges.
+        held: edges that are held back.
+    """
+
+    def __init__(self, visit: Visit | None, batches: list[EdgeList], held: EdgeList) -> None:
+        self.visit, self.batches, self.held = visit, batches, held
+        self.first = self.last = self.final = False
+
+
+class Cut:
+    """Cuts a worker's share of a bucket into batches and spans.
+
+    Args:
+        edges: where edges come from.
+        batch_size: edges of a batch.
+        kinds: of relations, of which each batch has one; see :func:`~gtrain_pbg.edges.kinds_of`.
+        worker: number of this worker; workers: how many share a bucket.
+    """
+
+    def __init__(self, edges: BucketEdges, batch_size: int, kinds: Tensor | None, worker: int, workers: int) -> None:
+        self.edges, self._batch_size, self._kinds = edges, batch_size, kinds
+        self._worker, self._workers = worker, workers
+
+    def pieces(self, bucket: tuple[int, int], chunk: int, epoch: int) -> tuple[list[list[EdgeList]], EdgeList]:
+        """The spans of a bucket, at least one, perhaps without edges; and this worker's edges that are held back."""
+        mine, held = self.edges.share(bucket, chunk, epoch, self._worker, self._workers)
+        generator = torch.Generator().manual_seed(mixed(self.edges.seed, epoch, chunk, *bucket, self._worker))
+        batches = list(batches_of(mine, self._batch_size, self._kinds, generator))
+        each = max(1, SPAN_EDGES // self._batch_size)
+        pieces = [batches[begin : begin + each] for begin in range(0, len(batches), each)] or [[]]
+        return pieces, held.select(torch.arange(len(held)).tensor_split(self._workers)[self._worker])
+
+
+class Spans:
+    """An epoch of one worker: one span to begin with, and at least one for each bucket, perhaps without edges.
+
+    Args:
+        cut: makes them.
+        epoch: says which epoch begins.
+        visits: the buckets of an epoch, the same on all workers.
+    """
+
+    def __init__(self, cut: Cut, epoch: Callable[[], int], visits: Callable[[int], list[Visit]]) -> None:
+        self._cut, self._epoch, self._visits = cut, epoch, visits
+
+    def __iter__(self) -> Iterator[Span]:
+        yield Span(None, [], EdgeList.empty())  # Lightning asks for one before a resumed run knows its epoch
+        epoch = self._epoch()
+        visits = self._visits(epoch)
+        for number, visit in enumerate(visits):
+            pieces, held = self._cut.pieces(visit.bucket, visit.chunk, epoch)
+            for place, piece in enumerate(pieces):
+                span = Span(visit, piece, held)
+                span.first, span.last = place == 0, place + 1 == len(pieces)
+                span.final = span.last and number + 1 == len(visits)
+                yield span
+
+
+class Trainee:
+    """A worker's training: partitions come and go at the borders of buckets, where all workers meet.
+
+    Args:
+        table: the tables.
+        group: the workers.
+        training: trains.
+        held_out: whether edges are held back.
+    """
+
+    def __init__(self, table: TypedTables, group: Group, training: BucketTraining, held_out: bool) -> None:
+        self._table, self._group, self._training, self._held_out = table, group, training, held_out
+        self._under_way: list[Future[None]] = []
+
+    def train(self, span: Span) -> tuple[float, float, dict[str, float]]:
+        """Train on a span.
+
+        Returns:
+            The weighted sum of the losses, that of the weights, and what is to be logged.
+        """
+        visit = span.visit
+        if visit is None:
+            return 0.0, 0.0, {}
+        if span.first:
+            self._enter(visit)
+        if span.first:
+            self._training.score_before(span.held, visit)
+        total, weight = self._training.train(span.batches, visit)
+        if span.last:
+            self._leave(visit, span.final)
+            self._training.score_after(span.held, visit)
+            self._group.barrier()
+        if span.final and self._held_out:
+            return total, weight, held_out(self._group.all_reduce(self._training.take_held_out()))
+        return total, weight, {}
+
+    def _enter(self, visit: Visit) -> None:
+        """All workers have left the last bucket; its successor's partitions must be there before any goes on."""
+        if visit.before or self._under_way:
+            self._finish()
+            for under_way in self._table.swap(visit.before):
+                under_way.result()
+        self._group.barrier()
+        self._under_way = self._table.swap(visit.during)
+
+    def _leave(self, visit: Visit, final: bool) -> None:
+        self._table.trained(visit.bucket)
+        self._group.barrier()
+        if final:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Wait for what is read and written, and raise what went wrong."""
+        for under_way in self._under_way:
+            under_way.result()
+        self._under_way = []

@@ -1,0 +1,169 @@
+"""``strategy=pbg`` on several machines: what it learns, and what becomes of it when processes are killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import Program, gtrain
+from helpers import alive, logs, ok, summary, until
+
+SMALL = ["strategy=pbg", "data=planted_kg", "model=kg", "data.num_entities=120", "data.num_positions=24",
+         "data.num_triples=2400", "data.num_relations=4", "model.dimension=16", "model.init_scale=0.1",
+         "data.batch_size=100", "strategy.num_partitions=4", "logger=none",
+         "trainer.enable_progress_bar=false"]  # fmt: skip
+TWO = ["trainer.num_nodes=2"]
+EDGES = 2160
+"""Edges that are trained: a tenth is held out."""
+FOREVER = "trainer.max_epochs=100000"
+
+
+def train(folder: Path, name: str, *overrides: str) -> dict[str, Any]:
+    ok(gtrain(*SMALL, *overrides, f"hydra.run.dir={folder / name}", cwd=folder, timeout=200))
+    return summary(folder / name)
+
+
+def of_epochs(run: dict[str, Any], name: str) -> list[float]:
+    return [epoch[name] for epoch in run["history"]]
+
+
+def children(job: Program) -> list[int]:
+    """The job's processes in the order in which they began: servers, then workers."""
+    return [int(word) for word in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
+
+
+def begun(run: Path, machine: int, rounds: int) -> bool:
+    """Whether a machine has begun to train a bucket of that epoch."""
+    log = run / "logs" / "lock-0.log"
+    return log.exists() and f"round {rounds}: machine {machine} begins" in log.read_text()
+
+
+def test_two_machines_learn_as_one_and_any_number_goes_on(tmp_path: Path) -> None:
+    one = train(tmp_path, "one", "trainer.max_epochs=7")
+    chunks = [
+        "strategy.num_edge_chunks=2",
+        "strategy.checkpoint_preservation_interval=4",
+        "strategy.sync_interval=0.01",
+    ]
+    two = train(tmp_path, "two", *TWO, "trainer.devices=2", "trainer.max_epochs=7", "data.batch_size=50", *chunks)
+    assert of_epochs(two, "train/edges") == [EDGES] * 7
+    assert of_epochs(two, "train/buckets_again") == [0] * 7
+    reached = [sum(of_epochs(run, "val/mrr")[-3:]) / 3 for run in (one, two)]  # 120 edges: a hundredth is chance
+    assert reached[0] > 0.8 and reached[1] == pytest.approx(reached[0], abs=0.07)
+    roles = [(rank["role"], rank["rank"]) for rank in two["ranks"]]
+    servers = [("lock", 0), *(("partition", n) for n in range(2)), *(("parameter", n) for n in range(2))]
+    assert roles == [*(("worker", n) for n in range(4)), *servers]
+    kept = tmp_path / "two" / "checkpoints" / "epoch-00004.ckpt"
+    for name, shape in (("rest-1", []), ("rest-2", [*TWO, "strategy.partition_servers=0"])):
+        rest = train(tmp_path, name, *shape, "trainer.max_epochs=5", f"ckpt_path={kept}")
+        assert of_epochs(rest, "epoch") == [4]
+        assert of_epochs(rest, "train/loss")[0] < of_epochs(two, "train/loss")[2]
+        assert of_epochs(rest, "val/mrr")[0] > of_epochs(two, "val/mrr")[2] - 0.05
+    arguments = [
+        *SMALL,
+        *TWO,
+        f"ckpt_path={tmp_path / 'two' / 'checkpoints' / 'best.ckpt'}",
+        "strategy.partition_servers=1",
+    ]
+    ok(gtrain("test", *arguments, "hydra.run.dir=tested", cwd=tmp_path))
+    found = summary(tmp_path / "tested")["metrics"]["test/mrr"]  # two workers deal the edges, and not four
+    assert found == pytest.approx(two["metrics"]["test/mrr"], rel=1e-12)
+
+
+def test_a_killed_trainer_is_named_and_others_train_its_buckets(tmp_path: Path) -> None:
+    heavy = ["data.num_entities=2000", "data.num_triples=40000", "model.dimension=64", "trainer.max_epochs=4"]
+    job = Program("-m", "gtrain", *SMALL, *heavy, *TWO, "trainer.devices=2", "hydra.run.dir=run", cwd=tmp_path)
+    until(lambda: begun(tmp_path / "run", 1, 2), 100, tmp_path)
+    ranks = children(job)[-4:]
+    os.kill(ranks[2], signal.SIGKILL)
+    done = ok(job.end(200))
+    assert "rank 2 of 4 (machine 1) was killed by SIGKILL (signal 9); the job goes on without machine 1" in done.stderr
+    run = summary(tmp_path / "run")
+    assert of_epochs(run, "train/edges") == [36000] * 4  # no edge was left out
+    again = of_epochs(run, "train/buckets_again")
+    assert again[1] >= 1 and again[0] == again[2] == again[3] == 0
+    assert run["world_size"] == 2 and not any(map(alive, ranks))
+    assert of_epochs(run, "train/loss")[3] < of_epochs(run, "train/loss")[0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "victim", "name"), [("stop", -1, "rank 1 of 2 (machine 1)"), ("continue", 0, "lock 0 of 1 (machine 0)")]
+)
+def test_what_the_job_cannot_go_on_without_ends_it(policy: str, victim: int, name: str, tmp_path: Path) -> None:
+    wanted = f"strategy.on_trainer_loss={policy}"
+    job = Program("-m", "gtrain", *SMALL, *TWO, FOREVER, wanted, "hydra.run.dir=run", cwd=tmp_path)
+    until(lambda: begun(tmp_path / "run", 1, 3), 100, tmp_path)
+    os.kill(children(job)[victim], signal.SIGKILL)
+    done = job.end(30)
+    assert done.returncode != 0
+    assert f"gtrain: {name} was killed by SIGKILL (signal 9)." in done.stderr
+
+
+def test_partition_servers_come_back_and_a_full_disk_ends_the_run(tmp_path: Path) -> None:
+    """What they had acknowledged is on their disk; and the last checkpoint survives the full disk."""
+    job = Program("-m", "gtrain", *SMALL, *TWO, FOREVER, "hydra.run.dir=run", cwd=tmp_path)
+    run, log = tmp_path / "run", tmp_path / "run" / "logs" / "partition-1.log"
+    until(lambda: begun(run, 0, 3), 100, tmp_path)
+    lives: list[int] = []
+    for number in range(2):
+        lives = until(lambda number=number: server_lives(log, number), 100, tmp_path)
+        os.kill(lives[-1], signal.SIGKILL) if number == 0 else None
+    later = rounds(run) + 2
+    until(lambda: begun(run, 0, later), 100, tmp_path)
+    until(lambda: (run / "checkpoints" / "last.ckpt" / "manifest.json").exists(), 100, tmp_path)
+    resource.prlimit(lives[-1], resource.RLIMIT_FSIZE, (1024, 1024))  # a partition has 30 * 64 bytes
+    done = job.end(60)
+    assert "partition 1 of 2 (machine 1) was killed by SIGKILL (signal 9); it is started again" in done.stderr
+    assert done.returncode != 0 and "could not be written: File too large" in done.stderr, logs(tmp_path)
+    assert "go on from the last checkpoint" in done.stderr
+    reached = rounds(run)
+    rest = train(
+        tmp_path, "rest", *TWO, f"trainer.max_epochs={reached + 1}", f"ckpt_path={run / 'checkpoints' / 'last.ckpt'}"
+    )
+    assert of_epochs(rest, "train/edges") == [EDGES] * len(rest["history"])
+    assert 1 <= len(rest["history"]) <= 2
+
+
+def server_lives(log: Path, number: int) -> list[int]:
+    """Process ids of a partition server's lives, once there are more than ``number``."""
+    found = [int(pid) for pid in re.findall(r"process (\d+) serves", log.read_text())]
+    return found if len(found) > number else []
+
+
+def rounds(run: Path) -> int:
+    """Epochs that have begun."""
+    return max(int(text) for text in re.findall(r"round (\d+):", (run / "logs" / "lock-0.log").read_text()))
+
+
+def test_machines_by_hand_with_keys_and_partition_servers_of_their_own(tmp_path: Path) -> None:
+    """The second machine is killed: its command stays, with its parameter server, until the job is over."""
+    ok(gtrain("key", "cluster.key_file=job.key", cwd=tmp_path))
+    meet = [
+        f"cluster.rendezvous=file://{tmp_path}/meet",
+        "cluster.key_file=job.key",
+        *TWO,
+        "strategy.partition_servers=1",
+    ]
+    heavy = ["data.num_entities=2000", "data.num_triples=20000", "trainer.max_epochs=6"]
+    command = ["-m", "gtrain"]
+    jobs = [Program(*command, "serve", "role=partition", *SMALL, *meet, "hydra.run.dir=server", cwd=tmp_path)]
+    for rank in (0, 1):
+        by_hand = ["cluster=manual", f"cluster.rank={rank}", "cluster.standalone=[partition]"]
+        jobs.append(Program(*command, *SMALL, *heavy, *meet, *by_hand, f"hydra.run.dir=machine-{rank}", cwd=tmp_path))
+    try:
+        until(lambda: begun(tmp_path / "machine-0", 1, 2), 100, tmp_path)
+        os.kill(children(jobs[2])[-1], signal.SIGKILL)
+        done = [ok(job.end(100)) for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+    assert "partition 0 listens at tcp://" in done[0].stdout and "the job is over" in done[0].stdout
+    assert "rank 1 of 2 (machine 1) was killed by SIGKILL (signal 9); the job goes on" in done[2].stderr
+    run = summary(tmp_path / "machine-0")
+    assert of_epochs(run, "train/edges") == [18000] * 6
+    assert sum(rank["role"] == "worker" for rank in run["ranks"]) == 1

@@ -1,0 +1,344 @@
+"""What several machines of strategy=pbg agree by: grants of buckets, meetings, versions of partitions, parameters."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from gtrain.errors import ConfigError, DataError, PeerLostError
+from gtrain.wire import Caller, Client, Message, Server
+from gtrain_pbg import files
+from gtrain_pbg.checkpoints import preserve
+from gtrain_pbg.config import PBGConfig, check_machines
+from gtrain_pbg.machines.board import Board, Grant, partition_key
+from gtrain_pbg.machines.depot import Depot, FolderDepot, ServedDepot
+from gtrain_pbg.machines.folder import PartitionFolder
+from gtrain_pbg.machines.lock_server import LockServer
+from gtrain_pbg.machines.parameter_server import Handlers as ParameterHandlers
+from gtrain_pbg.machines.parameters import SharedParameters
+from gtrain_pbg.machines.partition_server import Handlers as PartitionHandlers
+from gtrain_pbg.order import Bucket, bucket_order
+
+
+def make_board(partitions: int = 4, chunks: int = 1, as_tree: bool = False, order: str = "inside_out") -> Board:
+    return Board("node", lambda chunk: bucket_order(order, partitions, 2, chunk), chunks, as_tree)
+
+
+class Leases:
+    """Numbers of leases."""
+
+    def __init__(self) -> None:
+        self.last = 0
+
+    def __call__(self) -> int:
+        self.last += 1
+        return self.last
+
+
+def names(bucket: Bucket) -> set[str]:
+    return {partition_key("node", partition) for partition in bucket}
+
+
+class Epoch:
+    """Machines at random speeds, of which some are lost: what a board grants, played through.
+
+    Every version of a partition knows which buckets it was trained on, as its rows would.
+    """
+
+    def __init__(self, board: Board, machines: int, seed: int) -> None:
+        self.board, self.rng, self.lease = board, random.Random(seed), Leases()
+        self.alive = list(range(machines))
+        self.saved: dict[str, set[tuple[int, Bucket]]] = {}
+        self.memory: list[dict[str, set[tuple[int, Bucket]]]] = [{} for _ in range(machines)]
+        self.grant: list[Grant | None] = [None] * machines
+        self.grants: list[Grant] = []
+
+    def step(self) -> None:
+        machine = self.rng.choice(self.alive)
+        grant = self.grant[machine]
+        if grant is not None:
+            for key in names(grant.bucket):
+                self.memory[machine][key].add((grant.chunk, grant.bucket))
+            self.board.trained(machine, 1)
+        found = self.grant[machine] = self.board.acquire(machine, self.lease)
+        keep = names(found.bucket) if found else set()
+        for key in sorted(self.memory[machine].keys() - keep):
+            self.saved[key] = self.memory[machine].pop(key)
+            self.board.released(machine, [key])
+        if found:
+            self.grants.append(found)
+            others = {key for other in self.alive if other != machine for key in self.memory[other]}
+            assert not keep & others, "no partition is on two machines"
+            for key in keep - self.memory[machine].keys():
+                self.memory[machine][key] = set(self.saved.get(key, set()))
+
+    def lose(self, machine: int) -> None:
+        self.alive.remove(machine)
+        self.memory[machine], self.grant[machine] = {}, None
+        self.board.lose(machine)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_bucket_is_in_the_table_whoever_is_lost(seed: int) -> None:
+    board = make_board(8, chunks=2, as_tree=seed % 2 == 0)
+    epoch = Epoch(board, 4, seed)
+    deaths = sorted(epoch.rng.sample(range(5, 90), seed % 4))
+    steps = 0
+    while not board.over:
+        epoch.step()
+        steps += 1
+        if deaths and steps >= deaths[0] and not board.over:
+            deaths.pop(0)
+            epoch.lose(epoch.rng.choice(epoch.alive[1:]))
+        assert steps < 3000, "no machine gets on"
+    every = [(i, j) for i in range(8) for j in range(8)]
+    assert sorted(board.edges) == [(chunk, bucket) for chunk in range(2) for bucket in every]
+    for chunk, bucket in board.edges:
+        assert all((chunk, bucket) in epoch.saved[key] for key in names(bucket)), "what was trained is not lost"
+    assert len(epoch.grants) == 128 + board.again
+    assert board.again or not seed % 4 or not deaths
+
+
+def test_machines_keep_a_partition_and_fetch_few() -> None:
+    """Two machines in turn, 8 partitions: about one partition a bucket comes anew, and not two."""
+    board, epoch = make_board(8), None
+    epoch = Epoch(board, 2, 1)
+    while not board.over:
+        epoch.step()
+    assert len(epoch.grants) == 64 and epoch.lease.last < 1.2 * 64
+    alone = make_board(4, order="sequential")
+    found = Epoch(alone, 1, 0)
+    while not alone.over:
+        found.step()
+    assert found.grants[0].bucket == (0, 0) and found.grants[1].bucket == (0, 1)
+
+
+def test_the_first_epoch_grows_as_a_tree() -> None:
+    board, lease = make_board(4, as_tree=True, order="sequential"), Leases()
+    first = board.acquire(0, lease)
+    assert first is not None and first.bucket == (0, 0)
+    assert board.acquire(1, lease) is None  # nothing was trained yet
+    board.trained(0, 10)
+    assert board.acquire(1, lease) is None  # nor written back
+    second = board.acquire(0, lease)
+    assert second is not None and second.bucket == (0, 1)
+    board.trained(0, 10)
+    assert board.acquire(0, lease) is not None  # (1, 0)
+    board.trained(0, 10)
+    board.released(0, ["node-0", "node-1"])
+    other = board.acquire(1, lease)
+    assert other is not None and 1 in other.bucket or 0 in other.bucket  # type: ignore[union-attr]
+    assert make_board(4).acquire(1, lease) is not None
+
+
+def ask(server: LockServer, method: str, rank: int, **fields: object) -> object:
+    return server.methods()[method](Message(fields), Caller(f"rank {rank}", 1, 1))
+
+
+def make_lock(policy: str = "continue", clock: object = None) -> LockServer:
+    settings = PBGConfig(name="pbg", num_partitions=4, on_trainer_loss=policy, lease_seconds=10.0)
+    return LockServer(settings, 2, 2, **({} if clock is None else {"clock": clock}))  # type: ignore[arg-type]
+
+
+def test_meetings_go_on_without_who_is_lost_and_have_what_was_brought() -> None:
+    now = [0.0]
+    server = make_lock(clock=lambda: now[0])
+    for rank in range(4):
+        ask(server, "join", rank, place="elsewhere", pid=0)
+    first = [ask(server, "meet", rank, number=1, value=rank) for rank in (0, 1, 3)]
+    assert not any(reply.done() for reply in first)  # type: ignore[attr-defined]
+    now[0] = 8.0
+    for rank in (0, 1, 3):
+        ask(server, "beat", rank)
+    now[0] = 11.0
+    server.look()  # rank 2 was silent for 11 s, and takes rank 3 with it
+    for reply in first[:2]:
+        assert reply.result().fields == {"ranks": [0, 1, 3], "values": [0, 1, 3]}  # type: ignore[attr-defined]
+    for rank in (2, 3):
+        with pytest.raises(PeerLostError, match="rank 2 was not heard of for 10 s"):
+            ask(server, "beat", rank)
+    second = [ask(server, "meet", rank, number=2, value=None) for rank in (0, 1)]
+    assert all(reply.result().fields["ranks"] == [0, 1] for reply in second)  # type: ignore[attr-defined]
+
+
+def test_who_waits_gets_what_a_lost_machine_had() -> None:
+    now = [0.0]
+    server = make_lock(clock=lambda: now[0])
+    for rank in (0, 2):
+        ask(server, "join", rank, place="elsewhere", pid=0)
+        ask(server, "begin", rank, round=1, epoch=0, seed=0, as_tree=True, table="node", chunks=1)
+    granted = ask(server, "acquire", 2, edges=None)
+    waiting = ask(server, "acquire", 0, edges=None)
+    assert not waiting.done()  # type: ignore[attr-defined]
+    now[0] = 9.0
+    ask(server, "beat", 0)
+    now[0] = 11.0
+    server.look()
+    assert waiting.result().fields["bucket"] == granted.fields["bucket"]  # type: ignore[attr-defined]
+    assert waiting.result().fields["leases"] != granted.fields["leases"]  # type: ignore[attr-defined]
+
+
+def test_a_loss_may_end_the_job() -> None:
+    now = [0.0]
+    server = make_lock("stop", lambda: now[0])
+    ask(server, "join", 2, place="elsewhere", pid=0)
+    reply = ask(server, "meet", 0, number=1, value=None)
+    now[0] = 11.0
+    server.look()
+    for call in (lambda: reply.result(), lambda: ask(server, "beat", 0)):  # type: ignore[attr-defined]
+        with pytest.raises(PeerLostError, match="machine 1 is lost: rank 2 was not heard of"):
+            call()
+
+
+# ------------------------------------------------------------------------------------------------------ partitions
+
+
+@pytest.fixture(params=["folder", "served"])
+def depot(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Depot]:
+    if request.param == "folder":
+        yield FolderDepot(tmp_path / "0")
+        return
+    servers = [
+        Server(PartitionHandlers(PartitionFolder(tmp_path / str(n))).methods(), name=f"p {n}", address="tcp://127.0.0.1:0")
+        for n in range(2)
+    ]  # fmt: skip
+    with servers[0], servers[1]:
+        clients = [Client(server.address, peer=server.name) for server in servers]
+        yield ServedDepot(clients)
+        for client in clients:
+            client.close()
+
+
+def tensors(value: float, rows: int = 5) -> dict[str, torch.Tensor]:
+    return {files.ROWS: torch.full((rows, 3), value), files.STATE: torch.full((rows, 1), -value)}
+
+
+@pytest.mark.parametrize("rows", [5, 0])
+def test_a_depot_has_the_newest_version_and_refuses_older_ones(
+    depot: Depot, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gtrain_pbg.machines.depot.PIECE_BYTES", 24)  # two rows
+    for key in ("node-0", "node-1"):
+        for version in (3, 7):
+            depot.save(key, version, tensors(float(version), rows))
+        depot.save(key, 7, tensors(8.0, rows))  # again, under the same lease
+        with pytest.raises(Exception, match="written under lease 5"):
+            depot.save(key, 5, tensors(5.0, rows))
+        found = tensors(0.0, rows)
+        depot.load(key, found)
+        assert all(torch.equal(found[kind], tensors(8.0, rows)[kind]) for kind in found)
+    if rows:
+        some = torch.empty(2, 3)
+        depot.select("node-1", torch.tensor([4, 1]), some)
+        assert torch.equal(some, torch.full((2, 3), 8.0))
+    targets = {kind: tmp_path / "kept" / f"1.{kind}.npy" for kind in (files.ROWS, files.STATE)}
+    (tmp_path / "kept").mkdir()
+    depot.keep("node-1", targets, tensors(0.0, rows))
+    depot.save("node-1", 9, tensors(9.0, rows))
+    assert torch.equal(files.mapped(targets[files.ROWS]), tensors(8.0, rows)[files.ROWS])
+    depot.adopt("node-1", 12, targets)
+    depot.load("node-1", found)
+    assert torch.equal(found[files.STATE], tensors(8.0, rows)[files.STATE])
+    names = sorted(path.name for path in tmp_path.glob("?/node-1*"))
+    assert names == ["node-1.v12.rows.npy", "node-1.v12.state.npy"]
+
+
+def test_a_job_begins_without_what_another_left(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("the user's")
+    FolderDepot(tmp_path).save("node-0", 88, tensors(1.0))
+    depot = FolderDepot(tmp_path)
+    depot.clear()
+    depot.save("node-0", 1, tensors(2.0))
+    found = tensors(0.0)
+    depot.load("node-0", found)
+    assert torch.equal(found[files.ROWS], tensors(2.0)[files.ROWS]) and (tmp_path / "notes.txt").exists()
+
+
+def test_what_was_written_in_part_is_not_there(tmp_path: Path) -> None:
+    handlers = PartitionHandlers(PartitionFolder(tmp_path))
+
+    def write(kind: str, begin: int, rows: int, version: int) -> None:
+        fields = {"key": "node-0", "version": version, "kind": kind, "begin": begin, "rows": 4}
+        handlers.write(Message(fields, [torch.full((rows, 2), float(version))]), Caller("rank 0", 1, 1))
+
+    write(files.STATE, 0, 4, 1)
+    write(files.ROWS, 0, 4, 1)
+    write(files.STATE, 0, 4, 2)
+    write(files.ROWS, 0, 2, 2)  # and its machine dies
+    found = PartitionFolder(tmp_path)  # as a server that is started again
+    assert found.version("node-0") == 1
+    assert torch.equal(files.mapped(found.path("node-0", files.ROWS)), torch.ones(4, 2))
+    with pytest.raises(DataError, match="out of their order"):
+        write(files.ROWS, 3, 1, 2)
+
+
+def test_checkpoints_are_kept_for_good(tmp_path: Path) -> None:
+    last = tmp_path / "last.ckpt"
+    for epoch in range(5):
+        folder = tmp_path / "new"
+        folder.mkdir()
+        (folder / "manifest.json").write_text(str(epoch))
+        if last.exists():
+            (last / "manifest.json").unlink()
+            last.rmdir()
+        folder.rename(last)
+        preserve(last, epoch, 2)
+    kept = {path.name: (path / "manifest.json").read_text() for path in tmp_path.glob("epoch-*")}
+    assert kept == {"epoch-00002.ckpt": "1", "epoch-00004.ckpt": "3"}
+
+
+# ------------------------------------------------------------------------------------------------------ parameters
+
+
+def test_parameters_become_the_sum_of_what_machines_changed() -> None:
+    servers = [
+        Server(ParameterHandlers().methods(), name=f"parameter {n}", address="tcp://127.0.0.1:0") for n in range(2)
+    ]
+    with servers[0], servers[1]:
+        machines = []
+        for _ in range(3):
+            clients = [Client(server.address, peer=server.name) for server in servers]
+            values = {"small": torch.zeros(3, 2), "large": torch.zeros(1 << 19, 1), "none": torch.zeros(2, 0)}
+            machines.append((values, SharedParameters(values, clients, 0.001), clients))
+        machines[0][0]["small"].fill_(100.0)
+        machines[0][1].put()
+        for _, shared, _ in machines:
+            shared.get()
+            shared.start()
+
+        def train(values: dict[str, torch.Tensor]) -> None:
+            for _ in range(200):
+                values["small"] += 1
+                values["large"][7] += 0.5
+
+        threads = [threading.Thread(target=train, args=(values,)) for values, _, _ in machines]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for _, shared, _ in machines:
+            shared.stop()
+        for values, shared, clients in machines:
+            shared.get()
+            assert torch.equal(values["small"], torch.full((3, 2), 100.0 + 600.0))
+            assert values["large"].sum() == 300.0 == values["large"][7]
+            for client in clients:
+                client.close()
+
+
+# ------------------------------------------------------------------------------------------------------ settings
+
+
+def test_machines_that_do_not_fit_are_refused_with_the_arithmetic() -> None:
+    check_machines(2, 4)
+    check_machines(1, 1, 3)
+    with pytest.raises(ConfigError, match=r"2 \* 3 = 6 > 4") as caught:
+        check_machines(3, 4)
+    assert "strategy.num_partitions=6" in str(caught.value) and "trainer.num_nodes=2" in str(caught.value)
+    with pytest.raises(ConfigError, match="buffer_partitions=4"):
+        check_machines(2, 4, 4)
