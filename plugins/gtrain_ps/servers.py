@@ -40,16 +40,21 @@ class Request:
         self._future = self._submit()
 
     def _submit(self) -> Future[Message]:
-        """Ask. Where servers come back, the client's own thread receives too, so that it meets them at once."""
+        """Ask. Where servers come back, the client's own thread receives, so that it meets them at once."""
         return self._servers.clients[self._server].submit(*self._asked, attended=not self._servers.lasting)
+
+    def _await(self) -> Message:
+        """The answer; where servers come back, a TimeoutError if it takes long."""
+        if self._servers.lasting:
+            return self._future.result(LOOK_SECONDS)
+        return self._servers.clients[self._server].result(self._future)
 
     def result(self) -> Message:
         """The answer, as soon as it is there."""
         looks = 0
         while True:
             try:
-                seconds = LOOK_SECONDS if self._servers.lasting else None
-                answer = self._servers.clients[self._server].result(self._future, seconds)
+                answer = self._await()
             except TimeoutError:
                 looks += 1
                 self._servers.look(self._server)
