@@ -23,7 +23,7 @@ backend = Backend(
     refusal="it keeps tables of gtrain.nn on servers",
     roles={
         "parameter": Role(
-            target="gtrain_ps.server:main",
+            target="gtrain_ps.server.service:main",
             count=lambda cfg: cfg.strategy.servers,
             restarts=lambda cfg: 0 if cfg.strategy.durability == "none" else cfg.strategy.max_restarts,
         ),

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gtrain_ps.home import CHUNK_BYTES, ServedHome
+from gtrain_ps.worker.home import CHUNK_BYTES, ServedHome
 
 
 def export(folder: Path, homes: Mapping[str, ServedHome]) -> None:

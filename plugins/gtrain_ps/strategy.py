@@ -23,19 +23,19 @@ from gtrain.graph.whole import load_whole_hetero
 from gtrain.nn import Embedding, RowOptimizer, Table, deferred, tables
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.gradients import sum_gradients
-from gtrain_ps import meters
-from gtrain_ps.batches import RowSource, Shares, Source, WholeGraph
 from gtrain_ps.checks import check_training
 from gtrain_ps.config import PsConfig
 from gtrain_ps.costs import Load, Plan, choose, plans, shapes, table
 from gtrain_ps.exports import export
-from gtrain_ps.home import ServedHome
-from gtrain_ps.look import first_load
 from gtrain_ps.placement import Placement, spread
-from gtrain_ps.returning import ROLE, ReturningStrategy
-from gtrain_ps.rows import RowTable, is_rows
-from gtrain_ps.server import DTYPES
-from gtrain_ps.steps import flat, send_step, take_flat
+from gtrain_ps.server.service import DTYPES
+from gtrain_ps.worker import meters
+from gtrain_ps.worker.batches import RowSource, Shares, Source, WholeGraph
+from gtrain_ps.worker.home import ServedHome
+from gtrain_ps.worker.look import first_load
+from gtrain_ps.worker.returning import ROLE, ReturningStrategy
+from gtrain_ps.worker.rows import RowTable, is_rows
+from gtrain_ps.worker.steps import flat, send_step, take_flat
 
 METERS = "@meters"  # among the tables of a checkpoint; no layer has such a name
 

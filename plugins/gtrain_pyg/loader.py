@@ -13,9 +13,9 @@ from torch_geometric.data import Data, HeteroData
 
 from gtrain.data.loader import SeedLoader
 from gtrain.strategy.counters import Counters
+from gtrain.strategy.heap import trim_heap
 from gtrain_pyg.batches import Kind, make_batch
 from gtrain_pyg.epoch import Step, common_shares, num_steps, own_shares
-from gtrain_pyg.heap import trim_heap
 from gtrain_pyg.pipeline import Pipeline, Stages
 from gtrain_pyg.rows.access import Rows
 from gtrain_pyg.rows.stream import Begun, Stream

@@ -20,12 +20,12 @@ from gtrain.graph.store import Store
 from gtrain.nn import DglGraph
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.group import Group
+from gtrain.strategy.heap import give_back_freed
 from gtrain.strategy.spread_edges import SpreadEdges
 from gtrain_sar import config, refusals
 from gtrain_sar.agreement import check_parts_agree
 from gtrain_sar.dgl import refusals as dgl_refusals
 from gtrain_sar.halo import HaloExchange
-from gtrain_sar.heap import give_back_freed
 from gtrain_sar.link_batches import LinkBatches
 from gtrain_sar.takeover import Takeover, load_kernels
 from gtrain_sar.typed.relations import Relations

@@ -12,9 +12,9 @@ from gtrain.errors import ConfigError, DataError
 from gtrain.nn import Csr, TableSpec
 from gtrain.nn.product import product, transposed
 from gtrain.nn.rules import RULES, update
-from gtrain_ps.block import Block, Rows
-from gtrain_ps.memory import Region
 from gtrain_ps.placement import Placement, spread
+from gtrain_ps.server.block import Block, Rows
+from gtrain_ps.server.memory import Region
 
 HEIGHT, WIDTH, ROWS = 60, 13, 40
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from gtrain_ps.memory import LastingRegion
+from gtrain_ps.server.memory import LastingRegion
 
 
 def forked(work: Callable[[], None]) -> int:

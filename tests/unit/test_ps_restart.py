@@ -10,12 +10,12 @@ import torch
 from gtrain.errors import ConfigError
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy.group import Group
-from gtrain_ps.gathers import Gathers, place
-from gtrain_ps.journal import Journal
-from gtrain_ps.loops import moved
-from gtrain_ps.memory import Region
 from gtrain_ps.packing import pack, unpack
-from gtrain_ps.slots import Slots
+from gtrain_ps.server.gathers import Gathers, place
+from gtrain_ps.server.journal import Journal
+from gtrain_ps.server.memory import Region
+from gtrain_ps.server.slots import Slots
+from gtrain_ps.worker.loops import moved
 
 
 def test_plain_values_come_back_as_they_were() -> None:

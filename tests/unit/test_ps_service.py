@@ -19,14 +19,14 @@ from gtrain.errors import DataError
 from gtrain.nn import Adagrad, Csr, Embedding, LazyAdam, RowwiseAdagrad, SparseLinear, select_rows
 from gtrain.wire import Client, Server
 from gtrain_ps.costs import Load, Plan
-from gtrain_ps.engine import Engine
-from gtrain_ps.home import ServedHome
-from gtrain_ps.journal import Journal
-from gtrain_ps.memory import Region
 from gtrain_ps.placement import Placement, spread
-from gtrain_ps.server import Handlers
-from gtrain_ps.servers import ParameterServers
-from gtrain_ps.steps import flat, send_step, take_flat
+from gtrain_ps.server.engine import Engine
+from gtrain_ps.server.journal import Journal
+from gtrain_ps.server.memory import Region
+from gtrain_ps.server.service import Handlers
+from gtrain_ps.worker.home import ServedHome
+from gtrain_ps.worker.servers import ParameterServers
+from gtrain_ps.worker.steps import flat, send_step, take_flat
 
 FEATURES, HIDDEN, ROWS, STEPS = 90, 6, 24, 6
 

@@ -104,7 +104,7 @@ def sum_row(
 
 @njit(cache=True, nogil=True)
 def begin_row(row: int, table: Any, marker: Any, backup: Any) -> None:
-    """Keep a row, and then say that it is being changed: see :class:`gtrain_ps.memory.Region`."""
+    """Keep a row, and then say that it is being changed: see :class:`gtrain_ps.server.memory.Region`."""
     for column in range(table.shape[1]):
         backup[0, column] = table[row, column]
     fence()

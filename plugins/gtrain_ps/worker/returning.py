@@ -13,11 +13,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from gtrain.errors import ConfigError
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.group import Group
-from gtrain_ps.collect import ServedGroup
+from gtrain.strategy.heap import keep_freed
 from gtrain_ps.config import PsConfig
-from gtrain_ps.heap import keep_freed
-from gtrain_ps.progress import Progress
-from gtrain_ps.servers import ParameterServers, Request
+from gtrain_ps.worker.collect import ServedGroup
+from gtrain_ps.worker.progress import Progress
+from gtrain_ps.worker.servers import ParameterServers, Request
 
 log = logging.getLogger("gtrain")
 ROLE = "parameter"

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from gtrain_ps.memory import Region
-from gtrain_ps.requests import Commit, Product
-from gtrain_ps.slots import Slots
+from gtrain_ps.server.memory import Region
+from gtrain_ps.server.requests import Commit, Product
+from gtrain_ps.server.slots import Slots
 
 CARRIED = ("run", "random")
 """What a worker says of itself only when it has changed."""

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from gtrain_ps.memory import Region
 from gtrain_ps.packing import prepare, unpack
+from gtrain_ps.server.memory import Region
 
 Entries = Mapping[str, Tensor]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gtrain.wire import Message
-from gtrain_ps.memory import Region
+from gtrain_ps.server.memory import Region
 
 INDEX_BITS = 32
 

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from gtrain.errors import GtrainError
 from gtrain.wire import Message
-from gtrain_ps.block import Block, Grouped
-from gtrain_ps.journal import Journal
-from gtrain_ps.kept import Kept
-from gtrain_ps.memory import Region
-from gtrain_ps.requests import Answer, Commit, Product, Request, factor_of
-from gtrain_ps.sums import Sums
+from gtrain_ps.server.block import Block, Grouped
+from gtrain_ps.server.journal import Journal
+from gtrain_ps.server.kept import Kept
+from gtrain_ps.server.memory import Region
+from gtrain_ps.server.requests import Answer, Commit, Product, Request, factor_of
+from gtrain_ps.server.sums import Sums
 
 
 @dataclass

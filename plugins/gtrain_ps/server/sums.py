@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gtrain_ps.memory import Region
-from gtrain_ps.requests import Commit, factor_of
+from gtrain_ps.server.memory import Region
+from gtrain_ps.server.requests import Commit, factor_of
 
 
 class Sums:

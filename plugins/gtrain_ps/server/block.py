@@ -16,7 +16,7 @@ from gtrain.errors import ConfigError, DataError
 from gtrain.nn.rules import RULES, Rule
 from gtrain_ps.kernels import rows as row_kernels
 from gtrain_ps.kernels import table as kernels
-from gtrain_ps.memory import Region
+from gtrain_ps.server.memory import Region
 
 Array = NDArray[Any]
 BACKUPS = 4

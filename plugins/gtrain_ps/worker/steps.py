@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gtrain.strategy.group import flatten, unflatten_into
-from gtrain_ps.home import ServedHome
-from gtrain_ps.progress import Kept
-from gtrain_ps.servers import ParameterServers, Request
+from gtrain_ps.worker.home import ServedHome
+from gtrain_ps.worker.progress import Kept
+from gtrain_ps.worker.servers import ParameterServers, Request
 
 
 def send_step(

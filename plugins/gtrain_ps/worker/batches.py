@@ -14,8 +14,8 @@ from torch_geometric.data import Data, HeteroData
 
 from gtrain.data.edge_seeds import EdgeSeeds
 from gtrain.data.loader import SeedLoader, with_edges, with_seeds
-from gtrain_ps.rows import RowTable
-from gtrain_ps.sampled import SampledGraph, samples
+from gtrain_ps.worker.rows import RowTable
+from gtrain_ps.worker.sampled import SampledGraph, samples
 
 Batch: TypeAlias = Data | HeteroData
 SendAhead = Callable[[Batch, int], None]

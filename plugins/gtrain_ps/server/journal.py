@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from gtrain.errors import ConfigError
-from gtrain_ps.memory import Region
 from gtrain_ps.packing import Packed, pack, prepare, unpack
+from gtrain_ps.server.memory import Region
 
 HEAD = struct.Struct("<qq")
 LOG_BYTES = 256 << 20

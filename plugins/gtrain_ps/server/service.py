@@ -1,4 +1,4 @@
-"""A parameter server: requests over the wire, answered by an :class:`~gtrain_ps.engine.Engine`."""
+"""A parameter server: requests over the wire, answered by an :class:`~gtrain_ps.server.engine.Engine`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor
 
 from gtrain.errors import ConfigError
 from gtrain.nn import TableSpec
+from gtrain.strategy.heap import keep_freed
 from gtrain.strategy.server import ServerContext
 from gtrain.wire import Caller, Message
-from gtrain_ps.block import Block
 from gtrain_ps.config import PsConfig
-from gtrain_ps.engine import Engine
-from gtrain_ps.gathers import Gathers
-from gtrain_ps.heap import keep_freed
-from gtrain_ps.journal import Journal
-from gtrain_ps.memory import LastingRegion, Region
 from gtrain_ps.placement import Placement
-from gtrain_ps.requests import Answer, Commit, Product
+from gtrain_ps.server.block import Block
+from gtrain_ps.server.engine import Engine
+from gtrain_ps.server.gathers import Gathers
+from gtrain_ps.server.journal import Journal
+from gtrain_ps.server.memory import LastingRegion, Region
+from gtrain_ps.server.requests import Answer, Commit, Product
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from gtrain.strategy.checkpoint import rng_state, set_rng_state
-from gtrain_ps import meters
-from gtrain_ps.collect import ServedGroup
-from gtrain_ps.loops import moved
 from gtrain_ps.packing import as_bytes, from_bytes, join, pack, split, unpack
-from gtrain_ps.servers import ParameterServers
+from gtrain_ps.worker import meters
+from gtrain_ps.worker.collect import ServedGroup
+from gtrain_ps.worker.loops import moved
+from gtrain_ps.worker.servers import ParameterServers
 
 Kept = list[dict[str, Tensor]]
 """What each server is to keep of a step, by name."""

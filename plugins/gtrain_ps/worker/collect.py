@@ -9,8 +9,8 @@ from torch import Tensor
 
 from gtrain.strategy.counters import Counters
 from gtrain.strategy.group import Group
-from gtrain_ps.gathers import place
-from gtrain_ps.servers import ParameterServers
+from gtrain_ps.server.gathers import place
+from gtrain_ps.worker.servers import ParameterServers
 
 
 class ServedGroup(Group):

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from gtrain.wire import Client, Message, PeerRestartedError
-from gtrain_ps.gathers import place
+from gtrain_ps.server.gathers import place
 
 log = logging.getLogger("gtrain")
 LOOK_SECONDS = 0.5
@@ -129,7 +129,7 @@ class ParameterServers:
     # -------------------------------------------------------------------------------- workers, among themselves
 
     def gather(self, where: int, tensor: Tensor) -> Sequence[Tensor]:
-        """Every worker's tensor in rank order; the first server passes them on. See :mod:`gtrain_ps.gathers`."""
+        """Every worker's tensor in rank order; the first server passes them on. See :mod:`gtrain_ps.server.gathers`."""
         if self.lasting:
             oldest = place(self.step - self._lag - 2, 0)
             with self._lock:

@@ -8,9 +8,9 @@ import torch
 
 from gtrain.data.loader import SeedLoader
 from gtrain.nn import as_csr
-from gtrain_ps.batches import chunks
 from gtrain_ps.costs import Load
-from gtrain_ps.rows import RowTable, is_rows
+from gtrain_ps.worker.batches import chunks
+from gtrain_ps.worker.rows import RowTable, is_rows
 
 STEPS = 4
 """Steps that are looked at."""

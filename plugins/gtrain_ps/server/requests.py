@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gtrain.wire import Message
-from gtrain_ps.block import Block, Rows
+from gtrain_ps.server.block import Block, Rows
 
 Answer = Future[Message | None]
 Request = tuple[str, int, Mapping[str, Any], Sequence[Tensor]]
@@ -63,7 +63,8 @@ class Commit:
         gradients: of these products, ``[m, d]`` each.
         rules: of the tables.
         rest: a piece of the gradients of its other layers; None where the workers sum them.
-        kept: what a later life of a worker needs to begin with this step, by name; see :mod:`gtrain_ps.progress`.
+        kept: what a later life of a worker needs to begin with this step, by name; see
+            :mod:`gtrain_ps.worker.progress`.
         message: how it was said, where that is written down.
     """
 

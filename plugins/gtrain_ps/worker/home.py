@@ -18,7 +18,7 @@ from gtrain.nn.product import product
 from gtrain.nn.rules import Rule, Settings
 from gtrain_ps.kernels import rows as kernels
 from gtrain_ps.placement import Placement
-from gtrain_ps.servers import ParameterServers, Request
+from gtrain_ps.worker.servers import ParameterServers, Request
 
 CHUNK_BYTES = 64 << 20
 """Rows are read and written in messages of about this size."""
