@@ -55,15 +55,15 @@ def test_slots_keep_the_last_steps_and_outlive_their_server() -> None:
 def test_a_worker_that_comes_back_is_answered_what_its_life_before_was_and_is_waited_for() -> None:
     oldest = [0]
     gathers = Gathers(2, Region(), lambda: oldest[0])
-    first = [gathers.give(worker, place(0, 0), torch.tensor([float(worker)])) for worker in (0, 1)]
+    first = [gathers.give(worker, place(0, 0), [torch.tensor([float(worker)])]) for worker in (0, 1)]
     assert [one.result().tensors for one in first] == [[torch.tensor([0.0]), torch.tensor([1.0])]] * 2  # type: ignore[union-attr]
-    lonely = gathers.give(0, place(0, 1), torch.tensor([5.0]))
+    lonely = gathers.give(0, place(0, 1), [torch.tensor([5.0])])
     gathers.drop(0)  # it died, and does the step again
-    assert gathers.give(0, place(0, 0), torch.tensor([9.0])).result().tensors[0] == 0.0  # type: ignore[union-attr]
+    assert gathers.give(0, place(0, 0), [torch.tensor([9.0])]).result().tensors[0] == 0.0  # type: ignore[union-attr]
     assert not lonely.done() and gathers.missing() == set() and gathers.passed == place(0, 0) + 1
-    waiting = gathers.give(1, place(0, 1), torch.tensor([6.0]))
+    waiting = gathers.give(1, place(0, 1), [torch.tensor([6.0])])
     assert gathers.missing() == {0} and not waiting.done()
-    gathers.give(0, place(0, 1), torch.tensor([5.0]))
+    gathers.give(0, place(0, 1), [torch.tensor([5.0])])
     assert [float(one) for one in waiting.result().tensors] == [5.0, 6.0]  # type: ignore[union-attr]
 
 
@@ -165,3 +165,10 @@ def test_a_log_is_read_up_to_what_was_cut_off(tmp_path: Path) -> None:
         Journal(tmp_path / "disk", {"seed": 2})
     journal.remove()
     assert not (tmp_path / "disk").exists()
+
+
+def test_what_all_gave_counts_after_a_server_died() -> None:
+    gathers = Gathers(2, Region(), lambda: 0)
+    gathers.give(1, place(3, 0), [torch.tensor([9.0])])  # by a worker that came back, and saw a later table
+    answer = gathers.give(0, place(3, 0), [torch.tensor([1.0]), torch.tensor([2.0])]).result()
+    assert answer is not None and [float(each) for each in answer.tensors] == [1.0, 2.0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -48,11 +48,21 @@ class Gathers:
         """The last exchange that all workers took part in, plus 1."""
         return int(self._passed[0])
 
-    def give(self, worker: int, where: int, tensor: Tensor) -> Future[Message | None]:
-        """Take a worker's tensor; the answer is those of all workers in the order of their ranks."""
+    def give(self, worker: int, where: int, tensors: Sequence[Tensor]) -> Future[Message | None]:
+        """Take a worker's tensor; the answer is those of all workers in the order of their ranks.
+
+        Args:
+            worker: who gives it.
+            where: which exchange.
+            tensors: its own; or those of all, from one who had the answer before this server died. These count: a
+                worker that comes back may have asked servers that are a step ahead, and gives something else.
+        """
         answer: Future[Message | None] = Future()
         given = self._given.setdefault(where, {})
-        given.setdefault(worker, tensor)
+        if len(tensors) == 1:
+            given.setdefault(worker, tensors[0])
+        else:
+            given.update(enumerate(tensors))
         self._waiting.setdefault(where, []).append(answer)
         if len(given) == self._workers:
             if where >= self.passed:

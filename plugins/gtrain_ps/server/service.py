@@ -201,7 +201,7 @@ class Handlers:
 
     def gather(self, message: Message, caller: Caller) -> Answer:
         """A worker's tensor to all workers, answered by those of all. Fields: ``where``."""
-        return self._gathers.give(_rank(caller), message.fields["where"], message.tensors[0])
+        return self._gathers.give(_rank(caller), message.fields["where"], message.tensors)
 
     def passed(self, message: Message, caller: Caller) -> Message:
         """How far the workers have come in what they say to each other."""

@@ -97,7 +97,7 @@ class ParameterServers:
         self._calls: dict[int, int] = {}
         self._sent: list[dict[int, _Sent]] = [{} for _ in self.clients]
         self._lives: list[int | None] = [None for _ in self.clients]
-        self._gathered: dict[int, Tensor] = {}
+        self._gathered: dict[int, Sequence[Tensor]] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -134,8 +134,12 @@ class ParameterServers:
             oldest = place(self.step - self._lag - 2, 0)
             with self._lock:
                 self._gathered = {key: given for key, given in self._gathered.items() if key >= oldest}
-                self._gathered[where] = tensor
-        return self.submit(0, "gather", {"where": where}, [tensor]).result().tensors
+                self._gathered[where] = [tensor]
+        found = self.submit(0, "gather", {"where": where}, [tensor]).result().tensors
+        if self.lasting:
+            with self._lock:
+                self._gathered[where] = found  # what all gave: who died since may come to give something else
+        return found
 
     def passed(self) -> int:
         """How far all workers have come with :meth:`gather`."""
@@ -153,8 +157,8 @@ class ParameterServers:
             log.warning("parameter %d was started again; it gets the steps that it may have lost once more", server)
             again = [(step, self._sent[server][step]) for step in sorted(self._sent[server])]
             gathered = {} if server else dict(self._gathered)
-        for where, tensor in gathered.items():
-            self.clients[server].submit("gather", {"where": where}, [tensor])
+        for where, tensors in gathered.items():
+            self.clients[server].submit("gather", {"where": where}, tensors)
         for _, sent in again:
             for fields, tensors in list(sent.products.values()):
                 self.clients[server].submit("multiply", fields, tensors)
