@@ -1,5 +1,7 @@
 """A machine's copy of the parameters that all machines have, kept near those of the others by a loop beside training.
 
+Where a bucket begins they are exchanged too, so that they are never older than one, however busy the machine is.
+
 The loop sends the change since it last did; the server adds it to its own value and answers with that. What the
 machine's workers have changed meanwhile stays on top. State of optimizers is a sum too and travels alike.
 """
@@ -48,6 +50,7 @@ class SharedParameters:
         self._stop: threading.Event | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._exchanging = threading.Lock()
 
     def put(self) -> None:
         """Let the servers have the values as they are here."""
@@ -65,7 +68,11 @@ class SharedParameters:
         self._remember()
 
     def exchange(self) -> None:
-        """Send what has changed, and take in what others have."""
+        """Send what has changed, and take in what others have; any thread may do so."""
+        with self._exchanging:
+            self._exchange()
+
+    def _exchange(self) -> None:
         sent = []
         for client, pieces, last in zip(self._clients, self._pieces, self._last, strict=True):
             now = {key: piece.clone() for key, piece in pieces.items()}

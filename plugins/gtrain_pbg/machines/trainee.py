@@ -97,6 +97,7 @@ class MachineTrainee:
             grant = self._acquire(edges)
             if grant is not None:
                 self._table.bring(grant, self._released)
+                self._parameters.exchange()  # the machine's other workers stand still
                 told = torch.tensor([*grant.bucket, *self._table.visit(grant).slots, grant.chunk, 0])
         head, tail, first, second, chunk, _ = self._machine.broadcast(told).tolist()
         if head < 0:
