@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 REPO = Path(__file__).resolve().parents[1]
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads of two workers on two cores wait for each other
 
 
 @pytest.hookimpl(optionalhook=True)
