@@ -164,11 +164,10 @@ def send_backward(group: Group, r: int, outgoing: Tensor, incoming: Tensor | Pac
 
 def _post(group: Group, outgoing: Tensor, incoming: Tensor | Packet, to: int, source: int, tag: int) -> InFlight:
     buffer, pieces = (incoming.buffer, incoming.pieces) if isinstance(incoming, Packet) else (incoming, [incoming])
-    return InFlight(
-        group.send(outgoing, to, tag) if outgoing.numel() else None,
-        group.receive(buffer, source, tag) if buffer.numel() else None,
-        pieces,
-    )
+    # first the receive: gloo's word that there is room would else wait behind the rows that go the same way
+    receive = group.receive(buffer, source, tag) if buffer.numel() else None
+    send = group.send(outgoing, to, tag) if outgoing.numel() else None
+    return InFlight(send, receive, pieces)
 
 
 def fetch(rows: Sequence[Rows], r: int, tag: int) -> InFlight:

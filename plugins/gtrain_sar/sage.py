@@ -101,17 +101,13 @@ class _TransformThenSum(torch.autograd.Function):
             of_right = gradient.t() @ x
         if ctx.needs_input_grad[5]:
             of_bias = gradient.sum(0)
-        if ctx.needs_input_grad[3] and flight.schedule.mode != 1:
-            of_x = gradient @ right  # while gradients are on their way
         if flight.wanted:
             flight.add_local([gradient])
             flight.land()
             flight.gradients = {}
             of_left = of_sent.t() @ x if ctx.needs_input_grad[4] else None
-        if ctx.needs_input_grad[3]:
-            if of_x is None:  # mode 1: it takes as much memory as the messages, which are gone by now
-                of_x = gradient @ right
-            of_x.addmm_(of_sent, left)
+        if ctx.needs_input_grad[3]:  # only now: it takes as much memory as the messages
+            of_x = (gradient @ right).addmm_(of_sent, left)
         return None, None, None, of_x, of_left, of_bias, of_right
 
 
