@@ -39,12 +39,15 @@ def group_nodes(
         return None
     groups = np.zeros(parts.size, dtype=np.int32)
     place = np.empty(parts.size, dtype=np.int64)
-    inner = parts[source] == parts[target]
+    inner = np.flatnonzero(parts[source] == parts[target])
+    edges, nodes_by_part = inner[np.argsort(parts[target[inner]], kind="stable")], np.argsort(parts, kind="stable")
+    last_edge = np.cumsum(np.bincount(parts[target[inner]], minlength=num_parts))
+    last_node = np.cumsum(sizes)
     for part in np.flatnonzero(sizes >= 2 * GROUP_NODES).tolist():
-        nodes = np.flatnonzero(parts == part)
+        nodes = nodes_by_part[last_node[part] - sizes[part] : last_node[part]]
         place[nodes] = np.arange(nodes.size)
-        mine = inner & (parts[target] == part)
-        if not mine.any():
+        mine = edges[last_edge[part - 1] if part else 0 : last_edge[part]]
+        if not mine.size:
             continue
         count = min(MOST_GROUPS, nodes.size // GROUP_NODES)
         groups[nodes] = metis_partition(place[source[mine]], place[target[mine]], nodes.size, count, seed=seed)

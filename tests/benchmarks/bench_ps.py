@@ -1,14 +1,14 @@
 """The sparse parameter server end to end, beside data parallelism with dense and with sparse gradients.
 
-    python tests/benchmarks/bench_ps.py --shape 512,52 --rounds 3 --torchrec /tmp/torchrec/bin/python
+    python tests/benchmarks/bench_ps.py --shape 512,52 --rounds 3 --torchrec ../torchrec/bin/python
 
 Two workers, two servers, one thread each, on loopback: n = 2^20 features, Zipf ids, 72 nonzeros a row, row-wise
 Adagrad. ``gtrain`` runs as a user runs it, through the command and Lightning; the peers are plain loops over
 ``embedding_bag`` and gloo with batches made beforehand, which flatters them. With ``--torchrec PYTHON`` TorchRec's
 row-wise sharding is measured too (ps_torchrec.py), by the interpreter of an environment that has it:
 
-    python -m venv /tmp/torchrec --system-site-packages
-    /tmp/torchrec/bin/pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 pyre-extensions tensordict pyvers tqdm
+    python -m venv ../torchrec --system-site-packages
+    ../torchrec/bin/pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 pyre-extensions tensordict pyvers tqdm
 
 Prints for each: examples/s of its fastest epoch, CPU ms of all processes a step, bytes of a worker and step beside
 those of the formula (:mod:`gtrain_ps.costs`). Rounds are interleaved, so that a busy machine disturbs all

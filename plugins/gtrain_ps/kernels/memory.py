@@ -8,6 +8,8 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+_POINTER, _WORD = ir.IntType(8).as_pointer(), ir.IntType(32)
+
 
 def _prefetch_row(typingctx: Any, table: Any, row: Any) -> Any:
     """Ask for the cache lines of a row of a two-dimensional, C-contiguous array."""
@@ -19,17 +21,13 @@ def _prefetch_row(typingctx: Any, table: Any, row: Any) -> Any:
         base = builder.ptrtoint(array.data, stride.type)
         start = builder.add(base, builder.mul(index, stride))
         end = builder.add(start, builder.mul(width, array.itemsize))
-        pointer = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, ir.IntType(32), ir.IntType(32), ir.IntType(32)])
-        call = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-        one, three, zero = (ir.Constant(ir.IntType(32), number) for number in (1, 3, 0))
         here = builder.block
         loop, after = builder.append_basic_block("prefetch"), builder.append_basic_block("prefetched")
         builder.branch(loop)
         builder.position_at_end(loop)
         place = builder.phi(start.type)
         place.add_incoming(start, here)
-        builder.call(call, [builder.inttoptr(place, pointer), zero, three, one])
+        _ask(builder, builder.inttoptr(place, _POINTER))
         following = builder.add(place, ir.Constant(start.type, 64))
         place.add_incoming(following, loop)
         builder.cbranch(builder.icmp_signed("<", following, end), loop, after)
@@ -45,14 +43,17 @@ def _prefetch_entry(typingctx: Any, array: Any, index: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         made = context.make_array(signature.args[0])(context, builder, args[0])
         place = builder.gep(made.data, [context.cast(builder, args[1], signature.args[1], types.intp)])
-        pointer = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, ir.IntType(32), ir.IntType(32), ir.IntType(32)])
-        call = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-        one, three, zero = (ir.Constant(ir.IntType(32), number) for number in (1, 3, 0))
-        builder.call(call, [builder.bitcast(place, pointer), zero, three, one])
+        _ask(builder, builder.bitcast(place, _POINTER))
         return context.get_dummy_value()
 
     return types.void(array, index), generate
+
+
+def _ask(builder: Any, place: Any) -> None:
+    """Ask for the cache line at a pointer, to be read and kept."""
+    kind = ir.FunctionType(ir.VoidType(), [_POINTER, _WORD, _WORD, _WORD])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [_POINTER], kind)
+    builder.call(function, [place, _WORD(0), _WORD(3), _WORD(1)])
 
 
 def _fence(typingctx: Any) -> Any:

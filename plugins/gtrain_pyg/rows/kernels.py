@@ -16,7 +16,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from gtrain_pyg.rows.memory import copy, count_bits, load32, load64, prefetch
+from gtrain.graph.sampling.memory import prefetch
+from gtrain_pyg.rows.memory import copy, count_bits, load32, load64
 
 Array = NDArray[Any]
 

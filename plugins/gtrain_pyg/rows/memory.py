@@ -8,7 +8,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-_BYTE, _WORD, _ADDRESS = ir.IntType(8), ir.IntType(32), types.int64
+_BYTE, _ADDRESS = ir.IntType(8), types.int64
 
 
 def _copy(typingctx: Any, target: Any, source: Any, nbytes: Any) -> Any:
@@ -22,19 +22,6 @@ def _copy(typingctx: Any, target: Any, source: Any, nbytes: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(_ADDRESS, _ADDRESS, types.int64), generate
-
-
-def _prefetch(typingctx: Any, address: Any) -> Any:
-    """Ask for a cache line that will be read, without waiting for it; any address will do."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = _BYTE.as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, _WORD, _WORD, _WORD])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], kind)
-        builder.call(function, [builder.inttoptr(arguments[0], pointer), _WORD(0), _WORD(3), _WORD(1)])
-        return context.get_dummy_value()
-
-    return types.void(_ADDRESS), generate
 
 
 def _load32(typingctx: Any, address: Any) -> Any:
@@ -65,7 +52,6 @@ def _count_bits(typingctx: Any, word: Any) -> Any:
 
 
 copy: Any = intrinsic(_copy)
-prefetch: Any = intrinsic(_prefetch)
 load32: Any = intrinsic(_load32)
 load64: Any = intrinsic(_load64)
 count_bits: Any = intrinsic(_count_bits)
