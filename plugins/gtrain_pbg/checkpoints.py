@@ -6,6 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
+from gtrain_pbg.files import keep
+
 
 def preserve(path: Path, epoch: int, interval: int) -> None:
     """Keep a checkpoint of every so many epochs, as ``epoch-<number>.ckpt`` beside it.
@@ -23,12 +25,5 @@ def preserve(path: Path, epoch: int, interval: int) -> None:
         return
     temporary = target.with_name(target.name + ".part")
     shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(path, temporary, copy_function=_link)
+    shutil.copytree(path, temporary, copy_function=lambda source, kept: keep(Path(source), Path(kept)))
     os.rename(temporary, target)
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)

@@ -57,11 +57,6 @@ class Counts:
     missed: int = 0
     fetched: int = 0
 
-    @property
-    def hit_rate(self) -> float:
-        """The share of remote rows that the cache had; 0 where there were none."""
-        return self.cached / max(1, self.cached + self.missed)
-
 
 class Rows:
     """Serves the rows of one store, here and to other ranks. Threads may share it.
