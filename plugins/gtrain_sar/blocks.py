@@ -13,7 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from gtrain_sar.call import PropagateCall, message_parameters
 from gtrain_sar.config import Schedule
-from gtrain_sar.halo import HaloExchange, InFlight, add_rows, count_needed, push, stream
+from gtrain_sar.halo import HaloExchange, add_rows, count_needed, push, stream
+from gtrain_sar.messages import InFlight
 
 
 def aggregate_by_blocks(call: PropagateCall, schedule: Schedule) -> Tensor:

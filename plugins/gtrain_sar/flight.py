@@ -14,8 +14,9 @@ from torch import Tensor
 
 from gtrain_sar.config import Schedule
 from gtrain_sar.edges import Compressed, EdgeBlocks
-from gtrain_sar.halo import InFlight, Rows, add_rows, count_needed, push, stream
+from gtrain_sar.halo import Make, Rows, add_rows, count_needed, push, stream
 from gtrain_sar.kernels import sddmm, spmm
+from gtrain_sar.messages import InFlight
 
 
 @dataclass
@@ -139,11 +140,11 @@ class Flight:
         self.add_own(outs)
         return outs
 
-    def post(self) -> None:
-        """Post the exchange."""
+    def post(self, make: Make | None = None) -> None:
+        """Post the exchange; ``make``, if given, makes the rows as they leave, and all of them before this returns."""
         count_needed(self.rows)
         count_needed([self.rows[i] for i in self.wanted])
-        self._blocks = stream(self.rows, self.schedule.window)
+        self._blocks = stream(self.rows, self.schedule.window, make)
         next(self._blocks)  # own rows, which are here
 
     def add_own(self, outs: Sequence[Tensor]) -> None:
@@ -205,6 +206,20 @@ class Flight:
             self._landed += 1
             for i, arrived in zip(self.wanted, self._flying.pop(0).wait(), strict=True):
                 add_rows(self.gradients[i], self.rows[i][0].send_rows[self._landed], arrived)
+
+    def land_by_rows(self) -> Iterator[int]:
+        """:meth:`land` for one source: yields how many of its first rows are complete, the last time all of them."""
+        ((exchange, _),) = self.rows
+        self.land(keep=1)
+        while self._flying:
+            self._landed += 1
+            chosen = exchange.send_rows[self._landed]
+            for first, arrived in self._flying.pop(0).rows():
+                until = first + len(arrived)
+                add_rows(self.gradients[0], chosen[first:until], arrived)
+                if until < len(chosen):
+                    yield int(chosen[until:].min())
+        yield len(self.gradients[0])
 
     def weight_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of the weights; mode 1 fetches the remote rows again."""

@@ -6,13 +6,14 @@ All tensors that go the same way in one round travel in one message.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from gtrain.strategy.group import Group, Transfer
+from gtrain.strategy.group import Group
+from gtrain_sar.messages import InFlight, Packet, peers, send_backward, send_forward
 
 if TYPE_CHECKING:
     from gtrain_sar.constants import Constants
@@ -95,89 +96,36 @@ Rows = tuple[HaloExchange, Tensor]
 """An exchange and a tensor ``[num_local, ...]`` of its own rows, or a gradient of one block."""
 
 
-def peers(group: Group, r: int) -> tuple[int, int]:
-    """The rank that reads this one in round r, and the one that this rank reads."""
-    return (group.rank + r) % group.size, (group.rank - r) % group.size
+Make = Callable[[int], None]
+"""Makes the first so many own rows, those that are made already included."""
 
 
-class InFlight:
-    """One round's messages on their way: what this rank sends and what it receives."""
-
-    def __init__(self, send: Transfer | None, receive: Transfer | None, pieces: list[Tensor]) -> None:
-        self._send, self._receive, self._pieces = send, receive, pieces
-        self._dtypes: list[torch.dtype] | None = None
-
-    def wait(self) -> list[Tensor]:
-        """The received tensors, once both directions are complete."""
-        for transfer in (self._receive, self._send):
-            if transfer is not None:
-                transfer.wait()
-        self._send = self._receive = None
-        if self._dtypes is not None:
-            self._pieces = [p.to(d) for p, d in zip(self._pieces, self._dtypes, strict=True)]
-            self._dtypes = None
-        return self._pieces
-
-    def as_types(self, dtypes: list[torch.dtype]) -> InFlight:
-        """Give the received tensors these types once they are here."""
-        self._dtypes = None if dtypes == [piece.dtype for piece in self._pieces] else dtypes
-        return self
-
-
-class Packet:
-    """Several tensors in one contiguous buffer.
+def fetch(rows: Sequence[Rows], r: int, tag: int, make: Make | None = None) -> InFlight:
+    """Post round r's exchange; the results are ``[reads[r], ...]``, in the order of ``rows``.
 
     Args:
-        pieces: shape and type of each.
-        device: where they are.
-
-    Attributes:
-        buffer: uint8, what travels.
-        pieces: views of it, each starting at a multiple of 8 bytes.
+        rows: what is sent.
+        r: the round.
+        tag: of the messages.
+        make: makes the rows, which leave as they are made; None: they are there.
     """
-
-    def __init__(self, pieces: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device) -> None:
-        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in pieces]
-        starts = [0]
-        for size in sizes[:-1]:
-            starts.append(starts[-1] + -(-size // 8) * 8)
-        total = starts[-1] + sizes[-1] if sum(sizes) else 0
-        self.buffer = torch.empty(total, dtype=torch.uint8, device=device)
-        self.pieces = [
-            self.buffer[a : a + n].view(dtype).view(tuple(shape))
-            if n
-            else torch.empty(shape, dtype=dtype, device=device)
-            for a, n, (shape, dtype) in zip(starts, sizes, pieces, strict=True)
-        ]
-
-
-def send_forward(group: Group, r: int, outgoing: Tensor, incoming: Tensor | Packet, tag: int) -> InFlight:
-    """Post round r towards the readers: one tensor to the rank that reads this one, one from that which it reads."""
-    return _post(group, outgoing, incoming, *peers(group, r), tag)
-
-
-def send_backward(group: Group, r: int, outgoing: Tensor, incoming: Tensor | Packet, tag: int) -> InFlight:
-    """Post round r towards the owners."""
-    reader, owner = peers(group, r)
-    return _post(group, outgoing, incoming, owner, reader, tag)
-
-
-def _post(group: Group, outgoing: Tensor, incoming: Tensor | Packet, to: int, source: int, tag: int) -> InFlight:
-    buffer, pieces = (incoming.buffer, incoming.pieces) if isinstance(incoming, Packet) else (incoming, [incoming])
-    # first the receive: gloo's word that there is room would else wait behind the rows that go the same way
-    receive = group.receive(buffer, source, tag) if buffer.numel() else None
-    send = group.send(outgoing, to, tag) if outgoing.numel() else None
-    return InFlight(send, receive, pieces)
-
-
-def fetch(rows: Sequence[Rows], r: int, tag: int) -> InFlight:
-    """Post round r's exchange; the results are ``[reads[r], ...]``, in the order of ``rows``."""
     group, device = rows[0][0].group, rows[0][1].device
     outgoing = _packet(rows, [len(exchange.send_rows[r]) for exchange, _ in rows], device)
-    for (exchange, tensor), piece in zip(rows, outgoing.pieces, strict=True):
-        gather(tensor.detach(), exchange.send_rows[r], piece)
+    filled = [0 for _ in rows]
+
+    def fill(size: int) -> None:
+        for k, (exchange, tensor) in enumerate(rows):
+            until = outgoing.rows_within(k, size)
+            chosen = exchange.send_rows[r][filled[k] : until]
+            if len(chosen):
+                if make is not None:
+                    make(int(chosen.max()) + 1)
+                gather(tensor.detach(), chosen, outgoing.pieces[k][filled[k] : until])
+                filled[k] = until
+
     incoming = _packet(rows, [exchange.reads[r] for exchange, _ in rows], device)
-    return send_forward(group, r, outgoing.buffer, incoming, tag).as_types([tensor.dtype for _, tensor in rows])
+    flight = send_forward(group, r, outgoing.buffer, incoming, tag, fill)
+    return flight.as_types([tensor.dtype for _, tensor in rows])
 
 
 def push(gradients: Sequence[Rows], r: int, tag: int) -> InFlight:
@@ -213,19 +161,22 @@ def gather(rows: Tensor, chosen: Tensor, into: Tensor) -> None:
         into.copy_(rows.index_select(0, chosen))
 
 
-def stream(rows: Sequence[Rows], window: int | None) -> Iterator[tuple[int, list[Tensor]]]:
+def stream(rows: Sequence[Rows], window: int | None, make: Make | None = None) -> Iterator[tuple[int, list[Tensor]]]:
     """Blocks of several row tensors in round order, ``(0, the tensors themselves)`` first.
 
     Args:
         rows: tensors ``[num_local, ...]`` with their exchanges.
         window: blocks that may be on their way beside the one that was yielded; None: all of them.
+        make: makes the tensors' rows, all of them before the first block is yielded; None: they are there.
     """
     kept = [None if exchange.constants is None else exchange.constants.blocks(tensor) for exchange, tensor in rows]
     rounds = rows[0][0].rounds
     live = [i for i, blocks in enumerate(kept) if blocks is None or len(blocks) < rounds - 1]
-    flights = _Flights([rows[i] for i in live])
+    flights = _Flights([rows[i] for i in live], make)
     ahead = rounds if window is None else window
     flights.post(ahead)
+    if make is not None:
+        make(len(rows[0][1]))
     yield 0, [tensor for _, tensor in rows]
     for r in range(1, rounds):
         flights.post(r)
@@ -240,8 +191,8 @@ def stream(rows: Sequence[Rows], window: int | None) -> Iterator[tuple[int, list
 class _Flights:
     """The rounds of one stream, posted in order and taken in order."""
 
-    def __init__(self, rows: Sequence[Rows]) -> None:
-        self._rows, self._posted = rows, 0
+    def __init__(self, rows: Sequence[Rows], make: Make | None) -> None:
+        self._rows, self._make, self._posted = rows, make, 0
         self._flying: deque[InFlight] = deque()
         self._tag = rows[0][0].group.next_tag() if rows else 0
 
@@ -249,7 +200,7 @@ class _Flights:
         """Post all rounds up to number ``until`` that are not yet posted."""
         while self._rows and self._posted < min(until, self._rows[0][0].rounds - 1):
             self._posted += 1
-            self._flying.append(fetch(self._rows, self._posted, self._tag))
+            self._flying.append(fetch(self._rows, self._posted, self._tag, self._make))
 
     def take(self) -> list[Tensor]:
         """The next round's blocks."""

@@ -76,11 +76,11 @@ class _TransformThenSum(torch.autograd.Function):
         right: Tensor,
     ) -> Tensor:
         rows, (weight, scale) = x.detach(), factors
-        sent = rows @ left.t()
+        sent = rows.new_empty((len(rows), len(left)))
         wanted = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
         ctx.flight, ctx.shape = Flight([LinearCall(blocks, sent, weight, scale=scale)], schedule, wanted), sent.shape
+        ctx.flight.post(_Products(rows, left, sent))
         del sent  # the flight lets go of it
-        ctx.flight.post()
         out = rows @ right.t()
         ctx.flight.add_own([out])
         ctx.flight.finish([out])
@@ -103,12 +103,31 @@ class _TransformThenSum(torch.autograd.Function):
             of_bias = gradient.sum(0)
         if flight.wanted:
             flight.add_local([gradient])
-            flight.land()
+            of_left = torch.zeros_like(left)
+            if ctx.needs_input_grad[3]:  # it takes the place of what it is made of, where it is as wide
+                of_x = of_sent if left.size(0) == left.size(1) else torch.empty_like(x)
+            first = 0
+            for until in flight.land_by_rows():
+                part = slice(first, until)
+                of_left.addmm_(of_sent[part].t(), x[part])
+                if of_x is not None:
+                    of_x[part] = (gradient[part] @ right).addmm_(of_sent[part], left)
+                first = until
             flight.gradients = {}
-            of_left = of_sent.t() @ x if ctx.needs_input_grad[4] else None
-        if ctx.needs_input_grad[3]:  # only now: it takes as much memory as the messages
-            of_x = (gradient @ right).addmm_(of_sent, left)
-        return None, None, None, of_x, of_left, of_bias, of_right
+        return None, None, None, of_x, of_left if ctx.needs_input_grad[4] else None, of_bias, of_right
+
+
+class _Products:
+    """``rows @ left.t()``, made from the first row on as far as it is asked for."""
+
+    def __init__(self, rows: Tensor, left: Tensor, out: Tensor) -> None:
+        self._rows, self._left, self._out, self._made = rows, left, out, 0
+
+    def __call__(self, until: int) -> None:
+        if until > self._made:
+            part = slice(self._made, until)
+            torch.mm(self._rows[part], self._left.t(), out=self._out[part])
+            self._made = until
 
 
 class _SumThenTransform(torch.autograd.Function):

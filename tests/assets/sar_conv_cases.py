@@ -145,6 +145,7 @@ def _sage() -> dict[str, Case]:
     for aggr in ("lstm", "std", "mul", "softmax", "powermean"):
         cases[f"sage {aggr}"] = Case(lambda a=aggr: pyg.SAGEConv(6, 4, aggr=a), plain)
     return cases | {
+        "sage of equal width": Case(lambda: pyg.SAGEConv(6, 6), plain),
         "sage constant x": Case(lambda: pyg.SAGEConv(6, 4), in_steps(plain), ()),
         "sage several": Case(lambda: pyg.SAGEConv(6, 4, aggr=["mean", "max", "std"]), plain),
         "sage normalize": Case(lambda: pyg.SAGEConv(6, 4, normalize=True), plain),

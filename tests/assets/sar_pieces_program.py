@@ -1,4 +1,4 @@
-"""As sar_conv_program.py, with messages of attention's backward pass cut into pieces, in every mode."""
+"""As sar_conv_program.py, with all messages cut into pieces, in every mode."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import sys
 
 import sar_conv_program
 
+from gtrain_sar import messages
 from gtrain_sar.attention import sources
 
 if __name__ == "__main__":
+    messages.PIECE_BYTES = 128
     sources._MOST_ROWS = 2  # the test's graph has tens of nodes
     sources.Reverse.pays = lambda self, mode: True  # type: ignore[method-assign]
     sys.exit(sar_conv_program.main())

@@ -1,4 +1,4 @@
-"""Attention whose backward pass sends several messages a round: exact beside PyG, as with one."""
+"""Messages that travel in pieces: exact beside PyG, as with one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from forked import python
 from helpers import ok
 
 PROGRAM = Path(__file__).parent.parent / "assets" / "sar_pieces_program.py"
-CASES = ["gat", "gat one head", "gat residual", "dropout: gat"]
+CASES = ["gat", "gat one head", "gat residual", "dropout: gat", "sage mean", "sage of equal width", "sage max", "gcn"]
 
 
 def test_pieces_of_a_round_come_to_the_same_as_one_message(tmp_path: Path) -> None:

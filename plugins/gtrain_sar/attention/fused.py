@@ -17,8 +17,9 @@ from torch.autograd.function import once_differentiable
 from gtrain_sar.attention.sources import extremes_of, of_round, reverse, send_targets
 from gtrain_sar.config import Schedule
 from gtrain_sar.edges import EdgeBlocks, numbered
-from gtrain_sar.halo import InFlight, Rows, add_rows, count_needed, push, stream
+from gtrain_sar.halo import Make, Rows, add_rows, count_needed, push, stream
 from gtrain_sar.kernels import AttentionState, Dropout, attention_backward, attention_finish, attention_forward
+from gtrain_sar.messages import InFlight
 
 _CHUNK = 1 << 13  # rows of a product that are held at once
 
@@ -78,7 +79,7 @@ Settings = tuple[EdgeBlocks, Schedule, float, Dropout]
 
 
 def attention_blocks(
-    settings: Settings, x: Tensor, source: Tensor, target: Tensor, *, trains: bool
+    settings: Settings, x: Tensor, source: Tensor, target: Tensor, *, trains: bool, make: Make | None = None
 ) -> tuple[Tensor, ...]:
     """The forward pass over all blocks.
 
@@ -86,6 +87,7 @@ def attention_blocks(
         settings: how to go about it.
         x, source, target: own rows [n, H, C] and logits [n, H] of both ends.
         trains: whether gradients of x will be sent.
+        make: makes the first so many rows of ``x``, ``source`` and ``target``; None: they are there.
 
     Returns:
         The result [T, H, C], the logarithms of the sums of exponentials [T, H], and what the backward pass asks for of
@@ -98,7 +100,7 @@ def attention_blocks(
     state = AttentionState(out, target.new_full(target.shape, float("-inf")), torch.zeros_like(target))
     rest: list[Tensor] = []
     answered = trains and _owners_answer(blocks, schedule)
-    for r, (block_x, block_source) in stream(rows, schedule.window):
+    for r, (block_x, block_source) in stream(rows, schedule.window, make):
         edges, dropout = numbered(blocks)[r].by_target, of_round(keep, r)
         attention_forward(edges, block_x, block_source, target, slope, state, dropout)
         if r > 0 and answered:

@@ -47,10 +47,12 @@ class _Layer(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:
         heads, channels = att_source.shape[-2:]
-        rows = (x.detach() @ weight.t()).view(-1, heads, channels)
-        source, target = _logits(rows, att_source, att_target)
+        rows = x.new_empty((len(x), heads, channels))
+        source, target = (x.new_empty((len(x), heads)) for _ in range(2))
+        make = _Transform((x.detach(), weight, att_source, att_target), (rows, source, target))
         settings = blocks, schedule, slope, keep
-        out, lse, *rest = attention_blocks(settings, rows, source, target, trains=any(ctx.needs_input_grad[4:8]))
+        trains = any(ctx.needs_input_grad[4:8])
+        out, lse, *rest = attention_blocks(settings, rows, source, target, trains=trains, make=make)
         out = out.view(-1, heads * channels)
         if bias is not None:
             out.add_(bias)
@@ -85,11 +87,28 @@ class _Layer(torch.autograd.Function):
         return None, None, None, None, of_x, of_weight, of_source, of_target, of_bias
 
 
-def _logits(rows: Tensor, att_source: Tensor, att_target: Tensor) -> tuple[Tensor, Tensor]:
-    """``<rows[i, h], att[h]>`` for both ends, [n, H] each."""
-    both = torch.cat([_block_diagonal(att_source), _block_diagonal(att_target)], 1)
-    source, target = (rows.flatten(1) @ both).split(rows.size(1), 1)
-    return source.contiguous(), target.contiguous()
+class _Transform:
+    """Rows ``x @ weight.t()`` and their logits ``<row[h], att[h]>`` of both ends, made from the first on as asked for.
+
+    Args:
+        given: x, weight and the attention vectors of sources and targets.
+        made: where the rows [n, H, C] and the logits [n, H] go.
+    """
+
+    def __init__(self, given: tuple[Tensor, Tensor, Tensor, Tensor], made: tuple[Tensor, Tensor, Tensor]) -> None:
+        self._x, self._weight, *vectors = given
+        self._both = torch.cat([_block_diagonal(vector) for vector in vectors], 1)
+        self._rows, self._source, self._target = made
+        self._made = 0
+
+    def __call__(self, until: int) -> None:
+        if until > self._made:
+            part = slice(self._made, until)
+            rows = self._rows[part].flatten(1)
+            torch.mm(self._x[part], self._weight.t(), out=rows)
+            logits = rows @ self._both
+            self._source[part], self._target[part] = logits.split(self._source.size(1), 1)
+            self._made = until
 
 
 def _block_diagonal(vectors: Tensor) -> Tensor:

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gtrain_sar.edges import Compressed, EdgeBlocks, compress, numbered
-from gtrain_sar.halo import HaloExchange, InFlight, Packet, add_rows, gather, peers, send_backward, send_forward
+from gtrain_sar.halo import HaloExchange, add_rows, gather
 from gtrain_sar.kernels import Dropout, attention_backward
+from gtrain_sar.messages import InFlight, Packet, peers, send_backward, send_forward
 
 if TYPE_CHECKING:
     from gtrain_sar.attention.fused import AttentionBackward

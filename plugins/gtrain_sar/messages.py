@@ -1,0 +1,150 @@
+"""Messages between two ranks: several tensors in one buffer, which travels in pieces.
+
+What is made row by row leaves piece by piece while the rest is made, and is worked on as it arrives.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from gtrain.strategy.group import Group, Transfer
+
+PIECE_BYTES = 8 << 20
+_ALIGNED = 64  # bytes
+
+
+class Packet:
+    """Several tensors in one contiguous buffer.
+
+    Args:
+        pieces: shape and type of each.
+        device: where they are.
+
+    Attributes:
+        buffer: uint8, what travels.
+        pieces: views of it, each starting at a multiple of 8 bytes.
+        starts: these starts, in bytes.
+    """
+
+    def __init__(self, pieces: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device) -> None:
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in pieces]
+        self.starts = [0]
+        for size in sizes[:-1]:
+            self.starts.append(self.starts[-1] + -(-size // 8) * 8)
+        total = self.starts[-1] + sizes[-1] if sum(sizes) else 0
+        self.buffer = torch.empty(total, dtype=torch.uint8, device=device)
+        self.pieces = [
+            self.buffer[a : a + n].view(dtype).view(tuple(shape))
+            if n
+            else torch.empty(shape, dtype=dtype, device=device)
+            for a, n, (shape, dtype) in zip(self.starts, sizes, pieces, strict=True)
+        ]
+
+    def rows_within(self, k: int, size: int) -> int:
+        """How many rows of tensor k lie within the first ``size`` bytes, if only in part."""
+        tensor = self.pieces[k]
+        row = tensor[:1].nbytes
+        return min(max(-(-(size - self.starts[k]) // row), 0), len(tensor)) if row else len(tensor)
+
+
+class InFlight:
+    """One round's messages on their way: what this rank sends and what it receives.
+
+    Args:
+        sends: of the pieces that leave.
+        receives: of those that arrive, in order, and how many bytes are here with each.
+        pieces: the tensors that arrive.
+    """
+
+    def __init__(self, sends: list[Transfer], receives: list[tuple[int, Transfer]], pieces: list[Tensor]) -> None:
+        self._sends, self._receives, self._pieces = sends, deque(receives), pieces
+        self._dtypes: list[torch.dtype] | None = None
+
+    def wait(self) -> list[Tensor]:
+        """The received tensors, once both directions are complete."""
+        for _ in self._arriving():
+            pass
+        if self._dtypes is not None:
+            self._pieces = [p.to(d) for p, d in zip(self._pieces, self._dtypes, strict=True)]
+            self._dtypes = None
+        return self._pieces
+
+    def rows(self) -> Iterator[tuple[int, Tensor]]:
+        """The one tensor that is received, as it arrives: where some rows start, and the rows."""
+        (rows,) = self._pieces
+        whole, row = self._dtypes is not None or not rows.numel(), rows[:1].nbytes
+        first = 0
+        for size in self._arriving():
+            if not whole and (until := size // row) > first:
+                yield first, rows[first:until]
+                first = until
+        if whole:
+            yield 0, self.wait()[0]
+
+    def _arriving(self) -> Iterator[int]:
+        """Bytes that are here, with each piece; then everything has left too."""
+        while self._receives:
+            size, transfer = self._receives.popleft()
+            transfer.wait()
+            yield size
+        while self._sends:
+            self._sends.pop().wait()
+
+    def as_types(self, dtypes: list[torch.dtype]) -> InFlight:
+        """Give the received tensors these types once they are here."""
+        self._dtypes = None if dtypes == [piece.dtype for piece in self._pieces] else dtypes
+        return self
+
+
+Fill = Callable[[int], object]
+"""Makes the first so many bytes of a buffer, those that are made already included."""
+
+
+def peers(group: Group, r: int) -> tuple[int, int]:
+    """The rank that reads this one in round r, and the one that this rank reads."""
+    return (group.rank + r) % group.size, (group.rank - r) % group.size
+
+
+def send_forward(
+    group: Group, r: int, outgoing: Tensor, incoming: Tensor | Packet, tag: int, fill: Fill | None = None
+) -> InFlight:
+    """Post round r towards the readers: one tensor to the rank that reads this one, one from that which it reads."""
+    return _post(group, outgoing, incoming, *peers(group, r), tag, fill)
+
+
+def send_backward(
+    group: Group, r: int, outgoing: Tensor, incoming: Tensor | Packet, tag: int, fill: Fill | None = None
+) -> InFlight:
+    """Post round r towards the owners."""
+    reader, owner = peers(group, r)
+    return _post(group, outgoing, incoming, owner, reader, tag, fill)
+
+
+def _post(
+    group: Group, outgoing: Tensor, incoming: Tensor | Packet, to: int, source: int, tag: int, fill: Fill | None
+) -> InFlight:
+    buffer, pieces = (incoming.buffer, incoming.pieces) if isinstance(incoming, Packet) else (incoming, [incoming])
+    # first the receives: gloo's word that there is room would else wait behind the rows that go the same way
+    receives = [(end, group.receive(piece, source, tag)) for end, piece in _cut(buffer)]
+    sends = []
+    for end, piece in _cut(outgoing):
+        if fill is not None:
+            fill(end)
+        sends.append(group.send(piece, to, tag))
+    return InFlight(sends, receives, pieces)
+
+
+def _cut(buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Pieces of about equal size, and where each ends; both ends of a message cut it alike."""
+    flat = buffer.view(-1).view(torch.uint8)
+    count = -(-len(flat) // PIECE_BYTES)
+    start = 0
+    for k in range(1, count + 1):
+        end = len(flat) if k == count else k * len(flat) // count // _ALIGNED * _ALIGNED
+        if end > start:
+            yield end, flat[start:end]
+        start = end
