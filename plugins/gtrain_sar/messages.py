@@ -51,18 +51,37 @@ class Packet:
         return min(max(-(-(size - self.starts[k]) // row), 0), len(tensor)) if row else len(tensor)
 
 
+Fill = Callable[[int], object]
+"""Makes the first so many bytes of a buffer, those that are made already included."""
+
+
 class InFlight:
     """One round's messages on their way: what this rank sends and what it receives.
 
+    Its receives are posted first: gloo's word that there is room would else wait behind the rows that go the same way.
+
     Args:
-        sends: of the pieces that leave.
-        receives: of those that arrive, in order, and how many bytes are here with each.
-        pieces: the tensors that arrive.
+        group: the ranks.
+        incoming: what is received.
+        source: the rank that it comes from.
+        tag: of the messages of both directions.
     """
 
-    def __init__(self, sends: list[Transfer], receives: list[tuple[int, Transfer]], pieces: list[Tensor]) -> None:
-        self._sends, self._receives, self._pieces = sends, deque(receives), pieces
+    def __init__(self, group: Group, incoming: Tensor | Packet, source: int, tag: int) -> None:
+        self._group, self._tag = group, tag
+        buffer, pieces = (incoming.buffer, incoming.pieces) if isinstance(incoming, Packet) else (incoming, [incoming])
+        self._pieces: list[Tensor] = pieces
+        self._receives = deque((end, group.receive(piece, source, tag)) for end, piece in _cut(buffer))
+        self._sends: list[Transfer] = []
         self._dtypes: list[torch.dtype] | None = None
+
+    def send(self, outgoing: Tensor, to: int, fill: Fill | None = None) -> InFlight:
+        """Post what leaves in the same round, each piece once ``fill`` has made it."""
+        for end, piece in _cut(outgoing):
+            if fill is not None:
+                fill(end)
+            self._sends.append(self._group.send(piece, to, self._tag))
+        return self
 
     def wait(self) -> list[Tensor]:
         """The received tensors, once both directions are complete."""
@@ -100,10 +119,6 @@ class InFlight:
         return self
 
 
-Fill = Callable[[int], object]
-"""Makes the first so many bytes of a buffer, those that are made already included."""
-
-
 def peers(group: Group, r: int) -> tuple[int, int]:
     """The rank that reads this one in round r, and the one that this rank reads."""
     return (group.rank + r) % group.size, (group.rank - r) % group.size
@@ -113,29 +128,14 @@ def send_forward(
     group: Group, r: int, outgoing: Tensor, incoming: Tensor | Packet, tag: int, fill: Fill | None = None
 ) -> InFlight:
     """Post round r towards the readers: one tensor to the rank that reads this one, one from that which it reads."""
-    return _post(group, outgoing, incoming, *peers(group, r), tag, fill)
+    reader, owner = peers(group, r)
+    return InFlight(group, incoming, owner, tag).send(outgoing, reader, fill)
 
 
-def send_backward(
-    group: Group, r: int, outgoing: Tensor, incoming: Tensor | Packet, tag: int, fill: Fill | None = None
-) -> InFlight:
+def send_backward(group: Group, r: int, outgoing: Tensor, incoming: Tensor | Packet, tag: int) -> InFlight:
     """Post round r towards the owners."""
     reader, owner = peers(group, r)
-    return _post(group, outgoing, incoming, owner, reader, tag, fill)
-
-
-def _post(
-    group: Group, outgoing: Tensor, incoming: Tensor | Packet, to: int, source: int, tag: int, fill: Fill | None
-) -> InFlight:
-    buffer, pieces = (incoming.buffer, incoming.pieces) if isinstance(incoming, Packet) else (incoming, [incoming])
-    # first the receives: gloo's word that there is room would else wait behind the rows that go the same way
-    receives = [(end, group.receive(piece, source, tag)) for end, piece in _cut(buffer)]
-    sends = []
-    for end, piece in _cut(outgoing):
-        if fill is not None:
-            fill(end)
-        sends.append(group.send(piece, to, tag))
-    return InFlight(sends, receives, pieces)
+    return InFlight(group, incoming, reader, tag).send(outgoing, owner)
 
 
 def _cut(buffer: Tensor) -> Iterator[tuple[int, Tensor]]:

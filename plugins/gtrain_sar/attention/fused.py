@@ -7,7 +7,9 @@ exponentials, from which the backward pass makes any coefficient again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -96,11 +98,13 @@ def attention_blocks(
     blocks, schedule, slope, keep = settings
     rows: list[Rows] = [(blocks.exchange, x), (blocks.exchange, source)]
     count_needed(rows, passes=2 if trains else 1)
-    out = x.new_zeros((blocks.num_targets, *x.shape[1:]))
-    state = AttentionState(out, target.new_full(target.shape, float("-inf")), torch.zeros_like(target))
     rest: list[Tensor] = []
     answered = trains and _owners_answer(blocks, schedule)
-    for r, (block_x, block_source) in stream(rows, schedule.window, make):
+    arriving = stream(rows, schedule.window, make)
+    first = next(arriving)  # rows are on their way before memory is filled
+    out = x.new_zeros((blocks.num_targets, *x.shape[1:]))
+    state = AttentionState(out, target.new_full(target.shape, float("-inf")), torch.zeros_like(target))
+    for r, (block_x, block_source) in chain([first], arriving):
         edges, dropout = numbered(blocks)[r].by_target, of_round(keep, r)
         attention_forward(edges, block_x, block_source, target, slope, state, dropout)
         if r > 0 and answered:
@@ -131,28 +135,47 @@ class AttentionBackward:
     Args:
         settings: how to go about it.
         grad: [T, H, C], of the result.
-        x, source, target: as in the forward pass.
+        x: rows as in the forward pass, or what makes them again once they are asked for.
+        source, target: as in the forward pass.
         lse: [T, H], the logarithm of the sum of exponentials.
         delta: [T, H], ``<grad, out>``.
 
-    Attributes:
-        dx, dsource, dtarget: gradients so far.
+    The gradients so far are made where they are first asked for: when rows are on their way.
     """
 
     def __init__(
         self,
         settings: Settings,
         grad: Tensor,
-        x: Tensor,
+        x: Tensor | Callable[[], Tensor],
         source: Tensor,
         target: Tensor,
         lse: Tensor,
         delta: Tensor,
     ) -> None:
         self.blocks, self.schedule, self.slope, self.keep = settings
-        self.grad, self.x, self.source, self.target = grad, x, source, target
+        self.grad, self._x, self.source, self.target = grad, x, source, target
         self.lse, self.delta = lse, delta
-        self.dx, self.dsource, self.dtarget = torch.zeros_like(x), torch.zeros_like(source), torch.zeros_like(target)
+
+    @cached_property
+    def x(self) -> Tensor:
+        """[n, H, C]."""
+        return self._x if isinstance(self._x, Tensor) else self._x()
+
+    @cached_property
+    def dx(self) -> Tensor:
+        """[n, H, C]."""
+        return torch.zeros_like(self.x)
+
+    @cached_property
+    def dsource(self) -> Tensor:
+        """[n, H]."""
+        return torch.zeros_like(self.source)
+
+    @cached_property
+    def dtarget(self) -> Tensor:
+        """[T, H]."""
+        return torch.zeros_like(self.target)
 
     def block(self, r: int, x: Tensor, source: Tensor, dx: Tensor, dsource: Tensor) -> None:
         """Add block r's gradients, its rows being here."""

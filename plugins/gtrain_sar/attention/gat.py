@@ -73,9 +73,11 @@ class _Layer(torch.autograd.Function):
         if bias is not None:  # it is in out, but was not weighted by any coefficient
             delta -= gradient @ _block_diagonal(bias.view(1, heads, channels))
             of_bias = gradient.sum(0)
-        rows = ctx.kept.pop() if ctx.kept else (x @ weight.t()).view(-1, heads, channels)
-        backward = AttentionBackward(ctx.settings, grad, rows, source, target, lse, delta)
+        kept = ctx.kept.pop() if ctx.kept else lambda: (x @ weight.t()).view(-1, heads, channels)
+        backward = AttentionBackward(ctx.settings, grad, kept, source, target, lse, delta)
+        del kept
         attention_backward_blocks(backward, rest)
+        rows = backward.x
         of_logits = torch.cat([backward.dsource, backward.dtarget], 1)
         of_both = (of_logits.t() @ rows.view(-1, heads * channels)).t()  # the other order takes ten times as long
         of_rows = backward.dx.view(-1, heads * channels)

@@ -142,9 +142,13 @@ def send_targets(backward: AttentionBackward, extremes: list[Tensor], prefetch: 
     """
     group, known = backward.blocks.exchange.group, reverse(backward.blocks)
     tags = [(group.next_tag(), group.next_tag()) for _ in range(known.pieces)]
-    arriving = _Arriving(known.messages, lambda message: _send(backward, message, extremes, tags[message.piece][0]))
+    arriving = _Arriving(
+        known.messages,
+        lambda message: _expect(backward, message, tags[message.piece][0]),
+        lambda message, flight: _send(backward, message, extremes, flight),
+    )
     ahead = len(known.messages) if prefetch is None else prefetch
-    returning: deque[tuple[Tensor, InFlight]] = deque()
+    returning: list[tuple[Tensor, InFlight]] = []
     arriving.post(ahead)
     backward.local()
     for k, message in enumerate(known.messages):
@@ -155,24 +159,30 @@ def send_targets(backward: AttentionBackward, extremes: list[Tensor], prefetch: 
         incoming = answer.new_empty((len(message.targets), answer.size(1)))
         flight = send_forward(group, message.round, answer, incoming, tags[message.piece][1])
         returning.append((message.targets, flight))
-        while len(returning) > 1:
-            _take_back(backward, *returning.popleft())
-    while returning:
-        _take_back(backward, *returning.popleft())
+    for targets, flight in returning:  # small ones, which come behind all that the peers had posted before
+        add_rows(backward.dtarget, targets, flight.wait()[0])
 
 
 class _Arriving:
-    """Messages posted in order and taken in order."""
+    """Messages posted in order and taken in order: receives by ``expect``, then sends by ``send``."""
 
-    def __init__(self, messages: Sequence[ReadBy], send: Callable[[ReadBy], InFlight]) -> None:
-        self._messages, self._send, self._posted = messages, send, 0
+    def __init__(
+        self,
+        messages: Sequence[ReadBy],
+        expect: Callable[[ReadBy], InFlight],
+        send: Callable[[ReadBy, InFlight], object],
+    ) -> None:
+        self._messages, self._expect, self._send, self._posted = messages, expect, send, 0
         self._flying: deque[InFlight] = deque()
 
     def post(self, until: int) -> None:
         """Post the first ``until`` messages, if that was not done already."""
-        for message in self._messages[self._posted : until]:
-            self._flying.append(self._send(message))
-            self._posted += 1
+        messages = self._messages[self._posted : until]
+        flights = [self._expect(message) for message in messages]
+        for message, flight in zip(messages, flights, strict=True):
+            self._send(message, flight)
+        self._flying.extend(flights)
+        self._posted += len(messages)
 
     def take(self, k: int) -> list[Tensor]:
         """What message k brought, the next one."""
@@ -180,12 +190,15 @@ class _Arriving:
         return self._flying.popleft().wait()
 
 
-def _take_back(backward: AttentionBackward, targets: Tensor, flight: InFlight) -> None:
-    add_rows(backward.dtarget, targets, flight.wait()[0])
+def _expect(backward: AttentionBackward, message: ReadBy, tag: int) -> InFlight:
+    """Post the receive of the reader's targets of a block."""
+    exchange, r = backward.blocks.exchange, message.round
+    incoming = _packet(backward, exchange, message.num_targets, folded=_folds(_sent_extremes(backward, r)))
+    return InFlight(exchange.group, incoming, peers(exchange.group, r)[0], tag)
 
 
-def _send(backward: AttentionBackward, message: ReadBy, extremes: list[Tensor], tag: int) -> InFlight:
-    """Post this rank's targets of a block to the owner of the sources, and receive those of the reader."""
+def _send(backward: AttentionBackward, message: ReadBy, extremes: list[Tensor], flight: InFlight) -> None:
+    """Post this rank's targets of a block to the owner of the sources."""
     exchange, r, targets = backward.blocks.exchange, message.round, message.targets
     target = backward.target[targets]
     lse, delta = backward.lse[targets], backward.delta[targets]
@@ -201,8 +214,7 @@ def _send(backward: AttentionBackward, message: ReadBy, extremes: list[Tensor], 
     logit.copy_(target)
     rest[0].copy_(delta)
     seed.fill_(backward.keep.seed)
-    incoming = _packet(backward, exchange, message.num_targets, folded=_folds(_sent_extremes(backward, r)))
-    return send_backward(exchange.group, r, outgoing.buffer, incoming, tag)
+    flight.send(outgoing.buffer, peers(exchange.group, r)[1])
 
 
 def _packet(backward: AttentionBackward, exchange: HaloExchange, count: int, *, folded: bool) -> Packet:
