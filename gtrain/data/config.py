@@ -75,6 +75,7 @@ class AmazonConfig(DataConfig):
     _target_: str = "gtrain.data.pyg.AmazonData"
     name: str = "Photo"
     split: str = "per_class"
+    largest_component: bool = False
 
 
 @dataclass
@@ -84,6 +85,7 @@ class CoauthorConfig(DataConfig):
     _target_: str = "gtrain.data.pyg.CoauthorData"
     name: str = "CS"
     split: str = "per_class"
+    largest_component: bool = False
 
 
 @dataclass

@@ -13,6 +13,7 @@ from typing import Any, Unpack
 import torch_geometric.datasets
 from torch_geometric.data import Data, Dataset, HeteroData
 
+from gtrain.data.components import largest_component
 from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp, log
 from gtrain.data.pyg_graph import tidy_graph
 from gtrain.data.raw import Missing, construct, download, mirror, probe
@@ -160,26 +161,49 @@ class PlanetoidData(PyGData):
         super().__init__(name="Planetoid", options={"name": name}, **options)
 
 
-class AmazonData(PyGData):
+class _SplitByClass(PyGData):
+    """A graph of Shchur et al. 2018, whose figures are of the largest connected component.
+
+    Args:
+        name: the data set class.
+        member: the data set.
+        largest_component: leave all other nodes out; those that stay are numbered anew, in their order.
+        **common: see :class:`~gtrain.data.module.GraphDataModule`.
+    """
+
+    def __init__(self, name: str, member: str, largest_component: bool, **common: Unpack[CommonOptions]) -> None:
+        options: CommonOptions = {"split": "per_class", **common}
+        super().__init__(name=name, options={"name": member}, **options)
+        self.largest_component = largest_component
+
+    def identity(self) -> dict[str, Any]:
+        return {**super().identity(), "largest_component": self.largest_component}
+
+    def read(self) -> Data | HeteroData:
+        graph = super().read()
+        assert isinstance(graph, Data)
+        return largest_component(graph) if self.largest_component else graph
+
+
+class AmazonData(_SplitByClass):
     """The co-purchase graphs Computers and Photo, split by class (Shchur et al. 2018)."""
 
     preset = "amazon"
 
-    def __init__(self, *, name: str = "Photo", **common: Unpack[CommonOptions]) -> None:
-        name = known_name("Amazon", name, ("Computers", "Photo"))
-        options: CommonOptions = {"split": "per_class", **common}
-        super().__init__(name="Amazon", options={"name": name}, **options)
+    def __init__(
+        self, *, name: str = "Photo", largest_component: bool = False, **common: Unpack[CommonOptions]
+    ) -> None:
+        member = known_name("Amazon", name, ("Computers", "Photo"))
+        super().__init__("Amazon", member, largest_component, **common)
 
 
-class CoauthorData(PyGData):
+class CoauthorData(_SplitByClass):
     """The co-authorship graphs CS and Physics, split by class (Shchur et al. 2018)."""
 
     preset = "coauthor"
 
-    def __init__(self, *, name: str = "CS", **common: Unpack[CommonOptions]) -> None:
-        name = known_name("Coauthor", name, ("CS", "Physics"))
-        options: CommonOptions = {"split": "per_class", **common}
-        super().__init__(name="Coauthor", options={"name": name}, **options)
+    def __init__(self, *, name: str = "CS", largest_component: bool = False, **common: Unpack[CommonOptions]) -> None:
+        super().__init__("Coauthor", known_name("Coauthor", name, ("CS", "Physics")), largest_component, **common)
 
 
 class HeterophilousData(PyGData):

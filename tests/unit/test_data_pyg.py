@@ -11,10 +11,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import scipy.sparse
+import scipy.sparse.csgraph
 import torch
 import torch_geometric.datasets
 from torch_geometric.data import Data, Dataset, HeteroData, InMemoryDataset
 
+from gtrain.data.components import components, largest_component
 from gtrain.data.pyg import AmazonData, CoauthorData, HeterophilousData, PlanetoidData, PyGData
 from gtrain.data.pyg_graph import tidy_graph
 from gtrain.errors import ConfigError, DataError
@@ -53,6 +55,27 @@ def test_the_other_presets(real_data: Real, tmp_path: Path) -> None:
         assert (module.open_store().num_nodes, module.open_store().num_edges) == (nodes, edges)
         assert module.facts["split"]["sizes"] == split
     assert "processed" not in [file.name for file in real_data("amazon").rglob("*")]
+
+
+def test_the_largest_component_alone(real_data: Real, tmp_path: Path) -> None:
+    where = {"root": str(real_data("amazon")), "store": str(tmp_path)}
+    module, whole = AmazonData(**where, largest_component=True), AmazonData(**where)  # type: ignore[arg-type]
+    assert module.read().num_nodes == 7487 and whole.read().num_nodes == 7650  # as Shchur et al. 2018 count
+    assert module.identity() != whole.identity()
+
+
+@pytest.mark.parametrize("nodes", [1, 5, 200, 3000])
+def test_components_beside_scipy(nodes: int) -> None:
+    edges = torch.randint(nodes, (2, nodes // 2), generator=torch.Generator().manual_seed(nodes))
+    edges[:, : nodes // 5] = torch.stack([torch.arange(nodes // 5) + 1, torch.arange(nodes // 5)])  # a long path
+    found = components(edges, nodes)
+    matrix = scipy.sparse.coo_matrix((np.ones(edges.size(1)), edges.numpy()), shape=(nodes, nodes))
+    count, expected = scipy.sparse.csgraph.connected_components(matrix, directed=False)
+    pairs = {(int(a), int(b)) for a, b in zip(found, expected, strict=True)}
+    assert len(pairs) == count == len(set(found.tolist()))
+    data = largest_component(Data(x=torch.arange(nodes).view(-1, 1), edge_index=edges, num_nodes=nodes))
+    assert data.num_nodes == int(torch.from_numpy(expected).long().bincount().max())
+    assert (data.x.diff(dim=0) > 0).all() and (data.edge_index < data.num_nodes).all()
 
 
 def test_coauthor(real_data: Real) -> None:
