@@ -112,6 +112,21 @@ def test_where_nothing_is_kept_a_killed_process_ends_the_job(
     assert name in done.stderr and "was killed by SIGKILL (signal 9)" in done.stderr
 
 
+def test_an_exception_of_a_worker_ends_the_job_with_its_message(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import lightning.pytorch as pl\n"
+        "class Wrong(pl.Callback):\n"
+        "    def on_train_epoch_start(self, trainer, module):\n"
+        "        if (trainer.global_rank, trainer.current_epoch) == (1, 1):\n"
+        "            raise ValueError('a tensor of another shape')\n"
+    )
+    done = gtrain(*SMALL, "+callbacks.wrong._target_=mine.Wrong", "hydra.run.dir=run", cwd=tmp_path)
+    assert done.returncode != 0 and "started again" not in done.stderr
+    assert "rank 1 of 2 (machine 1) failed with ValueError: a tensor of another shape" in done.stderr
+    assert "Traceback" not in done.stderr  # which is in the log
+    assert "raise ValueError('a tensor of another shape')" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
+
+
 def test_a_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     saving = (
         "callbacks.checkpoint.monitor=null",
