@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Unpack
 
 import numpy as np
@@ -14,10 +13,8 @@ from torch_geometric.data import Data
 from gtrain.data.files import find_file
 from gtrain.data.libsvm_file import Rows, read_rows
 from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp
-from gtrain.data.rows import number_labels, row_masks
+from gtrain.data.rows import RowColumns, number_labels, row_masks
 from gtrain.errors import ConfigError, DataError
-from gtrain.graph.ingest.columns import Column
-from gtrain.graph.tables import csr_tensor
 
 BASES = {"auto": None, "0": 0, "1": 1}
 FORMATS = ("auto", "single", "multi")
@@ -114,7 +111,7 @@ class LibsvmData(GraphDataModule):
             base = 0 if any(rows.lowest == 0 for rows in files) else 1
         highest = max(base if rows.highest is None else rows.highest for rows in files)
         width = self.num_features or highest + 1 - base
-        columns, values = Column(self.store, np.int64), Column(self.store, np.float32)
+        entries = RowColumns(self.store)
         for rows in files:
             if base == 1 and rows.lowest == 0:
                 raise DataError(
@@ -127,15 +124,10 @@ class LibsvmData(GraphDataModule):
                     f"{base}..{width + base - 1}",
                     hint="raise data.num_features, or set it to null to take the largest id",
                 )
-            for ids in rows.ids.chunks():
-                columns.append(ids - base)
-            for block in rows.values.chunks():
-                values.append(block)
-        ends = np.cumsum([0, *(len(rows.ids) for rows in files)])
-        pointers = [rows.row_ptr[:-1] + start for rows, start in zip(files, ends, strict=False)]
-        crow = np.concatenate([*pointers, ends[-1:]])
-        arrays = torch.from_numpy(crow), _mapped(columns), _mapped(values)
-        return csr_tensor(*arrays, (len(crow) - 1, width))
+            for ids, values in zip(rows.ids.chunks(), rows.values.chunks(), strict=True):
+                entries.add_entries(ids - base, values)
+            entries.add_rows(np.diff(rows.row_ptr))
+        return entries.tensor(width)
 
     def _targets(self, files: list[Rows]) -> Tensor:
         for rows in files:
@@ -203,10 +195,3 @@ def _first(rows: Rows, low: int, high: int) -> str:
             return f"{rows.where(row)}: the feature id {ids[found.argmax()]}"
         begin += len(ids)
     raise IndexError(low)
-
-
-def _mapped(column: Column) -> Tensor:
-    """A tensor over a column; it is read and never written."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(column.array())

@@ -6,20 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.dataset
 import torch
-from torch import Tensor
 from torch_geometric.data import Data
 
 from gtrain.data.files import find_file
 from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp
-from gtrain.data.parquet_columns import Entries, Source, dense_entries, hashed_entries, list_entries
-from gtrain.data.rows import number_labels, row_masks
+from gtrain.data.parquet_columns import Entries, Layout, Source, dense_entries, hashed_entries, list_entries
+from gtrain.data.parquet_files import ParquetFiles, column_names
+from gtrain.data.parquet_labels import Labels
+from gtrain.data.rows import RowColumns, row_masks
 from gtrain.errors import ConfigError, DataError
-from gtrain.graph.tables import csr_tensor
 
 NULLS = ("error", "zero")
 
@@ -104,17 +100,27 @@ class ParquetData(GraphDataModule):
         return f"data.path={self.path}" + (f", data.test_path={self.test_path}" if self.test_path else "")
 
     def read(self) -> Data:
-        """Read the columns that are named."""
-        tables = {key: self._table(key, files) for key, files in self._files().items()}
-        table = _joined(tables) if len(tables) > 1 else tables["path"]
-        source = Source(self.origin, self.nulls == "zero")
-        y = self._labels(table, source)
+        """Read the columns that are named, twice those of ids if ``num_features`` is not set.
+
+        One batch of rows is in memory; entries are then in temporary files in ``store``, and may be more than the
+        memory holds.
+        """
+        files = self._open_files()
+        layout = self._layout(files)
+        labels, entries = Labels(self.label, self.unlabelled), RowColumns(self.store)
+        for first, table in files.read(self._columns):
+            source = Source(self.origin, self.nulls == "zero", first)
+            labels.append(table[self.label], source)
+            counts, ids, values = layout.rows(self._blocks(table, source), len(table))
+            entries.add_rows(counts)
+            entries.add_entries(ids, values)
+        y, self._label_values = labels.classes(self.num_classes)
         return Data(
-            x=self._features(table, source),
+            x=entries.tensor(layout.width),
             y=y,
             edge_index=torch.empty(2, 0, dtype=torch.int64),
-            num_nodes=len(table),
-            **row_masks(len(table), len(tables["path"]), self.split),
+            num_nodes=len(files),
+            **row_masks(len(files), files.counts["path"], self.split),
         )
 
     def extra_facts(self) -> dict[str, Any]:
@@ -132,112 +138,56 @@ class ParquetData(GraphDataModule):
                 raise DataError(f"data.{key}={name}: the folder has no *.parquet", hint=f"correct data.{key}")
         return found
 
-    def _table(self, key: str, files: list[Path]) -> Any:
-        """Return the columns that are named, of some files."""
-        wanted = [name for name in (self.label, self.ids, self.values, *self.dense, *self.categorical) if name]
-        for file in files:
-            try:
-                there = pa.dataset.dataset(file, format="parquet").schema.names
-            except (pa.ArrowInvalid, OSError) as err:
-                raise DataError(
-                    f"{file} is no Parquet file, or is damaged: {str(err).splitlines()[0].rpartition(': ')[2]}",
-                    hint=f"write the file again, or correct data.{key}",
-                ) from err
-            missing = [name for name in wanted if name not in there]
-            if missing:
-                raise DataError(
-                    f"{file} has no column {missing[0]!r}; it has {', '.join(there)}",
-                    hint="correct data.label, data.ids, data.values, data.dense or data.categorical",
-                )
-        if wanted == [self.label]:
+    @property
+    def _columns(self) -> list[str]:
+        """The columns that are named, the label first."""
+        named = (self.label, self.ids, self.values, *self.dense, *self.categorical)
+        return list(dict.fromkeys(name for name in named if name))
+
+    def _open_files(self) -> ParquetFiles:
+        files = self._files()
+        if self._columns == [self.label]:
+            first = files["path"][0]
             raise ConfigError(
-                f"no column of features is named; {files[0]} has {', '.join(there)}",
+                f"no column of features is named; {first} has {', '.join(column_names(first))}",
                 hint="set data.dense=[...], data.categorical=[...] or data.ids=...",
             )
-        try:
-            table = pa.dataset.dataset(files, format="parquet").to_table(columns=list(dict.fromkeys(wanted)))
-        except (pa.ArrowInvalid, pa.ArrowTypeError, OSError) as err:
-            raise DataError(
-                f"data.{key}={getattr(self, key)} cannot be read: {str(err).splitlines()[0]}",
-                hint="write the files again, with the same types of columns in all of them",
-            ) from err
-        if not len(table):
-            raise DataError(f"data.{key}={getattr(self, key)} has no rows", hint=f"correct data.{key}")
-        return table
+        return ParquetFiles(files, {"path": self.path, "test_path": str(self.test_path)}, self._columns)
 
-    def _features(self, table: Any, source: Source) -> Tensor:
-        blocks: list[tuple[Entries, int]] = [(dense_entries(table, name, source), 1) for name in self.dense]
+    def _layout(self, files: ParquetFiles) -> Layout:
+        """Where each block of columns of ``x`` begins: dense ones, ids, categories."""
+        widths = [1] * len(self.dense)
         if self.ids is not None:
-            entries = list_entries(table, self.ids, self.values, source)
-            blocks.append((entries, self._width(entries)))
-        for name in self.categorical:
-            blocks.append((hashed_entries(table, name, self.buckets, source), self.buckets))
-        starts = np.concatenate([[0], np.cumsum([width for _, width in blocks])])
-        width = int(starts[-1])
-        if width * len(table) >= 2**63:
+            widths.append(self.num_features or self._largest_id(files, self.ids) + 1)
+        layout = Layout([*widths, *[self.buckets] * len(self.categorical)])
+        if layout.width * len(files) >= 2**63:
             raise DataError(
-                f"{self.origin}: {len(table)} rows with {width} columns of features, which 64 bits do not count",
+                f"{self.origin}: {len(files)} rows with {layout.width} columns of features, which 64 bits do not count",
                 hint="number the ids from 0 without gaps, or hash them: data.categorical with data.buckets",
             )
-        keys = np.concatenate(
-            [rows * width + columns + start for ((rows, columns, _), _), start in zip(blocks, starts, strict=False)]
-        )
-        keys, entry = np.unique(keys, return_inverse=True)
-        values = np.bincount(entry, np.concatenate([block[2] for block, _ in blocks]), len(keys)).astype(np.float32)
-        crow = np.concatenate([[0], np.cumsum(np.bincount(keys // width, minlength=len(table)))])
-        arrays = torch.from_numpy(crow), torch.from_numpy(keys % width), torch.from_numpy(values)
-        return csr_tensor(*arrays, (len(table), width))
+        return layout
 
-    def _width(self, entries: Entries) -> int:
+    def _largest_id(self, files: ParquetFiles, ids: str) -> int:
+        largest = 0
+        for first, table in files.read([ids]):
+            _, columns, _ = list_entries(table, ids, None, Source(self.origin, self.nulls == "zero", first))
+            largest = max(largest, int(columns.max(initial=0)))
+        return largest
+
+    def _blocks(self, table: Any, source: Source) -> list[Entries]:
+        """Return the entries of each block of columns of ``x``."""
+        blocks = [dense_entries(table, name, source) for name in self.dense]
+        if self.ids is not None:
+            blocks.append(list_entries(table, self.ids, self.values, source))
+            self._check_ids(blocks[-1], source)
+        return [*blocks, *(hashed_entries(table, name, self.buckets, source) for name in self.categorical)]
+
+    def _check_ids(self, entries: Entries, source: Source) -> None:
         rows, columns, _ = entries
         if self.num_features is not None and (columns >= self.num_features).any():
             at = int((columns >= self.num_features).argmax())
             raise DataError(
-                f"{self.origin}: the column {self.ids!r} has the id {columns[at]} in row {rows[at]} (rows count from "
-                f"0), and data.num_features={self.num_features}",
+                f"{self.origin}: the column {self.ids!r} has the id {columns[at]} in row {source.first + rows[at]} "
+                f"(rows count from 0), and data.num_features={self.num_features}",
                 hint="raise data.num_features, or set it to null to take the largest id",
             )
-        return self.num_features or int(columns.max(initial=0)) + 1
-
-    def _labels(self, table: Any, source: Source) -> Tensor:
-        column = table[self.label]
-        if pa.types.is_dictionary(column.type):  # what pandas calls a category
-            column = pc.cast(column, column.type.value_type)
-        lacking = pc.is_null(column, nan_is_null=True)
-        if self.unlabelled is None and pc.any(lacking).as_py():
-            wrong = lacking.to_numpy()
-            raise DataError(
-                f"{source.where}: the column {self.label!r} has no label (null or NaN) in row {int(wrong.argmax())}, "
-                f"and in {int(wrong.sum())} of {len(wrong)} rows (rows count from 0)",
-                hint="leave these rows out, or set data.unlabelled=-1 to have them in no split",
-            )
-        column = pc.if_else(lacking, pa.scalar(None, column.type), column)
-        known = pc.drop_null(column)
-        if pa.types.is_floating(known.type) and pc.all(pc.equal(known, pc.round(known))).as_py() is not False:
-            known = pc.cast(known, pa.int64())
-        if pa.types.is_boolean(known.type):
-            known = pc.cast(known, pa.int64())
-        if not (
-            pa.types.is_integer(known.type) or pa.types.is_string(known.type) or pa.types.is_large_string(known.type)
-        ):
-            raise source.wrong_type(self.label, column.type, "whole numbers or strings")
-        labels = known.to_numpy()
-        labelled = ~pc.is_null(column).to_numpy()
-        if self.unlabelled is not None and pa.types.is_integer(known.type):
-            labelled[labelled] = labels != self.unlabelled
-            labels = labels[labels != self.unlabelled]
-        y = torch.full((len(column),), self.unlabelled if self.unlabelled is not None else 0)
-        classes, self._label_values = number_labels(labels, self.num_classes)
-        y[torch.from_numpy(labelled)] = classes
-        return y
-
-
-def _joined(tables: dict[str, Any]) -> Any:
-    """Return the rows of what trains and of what tests, in this order."""
-    try:
-        return pa.concat_tables(tables.values(), promote_options="permissive")
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as err:
-        raise DataError(
-            f"data.path and data.test_path have columns of other types: {str(err).splitlines()[0]}",
-            hint="write both with the same types of columns",
-        ) from err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,24 +21,32 @@ Entries = tuple[Ints, Ints, NDArray[np.float32]]
 
 @dataclass(frozen=True)
 class Source:
-    """Where a table came from, and what to do with what is missing.
+    """Where a batch of rows came from, and what to do with what is missing.
 
     Attributes:
-        where: the file, for messages.
+        where: the files, for messages.
         zero: whether missing values count as 0; else they are an error.
+        first: number of the batch's first row.
     """
 
     where: str
     zero: bool
+    first: int = 0
 
     def missing(self, column: str, wrong: NDArray[np.bool_]) -> None:
         """Refuse missing values, unless they count as 0."""
         if wrong.any() and not self.zero:
             raise DataError(
-                f"{self.where}: the column {column!r} has no value (null or NaN) in row {int(wrong.argmax())}, and in "
-                f"{int(wrong.sum())} of {len(wrong)} rows (rows count from 0)",
+                f"{self.where}: the column {column!r} has no value (null or NaN) in {self.rows(wrong)}",
                 hint="fill in the values, or set data.nulls=zero to count them as 0",
             )
+
+    def rows(self, wrong: NDArray[np.bool_]) -> str:
+        """Say which of the batch's rows are wrong; those before it were not."""
+        return (
+            f"row {self.first + int(wrong.argmax())}, and in {int(wrong.sum())} of the first {self.first + len(wrong)} "
+            "rows (rows count from 0)"
+        )
 
     def wrong_type(self, column: str, found: Any, wanted: str) -> DataError:
         """Return the error for a column of another type."""
@@ -45,6 +54,34 @@ class Source:
             f"{self.where}: the column {column!r} holds {found}, and {wanted} were expected",
             hint="name another column, or convert this one",
         )
+
+
+class Layout:
+    """Blocks of columns side by side.
+
+    Args:
+        widths: columns of each block.
+
+    Attributes:
+        width: of all of them.
+    """
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        self._starts = np.concatenate([[0], np.cumsum(widths, dtype=np.int64)])
+        self.width = sum(widths)
+
+    def rows(self, blocks: Sequence[Entries], count: int) -> tuple[Ints, Ints, NDArray[np.float32]]:
+        """Put the entries of ``count`` rows in order; those that meet in one place are added up.
+
+        Returns:
+            How many entries each row has, int64 ``[count]``, their columns, ascending in each row, and their values.
+        """
+        pairs = zip(blocks, self._starts, strict=False)
+        keys = np.concatenate([rows * self.width + columns + start for (rows, columns, _), start in pairs])
+        keys, entry = np.unique(keys, return_inverse=True)
+        values = np.bincount(entry, np.concatenate([block[2] for block in blocks]), len(keys))
+        counts = np.bincount(keys // self.width, minlength=count)
+        return counts, keys % self.width, values.astype(np.float32)
 
 
 def dense_entries(table: Any, name: str, source: Source) -> Entries:
@@ -70,8 +107,8 @@ def list_entries(table: Any, ids: str, values: str | None, source: Source) -> En
     if (columns < 0).any():
         at = int((columns < 0).argmax())
         raise DataError(
-            f"{source.where}: the column {ids!r} has the negative id {columns[at]} in row {rows[at]} (rows count "
-            "from 0)",
+            f"{source.where}: the column {ids!r} has the negative id {columns[at]} in row "
+            f"{source.first + rows[at]} (rows count from 0)",
             hint="number features from 0",
         )
     if values is None:
@@ -81,7 +118,7 @@ def list_entries(table: Any, ids: str, values: str | None, source: Source) -> En
         counts = [np.bincount(found, minlength=len(table)) for found in (rows, value_rows)]
         row = int((counts[0] != counts[1]).argmax())
         raise DataError(
-            f"{source.where}: row {row} has {counts[0][row]} {ids!r} and {counts[1][row]} {values!r}",
+            f"{source.where}: row {source.first + row} has {counts[0][row]} {ids!r} and {counts[1][row]} {values!r}",
             hint="give each id one value; rows count from 0",
         )
     if not (pa.types.is_integer(flat.type) or pa.types.is_floating(flat.type)):
@@ -96,10 +133,9 @@ def list_entries(table: Any, ids: str, values: str | None, source: Source) -> En
 def hashed_entries(table: Any, name: str, buckets: int, source: Source) -> Entries:
     """Return a one in the bucket of each value of a categorical column; a missing value has none."""
     column = table[name].combine_chunks()
-    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-    if not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or _is_text(kind)):
+    if not (pa.types.is_integer(column.type) or pa.types.is_boolean(column.type) or _is_text(column.type)):
         raise source.wrong_type(name, column.type, "strings or whole numbers")
-    coded = column if pa.types.is_dictionary(column.type) else pc.dictionary_encode(column)
+    coded = pc.dictionary_encode(column)
     coded = coded.combine_chunks() if isinstance(coded, pa.ChunkedArray) else coded
     codes = pc.fill_null(pc.cast(coded.indices, pa.int64()), -1).to_numpy(zero_copy_only=False)
     source.missing(name, codes < 0)
@@ -130,7 +166,8 @@ def _finite(values: NDArray[np.float64], name: str, source: Source, rows: Ints |
         at = int(wrong.argmax())
         row = at if rows is None else int(rows[at])
         raise DataError(
-            f"{source.where}: the column {name!r} has {values[at]} in row {row}, and that is not finite in 32 bits",
+            f"{source.where}: the column {name!r} has {values[at]} in row {source.first + row}, and that is not "
+            "finite in 32 bits",
             hint="correct the value; rows count from 0",
         )
     return values

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,8 @@ from torch import Tensor
 
 from gtrain.data.split import MASKS, SplitOptions
 from gtrain.errors import ConfigError
+from gtrain.graph.ingest.columns import Column
+from gtrain.graph.tables import csr_tensor
 
 
 def row_masks(num_rows: int, num_train: int, split: SplitOptions) -> dict[str, Tensor]:
@@ -57,3 +61,42 @@ def number_labels(labels: NDArray[Any], num_classes: int | None) -> tuple[Tensor
     if known.size and known.dtype.kind == "i" and known[0] >= 0 and known[-1] < (num_classes or 0):
         return torch.from_numpy(labels.astype(np.int64)), None
     return torch.from_numpy(classes.astype(np.int64)), known.tolist()
+
+
+class RowColumns:
+    """Sparse rows that are appended, of which the entries may be more than the memory holds.
+
+    Args:
+        folder: where temporary files are made, of 12 bytes an entry.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._counts: list[NDArray[np.int64]] = []
+        self._ids, self._values = Column(folder, np.int64), Column(folder, np.float32)
+
+    def add_rows(self, counts: NDArray[np.int64]) -> None:
+        """Add rows, as how many entries each has; these may be added before or after."""
+        self._counts.append(counts)
+
+    def add_entries(self, ids: NDArray[np.int64], values: NDArray[np.float32]) -> None:
+        """Add entries, row by row: their columns and values.
+
+        Raises:
+            DataError: the disk is full.
+        """
+        self._ids.append(ids)
+        self._values.append(values)
+
+    def tensor(self, width: int) -> Tensor:
+        """The rows as ``torch.sparse_csr`` ``[N, width]``, over files where they are large; to be read only."""
+        counts = np.concatenate([np.empty(0, np.int64), *self._counts])
+        crow = np.concatenate([[0], np.cumsum(counts)])
+        arrays = torch.from_numpy(crow), _mapped(self._ids), _mapped(self._values)
+        return csr_tensor(*arrays, (len(counts), width))
+
+
+def _mapped(column: Column) -> Tensor:
+    """A tensor over a column; it is read and never written."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(column.array())

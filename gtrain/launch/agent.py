@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gtrain.launch.blame import died_without_a_cause, ending, error_of, first_cause, is_users_mistake
+from gtrain.launch.blame import died_without_a_cause, ending, error_of, first_cause
 from gtrain.launch.children import Child, Post
 from gtrain.launch.job import Job, posts_of, start
 from gtrain.launch.roles import RolePlan, check_shape
@@ -162,9 +162,9 @@ def _heed(selector: selectors.BaseSelector, child: Child, descriptor: int) -> No
 
 
 def _refill(job: Job, selector: selectors.BaseSelector) -> None:
-    """Fill the posts of those who died and may be started again; a mistake of the user's would only repeat itself."""
+    """Fill the posts of those who died and may be started again; an error of a process's own would repeat itself."""
     for index, child in enumerate(job.children):
-        if not child.failed or child.restarts >= child.post.restarts or is_users_mistake(child):
+        if not child.failed or child.restarts >= child.post.restarts or not died_without_a_cause(child):
             continue
         with contextlib.suppress(KeyError):
             selector.unregister(child.reports)

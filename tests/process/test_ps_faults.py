@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 from forked import Program, gtrain
-from helpers import alive, descendants, logs, ok, show, summary, until
+from helpers import REPO, alive, descendants, logs, ok, show, summary, until
 
+ASSETS = REPO / "tests" / "assets"
 SMALL = (
     "strategy=ps",
     "data=planted_sparse",
@@ -30,6 +31,14 @@ SMALL = (
     "trainer.enable_progress_bar=false",
 )
 KILLS = 20
+AIMED = {
+    "on_validation_start 3": "rank-0 kills parameter-0",
+    "on_validation_batch_end 5": "rank-1 kills parameter-1 rank-1",
+    "apart 7": "rank-0 kills parameter-0 rank-1 rank-0",
+    "on_save_checkpoint 9": "rank-0 kills rank-1 rank-0",
+    "on_validation_end 11": "rank-1 kills rank-0 parameter-0 rank-1",
+}
+"""Moments that chance meets seldom; see ``assets/ps_killer.py``."""
 
 
 def processes(root: int) -> dict[str, int]:
@@ -50,10 +59,13 @@ def steps(run: Path) -> bool:
 
 
 def test_a_run_of_which_twenty_processes_are_killed_is_like_an_undisturbed_one(tmp_path: Path) -> None:
-    """Workers and servers, at moments and in an order that a seed decides; with checkpoints, validation and test."""
+    """Workers and servers, at moments and in an order that a seed decides, and at those that matter most besides."""
     ok(gtrain(*SMALL, "hydra.run.dir=undisturbed", cwd=tmp_path, timeout=140))
     run, chance, killed = tmp_path / "run", random.Random(7), set[int]()
-    job = Program("-m", "gtrain", *SMALL, f"strategy.max_restarts={KILLS}", "hydra.run.dir=run", cwd=tmp_path)
+    plan = ",".join(f"{moment}:{action}" for moment, action in AIMED.items())
+    killer = f"+callbacks.killer={{_target_:ps_killer.Killer,folder:{tmp_path}/aimed,run:{run},plan:{{{plan}}}}}"
+    more = (killer, f"strategy.max_restarts={KILLS}", "hydra.run.dir=run")
+    job = Program("-m", "gtrain", *SMALL, *more, cwd=tmp_path, env={"PYTHONPATH": str(ASSETS)})
     try:
         until(lambda: len(processes(job.pid)) == 4, 120, tmp_path)
         keepers = {int(path.read_text().split()[0]) for path in until(lambda: list(run.glob("*.memory")), 60, tmp_path)}
@@ -68,7 +80,10 @@ def test_a_run_of_which_twenty_processes_are_killed_is_like_an_undisturbed_one(t
     finally:
         job.kill()
     assert done.returncode == 0, show(done) + logs(tmp_path)
-    assert len(killed) == KILLS and done.stderr.count("it is started again") == KILLS, show(done)
+    aimed = tmp_path / "aimed"
+    assert len(killed) == KILLS and all((aimed / moment).exists() for moment in AIMED), show(done)
+    killed |= set(map(int, (aimed / "killed").read_text().split()))
+    assert done.stderr.count("it is started again") == len(killed), show(done)
     expected, found_there = summary(tmp_path / "undisturbed"), summary(run)
     assert found_there["history"] == expected["history"]
     assert found_there["metrics"] == expected["metrics"]
@@ -95,6 +110,21 @@ def test_where_nothing_is_kept_a_killed_process_ends_the_job(
         job.kill()
     assert done.returncode != 0
     assert name in done.stderr and "was killed by SIGKILL (signal 9)" in done.stderr
+
+
+def test_an_exception_of_a_worker_ends_the_job_with_its_message(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import lightning.pytorch as pl\n"
+        "class Wrong(pl.Callback):\n"
+        "    def on_train_epoch_start(self, trainer, module):\n"
+        "        if (trainer.global_rank, trainer.current_epoch) == (1, 1):\n"
+        "            raise ValueError('a tensor of another shape')\n"
+    )
+    done = gtrain(*SMALL, "+callbacks.wrong._target_=mine.Wrong", "hydra.run.dir=run", cwd=tmp_path)
+    assert done.returncode != 0 and "started again" not in done.stderr
+    assert "rank 1 of 2 (machine 1) failed with ValueError: a tensor of another shape" in done.stderr
+    assert "Traceback" not in done.stderr  # which is in the log
+    assert "raise ValueError('a tensor of another shape')" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
 
 
 def test_a_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from gtrain.data import parquet_files
 from gtrain.data.hashing import _fnv1a, hash_strings
 from gtrain.data.parquet import ParquetData
 from gtrain.errors import ConfigError, DataError
+from gtrain.graph.ingest import columns
 
 COLUMNS: dict[str, Any] = {
     "label": [0, 1, 1, 0],
@@ -120,8 +123,16 @@ def test_what_is_missing_counts_as_zero(tmp_path: Path) -> None:
             r"has no column 'count'; it has label, price, ids, weights, city, shop",
         ),
         ({"label": None}, {"dense": ["count"]}, r"has no column 'label'; it has price"),
-        ({"price": [1, None, 2, None]}, {"dense": ["price"]}, r"'price' has no value .* in row 1, and in 2 of 4 rows"),
-        ({"price": [1, float("nan"), 2, 3]}, {"dense": ["price"]}, r"'price' has no value .* in row 1, and in 1 of 4"),
+        (
+            {"price": [1, None, 2, None]},
+            {"dense": ["price"]},
+            r"'price' has no value .*row 1, and in 2 of the first 4 rows",
+        ),
+        (
+            {"price": [1, float("nan"), 2, 3]},
+            {"dense": ["price"]},
+            r"'price' has no value .*row 1, and in 1 of the first 4",
+        ),
         ({"price": [1, 2, float("inf"), 3]}, {"dense": ["price"]}, r"'price' has inf in row 2"),
         ({"price": [1, 2, 1e39, 3]}, {"dense": ["price"]}, r"'price' has 1e\+39 in row 2"),
         ({}, {"dense": ["city"]}, r"'city' holds string, and numbers were expected"),
@@ -164,6 +175,57 @@ def test_categories_of_pandas_and_lists_of_one_size(tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "a.parquet")
     data = ParquetData(path=str(tmp_path / "a.parquet"), ids="ids").read()
     assert data.y.tolist() == [1, 0, 1] and data.x.to_dense().tolist() == [[1, 0, 1], [0, 1, 1], [1, 1, 0]]
+
+
+def test_rows_that_come_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files with row groups, another order of columns and other types of numbers are one table."""
+    (tmp_path / "rows").mkdir()
+    table = pa.table({**COLUMNS, "label": ["b", "a", "c", "b"]})
+    pq.write_table(table, tmp_path / "rows" / "1.parquet", row_group_size=3)
+    later = table.select(list(reversed(table.column_names))).set_column(0, "shop", pa.array([1, 2, 17, 4], pa.int8()))
+    pq.write_table(later, tmp_path / "rows" / "2.parquet")
+    options: dict[str, Any] = {"dense": ["price"], "ids": "ids", "values": "weights", "categorical": ["shop"]}
+    options |= {"path": str(tmp_path / "rows"), "buckets": 5, "num_classes": 3}
+    wanted = ParquetData(**options).read()
+    monkeypatch.setattr(parquet_files, "BATCH_VALUES", 13)
+    module = ParquetData(**options)
+    found = module.read()
+    assert found.y.tolist() == wanted.y.tolist() == [1, 0, 2, 1] * 2
+    assert module.extra_facts()["label_values"] == ["a", "b", "c"]
+    assert torch.equal(found.x.to_dense(), wanted.x.to_dense())
+    shops = [17, -4, 17, 9, 1, 2, 17, 4]
+    assert [row.nonzero().max() - 5 for row in found.x.to_dense()] == [plain_hash("shop", str(n)) % 5 for n in shops]
+    with pytest.raises(DataError, match=r"'ids' has the id 3 in row 4 .*data\.num_features=3"):
+        write(tmp_path / "rows" / "1.parquet", ids=[[], [1], [2], []], label=["b", "a", "c", "b"])
+        ParquetData(**{**options, "values": None, "num_features": 3}).read()
+
+
+def test_entries_are_kept_in_files_and_not_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a file that is one row group."""
+    rng = np.random.default_rng(0)
+    ids = np.sort(rng.integers(0, 10**6, (4000, 60)), axis=1) + np.arange(60)
+    weights = rng.random(ids.shape, np.float32)
+    table = pa.table({"label": np.arange(4000) % 2, "ids": list(ids), "weights": list(weights)})
+    pq.write_table(table, tmp_path / "a", use_dictionary=False, data_page_size=1 << 14)
+    options: dict[str, Any] = {"path": str(tmp_path / "a"), "ids": "ids", "values": "weights"}
+    options |= {"store": str(tmp_path / "stores"), "val_fraction": 0.0}
+    ParquetData(**options).read()  # what is imported is none of the data
+    for module, name in ((parquet_files, "_READ_BYTES"), (columns, "IN_MEMORY"), (columns, "CHUNK")):
+        monkeypatch.setattr(module, name, 1 << 14)
+    monkeypatch.setattr(parquet_files, "BATCH_VALUES", 1 << 13)
+    arrow, before = pa.proxy_memory_pool(pa.system_memory_pool()), pa.default_memory_pool()
+    pa.set_memory_pool(arrow)
+    tracemalloc.start()
+    try:
+        data = ParquetData(**options).read()
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        pa.set_memory_pool(before)
+    assert peak + (arrow.max_memory() or 0) < 12 * ids.size / 2  # bytes of the entries alone
+    assert np.array_equal(data.x.col_indices().numpy(), ids.ravel())
+    assert np.array_equal(data.x.values().numpy(), weights.ravel())
+    assert not list((tmp_path / "stores").iterdir())
 
 
 def test_files_that_do_not_fit_each_other(tmp_path: Path) -> None:

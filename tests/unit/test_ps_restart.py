@@ -11,7 +11,8 @@ from gtrain.errors import ConfigError
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy.group import Group
 from gtrain_ps.packing import pack, unpack
-from gtrain_ps.server.gathers import Gathers, place
+from gtrain_ps.server.exchanges import Exchanges, place
+from gtrain_ps.server.gathers import Gathers
 from gtrain_ps.server.journal import Journal
 from gtrain_ps.server.memory import Region
 from gtrain_ps.server.slots import Slots
@@ -52,19 +53,46 @@ def test_slots_keep_the_last_steps_and_outlive_their_server() -> None:
     assert torch.equal(again.read(6)["product/0/0"], torch.full((70,), 6.0))
 
 
+def told(gathers: Gathers, worker: int, where: int, number: float) -> list[float] | None:
+    """What a worker that gives a number is answered; None if it has to wait."""
+    answer = gathers.give(worker, where, torch.tensor([number]))
+    return [float(one) for one in answer.result().tensors] if answer.done() else None  # type: ignore[union-attr]
+
+
 def test_a_worker_that_comes_back_is_answered_what_its_life_before_was_and_is_waited_for() -> None:
-    oldest = [0]
-    gathers = Gathers(2, Region(), lambda: oldest[0])
-    first = [gathers.give(worker, place(0, 0), [torch.tensor([float(worker)])]) for worker in (0, 1)]
-    assert [one.result().tensors for one in first] == [[torch.tensor([0.0]), torch.tensor([1.0])]] * 2  # type: ignore[union-attr]
-    lonely = gathers.give(0, place(0, 1), [torch.tensor([5.0])])
+    gathers = Gathers(2, Exchanges(4, Region()))
+    assert told(gathers, 0, place(0, 0), 0.0) is None
+    assert told(gathers, 1, place(0, 0), 1.0) == [0.0, 1.0]
+    assert told(gathers, 0, place(0, 1), 5.0) is None
     gathers.drop(0)  # it died, and does the step again
-    assert gathers.give(0, place(0, 0), [torch.tensor([9.0])]).result().tensors[0] == 0.0  # type: ignore[union-attr]
-    assert not lonely.done() and gathers.missing() == set() and gathers.passed == place(0, 0) + 1
-    waiting = gathers.give(1, place(0, 1), [torch.tensor([6.0])])
+    assert told(gathers, 0, place(0, 0), 9.0) == [0.0, 1.0]
+    assert gathers.missing() == set() and gathers.passed == place(0, 0) + 1
+    waiting = gathers.give(1, place(0, 1), torch.tensor([6.0]))
     assert gathers.missing() == {0} and not waiting.done()
-    gathers.give(0, place(0, 1), [torch.tensor([5.0])])
+    assert told(gathers, 0, place(0, 1), 5.0) == [5.0, 6.0]
     assert [float(one) for one in waiting.result().tensors] == [5.0, 6.0]  # type: ignore[union-attr]
+
+
+def test_what_all_gave_counts_after_the_server_and_every_worker_died() -> None:
+    """Each life of the server finds what the lives before were told in the last four steps, whatever its size."""
+    region = Region()
+    for step in range(7):
+        gathers = Gathers(2, Exchanges(4, region))
+        for index in range(step):
+            rows = torch.arange(100.0 * index), torch.full((3, step), step, dtype=torch.int16)
+            for worker, row in enumerate(rows):
+                gathers.give(worker, place(step, index), row)
+        assert told(gathers, 1, place(step, step), 0.5) is None
+    exchanges = Exchanges(4, region)
+    gathers = Gathers(2, exchanges)
+    assert gathers.passed == place(6, 5) + 1
+    assert told(gathers, 0, place(6, 6), 0.25) is None  # the others had not answered
+    for step in range(7):
+        kept = [index for index in range(7) if exchanges.of(place(step, index)) is not None]
+        assert kept == (list(range(step)) if step > 2 else [])
+    again = gathers.give(1, place(6, 4), torch.tensor([9.0])).result()  # by one that saw a later table
+    assert again is not None and torch.equal(again.tensors[0], torch.arange(400.0))
+    assert torch.equal(again.tensors[1], torch.full((3, 6), 6, dtype=torch.int16))
 
 
 def test_loops_begin_with_a_later_step_of_the_epoch() -> None:
@@ -165,10 +193,3 @@ def test_a_log_is_read_up_to_what_was_cut_off(tmp_path: Path) -> None:
         Journal(tmp_path / "disk", {"seed": 2})
     journal.remove()
     assert not (tmp_path / "disk").exists()
-
-
-def test_what_all_gave_counts_after_a_server_died() -> None:
-    gathers = Gathers(2, Region(), lambda: 0)
-    gathers.give(1, place(3, 0), [torch.tensor([9.0])])  # by a worker that came back, and saw a later table
-    answer = gathers.give(0, place(3, 0), [torch.tensor([1.0]), torch.tensor([2.0])]).result()
-    assert answer is not None and [float(each) for each in answer.tensors] == [1.0, 2.0]

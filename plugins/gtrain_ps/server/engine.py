@@ -161,11 +161,6 @@ class Engine:
             commits = {} if step is None else step.commits
             return {rank for rank in range(self.workers) if rank not in commits} if commits else set()
 
-    @property
-    def oldest(self) -> int:
-        """The first step to which a worker that comes back may have to go."""
-        return self.version - self.lag - 2
-
     def after(self, step: int, action: Callable[[], Message | None], asked: Request | None = None) -> Answer:
         """Do something with the tables once they have at least this version.
 

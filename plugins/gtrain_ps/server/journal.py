@@ -19,7 +19,7 @@ import shutil
 import struct
 import threading
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +87,14 @@ class Journal:
 
     # ------------------------------------------------------------------------------------------ going on
 
-    def append(self, value: Any) -> None:
-        """Have a record on the disk when this returns."""
+    def append(self, value: Any, then: Callable[[], None] = lambda: None) -> None:
+        """Have a record on the disk when this returns.
+
+        Args:
+            value: the record.
+            then: changes the region accordingly, where another thread than that of :meth:`cut` does: what begins
+                a new log is a snapshot of all that the log before says.
+        """
         content = pack(value).numpy()
         head = HEAD.pack(content.nbytes, zlib.crc32(content.data))
         with self._lock:
@@ -96,6 +102,7 @@ class Journal:
             _write_all(self._log, content.data)
             os.fdatasync(self._log)
             self._length += len(head) + content.nbytes
+            then()
 
     @property
     def due(self) -> bool:

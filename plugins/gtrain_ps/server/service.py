@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from gtrain_ps.config import PsConfig
 from gtrain_ps.placement import Placement
 from gtrain_ps.server.block import Block
 from gtrain_ps.server.engine import Engine
+from gtrain_ps.server.exchanges import Exchanges
 from gtrain_ps.server.gathers import Gathers
 from gtrain_ps.server.journal import Journal
 from gtrain_ps.server.memory import LastingRegion, Region
@@ -85,7 +87,8 @@ class Handlers:
         self._placements: dict[str, Placement] = {}
         self._said, self._rules = "", dict[str, Any]()
         self.over = False
-        self._gathers = Gathers(engine.workers, engine.region, lambda: engine.oldest, self._write_passed)
+        self._exchanges = Exchanges(engine.lag + 4, engine.region)
+        self._gathers = Gathers(engine.workers, self._exchanges, self._keep)
         for key, noted in engine.region.notes.get("tables", {}).items():
             self._block_of(key, Placement(**noted["placement"]), DTYPES[noted["dtype"]])
 
@@ -201,7 +204,7 @@ class Handlers:
 
     def gather(self, message: Message, caller: Caller) -> Answer:
         """A worker's tensor to all workers, answered by those of all. Fields: ``where``."""
-        return self._gathers.give(_rank(caller), message.fields["where"], message.tensors)
+        return self._gathers.give(_rank(caller), message.fields["where"], message.tensors[0])
 
     def passed(self, message: Message, caller: Caller) -> Message:
         """How far the workers have come in what they say to each other."""
@@ -232,8 +235,8 @@ class Handlers:
         """Do what the journal knows, and from now on write down what is done."""
         for record in journal.records():
             for method, worker, fields, tensors in record["requests"]:
-                if method == "passed":
-                    self._gathers.pass_to(fields["passed"])
+                if method == "told":
+                    self._exchanges.keep(fields["where"], tensors)
                 else:
                     getattr(self, method)(Message(fields, tensors), Caller(f"rank {worker}", 0, 0))
             self.engine.drain()
@@ -243,9 +246,13 @@ class Handlers:
         """The training has come to its end."""
         self.over = True
 
-    def _write_passed(self, passed: int) -> None:
-        if self.engine.journal is not None:
-            self.engine.journal.append({"requests": [("passed", 0, {"passed": passed}, ())]})
+    def _keep(self, where: int, rows: Sequence[Tensor]) -> None:
+        """Keep what all workers told each other, before anybody is told."""
+        if self.engine.journal is None:
+            self._exchanges.keep(where, rows)
+        else:
+            record = {"requests": [("told", 0, {"where": where}, rows)]}
+            self.engine.journal.append(record, then=lambda: self._exchanges.keep(where, rows))
 
     def _block_of(self, key: str, placement: Placement, dtype: torch.dtype) -> Block:
         """This server's block of a table: new, or as the life before left it."""

@@ -13,6 +13,38 @@ from gtrain_ps.server.memory import Region
 Entries = Mapping[str, Tensor]
 
 
+class Rooms:
+    """Memory of a region that grows: a larger room is at least twice as large, so that little is wasted.
+
+    Args:
+        name: of the rooms in the region.
+        region: where they are.
+    """
+
+    def __init__(self, name: str, region: Region) -> None:
+        self._name, self._region = name, region
+
+    def room(self, number: int, nbytes: int = 0, kept: int = 0) -> Tensor:
+        """A room's memory, uint8, at least so large.
+
+        Args:
+            number: of the room.
+            nbytes: what it has to hold.
+            kept: bytes at its beginning that a larger room has as well before it counts.
+        """
+        name = f"{self._name}/{number}"
+        capacity = int(self._region.notes.get(name, 0))
+        nothing = torch.empty(0, dtype=torch.uint8)
+        before = self._region.tensor(f"{name}/{capacity}", (capacity,), torch.uint8) if capacity else nothing
+        if capacity >= nbytes:
+            return before
+        capacity = max(2 * capacity, nbytes)
+        larger = self._region.tensor(f"{name}/{capacity}", (capacity,), torch.uint8)
+        larger[:kept] = before[:kept]
+        self._region.note(name, capacity)
+        return larger
+
+
 class Slots:
     """Named tensors of each of the last steps, in a region.
 
@@ -24,15 +56,14 @@ class Slots:
     """
 
     def __init__(self, count: int, region: Region) -> None:
-        self._count, self._region = count, region
+        self._count, self._rooms = count, Rooms("slots", region)
         self._steps = region.tensor("slots/step", (count,), torch.int64)
 
     def write(self, step: int, entries: Entries) -> None:
         """Keep a step in place of the oldest one."""
         slot, packed = step % self._count, prepare(entries)
         self._steps[slot] = 0
-        room = self._room(slot, packed.nbytes)
-        packed.write(room)
+        packed.write(self._rooms.room(slot, packed.nbytes))
         self._steps[slot] = step + 1
 
     def read(self, step: int) -> dict[str, Tensor]:
@@ -40,14 +71,5 @@ class Slots:
         slot = step % self._count
         if step < 0 or int(self._steps[slot]) != step + 1:
             return {}
-        found: dict[str, Tensor] = unpack(self._room(slot, 0))
+        found: dict[str, Tensor] = unpack(self._rooms.room(slot))
         return found
-
-    def _room(self, slot: int, nbytes: int) -> Tensor:
-        """Memory of a slot, at least so large. A larger one is at least twice as large, so that little is wasted."""
-        name = f"slots/{slot}"
-        capacity = int(self._region.notes.get(name, 0))
-        if capacity < nbytes:
-            capacity = max(2 * capacity, nbytes)
-            self._region.note(name, capacity)
-        return self._region.tensor(f"{name}/{capacity}", (capacity,), torch.uint8)

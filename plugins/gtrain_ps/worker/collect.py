@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gtrain.strategy.counters import Counters
 from gtrain.strategy.group import Group
-from gtrain_ps.server.gathers import place
+from gtrain_ps.server.exchanges import place
 from gtrain_ps.worker.servers import ParameterServers
 
 

@@ -61,7 +61,7 @@ class ReturningStrategy(GraphStrategy):
         if self.parameter_servers is None:
             keep_freed()
             lasting = self.settings.restarts > 0
-            self.parameter_servers = ParameterServers(self.servers.clients(ROLE), lasting, self.settings.lag)
+            self.parameter_servers = ParameterServers(self.servers.clients(ROLE), lasting)
         return self.parameter_servers
 
     def restart_checkpoint(self, run_dir: Path) -> Path | None:

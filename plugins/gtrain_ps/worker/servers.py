@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from gtrain.wire import Client, Message, PeerRestartedError
-from gtrain_ps.server.gathers import place
 
 log = logging.getLogger("gtrain")
 LOOK_SECONDS = 0.5
@@ -85,19 +84,17 @@ class ParameterServers:
         clients: one for each server, in rank order.
         lasting: whether a server that was killed comes back with what it had; then everything that it may not have
             applied is kept here, to be sent again.
-        lag: steps that a step may miss.
 
     Attributes:
         step: steps that this worker has committed.
     """
 
-    def __init__(self, clients: Sequence[Client], lasting: bool = False, lag: int = 0) -> None:
-        self.clients, self.lasting, self._lag = list(clients), lasting, lag
+    def __init__(self, clients: Sequence[Client], lasting: bool = False) -> None:
+        self.clients, self.lasting = list(clients), lasting
         self.step = 0
         self._calls: dict[int, int] = {}
         self._sent: list[dict[int, _Sent]] = [{} for _ in self.clients]
         self._lives: list[int | None] = [None for _ in self.clients]
-        self._gathered: dict[int, Sequence[Tensor]] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -130,16 +127,7 @@ class ParameterServers:
 
     def gather(self, where: int, tensor: Tensor) -> Sequence[Tensor]:
         """Every worker's tensor in rank order; the first server passes them on. See :mod:`gtrain_ps.server.gathers`."""
-        if self.lasting:
-            oldest = place(self.step - self._lag - 2, 0)
-            with self._lock:
-                self._gathered = {key: given for key, given in self._gathered.items() if key >= oldest}
-                self._gathered[where] = [tensor]
-        found = self.submit(0, "gather", {"where": where}, [tensor]).result().tensors
-        if self.lasting:
-            with self._lock:
-                self._gathered[where] = found  # what all gave: who died since may come to give something else
-        return found
+        return self.submit(0, "gather", {"where": where}, [tensor]).result().tensors
 
     def passed(self) -> int:
         """How far all workers have come with :meth:`gather`."""
@@ -156,9 +144,6 @@ class ParameterServers:
                 return
             log.warning("parameter %d was started again; it gets the steps that it may have lost once more", server)
             again = [(step, self._sent[server][step]) for step in sorted(self._sent[server])]
-            gathered = {} if server else dict(self._gathered)
-        for where, tensors in gathered.items():
-            self.clients[server].submit("gather", {"where": where}, tensors)
         for _, sent in again:
             for fields, tensors in list(sent.products.values()):
                 self.clients[server].submit("multiply", fields, tensors)
