@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
+from gtrain.data.edge_order import tell_unsorted
 from gtrain.data.prepare_arrays import node_part, num_relations, split_arrays, take_nodes
 from gtrain.data.split import MASKS, SplitOptions, split_nodes
 from gtrain.data.split_edges import drop_held_out, split_edges
@@ -51,10 +52,12 @@ def prepare_graph(graph: Graph, options: Preparation) -> dict[str, Any]:
         DataError: what is wrong with the data, and where.
     """
     if isinstance(graph, EdgeArrays):
+        tell_unsorted(graph, options.origin)
         return _prepare_arrays(graph, options)
     if options.task == "node":
         drop_held_out(graph)
     facts = _prepare_nodes(graph, options)
+    tell_unsorted(graph, options.origin)
     if options.task == "link":
         edge_type = _target_edge(graph, options.target)
         facts["split"] = {**options.split.identity(), "sizes": split_edges(graph, edge_type, options.split)}

@@ -50,7 +50,7 @@ class LinkSeeds(SeedSource):
         order: int64 ``[count]``, the position in ``edges`` of each seed; None: the same.
         total: seeds of all ranks.
         owner: see :class:`SeedSource`.
-        timed: whether a subgraph holds nothing later than its edge.
+        timed: whether a subgraph holds nothing but what was before its edge.
         disjoint: whether each root has a subgraph of its own; so it is where ``timed``.
     """
 
@@ -109,8 +109,8 @@ class LinkSeeds(SeedSource):
         return found[order], torch.from_numpy(place[inverse])
 
     def _times(self, edges: ScoredEdges) -> dict[str, Array]:
-        """The time of each root: that of its edge."""
-        time, (source, _, target) = edges.extra["time"].long(), self.edge_type
+        """The time of each root, up to which is sampled: just before its edge, which else would be its neighbour."""
+        time, (source, _, target) = edges.extra["time"].long() - 1, self.edge_type
         heads, tails = (
             time[torch.arange(ends.numel()) % max(time.numel(), 1)].numpy()
             for ends in (edges.at_sources(), edges.at_targets())
@@ -127,7 +127,7 @@ def link_seeds(
         loader: names the store and the split, and says which false edges are drawn.
         group: the ranks; rank p owns part p and the edges that point at its nodes.
         everybody: take the edges of all ranks, in the order of the source data.
-        timed: whether a subgraph is to hold nothing later than its edge.
+        timed: whether a subgraph is to hold nothing but what was before its edge.
         disjoint: whether each root has a subgraph of its own.
 
     Raises:

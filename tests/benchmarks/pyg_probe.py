@@ -51,7 +51,8 @@ class Probe(pl.Callback):
     def __init__(self, folder: str, warm_up: int = 5) -> None:
         self.path, self._warm_up = Path(folder), warm_up
         self._began: dict[str, float] = {}
-        self._seeds = self._steps = 0
+        self._seeds = self._epoch_seeds = self._steps = 0
+        self._rows = 0
         self._resident: list[int] = []
         self._baseline = self._pss = pss_bytes()
 
@@ -60,8 +61,9 @@ class Probe(pl.Callback):
     ) -> None:
         """Count the batch."""
         self._steps += 1
+        self._epoch_seeds += int(batch.batch_size)
         if self._steps == self._warm_up:
-            self._began = now()
+            self._began, self._rows = now(), remote_rows(trainer)
         elif self._steps > self._warm_up:
             self._seeds += int(batch.batch_size)
         if self._steps % 10 == 0:
@@ -74,12 +76,20 @@ class Probe(pl.Callback):
         spent = {name: value - self._began[name] for name, value in now().items()}
         content = spent | {
             "seeds": self._seeds,
+            "epoch_seeds": self._epoch_seeds,
+            "remote_rows": remote_rows(trainer) - self._rows,
             "steps": self._steps - self._warm_up,
-            "pss": self._pss - self._baseline,
+            "pss": self._pss,
+            "baseline_pss": self._baseline,
             "resident": self._resident,
         }
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / f"probe-{trainer.strategy.global_rank}.json").write_text(json.dumps(content))
+
+
+def remote_rows(trainer: pl.Trainer) -> int:
+    """Rows of nodes that were asked of other ranks so far."""
+    return int(trainer.strategy._opened.rows.counts.fetched_nodes)
 
 
 def now() -> dict[str, float]:

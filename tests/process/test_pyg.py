@@ -47,24 +47,19 @@ def test_with_every_neighbour_it_trains_what_one_process_trains(sweep: Runner) -
         assert losses(run) == pytest.approx(alone[run["model"]], rel=1e-10)
 
 
-def test_exact_evaluation_of_a_model_trained_on_samples_is_one_process(tmp_path: Path) -> None:
-    """The whole graph at once, with the same weights and running statistics."""
+def test_exact_evaluation_of_a_model_trained_on_samples_is_the_whole_graphs(tmp_path: Path) -> None:
+    """In one process, and layer by layer over ranks (strategy=sar), with the same weights and running statistics."""
     model = ["model=gcn", "model.norm=batch", *SMALL, *EXACT, "logger=none"]
     ways = ["strategy=pyg", "strategy.transport=tcp", "strategy.evaluation=exact", "data.num_neighbors=[4,3]"]
     ok(gtrain(*ways, *model, "data.batch_size=64", "trainer.max_epochs=2", "hydra.run.dir=sampled", cwd=tmp_path))
-    ok(
-        gtrain(
-            "test",
-            "strategy=single",
-            *model,
-            "ckpt_path=sampled/checkpoints/best.ckpt",
-            "hydra.run.dir=whole",
-            cwd=tmp_path,
-        )
-    )
-    sampled, whole = (summary(tmp_path / name)["metrics"] for name in ("sampled", "whole"))
-    for name in ("test/loss", "test/acc"):
-        assert sampled[name] == pytest.approx(whole[name], rel=1e-10)
+    sampled = summary(tmp_path / "sampled")["metrics"]
+    trained = "ckpt_path=sampled/checkpoints/best.ckpt"
+    for strategy, *ranks in (["single"], ["sar", "trainer.num_nodes=2"]):
+        where = ["hydra.run.dir=" + strategy, *ranks]
+        ok(gtrain("test", "strategy=" + strategy, *model, trained, *where, cwd=tmp_path))
+        whole = summary(tmp_path / strategy)["metrics"]
+        for name in ("test/loss", "test/acc"):
+            assert sampled[name] == pytest.approx(whole[name], rel=1e-10)
 
 
 def test_what_is_sampled_depends_on_no_transport_halo_or_thread(sweep: Runner) -> None:

@@ -104,6 +104,8 @@ def test_one_request_an_owner_for_distinct_rows(ranks: Ranks, monkeypatch: pytes
     remote = np.concatenate([rows.is_remote(kind, batch[kind]) for batch in window for kind in ("node", EDGE_TYPE)])
     assert rows.counts.missed == remote.sum() and rows.counts.hosted == (~remote).sum()
     assert rows.counts.fetched == np.unique(ids[remote]).size < rows.counts.missed
+    nodes = np.unique(np.concatenate([batch["node"] for batch in window]))
+    assert rows.counts.fetched_nodes == rows.is_remote("node", nodes).sum()
 
 
 def test_nothing_is_asked_where_everything_is_hosted(ranks: Ranks, data: Data) -> None:

@@ -50,12 +50,14 @@ class Counts:
         cached: remote, and found in the cache.
         missed: remote, and not in the cache.
         fetched: asked for; fewer than missed, where successive batches need the same.
+        fetched_nodes: of these, rows of nodes.
     """
 
     hosted: int = 0
     cached: int = 0
     missed: int = 0
     fetched: int = 0
+    fetched_nodes: int = 0
 
 
 class Rows:
@@ -204,7 +206,10 @@ class Rows:
     def request(self, missing: dict[Kind, Missing]) -> Requests:
         """Ask the owners for rows."""
         assert self._peers is not None  # or all parts were hosted
-        self.counts.fetched += sum(rows.size for kind in missing.values() for rows in kind.rows.values())
+        for kind, wanted in missing.items():
+            count = sum(rows.size for rows in wanted.rows.values())
+            self.counts.fetched += count
+            self.counts.fetched_nodes += count if isinstance(kind, str) else 0
         requests = Requests(self._peers, self._method, self._store, missing, self.pool)
         requests.send()
         return requests
