@@ -30,6 +30,7 @@ from gtrain_pbg.edges import BucketEdges, filled, kinds_of, mixed, passes_of
 from gtrain_pbg.evaluation import EvaluationBatches
 from gtrain_pbg.home import PartitionedHome
 from gtrain_pbg.machines.evaluation import DealtAnew
+from gtrain_pbg.machines.members import JobEndedError
 from gtrain_pbg.machines.set_up import Machines, check_spread
 from gtrain_pbg.machines.trainee import MachineTrainee, Turn, Turns
 from gtrain_pbg.machines.typed import SpreadTypes
@@ -132,7 +133,10 @@ class PBGStrategy(GraphStrategy):
         name = f" of machine {self.node_rank}"
         self._machine = form_group(*place, self.timeout_seconds, self.counters, name=name)
         rank = self.global_rank, self.world_size
-        self._machines = Machines(self.settings, self.servers, *rank, self.counters)
+        environment = self.cluster_environment
+        assert environment is not None
+        store = (environment.main_address, environment.main_port) if self.node_rank else None
+        self._machines = Machines(self.settings, self.servers, *rank, self.counters, store)
         return self._machines.group
 
     @property
@@ -194,6 +198,7 @@ class PBGStrategy(GraphStrategy):
         assert isinstance(table, SpreadTypes)
         if settings.on_trainer_loss == "continue" and self.node_rank > 0:  # all others meet on machine 0
             self.may_be_lost()
+            self._machines.lock.on_loss(lambda error: self.may_be_lost(not isinstance(error, JobEndedError)))
         fresh = settings.distributed_tree_init_order and settings.warm_start is None
         return MachineTrainee(
             table,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,9 @@ from gtrain_pbg.config import PBGConfig, check_machines
 from gtrain_pbg.machines.board import Board, Grant, partition_key
 from gtrain_pbg.machines.depot import Depot, FolderDepot, ServedDepot
 from gtrain_pbg.machines.folder import PartitionFolder
+from gtrain_pbg.machines.heart import place
 from gtrain_pbg.machines.lock_server import LockServer
+from gtrain_pbg.machines.members import JobEndedError
 from gtrain_pbg.machines.parameter_server import Handlers as ParameterHandlers
 from gtrain_pbg.machines.parameters import SharedParameters
 from gtrain_pbg.machines.partition_server import Handlers as PartitionHandlers
@@ -183,6 +187,36 @@ def test_who_waits_gets_what_a_lost_machine_had() -> None:
     assert waiting.result().fields["leases"] != granted.fields["leases"]  # type: ignore[attr-defined]
 
 
+def test_a_server_that_is_lost_ends_the_job_and_one_that_comes_back_does_not() -> None:
+    now = [0.0]
+    server = make_lock(clock=lambda: now[0])
+
+    def serve(name: str, method: str, pid: int = 0) -> None:
+        server.methods()[method](Message({"place": place(), "pid": pid}), Caller(name, 1, 1))
+
+    ask(server, "join", 0, place="elsewhere", pid=0)
+    dead = subprocess.Popen(["sleep", "100"])
+    serve("partition 1", "serve", dead.pid)
+    serve("parameter 1", "serve", os.getpid())
+    dead.kill()
+    dead.wait()
+    server.look()
+    now[0] = 8.0
+    serve("partition 1", "serve", os.getpid())  # its agent has started it again
+    for name in ("partition 1", "parameter 1"):
+        now[0] += 8.0
+        ask(server, "beat", 0)
+        serve("partition 1", "pulse")
+        if name == "partition 1":
+            serve("parameter 1", "pulse")
+            server.look()
+            ask(server, "beat", 0)
+    now[0] = 30.0
+    server.look()
+    with pytest.raises(JobEndedError, match="parameter 1 is lost: it was not heard of for 10 s; go on from the last"):
+        ask(server, "beat", 0)
+
+
 def test_a_loss_may_end_the_job() -> None:
     now = [0.0]
     server = make_lock("stop", lambda: now[0])
@@ -227,11 +261,15 @@ def test_a_depot_has_the_newest_version_and_refuses_older_ones(
         for version in (3, 7):
             depot.save(key, version, tensors(float(version), rows))
         depot.save(key, 7, tensors(8.0, rows))  # again, under the same lease
-        with pytest.raises(Exception, match="written under lease 5"):
+        with pytest.raises(PeerLostError, match="under lease 5, and it was granted again under 7"):
             depot.save(key, 5, tensors(5.0, rows))
         found = tensors(0.0, rows)
         depot.load(key, found)
         assert all(torch.equal(found[kind], tensors(8.0, rows)[kind]) for kind in found)
+        if isinstance(depot, ServedDepot):  # the next reads while the last, which was taken for lost, still writes
+            depot.load(key, found, lease=8)
+            with pytest.raises(PeerLostError, match="under lease 7, and it was granted again under 8"):
+                depot.save(key, 7, tensors(7.0, rows))
     if rows:
         some = torch.empty(2, 3)
         depot.select("node-1", torch.tensor([4, 1]), some)
