@@ -290,7 +290,7 @@ class PBGStrategy(GraphStrategy):
         """The buckets of an epoch on one machine, and what must be swapped for them; the same on all workers."""
         assert self._table is not None and self._store is not None
         settings = self.settings
-        there = filled(self._store) or {(0, 0)}
+        there = filled(self._store)
         order = [
             (bucket, chunk)
             for chunk in range(passes_of(self._store, settings.num_edge_chunks))

@@ -140,8 +140,34 @@ def test_the_first_epoch_grows_as_a_tree() -> None:
     assert make_board(4).acquire(1, lease) is not None
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_buckets_without_edges_are_left_out_and_what_they_part_grows_by_itself(seed: int) -> None:
+    """Three components: {0, 1, 2}, by a chain; {3, 4}; {5}, by its own edges."""
+    filled = {(0, 1), (2, 1), (1, 1), (3, 4), (5, 5)}
+    board = Board("node", lambda chunk: [b for b in bucket_order("random", 6, 2, seed) if b in filled], 2, True)
+    epoch, steps = Epoch(board, 2, seed), 0
+    while not board.over:
+        epoch.step()
+        steps += 1
+        assert steps < 500, "no machine gets on"
+    assert sorted(board.edges) == [(chunk, bucket) for chunk in range(2) for bucket in sorted(filled)]
+    apart = Board("node", lambda chunk: [(3, 4), (0, 1), (2, 1), (4, 3)], 1, True)
+    grants = [apart.acquire(machine, epoch.lease) for machine in range(3)]
+    assert [grant and grant.bucket for grant in grants] == [(3, 4), (0, 1), None]  # each begins a component
+
+
 def ask(server: LockServer, method: str, rank: int, **fields: object) -> object:
-    return server.methods()[method](Message(fields), Caller(f"rank {rank}", 1, 1))
+    tensors = [torch.ones(4, 4, dtype=torch.bool)] if method == "begin" else []
+    return server.methods()[method](Message(fields, tensors), Caller(f"rank {rank}", 1, 1))
+
+
+def test_an_epoch_has_the_buckets_that_the_store_has_edges_for() -> None:
+    server, there = make_lock(), torch.zeros(4, 4, dtype=torch.bool)
+    there[2, 3] = there[0, 0] = True
+    fields = {"round": 1, "epoch": 0, "seed": 0, "as_tree": True, "table": "node", "chunks": 1}
+    server.methods()["begin"](Message(fields, [there]), Caller("rank 0", 1, 1))
+    granted = [ask(server, "acquire", rank, edges=None).fields["bucket"] for rank in (0, 2)]  # type: ignore[attr-defined]
+    assert sorted(granted) == [[0, 0], [2, 3]]
 
 
 def make_lock(policy: str = "continue", clock: object = None) -> LockServer:

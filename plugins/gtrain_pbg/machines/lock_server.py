@@ -146,15 +146,17 @@ class LockServer:
 
     def begin(self, message: Message, rank: int) -> None:
         """A machine begins an epoch. Fields: ``round`` (from 1), ``epoch``, ``seed``, ``as_tree``, ``table``, and
-        ``chunks``, how often it goes through the buckets."""
+        ``chunks``, how often it goes through the buckets; a tensor bool ``[P, P]``: which ones have edges."""
         fields, settings = message.fields, self._settings
         if fields["round"] <= self._round:
             return
         self._round, self._begun = fields["round"], set()
+        there = set(map(tuple, message.tensors[0].nonzero().tolist()))
 
         def order(chunk: int) -> list[tuple[int, int]]:
             seed = mixed(fields["seed"], fields["epoch"], chunk)
-            return bucket_order(settings.bucket_order, settings.num_partitions, 2, seed)
+            found = bucket_order(settings.bucket_order, settings.num_partitions, 2, seed)
+            return [bucket for bucket in found if bucket in there]
 
         self._board = Board(fields["table"], order, fields["chunks"], fields["as_tree"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -69,8 +70,9 @@ class MachineTrainee:
         self._rounds += 1
         if self._leads:
             as_tree = self._fresh and epoch == 0
-            fields = {"round": self._rounds, "epoch": epoch, "seed": cut.edges.seed, "as_tree": as_tree}
-            self._lock.ask("begin", {**fields, "table": self._table.bundle, "chunks": cut.edges.passes})
+            fields: dict[str, Any] = {"round": self._rounds, "epoch": epoch, "seed": cut.edges.seed}
+            fields |= {"as_tree": as_tree, "table": self._table.bundle, "chunks": cut.edges.passes}
+            self._lock.ask("begin", fields, [cut.edges.filled()])
             self._parameters.start()
         edges: int | None = None
         while (grant := self._next(edges)) is not None:
