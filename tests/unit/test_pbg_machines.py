@@ -164,7 +164,7 @@ def ask(server: LockServer, method: str, rank: int, **fields: object) -> object:
 def test_an_epoch_has_the_buckets_that_the_store_has_edges_for() -> None:
     server, there = make_lock(), torch.zeros(4, 4, dtype=torch.bool)
     there[2, 3] = there[0, 0] = True
-    fields = {"round": 1, "epoch": 0, "seed": 0, "as_tree": True, "table": "node", "chunks": 1}
+    fields = {"round": 1, "epoch": 0, "seed": 0, "as_tree": True, "table": "node", "chunks": 1, "first": 0}
     server.methods()["begin"](Message(fields, [there]), Caller("rank 0", 1, 1))
     granted = [ask(server, "acquire", rank, edges=None).fields["bucket"] for rank in (0, 2)]  # type: ignore[attr-defined]
     assert sorted(granted) == [[0, 0], [2, 3]]
@@ -201,7 +201,7 @@ def test_who_waits_gets_what_a_lost_machine_had() -> None:
     server = make_lock(clock=lambda: now[0])
     for rank in (0, 2):
         ask(server, "join", rank, place="elsewhere", pid=0)
-        ask(server, "begin", rank, round=1, epoch=0, seed=0, as_tree=True, table="node", chunks=1)
+        ask(server, "begin", rank, round=1, epoch=0, seed=0, as_tree=True, table="node", chunks=1, first=0)
     granted = ask(server, "acquire", 2, edges=None)
     waiting = ask(server, "acquire", 0, edges=None)
     assert not waiting.done()  # type: ignore[attr-defined]
@@ -399,10 +399,15 @@ def test_parameters_become_the_sum_of_what_machines_changed() -> None:
 
 
 def test_machines_that_do_not_fit_are_refused_with_the_arithmetic() -> None:
-    check_machines(2, 4)
-    check_machines(1, 1, 3)
+    def check(machines: int, partitions: int, **settings: object) -> None:
+        check_machines(machines, PBGConfig(name="pbg", num_partitions=partitions, **settings))  # type: ignore[arg-type]
+
+    check(2, 4)
+    check(1, 1, buffer_partitions=3, checkpoint_chunks=True)
     with pytest.raises(ConfigError, match=r"2 \* 3 = 6 > 4") as caught:
-        check_machines(3, 4)
+        check(3, 4)
     assert "strategy.num_partitions=6" in str(caught.value) and "trainer.num_nodes=2" in str(caught.value)
     with pytest.raises(ConfigError, match="buffer_partitions=4"):
-        check_machines(2, 4, 4)
+        check(2, 4, buffer_partitions=4)
+    with pytest.raises(ConfigError, match="checkpoint_chunks=true"):
+        check(2, 4, checkpoint_chunks=True)

@@ -57,16 +57,19 @@ class Board:
         chunks: edge chunks of an epoch.
         as_tree: whether a bucket is granted only if one of its partitions has been trained, but the first of those
             that are joined by others: no two machines then begin with vectors that will have to do with each other.
+        first: the chunk with which it begins.
 
     Attributes:
         edges: edges that were trained of each bucket that is done.
         again: how many buckets were granted again because a machine was lost.
     """
 
-    def __init__(self, table: str, order: Callable[[int], list[Bucket]], chunks: int, as_tree: bool) -> None:
+    def __init__(
+        self, table: str, order: Callable[[int], list[Bucket]], chunks: int, as_tree: bool, first: int = 0
+    ) -> None:
         self._table, self._order, self._chunks, self._as_tree = table, order, chunks, as_tree
         self._machines: dict[int, _Machine] = {}
-        self._chunk, self._pending = 0, [(0, bucket) for bucket in order(0)]
+        self._chunk, self._pending = first, [(first, bucket) for bucket in order(first)]
         self._component = components(bucket for _, bucket in self._pending)
         self._known: set[str] = set()
         self._rooted: set[int] = set()  # components of which a bucket is done

@@ -145,8 +145,11 @@ class LockServer:
     # ------------------------------------------------------------------------------------------ buckets
 
     def begin(self, message: Message, rank: int) -> None:
-        """A machine begins an epoch. Fields: ``round`` (from 1), ``epoch``, ``seed``, ``as_tree``, ``table``, and
-        ``chunks``, how often it goes through the buckets; a tensor bool ``[P, P]``: which ones have edges."""
+        """A machine begins an epoch.
+
+        Fields: ``round`` (from 1), ``epoch``, ``seed``, ``as_tree``, ``table``, ``chunks``, how often it goes through
+        the buckets, and ``first``, from which on. A tensor bool ``[P, P]``: which buckets have edges.
+        """
         fields, settings = message.fields, self._settings
         if fields["round"] <= self._round:
             return
@@ -158,7 +161,7 @@ class LockServer:
             found = bucket_order(settings.bucket_order, settings.num_partitions, 2, seed)
             return [bucket for bucket in found if bucket in there]
 
-        self._board = Board(fields["table"], order, fields["chunks"], fields["as_tree"])
+        self._board = Board(fields["table"], order, fields["chunks"], fields["as_tree"], fields["first"])
 
     def acquire(self, message: Message, rank: int) -> Message | Reply:
         """A machine wants a bucket. Fields: ``edges`` that it trained of its last one; None: it has none.
