@@ -181,6 +181,13 @@ def _go_on_without(job: Job, selector: selectors.BaseSelector) -> None:
     for child in job.children:
         if not (child.may_be_lost and died_without_a_cause(child)):
             continue
+        if job.machine is not None and job.leash is None:  # no worker is left here, by which to know the job's end
+            try:
+                job.line = socket.create_connection((job.host, job.port))
+            except OSError:
+                return  # the job has ended too
+            job.leash = job.line.fileno()
+            selector.register(job.leash, selectors.EVENT_READ)
         node = child.slot.node
         said = ending(child, job.size(child.slot.role))
         print(f"gtrain: {said}; the job goes on without machine {node}", file=sys.stderr, flush=True)
@@ -188,10 +195,6 @@ def _go_on_without(job: Job, selector: selectors.BaseSelector) -> None:
             if worker.slot.node == node:
                 worker.lost = True
                 worker.signal(signal.SIGKILL)  # it has lost what it shares with the one that died
-        if job.machine is not None and job.leash is None:  # no worker is left here, by which to know the job's end
-            job.line = socket.create_connection((job.host, job.port))
-            job.leash = job.line.fileno()
-            selector.register(job.leash, selectors.EVENT_READ)
 
 
 # ---------------------------------------------------------------------------------------------------- ending

@@ -100,7 +100,7 @@ class Child:
         if message["kind"] == "done":
             self.done, self.result = True, message["result"]
         elif message["kind"] == "may be lost":
-            self.may_be_lost = True
+            self.may_be_lost = message["value"]
         else:
             self.failure = self.failure or message
 

@@ -134,9 +134,9 @@ def report(kind: str, **fields: Any) -> None:
         os.write(_context.report_fd, (json.dumps({"kind": kind, **fields}) + "\n").encode())
 
 
-def may_be_lost() -> None:
-    """Tell the agent that the job goes on, should this process die, without its machine's workers."""
-    report("may be lost")
+def may_be_lost(may: bool = True) -> None:
+    """Tell the agent whether the job goes on, should this process die, without its machine's workers."""
+    report("may be lost", value=may)
 
 
 def report_failure(exception: BaseException) -> None:

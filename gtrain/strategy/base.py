@@ -222,12 +222,12 @@ class GraphStrategy(GroupCollectives):
         path = run_dir / "checkpoints" / "last.ckpt"
         return path if path.exists() or path.with_name("last.ckpt.old").exists() else None
 
-    def may_be_lost(self) -> None:
-        """Say that the job goes on without this rank's machine from now on, should one of its workers die.
+    def may_be_lost(self, may: bool = True) -> None:
+        """Say whether the job goes on without this rank's machine from now on, should one of its workers die.
 
         Their servers stay. It is heeded where our agent started the ranks; any other launcher ends the job.
         """
-        slots.may_be_lost()
+        slots.may_be_lost(may)
 
     # ------------------------------------------------------------------------ batches
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import threading
 from dataclasses import replace
 from datetime import timedelta
@@ -24,7 +23,7 @@ from gtrain.launch.meeting import Place
 from gtrain.launch.roles import RolePlan
 from gtrain.launch.slot import Roster, Slot
 from gtrain.strategy import server
-from gtrain.strategy.rendezvous import connect, job_store
+from gtrain.strategy.rendezvous import await_end, connect, job_store
 from gtrain.strategy.stopping import stop_event
 
 BY_HAND, BY_AGENT = "by hand", "by the agents"
@@ -101,12 +100,8 @@ def serve_here(target: str, config: Any) -> None:
 
 def _watch(host: str, port: int, stop: threading.Event) -> None:
     """Set ``stop`` once the job's key-value store is gone: it ends with rank 0, and a connection to it does as well."""
-    try:
-        with socket.create_connection((host, port)) as line:
-            line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # its machine may go without a word
-            line.settimeout(None)
-            line.recv(1)
-    except OSError as error:
+    error = await_end(host, port)
+    if error is not None:
         print(f"the job's key-value store is lost: {error.strerror}", flush=True)
     print("the job is over", flush=True)
     stop.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -61,6 +62,23 @@ def connect(
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     # torchrun keeps its store when it starts the ranks again: what the ranks before left there is not for these
     return store if attempt is None else PrefixStore(f"gtrain-attempt-{attempt}", store)
+
+
+def await_end(host: str, port: int) -> OSError | None:
+    """Return once a job's store is gone, which ends with rank 0; with the error, where that was how it showed.
+
+    Args:
+        host: where it is.
+        port: its port.
+    """
+    try:
+        with socket.create_connection((host, port)) as line:
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # its machine may go without a word
+            line.settimeout(None)
+            line.recv(1)
+    except OSError as error:
+        return error
+    return None
 
 
 def agree(environment: ClusterEnvironment, text: str) -> str:

@@ -30,11 +30,11 @@ from gtrain.launch import slot as slots
 from gtrain.launch.children import resolve
 from gtrain.launch.environment import find_environment, ranks_on_this_machine
 from gtrain.launch.slot import JobContext, Slot
-from gtrain.strategy.counters import cpu_seconds, peak_rss_bytes, rss_bytes
+from gtrain.strategy.counters import Counters, cpu_seconds, peak_rss_bytes, rss_bytes
 from gtrain.strategy.rendezvous import job_store
-from gtrain.strategy.servers import FIGURES, book, entry
+from gtrain.strategy.servers import FIGURES, START_SECONDS, Servers, book, entry
 from gtrain.strategy.stopping import stop_event
-from gtrain.wire import Caller, Message, Security, Server
+from gtrain.wire import Caller, Client, Message, Security, Server
 
 Handler = Callable[[Message, Caller], Message | None]
 
@@ -71,6 +71,15 @@ class ServerContext:
     def store(self) -> Store:
         """The job's key-value store."""
         return job_store(find_environment())
+
+    def client(self, role: str, rank: int) -> Client:
+        """A client of another server of the job, under this server's label; waits until that is there.
+
+        Raises:
+            PeerLostError: it is not there in time.
+        """
+        address = Servers(find_environment(), Counters(), START_SECONDS).address(role, rank)
+        return Client(address, peer=f"{role} {rank}", name=self.slot.label, security=self.security)
 
     def serve(self, handlers: Mapping[str, Handler]) -> None:
         """Answer requests until :attr:`stop` is set.

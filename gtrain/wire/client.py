@@ -25,6 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gtrain.errors import GtrainError
 from gtrain.wire.addresses import is_local
 from gtrain.wire.counters import Counters
 from gtrain.wire.dialogue import Dialogue
@@ -84,6 +85,7 @@ class Client:
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._closed = False
+        self._cause: GtrainError | None = None  # for which it was closed
         self._waiting = 0  # threads that wait and do not receive
 
     @property
@@ -177,12 +179,16 @@ class Client:
         self._drive_or_wait(pending)
         return self._wait(pending.future, None)
 
-    def close(self) -> None:
-        """End; what is unanswered raises. Can be called twice, and by a callback."""
+    def close(self, cause: GtrainError | None = None) -> None:
+        """End; what is unanswered raises, and so does what is asked later. Can be called twice, and by a callback.
+
+        Args:
+            cause: what that is to raise: who knows why the server is gone need not let others wait for their deadlines.
+        """
         if os.getpid() != self._pid:
             return
         with self._lock:
-            self._closed = True
+            self._closed, self._cause = True, self._cause or cause
             self._dialogue.fail_all(self._was_closed)
             self._room.notify_all()
             self._dialogue.wake()
@@ -241,7 +247,7 @@ class Client:
     def _open(self) -> None:
         """Connect on first use: not before, because a fork may come between."""
         if self._closed:
-            raise WireError(f"the client of {self.peer} is closed", hint="make a new client")
+            raise self._cause or WireError(f"the client of {self.peer} is closed", hint="make a new client")
         if self._thread is None:
             self._pid = os.getpid()
             self._dialogue.open()
@@ -273,8 +279,8 @@ class Client:
             if self._closed:
                 raise self._was_closed()
 
-    def _was_closed(self) -> WireError:
-        return WireError(f"the client of {self.peer} was closed", hint="ask before closing")
+    def _was_closed(self) -> GtrainError:
+        return self._cause or WireError(f"the client of {self.peer} was closed", hint="ask before closing")
 
     # ----------------------------------------------------------------------------------------------- receiving
 

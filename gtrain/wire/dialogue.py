@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from gtrain.errors import GtrainError
 from gtrain.wire import failures
 from gtrain.wire.counters import Counters
 from gtrain.wire.errors import FrameError, RefusedError, WireError
@@ -342,12 +343,12 @@ class Dialogue:
 
     # ------------------------------------------------------------------------------------------------ raising
 
-    def fail_all(self, make: Callable[[], WireError]) -> None:
+    def fail_all(self, make: Callable[[], GtrainError]) -> None:
         """Have all unanswered requests raise."""
         for pending in list(self._table.pending.values()):
             self._fail(pending, make())
 
-    def _fail(self, pending: Pending, error: WireError) -> None:
+    def _fail(self, pending: Pending, error: GtrainError) -> None:
         self.counters.errors += 1
         self._table.finish(pending)
         self._settled.append(lambda: pending.future.set_exception(error))

@@ -1,12 +1,43 @@
-"""Checkpoints that are kept for good, beside the last and the best."""
+"""Checkpoints within an epoch, and those that are kept for good, beside the last and the best."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from gtrain_pbg.files import keep
+
+REACHED = "reached.json"
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How far an epoch has come.
+
+    Attributes:
+        epoch: its number, from 0.
+        chunk: how often it has gone through the buckets: chunks of edge sets that are trained.
+    """
+
+    epoch: int
+    chunk: int
+
+    def write(self, folder: Path) -> None:
+        """Write it into a checkpoint."""
+        (folder / REACHED).write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> Reached | None:
+        """What a checkpoint has; None: it was written between epochs."""
+        path = folder / REACHED
+        return cls(**json.loads(path.read_text())) if path.exists() else None
+
+    def first(self, epoch: int) -> int:
+        """The chunk with which an epoch begins."""
+        return self.chunk if epoch == self.epoch else 0
 
 
 def preserve(path: Path, epoch: int, interval: int) -> None:

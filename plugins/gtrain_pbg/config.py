@@ -40,6 +40,7 @@ class PBGConfig(StrategyConfig):
         on_trainer_loss: ``continue`` trains its buckets on other machines, ``stop`` ends the job.
         max_restarts: how often a partition server that died is started again.
         checkpoint_preservation_interval: every so many epochs, the checkpoint is kept for good; None: never.
+        checkpoint_chunks: whether the last checkpoint is written after each edge chunk too, on one machine.
     """
 
     num_partitions: int = 1
@@ -58,6 +59,7 @@ class PBGConfig(StrategyConfig):
     on_trainer_loss: str = "continue"
     max_restarts: int = 3
     checkpoint_preservation_interval: int | None = None
+    checkpoint_chunks: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,17 +113,17 @@ class PBGConfig(StrategyConfig):
                 raise ConfigError(f"strategy.{key}={text} was set.", hint=f"choose one of {', '.join(options)}.")
 
 
-def check_machines(machines: int, partitions: int, buffer: int | None = None) -> None:
-    """Refuse more machines than can train at a time.
+def check_machines(machines: int, settings: PBGConfig) -> None:
+    """Refuse more machines than can train at a time, and what they do not do.
 
     Args:
         machines: ``trainer.num_nodes``.
-        partitions: ``strategy.num_partitions``.
-        buffer: ``strategy.buffer_partitions``.
+        settings: of the strategy.
 
     Raises:
         ConfigError: with the arithmetic.
     """
+    partitions, buffer = settings.num_partitions, settings.buffer_partitions
     if machines > 1 and 2 * machines > partitions:
         raise ConfigError(
             f"trainer.num_nodes={machines} and strategy.num_partitions={partitions} were set; each machine trains a "
@@ -134,12 +136,18 @@ def check_machines(machines: int, partitions: int, buffer: int | None = None) ->
             "partitions of its bucket and one that it writes back.",
             hint="set strategy.buffer_partitions=3, or 2 to save memory.",
         )
+    if machines > 1 and settings.checkpoint_chunks:
+        raise ConfigError(
+            f"strategy.checkpoint_chunks=true and trainer.num_nodes={machines} were set; several machines write "
+            "checkpoints at the ends of epochs.",
+            hint="leave strategy.checkpoint_chunks; machines that are lost in mid-epoch cost no edges.",
+        )
 
 
 def count_locks(cfg: Any) -> int:
     """Lock servers of a job: one where there are several machines."""
     strategy = cfg.strategy
-    check_machines(cfg.trainer.num_nodes, strategy.num_partitions, strategy.buffer_partitions)
+    check_machines(cfg.trainer.num_nodes, strategy)
     return int(cfg.trainer.num_nodes > 1)
 
 

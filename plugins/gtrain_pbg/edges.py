@@ -69,6 +69,12 @@ class BucketEdges:
         """How often an epoch goes through the buckets; see :func:`passes_of`."""
         return passes_of(self.store, self.chunks)
 
+    def filled(self) -> Tensor:
+        """Which buckets have edges, bool ``[P, P]``."""
+        found = torch.zeros(self.store.num_parts, self.store.num_parts, dtype=torch.bool)
+        found[tuple(torch.tensor(sorted(filled(self.store))).T)] = True
+        return found
+
     def count(self) -> int:
         """Edges over all buckets, with those that are held back."""
         return self.store.num_edges
@@ -116,10 +122,10 @@ def passes_of(store: Store, chunks: int) -> int:
 
 
 def filled(store: Store) -> set[Bucket]:
-    """The buckets that have edges; of a type that is not cut, edges are in partition 0 alone."""
+    """The buckets that have edges, the first if none has; of a type that is not cut, edges are in partition 0 alone."""
     (spec,) = store.manifest.edge_types.values()
     counts = spec.buckets or ()
-    return {(i, j) for i, row in enumerate(counts) for j, count in enumerate(row) if count}
+    return {(i, j) for i, row in enumerate(counts) for j, count in enumerate(row) if count} or {(0, 0)}
 
 
 def mixed(*key: int) -> int:

@@ -10,6 +10,7 @@ section 4). Which partition counts as first is drawn anew each epoch. ``sequenti
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 Bucket = tuple[int, int]
 
@@ -38,6 +39,20 @@ def bucket_order(order: str, partitions: int, buffer: int, seed: int) -> list[Bu
     if order == "outside_in":
         found.reverse()
     return [(names[i], names[j]) for i, j in found]
+
+
+def components(buckets: Iterable[Bucket]) -> dict[int, int]:
+    """The connected component of each partition that a bucket has, as the number of one of its partitions."""
+    root: dict[int, int] = {}
+
+    def find(partition: int) -> int:
+        while root.setdefault(partition, partition) != partition:
+            root[partition] = partition = root[root[partition]]
+        return partition
+
+    for head, tail in buckets:
+        root[find(head)] = find(tail)
+    return {partition: find(partition) for partition in root}
 
 
 def _by_affinity(buckets: list[Bucket], rng: random.Random) -> list[Bucket]:

@@ -25,6 +25,7 @@ class Span:
         visit: the bucket; None: an epoch begins, and there is nothing to train yet.
         first, last: whether a worker's training of the bucket begins, and ends, with it.
         final: whether it is the last of the epoch.
+        behind: the last bucket of the edge chunk before, where a chunk begins with it that is not the epoch's first.
         batches: the edges.
         held: edges that are held back.
     """
@@ -32,6 +33,7 @@ class Span:
     def __init__(self, visit: Visit | None, batches: list[EdgeList], held: EdgeList) -> None:
         self.visit, self.batches, self.held = visit, batches, held
         self.first = self.last = self.final = False
+        self.behind: Visit | None = None
 
 
 class Cut:
@@ -80,6 +82,8 @@ class Spans:
                 span = Span(visit, piece, held)
                 span.first, span.last = place == 0, place + 1 == len(pieces)
                 span.final = span.last and number + 1 == len(visits)
+                if span.first and number and visits[number - 1].chunk < visit.chunk:
+                    span.behind = visits[number - 1]
                 yield span
 
 

@@ -23,13 +23,14 @@ from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.forming import form_group
 from gtrain.strategy.group import Group
 from gtrain.wire.shared import SharedTensors
-from gtrain_pbg.checkpoints import preserve
+from gtrain_pbg.checkpoints import Reached, preserve
 from gtrain_pbg.checks import check_store, check_training
 from gtrain_pbg.config import PBGConfig, check_machines
 from gtrain_pbg.edges import BucketEdges, filled, kinds_of, mixed, passes_of
 from gtrain_pbg.evaluation import EvaluationBatches
 from gtrain_pbg.home import PartitionedHome
 from gtrain_pbg.machines.evaluation import DealtAnew
+from gtrain_pbg.machines.members import JobEndedError
 from gtrain_pbg.machines.set_up import Machines, check_spread
 from gtrain_pbg.machines.trainee import MachineTrainee, Turn, Turns
 from gtrain_pbg.machines.typed import SpreadTypes
@@ -58,7 +59,7 @@ class PBGStrategy(GraphStrategy):
     Args:
         num_partitions, buffer_partitions, bucket_order, num_edge_chunks, eval_fraction, shuffle, matmul, warm_start,
             partition_servers, partition_path, distributed_tree_init_order, sync_interval, lease_seconds,
-            on_trainer_loss, max_restarts, checkpoint_preservation_interval: see
+            on_trainer_loss, max_restarts, checkpoint_preservation_interval, checkpoint_chunks: see
             :class:`~gtrain_pbg.config.PBGConfig`.
         kwargs: passed on to :class:`~gtrain.strategy.base.GraphStrategy`.
     """
@@ -87,6 +88,7 @@ class PBGStrategy(GraphStrategy):
         on_trainer_loss: str = "continue",
         max_restarts: int = 3,
         checkpoint_preservation_interval: int | None = None,
+        checkpoint_chunks: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -108,6 +110,7 @@ class PBGStrategy(GraphStrategy):
             on_trainer_loss=on_trainer_loss,
             max_restarts=max_restarts,
             checkpoint_preservation_interval=checkpoint_preservation_interval,
+            checkpoint_chunks=checkpoint_chunks,
         )
         self._store: Store | None = None
         self._recipe: ModelRecipe | None = None
@@ -116,11 +119,13 @@ class PBGStrategy(GraphStrategy):
         self._machine = self.group
         self._machines: Machines | None = None
         self._trainee: Trainee | MachineTrainee | None = None
+        self._behind: Visit | None = None  # while a checkpoint is written within an epoch
+        self._reached = Reached(0, 0)
 
     # ------------------------------------------------------------------------------------------ set-up
 
     def setup_environment(self) -> None:
-        check_machines(self.num_nodes, self.settings.num_partitions, self.settings.buffer_partitions)
+        check_machines(self.num_nodes, self.settings)
         super().setup_environment()
 
     def make_group(self) -> Group:
@@ -132,7 +137,10 @@ class PBGStrategy(GraphStrategy):
         name = f" of machine {self.node_rank}"
         self._machine = form_group(*place, self.timeout_seconds, self.counters, name=name)
         rank = self.global_rank, self.world_size
-        self._machines = Machines(self.settings, self.servers, *rank, self.counters)
+        environment = self.cluster_environment
+        assert environment is not None
+        store = (environment.main_address, environment.main_port) if self.node_rank else None
+        self._machines = Machines(self.settings, self.servers, *rank, self.counters, store)
         return self._machines.group
 
     @property
@@ -194,6 +202,7 @@ class PBGStrategy(GraphStrategy):
         assert isinstance(table, SpreadTypes)
         if settings.on_trainer_loss == "continue" and self.node_rank > 0:  # all others meet on machine 0
             self.may_be_lost()
+            self._machines.lock.on_loss(lambda error: self.may_be_lost(not isinstance(error, JobEndedError)))
         fresh = settings.distributed_tree_init_order and settings.warm_start is None
         return MachineTrainee(
             table,
@@ -203,6 +212,7 @@ class PBGStrategy(GraphStrategy):
             training,
             self._machines.parameters(table.in_common(shared)),
             lambda: trainer.current_epoch,
+            lambda epoch: self._reached.first(epoch),
             held_out,
             fresh,
         )
@@ -285,10 +295,10 @@ class PBGStrategy(GraphStrategy):
         """The buckets of an epoch on one machine, and what must be swapped for them; the same on all workers."""
         assert self._table is not None and self._store is not None
         settings = self.settings
-        there = filled(self._store) or {(0, 0)}
+        there = filled(self._store)
         order = [
             (bucket, chunk)
-            for chunk in range(passes_of(self._store, settings.num_edge_chunks))
+            for chunk in range(self._reached.first(epoch), passes_of(self._store, settings.num_edge_chunks))
             for bucket in bucket_order(
                 settings.bucket_order, settings.num_partitions, self._slots, mixed(seed, epoch, chunk)
             )
@@ -328,15 +338,35 @@ class PBGStrategy(GraphStrategy):
 
     # ------------------------------------------------------------------------------------------ checkpoints
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Write the last checkpoint where an edge chunk is trained, if that is wished for."""
+        trainer = self._trainer
+        if not self.settings.checkpoint_chunks or not isinstance(batch, Span) or batch.behind is None:
+            return
+        folder = getattr(trainer and trainer.checkpoint_callback, "dirpath", None)
+        if trainer is None or folder is None:
+            return
+        self._behind = batch.behind
+        try:
+            trainer.save_checkpoint(Path(folder) / "last.ckpt")
+        finally:
+            self._behind = None
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)
         interval = self.settings.checkpoint_preservation_interval
-        if self.is_global_zero and interval is not None:
+        if self.is_global_zero and interval is not None and self._behind is None:
             preserve(Path(filepath), int(checkpoint["epoch"]), interval)
 
     def shard_files(self, folder: Path) -> None:
         if self.is_global_zero and self._table is not None and self._shared is not None:
-            self._table.save(folder)
+            if self._behind is None:
+                self._table.save(folder)
+            else:
+                with self._table.placed(self._behind.after):
+                    self._table.save(folder)
+                assert self._trainer is not None
+                Reached(self._trainer.current_epoch, self._behind.chunk + 1).write(folder)
             assert self._recipe is not None and self._store is not None and self.lightning_module is not None
             states = {f"{name}.state" for name in self._recipe.parameters} & set(self._shared)
             torch.save({name: self._shared[name].clone() for name in sorted(states)}, folder / RELATIONS)
@@ -346,6 +376,7 @@ class PBGStrategy(GraphStrategy):
         assert self._table is not None and self._shared is not None
         self.group.barrier()
         self._table.load(folder)
+        self._reached = Reached.read(folder) or self._reached
         if self._leads and (folder / RELATIONS).exists():
             for name, state in torch.load(folder / RELATIONS, map_location="cpu", weights_only=True).items():
                 if name in self._shared:

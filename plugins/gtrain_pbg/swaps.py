@@ -6,6 +6,7 @@ is needed last (Belady 1966), and the next bucket's partitions can be read while
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gtrain_pbg.order import Bucket
@@ -39,6 +40,7 @@ class Visit:
         slots: where the two partitions are.
         before: what must be done before it is trained, and could not be done earlier.
         during: what may be done while it is trained, for the next.
+        after: slot of each partition that is in one after that.
     """
 
     bucket: Bucket
@@ -46,6 +48,7 @@ class Visit:
     slots: tuple[int, int]
     before: tuple[Swap, ...]
     during: tuple[Swap, ...]
+    after: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -73,8 +76,10 @@ class Buffer:
             during, later = [], []
             if number + 1 < len(visits):
                 during = self._bring(needed[number + 1], needed[number], needed, number + 1)
+            after = dict(self.place)
+            if number + 1 < len(visits):
                 later = self._bring(needed[number + 1], set(), needed, number + 1)
-            found.append(Visit(bucket, chunk, slots, tuple(now), tuple(during)))
+            found.append(Visit(bucket, chunk, slots, tuple(now), tuple(during), after))
             now = later
         return found
 

@@ -6,8 +6,9 @@ not cut lies in partition 0, as PyTorch-BigGraph has it, and its table is in mem
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,6 +145,15 @@ class TypedTables:
     def save(self, folder: Path) -> list[str]:
         """Write all partitions into a checkpoint."""
         return [name for table in self.tables for name in table.save(folder)]
+
+    @contextmanager
+    def placed(self, place: Mapping[int, int]) -> Iterator[None]:
+        """In the middle of an epoch: take these partitions for those in slots, and not those that it ends with."""
+        planned, self.buffer.place = self.buffer.place, dict(place)
+        try:
+            yield
+        finally:
+            self.buffer.place = planned
 
     def load(self, folder: Path) -> None:
         """Take the partitions of a checkpoint."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from forked import gtrain
-from helpers import ok, show, summary
+from forked import Program, gtrain
+from helpers import descendants, ok, show, summary, until
 
 SMALL = ["data=planted_kg", "model=kg", "data.num_entities=120", "data.num_positions=24", "data.num_triples=2400",
          "data.num_relations=4", "model.dimension=16", "model.init_scale=0.1", "data.batch_size=200"]  # fmt: skip
@@ -112,6 +114,36 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(tmp_path: Path) 
     rest = train(tmp_path, "rest", *partitions, "trainer.max_epochs=4", f"ckpt_path={checkpoint}")
     assert losses(rest) == losses(whole)[2:]
     assert rest["metrics"]["test/mrr"] == whole["metrics"]["test/mrr"]
+
+
+def test_a_run_that_was_killed_within_an_epoch_goes_on_from_its_last_chunk(tmp_path: Path) -> None:
+    settings = ["strategy.num_partitions=3", "strategy.buffer_partitions=2", "strategy.num_edge_chunks=4",
+                "strategy.checkpoint_chunks=true", "strategy.checkpoint_preservation_interval=100"]  # fmt: skip
+    arguments = ["strategy=pbg", *SMALL, *QUIET, *settings, "trainer.max_epochs=100000", "hydra.run.dir=killed"]
+    job = Program("-m", "gtrain", *arguments, cwd=tmp_path)
+    checkpoint = tmp_path / "killed" / "checkpoints" / "last.ckpt"
+
+    def stands_within_an_epoch() -> bool:
+        """Checkpoints come and go; where one within an epoch is there, the run stands still from now on."""
+        ranks = descendants(job.pid)
+        for rank in ranks:
+            os.kill(rank, signal.SIGSTOP)
+        found = (checkpoint / "reached.json").exists() and (checkpoint / "manifest.json").exists()
+        for rank in [] if found else ranks:
+            os.kill(rank, signal.SIGCONT)
+        return found
+
+    until(checkpoint.exists, 100, tmp_path)
+    until(stands_within_an_epoch, 100, tmp_path)
+    job.kill()
+    reached = json.loads((checkpoint / "reached.json").read_text())
+    epoch, epochs = reached["epoch"], f"trainer.max_epochs={reached['epoch'] + 2}"
+    assert 1 <= reached["chunk"] <= 3
+    whole = train(tmp_path, "whole", *settings, epochs)
+    rest = train(tmp_path, "rest", *settings, epochs, f"ckpt_path={checkpoint}")
+    assert [entry["epoch"] for entry in rest["history"]] == [epoch, epoch + 1]
+    assert [entry["val/mrr"] for entry in rest["history"]] == [entry["val/mrr"] for entry in whole["history"][epoch:]]
+    assert losses(rest)[1] == losses(whole)[epoch + 1]
 
 
 def test_what_does_not_suit_is_said_in_a_sentence(tmp_path: Path) -> None:

@@ -105,6 +105,49 @@ def test_what_the_job_cannot_go_on_without_ends_it(policy: str, victim: int, nam
     assert f"gtrain: {name} was killed by SIGKILL (signal 9)." in done.stderr
 
 
+def test_a_trainer_that_stands_still_loses_its_bucket_and_is_let_in_no_more(tmp_path: Path) -> None:
+    lease = ["strategy.lease_seconds=10"]
+    job = Program("-m", "gtrain", *SMALL, *TWO, *lease, "trainer.max_epochs=7", "hydra.run.dir=run", cwd=tmp_path)
+    run = tmp_path / "run"
+    until(lambda: begun(run, 1, 3), 100, tmp_path)
+    stopped = children(job)[-1]
+    os.kill(stopped, signal.SIGSTOP)
+    now = rounds(run)
+    until(lambda: begun(run, 0, now + 2), 100, tmp_path)  # another has trained what it held
+    os.kill(stopped, signal.SIGCONT)
+    done = ok(job.end(200))
+    assert "machine 1 was taken for lost: rank 1 was not heard of for 10 s; the job goes on" in done.stderr
+    found = summary(run)
+    assert of_epochs(found, "train/edges") == [EDGES] * 7
+    assert sum(of_epochs(found, "train/buckets_again")) >= 1
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_machine_that_is_lost_with_its_servers_ends_the_job_at_once(lost: int, tmp_path: Path) -> None:
+    """All that it ran is killed: its command, trainer, partition and parameter server, and the first's lock server."""
+    ok(gtrain("key", "cluster.key_file=job.key", cwd=tmp_path))
+    meet = [f"cluster.rendezvous=file://{tmp_path}/meet", "cluster.key_file=job.key", "cluster=manual", FOREVER]
+    jobs = [
+        Program("-m", "gtrain", *SMALL, *TWO, *meet, f"cluster.rank={n}", f"hydra.run.dir=machine-{n}", cwd=tmp_path)
+        for n in (0, 1)
+    ]
+    last = tmp_path / "machine-0" / "checkpoints" / "last.ckpt"
+    try:
+        until(lambda: begun(tmp_path / "machine-0", 1, 3), 100, tmp_path)
+        until(lambda: (last / "manifest.json").exists(), 100, tmp_path)
+        os.kill(jobs[lost].pid, signal.SIGKILL)
+        done = jobs[1 - lost].end(20)
+    finally:
+        for job in jobs:
+            job.kill()
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    why = "parameter 1 is lost: it has ended; go on from the last checkpoint" if lost else "machine 0 is lost"
+    assert f"rank {1 - lost} of 2 (machine {1 - lost}) failed with JobEndedError: {why}" in done.stderr
+    epochs = rounds(tmp_path / "machine-0") + 1
+    rest = train(tmp_path, "rest", f"trainer.max_epochs={epochs}", f"ckpt_path={last}")
+    assert 1 <= len(rest["history"]) <= 3 and of_epochs(rest, "val/mrr")[0] > 0.1
+
+
 def test_partition_servers_come_back_and_a_full_disk_ends_the_run(tmp_path: Path) -> None:
     """What they had acknowledged is on their disk; and the last checkpoint survives the full disk."""
     job = Program("-m", "gtrain", *SMALL, *TWO, FOREVER, "hydra.run.dir=run", cwd=tmp_path)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,9 @@ from gtrain_pbg.config import PBGConfig, check_machines
 from gtrain_pbg.machines.board import Board, Grant, partition_key
 from gtrain_pbg.machines.depot import Depot, FolderDepot, ServedDepot
 from gtrain_pbg.machines.folder import PartitionFolder
+from gtrain_pbg.machines.heart import place
 from gtrain_pbg.machines.lock_server import LockServer
+from gtrain_pbg.machines.members import JobEndedError
 from gtrain_pbg.machines.parameter_server import Handlers as ParameterHandlers
 from gtrain_pbg.machines.parameters import SharedParameters
 from gtrain_pbg.machines.partition_server import Handlers as PartitionHandlers
@@ -136,8 +140,34 @@ def test_the_first_epoch_grows_as_a_tree() -> None:
     assert make_board(4).acquire(1, lease) is not None
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_buckets_without_edges_are_left_out_and_what_they_part_grows_by_itself(seed: int) -> None:
+    """Three components: {0, 1, 2}, by a chain; {3, 4}; {5}, by its own edges."""
+    filled = {(0, 1), (2, 1), (1, 1), (3, 4), (5, 5)}
+    board = Board("node", lambda chunk: [b for b in bucket_order("random", 6, 2, seed) if b in filled], 2, True)
+    epoch, steps = Epoch(board, 2, seed), 0
+    while not board.over:
+        epoch.step()
+        steps += 1
+        assert steps < 500, "no machine gets on"
+    assert sorted(board.edges) == [(chunk, bucket) for chunk in range(2) for bucket in sorted(filled)]
+    apart = Board("node", lambda chunk: [(3, 4), (0, 1), (2, 1), (4, 3)], 1, True)
+    grants = [apart.acquire(machine, epoch.lease) for machine in range(3)]
+    assert [grant and grant.bucket for grant in grants] == [(3, 4), (0, 1), None]  # each begins a component
+
+
 def ask(server: LockServer, method: str, rank: int, **fields: object) -> object:
-    return server.methods()[method](Message(fields), Caller(f"rank {rank}", 1, 1))
+    tensors = [torch.ones(4, 4, dtype=torch.bool)] if method == "begin" else []
+    return server.methods()[method](Message(fields, tensors), Caller(f"rank {rank}", 1, 1))
+
+
+def test_an_epoch_has_the_buckets_that_the_store_has_edges_for() -> None:
+    server, there = make_lock(), torch.zeros(4, 4, dtype=torch.bool)
+    there[2, 3] = there[0, 0] = True
+    fields = {"round": 1, "epoch": 0, "seed": 0, "as_tree": True, "table": "node", "chunks": 1, "first": 0}
+    server.methods()["begin"](Message(fields, [there]), Caller("rank 0", 1, 1))
+    granted = [ask(server, "acquire", rank, edges=None).fields["bucket"] for rank in (0, 2)]  # type: ignore[attr-defined]
+    assert sorted(granted) == [[0, 0], [2, 3]]
 
 
 def make_lock(policy: str = "continue", clock: object = None) -> LockServer:
@@ -171,7 +201,7 @@ def test_who_waits_gets_what_a_lost_machine_had() -> None:
     server = make_lock(clock=lambda: now[0])
     for rank in (0, 2):
         ask(server, "join", rank, place="elsewhere", pid=0)
-        ask(server, "begin", rank, round=1, epoch=0, seed=0, as_tree=True, table="node", chunks=1)
+        ask(server, "begin", rank, round=1, epoch=0, seed=0, as_tree=True, table="node", chunks=1, first=0)
     granted = ask(server, "acquire", 2, edges=None)
     waiting = ask(server, "acquire", 0, edges=None)
     assert not waiting.done()  # type: ignore[attr-defined]
@@ -181,6 +211,36 @@ def test_who_waits_gets_what_a_lost_machine_had() -> None:
     server.look()
     assert waiting.result().fields["bucket"] == granted.fields["bucket"]  # type: ignore[attr-defined]
     assert waiting.result().fields["leases"] != granted.fields["leases"]  # type: ignore[attr-defined]
+
+
+def test_a_server_that_is_lost_ends_the_job_and_one_that_comes_back_does_not() -> None:
+    now = [0.0]
+    server = make_lock(clock=lambda: now[0])
+
+    def serve(name: str, method: str, pid: int = 0) -> None:
+        server.methods()[method](Message({"place": place(), "pid": pid}), Caller(name, 1, 1))
+
+    ask(server, "join", 0, place="elsewhere", pid=0)
+    dead = subprocess.Popen(["sleep", "100"])
+    serve("partition 1", "serve", dead.pid)
+    serve("parameter 1", "serve", os.getpid())
+    dead.kill()
+    dead.wait()
+    server.look()
+    now[0] = 8.0
+    serve("partition 1", "serve", os.getpid())  # its agent has started it again
+    for name in ("partition 1", "parameter 1"):
+        now[0] += 8.0
+        ask(server, "beat", 0)
+        serve("partition 1", "pulse")
+        if name == "partition 1":
+            serve("parameter 1", "pulse")
+            server.look()
+            ask(server, "beat", 0)
+    now[0] = 30.0
+    server.look()
+    with pytest.raises(JobEndedError, match="parameter 1 is lost: it was not heard of for 10 s; go on from the last"):
+        ask(server, "beat", 0)
 
 
 def test_a_loss_may_end_the_job() -> None:
@@ -227,11 +287,15 @@ def test_a_depot_has_the_newest_version_and_refuses_older_ones(
         for version in (3, 7):
             depot.save(key, version, tensors(float(version), rows))
         depot.save(key, 7, tensors(8.0, rows))  # again, under the same lease
-        with pytest.raises(Exception, match="written under lease 5"):
+        with pytest.raises(PeerLostError, match="under lease 5, and it was granted again under 7"):
             depot.save(key, 5, tensors(5.0, rows))
         found = tensors(0.0, rows)
         depot.load(key, found)
         assert all(torch.equal(found[kind], tensors(8.0, rows)[kind]) for kind in found)
+        if isinstance(depot, ServedDepot):  # the next reads while the last, which was taken for lost, still writes
+            depot.load(key, found, lease=8)
+            with pytest.raises(PeerLostError, match="under lease 7, and it was granted again under 8"):
+                depot.save(key, 7, tensors(7.0, rows))
     if rows:
         some = torch.empty(2, 3)
         depot.select("node-1", torch.tensor([4, 1]), some)
@@ -335,10 +399,15 @@ def test_parameters_become_the_sum_of_what_machines_changed() -> None:
 
 
 def test_machines_that_do_not_fit_are_refused_with_the_arithmetic() -> None:
-    check_machines(2, 4)
-    check_machines(1, 1, 3)
+    def check(machines: int, partitions: int, **settings: object) -> None:
+        check_machines(machines, PBGConfig(name="pbg", num_partitions=partitions, **settings))  # type: ignore[arg-type]
+
+    check(2, 4)
+    check(1, 1, buffer_partitions=3, checkpoint_chunks=True)
     with pytest.raises(ConfigError, match=r"2 \* 3 = 6 > 4") as caught:
-        check_machines(3, 4)
+        check(3, 4)
     assert "strategy.num_partitions=6" in str(caught.value) and "trainer.num_nodes=2" in str(caught.value)
     with pytest.raises(ConfigError, match="buffer_partitions=4"):
-        check_machines(2, 4, 4)
+        check(2, 4, buffer_partitions=4)
+    with pytest.raises(ConfigError, match="checkpoint_chunks=true"):
+        check(2, 4, checkpoint_chunks=True)

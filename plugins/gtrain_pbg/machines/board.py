@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gtrain_pbg.order import Bucket
+from gtrain_pbg.order import Bucket, components
 
 Work = tuple[int, Bucket]
 """An edge chunk, and a bucket of it."""
@@ -42,6 +42,11 @@ class _Machine:
     active: Work | None = None
     unsaved: dict[Work, set[str]] = field(default_factory=dict)  # trained, and partitions not yet written back
 
+    @property
+    def works(self) -> list[Work]:
+        """What is not done, in the order of its grants."""
+        return [*self.unsaved, *([] if self.active is None else [self.active])]
+
 
 class Board:
     """An epoch's buckets, and who has them.
@@ -50,19 +55,24 @@ class Board:
         table: name of the table.
         order: makes the order of the buckets of an edge chunk.
         chunks: edge chunks of an epoch.
-        as_tree: whether a bucket is granted only if one of its partitions has been trained, but the first: no two
-            machines then begin with vectors that have nothing to do with each other.
+        as_tree: whether a bucket is granted only if one of its partitions has been trained, but the first of those
+            that are joined by others: no two machines then begin with vectors that will have to do with each other.
+        first: the chunk with which it begins.
 
     Attributes:
         edges: edges that were trained of each bucket that is done.
         again: how many buckets were granted again because a machine was lost.
     """
 
-    def __init__(self, table: str, order: Callable[[int], list[Bucket]], chunks: int, as_tree: bool) -> None:
+    def __init__(
+        self, table: str, order: Callable[[int], list[Bucket]], chunks: int, as_tree: bool, first: int = 0
+    ) -> None:
         self._table, self._order, self._chunks, self._as_tree = table, order, chunks, as_tree
         self._machines: dict[int, _Machine] = {}
-        self._chunk, self._pending = 0, [(0, bucket) for bucket in order(0)]
+        self._chunk, self._pending = first, [(first, bucket) for bucket in order(first)]
+        self._component = components(bucket for _, bucket in self._pending)
         self._known: set[str] = set()
+        self._rooted: set[int] = set()  # components of which a bucket is done
         self._trained_edges: dict[Work, int] = {}
         self.edges: dict[Work, int] = {}
         self.again = 0
@@ -86,7 +96,7 @@ class Board:
         ways = [
             (len(keys - mine.leases.keys()), number)
             for number, (_, bucket) in enumerate(self._pending)
-            if not (keys := self._keys(bucket)) & taken and self._allowed(keys, mine)
+            if not (keys := self._keys(bucket)) & taken and self._allowed(bucket, keys, mine)
         ]
         if not ways:
             return None
@@ -119,17 +129,17 @@ class Board:
                     del mine.unsaved[work]
                     self.edges[work] = self._trained_edges[work]
                     self._known |= self._keys(work[1])
+                    self._rooted.add(self._component[work[1][0]])
 
     def lose(self, machine: int) -> None:
         """A machine is gone: what it had not written back is to be trained again."""
         mine = self._machines.pop(machine, _Machine())
-        works = [*mine.unsaved, *([] if mine.active is None else [mine.active])]
-        self._pending[:0] = works
-        self.again += len(works)
+        self._pending[:0] = mine.works
+        self.again += len(mine.works)
 
     @property
     def _busy(self) -> bool:
-        return any(machine.active is not None or machine.unsaved for machine in self._machines.values())
+        return any(machine.works for machine in self._machines.values())
 
     def _of(self, machine: int) -> _Machine:
         return self._machines.setdefault(machine, _Machine())
@@ -137,10 +147,11 @@ class Board:
     def _keys(self, bucket: Bucket) -> set[str]:
         return {partition_key(self._table, partition) for partition in bucket}
 
-    def _allowed(self, keys: set[str], mine: _Machine) -> bool:
-        if not self._as_tree or not (self._known or self._busy):
+    def _allowed(self, bucket: Bucket, keys: set[str], mine: _Machine) -> bool:
+        if not self._as_tree or keys & self._known or any(keys & self._keys(other) for _, other in mine.unsaved):
             return True
-        return bool(keys & self._known) or any(keys & self._keys(bucket) for _, bucket in mine.unsaved)
+        begun = {self._component[other[0]] for machine in self._machines.values() for _, other in machine.works}
+        return self._component[bucket[0]] not in begun | self._rooted
 
     def _go_on(self) -> None:
         """Go on to the next edge chunk once all of this one is done."""

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gtrain.wire import Client, Message, PeerRestartedError
+from gtrain.errors import PeerLostError
+from gtrain.wire import Client, Message, PeerRestartedError, RemoteError
 from gtrain_pbg import files
 from gtrain_pbg.machines.folder import KINDS, PartitionFolder
 
@@ -28,15 +29,16 @@ class Depot(ABC):
         """Delete what an earlier job has left: its leases have numbers that this one's may have too."""
 
     @abstractmethod
-    def load(self, key: str, tensors: Mapping[str, Tensor]) -> None:
-        """Fill tensors with the newest version of a partition."""
+    def load(self, key: str, tensors: Mapping[str, Tensor], lease: int = 0) -> None:
+        """Fill tensors with the newest version of a partition; with a lease, refuse older ones from then on."""
 
     @abstractmethod
     def save(self, key: str, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Write a version; when this returns, it is on a disk.
 
         Raises:
-            DataError, RemoteError: there is a newer one, or the disk is full.
+            PeerLostError: there is a newer one, or it was granted to another: this machine has lost its lease.
+            DataError, RemoteError: the disk is full.
         """
 
     @abstractmethod
@@ -65,7 +67,7 @@ class FolderDepot(Depot):
     def clear(self) -> None:
         self._folder.clear()
 
-    def load(self, key: str, tensors: Mapping[str, Tensor]) -> None:
+    def load(self, key: str, tensors: Mapping[str, Tensor], lease: int = 0) -> None:
         for kind, tensor in tensors.items():
             files.read(self._folder.path(key, kind), tensor)
 
@@ -104,10 +106,10 @@ class ServedDepot(Depot):
     def clear(self) -> None:
         """Nothing: servers do so when they begin."""
 
-    def load(self, key: str, tensors: Mapping[str, Tensor]) -> None:
+    def load(self, key: str, tensors: Mapping[str, Tensor], lease: int = 0) -> None:
         for kind, tensor in tensors.items():
             for begin, end in _pieces(tensor):
-                fields = {"key": key, "kind": kind, "begin": begin, "end": end}
+                fields = {"key": key, "kind": kind, "begin": begin, "end": end, "lease": lease}
                 tensor[begin:end] = self._ask(key, "read", fields).tensors[0]
 
     def save(self, key: str, version: int, tensors: Mapping[str, Tensor]) -> None:
@@ -121,6 +123,10 @@ class ServedDepot(Depot):
                         client.request("write", fields, [tensors[kind][begin:end]], SILENT_SECONDS)
             except PeerRestartedError:
                 continue
+            except RemoteError as error:
+                if error.kind == PeerLostError.__name__:
+                    raise PeerLostError(error.remote_message, hint=error.hint) from error
+                raise
             return
 
     def select(self, key: str, rows: Tensor, found: Tensor) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from gtrain.errors import DataError
+from gtrain.errors import DataError, PeerLostError
 from gtrain_pbg import files
 
 KINDS = (files.STATE, files.ROWS)
@@ -28,6 +28,7 @@ class PartitionFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._granted: dict[str, int] = {}
 
     def path(self, key: str, kind: str) -> Path:
         """The newest version's file.
@@ -48,7 +49,8 @@ class PartitionFolder:
         """Begin to write a file of a version; it is there when it is done.
 
         Raises:
-            DataError: there is a newer version, or the file cannot be written.
+            PeerLostError: there is a newer version.
+            DataError: the file cannot be written.
         """
         self.check(key, version)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -58,14 +60,18 @@ class PartitionFolder:
         """Refuse a version older than what is there.
 
         Raises:
-            DataError: it is.
+            PeerLostError: it is.
         """
-        newest = self.version(key)
-        if newest is not None and version < newest:
-            raise DataError(
-                f"partition {key} was written under lease {version}, and there is a version of lease {newest}.",
+        newest = max(self.version(key) or 0, self._granted.get(key, 0))
+        if version < newest:
+            raise PeerLostError(
+                f"partition {key} was to be written under lease {version}, and it was granted again under {newest}.",
                 hint="the machine had lost its lease: raise strategy.lease_seconds if it was only slow.",
             )
+
+    def grant(self, key: str, lease: int) -> None:
+        """Refuse older versions from now on: who holds this lease begins to read."""
+        self._granted[key] = max(lease, self._granted.get(key, 0))
 
     def forget_older(self, key: str, version: int) -> None:
         """Delete what a version has replaced; a checkpoint that has it keeps it by another name."""

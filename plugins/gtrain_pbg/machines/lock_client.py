@@ -4,36 +4,48 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from gtrain.errors import PeerLostError
+from gtrain.strategy.rendezvous import await_end
 from gtrain.wire import Client, Message, RemoteError, WireError
-from gtrain_pbg.machines.lock_server import place
+from gtrain_pbg.machines.heart import pause, place
+from gtrain_pbg.machines.members import JobEndedError
 
 FOREVER = 1e7
-"""Seconds: who waits for a bucket or a meeting waits until it comes, or until the heartbeats say that it cannot."""
-BEATS = 4
-"""Heartbeats in the time after which a rank is taken for lost."""
+"""Seconds: who waits for a bucket or a meeting waits until it comes, or until it is known that it cannot."""
 
 
 class LockClient:
-    """Asks the lock server.
+    """Asks the lock server, and hears within a second when this process must end.
 
     Args:
         client: of the lock server.
-        lease_seconds: after how long a rank that is silent is taken for lost.
-        timeout_seconds: how long the lock server may be silent.
+        lease_seconds: after how long a rank, or the lock server, that is silent is taken for lost.
+        store: host and port of the job's key-value store, which ends with the job; None for a rank of the machine
+            that has it.
     """
 
-    def __init__(self, client: Client, lease_seconds: float, timeout_seconds: float) -> None:
-        self._client, self._timeout_seconds = client, timeout_seconds
-        self._pause, self._silent = lease_seconds / BEATS, ""
+    def __init__(self, client: Client, lease_seconds: float, store: tuple[str, int] | None = None) -> None:
+        self._client, self._lease_seconds = client, lease_seconds
         self._over = threading.Event()
+        self._lost: PeerLostError | None = None
+        self._losing = threading.Lock()
+        self._hooks: list[Callable[[PeerLostError], None]] = []
         self.ask("join", {"place": place(), "pid": os.getpid()})
         threading.Thread(target=self._beat, name="gtrain-heart", daemon=True).start()
+        if store is not None:
+            threading.Thread(target=self._watch, args=store, name="gtrain-store", daemon=True).start()
+
+    def on_loss(self, hook: Callable[[PeerLostError], None]) -> None:
+        """Have something done as soon as this process must end; the error is a :class:`JobEndedError` if all must."""
+        with self._losing:
+            self._hooks.append(hook)
+        if self._lost is not None:
+            hook(self._lost)
 
     def ask(self, method: str, fields: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Message:
         """Ask, and wait for as long as it takes.
@@ -43,22 +55,46 @@ class LockClient:
         """
         try:
             return self._client.request(method, fields, tensors, timeout_seconds=FOREVER)
-        except RemoteError as error:
-            if error.kind == PeerLostError.__name__:
-                raise PeerLostError(error.remote_message, hint=error.hint) from error
-            raise
         except WireError as error:
-            raise PeerLostError(self._silent or error.message) from error
+            lost = _told(error)
+            if lost is None:
+                raise
+            self._lose(lost)
+            raise lost from error
 
     def close(self) -> None:
         """End the heartbeats."""
         self._over.set()
 
     def _beat(self) -> None:
-        while not self._over.wait(self._pause):
+        while not self._over.wait(pause(self._lease_seconds)):
             try:
-                self._client.request("beat", timeout_seconds=self._timeout_seconds)
-            except WireError as error:
-                self._silent = error.message
-                self._client.close()  # whoever waits for an answer has waited in vain
+                self._client.request("beat", timeout_seconds=self._lease_seconds)
+            except (WireError, PeerLostError) as error:
+                self._lose(_told(error) or JobEndedError(f"the lock server is lost: {error.message}"))
                 return
+
+    def _watch(self, host: str, port: int) -> None:
+        await_end(host, port)
+        self._lose(JobEndedError("machine 0 is lost, or its rank 0: the job's key-value store, which it has, is gone"))
+
+    def _lose(self, error: PeerLostError) -> None:
+        """Let whoever waits for a server raise this, who would wait in vain."""
+        with self._losing:
+            if self._lost is not None or self._over.is_set():
+                return
+            self._lost, hooks = error, list(self._hooks)
+        for hook in hooks:
+            hook(error)
+        self._client.close(error)
+
+
+def _told(error: BaseException | None) -> PeerLostError | None:
+    """What the lock server has said of the end of this process; None: it has said nothing."""
+    if isinstance(error, PeerLostError):
+        return error
+    if isinstance(error, RemoteError):
+        kinds = {kind.__name__: kind for kind in (PeerLostError, JobEndedError)}
+        if error.kind in kinds:
+            return kinds[error.kind](error.remote_message, hint=error.hint)
+    return None

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import select
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +14,9 @@ from gtrain.wire import Caller, Message
 from gtrain_pbg.config import PBGConfig
 from gtrain_pbg.edges import mixed
 from gtrain_pbg.machines.board import Board
-from gtrain_pbg.machines.members import Members, Reply
+from gtrain_pbg.machines.heart import place
+from gtrain_pbg.machines.members import JobEndedError, Members, Reply
+from gtrain_pbg.machines.pulses import ENDED, Pulses, is_rank
 from gtrain_pbg.order import bucket_order
 
 LOOK_SECONDS = 0.1
@@ -46,10 +45,9 @@ class LockServer:
     def __init__(
         self, settings: PBGConfig, machines: int, devices: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._settings, self._clock, self._lock = settings, clock, threading.RLock()
+        self._settings, self._lock = settings, threading.RLock()
         self.members = Members(machines, devices)
-        self._heard: dict[int, float] = {}
-        self._processes: dict[int, int] = {}  # descriptors of the ranks' processes, where they are on this machine
+        self._pulses = Pulses(settings.lease_seconds, place(), clock)
         self._board: Board | None = None
         self._round, self._number = 0, 0
         self._begun: set[int] = set()  # machines that have had a bucket in this epoch
@@ -59,15 +57,16 @@ class LockServer:
     def methods(self) -> dict[str, Any]:
         """The handlers by the names of their methods."""
         names = ("join", "beat", "meet", "number", "begin", "acquire", "release")
-        return {name: self._checked(getattr(self, name)) for name in names}
+        own = {name: self._checked(getattr(self, name)) for name in names}
+        return own | {"serve": self.serve, "pulse": self.pulse}
 
     def _checked(self, handler: Callable[[Message, int], Any]) -> Callable[[Message, Caller], Any]:
         def answer(message: Message, caller: Caller) -> Message | Future[Message | None] | None:
             with self._lock:
-                rank = int(caller.client.rpartition(" ")[2])
+                rank = _rank(caller.client)
                 self.members.check(rank)
                 if self._ended:
-                    raise PeerLostError(self._ended)
+                    raise JobEndedError(self._ended)
                 return handler(message, rank)
 
         return answer
@@ -76,16 +75,21 @@ class LockServer:
 
     def join(self, message: Message, rank: int) -> None:
         """A rank is there. Fields: ``place`` and ``pid``, its process's."""
-        self._heard[rank] = self._clock()
-        if message.fields["place"] == place():
-            try:
-                self._processes[rank] = os.pidfd_open(message.fields["pid"])
-            except OSError:
-                return  # it is gone already, which its lease will tell
+        self._pulses.join(f"rank {rank}", message.fields["place"], message.fields["pid"])
 
     def beat(self, message: Message, rank: int) -> None:
         """A rank is still there."""
-        self._heard[rank] = self._clock()
+        self._pulses.beat(f"rank {rank}")
+
+    def serve(self, message: Message, caller: Caller) -> None:
+        """A server is there, perhaps started again. Fields: as of :meth:`join`."""
+        with self._lock:
+            self._pulses.join(caller.client, message.fields["place"], message.fields["pid"])
+
+    def pulse(self, message: Message, caller: Caller) -> None:
+        """A server is still there."""
+        with self._lock:
+            self._pulses.beat(caller.client)
 
     def meet(self, message: Message, rank: int) -> Reply:
         """See :class:`Members`. Fields: ``number`` and ``value``."""
@@ -101,24 +105,23 @@ class LockServer:
             self.look()
 
     def look(self) -> None:
-        """Take machines for lost whose processes have ended here, or that were not heard of."""
+        """Take machines for lost whose processes have ended here, or that were not heard of; end without servers."""
         with self._lock:
-            ended = select.select(list(self._processes.values()), [], [], 0)[0] if self._processes else []
-            for rank in [rank for rank, process in self._processes.items() if process in ended]:
-                self._lose(self.members.machine_of(rank), f"rank {rank} has ended")
-            limit = self._clock() - self._settings.lease_seconds
-            for rank in [rank for rank, heard in self._heard.items() if heard < limit]:
-                seconds = f"{self._settings.lease_seconds:g} s"
-                self._lose(self.members.machine_of(rank), f"rank {rank} was not heard of for {seconds}")
+            for name, how in self._pulses.gone().items():
+                if is_rank(name):
+                    self._lose(self.members.machine_of(_rank(name)), f"{name} {how}")
+                elif name.startswith("partition ") and how == ENDED:
+                    self._pulses.await_return(name)  # its agent starts it again, or ends the job
+                else:
+                    self._pulses.forget(name)
+                    self._end(f"{name} is lost: it {how}; go on from the last checkpoint (ckpt_path=last)")
 
     def _lose(self, machine: int, reason: str) -> None:
         if machine in self.members.lost:
             return
         print(f"machine {machine} is no longer there: {reason}", flush=True)
-        for rank in [rank for rank in self._heard if self.members.machine_of(rank) == machine]:
-            del self._heard[rank]
-            if rank in self._processes:
-                os.close(self._processes.pop(rank))
+        for rank in self.members.ranks_of(machine):
+            self._pulses.forget(f"rank {rank}")
         self.members.lose(machine, reason)
         waiting = self._waiting.pop(machine, None)
         if waiting is not None:
@@ -130,27 +133,35 @@ class LockServer:
             self._look_again()
 
     def _end(self, reason: str) -> None:
+        if self._ended:
+            return
+        print(reason, flush=True)
         self._ended = reason
         self.members.end(reason)
         for reply in self._waiting.values():
-            reply.set_exception(PeerLostError(reason))
+            reply.set_exception(JobEndedError(reason))
         self._waiting.clear()
 
     # ------------------------------------------------------------------------------------------ buckets
 
     def begin(self, message: Message, rank: int) -> None:
-        """A machine begins an epoch. Fields: ``round`` (from 1), ``epoch``, ``seed``, ``as_tree``, ``table``, and
-        ``chunks``, how often it goes through the buckets."""
+        """A machine begins an epoch.
+
+        Fields: ``round`` (from 1), ``epoch``, ``seed``, ``as_tree``, ``table``, ``chunks``, how often it goes through
+        the buckets, and ``first``, from which on. A tensor bool ``[P, P]``: which buckets have edges.
+        """
         fields, settings = message.fields, self._settings
         if fields["round"] <= self._round:
             return
         self._round, self._begun = fields["round"], set()
+        there = set(map(tuple, message.tensors[0].nonzero().tolist()))
 
         def order(chunk: int) -> list[tuple[int, int]]:
             seed = mixed(fields["seed"], fields["epoch"], chunk)
-            return bucket_order(settings.bucket_order, settings.num_partitions, 2, seed)
+            found = bucket_order(settings.bucket_order, settings.num_partitions, 2, seed)
+            return [bucket for bucket in found if bucket in there]
 
-        self._board = Board(fields["table"], order, fields["chunks"], fields["as_tree"])
+        self._board = Board(fields["table"], order, fields["chunks"], fields["as_tree"], fields["first"])
 
     def acquire(self, message: Message, rank: int) -> Message | Reply:
         """A machine wants a bucket. Fields: ``edges`` that it trained of its last one; None: it has none.
@@ -206,6 +217,6 @@ class LockServer:
         return self._number
 
 
-def place() -> str:
-    """Where process ids mean the same processes."""
-    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+def _rank(name: str) -> int:
+    """The rank that is called so on the wire."""
+    return int(name.rpartition(" ")[2])

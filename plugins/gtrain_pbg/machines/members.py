@@ -16,6 +16,10 @@ from gtrain.wire import Message
 Reply = Future[Message | None]
 
 
+class JobEndedError(PeerLostError):
+    """The job cannot go on: not only this machine's part of it."""
+
+
 @dataclass
 class _Meeting:
     brought: dict[int, Message] = field(default_factory=dict)
@@ -42,6 +46,10 @@ class Members:
     def machine_of(self, rank: int) -> int:
         """The machine of a rank."""
         return rank // self._devices
+
+    def ranks_of(self, machine: int) -> range:
+        """The ranks of a machine."""
+        return range(machine * self._devices, (machine + 1) * self._devices)
 
     def check(self, rank: int) -> None:
         """Refuse a rank that was taken for lost: others do its work by now.
@@ -75,7 +83,7 @@ class Members:
         """Let all who wait know that the job cannot go on."""
         for meeting in self._meetings.values():
             for reply in meeting.waiting.values():
-                reply.set_exception(PeerLostError(reason))
+                reply.set_exception(JobEndedError(reason))
             meeting.waiting.clear()
 
     def _hold(self) -> None:

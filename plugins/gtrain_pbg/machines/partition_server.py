@@ -13,6 +13,7 @@ from gtrain.strategy.server import ServerContext
 from gtrain.wire import Caller, Message
 from gtrain_pbg import files
 from gtrain_pbg.machines.folder import PartitionFolder
+from gtrain_pbg.machines.heart import begin_to_beat
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -23,6 +24,7 @@ def main(context: ServerContext) -> None:
     if not context.restarts:
         folder.clear()
     print(f"process {os.getpid()} serves {folder.folder}", flush=True)
+    begin_to_beat(context)
     context.serve(Handlers(folder).methods())
 
 
@@ -66,8 +68,9 @@ class Handlers:
             self._folder.forget_older(key, version)
 
     def read(self, message: Message, caller: Caller) -> Message:
-        """Rows of a file. Fields: ``key``, ``kind``, ``begin``, ``end``."""
+        """Rows of a file. Fields: ``key``, ``kind``, ``begin``, ``end``, and the reader's ``lease``; 0: it has none."""
         fields = message.fields
+        self._folder.grant(fields["key"], fields["lease"])
         found = files.mapped(self._folder.path(fields["key"], fields["kind"]))
         return Message({}, [found[fields["begin"] : fields["end"]].clone()])
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gtrain.errors import ConfigError
+from gtrain.errors import ConfigError, PeerLostError
 from gtrain.strategy.counters import Counters
 from gtrain.strategy.servers import Servers
+from gtrain.wire import Client
 from gtrain_pbg.config import PBGConfig
 from gtrain_pbg.machines.depot import Depot, FolderDepot, ServedDepot
 from gtrain_pbg.machines.group import MachinesGroup
@@ -20,7 +21,7 @@ from gtrain_pbg.machines.parameters import SharedParameters
 from gtrain_pbg.typed import TypeCut
 
 SILENT_SECONDS = 60.0
-"""A lock or parameter server that does not answer for so long, at least, is gone with its machine."""
+"""A parameter server may take so long to answer, at least; the lock server says earlier if it is gone."""
 LARGE_BYTES = 64 << 20
 """A table that is not cut from here on takes parameter servers a good part of their time."""
 log = logging.getLogger("gtrain")
@@ -57,12 +58,21 @@ class Machines:
         servers: of the job.
         rank: this worker; size: number of workers.
         counters: where traffic is counted.
+        store: host and port of the job's key-value store; None on the machine that has it.
 
     Raises:
         ConfigError: the job has no lock server.
     """
 
-    def __init__(self, settings: PBGConfig, servers: Servers, rank: int, size: int, counters: Counters) -> None:
+    def __init__(
+        self,
+        settings: PBGConfig,
+        servers: Servers,
+        rank: int,
+        size: int,
+        counters: Counters,
+        store: tuple[str, int] | None,
+    ) -> None:
         if not servers.count("lock"):
             raise ConfigError(
                 "strategy=pbg was to train on several machines, and the job has no lock server.",
@@ -70,20 +80,31 @@ class Machines:
             )
         self._settings, self._servers = settings, servers
         self._silent_seconds = max(SILENT_SECONDS, 2 * settings.lease_seconds)
-        self.lock = LockClient(servers.client("lock", 0), settings.lease_seconds, self._silent_seconds)
+        self.lock = LockClient(servers.client("lock", 0), settings.lease_seconds, store)
         self.group = MachinesGroup(rank, size, self.lock, counters)
 
     def depot(self, run_dir: Path) -> Depot:
         """Where partitions are while no machine trains them."""
-        clients = self._servers.clients("partition")
+        clients = self._clients("partition")
         if clients:
             return ServedDepot(clients)
         return FolderDepot(Path(self._settings.partition_path or run_dir / "partitions").absolute())
 
     def parameters(self, tensors: Mapping[str, Tensor]) -> SharedParameters:
         """This machine's copy of what all machines have."""
-        clients = self._servers.clients("parameter")
+        clients = self._clients("parameter")
         return SharedParameters(tensors, clients, self._settings.sync_interval, self._silent_seconds)
+
+    def _clients(self, role: str) -> list[Client]:
+        """Clients of the servers of a role, which nobody waits for in vain once it is known that they are gone."""
+        clients = self._servers.clients(role)
+
+        def close(error: PeerLostError) -> None:
+            for client in clients:
+                client.close(error)
+
+        self.lock.on_loss(close)
+        return clients
 
     def next_lease(self) -> int:
         """A number larger than that of any lease so far."""

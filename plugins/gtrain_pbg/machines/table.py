@@ -75,9 +75,9 @@ class SpreadTable(PartitionedTable):
         self._leave(released, set(self.buffer.place) - set(grant.bucket))
         for partition in sorted(set(grant.bucket) - set(self.buffer.place)):
             slot = self._room()
-            self._depot.load(self._key(partition), self._tensors(slot, partition))
-            self.buffer.place[partition] = slot
-            self._leases[partition] = grant.leases[partition_key(self._bundle, partition)]
+            lease = grant.leases[partition_key(self._bundle, partition)]
+            self._depot.load(self._key(partition), self._tensors(slot, partition), lease)
+            self.buffer.place[partition], self._leases[partition] = slot, lease
 
     def give_back(self, released: Callable[[list[str]], None]) -> None:
         """Write all partitions back, and have no lease of them any more."""

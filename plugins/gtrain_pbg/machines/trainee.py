@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -31,6 +32,7 @@ class MachineTrainee:
         training: trains.
         parameters: those that all machines have.
         clock: says which epoch this is.
+        first: says with which chunk an epoch begins: not with 0 where it was begun before.
         held_out: whether edges are held back.
         fresh: whether the table begins with random vectors, and the first epoch therefore goes as a tree.
     """
@@ -44,12 +46,13 @@ class MachineTrainee:
         training: BucketTraining,
         parameters: SharedParameters,
         clock: Callable[[], int],
+        first: Callable[[int], int],
         held_out: bool,
         fresh: bool,
     ) -> None:
         self._table, self._lock, self._machine, self._everyone = table, lock, machine, everyone
         self._training, self._parameters, self._clock = training, parameters, clock
-        self._held_out, self._fresh = held_out, fresh
+        self._first, self._held_out, self._fresh = first, held_out, fresh
         self._leads, self._rounds = machine.rank == 0, 0
         self._work: Iterator[Trained] = iter(())
         self._counts: dict[str, float] = {}
@@ -68,9 +71,11 @@ class MachineTrainee:
         self._agree_on_parameters()
         self._rounds += 1
         if self._leads:
-            as_tree = self._fresh and epoch == 0
-            fields = {"round": self._rounds, "epoch": epoch, "seed": cut.edges.seed, "as_tree": as_tree}
-            self._lock.ask("begin", {**fields, "table": self._table.bundle, "chunks": cut.edges.passes})
+            first = self._first(epoch)
+            as_tree = self._fresh and epoch == first == 0
+            fields: dict[str, Any] = {"round": self._rounds, "epoch": epoch, "seed": cut.edges.seed}
+            fields |= {"first": first, "as_tree": as_tree, "table": self._table.bundle, "chunks": cut.edges.passes}
+            self._lock.ask("begin", fields, [cut.edges.filled()])
             self._parameters.start()
         edges: int | None = None
         while (grant := self._next(edges)) is not None:
