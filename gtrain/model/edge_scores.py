@@ -23,19 +23,27 @@ class EdgeScores(nn.Module):
         comparator: see :mod:`gtrain.model.comparators`.
         reciprocal: whether each direction has parameters of its own.
         bias: whether rows have one more column, the bias.
+        init_scale: of relation parameters, see :func:`~gtrain.model.operators.make_operator`.
 
     Shapes:
         rows are ``[G, n, D]``, or ``[G, n, D + 1]`` with the bias last: G groups, each with one relation ``[G]``.
     """
 
     def __init__(
-        self, num_relations: int, dimension: int, operator: str, comparator: str, reciprocal: bool, bias: bool
+        self,
+        num_relations: int,
+        dimension: int,
+        operator: str,
+        comparator: str,
+        reciprocal: bool,
+        bias: bool,
+        init_scale: float | None = None,
     ) -> None:
         super().__init__()
         self.dimension, self.reciprocal, self.bias = dimension, reciprocal, bias
         self.comparator = make_comparator(comparator)
-        self.forwards = make_operator(operator, num_relations, dimension)
-        self.backwards = make_operator(operator, num_relations, dimension) if reciprocal else None
+        self.forwards = make_operator(operator, num_relations, dimension, init_scale)
+        self.backwards = make_operator(operator, num_relations, dimension, init_scale) if reciprocal else None
 
     def tail_queries(self, heads: Tensor, relation: Tensor) -> Tensor:
         """Heads, ready to be compared with tails."""

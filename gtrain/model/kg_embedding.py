@@ -62,6 +62,8 @@ class KGEmbedding(EdgeModel):
         reciprocal: whether each direction has relation parameters of its own.
         bias: whether a node has a bias, added to its scores.
         init_scale: standard deviation of the initial embeddings.
+        relation_init_scale: standard deviation of the initial relation parameters; None: operators begin as the
+            identity, whose scores are highest between a node and itself.
         num_batch_negs: edges that serve each other as negatives, the edge itself counted: the size of a chunk.
         num_uniform_negs: nodes drawn for each chunk and side as further negatives.
         all_negs: all nodes are negatives, instead of those two.
@@ -111,6 +113,7 @@ class KGEmbedding(EdgeModel):
         reciprocal: bool = True,
         bias: bool = False,
         init_scale: float = 0.001,
+        relation_init_scale: float | None = None,
         num_batch_negs: int = 50,
         num_uniform_negs: int = 50,
         all_negs: bool = False,
@@ -128,6 +131,7 @@ class KGEmbedding(EdgeModel):
     ) -> None:
         super().__init__()
         sizes = {"margin": margin, "n3": n3, "init_scale": init_scale, "max_norm": max_norm or 0.0}
+        sizes["relation_init_scale"] = relation_init_scale or 0.0
         _check(num_nodes, {"dimension": dimension}, sizes)
         self.num_nodes, self.filtered, self.max_norm = num_nodes, filtered, max_norm
         self._make_optimizer, self._make_sparse = optimizer, sparse_optimizer
@@ -157,7 +161,7 @@ class KGEmbedding(EdgeModel):
         )
         negatives = Negatives(num_batch_negs, num_uniform_negs, all_negs, head_negs, tail_negs)
         options: dict[str, Any] = {"comparator": comparator, "reciprocal": reciprocal, "bias": bias, "n3": n3}
-        options["loss"] = make_loss(loss, margin)
+        options |= {"loss": make_loss(loss, margin), "init_scale": relation_init_scale}
         self.groups = nn.ModuleList(
             RelationGroup(spec, self.schema.entities, negatives=replace(negatives, all=spec.all_negs), **options)
             for spec in self.schema.groups

@@ -19,7 +19,7 @@ class RelationGroup(nn.Module):
     Args:
         spec: which ones.
         entities: all types.
-        comparator, reciprocal, bias: see :class:`~gtrain.model.edge_scores.EdgeScores`.
+        comparator, reciprocal, bias, init_scale: see :class:`~gtrain.model.edge_scores.EdgeScores`.
         loss: of true and false scores.
         negatives: which ones; whether all entities are is the group's own.
         n3: weight of the regulariser.
@@ -37,6 +37,7 @@ class RelationGroup(nn.Module):
         comparator: str,
         reciprocal: bool,
         bias: bool,
+        init_scale: float | None,
         loss: Loss,
         negatives: Negatives,
         n3: float,
@@ -44,7 +45,8 @@ class RelationGroup(nn.Module):
         super().__init__()
         self.spec = spec
         lhs, rhs = self.ends = entities[spec.lhs], entities[spec.rhs]
-        self.scores = EdgeScores(len(spec.relations), lhs.dimension, spec.operator, comparator, reciprocal, bias)
+        size = len(spec.relations), lhs.dimension
+        self.scores = EdgeScores(*size, spec.operator, comparator, reciprocal, bias, init_scale)
         self.loss = TrainingLoss(self.scores, loss, negatives, n3, (lhs.count, rhs.count))
 
 

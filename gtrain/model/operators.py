@@ -1,6 +1,6 @@
 """Relation operators: how a relation transforms the embedding of an edge's end before the ends are compared.
 
-They are those of PyTorch-BigGraph (Lerer et al. 2019, section 3), and begin as the identity.
+They are those of PyTorch-BigGraph (Lerer et al. 2019, section 3). They begin as the identity, as there, or at random.
 """
 
 from __future__ import annotations
@@ -149,12 +149,22 @@ OPERATORS: dict[str, type[Operator]] = {
 }
 
 
-def make_operator(name: str, num_relations: int, dim: int) -> Operator:
+def make_operator(name: str, num_relations: int, dim: int, init_scale: float | None = None) -> Operator:
     """Return the operator of that name.
+
+    Args:
+        name: of the operator.
+        num_relations: R.
+        dim: columns of a row.
+        init_scale: standard deviation of the initial parameters, whose mean is 0; None: they are the identity's.
 
     Raises:
         ConfigError: there is none, or the dimension does not suit it.
     """
     if name not in OPERATORS:
         raise ConfigError(f"model.operator={name} was set.", hint=f"the operators are {', '.join(OPERATORS)}.")
-    return OPERATORS[name](num_relations, dim)
+    operator = OPERATORS[name](num_relations, dim)
+    if init_scale is not None:
+        for parameter in operator.parameters():
+            nn.init.normal_(parameter, std=init_scale)
+    return operator

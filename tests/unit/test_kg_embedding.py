@@ -257,6 +257,13 @@ def test_operators_begin_as_the_identity() -> None:
         assert torch.equal(make_operator(name, R, D)(rows, torch.tensor([2, 0, 1])), rows), name
 
 
+def test_operators_begin_at_random_where_they_are_told_to() -> None:
+    model = KGEmbedding(5, 300, dimension=20, relation_init_scale=0.25)
+    for name, parameter in model.recipe().parameters.items():
+        assert abs(float(parameter.detach().mean())) < 0.02, name
+        assert float(parameter.detach().std()) == pytest.approx(0.25, rel=0.05), name
+
+
 def test_every_edge_has_one_place() -> None:
     relation = torch.tensor([4, 0, 4, 4, 0, 4, 4, 2])
     for chunks in (in_order(8, 3), by_relation(relation, 3)):
@@ -296,6 +303,7 @@ def test_predictions_are_the_seeds_embeddings() -> None:
         ({"num_batch_negs": 1, "num_uniform_negs": 0}, r"max\(0, 1 - 1\) \+ 0 = 0 negatives"),
         ({"head_negs": False, "tail_negs": False}, "leave no negatives"),
         ({"n3": -1.0}, r"model.n3=-1\.0"),
+        ({"relation_init_scale": -0.1}, r"model.relation_init_scale=-0\.1"),
         ({"dimension": 0}, "model.dimension=0"),
     ],
 )

@@ -18,6 +18,8 @@ from gtrain_pbg.step.layout import Floats, Layout, Operand, Workspace, bits
 
 BLOCK = 1 << 18
 """Scores computed at a time, about: 512 KiB in bfloat16."""
+ROWS = 256
+"""Queries at a time, at least: with fewer, a product spends its time on arranging the candidates anew."""
 LOSSES = {"ranking": losses.RANKING, "logistic": losses.LOGISTIC, "softmax": losses.SOFTMAX}
 KINDS = {"dot": losses.INNER, "cos": losses.INNER, "squared_l2": losses.SQUARED, "l2": losses.ROOT}
 
@@ -87,7 +89,7 @@ class SideScores:
         given: tuple[Floats, ...],
     ) -> float:
         """Scores of a group of chunks to their gradient, and the gradient by queries; rows of a large chunk in turn."""
-        rows = q.size(1) if q.size(0) > 1 else max(64, BLOCK // max(1, c.size(1)))
+        rows = q.size(1) if q.size(0) > 1 else max(ROWS, BLOCK // max(1, c.size(1)))
         lost, turned, count = 0.0, c.transpose(1, 2), c.size(1)
         by_column = tuple(column.numpy() for column in columns)
         scratch = self._work.take("a row", count).numpy(), self._work.take("another row", count).numpy()
