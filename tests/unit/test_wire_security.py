@@ -149,7 +149,7 @@ def test_strangers_are_refused_and_logged_once(server: Server, case: str, caplog
     security, told, logged = REFUSED[case]
     for _ in range(2):
         with (
-            Client(server.address, peer="table 1", security=security, timeout_seconds=1.5) as client,
+            Client(server.address, peer="table 1", security=security, timeout_seconds=2.5) as client,
             pytest.raises(RefusedError) as caught,
         ):
             client.request("echo")
@@ -171,7 +171,7 @@ def test_a_server_without_keys_is_refused_by_a_client_with_keys() -> None:
     handlers = {"echo": lambda message, caller: message}
     with (
         Server(handlers, name="table 1", address="tcp://127.0.0.1:0") as running,
-        Client(running.address, peer="table 1", security=KEYS, timeout_seconds=2) as client,
+        Client(running.address, peer="table 1", security=KEYS, timeout_seconds=5) as client,
         pytest.raises(RefusedError, match="this process has keys and it has none"),
     ):
         client.request("echo")
