@@ -13,6 +13,13 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.utils import to_undirected
 
+from gtrain.data.entity_features import (
+    bag_rows,
+    facts_of_features,
+    names_of_features,
+    read_features,
+    stamps_of_features,
+)
 from gtrain.data.files import find_files
 from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp
 from gtrain.data.node_files import GENERATED, NodeFiles, generated
@@ -57,7 +64,9 @@ class EdgesData(GraphDataModule):
         num_nodes: N; None takes the rows of the features, or else of the labels, or else the largest id + 1.
         undirected: whether each line stands for both directions. In memory, edges listed twice are merged and their
             weights averaged; with times, and in lists that stay on disk, they are kept.
-        entities: entity types, with ``num_partitions``; see :class:`~gtrain.data.schema.DataSchema`.
+        entities: entity types, with ``num_partitions``, and ``featurized``, a file of the features of the type's
+            entities (:class:`~gtrain.data.entity_features.EntityFeatures`); see
+            :class:`~gtrain.data.schema.DataSchema`.
         relations: relations by ``name`` (integers by their digits), with the types ``lhs`` and ``rhs`` that they join;
             ``*``, or one entry without a name, is all others. Ids are then numbered within each type.
         **common: see :class:`~gtrain.data.module.GraphDataModule`; the split is random unless it is set.
@@ -103,13 +112,9 @@ class EdgesData(GraphDataModule):
                 hint="leave data.undirected, or list the other direction as relations of its own",
             )
         self.schema = DataSchema(entities, relations)
-        if self.schema.featurized:
-            raise ConfigError(
-                "data.entities has a featurized type, which data=edges does not read.", hint="use data=kg."
-            )
         given = {"features": features, "labels": labels, "num_nodes": num_nodes, "undirected": undirected or None}
         unsuited = [key for key, value in given.items() if value is not None]
-        if self.schema.is_typed and unsuited:
+        if (self.schema.is_typed or self.schema.featurized) and unsuited:
             raise ConfigError(
                 f"data.{unsuited[0]}={given[unsuited[0]]} was set with entity types, whose ids begin anew in each.",
                 hint=f"leave data.{unsuited[0]}, or data.relations.",
@@ -155,6 +160,7 @@ class EdgesData(GraphDataModule):
             "num_nodes": self.num_nodes,
             "undirected": self.undirected,
         }
+        stamps |= stamps_of_features(self.schema, self.root)
         return {**stamps, **options, **asdict(self.format), **self.schema.identity()}
 
     @property
@@ -194,14 +200,20 @@ class EdgesData(GraphDataModule):
             num_nodes = nodes.num_nodes or max(edges.num_nodes, nodes.largest_id + 1)
             x, y = nodes.x, nodes.y(num_nodes)
         names = {"node": edges.names, "relation": edges.relations}
-        if self.schema.is_typed:
+        tensors = {"x": x, "y": y}
+        if self.schema.is_typed or self.schema.featurized:
             from gtrain.data.typed_edges import TypedEdges
 
             typed = TypedEdges(edges, self.schema, self.store)
             num_nodes, names = typed.num_nodes, {**typed.names, "relation": edges.relations}
+            features = read_features(self.schema, self.root, {n: typed.names_of(n) for n in self.schema.featurized})
+            if features:
+                tensors["bag"] = bag_rows(typed.counts, features)
+                names |= names_of_features(features)
             self._facts = {**self.schema.facts(typed.counts, typed.ends), "num_relations": len(typed.ends)}
+            self._facts |= facts_of_features(features)
         self._names = {kind: strings for kind, strings in names.items() if strings is not None}
-        return self._graph(edges, num_nodes, x, y)
+        return self._graph(edges, num_nodes, {name: tensor for name, tensor in tensors.items() if tensor is not None})
 
     def _files(self) -> tuple[list[Path], list[int] | None]:
         """Return all files, and for each the number of its edge set, None where there is one set."""
@@ -219,24 +231,24 @@ class EdgesData(GraphDataModule):
             return f"data.features={self._node_files.features}"
         return f"data.labels={self._node_files.labels}" if isinstance(labels, Tensor) else "the largest id"
 
-    def _graph(self, edges: EdgeList, num_nodes: int, x: Tensor | None, y: Tensor | None) -> Data | EdgeArrays:
+    def _graph(self, edges: EdgeList, num_nodes: int, tensors: dict[str, Tensor]) -> Data | EdgeArrays:
         if edges.num_edges * (2 if self.undirected else 1) <= IN_MEMORY_EDGES:
             graph = _in_memory(edges, num_nodes, self.undirected)
             if self._node_files.features in GENERATED:
-                x = generated(self._node_files.features, [graph.edge_index[1].numpy()], num_nodes)
-            graph.update({name: tensor for name, tensor in (("x", x), ("y", y)) if tensor is not None})
+                tensors["x"] = generated(self._node_files.features, [graph.edge_index[1].numpy()], num_nodes)
+            graph.update(tensors)
             return graph
         if self.undirected:
             edges.append_reversed()
         if self._node_files.features in GENERATED:
-            x = generated(self._node_files.features, edges.columns["target"].chunks(), num_nodes)
+            tensors["x"] = generated(self._node_files.features, edges.columns["target"].chunks(), num_nodes)
         columns = {name: column.array() for name, column in edges.columns.items()}
         return EdgeArrays(
             num_nodes,
             columns.pop("source"),
             columns.pop("target"),
             columns,
-            {name: tensor for name, tensor in (("x", x), ("y", y)) if tensor is not None},
+            dict(tensors),
         )
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gtrain.data.files import find_file
+from gtrain.data.module import file_stamp
+from gtrain.data.schema import DataSchema
 from gtrain.errors import DataError
+from gtrain.graph.entities import feature_kind
 from gtrain.graph.tables import csr_tensor
 
 
@@ -60,6 +64,39 @@ class EntityFeatures:
                 )
             found[entity] = features
         return found
+
+
+def read_features(schema: DataSchema, root: Path, entities: Mapping[str, Sequence[str]]) -> dict[str, EntityFeatures]:
+    """Read the features of the featurized types.
+
+    Args:
+        schema: names their files.
+        root: folder of raw files.
+        entities: names of the entities by type.
+    """
+    return {
+        name: EntityFeatures(_key(name), str(file), root, entities[name]) for name, file in schema.featurized.items()
+    }
+
+
+def stamps_of_features(schema: DataSchema, root: Path) -> dict[str, Any]:
+    """Return what a store depends on; empty where no type is featurized."""
+    found = {name: file_stamp(find_file(_key(name), str(file), root)) for name, file in schema.featurized.items()}
+    return {"features": found} if found else {}
+
+
+def facts_of_features(found: Mapping[str, EntityFeatures]) -> dict[str, Any]:
+    """Return how many features each featurized type has; empty where there is none."""
+    return {"features": {name: len(features.features) for name, features in found.items()}} if found else {}
+
+
+def names_of_features(found: Mapping[str, EntityFeatures]) -> dict[str, list[str]]:
+    """Return the features' names, by what a store calls them."""
+    return {feature_kind(name): features.features for name, features in found.items()}
+
+
+def _key(name: str) -> str:
+    return f"data.entities.{name}.featurized"
 
 
 def bag_rows(counts: Mapping[str, int], found: Mapping[str, EntityFeatures]) -> Tensor:

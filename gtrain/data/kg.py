@@ -11,14 +11,19 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from gtrain.data.entity_features import EntityFeatures, bag_rows
+from gtrain.data.entity_features import (
+    EntityFeatures,
+    bag_rows,
+    facts_of_features,
+    names_of_features,
+    read_features,
+    stamps_of_features,
+)
 from gtrain.data.entity_names import EntityNames
-from gtrain.data.files import find_file
 from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp, log
 from gtrain.data.schema import DataSchema, Entries
 from gtrain.data.triples import COLUMNS, Triples, is_archive, read_archive, read_folder, split_files
 from gtrain.errors import ConfigError, DataError
-from gtrain.graph.entities import feature_kind
 
 UNKNOWN = ("error", "drop", "keep")
 _PREFIX = {"train": "", "valid": "val_", "test": "test_"}
@@ -71,16 +76,11 @@ class KGData(GraphDataModule):
         """Return the stamps of the files, and how they are read."""
         place = self._find()
         files = [place] if place.is_file() else [file for _, file in sorted(split_files(place).items())]
-        features = {
-            name: file_stamp(find_file(f"data.entities.{name}.featurized", str(file), self.root))
-            for name, file in self.schema.featurized.items()
-        }
-        more = {"features": features} if features else {}
         return {
             "files": [file_stamp(file) for file in files],
             "unknown": self.unknown,
             **self.schema.identity(),
-            **more,
+            **stamps_of_features(self.schema, self.root),
         }
 
     @property
@@ -96,12 +96,8 @@ class KGData(GraphDataModule):
         used = list(triples.values()) if self.unknown == "keep" else [triples["train"]]
         self._names = names = EntityNames(used, self.schema)
         data = Data(num_nodes=sum(names.counts.values()))
-        self._features = {
-            name: EntityFeatures(
-                f"data.entities.{name}.featurized", str(file), self.root, names.entities[name].to_pylist()
-            )
-            for name, file in self.schema.featurized.items()
-        }
+        entities = {name: names.entities[name].to_pylist() for name in self.schema.featurized}
+        self._features = read_features(self.schema, self.root, entities)
         if self._features:
             data.bag = bag_rows(names.counts, self._features)
         for split, prefix in _PREFIX.items():
@@ -114,8 +110,7 @@ class KGData(GraphDataModule):
         """Return the names of entities, by type, and relations, as pyarrow arrays of strings."""
         if self._names is None:
             return {}
-        features = {feature_kind(name): found.features for name, found in self._features.items()}
-        return {**self._names.entities, "relation": self._names.relations, **features}
+        return {**self._names.entities, "relation": self._names.relations, **names_of_features(self._features)}
 
     def extra_facts(self) -> dict[str, Any]:
         """Return how many relations there are, and the entity types."""
@@ -124,7 +119,7 @@ class KGData(GraphDataModule):
         return {
             "num_relations": len(self._names.relations),
             **self.schema.facts(self._names.counts, self._names.ends),
-            **({"features": {n: len(f.features) for n, f in self._features.items()}} if self._features else {}),
+            **facts_of_features(self._features),
         }
 
     def _find(self) -> Path:

@@ -64,6 +64,10 @@ class TypedEdges:
         """Entities of all types."""
         return sum(self.counts.values())
 
+    def names_of(self, name: str) -> list[str]:
+        """Names of a type's entities; numbers as text where ids are integers."""
+        return self.names[name].to_pylist() if self.names else [str(entity) for entity in range(self.counts[name])]
+
     @staticmethod
     def _ends_of(edges: EdgeList, schema: DataSchema) -> Ends:
         if "edge_type" not in edges.columns:

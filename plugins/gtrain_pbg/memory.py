@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
 from gtrain.nn.recipe import ModelRecipe
 from gtrain.strategy.group import Group
 from gtrain.wire.addresses import ipc_folder
@@ -11,6 +17,7 @@ from gtrain_pbg.step.relations import state_width
 from gtrain_pbg.tables import Layout
 
 NAME = "pbg"
+RELATIONS = "relations.pt"
 
 
 def relations_layout(recipe: ModelRecipe, rules: StepRules | None) -> Layout:
@@ -38,3 +45,25 @@ def in_memory_of_all(machine: Group, layout: Layout, timeout_seconds: float) -> 
     shared = SharedTensors.create(folder.path, NAME, layout)
     machine.broadcast_object(str(folder.path))
     return shared
+
+
+def fill_relations(shared: Mapping[str, Tensor], recipe: ModelRecipe, start: float) -> None:
+    """Give relation parameters the model's values, and what optimizers keep of them its first value."""
+    for name, parameter in recipe.parameters.items():
+        shared[name].copy_(parameter.detach())
+        if f"{name}.state" in shared:
+            shared[f"{name}.state"].fill_(start)
+
+
+def save_states(folder: Path, shared: Mapping[str, Tensor], recipe: ModelRecipe) -> None:
+    """Write what optimizers keep of relation parameters into a checkpoint."""
+    states = {f"{name}.state" for name in recipe.parameters} & set(shared)
+    torch.save({name: shared[name].clone() for name in sorted(states)}, folder / RELATIONS)
+
+
+def load_states(folder: Path, shared: Mapping[str, Tensor]) -> None:
+    """Take back what :func:`save_states` wrote, if the checkpoint has it."""
+    path = folder / RELATIONS
+    for name, state in (torch.load(path, map_location="cpu", weights_only=True) if path.exists() else {}).items():
+        if name in shared:
+            shared[name].copy_(state)

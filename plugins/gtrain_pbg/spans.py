@@ -8,8 +8,11 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
+from gtrain.graph.store import Store
 from gtrain.strategy.group import Group
-from gtrain_pbg.edges import BucketEdges, EdgeList, batches_of, mixed
+from gtrain_pbg.config import PBGConfig
+from gtrain_pbg.edges import BucketEdges, EdgeList, batches_of, filled, mixed, passes_of
+from gtrain_pbg.order import Bucket, bucket_order
 from gtrain_pbg.swaps import Visit
 from gtrain_pbg.training import BucketTraining, held_out
 from gtrain_pbg.typed import TypedTables
@@ -85,6 +88,27 @@ class Spans:
                 if span.first and number and visits[number - 1].chunk < visit.chunk:
                     span.behind = visits[number - 1]
                 yield span
+
+
+def buckets_of(
+    store: Store, settings: PBGConfig, slots: int, key: tuple[int, int], first: int = 0
+) -> list[tuple[Bucket, int]]:
+    """The buckets of an epoch on one machine in their order, with the numbers of their edge chunks.
+
+    Args:
+        store: those without edges are left out.
+        settings: of the strategy.
+        slots: partitions in memory at a time.
+        key: the seed and the epoch.
+        first: chunk with which the epoch begins.
+    """
+    there = filled(store)
+    return [
+        (bucket, chunk)
+        for chunk in range(first, passes_of(store, settings.num_edge_chunks))
+        for bucket in bucket_order(settings.bucket_order, settings.num_partitions, slots, mixed(*key, chunk))
+        if bucket in there
+    ]
 
 
 class Trainee:

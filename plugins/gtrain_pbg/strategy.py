@@ -26,7 +26,7 @@ from gtrain.wire.shared import SharedTensors
 from gtrain_pbg.checkpoints import Reached, preserve
 from gtrain_pbg.checks import check_store, check_training
 from gtrain_pbg.config import PBGConfig, check_machines
-from gtrain_pbg.edges import BucketEdges, filled, kinds_of, mixed, passes_of
+from gtrain_pbg.edges import BucketEdges, kinds_of
 from gtrain_pbg.evaluation import EvaluationBatches
 from gtrain_pbg.home import PartitionedHome
 from gtrain_pbg.machines.evaluation import DealtAnew
@@ -34,18 +34,15 @@ from gtrain_pbg.machines.members import JobEndedError
 from gtrain_pbg.machines.set_up import Machines, check_spread
 from gtrain_pbg.machines.trainee import MachineTrainee, Turn, Turns
 from gtrain_pbg.machines.typed import SpreadTypes
-from gtrain_pbg.memory import in_memory_of_all, relations_layout
+from gtrain_pbg.memory import fill_relations, in_memory_of_all, load_states, relations_layout, save_states
 from gtrain_pbg.optimizers import StepRules
-from gtrain_pbg.order import bucket_order
-from gtrain_pbg.spans import Cut, Span, Spans, Trainee
+from gtrain_pbg.spans import Cut, Span, Spans, Trainee, buckets_of
 from gtrain_pbg.step.relations import state_width
 from gtrain_pbg.swaps import Visit
 from gtrain_pbg.tables import Partitions
 from gtrain_pbg.training import BucketTraining
 from gtrain_pbg.typed import TypedTables, cuts_of
 from gtrain_pbg.warm_start import describe, relations_of, warm_start
-
-RELATIONS = "relations.pt"
 
 
 class PBGStrategy(GraphStrategy):
@@ -239,10 +236,7 @@ class PBGStrategy(GraphStrategy):
     def _fill(self, recipe: ModelRecipe, start: tuple[float, float]) -> None:
         """Fill the machine's memory with initial values, and the table."""
         assert self._table is not None and self._shared is not None
-        for name, parameter in recipe.parameters.items():
-            self._shared[name].copy_(parameter.detach())
-            if f"{name}.state" in self._shared:
-                self._shared[f"{name}.state"].fill_(start[1])
+        fill_relations(self._shared, recipe, start[1])
         if not self.is_global_zero:
             return
         self._table.initialize(start[0])
@@ -294,17 +288,8 @@ class PBGStrategy(GraphStrategy):
     def visits(self, epoch: int, seed: int) -> list[Visit]:
         """The buckets of an epoch on one machine, and what must be swapped for them; the same on all workers."""
         assert self._table is not None and self._store is not None
-        settings = self.settings
-        there = filled(self._store)
-        order = [
-            (bucket, chunk)
-            for chunk in range(self._reached.first(epoch), passes_of(self._store, settings.num_edge_chunks))
-            for bucket in bucket_order(
-                settings.bucket_order, settings.num_partitions, self._slots, mixed(seed, epoch, chunk)
-            )
-            if bucket in there
-        ]
-        return self._table.buffer.plan(order)
+        first = self._reached.first(epoch)
+        return self._table.buffer.plan(buckets_of(self._store, self.settings, self._slots, (seed, epoch), first))
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -368,8 +353,7 @@ class PBGStrategy(GraphStrategy):
                 assert self._trainer is not None
                 Reached(self._trainer.current_epoch, self._behind.chunk + 1).write(folder)
             assert self._recipe is not None and self._store is not None and self.lightning_module is not None
-            states = {f"{name}.state" for name in self._recipe.parameters} & set(self._shared)
-            torch.save({name: self._shared[name].clone() for name in sorted(states)}, folder / RELATIONS)
+            save_states(folder, self._shared, self._recipe)
             describe(folder, self._store, self._table, relations_of(self.lightning_module, self._recipe))
 
     def load_shard_files(self, folder: Path) -> None:
@@ -377,8 +361,6 @@ class PBGStrategy(GraphStrategy):
         self.group.barrier()
         self._table.load(folder)
         self._reached = Reached.read(folder) or self._reached
-        if self._leads and (folder / RELATIONS).exists():
-            for name, state in torch.load(folder / RELATIONS, map_location="cpu", weights_only=True).items():
-                if name in self._shared:
-                    self._shared[name].copy_(state)
+        if self._leads:
+            load_states(folder, self._shared)
         self.group.barrier()

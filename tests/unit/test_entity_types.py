@@ -17,7 +17,7 @@ from gtrain.data.kg import KGData
 from gtrain.data.planted_kg import KGModel, PlantedKGData, best_scores, generate
 from gtrain.data.schema import DataSchema
 from gtrain.errors import ConfigError, DataError
-from gtrain.graph.entities import entity_types
+from gtrain.graph.entities import entity_types, feature_kind
 from gtrain.model.kg_embedding import KGEmbedding
 from gtrain.model.kg_training import Edges
 
@@ -107,6 +107,17 @@ def test_edges_with_types(tmp_path: Path) -> None:
             assert {kind: names.to_pylist() for kind, names in module.names().items()} == {
                 "user": ["7", "0"], "item": ["2"], "film": ["1", "4"], "relation": ["buys", "sees"],
             }  # fmt: skip
+        (tmp_path / "f.tsv").write_text("1\tdark\tlong\n4\tlong\n0\tdark\n2\tdark\n3\tdark\n")
+        featured = EdgesData(
+            path=str(tmp_path / "e.tsv"), ids=ids, relations=relations, **options,
+            entities={"user": {}, "item": {}, "film": {"featurized": str(tmp_path / "f.tsv")}},
+        )  # fmt: skip
+        bags = featured.read().bag.to_dense()  # type: ignore[union-attr]
+        films = [12, 15] if ids == "int" else [3, 4]  # 1 and 4
+        place = [featured.names()[feature_kind("film")].index(word) for word in ("dark", "long")]
+        assert bags[films][:, place].tolist() == [[1, 1], [0, 1]]
+        assert not bags[: featured.extra_facts()["entity_types"]["user"]].any()
+        assert featured.extra_facts()["features"] == {"film": 2} and "features" in featured.identity()
     with pytest.raises(ConfigError, match="data.path=None with data.edge_sets=None"):
         EdgesData(relations=relations)
     with pytest.raises(ConfigError, match="data.num_nodes=9 was set with entity types"):

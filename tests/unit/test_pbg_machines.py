@@ -151,6 +151,11 @@ def test_buckets_without_edges_are_left_out_and_what_they_part_grows_by_itself(s
         steps += 1
         assert steps < 500, "no machine gets on"
     assert sorted(board.edges) == [(chunk, bucket) for chunk in range(2) for bucket in sorted(filled)]
+    rest = Board("node", lambda chunk: sorted(filled), 2, False, first=1)  # the first chunk is in a checkpoint
+    epoch = Epoch(rest, 2, seed)
+    while not rest.over:
+        epoch.step()
+    assert sorted(rest.edges) == [(1, bucket) for bucket in sorted(filled)]
     apart = Board("node", lambda chunk: [(3, 4), (0, 1), (2, 1), (4, 3)], 1, True)
     grants = [apart.acquire(machine, epoch.lease) for machine in range(3)]
     assert [grant and grant.bucket for grant in grants] == [(3, 4), (0, 1), None]  # each begins a component
