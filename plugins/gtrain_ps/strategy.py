@@ -20,19 +20,19 @@ from gtrain.errors import CheckpointError, ConfigError
 from gtrain.graph.shard import GraphShard, load_whole
 from gtrain.graph.store import Store
 from gtrain.graph.whole import load_whole_hetero
-from gtrain.nn import Embedding, RowOptimizer, Table, deferred, tables
+from gtrain.nn import deferred, tables
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.gradients import sum_gradients
 from gtrain_ps.checks import check_training
 from gtrain_ps.config import PsConfig
-from gtrain_ps.costs import Load, Plan, choose, plans, shapes, table
+from gtrain_ps.costs import Load
 from gtrain_ps.exports import export
-from gtrain_ps.placement import Placement, spread
 from gtrain_ps.server.service import DTYPES
 from gtrain_ps.worker import meters
 from gtrain_ps.worker.batches import RowSource, Shares, Source, WholeGraph
 from gtrain_ps.worker.home import ServedHome
 from gtrain_ps.worker.look import first_load
+from gtrain_ps.worker.planning import placement_of, plan_of, rules_of
 from gtrain_ps.worker.returning import ROLE, ReturningStrategy
 from gtrain_ps.worker.rows import RowTable, is_rows
 from gtrain_ps.worker.steps import flat, send_step, take_flat
@@ -179,8 +179,9 @@ class PsStrategy(ReturningStrategy):
         wire = self.dtype if settings.wire_dtype == "float32" else DTYPES[settings.wire_dtype]
         for name, layer in tables(module):
             if name not in self.homes:
-                plan = self._plan(name, layer, wire)
-                placement, pull = self._placement(layer, plan), plan.protocol == "pull"
+                chosen = settings, self.servers.count(ROLE), wire, self._load
+                plan = plan_of(name, layer, *chosen, tell=self.is_global_zero)
+                placement, pull = placement_of(layer, plan, settings), plan.protocol == "pull"
                 home = ServedHome(name, layer.table, placement, servers, layer.weight.dtype, wire, pull)
                 self.homes[name] = home
                 new = home.open()
@@ -192,7 +193,7 @@ class PsStrategy(ReturningStrategy):
         self._trained = None
         self.group.barrier()
         if self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING:
-            self._rules()
+            rules_of(self.homes, self.optimizers)
 
     def uninstall(self, module: Module) -> None:
         for name, layer in tables(module):
@@ -203,21 +204,7 @@ class PsStrategy(ReturningStrategy):
             else:
                 layer.move_back(self.homes[name].read(0, layer.table.rows))
 
-    def _plan(self, name: str, layer: Table, wire: torch.dtype) -> Plan:
-        """How a table is cut, and what travels: as the settings say, or what moves fewest bytes in the first steps."""
-        settings, width = self.settings, layer.table.dim
-        if isinstance(layer, Embedding):  # looked up, row by row: ids would go to every block of columns
-            return Plan("pull", *shapes("row", self.servers.count(ROLE), width)[0])
-        allowed = plans(settings.protocol, settings.split, self.servers.count(ROLE), width)
-        if len(allowed) == 1:
-            return allowed[0]
-        load, weighted = self._load(layer)
-        figures = load, width, layer.weight.dtype.itemsize if weighted else 0, wire.itemsize
-        if self.is_global_zero:
-            print(table(name, allowed, *figures), flush=True)
-        return choose(allowed, *figures)
-
-    def _load(self, layer: Table) -> tuple[Load, bool]:
+    def _load(self) -> tuple[Load, bool]:
         """What a worker asks of a table in the first steps, and whether entries have values other than 1."""
         module = getattr(self._trainer, "datamodule", None)
         if not isinstance(module, GraphDataModule):
@@ -229,34 +216,6 @@ class PsStrategy(ReturningStrategy):
         loader = module.train_dataloader()
         assert isinstance(loader, SeedLoader)
         return first_load(loader, self.world_size)
-
-    def _placement(self, layer: Table, plan: Plan) -> Placement:
-        spec = layer.table
-        multiplier = spread(spec.rows) if self.settings.blocks == "hash" else 1
-        return Placement(spec.rows, spec.dim, plan.row_blocks, plan.column_blocks, multiplier)
-
-    def _rules(self) -> dict[str, tuple[str, dict[str, Any]]]:
-        """Each table's rule, and its numbers at this moment.
-
-        Raises:
-            ConfigError: a table has no optimizer of ``gtrain.nn``.
-        """
-        names = {id(home.anchor): name for name, home in self.homes.items()}
-        found = {}
-        for optimizer in self.optimizers:
-            for part in getattr(optimizer, "parts", [optimizer]):
-                for group in part.param_groups:
-                    for parameter in group["params"]:
-                        if id(parameter) in names and isinstance(part, RowOptimizer):
-                            numbers = {key: _plain(value) for key, value in group.items() if key != "params"}
-                            found[names[id(parameter)]] = part.rule.name, numbers
-        missing = [name for name, home in self.homes.items() if name not in found and home.anchor.requires_grad]
-        if missing:
-            raise ConfigError(
-                f"the table {missing[0]} is on servers, and its optimizer is none of gtrain.nn's.",
-                hint="set model.sparse_optimizer._target_=gtrain.nn.RowwiseAdagrad (or Adagrad, SGD, LazyAdam).",
-            )
-        return found
 
     # ---------------------------------------------------------------------------------------------------- steps
 
@@ -295,7 +254,8 @@ class PsStrategy(ReturningStrategy):
         assert servers is not None
         weight = self._weight if self.world_size > 1 else (1.0, 1.0)
         kept = None if self._progress is None else self._progress.end()
-        self._flying.append(send_step(servers, self.homes.values(), self._rules(), weight, rest, kept))
+        rules = rules_of(self.homes, self.optimizers)
+        self._flying.append(send_step(servers, self.homes.values(), rules, weight, rest, kept))
 
     def _receive_step(self, rest: list[Parameter]) -> None:
         """Wait for the servers to have a step, and take over what they made of the other layers' gradients."""
@@ -376,7 +336,3 @@ class PsStrategy(ReturningStrategy):
         if self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING:
             meters.prepare(meters.metrics_of(self._module), state.get(METERS, {}))
         self.group.barrier()
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

@@ -54,7 +54,7 @@ def test_sampled_neighbours_of_learned_rows_train_as_the_whole_graph(tmp_path: P
     (tmp_path / "labels.tsv").write_text("".join(f"{node}\t{node % 3}\n" for node in range(90)))
     data = ("data=edges", "data.path=edges.tsv", "data.labels=labels.tsv", "data.batch_size=17", "data.num_parts=2")
     data = (*data, "callbacks=none", "trainer.precision=64-true")
-    model = ("model=sage", "+model.learn_features=true", "model.hidden_channels=8", "model.num_layers=2")
+    model = ("model=sage", "model.learn_features=true", "model.hidden_channels=8", "model.num_layers=2")
     wide = ("model.sparse_optimizer={_target_:gtrain.nn.Adagrad,lr:0.1}", "model.dropout=0", "trainer.max_epochs=3")
     ways = {
         "single": ("strategy=single",),

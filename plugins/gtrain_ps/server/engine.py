@@ -10,22 +10,22 @@ Requests are taken in by one thread; products and updates are computed by anothe
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from gtrain.errors import GtrainError
 from gtrain.wire import Message
-from gtrain_ps.server.block import Block, Grouped
+from gtrain_ps.server.block import Block
 from gtrain_ps.server.journal import Journal
 from gtrain_ps.server.kept import Kept
 from gtrain_ps.server.memory import Region
-from gtrain_ps.server.requests import Answer, Commit, Product, Request, factor_of
+from gtrain_ps.server.requests import Answer, Commit, Product, Request
 from gtrain_ps.server.sums import Sums
+from gtrain_ps.server.updates import Updates
 
 
 @dataclass
@@ -43,14 +43,6 @@ class _Step:
     commits: dict[int, Commit] = field(default_factory=dict)
     waiting: list[Answer] = field(default_factory=list)
     made: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Stacked:
-    """Rows of one table that were multiplied in one step, over all workers."""
-
-    calls: list[tuple[int, int]]
-    grouped: Grouped
 
 
 class Engine:
@@ -74,7 +66,7 @@ class Engine:
         self._steps: dict[int, _Step] = {}
         self._sums = Sums(2 * lag + 4, region)
         self.kept = Kept(lag + 4, region) if keep else None
-        self._stacked: dict[str, _Stacked] = {}
+        self._updates = Updates(self.blocks)
         self._failure: BaseException | None = None
         self.journal: Journal | None = None  # set once what it knows has been done again
 
@@ -211,8 +203,10 @@ class Engine:
                 return lambda: _settle(answer, action)
         if self._complete():
             return self._update
-        name = self._unstacked()
-        return None if name is None else lambda: self._stack(name)
+        coming = self._steps.get(self.version)
+        if coming is not None and (name := self._updates.ahead(coming.rows, self.workers)) is not None:
+            return partial(self._updates.stack, coming.rows, name)
+        return None
 
     def _complete(self) -> bool:
         """Whether all that leads to the next version is here."""
@@ -242,24 +236,6 @@ class Engine:
                     step.made[product.worker, product.call] = made
         product.answer.set_result(Message({"version": self.version}, [made]))
 
-    def _unstacked(self) -> str | None:
-        """A table whose rows of the next step seem to be all there, and are not grouped yet."""
-        step = self._steps.get(self.version)
-        kept = {} if step is None else step.rows
-        if len({worker for worker, _ in kept}) < self.workers:
-            return None
-        for product in kept.values():
-            name = product.block.name
-            stacked = self._stacked.get(name)
-            if stacked is None or stacked.calls != _calls_of(kept, name):
-                return name
-        return None
-
-    def _stack(self, name: str) -> None:
-        kept = dict(self._steps[self.version].rows)
-        calls = _calls_of(kept, name)
-        self._stacked[name] = _Stacked(calls, self.blocks[name].group([kept[call].rows for call in calls]))
-
     def drain(self) -> None:
         """Do what can be done, before :meth:`run` does."""
         while (task := self._next()) is not None:
@@ -287,28 +263,10 @@ class Engine:
             step = self._steps[self.version]
         if self.journal is not None:
             self._write_step(step)
-        kept, ordered = step.rows, [step.commits[worker] for worker in range(self.workers)]
-        factor = factor_of(ordered)
         if self.kept is not None:
             self.kept.keep(self.version, step.commits, step.made)
-        given = {
-            (commit.worker, call): gradient
-            for commit in ordered
-            for call, gradient in zip(commit.calls, commit.gradients, strict=True)
-        }
-        for name in sorted({kept[call].block.name for call in given}):
-            block, (rule, settings) = self.blocks[name], ordered[0].rules[name]
-            block.use(rule, settings)
-            calls = [call for call in _calls_of(kept, name) if call in given]
-            stacked = self._stacked.get(name)
-            if stacked is None or stacked.calls != calls:
-                stacked = _Stacked(calls, block.group([kept[call].rows for call in calls]))
-            gradients = [given[call].to(block.table.dtype) for call in calls]
-            gradient = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
-            if factor != 1.0:
-                gradient = gradient * factor
-            block.update(stacked.grouped, gradient.contiguous(), settings, self.version + 1)
-        self._stacked.clear()
+        ordered = [step.commits[worker] for worker in range(self.workers)]
+        self._updates.apply(step.rows, ordered, self.version + 1)
         self.region.set_version(self.version + 1)
         with self._changed:
             del self._steps[self.version]
@@ -333,11 +291,6 @@ class Engine:
         for answer in waiting:
             if not answer.done():
                 answer.set_exception(error)
-
-
-def _calls_of(kept: Mapping[tuple[int, int], Product], name: str) -> list[tuple[int, int]]:
-    """The products of one table, by worker and call."""
-    return sorted(call for call, product in kept.items() if product.block.name == name)
 
 
 def _settle(answer: Answer, action: Callable[[], Message | None]) -> None:

@@ -6,41 +6,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from gtrain.errors import ConfigError, DataError
+from gtrain.errors import ConfigError
 from gtrain.nn import Csr, RemoteHome, TableSpec
 from gtrain.nn.product import product
 from gtrain.nn.rules import Rule, Settings
-from gtrain_ps.kernels import rows as kernels
 from gtrain_ps.placement import Placement
+from gtrain_ps.worker.cuts import Cut, cut_ids, cut_rows
 from gtrain_ps.worker.servers import ParameterServers, Request
 
 CHUNK_BYTES = 64 << 20
 """Rows are read and written in messages of about this size."""
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Entries of sparse rows by the row block of their ids.
-
-    Attributes:
-        ids: int32, their rows in the blocks, block by block.
-        values: likewise; None: all 1.
-        begin: where each block's entries begin, and the end, ``[Pr + 1]``.
-        lengths: entries of each row in each block, ``[Pr, m]``; None: each row has one, and ``order`` says which.
-        order: the row of each entry, where ``lengths`` is None.
-    """
-
-    ids: Tensor
-    values: Tensor | None
-    begin: list[int]
-    lengths: Tensor | None
-    order: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +84,10 @@ class ServedHome(RemoteHome):
 
     def ahead(self, rows: Csr, step: int, training: bool) -> None:
         """Send rows now whose product will be asked for later, with the same tensor of ids; any thread may do so."""
-        self._ahead[id(rows.ids)] = rows.ids, self._send(self._cut(rows), rows.num_rows, step, training)
+        self._ahead[id(rows.ids)] = (
+            rows.ids,
+            self._send(cut_rows(rows, self.placement, self.dtype, self.key), rows.num_rows, step, training),
+        )
 
     def forget_ahead(self) -> None:
         """Forget what was sent and never asked for."""
@@ -124,7 +107,9 @@ class ServedHome(RemoteHome):
     def multiply(self, rows: Csr) -> tuple[Tensor, Ticket]:
         _, ticket = self._ahead.pop(id(rows.ids), (None, None))
         if ticket is None:
-            ticket = self._send(self._cut(rows), rows.num_rows, self.servers.step, self._training)
+            ticket = self._send(
+                cut_rows(rows, self.placement, self.dtype, self.key), rows.num_rows, self.servers.step, self._training
+            )
         return self._collect(ticket), ticket
 
     def push_product(self, ticket: Ticket, gradient: Tensor) -> None:
@@ -139,7 +124,7 @@ class ServedHome(RemoteHome):
 
     def fetch_unique(self, ids: Tensor, training: bool) -> tuple[Tensor, Ticket]:
         """Rows of different ids, and the ticket for their gradient."""
-        ticket = self._send(self._one_each(ids), ids.numel(), self.servers.step, training)
+        ticket = self._send(cut_ids(ids, self.placement, self.key), ids.numel(), self.servers.step, training)
         return self._collect(ticket), ticket
 
     def _pulled(self, ids: Tensor) -> Tensor:
@@ -178,7 +163,11 @@ class ServedHome(RemoteHome):
     def read(self, begin: int, end: int) -> Tensor:
         ids, found = torch.arange(begin, end), []
         for some in ids.split(max(1, CHUNK_BYTES // (self.table.dim * self.dtype.itemsize))):
-            found.append(self._collect(self._send(self._one_each(some), some.numel(), self.servers.step, False, True)))
+            found.append(
+                self._collect(
+                    self._send(cut_ids(some, self.placement, self.key), some.numel(), self.servers.step, False, True)
+                )
+            )
         return torch.cat(found) if found else torch.empty(0, self.table.dim, dtype=self.dtype)
 
     def write(self, rows: Tensor) -> None:
@@ -250,54 +239,6 @@ class ServedHome(RemoteHome):
             yield begin, min(begin + step, height)
 
     # -------------------------------------------------------------------------------------------------- the wire
-
-    def _place(self, ids: Tensor) -> tuple[Any, Any]:
-        """Row block (uint8) and place in it (int32) of each id.
-
-        Raises:
-            DataError: an id is out of range.
-        """
-        found, placement = ids.numpy(), self.placement
-        block, place = np.empty(len(found), np.uint8), np.empty(len(found), np.int32)
-        wrong = kernels.place_ids(found, placement.multiplier, placement.rows, placement.height, block, place)
-        if wrong >= 0:
-            raise DataError(
-                f"the id {int(found[wrong])} was looked up in the table {self.key}, whose ids are 0 to "
-                f"{placement.rows - 1}.",
-                hint="correct the data, or give the model more rows (data.num_features).",
-            )
-        return block, place
-
-    def _cut(self, rows: Csr) -> Cut:
-        """Cut sparse rows by the blocks of their ids."""
-        block, place = self._place(rows.ids)
-        blocks, offsets = self.placement.row_blocks, rows.offsets.numpy()
-        short = kernels.most_entries(offsets) < 1 << 16
-        lengths = np.zeros((blocks, rows.num_rows), np.uint16 if short else np.int32)
-        totals = np.zeros(blocks, np.int64)
-        kernels.count_blocks(block, offsets, lengths, totals)
-        values = None if rows.values is None else rows.values.detach().to(self.dtype)
-        if values is not None and kernels.all_ones(values.numpy()):
-            values = None
-        begin = np.zeros(blocks + 1, np.int64)
-        np.cumsum(totals, out=begin[1:])
-        if blocks == 1:
-            return Cut(torch.from_numpy(place), values, begin.tolist(), torch.from_numpy(lengths))
-        weighted = values is not None
-        kind = torch.empty(0, dtype=self.dtype).numpy().dtype
-        given = np.empty(0, kind) if values is None else values.numpy()
-        ids_out, values_out = np.empty(len(place), np.int32), np.empty(len(place) if weighted else 0, kind)
-        kernels.deal(block, place, given, weighted, begin[:-1].copy(), ids_out, values_out)
-        cut_values = torch.from_numpy(values_out) if weighted else None
-        return Cut(torch.from_numpy(ids_out), cut_values, begin.tolist(), torch.from_numpy(lengths))
-
-    def _one_each(self, ids: Tensor) -> Cut:
-        """Rows with one entry each, of the value 1: a lookup. They are sent by block."""
-        block, place = self._place(ids)
-        order = np.argsort(block, kind="stable")
-        counts = np.bincount(block, minlength=self.placement.row_blocks)
-        begin = [0, *np.cumsum(counts).tolist()]
-        return Cut(torch.from_numpy(place[order]), None, begin, None, torch.from_numpy(order))
 
     def _send(self, cut: Cut, count: int, step: int, training: bool, exact: bool = False) -> Ticket:
         """Ask every server for its part of a product."""
