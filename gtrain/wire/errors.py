@@ -39,8 +39,6 @@ class DeadlineError(WireError):
         seconds: how long was waited.
     """
 
-    echo = True
-
     echo = True  # the peer may be gone: a launcher that looks for the first cause looks further
 
     def __init__(self, message: str, *, hint: str | None, peer: str, method: str, seconds: float) -> None:
@@ -50,8 +48,6 @@ class DeadlineError(WireError):
 
 class PeerRestartedError(WireError):
     """The peer ended and another process answers in its place; whether it executed the request is unknown."""
-
-    echo = True
 
     echo = True
 
