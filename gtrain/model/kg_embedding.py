@@ -69,6 +69,8 @@ class KGEmbedding(EdgeModel):
         all_negs: all nodes are negatives, instead of those two.
         head_negs: whether an edge's head is replaced in training.
         tail_negs: whether an edge's tail is replaced in training.
+        self_negs: whether an edge's own head is among the negatives of its tail, and its tail among those of its head:
+            a node that is drawn seldom hardly ever is. Of relations that join a type with itself.
         max_norm: vectors that are longer are scaled to this length when training reads them; None: never.
         global_emb: whether all embeddings have a learned vector in common, which is added to each.
         relation_weight: factor of the loss of each relation's edges, a number for each; None: all 1. It multiplies the
@@ -119,6 +121,7 @@ class KGEmbedding(EdgeModel):
         all_negs: bool = False,
         head_negs: bool = True,
         tail_negs: bool = True,
+        self_negs: bool = False,
         max_norm: float | None = None,
         global_emb: bool = False,
         relation_weight: Sequence[float] | None = None,
@@ -133,6 +136,12 @@ class KGEmbedding(EdgeModel):
         sizes = {"margin": margin, "n3": n3, "init_scale": init_scale, "max_norm": max_norm or 0.0}
         sizes["relation_init_scale"] = relation_init_scale or 0.0
         _check(num_nodes, {"dimension": dimension}, sizes)
+        if self_negs and (comparator != "dot" or not reciprocal):
+            raise ConfigError(
+                f"model.self_negs=true was set with model.comparator={comparator} model.reciprocal={reciprocal}; it is "
+                "for inner products of queries that their relations transformed.",
+                hint="set model.comparator=dot model.reciprocal=true, or model.self_negs=false.",
+            )
         self.num_nodes, self.filtered, self.max_norm = num_nodes, filtered, max_norm
         self._make_optimizer, self._make_sparse = optimizer, sparse_optimizer
         self._make_scheduler, self._monitor = scheduler, monitor
@@ -163,7 +172,14 @@ class KGEmbedding(EdgeModel):
         options: dict[str, Any] = {"comparator": comparator, "reciprocal": reciprocal, "bias": bias, "n3": n3}
         options |= {"loss": make_loss(loss, margin), "init_scale": relation_init_scale}
         self.groups = nn.ModuleList(
-            RelationGroup(spec, self.schema.entities, negatives=replace(negatives, all=spec.all_negs), **options)
+            RelationGroup(
+                spec,
+                self.schema.entities,
+                negatives=replace(
+                    negatives, all=spec.all_negs, own=self_negs and spec.lhs == spec.rhs and not spec.all_negs
+                ),
+                **options,
+            )
             for spec in self.schema.groups
         )
         self._named: dict[str, Any] = {"comparator": comparator, "loss": loss, "margin": margin, "n3": n3}
@@ -195,6 +211,7 @@ class KGEmbedding(EdgeModel):
             all_negs=negatives.all,
             head_negs=negatives.heads,
             tail_negs=negatives.tails,
+            self_negs=negatives.own,
             max_norm=self.max_norm,
             shifts=(self.entities.shift(spec.lhs), self.entities.shift(spec.rhs)) if self.entities.shifts else None,
             relation_weight=None if weight is None else tuple(weight[relation] for relation in spec.relations),

@@ -54,6 +54,7 @@ class Negatives:
         uniform: nodes drawn for each chunk and side.
         all: all nodes, instead of those two.
         heads, tails: whether heads, whether tails are replaced.
+        own: whether an edge's own head is among the negatives of its tail, and its tail among those of its head.
 
     Raises:
         ConfigError: there would be no negatives.
@@ -64,6 +65,7 @@ class Negatives:
     all: bool
     heads: bool
     tails: bool
+    own: bool = False
 
     def __post_init__(self) -> None:
         told = f"model.num_batch_negs={self.batch} and model.num_uniform_negs={self.uniform}"
@@ -147,10 +149,11 @@ class TrainingLoss:
         every_head, every_tail = self._everything(tables) if self.negatives.all else (None, None)
         losses = []
         if self.negatives.tails:
-            losses.append(self._tail_loss(heads, relation, tails, more_tails, tail, every_tail, chunks))
+            losses.append(self._tail_loss(heads, relation, tails, more_tails, (head, tail), every_tail, chunks))
         if self.negatives.heads:
             queries = self._queries(self.scores.head_queries, tails, relation)
-            losses.append(self._side(queries, heads, more_heads, head, every_head, chunks))
+            false = self._false(queries, heads, more_heads, head, every_head, chunks)
+            losses.append(self._side(queries, heads, tails, false, head == tail))
         if self.n3:
             flat = (heads.flatten(0, 1), relation.flatten(), tails.flatten(0, 1))
             losses.append(self.n3 * self.scores.cubes(*flat).view(head.shape))
@@ -175,11 +178,11 @@ class TrainingLoss:
         relation: Tensor,
         tails: Tensor,
         more: Tensor,
-        tail: Tensor,
+        ids: tuple[Tensor, Tensor],
         everything: Tensor | None,
         chunks: Chunks,
     ) -> Tensor:
-        """Loss of the edges against other tails."""
+        """Loss of the edges, whose ends have these ids, against other tails."""
         queries = self._queries(self.scores.tail_queries, heads, relation)
         if not self.scores.reciprocal:
             places = tails.size(1)
@@ -187,7 +190,8 @@ class TrainingLoss:
             tails, more = ready[:, :places], ready[:, places:]
             if everything is not None:
                 everything = self.scores.tail_candidates(everything.expand(len(tails), -1, -1), relation[:, 0])
-        return self._side(queries, tails, more, tail, everything, chunks)
+        false = self._false(queries, tails, more, ids[1], everything, chunks)
+        return self._side(queries, tails, heads, false, ids[0] == ids[1])
 
     def _queries(self, transform: Callable[[Tensor, Tensor], Tensor], rows: Tensor, relation: Tensor) -> Tensor:
         """Queries ``[C, m, D]``, each by its own relation; static relations are one a chunk."""
@@ -195,21 +199,26 @@ class TrainingLoss:
             return transform(rows, relation[:, 0])
         return transform(rows.flatten(0, 1).unsqueeze(1), relation.flatten()).view(rows.shape)
 
-    def _side(
+    def _false(
         self, queries: Tensor, answers: Tensor, more: Tensor, ids: Tensor, everything: Tensor | None, chunks: Chunks
     ) -> Tensor:
-        """Loss of the answers against the candidates of one side.
+        """Scores ``[C, m, n]`` of the candidates of one side; minus infinity of those that do not count.
 
         Shapes:
             queries and answers ``[C, m, D]``, more ``[C, u, D]``, ids of the answers ``[C, m]``, everything
-            ``[1 or C, N, D]``; result ``[C, m]``.
+            ``[1 or C, N, D]``.
         """
-        true = self.scores.pairs(queries, answers)
         if everything is not None:
-            false = self.scores.all_pairs(queries, everything).scatter(-1, ids.unsqueeze(-1), -torch.inf)
-        elif self.negatives.batch:
+            return self.scores.all_pairs(queries, everything).scatter(-1, ids.unsqueeze(-1), -torch.inf)
+        if self.negatives.batch:
             false = self.scores.all_pairs(queries, torch.cat([answers, more], dim=1))
-            false = false.masked_fill(~chunks.false_places(more.size(1)), -torch.inf)
-        else:
-            false = self.scores.all_pairs(queries, more)
+            return false.masked_fill(~chunks.false_places(more.size(1)), -torch.inf)
+        return self.scores.all_pairs(queries, more)
+
+    def _side(self, queries: Tensor, answers: Tensor, given: Tensor, false: Tensor, loop: Tensor) -> Tensor:
+        """Loss ``[C, m]`` of the answers against these false scores, and the ends that are given, but of loops."""
+        true = self.scores.pairs(queries, answers)
+        if self.negatives.own:
+            own = self.scores.pairs(queries, given).masked_fill(loop, -torch.inf)
+            false = torch.cat([false, own.unsqueeze(-1)], dim=-1)
         return self.loss(true, false)

@@ -37,6 +37,7 @@ class EdgeRecipe:
         all_negs: all entities of the type are negatives, instead.
         head_negs: whether heads are replaced.
         tail_negs: whether tails are replaced.
+        self_negs: whether the end of an edge that is given is a negative of the other one; never with ``all_negs``.
         n3: weight of the N3 regulariser.
         max_norm: rows are scaled to this norm when they are read, where theirs is larger; None: never.
         shifts: ``[1, D]`` each, what all embeddings of the heads' type and of the tails' type have in common; None:
@@ -62,6 +63,7 @@ class EdgeRecipe:
     all_negs: bool
     head_negs: bool
     tail_negs: bool
+    self_negs: bool
     n3: float
     max_norm: float | None
     shifts: tuple[nn.Parameter, nn.Parameter] | None

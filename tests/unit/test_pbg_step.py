@@ -36,6 +36,7 @@ def make_model(dtype: torch.dtype = torch.float64, **settings: Any) -> KGEmbeddi
 def make_edges(count: int, static: bool, seed: int, dtype: torch.dtype, weighted: bool = False) -> Edges:
     generator = torch.Generator().manual_seed(seed)
     head, tail = torch.randint(NODES, (2, count), generator=generator)
+    tail[:2] = head[:2]  # loops
     relation = torch.randint(RELATIONS, (count,), generator=generator)
     if static:
         relation[:] = relation[0].clone()
@@ -189,6 +190,14 @@ def test_every_variant(variant: str, operator: str, comparator: str, reciprocal:
     for loss in (LOSSES * 2)[turn % 3 : turn % 3 + every]:
         settings = {"operator": operator, "comparator": comparator, "loss": loss, "reciprocal": reciprocal}
         compare(2, tolerance_of(operator, comparator), plain=True, **settings, **VARIANTS[variant])
+
+
+@pytest.mark.parametrize("operator", ["none", "affine", "complex_diagonal"])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_edges_own_ends_are_negatives(loss: str, operator: str, apart: bool) -> None:
+    more: dict[str, Any] = {"bias": True, "n3": 0.05, "weighted": True, "num_batch_negs": 0} if apart else {}
+    compare(2, 1e-10, plain=True, loss=loss, operator=operator, self_negs=True, **more)
 
 
 @pytest.mark.parametrize("count", [1, 5, 6, 7, 12, 13])

@@ -26,6 +26,9 @@ def loss_and_gradient(
     listed: Any,
     apart: Any,
     apart_gradient: Any,
+    own: Any,
+    own_gradient: Any,
+    has_own: bool,
     weight: Any,
     loss: int,
     margin: float,
@@ -54,6 +57,9 @@ def loss_and_gradient(
         listed: by query, the column of the answer; for DIAGONAL the same is ``listed[0] + i``.
         apart: by query, the score of the answer where it is no column.
         apart_gradient: by query, receives the gradient by that.
+        own: by query, the score of one more false answer; minus infinity: there is none.
+        own_gradient: by query, receives the gradient by that.
+        has_own: whether there is ``own``.
         weight: by query.
         loss: one of RANKING, LOGISTIC, SOFTMAX.
         margin: of the ranking loss.
@@ -63,7 +69,7 @@ def loss_and_gradient(
         column_norm, column_bias: ``[G, K]``, the same of the candidates.
         row_sum, column_sum: receives (columns: adds) the sums of the result, which distances need; not for INNER.
         row_bias_gradient, column_bias_gradient: the same of the gradient by the scores; only if biased.
-        work, distance: ``[K]``, scratch; their dtype is that of the computation.
+        work, distance: ``[K + 1]``, scratch; their dtype is that of the computation.
     """
     groups, rows, columns = scores.shape
     lost = 0.0
@@ -80,13 +86,18 @@ def loss_and_gradient(
                 _add(work, row_bias[query], column_bias[g], columns)
             place = listed[0] + i if answer == DIAGONAL else listed[query] if answer == LISTED else -1
             true = work[place] if place >= 0 else apart[query]
-            heavy = weight[query]
+            heavy, every, absent = weight[query], columns, 0
+            if has_own:
+                work[columns] = own[query]
+                every, absent = columns + 1, 1 if own[query] == -np.inf else 0
             if loss == SOFTMAX:
-                value, by_true = _softmax(work, columns, place, true, heavy)
+                value, by_true = _softmax(work, every, place, true, heavy)
             elif loss == LOGISTIC:
-                value, by_true = _logistic(work, columns, place, true, heavy)
+                value, by_true = _logistic(work, every, absent, place, true, heavy)
             else:
-                value, by_true = _ranking(work, columns, place, true, heavy, margin)
+                value, by_true = _ranking(work, every, place, true, heavy, margin)
+            if has_own:
+                own_gradient[query] = work[columns]
             lost += heavy * value
             if place >= 0:
                 work[place] = by_true
@@ -180,9 +191,9 @@ def _softmax(work: Any, columns: int, place: int, true: Any, weight: Any) -> Any
 
 
 @njit(cache=True, nogil=True, fastmath=STRICT)
-def _logistic(work: Any, columns: int, place: int, true: Any, weight: Any) -> Any:
-    """The logistic loss of the true answer plus the mean one of the false."""
-    count = columns - 1 if place >= 0 else columns
+def _logistic(work: Any, columns: int, absent: int, place: int, true: Any, weight: Any) -> Any:
+    """The logistic loss of the true answer plus the mean one of the false, of which some are minus infinity."""
+    count = columns - absent - (1 if place >= 0 else 0)
     share = weight / work.dtype.type(max(count, 1))
     one, zero = work.dtype.type(1), work.dtype.type(0)
     false = 0.0

@@ -6,6 +6,7 @@ Scores are computed in blocks that stay in the second cache from the product to 
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,20 @@ LOSSES = {"ranking": losses.RANKING, "logistic": losses.LOGISTIC, "softmax": los
 KINDS = {"dot": losses.INNER, "cos": losses.INNER, "squared_l2": losses.SQUARED, "l2": losses.ROOT}
 
 
+class Own(NamedTuple):
+    """One more false answer of each edge, the end that is given.
+
+    Attributes:
+        scores: ``[B]``; minus infinity where the end is the answer.
+        gradient: ``[B]``, receives the gradient by them.
+        queries: ``[B, D]``, what the ends were compared with.
+    """
+
+    scores: Tensor
+    gradient: Tensor
+    queries: Tensor
+
+
 class SideScores:
     """Computes the loss of one side and its gradients by queries and candidates.
 
@@ -38,9 +53,11 @@ class SideScores:
         self._biased, self._distances = recipe.bias, self._kind != losses.INNER
         self._skip = recipe.all_negs or not recipe.num_batch_negs  # answers are no columns beside the drawn nodes
         self._answer = losses.LISTED if recipe.all_negs else losses.APART if self._skip else losses.DIAGONAL
-        self._first = np.zeros(1, dtype=np.int64)
+        self._first, self._has_own = np.zeros(1, dtype=np.int64), False
 
-    def __call__(self, layout: Layout, queries: Operand, candidates: Operand, answer: Tensor, weight: Tensor) -> float:
+    def __call__(
+        self, layout: Layout, queries: Operand, candidates: Operand, answer: Tensor, weight: Tensor, own: Own | None
+    ) -> float:
         """Return the weighted loss; gradients are in the operands.
 
         Args:
@@ -49,9 +66,12 @@ class SideScores:
             candidates: the rows of the other side.
             answer: ``[B]``, the answers' ids, where all nodes are candidates.
             weight: ``[B]``, of each edge's loss.
+            own: false answers of each edge's own; None: there are none.
         """
+        self._has_own, none = own is not None, self._work.take("no own", 1)
+        more = (none, none) if own is None else (own.scores, own.gradient)
         apart, by_apart = self._apart(layout, queries, candidates)
-        arrays = (queries.norm, queries.bias, queries.sums, queries.by_bias, apart, by_apart, answer, weight)
+        arrays = (queries.norm, queries.bias, queries.sums, queries.by_bias, apart, by_apart, *more, answer, weight)
         given = tuple(array.numpy() for array in arrays)
         lost = 0.0
         for begin, end in self._groups(layout):
@@ -92,7 +112,7 @@ class SideScores:
         rows = q.size(1) if q.size(0) > 1 else max(ROWS, BLOCK // max(1, c.size(1)))
         lost, turned, count = 0.0, c.transpose(1, 2), c.size(1)
         by_column = tuple(column.numpy() for column in columns)
-        scratch = self._work.take("a row", count).numpy(), self._work.take("another row", count).numpy()
+        scratch = self._work.take("a row", count + 1).numpy(), self._work.take("another row", count + 1).numpy()
         values = bits(scores)
         for first in range(0, q.size(1), rows):
             some = slice(first, min(first + rows, q.size(1)))
@@ -113,16 +133,14 @@ class SideScores:
         scratch: tuple[Floats, Floats],
     ) -> float:
         """Scores to their gradient, in place."""
-        norm, bias, row_sum, by_bias, apart, by_apart, answer, weight = given
+        norm, bias, row_sum, by_bias, apart, by_apart, own, by_own, answer, weight = given
         column_norm, column_bias, column_sum, by_column_bias = columns
         self._first[0] = first
-        found: float = losses.loss_and_gradient(
-            *(scores, query, step, self._answer),
-            *(self._first if self._answer == losses.DIAGONAL else answer, apart, by_apart, weight),
-            *(self._loss, self._margin, self._kind, self._biased),
-            *(norm, column_norm, bias, column_bias, row_sum, column_sum, by_bias, by_column_bias),
-            *scratch,
-        )
+        listed = self._first if self._answer == losses.DIAGONAL else answer
+        arguments: list[Any] = [scores, query, step, self._answer, listed, apart, by_apart]
+        arguments += [own, by_own, self._has_own, weight, self._loss, self._margin, self._kind, self._biased]
+        arguments += [norm, column_norm, bias, column_bias, row_sum, column_sum, by_bias, by_column_bias, *scratch]
+        found: float = losses.loss_and_gradient(*arguments)
         return found
 
     # ---------------------------------------------------------------------------------- what not every model needs

@@ -21,7 +21,7 @@ from gtrain_pbg.step.batch import EdgeBatch, Rows
 from gtrain_pbg.step.layout import Layout, Operand, Workspace, bits, layout_of
 from gtrain_pbg.step.relations import RelationOperator, UpdateRule, Weights
 from gtrain_pbg.step.scatter import TableUpdate
-from gtrain_pbg.step.scores import SideScores, compact
+from gtrain_pbg.step.scores import Own, SideScores, compact
 
 
 class TrainingStep:
@@ -57,6 +57,7 @@ class TrainingStep:
         self._update = TableUpdate(recipe.bias, self._nothing, self.work)
         self._no_bits = torch.empty(1, 1, dtype=torch.bfloat16)
         self._layouts: dict[tuple[int, int], Layout] = {}
+        self._loops: Tensor | None = None
 
     def _operator(self, direction: str, parameters: Mapping[str, object]) -> RelationOperator | None:
         if not parameters:
@@ -107,6 +108,8 @@ class TrainingStep:
     ) -> tuple[float, float]:
         recipe = self.recipe
         weight, total = self._weights(batch)
+        same = tables[0].value.data_ptr() == tables[1].value.data_ptr()
+        self._loops = batch.heads == batch.tails if recipe.self_negs and same else None
         ids = [
             self._ids(name, ends, drawn, layout)
             for name, ends, drawn, layout in zip(
@@ -146,13 +149,14 @@ class TrainingStep:
         for given, (replaced, operator) in enumerate(wanted):
             if not replaced:
                 continue
-            more, gradient, by_row[1 - given] = self._compare(given, sides, layouts, operator, batch, weight)
+            compared = self._compare(given, sides, layouts, operator, batch, weight)
+            more, gradient, by_row[1 - given], own = compared
             lost += more
             if operator is not None:
                 found = self.work.take(f"by end {given}", len(batch), self.recipe.dimension)
                 operator.backward(gradient, sides[given].rows, layouts[given], batch.relation, found)
                 gradient = found
-            by_edge[given] = gradient
+            by_edge[given] = gradient if own is None else gradient.add_(own.queries * own.gradient.unsqueeze(1))
         return lost
 
     def _train_static(
@@ -174,9 +178,9 @@ class TrainingStep:
         operator.forward(tail.rows, flat, relation, moved.rows, moved.low)
         lost, by_moved, by_asked = 0.0, None, None
         if recipe.tail_negs:
-            lost, by_edge[0], by_moved = self._compare(0, (head, moved), layouts, None, batch, weight)
+            lost, by_edge[0], by_moved, _ = self._compare(0, (head, moved), layouts, None, batch, weight)
         if recipe.head_negs:
-            more, by_asked, by_row[0] = self._compare(1, (head, moved), layouts, None, batch, weight)
+            more, by_asked, by_row[0], _ = self._compare(1, (head, moved), layouts, None, batch, weight)
             lost += more
         gradient = self._merged(by_moved, by_asked, layouts[1])
         by_row[1] = found = self.work.take("by tails", flat.edges, self.recipe.dimension)
@@ -191,7 +195,7 @@ class TrainingStep:
         operator: RelationOperator | None,
         batch: EdgeBatch,
         weight: Tensor,
-    ) -> tuple[float, Tensor, Tensor]:
+    ) -> tuple[float, Tensor, Tensor, Own | None]:
         """Compare the ends that are given, perhaps transformed, with the rows of the other side.
 
         Args:
@@ -203,16 +207,37 @@ class TrainingStep:
             weight: of each edge.
 
         Returns:
-            The weighted loss, and the gradients by the (transformed) ends and by the rows of the other side.
+            The weighted loss, the gradients by the (transformed) ends and by the rows of the other side, and what the
+            ends were compared with themselves by.
         """
         other, answer = 1 - given, (batch.tails, batch.heads)[given]
         source, layout = sides[given], layouts[given]
         query = self._query(f"query {given}", source, layout, operator, batch.relation)
         candidates = self._compared(f"candidates {other}", sides[other])
-        lost = self._scores(layouts[other], query, candidates, answer, weight)
+        own = self._own(source, query, layout) if self.recipe.self_negs else None
+        lost = self._scores(layouts[other], query, candidates, answer, weight, own)
+        if own is not None:
+            self._take_own(own, source, query, layout)
         self._take_bias(source, query, layout)
         by_end = self._finished(f"query {given}", query, layout, of_query=True)
-        return lost, by_end, self._finished(f"candidates {other}", candidates, layouts[other], of_query=False)
+        return lost, by_end, self._finished(f"candidates {other}", candidates, layouts[other], of_query=False), own
+
+    def _own(self, source: Operand, query: Operand, layout: Layout) -> Own:
+        """Scores of the ends that are given as answers to themselves."""
+        scores, work = self.work.take("own", layout.edges), self.work
+        asked = compact(work, layout, query, name="own query")
+        kernels.pairs(asked.numpy(), source.rows.numpy(), layout.places, layout.uniform, scores.numpy())
+        if self.recipe.bias:
+            scores.add_(query.bias, alpha=2)
+        if self._loops is not None:
+            scores.masked_fill_(self._loops, -torch.inf)
+        return Own(scores, work.take("by own", layout.edges), asked)
+
+    def _take_own(self, own: Own, source: Operand, query: Operand, layout: Layout) -> None:
+        """Give queries the gradient by these scores."""
+        query.gradient.add_(compact(self.work, layout, source, name="own rows") * own.gradient.unsqueeze(1))
+        if self.recipe.bias:
+            query.by_bias.add_(own.gradient, alpha=2)
 
     def _merged(self, by_row: Tensor | None, by_edge: Tensor | None, layout: Layout) -> Tensor:
         """Gradients by all rows of a side and by its edges, as one."""
