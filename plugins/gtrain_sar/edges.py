@@ -29,6 +29,12 @@ class Compressed(NamedTuple):
     columns: Tensor
     edges: Tensor
 
+    def between(self, low: int, high: int) -> Compressed:
+        """The edges of the rows from ``low`` to before ``high``."""
+        i, j = torch.searchsorted(self.rows, self.rows.new_tensor([low, high])).tolist()
+        first, last = self.ptr[i].item(), self.ptr[j].item()
+        return Compressed(self.rows[i:j], self.ptr[i : j + 1] - first, self.columns[first:last], self.edges[first:last])
+
 
 class EdgeBlock:
     """The edges whose sources one rank owns.

@@ -54,13 +54,14 @@ class EdgeSums:
             edges, weight = edges._replace(edges=block.target_of), self.scale
         self._spmm(edges, rows, weight, to)
 
-    def add_transposed(self, r: int, rows: Tensor, weight: Tensor | None, to: Tensor) -> None:
-        """``to[source] += weight * rows[target]`` over block r; times the target's scale."""
+    def add_transposed(
+        self, r: int, rows: Tensor, weight: Tensor | None, to: Tensor, span: tuple[int, int] | None = None
+    ) -> None:
+        """``to[source] += weight * rows[target]`` over block r, or a span of its sources; times the target's scale."""
         block = self.blocks.blocks[r]
-        if self.scale is not None:
-            weight = self.scale
         by_edge = weight is not None and self.scale is None
-        self._spmm(block.by_source if by_edge else block.targets_by_source, rows, weight, to)
+        edges = block.by_source if by_edge else block.targets_by_source
+        self._spmm(edges if span is None else edges.between(*span), rows, weight if by_edge else self.scale, to)
 
     def _spmm(self, block: Compressed, rows: Tensor, weight: Tensor | None, to: Tensor) -> None:
         if len(block.columns):
@@ -150,14 +151,14 @@ class Flight:
     def add_own(self, outs: Sequence[Tensor]) -> None:
         """Add the sums over the local block, in place."""
         for sums, out in zip(self.sums, outs, strict=True):
-            sums.add(0, self.rows[sums.source][1].detach(), self._weight_of(sums), out)
+            sums.add(0, self.rows[sums.source][1].detach(), self.weight_of(sums), out)
 
     def finish(self, outs: Sequence[Tensor]) -> None:
         """Add what remote blocks bring, in place, and forget the rows unless gradients of weights ask for them."""
         assert self._blocks is not None
         for r, rows in self._blocks:
             for sums, out in zip(self.sums, outs, strict=True):
-                sums.add(r, rows[sums.source], self._weight_of(sums), out)
+                sums.add(r, rows[sums.source], self.weight_of(sums), out)
             if self.weights_wanted and self.schedule.mode != 1:
                 self._kept[r] = rows
         for sums, out in zip(self.sums, outs, strict=True):
@@ -171,7 +172,8 @@ class Flight:
         """Rows for gradients of weights, or else none: a view of them would keep them all."""
         return rows.detach() if self.weights_wanted else rows.new_empty((0, *rows.shape[1:]))
 
-    def _weight_of(self, sums: EdgeSums) -> Tensor | None:
+    def weight_of(self, sums: EdgeSums) -> Tensor | None:
+        """The weights of one call's edges, without their graph."""
         return None if sums.weight is None else self.weights[sums.weight].detach()
 
     # ------------------------------------------------------------------------ backward
@@ -185,12 +187,11 @@ class Flight:
         tag, window = group.next_tag(), self.schedule.window
         for r in range(1, group.size):
             blocks = {i: _zero_block(self.rows[i], r) for i in self.wanted}
-            for sums, gradient in zip(self.sums, gradients, strict=True):
-                if sums.source in blocks:
-                    sums.add_transposed(r, gradient, self._weight_of(sums), blocks[sums.source])
-            if window:
+            make = _Transposed(self, r, gradients, blocks)
+            if window and self._flying:
+                make(max(map(len, blocks.values())))  # while they fly
                 self.land(window - 1)  # before the next buffers are made
-            self._flying.append(push([(self.rows[i][0], blocks[i]) for i in self.wanted], r, tag))
+            self._flying.append(push([(self.rows[i][0], blocks[i]) for i in self.wanted], r, tag, make))
             if window == 0:
                 self.land()
 
@@ -198,7 +199,7 @@ class Flight:
         """Add the gradients of the local block's sources."""
         for sums, gradient in zip(self.sums, gradients, strict=True):
             if sums.source in self.gradients:
-                sums.add_transposed(0, gradient, self._weight_of(sums), self.gradients[sums.source])
+                sums.add_transposed(0, gradient, self.weight_of(sums), self.gradients[sums.source])
 
     def land(self, keep: int = 0) -> None:
         """Add gradients that arrived to their rows, until only ``keep`` rounds are on their way."""
@@ -235,6 +236,23 @@ class Flight:
         if self.schedule.mode == 1:
             return stream(self.rows, self.schedule.window)
         return {0: [tensor for _, tensor in self.rows], **self._kept}.items()
+
+
+class _Transposed:
+    """Gradients of block r's sources, made from the first row on as far as they are asked for."""
+
+    def __init__(self, flight: Flight, r: int, gradients: Sequence[Tensor], blocks: dict[int, Tensor]) -> None:
+        self._flight, self._r, self._gradients, self._blocks = flight, r, gradients, blocks
+        self._made = 0
+
+    def __call__(self, until: int) -> None:
+        if until <= self._made:
+            return
+        for sums, gradient in zip(self._flight.sums, self._gradients, strict=True):
+            if sums.source in self._blocks:
+                weight, to = self._flight.weight_of(sums), self._blocks[sums.source]
+                sums.add_transposed(self._r, gradient, weight, to, (self._made, min(until, len(to))))
+        self._made = until
 
 
 def _zero_block(row: Rows, r: int) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -128,21 +129,34 @@ def fetch(rows: Sequence[Rows], r: int, tag: int, make: Make | None = None) -> I
     return flight.as_types([tensor.dtype for _, tensor in rows])
 
 
-def push(gradients: Sequence[Rows], r: int, tag: int) -> InFlight:
+def push(gradients: Sequence[Rows], r: int, tag: int, make: Make | None = None) -> InFlight:
     """Post round r's way back: gradients of block r ``[reads[r], ...]`` to their owners, the readers' to here.
 
-    The results are ``[len(send_rows[r]), ...]``, in the order of ``gradients``.
+    The results are ``[len(send_rows[r]), ...]``, in the order of ``gradients``. Where ``make`` is given, it makes the
+    gradients' first rows, and those of a single tensor leave as they are made.
     """
     group, device = gradients[0][0].group, gradients[0][1].device
+    most, fill = max(len(gradient) for _, gradient in gradients), None
     if len(gradients) == 1 and gradients[0][0].on_wire(gradients[0][1].dtype) == gradients[0][1].dtype:
-        buffer = gradients[0][1].detach().contiguous().view(-1).view(torch.uint8)
+        rows = gradients[0][1].detach().contiguous()
+        buffer = rows.view(-1).view(torch.uint8)
+        if make is not None:
+            fill = partial(_make_bytes, make, rows)
     else:
+        if make is not None:
+            make(most)
         outgoing = _packet(gradients, [len(gradient) for _, gradient in gradients], device)
         for (_, gradient), piece in zip(gradients, outgoing.pieces, strict=True):
             piece.copy_(gradient)
         buffer = outgoing.buffer
     incoming = _packet(gradients, [len(exchange.send_rows[r]) for exchange, _ in gradients], device)
-    return send_backward(group, r, buffer, incoming, tag).as_types([gradient.dtype for _, gradient in gradients])
+    flight = send_backward(group, r, buffer, incoming, tag, fill)
+    return flight.as_types([gradient.dtype for _, gradient in gradients])
+
+
+def _make_bytes(make: Make, rows: Tensor, size: int) -> None:
+    """Have the rows made that the first ``size`` bytes hold, if only in part."""
+    make(-(-size // rows[:1].nbytes))
 
 
 def _packet(rows: Sequence[Rows], counts: Sequence[int], device: torch.device) -> Packet:

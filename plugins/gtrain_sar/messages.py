@@ -132,10 +132,12 @@ def send_forward(
     return InFlight(group, incoming, owner, tag).send(outgoing, reader, fill)
 
 
-def send_backward(group: Group, r: int, outgoing: Tensor, incoming: Tensor | Packet, tag: int) -> InFlight:
+def send_backward(
+    group: Group, r: int, outgoing: Tensor, incoming: Tensor | Packet, tag: int, fill: Fill | None = None
+) -> InFlight:
     """Post round r towards the owners."""
     reader, owner = peers(group, r)
-    return InFlight(group, incoming, reader, tag).send(outgoing, owner)
+    return InFlight(group, incoming, reader, tag).send(outgoing, owner, fill)
 
 
 def _cut(buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
