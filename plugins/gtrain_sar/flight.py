@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gtrain_sar.config import Schedule
 from gtrain_sar.edges import Compressed, EdgeBlocks
-from gtrain_sar.halo import Make, Rows, add_rows, count_needed, push, stream
+from gtrain_sar.halo import Make, Rows, add_rows, count_needed, in_order, push, stream
 from gtrain_sar.kernels import sddmm, spmm
 from gtrain_sar.messages import InFlight
 
@@ -151,14 +152,14 @@ class Flight:
     def add_own(self, outs: Sequence[Tensor]) -> None:
         """Add the sums over the local block, in place."""
         for sums, out in zip(self.sums, outs, strict=True):
-            sums.add(0, self.rows[sums.source][1].detach(), self.weight_of(sums), out)
+            sums.add(0, self.rows[sums.source][1].detach(), self._weight_of(sums), out)
 
     def finish(self, outs: Sequence[Tensor]) -> None:
         """Add what remote blocks bring, in place, and forget the rows unless gradients of weights ask for them."""
         assert self._blocks is not None
         for r, rows in self._blocks:
             for sums, out in zip(self.sums, outs, strict=True):
-                sums.add(r, rows[sums.source], self.weight_of(sums), out)
+                sums.add(r, rows[sums.source], self._weight_of(sums), out)
             if self.weights_wanted and self.schedule.mode != 1:
                 self._kept[r] = rows
         for sums, out in zip(self.sums, outs, strict=True):
@@ -172,8 +173,7 @@ class Flight:
         """Rows for gradients of weights, or else none: a view of them would keep them all."""
         return rows.detach() if self.weights_wanted else rows.new_empty((0, *rows.shape[1:]))
 
-    def weight_of(self, sums: EdgeSums) -> Tensor | None:
-        """The weights of one call's edges, without their graph."""
+    def _weight_of(self, sums: EdgeSums) -> Tensor | None:
         return None if sums.weight is None else self.weights[sums.weight].detach()
 
     # ------------------------------------------------------------------------ backward
@@ -187,7 +187,7 @@ class Flight:
         tag, window = group.next_tag(), self.schedule.window
         for r in range(1, group.size):
             blocks = {i: _zero_block(self.rows[i], r) for i in self.wanted}
-            make = _Transposed(self, r, gradients, blocks)
+            make = in_order(partial(self._add_transposed, r, gradients, blocks))
             if window and self._flying:
                 make(max(map(len, blocks.values())))  # while they fly
                 self.land(window - 1)  # before the next buffers are made
@@ -195,11 +195,20 @@ class Flight:
             if window == 0:
                 self.land()
 
+    def _add_transposed(
+        self, r: int, gradients: Sequence[Tensor], blocks: dict[int, Tensor], low: int, high: int
+    ) -> None:
+        """Add the gradients of some of block r's sources."""
+        for sums, gradient in zip(self.sums, gradients, strict=True):
+            if sums.source in blocks:
+                to = blocks[sums.source]
+                sums.add_transposed(r, gradient, self._weight_of(sums), to, (low, min(high, len(to))))
+
     def add_local(self, gradients: Sequence[Tensor]) -> None:
         """Add the gradients of the local block's sources."""
         for sums, gradient in zip(self.sums, gradients, strict=True):
             if sums.source in self.gradients:
-                sums.add_transposed(0, gradient, self.weight_of(sums), self.gradients[sums.source])
+                sums.add_transposed(0, gradient, self._weight_of(sums), self.gradients[sums.source])
 
     def land(self, keep: int = 0) -> None:
         """Add gradients that arrived to their rows, until only ``keep`` rounds are on their way."""
@@ -236,23 +245,6 @@ class Flight:
         if self.schedule.mode == 1:
             return stream(self.rows, self.schedule.window)
         return {0: [tensor for _, tensor in self.rows], **self._kept}.items()
-
-
-class _Transposed:
-    """Gradients of block r's sources, made from the first row on as far as they are asked for."""
-
-    def __init__(self, flight: Flight, r: int, gradients: Sequence[Tensor], blocks: dict[int, Tensor]) -> None:
-        self._flight, self._r, self._gradients, self._blocks = flight, r, gradients, blocks
-        self._made = 0
-
-    def __call__(self, until: int) -> None:
-        if until <= self._made:
-            return
-        for sums, gradient in zip(self._flight.sums, self._gradients, strict=True):
-            if sums.source in self._blocks:
-                weight, to = self._flight.weight_of(sums), self._blocks[sums.source]
-                sums.add_transposed(self._r, gradient, weight, to, (self._made, min(until, len(to))))
-        self._made = until
 
 
 def _zero_block(row: Rows, r: int) -> Tensor:

@@ -101,6 +101,19 @@ Make = Callable[[int], None]
 """Makes the first so many own rows, those that are made already included."""
 
 
+def in_order(make: Callable[[int, int], None]) -> Make:
+    """Make rows from the first on; ``make`` makes those from a first one to before another."""
+    made = 0
+
+    def until(count: int) -> None:
+        nonlocal made
+        if count > made:
+            make(made, count)
+            made = count
+
+    return until
+
+
 def fetch(rows: Sequence[Rows], r: int, tag: int, make: Make | None = None) -> InFlight:
     """Post round r's exchange; the results are ``[reads[r], ...]``, in the order of ``rows``.
 

@@ -6,6 +6,7 @@ asked for, since then no aggregate need be kept.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from gtrain_sar.config import Schedule
 from gtrain_sar.constants import Constants
 from gtrain_sar.edges import EdgeBlocks
 from gtrain_sar.flight import Flight, LinearCall
+from gtrain_sar.halo import in_order
 from gtrain_sar.linear import aggregate
 
 Layers = tuple[Tensor, Tensor | None, Tensor]
@@ -79,7 +81,7 @@ class _TransformThenSum(torch.autograd.Function):
         sent = rows.new_empty((len(rows), len(left)))
         wanted = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
         ctx.flight, ctx.shape = Flight([LinearCall(blocks, sent, weight, scale=scale)], schedule, wanted), sent.shape
-        ctx.flight.post(_Products(rows, left, sent))
+        ctx.flight.post(in_order(partial(_multiply, rows, left, sent)))
         del sent  # the flight lets go of it
         out = rows @ right.t()
         ctx.flight.add_own([out])
@@ -117,17 +119,9 @@ class _TransformThenSum(torch.autograd.Function):
         return None, None, None, of_x, of_left if ctx.needs_input_grad[4] else None, of_bias, of_right
 
 
-class _Products:
-    """``rows @ left.t()``, made from the first row on as far as it is asked for."""
-
-    def __init__(self, rows: Tensor, left: Tensor, out: Tensor) -> None:
-        self._rows, self._left, self._out, self._made = rows, left, out, 0
-
-    def __call__(self, until: int) -> None:
-        if until > self._made:
-            part = slice(self._made, until)
-            torch.mm(self._rows[part], self._left.t(), out=self._out[part])
-            self._made = until
+def _multiply(rows: Tensor, left: Tensor, out: Tensor, low: int, high: int) -> None:
+    """Some rows of ``out = rows @ left.t()``."""
+    torch.mm(rows[low:high], left.t(), out=out[low:high])
 
 
 class _SumThenTransform(torch.autograd.Function):

@@ -44,8 +44,9 @@ class LockClient:
         """Have something done as soon as this process must end; the error is a :class:`JobEndedError` if all must."""
         with self._losing:
             self._hooks.append(hook)
-        if self._lost is not None:
-            hook(self._lost)
+            lost = self._lost
+        if lost is not None:
+            hook(lost)
 
     def ask(self, method: str, fields: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Message:
         """Ask, and wait for as long as it takes.

@@ -84,10 +84,7 @@ class ServedHome(RemoteHome):
 
     def ahead(self, rows: Csr, step: int, training: bool) -> None:
         """Send rows now whose product will be asked for later, with the same tensor of ids; any thread may do so."""
-        self._ahead[id(rows.ids)] = (
-            rows.ids,
-            self._send(cut_rows(rows, self.placement, self.dtype, self.key), rows.num_rows, step, training),
-        )
+        self._ahead[id(rows.ids)] = rows.ids, self._send_rows(rows, step, training)
 
     def forget_ahead(self) -> None:
         """Forget what was sent and never asked for."""
@@ -107,9 +104,7 @@ class ServedHome(RemoteHome):
     def multiply(self, rows: Csr) -> tuple[Tensor, Ticket]:
         _, ticket = self._ahead.pop(id(rows.ids), (None, None))
         if ticket is None:
-            ticket = self._send(
-                cut_rows(rows, self.placement, self.dtype, self.key), rows.num_rows, self.servers.step, self._training
-            )
+            ticket = self._send_rows(rows, self.servers.step, self._training)
         return self._collect(ticket), ticket
 
     def push_product(self, ticket: Ticket, gradient: Tensor) -> None:
@@ -124,7 +119,7 @@ class ServedHome(RemoteHome):
 
     def fetch_unique(self, ids: Tensor, training: bool) -> tuple[Tensor, Ticket]:
         """Rows of different ids, and the ticket for their gradient."""
-        ticket = self._send(cut_ids(ids, self.placement, self.key), ids.numel(), self.servers.step, training)
+        ticket = self._send_ids(ids, training)
         return self._collect(ticket), ticket
 
     def _pulled(self, ids: Tensor) -> Tensor:
@@ -163,11 +158,7 @@ class ServedHome(RemoteHome):
     def read(self, begin: int, end: int) -> Tensor:
         ids, found = torch.arange(begin, end), []
         for some in ids.split(max(1, CHUNK_BYTES // (self.table.dim * self.dtype.itemsize))):
-            found.append(
-                self._collect(
-                    self._send(cut_ids(some, self.placement, self.key), some.numel(), self.servers.step, False, True)
-                )
-            )
+            found.append(self._collect(self._send_ids(some, training=False, exact=True)))
         return torch.cat(found) if found else torch.empty(0, self.table.dim, dtype=self.dtype)
 
     def write(self, rows: Tensor) -> None:
@@ -239,6 +230,13 @@ class ServedHome(RemoteHome):
             yield begin, min(begin + step, height)
 
     # -------------------------------------------------------------------------------------------------- the wire
+
+    def _send_rows(self, rows: Csr, step: int, training: bool) -> Ticket:
+        return self._send(cut_rows(rows, self.placement, self.dtype, self.key), rows.num_rows, step, training)
+
+    def _send_ids(self, ids: Tensor, training: bool, exact: bool = False) -> Ticket:
+        cut = cut_ids(ids, self.placement, self.key)
+        return self._send(cut, ids.numel(), self.servers.step, training, exact)
 
     def _send(self, cut: Cut, count: int, step: int, training: bool, exact: bool = False) -> Ticket:
         """Ask every server for its part of a product."""

@@ -12,6 +12,7 @@ from gtrain_sar.attention.fused import AttentionBackward, attention_backward_blo
 from gtrain_sar.borrowed import Borrowed
 from gtrain_sar.config import Schedule
 from gtrain_sar.edges import EdgeBlocks
+from gtrain_sar.halo import in_order
 from gtrain_sar.kernels import Dropout
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
@@ -49,7 +50,7 @@ class _Layer(torch.autograd.Function):
         heads, channels = att_source.shape[-2:]
         rows = x.new_empty((len(x), heads, channels))
         source, target = (x.new_empty((len(x), heads)) for _ in range(2))
-        make = _Transform((x.detach(), weight, att_source, att_target), (rows, source, target))
+        make = in_order(_Transform((x.detach(), weight, att_source, att_target), (rows, source, target)))
         settings = blocks, schedule, slope, keep
         trains = any(ctx.needs_input_grad[4:8])
         out, lse, *rest = attention_blocks(settings, rows, source, target, trains=trains, make=make)
@@ -90,7 +91,7 @@ class _Layer(torch.autograd.Function):
 
 
 class _Transform:
-    """Rows ``x @ weight.t()`` and their logits ``<row[h], att[h]>`` of both ends, made from the first on as asked for.
+    """Rows ``x @ weight.t()`` and their logits ``<row[h], att[h]>`` of both ends.
 
     Args:
         given: x, weight and the attention vectors of sources and targets.
@@ -101,16 +102,12 @@ class _Transform:
         self._x, self._weight, *vectors = given
         self._both = torch.cat([_block_diagonal(vector) for vector in vectors], 1)
         self._rows, self._source, self._target = made
-        self._made = 0
 
-    def __call__(self, until: int) -> None:
-        if until > self._made:
-            part = slice(self._made, until)
-            rows = self._rows[part].flatten(1)
-            torch.mm(self._x[part], self._weight.t(), out=rows)
-            logits = rows @ self._both
-            self._source[part], self._target[part] = logits.split(self._source.size(1), 1)
-            self._made = until
+    def __call__(self, low: int, high: int) -> None:
+        rows = self._rows[low:high].flatten(1)
+        torch.mm(self._x[low:high], self._weight.t(), out=rows)
+        logits = rows @ self._both
+        self._source[low:high], self._target[low:high] = logits.split(self._source.size(1), 1)
 
 
 def _block_diagonal(vectors: Tensor) -> Tensor:
