@@ -124,7 +124,7 @@ def test_the_examples_of_the_python_page_run(tmp_path: Path) -> None:
 def test_the_two_commands_of_the_readme() -> None:
     """They are what .ci/run does too: install from the project's own files, run pytest."""
     setups = [block.text for block in blocks(REPO / "README.md") if "pip install" in block.text]
-    main = SETUP.format(what=".", command="gtrain")
+    main = SETUP.format(what="-e .", command="gtrain")
     tests = SETUP.format(what='-e ".[test]"', command="python -m pytest -q -n 2")
     assert setups == [main, tests]
     ci = (REPO / ".ci" / "run").read_text()
