@@ -1,37 +1,84 @@
-"""Where compiled kernels are kept between runs, on machines where their usual places cannot be written to."""
+"""Where compiled kernels are kept between runs."""
 
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import shutil
 import tempfile
+import time
+from collections.abc import Iterable
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from gtrain.backends import GROUP
 
-def find_cache(package: Path = Path(__file__).parent, home: Path | None = None) -> str | None:
-    """Give numba a folder of this process's own where it could keep nothing otherwise, and return it.
+KEPT_DAYS = 30
+"""Folders of other versions of the code that nothing has compiled into for so long are removed."""
 
-    Numba keeps compiled code beside its source or below the user's cache folder. Where both are read-only, as in many
-    containers, it refuses to compile what asks to be kept. Such a process compiles for itself. The folder is made anew,
-    for numba trusts what it finds there.
+
+def find_cache(home: Path | None = None) -> str | None:
+    """Give numba a folder for this version of gtrain and its backends, and return it; None where the user has set one.
+
+    Left to itself, numba keeps compiled code beside its source, where it hides a package that is installed elsewhere
+    later, and takes it for current until the file that it was made from changes, whatever becomes of the functions that
+    this file calls. Where nothing can be kept, as in many containers, the folder is this process's own: it is made
+    anew, for numba trusts what it finds there.
+
+    Args:
+        home: the user's cache folder instead of ``XDG_CACHE_HOME`` or ``~/.cache``.
     """
     import numba
 
     config: Any = numba.config  # its settings are read from the environment, and so not known to type checkers
-
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") if home is None else home
-    if config.CACHE_DIR or _writable(package) or _writable(home):
+    if config.CACHE_DIR:
         return None
-    folder = tempfile.mkdtemp(prefix="gtrain-kernels-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = kept(home) or _own()
     config.CACHE_DIR = folder
     return folder
 
 
-def _writable(folder: Path) -> bool:
-    """Whether something can be made in a folder, or it itself where it is not there."""
-    while not folder.exists():
-        folder = folder.parent
-    return os.access(folder, os.W_OK)
+def kept(home: Path | None = None) -> str | None:
+    """The folder below the user's cache folder, made where it is not there; None where nothing can be written."""
+    try:
+        home = home or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        kernels = home / "gtrain" / "kernels"
+        folder = kernels / version_of(_packages())
+        if not folder.exists():
+            folder.mkdir(parents=True, mode=0o700)
+            _forget(kernels)
+        return str(folder) if os.access(folder, os.W_OK) else None
+    except (OSError, RuntimeError):  # the user has no home
+        return None
+
+
+def version_of(packages: Iterable[Path]) -> str:
+    """Name a state of some packages' Python files: by names, sizes and times of change, as numba does for one file."""
+    digest = hashlib.blake2b(digest_size=8)
+    for package in packages:
+        for path in sorted(package.rglob("*.py")):
+            state = path.stat()
+            digest.update(f"{path}\0{state.st_size}\0{state.st_mtime_ns}\0".encode())
+    return digest.hexdigest()
+
+
+def _own() -> str:
+    folder = tempfile.mkdtemp(prefix="gtrain-kernels-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _packages() -> list[Path]:
+    names = {entry.module.partition(".")[0] for entry in entry_points(group=GROUP)}
+    found = [find_spec(name) for name in sorted({"gtrain", *names})]
+    return [Path(place) for spec in found if spec is not None for place in spec.submodule_search_locations or ()]
+
+
+def _forget(kernels: Path) -> None:
+    for folder in kernels.iterdir():
+        newest = max((path.stat().st_mtime for path in [folder, *folder.iterdir()]), default=0.0)
+        if newest < time.time() - KEPT_DAYS * 86400:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -13,6 +13,13 @@ REPO = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads of two workers on two cores wait for each other
 
 
+def pytest_configure() -> None:
+    """Keep kernels that tests compile where the commands that tests run look for them."""
+    from gtrain.kernel_cache import find_cache
+
+    find_cache()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Let workers of pytest-xdist, where it is used, take over what waits for others.

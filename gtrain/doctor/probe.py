@@ -91,15 +91,16 @@ def _gpus() -> dict[str, Any]:
 
 
 def _kernels() -> dict[str, Any]:
-    """Where compiled kernels are kept: numba's own choice for a kernel of ours."""
-    from numba.core.caching import FunctionCache
+    """Load kernels as ranks do, and say where compiled ones are kept."""
+    from gtrain import kernel_cache
 
-    from gtrain.graph.sampling import spans
-
+    folder = os.environ.get("NUMBA_CACHE_DIR") or kernel_cache.kept()
+    kernel_cache.find_cache()
     try:
-        return {"cache": FunctionCache(spans.room.py_func).cache_path, "writable": True}
+        importlib.import_module("gtrain.graph.sampling.spans")
     except RuntimeError:  # numba: "cannot cache function: no locator available"
-        return {"cache": None, "writable": False}
+        folder = None
+    return {"cache": folder, "writable": folder is not None}
 
 
 def _strategy(name: str) -> dict[str, Any]:

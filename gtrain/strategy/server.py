@@ -26,6 +26,7 @@ import torch
 from torch.distributed import Store
 
 from gtrain.config import plain
+from gtrain.kernel_cache import find_cache
 from gtrain.launch import slot as slots
 from gtrain.launch.children import resolve
 from gtrain.launch.environment import find_environment, ranks_on_this_machine
@@ -141,6 +142,7 @@ def run(target: str, config: Any) -> None:
 
 def serve_role(target: str, job: JobContext, config: Any, stop: threading.Event) -> None:
     """Call a role's function, in a process that the agent forked."""
+    find_cache()
     resolve(target)(_context(job, config, stop))
 
 

@@ -1,4 +1,4 @@
-"""gtrain.kernel_cache: kernels compile where nothing can be kept."""
+"""gtrain.kernel_cache: kernels are kept by the version of the code, and compile where nothing can be kept."""
 
 from __future__ import annotations
 
@@ -11,10 +11,45 @@ import pytest
 from gtrain import kernel_cache
 
 
-def test_a_folder_is_made_only_where_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
-    assert kernel_cache.find_cache(tmp_path, tmp_path / "none") is None
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    folder = kernel_cache.find_cache(tmp_path, tmp_path / "none")
-    assert folder is not None and folder == numba.config.CACHE_DIR and os.stat(folder).st_mode & 0o077 == 0
-    assert kernel_cache.find_cache(tmp_path, tmp_path) is None, "there is one now"
+
+
+def test_kernels_are_kept_below_the_users_cache(tmp_path: Path) -> None:
+    folder = kernel_cache.find_cache(tmp_path)
+    assert folder is not None and folder == numba.config.CACHE_DIR and Path(folder).parents[2] == tmp_path
+    assert os.stat(folder).st_mode & 0o077 == 0
+    assert kernel_cache.find_cache(tmp_path) is None, "there is one now"
+
+
+def test_a_change_of_any_file_is_another_version(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    for name in ("caller", "callee"):
+        (tmp_path / "kernels" / f"{name}.py").write_text("one = 1\n")
+    before = kernel_cache.version_of([tmp_path])
+    assert kernel_cache.version_of([tmp_path]) == before
+    os.utime(tmp_path / "kernels" / "callee.py", (1, 1))
+    assert kernel_cache.version_of([tmp_path]) != before
+
+
+def test_what_was_long_unused_is_removed(tmp_path: Path) -> None:
+    old, young = (tmp_path / "gtrain" / "kernels" / name for name in ("old", "young"))
+    for folder in (old, young):
+        folder.mkdir(parents=True)
+    os.utime(old, (1, 1))
+    assert kernel_cache.find_cache(tmp_path)
+    assert young.exists() and not old.exists()
+
+
+@pytest.mark.parametrize("without", ["a home", "the right to write"])
+def test_a_process_compiles_for_itself_where_nothing_can_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: str
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if without == "a home":
+        monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    else:
+        monkeypatch.setattr(os, "access", lambda *_: False)
+    folder = kernel_cache.find_cache(None if without == "a home" else tmp_path)
+    assert folder is not None and tmp_path not in Path(folder).parents and os.stat(folder).st_mode & 0o077 == 0
