@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gtrain_sar.attention.fused import AttentionBackward
 
-_ROWS = 1 << 13  # that are gathered at once
+_ROWS = 1 << 12  # that are gathered at once
 
 
 class DenseGradients:

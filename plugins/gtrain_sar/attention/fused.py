@@ -206,6 +206,7 @@ class AttentionBackward:
 
     def local(self) -> None:
         """Add the gradients of edges within the part."""
+        self.make_delta(len(self.delta))  # lets go of the layer's result, before rows are made
         self.block(0, self.x, self.source, self.dx, self.dsource)
 
 

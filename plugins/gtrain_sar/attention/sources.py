@@ -8,7 +8,6 @@ gradients are complete are handed on while later messages travel.
 from __future__ import annotations
 
 from collections import deque
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,7 +65,7 @@ class _Messages:
         self._backward, self._extremes, self._ahead = backward, extremes, ahead
         self._group, self._messages = backward.blocks.exchange.group, known.messages
         self._tags = [(self._group.next_tag(), self._group.next_tag()) for _ in range(known.pieces)]
-        self._sent_extremes = cache(self._sent_extremes_of)  # of a round
+        self._known_extremes: dict[int, Tensor] = {}
         self._expected: deque[tuple[InFlight, InFlight]] = deque()
         self._flying: deque[InFlight] = deque()
         self._answers: dict[int, InFlight] = {}
@@ -146,11 +145,13 @@ class _Messages:
         )  # fmt: skip
         return of_target
 
-    def _sent_extremes_of(self, r: int) -> Tensor:
+    def _sent_extremes(self, r: int) -> Tensor:
         """The largest and smallest logit of the sources that the reader of round r has, [2, H]; as it computed them."""
-        exchange = self._backward.blocks.exchange
-        rows = self._backward.source[exchange.send_rows[r]]
-        return extremes_of(rows.to(exchange.on_wire(rows.dtype)).to(rows.dtype))
+        if r not in self._known_extremes:
+            exchange = self._backward.blocks.exchange
+            rows = self._backward.source[exchange.send_rows[r]]
+            self._known_extremes[r] = extremes_of(rows.to(exchange.on_wire(rows.dtype)).to(rows.dtype))
+        return self._known_extremes[r]
 
 
 def _folds(extremes: Tensor) -> bool:
