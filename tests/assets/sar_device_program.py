@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 DEVICE = torch.device("meta")
-MAY_MIX = ("aten::copy_", "aten::_to_copy", "aten::index.Tensor", "aten::index_put")  # as they may on CUDA
+COPIES = ("aten::copy_", "aten::_to_copy")
+INDEXED = ("aten::index.Tensor", "aten::index_put")  # tensors of a device may be, by numbers on the CPU
 
 
 class Pretended(Tensor):
@@ -61,8 +62,10 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     there = [tensor for tensor in given if isinstance(tensor, Pretended)]
     here = [tuple(tensor.shape) for tensor in given if not isinstance(tensor, Pretended) and tensor.dim() > 0]
-    if there and here and not (func.name().startswith(MAY_MIX) and isinstance(args[0], Pretended | Tensor)):
-        raise RuntimeError(f"{func.name()} mixes devices: {[tuple(t.shape) for t in there]} there, {here} here")
+    name = func.name()
+    may = name.startswith(COPIES) or (name.startswith(INDEXED) and isinstance(args[0], Pretended))
+    if there and here and not may:
+        raise RuntimeError(f"{name} mixes devices: {[tuple(t.shape) for t in there]} there, {here} here")
     asked = kwargs.get("device")
     settings = kwargs if asked is None else {**kwargs, "device": torch.device("cpu")}
     out = func(*tree_map(_inner, args), **tree_map(_inner, settings))
