@@ -100,7 +100,6 @@ class Flight:
         weights: of the calls that have them.
         sums: the calls' edges.
         wanted: positions in ``rows`` of the sources that need a gradient.
-        gradients: of these sources, by position; given before :meth:`send`.
     """
 
     def __init__(self, calls: Sequence[LinearCall], schedule: Schedule, wanted: bool | None = None) -> None:
@@ -111,7 +110,8 @@ class Flight:
         needs = [tensor.requires_grad if wanted is None else wanted for _, tensor in self.rows]
         self.wanted = [i for i, need in enumerate(needs) if need]
         self.weights_wanted = any(weight.requires_grad for weight in self.weights)
-        self.gradients: dict[int, Tensor] = {}
+        self._like = [(tensor.shape, tensor.dtype, tensor.device) for _, tensor in self.rows]
+        self._gradients: dict[int, Tensor] = {}
         self._blocks: Iterator[tuple[int, list[Tensor]]] | None = None
         self._kept: dict[int, list[Tensor]] = {}
         self._flying: list[InFlight] = []
@@ -186,7 +186,7 @@ class Flight:
             return
         tag, window = group.next_tag(), self.schedule.window
         for r in range(1, group.size):
-            blocks = {i: _zero_block(self.rows[i], r) for i in self.wanted}
+            blocks = {i: _empty_block(self.rows[i], r) for i in self.wanted}
             make = in_order(partial(self._add_transposed, r, gradients, blocks))
             if window and self._flying:
                 make(max(map(len, blocks.values())))  # while they fly
@@ -198,7 +198,9 @@ class Flight:
     def _add_transposed(
         self, r: int, gradients: Sequence[Tensor], blocks: dict[int, Tensor], low: int, high: int
     ) -> None:
-        """Add the gradients of some of block r's sources."""
+        """Make the gradients of some of block r's sources."""
+        for to in blocks.values():
+            to[low:high].zero_()
         for sums, gradient in zip(self.sums, gradients, strict=True):
             if sums.source in blocks:
                 to = blocks[sums.source]
@@ -207,15 +209,27 @@ class Flight:
     def add_local(self, gradients: Sequence[Tensor]) -> None:
         """Add the gradients of the local block's sources."""
         for sums, gradient in zip(self.sums, gradients, strict=True):
-            if sums.source in self.gradients:
-                sums.add_transposed(0, gradient, self._weight_of(sums), self.gradients[sums.source])
+            if sums.source in self.wanted:
+                sums.add_transposed(0, gradient, self._weight_of(sums), self.gradient(sums.source))
+
+    def gradient(self, i: int) -> Tensor:
+        """The gradient so far of source i; made where it is first asked for, when rows are on their way."""
+        if i not in self._gradients:
+            shape, dtype, device = self._like[i]
+            self._gradients[i] = torch.zeros(shape, dtype=dtype, device=device)
+        return self._gradients[i]
+
+    def take_gradients(self) -> dict[int, Tensor]:
+        """The gradients of the sources that need one, by position; they are forgotten here."""
+        found, self._gradients = self._gradients, {}
+        return found
 
     def land(self, keep: int = 0) -> None:
         """Add gradients that arrived to their rows, until only ``keep`` rounds are on their way."""
         while len(self._flying) > keep:
             self._landed += 1
             for i, arrived in zip(self.wanted, self._flying.pop(0).wait(), strict=True):
-                add_rows(self.gradients[i], self.rows[i][0].send_rows[self._landed], arrived)
+                add_rows(self.gradient(i), self.rows[i][0].send_rows[self._landed], arrived)
 
     def land_by_rows(self) -> Iterator[int]:
         """:meth:`land` for one source: yields how many of its first rows are complete, the last time all of them."""
@@ -226,10 +240,10 @@ class Flight:
             chosen = exchange.send_rows[self._landed]
             for first, arrived in self._flying.pop(0).rows():
                 until = first + len(arrived)
-                add_rows(self.gradients[0], chosen[first:until], arrived)
+                add_rows(self.gradient(0), chosen[first:until], arrived)
                 if until < len(chosen):
                     yield int(chosen[until:].min())
-        yield len(self.gradients[0])
+        yield len(self.gradient(0))
 
     def weight_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of the weights; mode 1 fetches the remote rows again."""
@@ -247,6 +261,6 @@ class Flight:
         return {0: [tensor for _, tensor in self.rows], **self._kept}.items()
 
 
-def _zero_block(row: Rows, r: int) -> Tensor:
+def _empty_block(row: Rows, r: int) -> Tensor:
     exchange, tensor = row
-    return tensor.new_zeros((exchange.reads[r], *tensor.shape[1:]))
+    return tensor.new_empty((exchange.reads[r], *tensor.shape[1:]))

@@ -34,7 +34,6 @@ class _Aggregate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: Flight, *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         ctx.flight = flight
-        ctx.shapes = [(tensor.shape, tensor.dtype, tensor.device) for _, tensor in flight.rows]
         outs = flight.start()
         flight.finish(outs)
         return tuple(outs)
@@ -44,14 +43,11 @@ class _Aggregate(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         flight: Flight = ctx.flight
         scaled = [sums.of_sum(gradient) for sums, gradient in zip(flight.sums, gradients, strict=True)]
-        for i in flight.wanted:
-            shape, dtype, device = ctx.shapes[i]
-            flight.gradients[i] = torch.zeros(shape, dtype=dtype, device=device)
         flight.send(scaled)
         flight.add_local(scaled)
         of_weights: list[Tensor | None] = [None] * len(flight.weights)
         if flight.weights_wanted:
             of_weights = [*flight.weight_gradients(scaled)]
         flight.land()
-        found, flight.gradients = flight.gradients, {}
-        return None, *(found.get(i) for i in range(len(ctx.shapes))), *of_weights
+        found = flight.take_gradients()
+        return None, *(found.get(i) for i in range(len(flight.rows))), *of_weights

@@ -14,6 +14,9 @@ from torch import Tensor
 from gtrain.strategy.group import Group, Transfer
 
 PIECE_BYTES = 8 << 20
+LEAST_BYTES = (
+    1 << 19
+)  # of the first and the last pieces: with them the wire begins, and the work on what it brought ends
 _ALIGNED = 64  # bytes
 
 
@@ -141,12 +144,12 @@ def send_backward(
 
 
 def _cut(buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Pieces of about equal size, and where each ends; both ends of a message cut it alike."""
+    """Pieces, and where each ends; both ends of a message cut it alike."""
     flat = buffer.view(-1).view(torch.uint8)
-    count = -(-len(flat) // PIECE_BYTES)
-    start = 0
-    for k in range(1, count + 1):
-        end = len(flat) if k == count else k * len(flat) // count // _ALIGNED * _ALIGNED
-        if end > start:
-            yield end, flat[start:end]
-        start = end
+    start, most = 0, LEAST_BYTES
+    while start < len(flat):
+        left = len(flat) - start
+        size = min(most, PIECE_BYTES, max(left // 4, LEAST_BYTES))
+        end = start + min(left, -(-size // _ALIGNED) * _ALIGNED)
+        yield end, flat[start:end]
+        start, most = end, 2 * most

@@ -80,7 +80,7 @@ class _TransformThenSum(torch.autograd.Function):
         rows, (weight, scale) = x.detach(), factors
         sent = rows.new_empty((len(rows), len(left)))
         wanted = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
-        ctx.flight, ctx.shape = Flight([LinearCall(blocks, sent, weight, scale=scale)], schedule, wanted), sent.shape
+        ctx.flight = Flight([LinearCall(blocks, sent, weight, scale=scale)], schedule, wanted)
         ctx.flight.post(in_order(partial(_multiply, rows, left, sent)))
         del sent  # the flight lets go of it
         out = rows @ right.t()
@@ -96,8 +96,6 @@ class _TransformThenSum(torch.autograd.Function):
         gradient, flight = gradient.contiguous(), ctx.flight
         of_x = of_left = of_bias = of_right = None
         if flight.wanted:
-            of_sent = gradient.new_zeros(ctx.shape)
-            flight.gradients = {0: of_sent}
             flight.send([gradient])
         if ctx.needs_input_grad[6]:
             of_right = gradient.t() @ x
@@ -105,7 +103,7 @@ class _TransformThenSum(torch.autograd.Function):
             of_bias = gradient.sum(0)
         if flight.wanted:
             flight.add_local([gradient])
-            of_left = torch.zeros_like(left)
+            of_left, of_sent = torch.zeros_like(left), flight.gradient(0)
             if ctx.needs_input_grad[3]:  # it takes the place of what it is made of, where it is as wide
                 of_x = of_sent if left.size(0) == left.size(1) else torch.empty_like(x)
             first = 0
@@ -115,7 +113,7 @@ class _TransformThenSum(torch.autograd.Function):
                 if of_x is not None:
                     of_x[part] = (gradient[part] @ right).addmm_(of_sent[part], left)
                 first = until
-            flight.gradients = {}
+            flight.take_gradients()
         return None, None, None, of_x, of_left if ctx.needs_input_grad[4] else None, of_bias, of_right
 
 
@@ -160,19 +158,17 @@ class _SumThenTransform(torch.autograd.Function):
             of_left = gradient.t() @ aggregate
         del aggregate
         if flight is not None and flight.wanted:
-            of_x = torch.zeros_like(x)
             sums = _of_sums(flight, gradient @ left)
-            flight.gradients = {0: of_x}
             flight.send([sums])
         if ctx.needs_input_grad[6]:
             of_right = gradient.t() @ x
         if ctx.needs_input_grad[5]:
             of_bias = gradient.sum(0)
-        if flight is not None and sums is not None and of_x is not None:
-            of_x.addmm_(gradient, right)
+        if flight is not None and sums is not None:
+            of_x = flight.gradient(0).addmm_(gradient, right)
             flight.add_local([sums])
             flight.land()
-            flight.gradients = {}
+            flight.take_gradients()
         return None, None, None, of_x, of_left, of_bias, of_right
 
 

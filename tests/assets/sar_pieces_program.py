@@ -7,10 +7,10 @@ import sys
 import sar_conv_program
 
 from gtrain_sar import messages
-from gtrain_sar.attention import sources
+from gtrain_sar.attention import reverse
 
 if __name__ == "__main__":
-    messages.PIECE_BYTES = 128
-    sources._MOST_ROWS = 2  # the test's graph has tens of nodes
-    sources.Reverse.pays = lambda self, mode: True  # type: ignore[method-assign]
+    messages.PIECE_BYTES = messages.LEAST_BYTES = 128
+    reverse.MOST_ROWS = reverse.LEAST_ROWS = 2  # the test's graph has tens of nodes
+    reverse.Reverse.pays = lambda self, mode: True  # type: ignore[method-assign]
     sys.exit(sar_conv_program.main())

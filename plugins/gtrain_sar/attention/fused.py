@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gtrain_sar.attention.sources import extremes_of, of_round, reverse, send_targets
+from gtrain_sar.attention.reverse import reverse
+from gtrain_sar.attention.sources import extremes_of, of_round, send_targets
 from gtrain_sar.config import Schedule
 from gtrain_sar.edges import EdgeBlocks, numbered
-from gtrain_sar.halo import Make, Rows, add_rows, count_needed, push, stream
+from gtrain_sar.halo import Make, Rows, add_rows, count_needed, in_order, push, stream
 from gtrain_sar.kernels import AttentionState, Dropout, attention_backward, attention_finish, attention_forward
 from gtrain_sar.messages import InFlight
 
@@ -71,10 +72,16 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         x, source, target, out, lse, *rest = ctx.saved_tensors
         gradient = gradient.contiguous()
-        backward = AttentionBackward(ctx.settings, gradient, x, source, target, lse, row_dots(gradient, out))
+        backward = AttentionBackward(ctx.settings, gradient, x, source, target, lse, partial(row_dots, gradient, out))
         attention_backward_blocks(backward, rest)
         return None, None, None, None, backward.dx, backward.dsource, backward.dtarget
 
+
+Dots = Callable[[Tensor, int, int], None]
+"""Makes the rows of a tensor from one to before another."""
+
+Finish = Callable[["AttentionBackward", Tensor | None], None]
+"""Takes in own rows whose gradients are complete, int64, or all of them."""
 
 Settings = tuple[EdgeBlocks, Schedule, float, Dropout]
 """The edges, how blocks are fetched, the slope of leaky_relu below zero, dropout of coefficients."""
@@ -138,9 +145,14 @@ class AttentionBackward:
         x: rows as in the forward pass, or what makes them again once they are asked for.
         source, target: as in the forward pass.
         lse: [T, H], the logarithm of the sum of exponentials.
-        delta: [T, H], ``<grad, out>``.
+        dots: makes some rows of ``<grad, out>``, [T, H]: those from a first one to before another, into the tensor.
+        finish: told this and which own rows' gradients are complete, int64, or None for all; each row once.
 
     The gradients so far are made where they are first asked for: when rows are on their way.
+
+    Attributes:
+        delta: [T, H], what ``dots`` has made so far.
+        make_delta: makes its first so many rows.
     """
 
     def __init__(
@@ -151,11 +163,13 @@ class AttentionBackward:
         source: Tensor,
         target: Tensor,
         lse: Tensor,
-        delta: Tensor,
+        dots: Dots,
+        finish: Finish | None = None,
     ) -> None:
         self.blocks, self.schedule, self.slope, self.keep = settings
         self.grad, self._x, self.source, self.target = grad, x, source, target
-        self.lse, self.delta = lse, delta
+        self.lse, self.delta, self._finish = lse, torch.empty_like(lse), finish
+        self.make_delta = in_order(partial(dots, self.delta))
 
     @cached_property
     def x(self) -> Tensor:
@@ -179,13 +193,20 @@ class AttentionBackward:
 
     def block(self, r: int, x: Tensor, source: Tensor, dx: Tensor, dsource: Tensor) -> None:
         """Add block r's gradients, its rows being here."""
+        self.make_delta(len(self.delta))
         attention_backward(
             numbered(self.blocks)[r].by_source, x, source, self.target, self.lse, self.delta, self.grad, self.slope,
             of_round(self.keep, r), dx, dsource, self.dtarget,
         )  # fmt: skip
 
+    def finish(self, rows: Tensor | None) -> None:
+        """Say that the gradients of these own rows, int64, are complete; None: of all."""
+        if self._finish is not None and (rows is None or len(rows)):
+            self._finish(self, rows)
+
     def local(self) -> None:
         """Add the gradients of edges within the part."""
+        self.make_delta(len(self.delta))  # lets go of the layer's result, before rows are made
         self.block(0, self.x, self.source, self.dx, self.dsource)
 
 
@@ -211,6 +232,7 @@ def _push_sources(backward: AttentionBackward, remote: Iterable[Sequence[Tensor]
     backward.local()
     for r, flight in enumerate(flying, start=landed + 1):
         _land(backward, r, flight)
+    backward.finish(None)
 
 
 def _land(backward: AttentionBackward, r: int, flight: InFlight) -> None:
@@ -219,10 +241,8 @@ def _land(backward: AttentionBackward, r: int, flight: InFlight) -> None:
     add_rows(backward.dsource, backward.blocks.exchange.send_rows[r], dsource)
 
 
-def row_dots(a: Tensor, b: Tensor) -> Tensor:
-    """``<a[i, h], b[i, h]>``, [n, H], without a product of the tensors' whole size."""
-    out = a.new_empty(a.shape[:2])
-    for start in range(0, len(a), _CHUNK):
-        end = start + _CHUNK
-        torch.sum(a[start:end] * b[start:end], -1, out=out[start:end])
-    return out
+def row_dots(a: Tensor, b: Tensor, out: Tensor, low: int, high: int) -> None:
+    """Some rows of ``out[i, h] = <a[i, h], b[i, h]>``, [n, H], without a product of the tensors' whole size."""
+    for start in range(low, high, _CHUNK):
+        part = slice(start, min(start + _CHUNK, high))
+        torch.sum(a[part] * b[part], -1, out=out[part])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gtrain_sar.attention.dense import DenseGradients
 from gtrain_sar.attention.fused import AttentionBackward, attention_backward_blocks, attention_blocks, row_dots
 from gtrain_sar.borrowed import Borrowed
 from gtrain_sar.config import Schedule
@@ -70,24 +71,37 @@ class _Layer(torch.autograd.Function):
         heads, channels = att_source.shape[-2:]
         gradient = gradient.contiguous()
         grad = gradient.view(-1, heads, channels)
-        delta, of_bias = row_dots(grad, ctx.out.give_back().view_as(grad)), None
-        if bias is not None:  # it is in out, but was not weighted by any coefficient
-            delta -= gradient @ _block_diagonal(bias.view(1, heads, channels))
-            of_bias = gradient.sum(0)
         kept = ctx.kept.pop() if ctx.kept else lambda: (x @ weight.t()).view(-1, heads, channels)
-        backward = AttentionBackward(ctx.settings, grad, kept, source, target, lse, delta)
-        del kept
-        attention_backward_blocks(backward, rest)
-        rows = backward.x
-        of_logits = torch.cat([backward.dsource, backward.dtarget], 1)
-        of_both = (of_logits.t() @ rows.view(-1, heads * channels)).t()  # the other order takes ten times as long
-        of_rows = backward.dx.view(-1, heads * channels)
-        del rows, backward  # the rows are as large as what follows
+        dots = _Dots(grad, ctx.out.give_back().view_as(grad), bias)
         both = torch.cat([_block_diagonal(att_source), _block_diagonal(att_target)], 1)
-        of_weight = of_rows.addmm_(of_logits, both.t()).t() @ x
-        of_x = of_rows @ weight if ctx.needs_input_grad[4] else None
+        dense = DenseGradients(x, weight, both, wanted=ctx.needs_input_grad[4])
+        backward = AttentionBackward(ctx.settings, grad, kept, source, target, lse, dots, dense.add)
+        del kept, dots
+        attention_backward_blocks(backward, rest)
+        of_weight, of_both = dense.result()
         of_source, of_target = (_diagonal(part, att_source) for part in of_both.split(heads, 1))
-        return None, None, None, None, of_x, of_weight, of_source, of_target, of_bias
+        of_bias = None if bias is None else gradient.sum(0)
+        return None, None, None, None, dense.of_x, of_weight, of_source, of_target, of_bias
+
+
+class _Dots:
+    """Inner products of gradients with the layer's result less its bias, which no coefficient weighted.
+
+    Args:
+        grad, out: [n, H, C].
+        bias: [H * C] or None; it is in ``out``.
+    """
+
+    def __init__(self, grad: Tensor, out: Tensor, bias: Tensor | None) -> None:
+        self._grad, self._out = grad, out
+        self._bias = None if bias is None else _block_diagonal(bias.view(1, *grad.shape[1:]))
+
+    def __call__(self, dots: Tensor, low: int, high: int) -> None:
+        row_dots(self._grad, self._out, dots, low, high)
+        if self._bias is not None:
+            dots[low:high] -= self._grad[low:high].flatten(1) @ self._bias
+        if high == len(self._grad):  # nobody asks for more
+            self._out = self._out.new_empty(0)
 
 
 class _Transform:
