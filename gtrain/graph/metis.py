@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from gtrain.errors import DataError
 
 Ints = NDArray[np.int64]
+FEW_PARTS = 8
+"""Up to so many parts recursive bisection may cut fewer edges."""
 
 
 def metis_partition(
@@ -24,17 +26,21 @@ def metis_partition(
 ) -> Ints:
     """Run METIS (Karypis and Kumar 1998) on the symmetric, loop-free, simple graph under the edges.
 
+    More than :data:`FEW_PARTS` are cut k-way, where the largest may weigh 3 % more than the mean (METIS's own bound).
+    Fewer parts are also made by recursive bisection, which balances better, and those with fewer cut edges are taken.
+
     Returns:
         The part of each node, ``[N]``; on tiny graphs a part may have none.
     """
     starts, adjacent = _adjacency(source, target, num_nodes)
-    result = pymetis.part_graph(
-        num_parts,
-        pymetis.CSRAdjacency(starts, adjacent),
-        vweights=_weights(target, num_nodes, train_mask),
-        options=pymetis.Options(seed=seed % 2**31),
+    graph, weights = pymetis.CSRAdjacency(starts, adjacent), _weights(target, num_nodes, train_mask)
+    options = pymetis.Options(seed=seed % 2**31)
+    ways = (
+        pymetis.part_graph(num_parts, graph, vweights=weights, recursive=recursive, options=options)
+        for recursive in ((True, False) if num_parts <= FEW_PARTS else (False,))
     )
-    return np.asarray(result.vertex_part, dtype=np.int64)
+    fewest = min(ways, key=lambda result: result.edge_cuts)
+    return np.asarray(fewest.vertex_part, dtype=np.int64)
 
 
 def _adjacency(

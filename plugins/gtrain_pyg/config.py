@@ -57,7 +57,7 @@ class PygConfig(StrategyConfig):
     transport: str = "auto"
     wire_dtype: str = "float32"
     prefetch: int = 2
-    lookahead: int = 3
+    lookahead: int = 8
     threads: int | None = None
     evaluation: str = "sampled"
     trim: bool = True

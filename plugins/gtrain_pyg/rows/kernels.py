@@ -24,7 +24,7 @@ Array = NDArray[Any]
 SHIFT = 40
 """Bits of a place that are the row."""
 _ROW = (1 << SHIFT) - 1
-_AHEAD = 8  # rows
+_AHEAD, _AHEAD_NARROW = 8, 64  # rows that memory is asked for ahead, and rows of a cache line or less
 _LINE = 64  # bytes
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -126,8 +126,10 @@ def number(
     Returns:
         how many empty slots were filled.
     """
-    last, filled = table.shape[0] - 1, 0
+    last, filled, address = table.shape[0] - 1, 0, table.ctypes.data
     for i in range(ids.size):
+        if i + _AHEAD_NARROW < ids.size and place[i + _AHEAD_NARROW] < 0:
+            prefetch(address + _slot(table, ids[i + _AHEAD_NARROW]) * table.itemsize * 2)
         if place[i] >= 0:
             continue
         slot, free = _slot(table, ids[i]), -1
@@ -185,10 +187,10 @@ def gather(place: Array, bases: Array, nbytes: int, out: int, low: int, high: in
 
     ``bases`` int64 has the address of each segment's first row.
     """
-    count = place.size
+    count, distance = place.size, _AHEAD if nbytes > _LINE else _AHEAD_NARROW
     for i in range(count):
-        if i + _AHEAD < count:
-            ahead = place[i + _AHEAD]
+        if i + distance < count:
+            ahead = place[i + distance]
             segment = ahead >> SHIFT
             if low <= segment < high:
                 start = bases[segment] + (ahead & _ROW) * nbytes
