@@ -191,8 +191,7 @@ class PBGStrategy(GraphStrategy):
         table, shared, settings, trainer = self._table, self._shared, self.settings, self._trainer
         assert table is not None and shared is not None and trainer is not None
         rules = StepRules(self.optimizers, recipe)
-        low = settings.matmul == "bfloat16"
-        training = BucketTraining(self.lightning_module, recipe, rules, shared, table, low)
+        training = BucketTraining(self.lightning_module, recipe, rules, shared, table, settings.matmul)
         held_out = settings.eval_fraction > 0
         if self._machines is None:
             return Trainee(table, self.group, training, held_out)

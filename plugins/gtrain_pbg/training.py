@@ -33,7 +33,7 @@ class BucketTraining:
         rules: of its optimizers.
         shared: relation parameters, and what their optimizer keeps, by name.
         tables: of all entity types.
-        low: whether products of matrices are in bfloat16.
+        matmul: as ``strategy.matmul``.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class BucketTraining:
         rules: StepRules,
         shared: Mapping[str, Tensor],
         tables: TypedTables,
-        low: bool,
+        matmul: str,
     ) -> None:
         self._module, self._recipe, self._rules, self._tables = module, recipe, rules, tables
         weights = {name: Weights(shared[name], shared[f"{name}.state"]) for name in recipe.parameters}
@@ -52,7 +52,7 @@ class BucketTraining:
         for number, group in enumerate(recipe.groups):
             own = {name: weights[common] for name, common in recipe.names_of(number).items()}
             work = self._steps[0].work if self._steps else None
-            self._steps.append(TrainingStep(group, own, tables.dtype, low, work))
+            self._steps.append(TrainingStep(group, own, tables.dtype, matmul, work))
         self._drawn: dict[str, Tensor] = {}
         self._held = torch.zeros(3, dtype=torch.float64)  # reciprocal ranks before, after, and how many
 

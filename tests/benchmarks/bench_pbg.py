@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--data", help="folder of a knowledge graph; without it, one is generated")
     parser.add_argument("--what", choices=["run", "step"], default="run")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--matmul", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--matmul", nargs="+", default=["int8", "bfloat16", "float32"])
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batches", type=int, default=10, help="of --what step")
     parser.add_argument("--torchbiggraph", metavar="PYTHON", help="interpreter that has it; needs --data")
@@ -123,7 +123,7 @@ def measure_step(case: str, matmul: str, batches: int) -> float:
         name: Weights(parameter.detach().clone(), torch.zeros(len(parameter), parameter[0].numel()))
         for name, parameter in recipe.parameters.items()
     }
-    step = TrainingStep(recipe, weights, torch.float32, matmul == "bfloat16")
+    step = TrainingStep(recipe, weights, torch.float32, matmul)
     rules, seconds = (UpdateRule("rowwise_adagrad", 0.1), UpdateRule("adagrad", 0.1)), []
     for _ in range(2 + batches):
         head, tail = torch.randint(nodes, (2, batch))

@@ -13,7 +13,9 @@ from torch import Tensor
 from gtrain.model.kg_embedding import KGEmbedding
 from gtrain.model.kg_training import Edges
 from gtrain.nn import SGD, Adagrad, RowwiseAdagrad
+from gtrain_pbg.kernels.rounding import round_rows
 from gtrain_pbg.step.batch import EdgeBatch, Rows
+from gtrain_pbg.step.layout import bits
 from gtrain_pbg.step.relations import UpdateRule, Weights, state_width
 from gtrain_pbg.step.training import TrainingStep
 
@@ -75,7 +77,7 @@ class Fused:
         self,
         model: KGEmbedding,
         lr: float,
-        low: bool = False,
+        matmul: str = "float32",
         kind: str = "rowwise_adagrad",
         of_relations: str = "adagrad",
     ) -> None:
@@ -92,7 +94,7 @@ class Fused:
             value = parameter.detach().clone()
             state = value.new_zeros(len(value), state_width(of_relations, value[0].numel()))
             self.weights[name] = made.setdefault(id(parameter), Weights(value, state))
-        self.step = TrainingStep(self.recipe, self.weights, table.dtype, low)
+        self.step = TrainingStep(self.recipe, self.weights, table.dtype, matmul)
         self.rules = UpdateRule(kind, lr), UpdateRule(of_relations, 0.5 * lr)
 
     def train(self, edges: Edges, drawn_seed: int) -> float:
@@ -216,13 +218,27 @@ def test_single_precision(operator: str) -> None:
     compare(50, 1e-4, dtype=torch.float32, operator=operator, loss="softmax")
 
 
-def test_products_in_bfloat16_stay_near() -> None:
+@pytest.mark.parametrize("matmul", ["bfloat16", "int8"])
+def test_products_of_few_bits_stay_near(matmul: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have 8 bits, so that each loss differs by less than a percent, and so does what is learned."""
+    monkeypatch.setattr("gtrain_pbg.step.scores.ROUNDED", 0)
     model = make_model(torch.float32)
-    low, reference = Fused(model, 0.05, low=True), Reference(model, 0.05)
+    low, reference = Fused(model, 0.05, matmul=matmul), Reference(model, 0.05)
     for number in range(30):
         edges = make_edges(20, False, number, torch.float32)
         assert low.train(edges, number) == pytest.approx(reference.train(edges, number), rel=0.02)
+
+
+def test_rows_are_rounded_to_the_nearest_of_8_bits() -> None:
+    rows = torch.randn(5, 37).bfloat16()
+    rows[1], rows[2, 3], rows[3, 0] = 0, torch.inf, torch.nan
+    found, scale = torch.empty(5, 37, dtype=torch.int8), torch.empty(5)
+    round_rows(bits(rows), found.numpy(), scale.numpy())
+    most = rows.float().abs().amax(1)
+    assert scale[1] == 0 and scale[2:4].isnan().all()
+    for z in (0, 1, 4):
+        assert scale[z] == pytest.approx(float(most[z]) / 127)
+        assert (found[z] * scale[z] - rows[z].float()).abs().max() <= 0.501 * scale[z]
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adagrad"])

@@ -73,7 +73,7 @@ def test_groups_train_as_autograd_does(variant: int, reciprocal: bool) -> None:
         for name, p in recipe.parameters.items()
     }
     steps = [
-        TrainingStep(group, {k: weights[n] for k, n in recipe.names_of(number).items()}, torch.float64, False)
+        TrainingStep(group, {k: weights[n] for k, n in recipe.names_of(number).items()}, torch.float64, "float32")
         for number, group in enumerate(recipe.groups)
     ]
     assert len(steps) == 4 and recipe.groups[0].relations == (0, 4)

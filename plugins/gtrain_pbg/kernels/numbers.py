@@ -33,6 +33,11 @@ def number(x: Any) -> Any:
     raise NotImplementedError("compiled only")
 
 
+def scaled(x: Any, row: Any, i: int, column: Any, k: int) -> Any:
+    """The same, where an integer stands for ``x * row[i] * column[k]``."""
+    raise NotImplementedError("compiled only")
+
+
 def stored(x: Any, like: Any) -> Any:
     """A number as it is stored in an array with items like this one."""
     raise NotImplementedError("compiled only")
@@ -50,6 +55,14 @@ def _from_bfloat16(x: Any) -> Any:
 def _to_bfloat16(x: Any, like: Any) -> Any:
     bits = np.float32(x).view(np.uint32)
     return np.uint16(np.uint32(bits + _HALF + ((bits >> _SHIFT) & _LOW_BIT)) >> _SHIFT)  # to the nearest, ties to even
+
+
+def _from_integer(x: Any, row: Any, i: int, column: Any, k: int) -> Any:
+    return np.float32(x) * (row[i] * column[k])
+
+
+def _not_scaled(x: Any, row: Any, i: int, column: Any, k: int) -> Any:
+    return number(x)
 
 
 def _as_it_is(x: Any) -> Any:
@@ -79,6 +92,11 @@ def _exp_double(x: Any) -> Any:
 @overload(number, jit_options={"fastmath": STRICT}, inline="always")
 def _typed_number(x: Any) -> Any:
     return _from_bfloat16 if x is types.uint16 else _as_it_is
+
+
+@overload(scaled, jit_options={"fastmath": STRICT}, inline="always")
+def _typed_scaled(x: Any, row: Any, i: int, column: Any, k: int) -> Any:
+    return _from_integer if x is types.int32 else _not_scaled
 
 
 @overload(stored, jit_options={"fastmath": STRICT}, inline="always")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from gtrain_pbg.kernels.numbers import LOOSE, STRICT, exponential, exponentials, largest, number, stored, total
+from gtrain_pbg.kernels.numbers import LOOSE, STRICT, exponential, exponentials, largest, scaled, stored, total
 
 RANKING, LOGISTIC, SOFTMAX = 0, 1, 2
 INNER, SQUARED, ROOT = 0, 1, 2  # dot and cos; squared_l2; l2
@@ -20,6 +20,9 @@ _RUN = 64  # factors between 1 and 2 whose product is finite
 @njit(cache=True, nogil=True, fastmath=STRICT)
 def loss_and_gradient(
     scores: Any,
+    row_factor: Any,
+    column_factor: Any,
+    result: Any,
     first: int,
     step: int,
     answer: Any,
@@ -45,12 +48,15 @@ def loss_and_gradient(
     work: Any,
     distance: Any,
 ) -> float:
-    """Replace inner products by the gradient of the loss by them and return the weighted loss.
+    """From inner products to the gradient of the loss by them; return the weighted loss.
 
     Queries are numbered through: row i of chunk g is query ``first + g * step + i``.
 
     Args:
-        scores: ``[G, n, K]`` inner products of queries and candidates, float or bfloat16 bits.
+        scores: ``[G, n, K]`` inner products of queries and candidates, float, bfloat16 bits or integers.
+        row_factor: ``[n]``, and
+        column_factor: ``[K]``, by which integers are multiplied.
+        result: ``[G, n, K]``, receives the gradient; may be ``scores``, if those are no integers.
         first: query of the first row.
         step: queries from the first row of a chunk to that of the next.
         answer: one of DIAGONAL, LISTED, APART.
@@ -76,8 +82,7 @@ def loss_and_gradient(
     for g in range(groups):
         for i in range(rows):
             query = first + g * step + i
-            row = scores[g, i]
-            _load(row, work, columns)
+            _load(scores[g, i], row_factor, i, column_factor, work, columns)
             if kind != INNER:
                 _distances(work, row_norm[query], column_norm[g], kind, columns)
                 if kind == ROOT:
@@ -110,14 +115,14 @@ def loss_and_gradient(
                 _by_product(work, distance, kind, columns)
                 row_sum[query] = total(work, columns)
                 _accumulate(work, column_sum[g], columns)
-            _store(work, row, columns)
+            _store(work, result[g, i], columns)
     return lost
 
 
 @njit(cache=True, nogil=True, fastmath=STRICT)
-def _load(row: Any, work: Any, columns: int) -> None:
+def _load(row: Any, row_factor: Any, i: int, column_factor: Any, work: Any, columns: int) -> None:
     for k in range(columns):
-        work[k] = number(row[k])
+        work[k] = scaled(row[k], row_factor, i, column_factor, k)
 
 
 @njit(cache=True, nogil=True, fastmath=STRICT)

@@ -119,11 +119,18 @@ class Workspace:
     """Buffers by name, made when they are first needed and used again while they are large enough.
 
     Args:
-        dtype: of numbers; low: whether products of matrices are in bfloat16.
+        dtype: of numbers.
+        matmul: as ``strategy.matmul``; products of float64 are in float64.
+
+    Attributes:
+        low: whether products of matrices are in bfloat16.
+        rounded: whether those that are scores are in 8 bits.
     """
 
-    def __init__(self, dtype: torch.dtype, low: bool) -> None:
-        self.dtype, self.low = dtype, low
+    def __init__(self, dtype: torch.dtype, matmul: str) -> None:
+        self.dtype = dtype
+        self.low = matmul in ("bfloat16", "int8") and dtype == torch.float32
+        self.rounded = matmul == "int8" and self.low
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

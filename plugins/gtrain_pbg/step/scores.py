@@ -1,11 +1,13 @@
 """One side of a batch: products of queries and candidates, the loss, and the products that give the gradients.
 
-Scores are computed in blocks that stay in the second cache from the product to the gradient, in place.
+Scores are computed in blocks that stay in the caches from the product to the gradient, in place.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,11 +18,16 @@ from gtrain.nn.recipe import EdgeRecipe
 from gtrain_pbg.kernels import rows as kernels
 from gtrain_pbg.kernels import scores as losses
 from gtrain_pbg.step.layout import Floats, Layout, Operand, Workspace, bits
+from gtrain_pbg.step.products import Piece, RoundedPiece
 
 BLOCK = 1 << 18
-"""Scores computed at a time, about: 512 KiB in bfloat16."""
+"""Scores of small chunks computed at a time, about: 512 KiB in bfloat16."""
+LARGE = 1 << 21
+"""Scores of a large chunk computed at a time, about: 4 MiB in bfloat16."""
 ROWS = 256
 """Queries at a time, at least: with fewer, a product spends its time on arranging the candidates anew."""
+ROUNDED = 100_000
+"""Least number of scores of a chunk whose rows are rounded: of a small one, most of the time is spent elsewhere."""
 LOSSES = {"ranking": losses.RANKING, "logistic": losses.LOGISTIC, "softmax": losses.SOFTMAX}
 KINDS = {"dot": losses.INNER, "cos": losses.INNER, "squared_l2": losses.SQUARED, "l2": losses.ROOT}
 
@@ -37,6 +44,27 @@ class Own(NamedTuple):
     scores: Tensor
     gradient: Tensor
     queries: Tensor
+
+
+@dataclass
+class Group:
+    """Chunks that are computed together.
+
+    Attributes:
+        begin, end: which ones.
+        queries, candidates: ``[G, m, D]`` and ``[G, K, D]``.
+        scores: ``[G, m, K]``.
+        by_candidates: ``[G, K, D]``, receives the gradient.
+        pieces: of the queries.
+    """
+
+    begin: int
+    end: int
+    queries: Tensor
+    candidates: Tensor
+    scores: Tensor
+    by_candidates: Tensor
+    pieces: Sequence[Piece]
 
 
 class SideScores:
@@ -73,17 +101,14 @@ class SideScores:
         apart, by_apart = self._apart(layout, queries, candidates)
         arrays = (queries.norm, queries.bias, queries.sums, queries.by_bias, apart, by_apart, *more, answer, weight)
         given = tuple(array.numpy() for array in arrays)
+        # views first: between products, caches hold nothing of Python, and an operation takes 20 times as long
+        groups = [self._views(layout, queries, candidates, *group) for group in self._groups(layout)]
         lost = 0.0
-        for begin, end in self._groups(layout):
-            q = layout.of_edges(queries.factor, begin, end, spread=queries.spread)
-            c = layout.of_rows(candidates.factor, begin, end, self._skip)
-            place = begin * layout.places
-            columns = self._columns(layout, candidates, begin, end)
-            scores = self._work.product("scores", q.size(0), q.size(1), c.size(1))
-            by_q = layout.of_edges(queries.gradient, begin, end, spread=False)
-            lost += self._block(layout, scores, q, c, by_q, place, columns, given)
-            torch.bmm(scores.transpose(1, 2), q, out=layout.of_rows(candidates.gradient, begin, end, self._skip))
-            self._give_columns(layout, candidates, begin, end, columns)
+        for group in groups:
+            columns = self._columns(layout, candidates, group.begin, group.end)
+            lost += self._gradients(group, layout.places, columns, given)
+            torch.bmm(group.scores.transpose(1, 2), group.queries, out=group.by_candidates)
+            self._give_columns(layout, candidates, group.begin, group.end, columns)
         if self._answer == losses.LISTED:
             candidates.gradient[: layout.edges].zero_()  # the answers are among all nodes
         if self._answer == losses.APART:
@@ -97,34 +122,39 @@ class SideScores:
         groups = [(begin, min(begin + each, layout.full)) for begin in range(0, layout.full, each)]
         return groups + ([(layout.full, layout.chunks)] if layout.chunks > layout.full else [])
 
-    def _block(
-        self,
-        layout: Layout,
-        scores: Tensor,
-        q: Tensor,
-        c: Tensor,
-        by_q: Tensor,
-        place: int,
-        columns: tuple[Tensor, ...],
-        given: tuple[Floats, ...],
-    ) -> float:
-        """Scores of a group of chunks to their gradient, and the gradient by queries; rows of a large chunk in turn."""
-        rows = q.size(1) if q.size(0) > 1 else max(ROWS, BLOCK // max(1, c.size(1)))
-        lost, turned, count = 0.0, c.transpose(1, 2), c.size(1)
+    def _views(self, layout: Layout, queries: Operand, candidates: Operand, begin: int, end: int) -> Group:
+        """What is computed for a group of chunks; the rows of a large chunk are in turn."""
+        q = layout.of_edges(queries.factor, begin, end, spread=queries.spread)
+        c = layout.of_rows(candidates.factor, begin, end, self._skip)
+        by_q = layout.of_edges(queries.gradient, begin, end, spread=False)
+        by_c = layout.of_rows(candidates.gradient, begin, end, self._skip)
+        (chunks, places, _), count = q.shape, c.size(1)
+        scores, turned = self._work.product("scores", chunks, places, count), c.transpose(1, 2)
+        each = places if chunks > 1 else max(ROWS, LARGE // max(1, count))
+        some = [slice(first, min(first + each, places)) for first in range(0, places, each)]
+        pieces: list[Piece] = [Piece(part.start, q[:, part], turned, scores[:, part], by_q[:, part]) for part in some]
+        if self._work.rounded and chunks == 1 and places * count >= ROUNDED:
+            pieces = [RoundedPiece(piece, self._work) for piece in pieces]
+        return Group(begin, end, q, c, scores, by_c, pieces)
+
+    def _gradients(self, group: Group, places: int, columns: tuple[Tensor, ...], given: tuple[Floats, ...]) -> float:
+        """Scores of a group of chunks to their gradient, and the gradient by queries."""
         by_column = tuple(column.numpy() for column in columns)
-        scratch = self._work.take("a row", count + 1).numpy(), self._work.take("another row", count + 1).numpy()
-        values = bits(scores)
-        for first in range(0, q.size(1), rows):
-            some = slice(first, min(first + rows, q.size(1)))
-            piece = scores[:, some]
-            torch.bmm(q[:, some], turned, out=piece)
-            lost += self._gradient(values[:, some], place + first, first, layout.places, by_column, given, scratch)
-            torch.bmm(piece, c, out=by_q[:, some])
+        count = group.candidates.size(1) + 1
+        scratch = self._work.take("a row", count).numpy(), self._work.take("another row", count).numpy()
+        lost = 0.0
+        for number, piece in enumerate(group.pieces):
+            if not number:
+                piece.prepare()
+            products = piece.products(), *piece.scale, piece.result
+            first = piece.first
+            lost += self._gradient(products, group.begin * places + first, first, places, by_column, given, scratch)
+            torch.bmm(piece.scores, group.candidates, out=piece.gradient)
         return lost
 
     def _gradient(
         self,
-        scores: Floats,
+        products: tuple[Floats, ...],
         query: int,
         first: int,
         step: int,
@@ -132,12 +162,12 @@ class SideScores:
         given: tuple[Floats, ...],
         scratch: tuple[Floats, Floats],
     ) -> float:
-        """Scores to their gradient, in place."""
+        """From products of matrices, and by what they are multiplied, to the gradient by them."""
         norm, bias, row_sum, by_bias, apart, by_apart, own, by_own, answer, weight = given
         column_norm, column_bias, column_sum, by_column_bias = columns
         self._first[0] = first
         listed = self._first if self._answer == losses.DIAGONAL else answer
-        arguments: list[Any] = [scores, query, step, self._answer, listed, apart, by_apart]
+        arguments: list[Any] = [*products, query, step, self._answer, listed, apart, by_apart]
         arguments += [own, by_own, self._has_own, weight, self._loss, self._margin, self._kind, self._biased]
         arguments += [norm, column_norm, bias, column_bias, row_sum, column_sum, by_bias, by_column_bias, *scratch]
         found: float = losses.loss_and_gradient(*arguments)
@@ -148,6 +178,8 @@ class SideScores:
     def _columns(self, layout: Layout, candidates: Operand, begin: int, end: int) -> tuple[Tensor, ...]:
         """Norms and biases of candidates ``[G, K]``, and room for the sums of columns."""
         none = self._work.take("no columns", 1, 1)
+        if not self._distances and not self._biased:
+            return none, none, none, none
         found = []
         for name, values, needed in (
             ("column norm", candidates.norm, self._distances),

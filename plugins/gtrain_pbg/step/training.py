@@ -31,7 +31,7 @@ class TrainingStep:
         recipe: the group's.
         weights: its parameters, by the names of :attr:`EdgeRecipe.parameters`.
         dtype: of tables and parameters.
-        low: whether products of matrices are in bfloat16.
+        matmul: as ``strategy.matmul``.
         work: buffers, which steps of other groups may use in turn; None: its own.
     """
 
@@ -40,11 +40,11 @@ class TrainingStep:
         recipe: EdgeRecipe,
         weights: Mapping[str, Weights],
         dtype: torch.dtype,
-        low: bool,
+        matmul: str,
         work: Workspace | None = None,
     ) -> None:
         self.recipe, self.weights, self.dtype = recipe, dict(weights), dtype
-        self.work = work or Workspace(dtype, low and dtype == torch.float32)
+        self.work = work or Workspace(dtype, matmul)
         self._scores = SideScores(recipe, self.work)
         self._forwards = self._operator("forwards", recipe.forwards)
         self._backwards = self._operator("backwards", recipe.backwards)
