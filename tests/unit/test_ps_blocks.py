@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +18,7 @@ from gtrain.nn.product import product, transposed
 from gtrain.nn.rules import RULES, update
 from gtrain_ps.placement import Placement, spread
 from gtrain_ps.server.block import Block, Rows
-from gtrain_ps.server.memory import Region
+from gtrain_ps.server.memory import LastingRegion, Region
 
 HEIGHT, WIDTH, ROWS = 60, 13, 40
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -102,14 +106,14 @@ def test_a_step_that_was_cut_off_is_applied_once(name: str) -> None:
     states = {key: tensor.clone() for key, tensor in block.state.items()}
     expected.update(expected.group([taken(expected, rows)]), gradient, settings, 2)
     grouped = block.group([taken(block, rows)])
-    cut = grouped.unique[grouped.found // 2]
+    half = grouped.found // 2
+    cut = grouped.unique[half]
     block.update(grouped, gradient, settings, 2)
-    for row in grouped.unique[grouped.found // 2 : grouped.found]:  # these had not been changed yet
+    for row in grouped.unique[half : grouped.found]:  # these had not been changed yet
         block.table[row] = before[int(row)]
-        block._applied[row] = 1
         for key, tensor in states.items():
             block.state[key][row] = tensor[row]
-    block._marker[0] = cut  # and this one was being changed
+    block._marker[:] = [2, half, cut, half]  # and this one was being changed
     block._backup[0] = before[int(cut)].numpy()
     for key, place in {"sum": 1, "mean": 1, "square": 2, "step": 3}.items():
         if key in states:
@@ -125,6 +129,38 @@ def test_a_step_that_was_cut_off_is_applied_once(name: str) -> None:
     torch.testing.assert_close(again.table, expected.table, rtol=1e-14, atol=1e-14)
     for key in states:
         torch.testing.assert_close(again.state[key], expected.state[key], rtol=1e-14, atol=1e-14)
+
+
+def test_a_process_that_is_killed_within_an_update_is_followed_by_one_that_does_the_rest(tmp_path: Path) -> None:
+    """Real kills, aimed at more and more of a step's rows; the result has the very bits of an undisturbed one."""
+    height, width, settings, place = 60_000, 100, SETTINGS["rowwise_adagrad"], tmp_path / "memory"
+    rows = Csr(torch.randperm(height), torch.randn(height), torch.arange(0, height + 1, 100))
+    table, gradient, inside = torch.randn(height, width), torch.randn(len(rows.offsets) - 1, width), 0
+    expected, block = made(table), made(table, LastingRegion(place))
+    for one in (expected, block):
+        one.use("rowwise_adagrad", settings)
+    for step in range(1, 11):
+        expected.update(expected.group([taken(expected, rows)]), gradient, settings, step)
+        grouped = block.group([taken(block, rows)])
+        child = os.fork()
+        if child == 0:
+            try:
+                block.update(grouped, gradient, settings, step)
+            finally:
+                os._exit(0)
+        late = time.monotonic() + 60
+        while block._marker[0] != step or block._marker[1] < step * height // 20:
+            assert time.monotonic() < late
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        inside += bool(block._marker[1] < height)
+        region = LastingRegion(place)
+        region.set_version(step - 1)
+        block = Block("wide", height, width, torch.float32, region)
+        block.update(block.group([taken(block, rows)]), gradient, settings, step)
+        assert torch.equal(block.table, expected.table) and torch.equal(block.state["sum"], expected.state["sum"])
+    region.close()
+    assert inside  # a busy machine may be late now and then
 
 
 def test_rows_that_are_wrong_are_refused_in_a_sentence() -> None:

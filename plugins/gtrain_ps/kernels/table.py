@@ -15,6 +15,7 @@ from gtrain_ps.kernels.memory import fence, prefetch_entry, prefetch_row
 
 _FAST = {"reassoc", "contract", "nsz", "arcp"}  # NaN and infinity stay what they are
 _AHEAD = 6  # rows that are asked for before they are needed
+_NEXT = 2  # likewise rows of the gradient, which are nearer
 
 
 @njit(cache=True, nogil=True, fastmath=_FAST)
@@ -103,20 +104,22 @@ def sum_row(
 
 
 @njit(cache=True, nogil=True)
-def begin_row(row: int, table: Any, marker: Any, backup: Any) -> None:
-    """Keep a row, and then say that it is being changed: see :class:`gtrain_ps.server.memory.Region`."""
+def begin_row(index: int, row: int, table: Any, marker: Any, backup: Any) -> None:
+    """Keep a row, and then say that it is being changed: see :data:`gtrain_ps.server.block.MARKS`."""
     for column in range(table.shape[1]):
         backup[0, column] = table[row, column]
     fence()
-    marker[0] = row
+    marker[2] = row
+    fence()
+    marker[3] = index
     fence()
 
 
 @njit(cache=True, nogil=True)
-def end_row(row: int, step: int, applied: Any) -> None:
+def end_row(index: int, marker: Any) -> None:
     """Say that a row has been changed by this step."""
     fence()
-    applied[row] = step
+    marker[1] = index + 1
 
 
 @njit(cache=True, nogil=True, fastmath=_FAST)
@@ -133,8 +136,6 @@ def sgd(
     rate: float,
     decay: float,
     safe: bool,
-    step: int,
-    applied: Any,
     marker: Any,
     backup: Any,
 ) -> None:
@@ -146,31 +147,26 @@ def sgd(
         gradient: ``[m, d]``, of the product.
         table: ``[n, d]``.
         rate, decay: learning rate and weight decay.
-        safe: whether the process may be killed at any moment, and the step be applied again by the next one.
-        step: number of this step, above 0.
-        applied: int32 ``[n]``, the last step that changed each row.
-        marker: int64 ``[1]``, the row that is being changed.
-        backup: what that row and its state were before.
+        safe: whether the process may be killed at any moment, and the next one goes on with the step.
+        marker: int64 ``[4]``, how far this step is; see :data:`gtrain_ps.server.block.MARKS`.
+        backup: what the row that is being changed, and its state, were before.
     """
     width, kind = table.shape[1], table.dtype.type
     lr, wd, total = kind(rate), kind(decay), np.empty(width, table.dtype)
-    for index in range(found):
+    for index in range(marker[1] if safe else 0, found):
         ahead = unique[min(index + _AHEAD, found - 1)]
+        prefetch_row(gradient, row_of[starts[min(index + _NEXT, found - 1)]])
         prefetch_row(table, ahead)
-        if safe:
-            prefetch_entry(applied, ahead)
         row = unique[index]
-        if safe and applied[row] == step:
-            continue
         norm = sum_row(starts[index], starts[index + 1], row_of, entry_of, values, weighted, gradient, total)
         if norm == 0:
             continue
         if safe:
-            begin_row(row, table, marker, backup)
+            begin_row(index, row, table, marker, backup)
         for column in range(width):
             table[row, column] -= lr * (total[column] + wd * table[row, column])
         if safe:
-            end_row(row, step, applied)
+            end_row(index, marker)
 
 
 @njit(cache=True, nogil=True, fastmath=_FAST)
@@ -189,37 +185,32 @@ def adagrad(
     decay: float,
     eps: float,
     safe: bool,
-    step: int,
-    applied: Any,
     marker: Any,
     backup: Any,
 ) -> None:
     """``s += g^2; w -= lr * g / (sqrt(s) + eps)``; squares ``[n, d]``; see :func:`sgd`."""
     width, kind = table.shape[1], table.dtype.type
     lr, wd, small, total = kind(rate), kind(decay), kind(eps), np.empty(width, table.dtype)
-    for index in range(found):
+    for index in range(marker[1] if safe else 0, found):
         ahead = unique[min(index + _AHEAD, found - 1)]
+        prefetch_row(gradient, row_of[starts[min(index + _NEXT, found - 1)]])
         prefetch_row(table, ahead)
         prefetch_row(squares, ahead)
-        if safe:
-            prefetch_entry(applied, ahead)
         row = unique[index]
-        if safe and applied[row] == step:
-            continue
         norm = sum_row(starts[index], starts[index + 1], row_of, entry_of, values, weighted, gradient, total)
         if norm == 0:
             continue
         if safe:
             for column in range(width):
                 backup[1, column] = squares[row, column]
-            begin_row(row, table, marker, backup)
+            begin_row(index, row, table, marker, backup)
         for column in range(width):
             g = total[column] + wd * table[row, column]
             s = squares[row, column] + g * g
             squares[row, column] = s
             table[row, column] -= lr * g / (np.sqrt(s) + small)
         if safe:
-            end_row(row, step, applied)
+            end_row(index, marker)
 
 
 @njit(cache=True, nogil=True, fastmath=_FAST)
@@ -238,8 +229,6 @@ def rowwise_adagrad(
     decay: float,
     eps: float,
     safe: bool,
-    step: int,
-    applied: Any,
     marker: Any,
     backup: Any,
 ) -> None:
@@ -252,15 +241,12 @@ def rowwise_adagrad(
         for column in range(width):
             length += gradient[index, column] * gradient[index, column]
         lengths[index] = length
-    for index in range(found):
+    for index in range(marker[1] if safe else 0, found):
         ahead = unique[min(index + _AHEAD, found - 1)]
+        prefetch_row(gradient, row_of[starts[min(index + _NEXT, found - 1)]])
         prefetch_row(table, ahead)
         prefetch_entry(squares, ahead)
-        if safe:
-            prefetch_entry(applied, ahead)
         row = unique[index]
-        if safe and applied[row] == step:
-            continue
         begin = starts[index]
         alone = starts[index + 1] == begin + 1 and wd == 0
         if alone:
@@ -273,7 +259,7 @@ def rowwise_adagrad(
             continue
         if safe:
             backup[1, 0] = squares[row]
-            begin_row(row, table, marker, backup)
+            begin_row(index, row, table, marker, backup)
         if wd != 0:
             norm = kind(0)
             for column in range(width):
@@ -290,7 +276,7 @@ def rowwise_adagrad(
             for column in range(width):
                 table[row, column] -= factor * total[column]
         if safe:
-            end_row(row, step, applied)
+            end_row(index, marker)
 
 
 @njit(cache=True, nogil=True, fastmath=_FAST)
@@ -313,8 +299,6 @@ def lazy_adam(
     first: float,
     second: float,
     safe: bool,
-    step: int,
-    applied: Any,
     marker: Any,
     backup: Any,
 ) -> None:
@@ -322,17 +306,14 @@ def lazy_adam(
     width, kind = table.shape[1], table.dtype.type
     lr, wd, small, total = kind(rate), kind(decay), kind(eps), np.empty(width, table.dtype)
     beta1, beta2, rest1, rest2 = kind(first), kind(second), kind(1.0 - first), kind(1.0 - second)
-    for index in range(found):
+    for index in range(marker[1] if safe else 0, found):
         ahead = unique[min(index + _AHEAD, found - 1)]
+        prefetch_row(gradient, row_of[starts[min(index + _NEXT, found - 1)]])
         prefetch_row(table, ahead)
         prefetch_entry(times, ahead)
         prefetch_row(means, ahead)
         prefetch_row(squares, ahead)
-        if safe:
-            prefetch_entry(applied, ahead)
         row = unique[index]
-        if safe and applied[row] == step:
-            continue
         norm = sum_row(starts[index], starts[index + 1], row_of, entry_of, values, weighted, gradient, total)
         if norm == 0:
             continue
@@ -341,7 +322,7 @@ def lazy_adam(
                 backup[1, column] = means[row, column]
                 backup[2, column] = squares[row, column]
             backup[3, 0] = times[row]
-            begin_row(row, table, marker, backup)
+            begin_row(index, row, table, marker, backup)
         times[row] += kind(1)
         scale = lr / (kind(1) - beta1 ** times[row])
         correction = kind(1) - beta2 ** times[row]
@@ -353,4 +334,4 @@ def lazy_adam(
             squares[row, column] = square
             table[row, column] -= scale * mean / (np.sqrt(square / correction) + small)
         if safe:
-            end_row(row, step, applied)
+            end_row(index, marker)

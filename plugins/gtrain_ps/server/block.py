@@ -21,6 +21,13 @@ from gtrain_ps.server.memory import Region
 Array = NDArray[Any]
 BACKUPS = 4
 """A row and its state, one line each, as they were before the change that is under way."""
+MARKS = 4
+"""How far a step is, int64: its number; how many of its distinct rows are done, in the order of their grouping; the row
+that is being changed, or -1; and its place in that order, which is below the number of those done as soon as it is one.
+
+A process that is killed leaves them, and the next one goes on from there. A step's rows are stacked in the order of
+workers and calls, so they are grouped alike.
+"""
 
 
 @dataclass(frozen=True)
@@ -72,11 +79,7 @@ class Block:
         self.rule: Rule | None = None
         self.state: dict[str, Tensor] = {}
         self._safe = region.survives
-        self._applied = region.tensor(f"{name}/applied", (height if self._safe else 0,), torch.int32).numpy()
-        marker = region.tensor(f"{name}/marker", (1,), torch.int64)
-        if f"{name}/rule" not in region.notes:
-            marker[0] = -1
-        self._marker = marker.numpy()
+        self._marker = region.tensor(f"{name}/marker", (MARKS,), torch.int64).numpy()
         self._backup = region.tensor(f"{name}/backup", (BACKUPS, max(1, width)), dtype).numpy()
         self._count = np.zeros(height, np.int32)
         self._scratch: list[Array] = []
@@ -176,7 +179,7 @@ class Block:
             self._region.note(noted, rule)
 
     def update(self, grouped: Grouped, gradient: Tensor, settings: Mapping[str, Any], step: int) -> None:
-        """Apply one step.
+        """Apply one step, or what is left of it.
 
         Args:
             grouped: the rows that were multiplied.
@@ -185,7 +188,8 @@ class Block:
             step: its number, above 0.
         """
         assert self.rule is not None
-        self._marker[0] = -1
+        if self._marker[0] != step:
+            self._begin(step)
         state = [self.state[name].numpy() for name in self.rule.state]
         numbers = [float(settings["lr"]), float(settings.get("weight_decay", 0.0))]
         if "eps" in settings:
@@ -205,24 +209,29 @@ class Block:
             *state,
             *numbers,
             self._safe,
-            step,
-            self._applied,
             self._marker,
             self._backup,
         )
-        self._marker[0] = -1  # nothing is being changed between steps
+        if self._safe:
+            self._marker[1] = grouped.found
 
     def repair(self, step: int) -> None:
         """Put back the row whose change by ``step`` was cut off when the process before this one was killed."""
-        row = int(self._marker[0])
-        if row < 0 or self._applied[row] == step or self.rule is None:
+        begun, done, row, place = self._marker.tolist()
+        if begun != step or row < 0 or place < done or self.rule is None:
             return
         self.table[row] = torch.from_numpy(self._backup[0].copy())
         places = {"sum": 1, "mean": 1, "square": 2, "step": 3}
         for name, wide in self.rule.state.items():
             before = self._backup[places[name]]
             self.state[name][row] = torch.from_numpy(before.copy()) if wide else float(before[0])
-        self._marker[0] = -1
+        self._marker[2] = -1
+
+    def _begin(self, step: int) -> None:
+        """Begin with a step; in this order, so that a process that is killed in between has begun with none."""
+        self._marker[2:] = -1
+        self._marker[1] = 0
+        self._marker[0] = step
 
     def _room(self, entries: int) -> list[Array]:
         """Arrays for grouping so many entries; they are kept from step to step."""

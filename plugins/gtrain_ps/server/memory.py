@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gtrain_ps.server import pages
+
 HEADER_BYTES = 1 << 20
 PAGE = mmap.ALLOCATIONGRANULARITY
 ORPHAN_SECONDS = 120.0
@@ -61,7 +63,7 @@ class Region:
         """The job is over: nothing needs to survive any more."""
 
     def _make(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype)
+        return pages.own(torch.Size(shape).numel() * dtype.itemsize).view(dtype).view(shape)
 
 
 class LastingRegion(Region):
@@ -108,8 +110,8 @@ class LastingRegion(Region):
 
     def _make(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if name not in self._layout:
-            begin = os.fstat(self._descriptor).st_size
             nbytes = torch.Size(shape).numel() * dtype.itemsize
+            begin = pages.aligned(os.fstat(self._descriptor).st_size, nbytes)
             os.ftruncate(self._descriptor, begin + -(-max(1, nbytes) // PAGE) * PAGE)
             self._layout[name] = begin, shape, str(dtype).removeprefix("torch.")
             self._write_directory()
@@ -118,8 +120,7 @@ class LastingRegion(Region):
         count = torch.Size(shape).numel()
         if not count:
             return torch.empty(shape, dtype=dtype)
-        memory = mmap.mmap(self._descriptor, count * dtype.itemsize, offset=begin)
-        return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
+        return pages.shared(self._descriptor, begin, count * dtype.itemsize).view(dtype).view(shape)
 
     def _write_directory(self) -> None:
         """Write what there is beside what is read now, and then have that read."""
