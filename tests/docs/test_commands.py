@@ -125,11 +125,11 @@ def test_the_two_commands_of_the_readme() -> None:
     """They are what .ci/run does too: install from the project's own files, run pytest."""
     setups = [block.text for block in blocks(REPO / "README.md") if "pip install" in block.text]
     main = SETUP.format(what="-e .", command="gtrain")
-    tests = SETUP.format(what='-e ".[test]"', command="python -m pytest -q -n 4")
+    tests = SETUP.format(what='-e ".[test]"', command="python -m pytest -q -n 3")
     assert setups == [main, tests]
     ci = (REPO / ".ci" / "run").read_text()
     assert os.access(REPO / ".ci" / "run", os.X_OK)
-    assert 'pip install --quiet -e ".[dev]"' in ci and "python -m pytest -q -n 4" in ci
+    assert 'pip install --quiet -e ".[dev]"' in ci and "python -m pytest -q -n 3" in ci
     extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert "gtrain[test]" in extras["dev"]
     assert [extra for extra in extras["dev"] if extra.startswith(("ruff", "mypy")) and "==" not in extra] == []
