@@ -9,12 +9,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable
-from importlib.metadata import entry_points
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gtrain.backends import GROUP
+from gtrain import backends
 
 KEPT_DAYS = 30
 """Folders of other versions of the code that nothing has compiled into for so long are removed."""
@@ -48,7 +48,7 @@ def kept(home: Path | None = None) -> str | None:
         kernels = home / "gtrain" / "kernels"
         folder = kernels / version_of(_packages())
         if not folder.exists():
-            folder.mkdir(parents=True, mode=0o700)
+            folder.mkdir(parents=True, mode=0o700, exist_ok=True)  # ranks begin at the same time
             _forget(kernels)
         return str(folder) if os.access(folder, os.W_OK) else None
     except (OSError, RuntimeError):  # the user has no home
@@ -72,13 +72,14 @@ def _own() -> str:
 
 
 def _packages() -> list[Path]:
-    names = {entry.module.partition(".")[0] for entry in entry_points(group=GROUP)}
+    names = {point.module.partition(".")[0] for point in backends.installed().values()}
     found = [find_spec(name) for name in sorted({"gtrain", *names})]
     return [Path(place) for spec in found if spec is not None for place in spec.submodule_search_locations or ()]
 
 
 def _forget(kernels: Path) -> None:
     for folder in kernels.iterdir():
-        newest = max((path.stat().st_mtime for path in [folder, *folder.iterdir()]), default=0.0)
-        if newest < time.time() - KEPT_DAYS * 86400:
-            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another process removes it too
+            newest = max(path.stat().st_mtime for path in [folder, *folder.iterdir()])
+            if newest < time.time() - KEPT_DAYS * 86400:
+                shutil.rmtree(folder, ignore_errors=True)

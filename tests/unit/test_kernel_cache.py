@@ -23,6 +23,13 @@ def test_kernels_are_kept_below_the_users_cache(tmp_path: Path) -> None:
     assert kernel_cache.find_cache(tmp_path) is None, "there is one now"
 
 
+def test_processes_that_begin_at_the_same_time_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_cache, "version_of", lambda packages: "now")
+    folder = kernel_cache.kept(tmp_path)
+    monkeypatch.setattr(Path, "exists", lambda _: False)  # as the other one saw it, just before
+    assert folder is not None and kernel_cache.kept(tmp_path) == folder
+
+
 def test_a_change_of_any_file_is_another_version(tmp_path: Path) -> None:
     (tmp_path / "kernels").mkdir()
     for name in ("caller", "callee"):
