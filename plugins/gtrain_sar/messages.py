@@ -14,9 +14,8 @@ from torch import Tensor
 from gtrain.strategy.group import Group, Transfer
 
 PIECE_BYTES = 8 << 20
-LEAST_BYTES = (
-    1 << 19
-)  # of the first and the last pieces: with them the wire begins, and the work on what it brought ends
+LEAST_BYTES = 1 << 19
+"""Of the first and the last pieces: with them the wire begins, and the work on what it brought ends."""
 _ALIGNED = 64  # bytes
 
 

@@ -17,7 +17,7 @@ LOOSE = {"contract", "reassoc", "nsz", "arcp"}
 
 _LOG2_E = np.float32(1.44269504088896341)
 _LN_2_HIGH, _LN_2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-_ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, which is then in the low bits
+ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, which is then in the low bits
 _ROUND_BITS = np.int32(0x4B400000 - 127)
 _LEAST, _MOST = np.float32(-87.3), np.float32(88.0)
 _ZERO, _ONE = np.float32(0), np.float32(1)
@@ -77,8 +77,8 @@ def _exp_single(x: Any) -> Any:
     """Cody & Waite's range reduction with the polynomial of Cephes' ``expf`` (Moshier), 1 ulp."""
     v = _LEAST if x < _LEAST else x
     v = _MOST if v > _MOST else v
-    t = v * _LOG2_E + _ROUND
-    n = t - _ROUND
+    t = v * _LOG2_E + ROUND
+    n = t - ROUND
     r = v - n * _LN_2_HIGH - n * _LN_2_LOW
     p = ((((_P0 * r + _P1) * r + _P2) * r + _P3) * r + _P4) * r + _P5
     power = np.int32((np.float32(t).view(np.int32) - _ROUND_BITS) << 23).view(np.float32)

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from gtrain_pbg.kernels.numbers import STRICT, number
+from gtrain_pbg.kernels.numbers import ROUND, STRICT, number
 
 _MOST = np.float32(127)
 _SIGNLESS, _INFINITE = np.uint16(0x7FFF), np.uint16(0x7F80)
-_ROUND, _ROUND_BITS = np.float32(12582912.0), np.int32(0x4B400000)  # 1.5 * 2**23, as in ``numbers``
+_ROUND_BITS = np.int32(0x4B400000)  # those of ``ROUND``
 
 
 @njit(cache=True, nogil=True)
@@ -27,7 +27,7 @@ def _largest(row: Any) -> Any:
 @njit(cache=True, nogil=True, fastmath=STRICT)
 def _round(row: Any, factor: Any, target: Any) -> None:
     for d in range(row.size):
-        near = np.float32(number(row[d]) * factor + _ROUND)
+        near = np.float32(number(row[d]) * factor + ROUND)
         target[d] = np.int8(near.view(np.int32) - _ROUND_BITS)
 
 

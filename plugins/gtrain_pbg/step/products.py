@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -52,6 +53,21 @@ class Piece:
         return self.result
 
 
+class _Side(NamedTuple):
+    """Rows of a product, bfloat16 bits ``[n, D]``, and room for what they are rounded to, int8 ``[n, D]``.
+
+    ``target`` is the memory of ``rounded`` as kernels take it; ``scale`` is ``[n]``.
+    """
+
+    rows: Floats
+    rounded: Tensor
+    target: Floats
+    scale: Floats
+
+    def round(self) -> None:
+        rounding.round_rows(self.rows, self.target, self.scale)
+
+
 class RoundedPiece(Piece):
     """The same for one chunk, rows being rounded to 8 bits, which CPUs multiply twice as fast as bfloat16.
 
@@ -64,27 +80,26 @@ class RoundedPiece(Piece):
 
     def __init__(self, piece: Piece, work: Workspace) -> None:
         super().__init__(**vars(piece))
-        self._sides = []
-        for name, rows in (("queries", piece.queries[0]), ("candidates", piece.candidates[0].T)):
-            found = work.take(f"rounded {name}", *rows.shape, dtype=torch.int8)
-            scale = work.take(f"scales of {name}", len(rows), dtype=torch.float32)
-            self._sides.append((bits(rows), found, found.numpy(), scale.numpy()))
-        self._left, self._right = self._sides[0][1], self._sides[1][1].T
-        self._found = work.take("integers", len(self._left), self._right.size(1), dtype=torch.int32)
+        self._left = _side(work, "queries", piece.queries[0])
+        self._right = _side(work, "candidates", piece.candidates[0].T)
+        self._found = work.take("integers", len(self._left.rounded), len(self._right.rounded), dtype=torch.int32)
+        self._turned = self._right.rounded.T
         self._integers: Floats = self._found[None].numpy()
 
     @property
     def scale(self) -> tuple[Floats, Floats]:
-        return self._sides[0][3], self._sides[1][3]
+        return self._left.scale, self._right.scale
 
     def prepare(self) -> None:
-        self._round(1)
+        self._right.round()
 
     def products(self) -> Floats:
-        self._round(0)
-        torch._int_mm(self._left, self._right, out=self._found)
+        self._left.round()
+        torch._int_mm(self._left.rounded, self._turned, out=self._found)
         return self._integers
 
-    def _round(self, side: int) -> None:
-        rows, _, found, scale = self._sides[side]
-        rounding.round_rows(rows, found, scale)
+
+def _side(work: Workspace, name: str, rows: Tensor) -> _Side:
+    rounded = work.take(f"rounded {name}", *rows.shape, dtype=torch.int8)
+    scale = work.take(f"scales of {name}", len(rows), dtype=torch.float32)
+    return _Side(bits(rows), rounded, rounded.numpy(), scale.numpy())

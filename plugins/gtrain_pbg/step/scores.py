@@ -143,9 +143,9 @@ class SideScores:
         count = group.candidates.size(1) + 1
         scratch = self._work.take("a row", count).numpy(), self._work.take("another row", count).numpy()
         lost = 0.0
-        for number, piece in enumerate(group.pieces):
-            if not number:
-                piece.prepare()
+        for piece in group.pieces[:1]:
+            piece.prepare()
+        for piece in group.pieces:
             products = piece.products(), *piece.scale, piece.result
             first = piece.first
             lost += self._gradient(products, group.begin * places + first, first, places, by_column, given, scratch)
