@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -96,6 +97,8 @@ def verb_to_override(arguments: list[str]) -> list[str]:
 def _prepare_hydra() -> None:
     Plugins.instance().register(BackendConfigs)
     config.register()
+    schemas = ConfigStore.instance()  # nobody changes it from here on, yet Hydra copies it for each group in --help
+    schemas.__deepcopy__ = lambda memo: schemas  # type: ignore[attr-defined]
     OmegaConf.register_new_resolver("gtrain.strategies", backends.descriptions, replace=True)
     OmegaConf.register_new_resolver(
         "gtrain.verbs", lambda: "\n".join(f"  {verb:<12} {text}" for verb, text in config.VERBS.items()), replace=True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from omegaconf import MISSING
@@ -368,8 +369,9 @@ SCHEMAS: dict[str, type[DataConfig]] = {
 """The schema of each option of the group ``data``."""
 
 
+@cache
 def register() -> None:
-    """Put the schemas into Hydra's ConfigStore, as the group ``schema/data``."""
+    """Put the schemas into Hydra's ConfigStore, as the group ``schema/data``; once."""
     from hydra.core.config_store import ConfigStore  # only the command line has a use for Hydra
 
     for name, schema in SCHEMAS.items():

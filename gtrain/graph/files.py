@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import mmap
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,8 +53,9 @@ def names_file(kind: str, name: str) -> str:
 
 def file_crc(path: Path, chunk: int = 1 << 22) -> int:
     """Return the crc32 of a file, holding ``chunk`` bytes of it in memory at a time."""
-    crc, buffer = 0, bytearray(chunk)
+    crc = 0
     with path.open("rb", buffering=0) as file:
+        buffer = bytearray(min(chunk, os.fstat(file.fileno()).st_size))
         while count := file.readinto(buffer):
             crc = zlib.crc32(memoryview(buffer)[:count], crc)
     return crc
