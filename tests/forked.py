@@ -186,6 +186,7 @@ def _mind(client: socket.socket) -> dict[str, Any]:
 def become(order: dict[str, Any]) -> None:
     """Be a new process as far as a program can see, and run it."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell has its background jobs ignore
     for number, name, flags in ((0, os.devnull, os.O_RDONLY), (1, "out", os.O_CREAT), (2, "err", os.O_CREAT)):
         file = os.open(os.path.join(order["folder"], name), flags | (os.O_WRONLY if number else 0))
         os.dup2(file, number)

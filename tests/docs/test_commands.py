@@ -103,7 +103,7 @@ def test_the_python_example_runs(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(example.text)
     lines = [
         ok(run([sys.executable, "example.py"], cwd=tmp_path)).stdout.splitlines()[-1],
-        ok(run([sys.executable, "example.py"], cwd=tmp_path)).stdout.splitlines()[-1],
+        ok(forked.python("example.py", cwd=tmp_path)).stdout.splitlines()[-1],
     ]
     values = [float(line.removeprefix("sum of norms ")) for line in lines]
     assert values[0] == values[1] > 0, "the same seed, the same weights"
@@ -114,7 +114,7 @@ def test_the_examples_of_the_python_page_run(tmp_path: Path) -> None:
     assert len(examples) >= 5
     for block in examples:
         (tmp_path / "example.py").write_text(block.text)
-        said = ok(run([sys.executable, "example.py"], cwd=tmp_path)).stdout
+        said = ok(forked.python("example.py", cwd=tmp_path)).stdout
         assert said, f"docs/python.md, line {block.line} prints nothing"
 
 

@@ -11,8 +11,9 @@ import sys
 import time
 from pathlib import Path
 
+import forked
 import pytest
-from helpers import alive, heed_interrupts, until
+from helpers import alive, until
 
 PROGRAM = """
 import json, os, signal, sys, time
@@ -45,9 +46,7 @@ def write(folder: Path, body: str) -> Path:
 
 def run(folder: Path, body: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     """Run a job of four ranks to its end."""
-    return subprocess.run(
-        [sys.executable, str(write(folder, body))], cwd=folder, capture_output=True, text=True, timeout=timeout
-    )
+    return forked.python(str(write(folder, body)), cwd=folder, timeout=timeout)
 
 
 def pids(folder: Path) -> list[int]:
@@ -117,13 +116,10 @@ def test_ending_early_is_a_failure_whatever_the_exit_code(tmp_path: Path, ending
 
 
 def test_a_killed_rank_ends_the_job_and_every_other_rank(tmp_path: Path) -> None:
-    job = subprocess.Popen(
-        [sys.executable, str(write(tmp_path, EVERYONE_WAITS))], cwd=tmp_path, stdout=subprocess.PIPE, text=True
-    )
+    job = forked.Program(str(write(tmp_path, EVERYONE_WAITS)), cwd=tmp_path)
     ranks = pids(tmp_path)
     os.kill(ranks[3], signal.SIGKILL)
-    output, _ = job.communicate(timeout=10)
-    assert "rank 3 of 4 (machine 1) was killed by SIGKILL (signal 9)" in output
+    assert "rank 3 of 4 (machine 1) was killed by SIGKILL (signal 9)" in job.end(10).stdout
     assert not any(map(alive, ranks))
 
 
@@ -131,21 +127,15 @@ def test_a_killed_rank_ends_the_job_and_every_other_rank(tmp_path: Path) -> None
     ("number", "exit_code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, None)]
 )
 def test_no_rank_outlives_the_agent(tmp_path: Path, number: signal.Signals, exit_code: int | None) -> None:
-    job = subprocess.Popen(
-        [sys.executable, str(write(tmp_path, EVERYONE_WAITS))],
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=heed_interrupts,
-    )
+    job = forked.Program(str(write(tmp_path, EVERYONE_WAITS)), cwd=tmp_path)
     ranks = pids(tmp_path)
-    job.send_signal(number)
-    _, errors = job.communicate(timeout=10)
+    os.kill(job.pid, number)
+    done = job.end(10)
     until(lambda: not any(map(alive, ranks)), 5, tmp_path)
     if exit_code is not None:
-        assert job.returncode == exit_code
+        assert done.returncode == exit_code
     else:
-        assert "KeyboardInterrupt" in errors
+        assert "KeyboardInterrupt" in done.stderr
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_with_its_children(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 from helpers import ok, run
 
@@ -19,7 +20,7 @@ def losses(output: str) -> dict[str, float]:
 
 def test_own_module_trains_the_same_under_every_launcher(tmp_path: Path) -> None:
     results = [
-        losses(ok(run([sys.executable, str(PROGRAM), *arguments], cwd=tmp_path)).stdout)
+        losses(ok(forked.python(str(PROGRAM), *arguments, cwd=tmp_path)).stdout)
         for arguments in (["single", "1"], ["sar", "3"])
     ]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(PROGRAM), "sar", "2"]
@@ -31,13 +32,13 @@ def test_own_module_trains_the_same_under_every_launcher(tmp_path: Path) -> None
 
 
 def test_lightnings_own_strategy_takes_the_data_module_as_well(tmp_path: Path) -> None:
-    ours = losses(ok(run([sys.executable, str(PROGRAM), "single", "1"], cwd=tmp_path)).stdout)
-    lightning = losses(ok(run([sys.executable, str(PROGRAM), "lightning", "1"], cwd=tmp_path)).stdout)
+    ours = losses(ok(forked.python(str(PROGRAM), "single", "1", cwd=tmp_path)).stdout)
+    lightning = losses(ok(forked.python(str(PROGRAM), "lightning", "1", cwd=tmp_path)).stdout)
     assert lightning["loss_epoch"] == pytest.approx(ours["loss_epoch"], rel=1e-5)  # in single precision
 
 
 def test_ranks_that_nobody_started_are_asked_for(tmp_path: Path) -> None:
-    done = run([sys.executable, str(PROGRAM), "sar", "2", "--alone"], cwd=tmp_path)
+    done = forked.python(str(PROGRAM), "sar", "2", "--alone", cwd=tmp_path)
     assert done.returncode != 0
     assert "num_nodes 2 * devices 1 = 2 ranks were asked for, but 1 was started" in done.stderr
     assert "gtrain.run_local" in done.stderr
@@ -45,5 +46,5 @@ def test_ranks_that_nobody_started_are_asked_for(tmp_path: Path) -> None:
 
 def test_accumulated_gradients_are_summed_over_ranks_once(tmp_path: Path) -> None:
     program = PROGRAM.with_name("accumulate.py")
-    done = ok(run([sys.executable, str(program)], cwd=tmp_path))
+    done = ok(forked.python(str(program), cwd=tmp_path))
     assert float(done.stdout.rsplit("RESULT ", 1)[1]) < 1e-6  # printed parameters are compared in single precision
