@@ -111,11 +111,6 @@ def alive(pid: int) -> bool:
         return False
 
 
-def heed_interrupts() -> None:
-    """For ``preexec_fn``: take SIGINT again, which a background shell has its children ignore."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def show(result: CompletedProcess[str]) -> str:
     """A command with its exit code and both outputs, for messages."""
     return (

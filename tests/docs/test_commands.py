@@ -25,8 +25,6 @@ EXAMPLE = REPO / "plugins" / "example_backend"
 PAGES = [REPO / "README.md", REPO / "CHANGELOG.md", *sorted((REPO / "docs").glob("*.md")), EXAMPLE / "README.md"]
 NOT_RUN = 12
 """Blocks of commands that are marked as not run; a new one raises this number, which a reviewer sees."""
-AS_THEY_ARE = ("launchers.md",)
-"""Pages whose commands start anew, as a reader's do; those of others are forked from a process with all imports."""
 SETUP = "python3 -m venv .venv && .venv/bin/pip install --quiet {what} && .venv/bin/{command}"
 
 
@@ -74,11 +72,9 @@ def test_commands_run(page: Path, tmp_path: Path) -> None:
     """The blocks of a page, one after the other in one folder, as a reader would try them."""
     if page.name == "dgl.md" and importlib.util.find_spec("dgl") is None:
         pytest.skip("DGL is not installed: pip install 'gtrain[dgl]' (Python 3.11)")
-    folders = [str(Path(sys.executable).parent), os.environ["PATH"]]
-    if page.name not in AS_THEY_ARE:
-        (tmp_path / "bin").mkdir()
-        folders.insert(0, str(forked.command(tmp_path / "bin").parent))
-    path = os.pathsep.join(folders)
+    (tmp_path / "bin").mkdir()
+    quick = forked.command(tmp_path / "bin").parent
+    path = os.pathsep.join([str(quick), str(Path(sys.executable).parent), os.environ["PATH"]])
     for block in blocks(page):
         if block.language == "bash" and block.not_run is None:
             result = run(["bash", "-euo", "pipefail", "-c", block.text], cwd=tmp_path, env={"PATH": path}, timeout=240)

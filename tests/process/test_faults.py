@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from forked import gtrain
-from helpers import alive, clean_environment, heed_interrupts, ok, summary, until
+from forked import Program, gtrain
+from helpers import alive, ok, summary, until
 
 ARGUMENTS = [
     "trainer.num_nodes=4",
@@ -23,17 +21,8 @@ ARGUMENTS = [
 ]
 
 
-def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "gtrain", *arguments],
-        cwd=cwd,
-        env=clean_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=heed_interrupts,
-    )
+def start(*arguments: str, cwd: Path) -> Program:
+    return Program("-m", "gtrain", *arguments, cwd=cwd)
 
 
 def children(pid: int) -> list[int]:
@@ -56,11 +45,11 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_end(tmp_path: Pa
     assert len(ranks) == 4
     began = time.monotonic()
     os.kill(ranks[2], signal.SIGKILL)
-    output, errors = job.communicate(timeout=10)
+    done = job.end(10)
     assert time.monotonic() - began < 10
-    assert job.returncode == 1
-    assert "rank 2 of 4 (machine 2) was killed by SIGKILL (signal 9)" in errors
-    assert "Traceback" not in output + errors
+    assert done.returncode == 1
+    assert "rank 2 of 4 (machine 2) was killed by SIGKILL (signal 9)" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
     assert not any(map(alive, ranks))
     assert not (tmp_path / "killed" / "summary.json").exists()
 
@@ -79,20 +68,19 @@ def test_ending_the_command_ends_every_rank(tmp_path: Path, number: signal.Signa
     job = start(*ARGUMENTS, "trainer.max_epochs=10000", "hydra.run.dir=run", cwd=tmp_path)
     until(lambda: checkpoint_epoch(tmp_path / "run") >= 0, 60, tmp_path)
     ranks = children(job.pid)
-    job.send_signal(number)
-    job.communicate(timeout=10)
-    assert job.returncode == code
+    os.kill(job.pid, number)
+    assert job.end(10).returncode == code
     until(lambda: not any(map(alive, ranks)), 5, tmp_path)
 
 
 def test_a_killed_builder_leaves_no_store_and_the_next_run_makes_it(tmp_path: Path) -> None:
-    job = start("partition", "data.num_nodes=60000", "data.num_edges=2000000", cwd=tmp_path)
+    job = start("partition", "data.num_nodes=20000", "data.num_edges=800000", cwd=tmp_path)
     stores = tmp_path / "data" / "stores"
     until(lambda: stores.exists() and any(path.is_dir() for path in stores.iterdir()), 60, tmp_path)
     for pid in children(job.pid):
         os.kill(pid, signal.SIGKILL)
-    job.communicate(timeout=10)
+    job.end(10)
     assert not list(stores.glob("*/manifest.json"))
-    ok(gtrain("partition", "data.num_nodes=60000", "data.num_edges=2000000", cwd=tmp_path))
+    ok(gtrain("partition", "data.num_nodes=20000", "data.num_edges=800000", cwd=tmp_path))
     assert len(list(stores.glob("*/manifest.json"))) == 1
     assert len([path for path in stores.iterdir() if path.is_dir()]) == 1
