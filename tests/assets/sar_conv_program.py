@@ -31,6 +31,8 @@ from gtrain.strategy.counters import Counters
 from gtrain.strategy.forming import form_group
 
 SILENT = " (silent)"
+MODES = {1: [1], 2: [2], 3: [1, 2, 3], 4: [1, 3]}
+"""Modes by the world size where all cases are run: three ranks have what is promised in all."""
 
 
 def merged(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -118,7 +120,7 @@ def main() -> None:
     for case in (cases.LISTED | cases.BEYOND).values():
         case.make()  # PyG writes code for each class of convolutions, which the ranks then have
     for size in map(int, options.world.split(",")):
-        some = modes[:1] if options.cases == "all" and size == 2 else modes  # three ranks have the same cases in all
+        some = [mode for mode in modes if options.cases != "all" or mode in MODES[size]]
         found = world(options.folder, size, chosen(options.cases, size), some, options.force, options.patience)
         print("RESULT", size, json.dumps(found), flush=True)
 

@@ -287,6 +287,8 @@ CHECKS = (
     "dropout: dropout",
     *(f"traffic: {name}" for name in ("HeteroConv SAGE", *REPLAYED, "to_hetero SAGE", "RGCN")),
 )
+MODES = {1: [1], 2: [2], 3: [1, 2, 3], 4: [1, 3]}
+"""Modes by the number of ranks where all cases are run: with three ranks all."""
 
 
 # ---------------------------------------------------------------------------------------------------- one case
@@ -549,7 +551,8 @@ def main() -> None:
     for size in map(int, options.world.split(",")):
         every = [*TYPED, *RELATIONAL, *(CHECKS if size == 3 else ())]
         cases = options.cases.split(";") if options.cases else every
-        given = options.folder, size, cases, modes, options.patience
+        some = [mode for mode in modes if options.cases or mode in MODES[size]]
+        given = options.folder, size, cases, some, options.patience
         found = run_local(task, *given, num_nodes=size, log_dir=f"{options.folder}/logs-{size}")
         print("RESULT", size, json.dumps(found), flush=True)
 
