@@ -1,6 +1,7 @@
 """Ingest of a generated edge list with string ids: time and memory of the whole ``gtrain partition``.
 
     python tests/benchmarks/bench_ingest.py --edges 100000000 --nodes 20000000
+    python tests/benchmarks/bench_ingest.py --edges 100000000 --nodes 20000000 --strategy pbg strategy.num_partitions=8
 
 Lines are ``n12345678<TAB>n87654321``, 20 bytes. Beside it, on a piece of the same file: a plain Python importer (two
 passes over the lines and a dictionary, as PyTorch-BigGraph's works), and the parsing alone, ours and Arrow's. Memory is
@@ -69,10 +70,11 @@ def processes(session: int) -> dict[int, tuple[int, int]]:
     return found
 
 
-def partition(path: Path, folder: Path, more: list[str]) -> tuple[float, float, int, int]:
+def partition(path: Path, folder: Path, strategy: str, more: list[str]) -> tuple[float, float, int, int]:
     """Wall and CPU seconds, and both peaks in bytes, of making the store."""
-    command = ["partition", "strategy=single", "data=edges", f"data.path={path}", "data.ids=string"]
-    command += ["data.partitioner=random", *more]
+    command = ["partition", f"strategy={strategy}", "data=edges", f"data.path={path}", "data.ids=string"]
+    command += ["model=kg", "data.batch_size=1000"] if strategy == "pbg" else ["data.partitioner=random"]
+    command += more
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     process = subprocess.Popen([sys.executable, "-m", "gtrain", *command], cwd=folder, start_new_session=True)
     largest = together = 0
@@ -126,14 +128,15 @@ def main() -> None:
     parser.add_argument("--edges", type=int, default=10_000_000)
     parser.add_argument("--nodes", type=int, default=2_000_000, help="at most 99,999,989")
     parser.add_argument("--skew", type=float, default=1.0, help="1: uniform; 4: a heavy head")
+    parser.add_argument("--strategy", default="single", choices=["single", "pbg"], help="pbg: its buckets")
     parser.add_argument("--folder", type=Path, help="for the files; a temporary one by default")
-    parser.add_argument("overrides", nargs="*", help="such as data.num_parts=4")
+    parser.add_argument("overrides", nargs="*", help="such as data.num_parts=4, or strategy.num_partitions=8")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         path = Path(scratch, "edges.tsv")
         generate(path, options.edges, options.nodes, options.skew)
         print(f"{options.edges:,} edges, {path.stat().st_size / 1e9:.2f} GB", flush=True)
-        wall, cpu, largest, together = partition(path, Path(scratch), options.overrides)
+        wall, cpu, largest, together = partition(path, Path(scratch), options.strategy, options.overrides)
         print(f"gtrain partition: {wall:.1f} s wall, {cpu:.1f} s CPU, {options.edges / wall / 1e6:.2f} M edges/s")
         print(f"peak: {largest / 1e9:.2f} GB in one process, {together / 1e9:.2f} GB in all", flush=True)
         piece = min(PIECE, options.edges)

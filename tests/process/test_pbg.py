@@ -60,10 +60,10 @@ def test_four_partitions_train_what_one_does(tmp_path: Path) -> None:
               *QUIET]  # fmt: skip
     four = ["strategy.num_partitions=4", "data.partitioner=file", f"data.partition_path={tmp_path / 'parts.npy'}"]
     ok(gtrain(*common, f"hydra.run.dir={tmp_path / 'one'}", cwd=tmp_path, timeout=280))
-    sweep = ["strategy.buffer_partitions=2,3,4", f"hydra.sweep.dir={tmp_path / 'four'}"]
+    sweep = ["strategy.buffer_partitions=2,3", f"hydra.sweep.dir={tmp_path / 'four'}"]
     ok(gtrain("--multirun", *common, *four, *sweep, cwd=tmp_path, timeout=280))
     one = summary(tmp_path / "one")
-    for job in ("0", "1", "2"):
+    for job in ("0", "1"):
         run = summary(tmp_path / "four" / job)
         for mine, theirs in zip(run["history"], one["history"], strict=True):
             for key in ("train/loss", "val/mrr", "val/hits@10"):
@@ -108,9 +108,9 @@ def test_workers_on_disk_learn_go_on_and_export(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(tmp_path: Path) -> None:
     """One worker: losses of every epoch, to the last digit."""
     partitions = ["strategy.num_partitions=3", "strategy.buffer_partitions=2"]
-    whole = train(tmp_path, "whole", *partitions, "trainer.max_epochs=4")
-    train(tmp_path, "first", *partitions, "trainer.max_epochs=2")
-    checkpoint = tmp_path / "first" / "checkpoints" / "last.ckpt"
+    keep = "strategy.checkpoint_preservation_interval=2"
+    whole = train(tmp_path, "whole", *partitions, keep, "trainer.max_epochs=4")
+    checkpoint = tmp_path / "whole" / "checkpoints" / "epoch-00002.ckpt"
     rest = train(tmp_path, "rest", *partitions, "trainer.max_epochs=4", f"ckpt_path={checkpoint}")
     assert losses(rest) == losses(whole)[2:]
     assert rest["metrics"]["test/mrr"] == whole["metrics"]["test/mrr"]

@@ -16,13 +16,12 @@ STRICT = {"contract"}  # reassociation would cancel the rounding of ``exponentia
 LOOSE = {"contract", "reassoc", "nsz", "arcp"}
 
 _LOG2_E = np.float32(1.44269504088896341)
-_LN_2_HIGH, _LN_2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, which is then in the low bits
-_ROUND_BITS = np.int32(0x4B400000 - 127)
-_LEAST, _MOST = np.float32(-87.3), np.float32(88.0)
-_ZERO, _ONE = np.float32(0), np.float32(1)
-_P0, _P1, _P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
-_P3, _P4, _P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+_ROUND_BITS = np.int32(0x4B400000)
+_LEAST = np.float32(-126)
+_ONE = np.float32(1)
+_P1, _P2, _P3 = np.float32(0.6931469), np.float32(0.24022239), np.float32(0.05550835)
+_P4, _P5 = np.float32(0.00967167), np.float32(0.00132353)
 _HALF = np.uint32(0x7FFF)
 _LOW_BIT = np.uint32(1)
 _SHIFT = np.uint32(16)
@@ -44,7 +43,7 @@ def stored(x: Any, like: Any) -> Any:
 
 
 def exponential(x: Any) -> Any:
-    """The exponential of a number, in its own precision."""
+    """The exponential of a number that is not positive, in its own precision; in float32 at least 2**-126."""
     raise NotImplementedError("compiled only")
 
 
@@ -74,15 +73,14 @@ def _as_given(x: Any, like: Any) -> Any:
 
 
 def _exp_single(x: Any) -> Any:
-    """Cody & Waite's range reduction with the polynomial of Cephes' ``expf`` (Moshier), 1 ulp."""
-    v = _LEAST if x < _LEAST else x
-    v = _MOST if v > _MOST else v
-    t = v * _LOG2_E + ROUND
-    n = t - ROUND
-    r = v - n * _LN_2_HIGH - n * _LN_2_LOW
-    p = ((((_P0 * r + _P1) * r + _P2) * r + _P3) * r + _P4) * r + _P5
-    power = np.int32((np.float32(t).view(np.int32) - _ROUND_BITS) << 23).view(np.float32)
-    return _ZERO if x < _LEAST else (p * r * r + r + _ONE) * power
+    """A power of 2: the whole part of its exponent in bits, the rest by a polynomial with an error of 1e-7 at most."""
+    y = x * _LOG2_E
+    v = _LEAST if y < _LEAST else y
+    t = v + ROUND
+    r = v - (t - ROUND)
+    p = ((((_P5 * r + _P4) * r + _P3) * r + _P2) * r + _P1) * r + _ONE
+    whole = np.int32((np.float32(t).view(np.int32) - _ROUND_BITS) << 23)
+    return np.int32(np.float32(p).view(np.int32) + whole).view(np.float32)
 
 
 def _exp_double(x: Any) -> Any:
@@ -109,11 +107,15 @@ def _typed_exponential(x: Any) -> Any:
     return _exp_single if x is types.float32 else _exp_double
 
 
-@njit(cache=True, nogil=True, fastmath=STRICT)
-def exponentials(x: Any, less: Any, count: int) -> None:
-    """``x[:count] = exp(x[:count] - less)``."""
+@njit(cache=True, nogil=True, fastmath=LOOSE)
+def exponentials(x: Any, less: Any, count: int) -> Any:
+    """``x[:count] = exp(x[:count] - less)``, none of which is more than 1; return their sum."""
+    found = x.dtype.type(0)
     for i in range(count):
-        x[i] = exponential(x[i] - less)
+        power = exponential(x[i] - less)
+        x[i] = power
+        found += power
+    return found
 
 
 def ordered(x: Any) -> Any:
@@ -154,7 +156,7 @@ def largest(x: Any, count: int) -> Any:
 @njit(cache=True, nogil=True, fastmath=LOOSE)
 def total(x: Any, count: int) -> Any:
     """The sum of the first numbers."""
-    found = x[0] * 0
+    found = x.dtype.type(0)
     for i in range(count):
         found += x[i]
     return found

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from gtrain_pbg.kernels.numbers import LOOSE, STRICT, exponential, exponentials, largest, scaled, stored, total
+from gtrain_pbg.kernels.numbers import LOOSE, STRICT, exponential, exponentials, largest, scaled, total
+from gtrain_pbg.kernels.rounding import keep
 
 RANKING, LOGISTIC, SOFTMAX = 0, 1, 2
 INNER, SQUARED, ROOT = 0, 1, 2  # dot and cos; squared_l2; l2
@@ -23,6 +24,8 @@ def loss_and_gradient(
     row_factor: Any,
     column_factor: Any,
     result: Any,
+    result_scale: Any,
+    dither: Any,
     first: int,
     step: int,
     answer: Any,
@@ -56,13 +59,16 @@ def loss_and_gradient(
         scores: ``[G, n, K]`` inner products of queries and candidates, float, bfloat16 bits or integers.
         row_factor: ``[n]``, and
         column_factor: ``[K]``, by which integers are multiplied.
-        result: ``[G, n, K]``, receives the gradient; may be ``scores``, if those are no integers.
+        result: ``[G, n, K]``, receives the gradient; may be ``scores``, if those are no integers. If it is int8, it
+            has no gradients by answers: these are apart.
+        result_scale: ``[n]``, receives by what rows of 8 bits are to be multiplied.
+        dither: for 8 bits; see ``kernels.rounding``.
         first: query of the first row.
         step: queries from the first row of a chunk to that of the next.
         answer: one of DIAGONAL, LISTED, APART.
         listed: by query, the column of the answer; for DIAGONAL the same is ``listed[0] + i``.
         apart: by query, the score of the answer where it is no column.
-        apart_gradient: by query, receives the gradient by that.
+        apart_gradient: by query, receives the gradient by that, or by the product for it.
         own: by query, the score of one more false answer; minus infinity: there is none.
         own_gradient: by query, receives the gradient by that.
         has_own: whether there is ``own``.
@@ -78,6 +84,7 @@ def loss_and_gradient(
         work, distance: ``[K + 1]``, scratch; their dtype is that of the computation.
     """
     groups, rows, columns = scores.shape
+    rounded = result.itemsize == 1
     lost = 0.0
     for g in range(groups):
         for i in range(rows):
@@ -115,7 +122,10 @@ def loss_and_gradient(
                 _by_product(work, distance, kind, columns)
                 row_sum[query] = total(work, columns)
                 _accumulate(work, column_sum[g], columns)
-            _store(work, result[g, i], columns)
+            if rounded and place >= 0:
+                apart_gradient[query] = work[place]
+                work[place] = 0
+            result_scale[i] = keep(work, columns, dither, i, result[g, i])
     return lost
 
 
@@ -123,12 +133,6 @@ def loss_and_gradient(
 def _load(row: Any, row_factor: Any, i: int, column_factor: Any, work: Any, columns: int) -> None:
     for k in range(columns):
         work[k] = scaled(row[k], row_factor, i, column_factor, k)
-
-
-@njit(cache=True, nogil=True, fastmath=STRICT)
-def _store(work: Any, row: Any, columns: int) -> None:
-    for k in range(columns):
-        row[k] = stored(work[k], row[k])
 
 
 @njit(cache=True, nogil=True)
@@ -184,8 +188,7 @@ def _softmax(work: Any, columns: int, place: int, true: Any, weight: Any) -> Any
     top = largest(work, columns)
     if place < 0 and true > top:
         top = true
-    exponentials(work, top, columns)
-    among = total(work, columns)
+    among = exponentials(work, top, columns)
     own = exponential(true - top)
     if place < 0:
         among += own

@@ -124,7 +124,7 @@ class Workspace:
 
     Attributes:
         low: whether products of matrices are in bfloat16.
-        rounded: whether those that are scores are in 8 bits.
+        rounded: whether those of large chunks are in 8 bits.
     """
 
     def __init__(self, dtype: torch.dtype, matmul: str) -> None:

@@ -2,104 +2,97 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gtrain_pbg.kernels import rounding
-from gtrain_pbg.step.layout import Floats, Workspace, bits
+from gtrain_pbg.step.layout import Floats, bits
 
 _NO_FACTOR = np.ones(1, dtype=np.float32)
 
 
 @dataclass
+class Operands:
+    """What a group of chunks is computed from, and where its gradients go.
+
+    Attributes:
+        queries, candidates: ``[G, m, D]`` and ``[G, K, D]``.
+        by_queries, by_candidates: of the same shapes, receive the gradients.
+    """
+
+    queries: Tensor
+    candidates: Tensor
+    by_queries: Tensor
+    by_candidates: Tensor
+
+
 class Piece:
     """Some queries of each chunk of a group, whose scores are computed at a time.
 
-    Attributes:
-        first: number of the first one in its chunk.
-        queries: ``[G, n, D]``.
-        candidates: ``[G, D, K]``.
-        scores: ``[G, n, K]``, receives the gradient by the scores.
-        gradient: ``[G, n, D]``, receives that by the queries.
+    Args:
+        part: which queries of each chunk.
+        rows: of the group.
+        scores: ``[G, m, K]``, of the group; receives the gradient by the scores.
     """
 
-    first: int
-    queries: Tensor
-    candidates: Tensor
-    scores: Tensor
-    gradient: Tensor
+    def __init__(self, part: slice, rows: Operands, scores: Tensor) -> None:
+        self.first: int = part.start
+        self._queries, self._by_queries = rows.queries[:, part], rows.by_queries[:, part]
+        self._candidates, self._turned = rows.candidates, rows.candidates.transpose(1, 2)
+        self._scores = scores[:, part]
+        self._scale: Floats = np.empty(self._scores.size(1), dtype=np.float32)
 
     @cached_property
-    def result(self) -> Floats:
-        """``scores`` as kernels take them."""
-        return bits(self.scores)
+    def _result(self) -> Floats:
+        return bits(self._scores)
 
-    @property
-    def scale(self) -> tuple[Floats, Floats]:
-        """What products of queries and of candidates are multiplied by, if they are integers."""
-        return _NO_FACTOR, _NO_FACTOR
+    def products(self) -> tuple[Floats, ...]:
+        """Multiply queries and candidates.
 
-    def prepare(self) -> None:
-        """Do what is done once for the candidates."""
+        Returns:
+            Inner products ``[G, n, K]``, what they are to be multiplied by for queries and for candidates, the array
+            for the gradient by them, that for its scale, and dither; as ``kernels.scores.loss_and_gradient`` takes it.
+        """
+        torch.bmm(self._queries, self._turned, out=self._scores)
+        return self._result, _NO_FACTOR, _NO_FACTOR, self._result, self._scale, _NO_FACTOR
 
-    def products(self) -> Floats:
-        """Inner products of queries and candidates, ``[G, n, K]``, in the memory of ``scores``."""
-        torch.bmm(self.queries, self.candidates, out=self.scores)
-        return self.result
-
-
-class _Side(NamedTuple):
-    """Rows of a product, bfloat16 bits ``[n, D]``, and room for what they are rounded to, int8 ``[n, D]``.
-
-    ``target`` is the memory of ``rounded`` as kernels take it; ``scale`` is ``[n]``.
-    """
-
-    rows: Floats
-    rounded: Tensor
-    target: Floats
-    scale: Floats
-
-    def round(self) -> None:
-        rounding.round_rows(self.rows, self.target, self.scale)
+    def go_back(self) -> None:
+        """Compute the gradient by queries from that by products, while this is near."""
+        torch.bmm(self._scores, self._candidates, out=self._by_queries)
 
 
-class RoundedPiece(Piece):
-    """The same for one chunk, rows being rounded to 8 bits, which CPUs multiply twice as fast as bfloat16.
-
-    The sums are exact, so that for rows without outliers an inner product is as near as one that bfloat16 stores.
+class Group:
+    """Chunks that are computed together, piece by piece.
 
     Args:
-        piece: what is computed.
-        work: buffers; those of the candidates are the same for all pieces of a chunk.
+        begin: the first chunk.
+        end: behind the last.
+        rows: of the chunks.
+        scores: ``[G, m, K]``.
+        each: queries of a piece.
     """
 
-    def __init__(self, piece: Piece, work: Workspace) -> None:
-        super().__init__(**vars(piece))
-        self._left = _side(work, "queries", piece.queries[0])
-        self._right = _side(work, "candidates", piece.candidates[0].T)
-        self._found = work.take("integers", len(self._left.rounded), len(self._right.rounded), dtype=torch.int32)
-        self._turned = self._right.rounded.T
-        self._integers: Floats = self._found[None].numpy()
+    def __init__(self, begin: int, end: int, rows: Operands, scores: Tensor, each: int) -> None:
+        self.begin, self.end, self._rows, self._scores = begin, end, rows, scores
+        self.pieces: Sequence[Piece] = [Piece(part, rows, scores) for part in slices(rows.queries.size(1), each)]
 
     @property
-    def scale(self) -> tuple[Floats, Floats]:
-        return self._left.scale, self._right.scale
+    def columns(self) -> int:
+        """K."""
+        return self._rows.candidates.size(1)
 
     def prepare(self) -> None:
-        self._right.round()
+        """Do what is done once, in front of all pieces."""
 
-    def products(self) -> Floats:
-        self._left.round()
-        torch._int_mm(self._left.rounded, self._turned, out=self._found)
-        return self._integers
+    def go_back(self) -> None:
+        """Compute the gradients that all pieces are needed for."""
+        torch.bmm(self._scores.transpose(1, 2), self._rows.queries, out=self._rows.by_candidates)
 
 
-def _side(work: Workspace, name: str, rows: Tensor) -> _Side:
-    rounded = work.take(f"rounded {name}", *rows.shape, dtype=torch.int8)
-    scale = work.take(f"scales of {name}", len(rows), dtype=torch.float32)
-    return _Side(bits(rows), rounded, rounded.numpy(), scale.numpy())
+def slices(count: int, each: int) -> list[slice]:
+    """Pieces of that many."""
+    return [slice(first, min(first + each, count)) for first in range(0, count, each)]

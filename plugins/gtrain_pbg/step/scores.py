@@ -6,8 +6,6 @@ Scores are computed in blocks that stay in the caches from the product to the gr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +16,8 @@ from gtrain.nn.recipe import EdgeRecipe
 from gtrain_pbg.kernels import rows as kernels
 from gtrain_pbg.kernels import scores as losses
 from gtrain_pbg.step.layout import Floats, Layout, Operand, Workspace, bits
-from gtrain_pbg.step.products import Piece, RoundedPiece
+from gtrain_pbg.step.products import Group, Operands
+from gtrain_pbg.step.rounded import Integers, RoundedGroup, answers_apart, answers_first, answers_in
 
 BLOCK = 1 << 18
 """Scores of small chunks computed at a time, about: 512 KiB in bfloat16."""
@@ -26,6 +25,8 @@ LARGE = 1 << 21
 """Scores of a large chunk computed at a time, about: 4 MiB in bfloat16."""
 ROWS = 256
 """Queries at a time, at least: with fewer, a product spends its time on arranging the candidates anew."""
+FEW = 64
+"""The same for products of integers."""
 ROUNDED = 100_000
 """Least number of scores of a chunk whose rows are rounded: of a small one, most of the time is spent elsewhere."""
 LOSSES = {"ranking": losses.RANKING, "logistic": losses.LOGISTIC, "softmax": losses.SOFTMAX}
@@ -46,27 +47,6 @@ class Own(NamedTuple):
     queries: Tensor
 
 
-@dataclass
-class Group:
-    """Chunks that are computed together.
-
-    Attributes:
-        begin, end: which ones.
-        queries, candidates: ``[G, m, D]`` and ``[G, K, D]``.
-        scores: ``[G, m, K]``.
-        by_candidates: ``[G, K, D]``, receives the gradient.
-        pieces: of the queries.
-    """
-
-    begin: int
-    end: int
-    queries: Tensor
-    candidates: Tensor
-    scores: Tensor
-    by_candidates: Tensor
-    pieces: Sequence[Piece]
-
-
 class SideScores:
     """Computes the loss of one side and its gradients by queries and candidates.
 
@@ -82,6 +62,7 @@ class SideScores:
         self._skip = recipe.all_negs or not recipe.num_batch_negs  # answers are no columns beside the drawn nodes
         self._answer = losses.LISTED if recipe.all_negs else losses.APART if self._skip else losses.DIAGONAL
         self._first, self._has_own = np.zeros(1, dtype=np.int64), False
+        self._integers: dict[tuple[int, int, int], Integers] = {}
 
     def __call__(
         self, layout: Layout, queries: Operand, candidates: Operand, answer: Tensor, weight: Tensor, own: Own | None
@@ -102,12 +83,12 @@ class SideScores:
         arrays = (queries.norm, queries.bias, queries.sums, queries.by_bias, apart, by_apart, *more, answer, weight)
         given = tuple(array.numpy() for array in arrays)
         # views first: between products, caches hold nothing of Python, and an operation takes 20 times as long
-        groups = [self._views(layout, queries, candidates, *group) for group in self._groups(layout)]
+        groups = [self._views(layout, queries, candidates, answer, *group) for group in self._groups(layout)]
         lost = 0.0
         for group in groups:
             columns = self._columns(layout, candidates, group.begin, group.end)
             lost += self._gradients(group, layout.places, columns, given)
-            torch.bmm(group.scores.transpose(1, 2), group.queries, out=group.by_candidates)
+            group.go_back()
             self._give_columns(layout, candidates, group.begin, group.end, columns)
         if self._answer == losses.LISTED:
             candidates.gradient[: layout.edges].zero_()  # the answers are among all nodes
@@ -122,34 +103,46 @@ class SideScores:
         groups = [(begin, min(begin + each, layout.full)) for begin in range(0, layout.full, each)]
         return groups + ([(layout.full, layout.chunks)] if layout.chunks > layout.full else [])
 
-    def _views(self, layout: Layout, queries: Operand, candidates: Operand, begin: int, end: int) -> Group:
+    def _views(
+        self, layout: Layout, queries: Operand, candidates: Operand, answer: Tensor, begin: int, end: int
+    ) -> Group:
         """What is computed for a group of chunks; the rows of a large chunk are in turn."""
-        q = layout.of_edges(queries.factor, begin, end, spread=queries.spread)
-        c = layout.of_rows(candidates.factor, begin, end, self._skip)
-        by_q = layout.of_edges(queries.gradient, begin, end, spread=False)
-        by_c = layout.of_rows(candidates.gradient, begin, end, self._skip)
-        (chunks, places, _), count = q.shape, c.size(1)
-        scores, turned = self._work.product("scores", chunks, places, count), c.transpose(1, 2)
-        each = places if chunks > 1 else max(ROWS, LARGE // max(1, count))
-        some = [slice(first, min(first + each, places)) for first in range(0, places, each)]
-        pieces: list[Piece] = [Piece(part.start, q[:, part], turned, scores[:, part], by_q[:, part]) for part in some]
+        rows = Operands(
+            layout.of_edges(queries.factor, begin, end, spread=queries.spread),
+            layout.of_rows(candidates.factor, begin, end, self._skip),
+            layout.of_edges(queries.gradient, begin, end, spread=False),
+            layout.of_rows(candidates.gradient, begin, end, self._skip),
+        )
+        (chunks, places, _), count = rows.queries.shape, rows.candidates.size(1)
         if self._work.rounded and chunks == 1 and places * count >= ROUNDED:
-            pieces = [RoundedPiece(piece, self._work) for piece in pieces]
-        return Group(begin, end, q, c, scores, by_c, pieces)
+            return self._rounded(layout, rows, answer, begin)
+        each = places if chunks > 1 else max(ROWS, LARGE // max(1, count))
+        return Group(begin, end, rows, self._work.product("scores", chunks, places, count), each)
+
+    def _rounded(self, layout: Layout, rows: Operands, answer: Tensor, begin: int) -> Group:
+        """A chunk whose products are of integers."""
+        edges, columns = rows.queries.size(1), rows.candidates.size(1)
+        if self._answer == losses.LISTED:
+            answers = answers_in(answer, columns)
+        else:
+            answers = (answers_first if self._answer == losses.DIAGONAL else answers_apart)(edges, columns)
+        by_answer = self._work.take("by apart", layout.edges)[begin * layout.places :].numpy()
+        key = edges, columns, rows.queries.size(2)
+        if key not in self._integers:  # chunks are of few sizes
+            self._integers[key] = Integers(*key, max(FEW, BLOCK // columns), self._work)
+        return RoundedGroup(begin, rows, answers, by_answer, self._integers[key])
 
     def _gradients(self, group: Group, places: int, columns: tuple[Tensor, ...], given: tuple[Floats, ...]) -> float:
-        """Scores of a group of chunks to their gradient, and the gradient by queries."""
+        """Scores of a group of chunks to their gradient."""
         by_column = tuple(column.numpy() for column in columns)
-        count = group.candidates.size(1) + 1
+        count = group.columns + 1
         scratch = self._work.take("a row", count).numpy(), self._work.take("another row", count).numpy()
         lost = 0.0
-        for piece in group.pieces[:1]:
-            piece.prepare()
+        group.prepare()
         for piece in group.pieces:
-            products = piece.products(), *piece.scale, piece.result
-            first = piece.first
-            lost += self._gradient(products, group.begin * places + first, first, places, by_column, given, scratch)
-            torch.bmm(piece.scores, group.candidates, out=piece.gradient)
+            query = group.begin * places + piece.first
+            lost += self._gradient(piece.products(), query, piece.first, places, by_column, given, scratch)
+            piece.go_back()
         return lost
 
     def _gradient(
