@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.errors import ConfigError, DataError
-from gtrain.model.trim import BY_TYPE, PER_HOP, trimming, without_unread
+from gtrain.model.trim import BY_TYPE, PER_HOP, targets_alone, trimming, without_unread
 
 _KNOWN = ("x", "edge_index", "edge_weight", "edge_attr", "edge_type")
 _BY_TYPE = {f"{name}_dict": name for name in _KNOWN}
@@ -52,7 +52,9 @@ def run_network(network: nn.Module, names: dict[str, bool], encoder: nn.Module |
     Raises:
         ConfigError, DataError: see :func:`network_inputs`.
     """
-    return network(**network_inputs(network, names, batch, None if encoder is None else encoder(batch)))
+    inputs = network_inputs(network, names, batch, None if encoder is None else encoder(batch))
+    with targets_alone(network):
+        return network(**inputs)
 
 
 def network_inputs(

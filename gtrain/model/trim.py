@@ -3,18 +3,21 @@
 A batch that may be trimmed says so with ``trim=True`` beside ``num_sampled_nodes`` (seeds, then the new nodes of each
 hop) and ``num_sampled_edges`` (of each hop), by type in a ``HeteroData``: its nodes and edges are in the order of the
 hops. Networks then get these numbers, if their ``forward`` names them as PyG's do; what they return for the seeds, the
-first rows, is what it is without. Statistics over all nodes (``BatchNorm`` in training) are over those that are left;
+first rows, is what it is without. Layers of PyG's own GraphSAGE and GIN compute no rows but those that the next layer
+reads, see :func:`targets_alone`. Statistics over all nodes (``BatchNorm`` in training) are over those that are left;
 degrees that a layer counts in its edges (``gcn_norm``) are a matter of the strategy, which knows the graph's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.nn import GINConv, SAGEConv
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 from torch_geometric.utils import trim_to_layer
 
@@ -42,6 +45,43 @@ def trimming(network: nn.Module, parameters: Collection[str], batch: Data | Hete
     if hop_bounds(network)[1] > hops:  # a hop that is looked at was not sampled: leave out none of the others
         return {}
     return dict(zip(names, (nodes, edges), strict=True))
+
+
+@contextmanager
+def targets_alone(network: nn.Module) -> Iterator[None]:
+    """While this lasts, have the layers of a network that trims compute no rows but those that the next layer reads.
+
+    PyG's own trimming leaves out rows of a layer's input; the last hop's, which have no in-edges, it still transforms.
+    Networks whose layers do not take sources and targets apart, or do more work then, are left as they are.
+    """
+    if not isinstance(network, BasicGNN) or not all(isinstance(conv, _APART) for conv in network.convs):
+        yield
+        return
+    own, network._trim = network._trim, _ToTargets()
+    try:
+        yield
+    finally:
+        network._trim = own
+
+
+_APART = (SAGEConv, GINConv)
+
+
+class _ToTargets(nn.Module):
+    """In place of PyG's ``TrimToLayer``: a layer gets the pair of its sources and its targets, the first of them."""
+
+    def forward(
+        self,
+        layer: int,
+        nodes: list[int],
+        edges: list[int],
+        x: Tensor,
+        edge_index: Any,
+        edge_data: Tensor | None = None,
+    ) -> tuple[tuple[Tensor, Tensor], Any, Tensor | None]:
+        """What PyG's gives, ``x`` excepted; of this, earlier layers have left out their share already."""
+        _, edge_index, edge_data = trim_to_layer(layer, [0] * len(nodes), edges, x, edge_index, edge_data)
+        return (x, x[: sum(nodes[: len(nodes) - 1 - layer])]), edge_index, edge_data
 
 
 def without_unread(network: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,8 @@ class PygConfig(StrategyConfig):
         transport: how a rank comes by what it does not own; see :data:`TRANSPORTS`.
         wire_dtype: type in which features travel; see :data:`WIRE_DTYPES`.
         prefetch: batches that are made ahead of the one in training; 0: each when it is needed.
-        lookahead: successive batches that ask for the features of a remote node once, together.
+        lookahead: successive batches that ask for the features of a remote node once, together; fewer where that would
+            keep more than the features of one batch.
         threads: threads of a rank that sample and gather; None: its share of the machine's cores.
         evaluation: how validation and test score; see :data:`EVALUATIONS`.
         trim: leave out of each layer the nodes and edges that the seeds' scores no longer depend on.
@@ -57,7 +58,7 @@ class PygConfig(StrategyConfig):
     transport: str = "auto"
     wire_dtype: str = "float32"
     prefetch: int = 2
-    lookahead: int = 8
+    lookahead: int = 32
     threads: int | None = None
     evaluation: str = "sampled"
     trim: bool = True

@@ -55,7 +55,7 @@ class PygStrategy(GraphStrategy):
         transport: str = "auto",
         wire_dtype: str = "float32",
         prefetch: int = 2,
-        lookahead: int = 8,
+        lookahead: int = 32,
         threads: int | None = None,
         evaluation: str = "sampled",
         trim: bool = True,

@@ -198,7 +198,7 @@ def measure_cache(bench: Bench) -> Iterator[Check]:
     plain = bench.run("cache-none", 2, [*settings, "strategy.lookahead=1"])
     show("no cache, no look-ahead", plain)
     ahead = bench.run("cache-ahead", 2, settings)
-    show("no cache, look-ahead of 8 batches", ahead)
+    show("no cache, look-ahead of 32 batches", ahead)
     for share in (0.05, 0.2):
         show(f"cache of {share:.0%}", bench.run("cache", 2, [*settings, f"strategy.cache_bytes={int(share * rows)}"]))
     each = [400 * each_seed("remote_rows", "seeds", found) / 1024 for found in (plain, ahead)]

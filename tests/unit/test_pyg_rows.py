@@ -137,8 +137,11 @@ def test_batches_of_a_window_can_be_made_in_any_order_once(ranks: Ranks, data: D
 
 
 @pytest.mark.parametrize("lookahead", [1, 2, 5])
-def test_what_a_batch_asked_for_serves_those_after_it(ranks: Ranks, data: Data, lookahead: int) -> None:
+def test_what_a_batch_asked_for_serves_those_after_it(
+    ranks: Ranks, data: Data, lookahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of ``lookahead`` successive batches one asks for each row; after that it is asked for anew."""
+    monkeypatch.setattr(row_stream, "KEPT_BATCHES", 9)
     ranks.serve(NAMES)
     rows, peers = ranks.rows([2], NAMES)
     stream, asked = rows.stream(lookahead), []
@@ -158,6 +161,20 @@ def test_what_a_batch_asked_for_serves_those_after_it(ranks: Ranks, data: Data, 
         known: set[int] = set().union(*asked[max(0, len(asked) - lookahead) : -1])
         assert asked[-1] == wanted - known
         check(ranks.store, data, batch, begun.make())
+
+
+def test_no_more_is_kept_than_the_rows_of_one_batch(ranks: Ranks) -> None:
+    """The largest batch has 20 rows, all remote: once more than these are kept the earliest are forgotten."""
+    names = {"node": NAMES["node"]}
+    ranks.serve(names)
+    rows, _ = ranks.rows([2], names)
+    remote = np.flatnonzero(rows.is_remote("node", np.arange(NODES)))
+    most, some, few = remote[:20], remote[20:28], remote[28:32]
+    stream = rows.stream(9)
+    for ids, asked in [(most, 20), (some, 8), (most, 20), (few, 4), (some, 8), (few, 0), (most, 20)]:
+        before = rows.counts.fetched
+        stream.begin({"node": ids}).make()
+        assert rows.counts.fetched - before == asked
 
 
 def test_batches_grow_and_turns_run_out(ranks: Ranks, data: Data, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,12 +85,15 @@ def hetero_batch_of(fan_out: list[int], *, trim: bool = True) -> HeteroData:
     return batch
 
 
-def rows_seen(network: nn.Module) -> list[int]:
-    """The number of nodes that each layer is given, in the order of the calls; filled when it runs."""
-    seen: list[int] = []
+def rows_seen(network: nn.Module) -> list[Any]:
+    """The nodes that each layer is given, sources and targets where it takes them apart; filled when it runs."""
+    seen: list[Any] = []
 
     def note(conv: nn.Module, inputs: tuple[Any, ...]) -> None:
         first = inputs[0]
+        if isinstance(first, tuple):
+            seen.append(tuple(map(len, first)))
+            return
         seen.append(sum(map(len, first.values())) if isinstance(first, dict) else len(first))
 
     inside = {conv for layer in network.modules() if isinstance(layer, HeteroConv) for conv in layer.convs.values()}
@@ -134,7 +137,7 @@ NETWORKS = {
 }
 
 
-def both(classifier: NodeClassifier, make: Any, fan_out: list[int]) -> tuple[list[Tensor], list[Tensor], list[int]]:
+def both(classifier: NodeClassifier, make: Any, fan_out: list[int]) -> tuple[list[Tensor], list[Tensor], list[Any]]:
     """Scores and gradients with and without trimming, and the rows that convolutions saw with it."""
     results, seen = [], rows_seen(classifier)
     for trim in (False, True):
@@ -156,7 +159,9 @@ def test_the_seeds_scores_and_gradients_are_the_same(name: str, fan_out: list[in
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
     batch = batch_of(fan_out)
     hops = np.cumsum(batch.num_sampled_nodes)
-    assert seen == [hops[-1 - layer] for layer in range(len(seen))]
+    apart = name in ("sage", "gin")
+    sources, targets = hops[::-1], hops[::-1][1:]
+    assert seen == [(sources[n], targets[n]) if apart else sources[n] for n in range(len(seen))]
     assert fan_out == [2, 0, 3] or seen[0] > seen[1]
 
 

@@ -26,16 +26,16 @@ LAST_TURN = 1 << 22
 class Recent:
     """The remote rows of one kind that successive batches ask for.
 
-    Rows that a batch asks for lie in segments that are the batch's own until as many batches have begun as are looked
-    back over. A hash map tells the place of each row and the batch, by its *turn*, that asked for it; places of earlier
-    turns are as good as none.
+    Rows that a batch asks for lie in segments that are the batch's own until as many batches have begun as are at most
+    looked back over. A hash map tells the place of each row and the batch, by its *turn*, that asked for it; places of
+    earlier turns are as good as none.
 
     Args:
         tables: the tensors of a row.
         dtypes: in which dtype the values of each travel.
         offsets: int64 ``[P + 1]``; part p has the rows ``offsets[p] .. offsets[p+1]-1``.
         first: the first segment that is not a part or the cache.
-        batches: how many ask for a row once, together; 1: each asks for what it needs.
+        batches: how many ask for a row once, together, at most; 1: each asks for what it needs.
         pool: memory of requests.
     """
 
@@ -63,7 +63,7 @@ class Recent:
         """How many segments there are, with those of parts, cache, and all batches."""
         return self._first + self._batches * self._parts * self._each
 
-    def ask(self, ids: Array, place: Array, missed: int, turn: int) -> Missing:
+    def ask(self, ids: Array, place: Array, missed: int, turn: int, floor: int) -> Missing:
         """Give the rows that are not here places, and list those that are to be asked for.
 
         Args:
@@ -71,8 +71,9 @@ class Recent:
             place: int64 ``[n]`` of :func:`gtrain_pyg.rows.kernels.find`; where below 0, replaced.
             missed: how many are below 0.
             turn: number of the batch, 1 to :data:`LAST_TURN`, ascending.
+            floor: the earliest batch whose rows can still be read; below 1: any.
         """
-        floor = max(1, turn - self._batches + 1)
+        floor = max(1, floor)
         self._make_room(missed, floor)
         first = self._first + turn % self._batches * self._parts * self._each
         segments = np.array([first, self._each, self._chunk.bit_length() - 1], np.int64)

@@ -65,6 +65,12 @@ class Missing:
         """Tensors of a chunk."""
         return sum(len(base) for base in self.bases.values())
 
+    @property
+    def nbytes(self) -> float:
+        """Bytes of the rows as stored."""
+        row = sum(table.row_bytes for table in self.tables.values())
+        return row * sum(rows.size for rows in self.rows.values())
+
 
 @dataclass(frozen=True)
 class _Stretch:

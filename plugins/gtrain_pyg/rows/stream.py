@@ -24,6 +24,9 @@ Array = NDArray[Any]
 Ids = Mapping[Kind, Any]
 Tables = Mapping[Kind, Mapping[str, Table]]
 
+KEPT_BATCHES = 1
+"""What batches asked for is kept for later ones as long as it takes no more bytes than so many batches' rows."""
+
 
 @dataclass
 class Wanted:
@@ -41,7 +44,7 @@ class Stream:
         rows: that serve them.
         tables: the tensors wanted, by kind and name.
         recent: by kind, what was asked for lately.
-        batches: that ask for a row once, together.
+        batches: that ask for a row once, together, at most.
         dtype: of floating tensors; None: as stored.
     """
 
@@ -49,7 +52,10 @@ class Stream:
         self, rows: Rows, tables: Tables, recent: Mapping[Kind, Recent], batches: int, dtype: torch.dtype | None
     ) -> None:
         self._rows, self._tables, self._recent, self._dtype = rows, tables, recent, dtype
-        self._before: deque[Requests | None] = deque(maxlen=batches)
+        self._batches = batches
+        self._before: deque[Requests | None] = deque()
+        self._kept = self._largest = 0.0  # bytes: of the rows that those before asked for, and of the largest batch
+        self._row_bytes = {kind: sum(table.row_bytes for table in tables[kind].values()) for kind in recent}
         self._turn = 0
 
     def begin(self, batch: Ids) -> Begun:
@@ -64,15 +70,26 @@ class Stream:
         """
         wanted = {kind: self._rows.find(kind, batch[kind]) for kind in self._recent if kind in batch}
         self._take_turn()
+        self._largest = max(self._largest, sum(self._row_bytes[kind] * here.ids.size for kind, here in wanted.items()))
+        self._let_go()
+        floor = self._turn - len(self._before)
         missing: dict[Kind, Missing] = {}
         segments: dict[Kind, int] = {}
         for kind, here in wanted.items():
             if here.missed:
-                missing[kind] = self._recent[kind].ask(here.ids, here.place, here.missed, self._turn)
+                missing[kind] = self._recent[kind].ask(here.ids, here.place, here.missed, self._turn, floor)
                 segments[kind] = self._recent[kind].segments
         self._before.append(self._rows.request(missing) if missing else None)
+        self._kept += sum(each.nbytes for each in missing.values())
         requests = tuple(before for before in self._before if before is not None) if missing else ()
         return Begun(self._rows, self._tables, wanted, requests, segments, self._dtype)
+
+    def _let_go(self) -> None:
+        """Forget what the earliest batches asked for, where that is too much."""
+        while self._before and (len(self._before) >= self._batches or self._kept > KEPT_BATCHES * self._largest):
+            earliest = self._before.popleft()
+            if earliest is not None:
+                self._kept -= sum(missing.nbytes for missing in earliest.missing.values())
 
     def _take_turn(self) -> None:
         if self._turn == LAST_TURN:
