@@ -176,6 +176,11 @@ class TypedTables:
         futures = [table.swap(swaps) for table in cut]
         return [future for future in futures if future is not None]
 
+    def settle(self) -> None:
+        """Wait for what is under way to memory and to the disk."""
+        for table in self.tables:
+            table.settle()
+
     def trained(self, bucket: Bucket) -> None:
         """Note that partitions differ from their files."""
         for table, cut in zip(self.tables, self.cuts, strict=True):

@@ -13,7 +13,7 @@ from gtrain_pbg.machines.group import MachinesGroup
 from gtrain_pbg.machines.lock_client import LockClient
 from gtrain_pbg.machines.parameters import SharedParameters
 from gtrain_pbg.machines.typed import SpreadTypes
-from gtrain_pbg.spans import Cut
+from gtrain_pbg.spans import Cut, standing_still
 from gtrain_pbg.training import BucketTraining, held_out
 
 Trained = tuple[float, float, dict[str, float]]
@@ -97,13 +97,14 @@ class MachineTrainee:
     def _next(self, edges: int | None) -> Grant | None:
         """The machine's next bucket, with its partitions in memory; None: the epoch is over."""
         told = torch.full((6,), -1)
-        if self._leads:
-            self._parameters.check()
-            grant = self._acquire(edges)
-            if grant is not None:
-                self._table.bring(grant, self._released)
-                self._parameters.exchange()  # the machine's other workers stand still
-                told = torch.tensor([*grant.bucket, *self._table.visit(grant).slots, grant.chunk, 0])
+        if self._leads:  # the machine's other workers stand still
+            with standing_still(self._everyone.counters, "bucket"):
+                self._parameters.check()
+                grant = self._acquire(edges)
+                if grant is not None:
+                    self._table.bring(grant, self._released)
+                    self._parameters.exchange()
+                    told = torch.tensor([*grant.bucket, *self._table.visit(grant).slots, grant.chunk, 0])
         head, tail, first, second, chunk, _ = self._machine.broadcast(told).tolist()
         if head < 0:
             self._table.forget()
