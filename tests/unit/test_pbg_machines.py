@@ -29,8 +29,10 @@ from gtrain_pbg.machines.partition_server import Handlers as PartitionHandlers
 from gtrain_pbg.order import Bucket, bucket_order
 
 
-def make_board(partitions: int = 4, chunks: int = 1, as_tree: bool = False, order: str = "inside_out") -> Board:
-    return Board("node", lambda chunk: bucket_order(order, partitions, 2, chunk), chunks, as_tree)
+def make_board(
+    partitions: int = 4, chunks: int = 1, as_tree: bool = False, order: str = "inside_out", ahead: bool = False
+) -> Board:
+    return Board("node", lambda chunk: bucket_order(order, partitions, 2, chunk), chunks, as_tree, 0, ahead)
 
 
 class Leases:
@@ -61,6 +63,7 @@ class Epoch:
         self.memory: list[dict[str, set[tuple[int, Bucket]]]] = [{} for _ in range(machines)]
         self.grant: list[Grant | None] = [None] * machines
         self.grants: list[Grant] = []
+        self.ahead: list[int | None] = [None] * machines
 
     def step(self) -> None:
         machine = self.rng.choice(self.alive)
@@ -71,6 +74,11 @@ class Epoch:
             self.board.trained(machine, 1)
         found = self.grant[machine] = self.board.acquire(machine, self.lease)
         keep = names(found.bucket) if found else set()
+        if found and found.ahead is not None:
+            keep |= names((found.ahead, found.ahead))
+        assert self.ahead[machine] is None or (found and self.ahead[machine] in found.bucket), "read in vain"
+        self.ahead[machine] = found.ahead if found else None
+        assert len(keep) <= 3 and (not found or keep == found.leases.keys())
         for key in sorted(self.memory[machine].keys() - keep):
             self.saved[key] = self.memory[machine].pop(key)
             self.board.released(machine, [key])
@@ -89,7 +97,7 @@ class Epoch:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_every_bucket_is_in_the_table_whoever_is_lost(seed: int) -> None:
-    board = make_board(8, chunks=2, as_tree=seed % 2 == 0)
+    board = make_board(8, chunks=2, as_tree=seed % 2 == 0, ahead=True)
     epoch = Epoch(board, 4, seed)
     deaths = sorted(epoch.rng.sample(range(5, 90), seed % 4))
     steps = 0
@@ -110,11 +118,14 @@ def test_every_bucket_is_in_the_table_whoever_is_lost(seed: int) -> None:
 
 def test_machines_keep_a_partition_and_fetch_few() -> None:
     """Two machines in turn, 8 partitions: about one partition a bucket comes anew, and not two."""
-    board, epoch = make_board(8), None
-    epoch = Epoch(board, 2, 1)
-    while not board.over:
-        epoch.step()
-    assert len(epoch.grants) == 64 and epoch.lease.last < 1.2 * 64
+    for ahead in (False, True):
+        board = make_board(8, ahead=ahead)
+        epoch = Epoch(board, 2, 1)
+        while not board.over:
+            epoch.step()
+        assert len(epoch.grants) == 64 and epoch.lease.last < 1.2 * 64
+        early = sum(grant.ahead is not None for grant in epoch.grants)
+        assert early > 0.7 * epoch.lease.last if ahead else early == 0  # are there before their bucket begins
     alone = make_board(4, order="sequential")
     found = Epoch(alone, 1, 0)
     while not alone.over:

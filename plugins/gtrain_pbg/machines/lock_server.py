@@ -161,12 +161,13 @@ class LockServer:
             found = bucket_order(settings.bucket_order, settings.num_partitions, 2, seed)
             return [bucket for bucket in found if bucket in there]
 
-        self._board = Board(fields["table"], order, fields["chunks"], fields["as_tree"], fields["first"])
+        place = fields["chunks"], fields["as_tree"], fields["first"]
+        self._board = Board(fields["table"], order, *place, settings.buffer_partitions != 2)
 
     def acquire(self, message: Message, rank: int) -> Message | Reply:
         """A machine wants a bucket. Fields: ``edges`` that it trained of its last one; None: it has none.
 
-        The answer has ``bucket``, ``chunk`` and ``leases``; or ``give_back``: others may need what it holds; or
+        The answer has ``bucket``, ``chunk``, ``leases`` and ``ahead``; or ``give_back``: others may need what it holds; or
         ``over`` with ``edges`` and ``again`` of the epoch. It comes when one of these is the case.
         """
         board, machine = self._epoch, self.members.machine_of(rank)
@@ -197,7 +198,8 @@ class LockServer:
             if machine not in self._begun:
                 self._begun.add(machine)
                 print(f"round {self._round}: machine {machine} begins with bucket {grant.bucket}", flush=True)
-            return Message({"bucket": list(grant.bucket), "chunk": grant.chunk, "leases": grant.leases})
+            fields = {"bucket": list(grant.bucket), "chunk": grant.chunk, "ahead": grant.ahead}
+            return Message({**fields, "leases": grant.leases})
         if board.holds(machine):
             return Message({"give_back": True})
         if board.over:

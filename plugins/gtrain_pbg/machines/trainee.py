@@ -109,7 +109,8 @@ class MachineTrainee:
         if head < 0:
             self._table.forget()
             return None
-        self._table.place((head, tail), (first, second))
+        if not self._leads:
+            self._table.place((head, tail), (first, second))
         return Grant((head, tail), chunk, {})
 
     def _acquire(self, edges: int | None) -> Grant | None:
@@ -121,7 +122,7 @@ class MachineTrainee:
                 return None
             if "bucket" in found:
                 head, tail = found["bucket"]
-                return Grant((head, tail), found["chunk"], found["leases"])
+                return Grant((head, tail), found["chunk"], found["leases"], found["ahead"])
             self._table.give_back(self._released)
             edges = None
 
