@@ -28,6 +28,9 @@ from gtrain_pbg.machines.parameters import SharedParameters
 from gtrain_pbg.machines.partition_server import Handlers as PartitionHandlers
 from gtrain_pbg.order import Bucket, bucket_order
 
+BEGIN = {"round": 1, "epoch": 0, "seed": 0, "as_tree": False, "table": "node", "chunks": 1, "first": 0, "holding": [0]}
+"""What a machine says when an epoch begins."""
+
 
 def make_board(
     partitions: int = 4, chunks: int = 1, as_tree: bool = False, order: str = "inside_out", ahead: bool = False
@@ -180,14 +183,16 @@ def ask(server: LockServer, method: str, rank: int, **fields: object) -> object:
 def test_an_epoch_has_the_buckets_that_the_store_has_edges_for() -> None:
     server, there = make_lock(), torch.zeros(4, 4, dtype=torch.bool)
     there[2, 3] = there[0, 0] = True
-    fields = {"round": 1, "epoch": 0, "seed": 0, "as_tree": True, "table": "node", "chunks": 1, "first": 0}
+    fields = {**BEGIN, "as_tree": True}
     server.methods()["begin"](Message(fields, [there]), Caller("rank 0", 1, 1))
     granted = [ask(server, "acquire", rank, edges=None).fields["bucket"] for rank in (0, 2)]  # type: ignore[attr-defined]
     assert sorted(granted) == [[0, 0], [2, 3]]
 
 
-def make_lock(policy: str = "continue", clock: object = None) -> LockServer:
-    settings = PBGConfig(name="pbg", num_partitions=4, on_trainer_loss=policy, lease_seconds=10.0)
+def make_lock(policy: str = "continue", clock: object = None, servers: int = -1) -> LockServer:
+    settings = PBGConfig(
+        name="pbg", num_partitions=4, on_trainer_loss=policy, lease_seconds=10.0, partition_servers=servers
+    )
     return LockServer(settings, 2, 2, **({} if clock is None else {"clock": clock}))  # type: ignore[arg-type]
 
 
@@ -217,7 +222,7 @@ def test_who_waits_gets_what_a_lost_machine_had() -> None:
     server = make_lock(clock=lambda: now[0])
     for rank in (0, 2):
         ask(server, "join", rank, place="elsewhere", pid=0)
-        ask(server, "begin", rank, round=1, epoch=0, seed=0, as_tree=True, table="node", chunks=1, first=0)
+        ask(server, "begin", rank, **{**BEGIN, "as_tree": True})
     granted = ask(server, "acquire", 2, edges=None)
     waiting = ask(server, "acquire", 0, edges=None)
     assert not waiting.done()  # type: ignore[attr-defined]
@@ -255,8 +260,44 @@ def test_a_server_that_is_lost_ends_the_job_and_one_that_comes_back_does_not() -
             ask(server, "beat", 0)
     now[0] = 30.0
     server.look()
-    with pytest.raises(JobEndedError, match="parameter 1 is lost: it was not heard of for 10 s; go on from the last"):
+    with pytest.raises(
+        JobEndedError, match="parameter 1 is lost: it was not heard of for 10 s, and what parameter 1 kept"
+    ):
         ask(server, "beat", 0)
+
+
+@pytest.mark.parametrize(
+    ("holding", "servers", "policy", "why"),
+    [
+        ([0, 1], 0, "continue", "and what parameter 1 kept is nowhere else"),
+        ([0], -1, "continue", "and what partition 1 kept is nowhere else"),
+        ([0], 0, "stop", "parameter 1 is lost: it was not heard of for 10 s; go on"),
+        ([0], 0, "continue", ""),
+        ([], 1, "continue", ""),
+    ],
+)
+def test_a_machine_is_missed_only_where_nothing_is_lost_with_it(
+    holding: list[int], servers: int, policy: str, why: str
+) -> None:
+    now = [0.0]
+    server = make_lock(policy, lambda: now[0], servers)
+    for rank in range(4):
+        ask(server, "join", rank, place="elsewhere", pid=0)
+    for name in ("parameter 0", "parameter 1"):
+        server.methods()["serve"](Message({"place": "elsewhere", "pid": 0}), Caller(name, 1, 1))
+    ask(server, "begin", 0, **{**BEGIN, "holding": holding})
+    now[0] = 8.0
+    for rank in (0, 1):
+        assert ask(server, "beat", rank).fields == {"missing": []}  # type: ignore[attr-defined]
+    server.methods()["pulse"](Message({}), Caller("parameter 0", 1, 1))
+    now[0] = 11.0  # machine 1, with ranks 2 and 3, was silent
+    server.look()
+    if why:
+        with pytest.raises(JobEndedError, match=why):
+            ask(server, "beat", 0)
+    else:
+        assert ask(server, "beat", 0).fields == {"missing": ["parameter 1"]}  # type: ignore[attr-defined]
+        assert list(server.members.lost) == [1]
 
 
 def test_a_loss_may_end_the_job() -> None:
@@ -419,11 +460,9 @@ def test_machines_that_do_not_fit_are_refused_with_the_arithmetic() -> None:
         check_machines(machines, PBGConfig(name="pbg", num_partitions=partitions, **settings))  # type: ignore[arg-type]
 
     check(2, 4)
-    check(1, 1, buffer_partitions=3, checkpoint_chunks=True)
+    check(1, 1, buffer_partitions=3)
     with pytest.raises(ConfigError, match=r"2 \* 3 = 6 > 4") as caught:
         check(3, 4)
     assert "strategy.num_partitions=6" in str(caught.value) and "trainer.num_nodes=2" in str(caught.value)
     with pytest.raises(ConfigError, match="buffer_partitions=4"):
         check(2, 4, buffer_partitions=4)
-    with pytest.raises(ConfigError, match="checkpoint_chunks=true"):
-        check(2, 4, checkpoint_chunks=True)

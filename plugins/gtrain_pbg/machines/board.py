@@ -5,9 +5,9 @@ the next bucket. A bucket is done when both of its partitions were written back 
 lost before, the bucket is trained again by another. So no edge is left out, whoever dies when.
 
 A machine may read ahead: with its bucket it gets a lease of a partition that the next one needs beside one of its own.
-That bucket stays among those that are left, so that it is not lost with the machine; and it is the next that the machine
-is granted, which waits for nobody meanwhile. So a lease ahead keeps others waiting no longer than the training of a
-bucket, and it is given only while every other machine has a bucket that it could begin without that partition.
+That bucket stays among those that are left, so that it is not lost with the machine. It is the next that the machine is
+granted, which waits for nobody meanwhile: a lease ahead keeps others waiting no longer than the training of a bucket.
+It is given only while every other machine has a bucket that it could begin without that partition.
 """
 
 from __future__ import annotations
