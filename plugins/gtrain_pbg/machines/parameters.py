@@ -128,7 +128,7 @@ class SharedParameters:
 
 
 def _pieces(tensors: Mapping[str, Tensor], server: int, servers: int) -> dict[str, Tensor]:
-    """Views of what a server has: the first, without which no job goes on, has small parameters; large ones are spread."""
+    """Views of what a server has: small parameters are at the first, without which no job goes on; large are spread."""
     found = {}
     for name, tensor in tensors.items():
         flat = tensor.view(-1)
