@@ -108,9 +108,9 @@ def test_workers_on_disk_learn_go_on_and_export(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(tmp_path: Path) -> None:
     """One worker: losses of every epoch, to the last digit."""
     partitions = ["strategy.num_partitions=3", "strategy.buffer_partitions=2"]
-    whole = train(tmp_path, "whole", *partitions, "trainer.max_epochs=4")
-    train(tmp_path, "first", *partitions, "trainer.max_epochs=2")
-    checkpoint = tmp_path / "first" / "checkpoints" / "last.ckpt"
+    kept = "strategy.checkpoint_preservation_interval=2"
+    whole = train(tmp_path, "whole", *partitions, "trainer.max_epochs=4", kept)
+    checkpoint = tmp_path / "whole" / "checkpoints" / "epoch-00002.ckpt"
     rest = train(tmp_path, "rest", *partitions, "trainer.max_epochs=4", f"ckpt_path={checkpoint}")
     assert losses(rest) == losses(whole)[2:]
     assert rest["metrics"]["test/mrr"] == whole["metrics"]["test/mrr"]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from gtrain.errors import ConfigError, DataError, PeerLostError
+from gtrain.nn import TableSpec
 from gtrain.wire import Caller, Client, Message, Server
 from gtrain_pbg import files
 from gtrain_pbg.checkpoints import preserve
@@ -26,7 +27,10 @@ from gtrain_pbg.machines.members import JobEndedError
 from gtrain_pbg.machines.parameter_server import Handlers as ParameterHandlers
 from gtrain_pbg.machines.parameters import SharedParameters
 from gtrain_pbg.machines.partition_server import Handlers as PartitionHandlers
+from gtrain_pbg.machines.table import SpreadTable
 from gtrain_pbg.order import Bucket, bucket_order
+from gtrain_pbg.swaps import Buffer
+from gtrain_pbg.tables import Partitions
 
 BEGIN = {"round": 1, "epoch": 0, "seed": 0, "as_tree": False, "table": "node", "chunks": 1, "first": 0, "holding": [0]}
 """What a machine says when an epoch begins."""
@@ -134,6 +138,51 @@ def test_machines_keep_a_partition_and_fetch_few() -> None:
     while not alone.over:
         found.step()
     assert found.grants[0].bucket == (0, 0) and found.grants[1].bucket == (0, 1)
+
+
+def test_what_machines_train_is_in_the_table_while_they_read_ahead(tmp_path: Path) -> None:
+    """Each training of a bucket adds 1 to both of its partitions."""
+    depot, lease, book, rng = FolderDepot(tmp_path / "depot"), Leases(), threading.Lock(), random.Random(0)
+    board, partitions = make_board(8, ahead=True), Partitions(torch.arange(9) * 5, tuple(torch.arange(40).split(5)))
+    for partition in range(8):
+        depot.save(partition_key("node", partition), lease(), tensors(0.0))
+
+    def make() -> SpreadTable:
+        memory = {f"table.{kind}": torch.full((3, *value.shape), -1.0) for kind, value in tensors(0.0).items()}
+        width = memory["table.state"].shape[-1]
+        place = Buffer(3), width, torch.float32, tmp_path, memory, True
+        table = SpreadTable(TableSpec("node", 40, memory["table.rows"].shape[-1]), partitions, *place)  # type: ignore[arg-type]
+        table.connect("node", depot, False, lease)
+        return table
+
+    machines = [make(), make()]
+    active = [False, False]
+    while not board.over:
+        machine = rng.randrange(2)
+
+        def released(keys: list[str], machine: int = machine) -> None:
+            with book:
+                board.released(machine, keys)
+
+        machines[machine].settle()
+        with book:
+            if active[machine]:
+                board.trained(machine, 1)
+            grant = board.acquire(machine, lease)
+        active[machine] = grant is not None
+        if grant is None:
+            machines[machine].give_back(released)
+            continue
+        machines[machine].bring(grant, released)
+        for partition in set(grant.bucket):
+            rows = machines[machine].rows(machines[machine].buffer.place[partition], partition)
+            rows.value.add_(1)
+            rows.state.add_(2)
+    for partition in range(8):
+        found = tensors(-1.0)
+        depot.load(partition_key("node", partition), found)
+        assert {float(value) for value in found["rows"].unique()} == {15.0}  # of 8 * 8 buckets
+        assert {float(value) for value in found["state"].unique()} == {30.0}
 
 
 def test_the_first_epoch_grows_as_a_tree() -> None:
