@@ -46,7 +46,7 @@ class PBGConfig(StrategyConfig):
 
     num_partitions: int = 1
     buffer_partitions: int | None = None
-    bucket_order: str = "inside_out"
+    bucket_order: str = "affinity"
     num_edge_chunks: int = 1
     eval_fraction: float = 0.0
     shuffle: bool = True

@@ -157,7 +157,7 @@ class Trainee:
             for under_way in self._table.swap(visit.before):
                 under_way.result()
         self._group.barrier()
-        self._under_way = self._table.swap(visit.during)
+        self._under_way = [*self._table.swap(visit.during), *self._table.announce(visit.soon)]
 
     def _leave(self, visit: Visit, final: bool) -> None:
         self._table.trained(visit.bucket)

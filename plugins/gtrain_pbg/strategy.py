@@ -71,7 +71,7 @@ class PBGStrategy(GraphStrategy):
         *,
         num_partitions: int = 1,
         buffer_partitions: int | None = None,
-        bucket_order: str = "inside_out",
+        bucket_order: str = "affinity",
         num_edge_chunks: int = 1,
         eval_fraction: float = 0.0,
         shuffle: bool = True,

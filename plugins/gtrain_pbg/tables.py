@@ -206,6 +206,18 @@ class PartitionedTable:
             return None
         return self._thread.submit(self._swap, swaps)
 
+    def announce(self, swaps: tuple[Swap, ...]) -> Future[None] | None:
+        """Begin to read what will come into the kernel's memory, on the leader: there is no slot for it yet."""
+        if self._thread is None or not swaps:
+            return None
+        return self._thread.submit(self._announce, swaps)
+
+    def _announce(self, swaps: tuple[Swap, ...]) -> None:
+        for swap in swaps:
+            self._landings.wait(swap.into)
+            for kind in files.KINDS:
+                files.announce(self._source(kind, swap.into))
+
     def _swap(self, swaps: tuple[Swap, ...]) -> None:
         for swap in swaps:
             if swap.out is not None and swap.out in self._changed:
