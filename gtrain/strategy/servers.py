@@ -51,6 +51,8 @@ class Servers:
         self._environment, self._counters, self._timeout_seconds = environment, counters, timeout_seconds
         self._roster = slots.roster()
         self._clients: dict[tuple[str, int], Client] = {}
+        self._missing: set[tuple[str, int]] = set()
+        self._figures: dict[tuple[str, int], dict[str, Any]] = {}  # as they were heard last
         self._before: Traffic = {}
         self.traffic: Traffic = {}  # in training epochs
         counters.meters.append(self)
@@ -106,11 +108,27 @@ class Servers:
         """This worker's clients of all servers of a role, in rank order."""
         return [self.client(role, rank) for rank in range(self.count(role))]
 
+    def miss(self, role: str, rank: int) -> None:
+        """Go on without a server that is lost: what is asked of it fails, and its figures stay what they were last."""
+        if (role, rank) not in self._missing:
+            self._missing.add((role, rank))
+            if (role, rank) in self._clients:
+                self._clients[role, rank].close(PeerLostError(f"{role} {rank} is lost"))
+
     def figures(self) -> list[dict[str, Any]]:
         """What every server of the job says it spent so far, role by role, in rank order."""
-        wanted = [self.client(role, rank) for role, count in self._roster.counts.items() for rank in range(count)]
-        asked = [(client, client.submit(FIGURES)) for client in wanted]
-        return [_answer(client, answer).fields for client, answer in asked]
+        wanted = [(role, rank) for role, count in self._roster.counts.items() for rank in range(count)]
+        clients = {one: self.client(*one) for one in wanted}
+        asked = {one: client.submit(FIGURES) for one, client in clients.items() if one not in self._missing}
+        for one, answer in asked.items():
+            try:
+                self._figures[one] = _answer(clients[one], answer).fields
+            except PeerLostError:
+                if one not in self._missing:
+                    raise
+        if unheard := [entry(*one) for one in wanted if one not in self._figures]:
+            raise PeerLostError(f"{', '.join(unheard)} was lost before it was heard of")
+        return [self._figures[one] for one in wanted]
 
     def close(self) -> None:
         """Let go of the connections."""

@@ -23,7 +23,7 @@ class PBGConfig(StrategyConfig):
     Attributes:
         num_partitions: P, parts of the table; there are P * P buckets of edges.
         buffer_partitions: parts in memory at a time; with one more than the two of a bucket, the next is read and the
-            last is written while a bucket is trained. None: all P; on several machines 3, of which one is written back.
+            last is written while a bucket is trained. None: all P; on several machines 3.
         bucket_order: in which order an epoch goes through the buckets; see :mod:`gtrain_pbg.order`.
         num_edge_chunks: pieces of each bucket; an epoch goes through all first ones, then through all second ones.
         eval_fraction: share of each bucket's edges, the same in every epoch, that is held back and scored.
@@ -41,12 +41,12 @@ class PBGConfig(StrategyConfig):
         on_trainer_loss: ``continue`` trains its buckets on other machines, ``stop`` ends the job.
         max_restarts: how often a partition server that died is started again.
         checkpoint_preservation_interval: every so many epochs, the checkpoint is kept for good; None: never.
-        checkpoint_chunks: whether the last checkpoint is written after each edge chunk too, on one machine.
+        checkpoint_chunks: whether the last checkpoint is written after each edge chunk too; all machines wait for it.
     """
 
     num_partitions: int = 1
     buffer_partitions: int | None = None
-    bucket_order: str = "inside_out"
+    bucket_order: str = "affinity"
     num_edge_chunks: int = 1
     eval_fraction: float = 0.0
     shuffle: bool = True
@@ -134,14 +134,8 @@ def check_machines(machines: int, settings: PBGConfig) -> None:
     if machines > 1 and buffer not in (None, 2, 3):
         raise ConfigError(
             f"strategy.buffer_partitions={buffer} was set; each of trainer.num_nodes={machines} machines has the 2 "
-            "partitions of its bucket and one that it writes back.",
+            "partitions of its bucket and one that it writes back or reads ahead.",
             hint="set strategy.buffer_partitions=3, or 2 to save memory.",
-        )
-    if machines > 1 and settings.checkpoint_chunks:
-        raise ConfigError(
-            f"strategy.checkpoint_chunks=true and trainer.num_nodes={machines} were set; several machines write "
-            "checkpoints at the ends of epochs.",
-            hint="leave strategy.checkpoint_chunks; machines that are lost in mid-epoch cost no edges.",
         )
 
 

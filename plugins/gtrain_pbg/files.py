@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +110,12 @@ def read(path: Path, target: Tensor) -> None:
             _forget(handle.fileno())
     except OSError as error:
         raise _failed("read", path, error) from error
+
+
+def announce(path: Path) -> None:
+    """Let the kernel read a file, which :func:`read` will ask for soon."""
+    with suppress(OSError), open(path, "rb") as handle:  # which reading it will tell
+        os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def mapped(path: Path) -> Tensor:

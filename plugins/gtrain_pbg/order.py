@@ -56,16 +56,21 @@ def components(buckets: Iterable[Bucket]) -> dict[int, int]:
 
 
 def _by_affinity(buckets: list[Bucket], rng: random.Random) -> list[Bucket]:
-    left = set(buckets)
+    left: dict[int, set[Bucket]] = {}  # of each partition
+    for bucket in buckets:
+        for partition in bucket:
+            left.setdefault(partition, set()).add(bucket)
     found = [rng.choice(buckets)]
-    left.discard(found[0])
-    while left:
+    while True:
         last = found[-1]
-        near = sorted(bucket for bucket in left if set(bucket) & set(last))
-        held = [bucket for bucket in near if set(bucket) <= set(last)]
-        found.append(rng.choice(held or near or sorted(left)))
-        left.discard(found[-1])
-    return found
+        for partition in last:
+            left[partition].discard(last)
+        near = left[last[0]] | left[last[1]]
+        held = near & {(i, j) for i in last for j in last}
+        others = sorted(held or near or set().union(*left.values()))
+        if not others:
+            return found
+        found.append(rng.choice(others))
 
 
 def _layers(partitions: int) -> list[Bucket]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from gtrain.graph.store import Store
+from gtrain.strategy.counters import Counters
 from gtrain.strategy.group import Group
 from gtrain_pbg.config import PBGConfig
 from gtrain_pbg.edges import BucketEdges, EdgeList, batches_of, filled, mixed, passes_of
@@ -149,21 +152,32 @@ class Trainee:
 
     def _enter(self, visit: Visit) -> None:
         """All workers have left the last bucket; its successor's partitions must be there before any goes on."""
-        if visit.before or self._under_way:
+        with standing_still(self._group.counters, "partitions"):
             self._finish()
             for under_way in self._table.swap(visit.before):
                 under_way.result()
         self._group.barrier()
-        self._under_way = self._table.swap(visit.during)
+        self._under_way = [*self._table.swap(visit.during), *self._table.announce(visit.soon)]
 
     def _leave(self, visit: Visit, final: bool) -> None:
         self._table.trained(visit.bucket)
         self._group.barrier()
         if final:
-            self._finish()
+            with standing_still(self._group.counters, "partitions"):
+                self._finish()
+                self._table.settle()
 
     def _finish(self) -> None:
         """Wait for what is read and written, and raise what went wrong."""
         for under_way in self._under_way:
             under_way.result()
         self._under_way = []
+
+
+@contextmanager
+def standing_still(counters: Counters, name: str) -> Iterator[None]:
+    """Count a stretch of time in which a worker waits for something and does not train."""
+    began = time.perf_counter()
+    with counters.span(f"wait: {name}"):
+        yield
+    counters.waited(began, began)

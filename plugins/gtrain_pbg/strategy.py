@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -71,7 +71,7 @@ class PBGStrategy(GraphStrategy):
         *,
         num_partitions: int = 1,
         buffer_partitions: int | None = None,
-        bucket_order: str = "inside_out",
+        bucket_order: str = "affinity",
         num_edge_chunks: int = 1,
         eval_fraction: float = 0.0,
         shuffle: bool = True,
@@ -116,7 +116,7 @@ class PBGStrategy(GraphStrategy):
         self._machine = self.group
         self._machines: Machines | None = None
         self._trainee: Trainee | MachineTrainee | None = None
-        self._behind: Visit | None = None  # while a checkpoint is written within an epoch
+        self._now: Reached | None = None  # while a checkpoint is written within an epoch
         self._reached = Reached(0, 0)
 
     # ------------------------------------------------------------------------------------------ set-up
@@ -211,6 +211,7 @@ class PBGStrategy(GraphStrategy):
             lambda epoch: self._reached.first(epoch),
             held_out,
             fresh,
+            settings.checkpoint_chunks,
         )
 
     def _make_table(self, recipe: ModelRecipe, rules: StepRules | None) -> TypedTables:
@@ -324,33 +325,30 @@ class PBGStrategy(GraphStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Write the last checkpoint where an edge chunk is trained, if that is wished for."""
-        trainer = self._trainer
-        if not self.settings.checkpoint_chunks or not isinstance(batch, Span) or batch.behind is None:
-            return
+        trainer, trainee = self._trainer, self._trainee
+        behind = batch.behind if isinstance(batch, Span) else None
+        chunk = trainee.done if isinstance(trainee, MachineTrainee) else behind.chunk + 1 if behind is not None else 0
         folder = getattr(trainer and trainer.checkpoint_callback, "dirpath", None)
-        if trainer is None or folder is None:
+        if not self.settings.checkpoint_chunks or not chunk or trainer is None or folder is None:
             return
-        self._behind = batch.behind
+        self._now = Reached(trainer.current_epoch, chunk)
         try:
-            trainer.save_checkpoint(Path(folder) / "last.ckpt")
+            with self._table.placed(behind.after) if self._table and behind is not None else nullcontext():
+                trainer.save_checkpoint(Path(folder) / "last.ckpt")
         finally:
-            self._behind = None
+            self._now = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)
         interval = self.settings.checkpoint_preservation_interval
-        if self.is_global_zero and interval is not None and self._behind is None:
+        if self.is_global_zero and interval is not None and self._now is None:
             preserve(Path(filepath), int(checkpoint["epoch"]), interval)
 
     def shard_files(self, folder: Path) -> None:
         if self.is_global_zero and self._table is not None and self._shared is not None:
-            if self._behind is None:
-                self._table.save(folder)
-            else:
-                with self._table.placed(self._behind.after):
-                    self._table.save(folder)
-                assert self._trainer is not None
-                Reached(self._trainer.current_epoch, self._behind.chunk + 1).write(folder)
+            self._table.save(folder)
+            if self._now is not None:
+                self._now.write(folder)
             assert self._recipe is not None and self._store is not None and self.lightning_module is not None
             save_states(folder, self._shared, self._recipe)
             describe(folder, self._store, self._table, relations_of(self.lightning_module, self._recipe))

@@ -41,6 +41,7 @@ class Visit:
         before: what must be done before it is trained, and could not be done earlier.
         during: what may be done while it is trained, for the next.
         after: slot of each partition that is in one after that.
+        soon: what will be done before the next, whose files may be read into the kernel's memory meanwhile.
     """
 
     bucket: Bucket
@@ -49,6 +50,7 @@ class Visit:
     before: tuple[Swap, ...]
     during: tuple[Swap, ...]
     after: Mapping[int, int] = field(default_factory=dict)
+    soon: tuple[Swap, ...] = ()
 
 
 @dataclass
@@ -79,7 +81,7 @@ class Buffer:
             after = dict(self.place)
             if number + 1 < len(visits):
                 later = self._bring(needed[number + 1], set(), needed, number + 1)
-            found.append(Visit(bucket, chunk, slots, tuple(now), tuple(during), after))
+            found.append(Visit(bucket, chunk, slots, tuple(now), tuple(during), after, tuple(later)))
             now = later
         return found
 

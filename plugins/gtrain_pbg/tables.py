@@ -14,6 +14,7 @@ from gtrain.nn import TableSpec
 from gtrain.nn.table import INIT_ROWS
 from gtrain.wire.shared import SharedTensors
 from gtrain_pbg import files
+from gtrain_pbg.landing import Landings
 from gtrain_pbg.step.batch import Rows
 from gtrain_pbg.swaps import Buffer, Swap
 
@@ -84,6 +85,7 @@ class PartitionedTable:
         self._changed: set[int] = set()
         self._heads: dict[int, Tensor] = {}
         self._thread = ThreadPoolExecutor(1, "gtrain-pbg-swap") if leader else None
+        self._landings = Landings()
         self._global: Tensor | None = None
 
     @staticmethod
@@ -160,7 +162,9 @@ class PartitionedTable:
         names = []
         for partition in range(self.partitions.count):
             if partition in self.buffer.place and partition in self._changed and not self.whole:
-                self._write(partition, self._slot(files.ROWS, partition), self._slot(files.STATE, partition))
+                tensors = [self._slot(kind, partition) for kind in files.KINDS]
+                self._landings.begin(partition, self._written(partition, tensors))
+                self._landings.wait(partition)
                 self._changed.discard(partition)
             for kind in files.KINDS:
                 target = folder / files.file_name(kind, partition, self.name)
@@ -202,12 +206,26 @@ class PartitionedTable:
             return None
         return self._thread.submit(self._swap, swaps)
 
+    def announce(self, swaps: tuple[Swap, ...]) -> Future[None] | None:
+        """Begin to read what will come into the kernel's memory, on the leader: there is no slot for it yet."""
+        if self._thread is None or not swaps:
+            return None
+        return self._thread.submit(self._announce, swaps)
+
+    def _announce(self, swaps: tuple[Swap, ...]) -> None:
+        for swap in swaps:
+            self._landings.wait(swap.into)
+            for kind in files.KINDS:
+                files.announce(self._source(kind, swap.into))
+
     def _swap(self, swaps: tuple[Swap, ...]) -> None:
         for swap in swaps:
             if swap.out is not None and swap.out in self._changed:
                 size = self.partitions.size(swap.out)
-                self._write(swap.out, *(self._memory(kind)[swap.slot, :size] for kind in files.KINDS))
+                tensors = [self._memory(kind)[swap.slot, :size] for kind in files.KINDS]
+                self._landings.begin(swap.out, self._written(swap.out, tensors))
                 self._changed.discard(swap.out)
+            self._landings.wait(swap.into)
             size = self.partitions.size(swap.into)
             for kind in files.KINDS:
                 files.read(self._source(kind, swap.into), self._memory(kind)[swap.slot, :size])
@@ -217,9 +235,9 @@ class PartitionedTable:
         self._changed |= set(bucket)
 
     def settle(self) -> None:
-        """Wait for what is under way."""
+        """Wait for what is under way to memory and to the disk."""
         if self._thread is not None:
-            self._thread.submit(lambda: None).result()
+            self._thread.submit(self._landings.settle).result()
 
     # ------------------------------------------------------------------------------------------ reading
 
@@ -263,6 +281,7 @@ class PartitionedTable:
         """Let go of the thread; what is in memory stays as long as it is referenced."""
         if self._thread is not None:
             self._thread.shutdown(wait=True)
+            self._landings.close()
             self._thread = None
 
     # ------------------------------------------------------------------------------------------ inside
@@ -282,7 +301,12 @@ class PartitionedTable:
         folder = self._sources.get(partition)
         return own if folder is None or own.exists() else folder / own.name
 
-    def _write(self, partition: int, rows: Tensor, state: Tensor) -> None:
+    def _written(self, partition: int, tensors: Iterable[Tensor]) -> list[files.Writing]:
+        """A partition's files with all their rows, in the kernel's memory and not yet on the disk."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        files.write(self._path(files.ROWS, partition), rows)
-        files.write(self._path(files.STATE, partition), state)
+        found = []
+        for kind, tensor in zip(files.KINDS, tensors, strict=True):
+            writing = files.Writing(self._path(kind, partition), tuple(tensor.shape), tensor.dtype)
+            writing.add(tensor)
+            found.append(writing)
+        return found

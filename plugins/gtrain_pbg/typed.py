@@ -172,9 +172,22 @@ class TypedTables:
 
     def swap(self, swaps: tuple[Swap, ...]) -> list[Future[None]]:
         """Begin to write what leaves slots and to read what comes."""
-        cut = (table for table, how in zip(self.tables, self.cuts, strict=True) if how.is_cut)
-        futures = [table.swap(swaps) for table in cut]
+        futures = [table.swap(swaps) for table in self._cut]
         return [future for future in futures if future is not None]
+
+    def announce(self, swaps: tuple[Swap, ...]) -> list[Future[None]]:
+        """Let the kernel read what will come into slots."""
+        futures = [table.announce(swaps) for table in self._cut]
+        return [future for future in futures if future is not None]
+
+    @property
+    def _cut(self) -> list[PartitionedTable]:
+        return [table for table, how in zip(self.tables, self.cuts, strict=True) if how.is_cut]
+
+    def settle(self) -> None:
+        """Wait for what is under way to memory and to the disk."""
+        for table in self.tables:
+            table.settle()
 
     def trained(self, bucket: Bucket) -> None:
         """Note that partitions differ from their files."""

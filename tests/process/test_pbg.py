@@ -107,9 +107,9 @@ def test_workers_on_disk_learn_go_on_and_export(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(tmp_path: Path) -> None:
     """One worker: losses of every epoch, to the last digit."""
-    partitions = ["strategy.num_partitions=3", "strategy.buffer_partitions=2"]
-    keep = "strategy.checkpoint_preservation_interval=2"
-    whole = train(tmp_path, "whole", *partitions, keep, "trainer.max_epochs=4")
+    partitions = ["strategy.num_partitions=3", "strategy.buffer_partitions=2", "strategy.bucket_order=inside_out"]
+    kept = "strategy.checkpoint_preservation_interval=2"
+    whole = train(tmp_path, "whole", *partitions, "trainer.max_epochs=4", kept)
     checkpoint = tmp_path / "whole" / "checkpoints" / "epoch-00002.ckpt"
     rest = train(tmp_path, "rest", *partitions, "trainer.max_epochs=4", f"ckpt_path={checkpoint}")
     assert losses(rest) == losses(whole)[2:]
@@ -118,7 +118,8 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(tmp_path: Path) 
 
 def test_a_run_that_was_killed_within_an_epoch_goes_on_from_its_last_chunk(tmp_path: Path) -> None:
     settings = ["strategy.num_partitions=3", "strategy.buffer_partitions=2", "strategy.num_edge_chunks=4",
-                "strategy.checkpoint_chunks=true", "strategy.checkpoint_preservation_interval=100"]  # fmt: skip
+                "strategy.checkpoint_chunks=true", "strategy.checkpoint_preservation_interval=100",
+                "strategy.bucket_order=inside_out"]  # fmt: skip
     arguments = ["strategy=pbg", *SMALL, *QUIET, *settings, "trainer.max_epochs=100000", "hydra.run.dir=killed"]
     job = Program("-m", "gtrain", *arguments, cwd=tmp_path)
     checkpoint = tmp_path / "killed" / "checkpoints" / "last.ckpt"

@@ -203,6 +203,7 @@ def test_what_was_trained_survives_swaps_and_checkpoints(tmp_path: Path) -> None
             rows.state += 2
             expected[table.partitions.orig_id[partition]] += 1
         table.trained(visit.bucket)
+    table.settle()
     assert torch.equal(table.fetch(torch.arange(5000)), expected)
     (tmp_path / "checkpoint").mkdir()
     table.save(tmp_path / "checkpoint")

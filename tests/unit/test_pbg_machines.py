@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from gtrain.errors import ConfigError, DataError, PeerLostError
+from gtrain.nn import TableSpec
 from gtrain.wire import Caller, Client, Message, Server
 from gtrain_pbg import files
 from gtrain_pbg.checkpoints import preserve
@@ -26,11 +27,19 @@ from gtrain_pbg.machines.members import JobEndedError
 from gtrain_pbg.machines.parameter_server import Handlers as ParameterHandlers
 from gtrain_pbg.machines.parameters import SharedParameters
 from gtrain_pbg.machines.partition_server import Handlers as PartitionHandlers
+from gtrain_pbg.machines.table import SpreadTable
 from gtrain_pbg.order import Bucket, bucket_order
+from gtrain_pbg.swaps import Buffer
+from gtrain_pbg.tables import Partitions
+
+BEGIN = {"round": 1, "epoch": 0, "seed": 0, "as_tree": False, "table": "node", "chunks": 1, "first": 0, "holding": [0]}
+"""What a machine says when an epoch begins."""
 
 
-def make_board(partitions: int = 4, chunks: int = 1, as_tree: bool = False, order: str = "inside_out") -> Board:
-    return Board("node", lambda chunk: bucket_order(order, partitions, 2, chunk), chunks, as_tree)
+def make_board(
+    partitions: int = 4, chunks: int = 1, as_tree: bool = False, order: str = "inside_out", ahead: bool = False
+) -> Board:
+    return Board("node", lambda chunk: bucket_order(order, partitions, 2, chunk), chunks, as_tree, 0, ahead)
 
 
 class Leases:
@@ -61,6 +70,7 @@ class Epoch:
         self.memory: list[dict[str, set[tuple[int, Bucket]]]] = [{} for _ in range(machines)]
         self.grant: list[Grant | None] = [None] * machines
         self.grants: list[Grant] = []
+        self.ahead: list[int | None] = [None] * machines
 
     def step(self) -> None:
         machine = self.rng.choice(self.alive)
@@ -71,6 +81,11 @@ class Epoch:
             self.board.trained(machine, 1)
         found = self.grant[machine] = self.board.acquire(machine, self.lease)
         keep = names(found.bucket) if found else set()
+        if found and found.ahead is not None:
+            keep |= names((found.ahead, found.ahead))
+        assert self.ahead[machine] is None or (found and self.ahead[machine] in found.bucket), "read in vain"
+        self.ahead[machine] = found.ahead if found else None
+        assert len(keep) <= 3 and (not found or keep == found.leases.keys())
         for key in sorted(self.memory[machine].keys() - keep):
             self.saved[key] = self.memory[machine].pop(key)
             self.board.released(machine, [key])
@@ -89,7 +104,7 @@ class Epoch:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_every_bucket_is_in_the_table_whoever_is_lost(seed: int) -> None:
-    board = make_board(8, chunks=2, as_tree=seed % 2 == 0)
+    board = make_board(8, chunks=2, as_tree=seed % 2 == 0, ahead=True)
     epoch = Epoch(board, 4, seed)
     deaths = sorted(epoch.rng.sample(range(5, 90), seed % 4))
     steps = 0
@@ -110,16 +125,64 @@ def test_every_bucket_is_in_the_table_whoever_is_lost(seed: int) -> None:
 
 def test_machines_keep_a_partition_and_fetch_few() -> None:
     """Two machines in turn, 8 partitions: about one partition a bucket comes anew, and not two."""
-    board, epoch = make_board(8), None
-    epoch = Epoch(board, 2, 1)
-    while not board.over:
-        epoch.step()
-    assert len(epoch.grants) == 64 and epoch.lease.last < 1.2 * 64
+    for ahead in (False, True):
+        board = make_board(8, ahead=ahead)
+        epoch = Epoch(board, 2, 1)
+        while not board.over:
+            epoch.step()
+        assert len(epoch.grants) == 64 and epoch.lease.last < 1.2 * 64
+        early = sum(grant.ahead is not None for grant in epoch.grants)
+        assert early > 0.7 * epoch.lease.last if ahead else early == 0  # are there before their bucket begins
     alone = make_board(4, order="sequential")
     found = Epoch(alone, 1, 0)
     while not alone.over:
         found.step()
     assert found.grants[0].bucket == (0, 0) and found.grants[1].bucket == (0, 1)
+
+
+def test_what_machines_train_is_in_the_table_while_they_read_ahead(tmp_path: Path) -> None:
+    """Each training of a bucket adds 1 to both of its partitions."""
+    depot, lease, book, rng = FolderDepot(tmp_path / "depot"), Leases(), threading.Lock(), random.Random(0)
+    board, partitions = make_board(8, ahead=True), Partitions(torch.arange(9) * 5, tuple(torch.arange(40).split(5)))
+    for partition in range(8):
+        depot.save(partition_key("node", partition), lease(), tensors(0.0))
+
+    def make() -> SpreadTable:
+        memory = {f"table.{kind}": torch.full((3, *value.shape), -1.0) for kind, value in tensors(0.0).items()}
+        width = memory["table.state"].shape[-1]
+        place = Buffer(3), width, torch.float32, tmp_path, memory, True
+        table = SpreadTable(TableSpec("node", 40, memory["table.rows"].shape[-1]), partitions, *place)  # type: ignore[arg-type]
+        table.connect("node", depot, False, lease)
+        return table
+
+    machines = [make(), make()]
+    active = [False, False]
+    while not board.over:
+        machine = rng.randrange(2)
+
+        def released(keys: list[str], machine: int = machine) -> None:
+            with book:
+                board.released(machine, keys)
+
+        machines[machine].settle()
+        with book:
+            if active[machine]:
+                board.trained(machine, 1)
+            grant = board.acquire(machine, lease)
+        active[machine] = grant is not None
+        if grant is None:
+            machines[machine].give_back(released)
+            continue
+        machines[machine].bring(grant, released)
+        for partition in set(grant.bucket):
+            rows = machines[machine].rows(machines[machine].buffer.place[partition], partition)
+            rows.value.add_(1)
+            rows.state.add_(2)
+    for partition in range(8):
+        found = tensors(-1.0)
+        depot.load(partition_key("node", partition), found)
+        assert {float(value) for value in found["rows"].unique()} == {15.0}  # of 8 * 8 buckets
+        assert {float(value) for value in found["state"].unique()} == {30.0}
 
 
 def test_the_first_epoch_grows_as_a_tree() -> None:
@@ -169,14 +232,16 @@ def ask(server: LockServer, method: str, rank: int, **fields: object) -> object:
 def test_an_epoch_has_the_buckets_that_the_store_has_edges_for() -> None:
     server, there = make_lock(), torch.zeros(4, 4, dtype=torch.bool)
     there[2, 3] = there[0, 0] = True
-    fields = {"round": 1, "epoch": 0, "seed": 0, "as_tree": True, "table": "node", "chunks": 1, "first": 0}
+    fields = {**BEGIN, "as_tree": True}
     server.methods()["begin"](Message(fields, [there]), Caller("rank 0", 1, 1))
     granted = [ask(server, "acquire", rank, edges=None).fields["bucket"] for rank in (0, 2)]  # type: ignore[attr-defined]
     assert sorted(granted) == [[0, 0], [2, 3]]
 
 
-def make_lock(policy: str = "continue", clock: object = None) -> LockServer:
-    settings = PBGConfig(name="pbg", num_partitions=4, on_trainer_loss=policy, lease_seconds=10.0)
+def make_lock(policy: str = "continue", clock: object = None, servers: int = -1) -> LockServer:
+    settings = PBGConfig(
+        name="pbg", num_partitions=4, on_trainer_loss=policy, lease_seconds=10.0, partition_servers=servers
+    )
     return LockServer(settings, 2, 2, **({} if clock is None else {"clock": clock}))  # type: ignore[arg-type]
 
 
@@ -206,7 +271,7 @@ def test_who_waits_gets_what_a_lost_machine_had() -> None:
     server = make_lock(clock=lambda: now[0])
     for rank in (0, 2):
         ask(server, "join", rank, place="elsewhere", pid=0)
-        ask(server, "begin", rank, round=1, epoch=0, seed=0, as_tree=True, table="node", chunks=1, first=0)
+        ask(server, "begin", rank, **{**BEGIN, "as_tree": True})
     granted = ask(server, "acquire", 2, edges=None)
     waiting = ask(server, "acquire", 0, edges=None)
     assert not waiting.done()  # type: ignore[attr-defined]
@@ -244,8 +309,44 @@ def test_a_server_that_is_lost_ends_the_job_and_one_that_comes_back_does_not() -
             ask(server, "beat", 0)
     now[0] = 30.0
     server.look()
-    with pytest.raises(JobEndedError, match="parameter 1 is lost: it was not heard of for 10 s; go on from the last"):
+    with pytest.raises(
+        JobEndedError, match="parameter 1 is lost: it was not heard of for 10 s, and what parameter 1 kept"
+    ):
         ask(server, "beat", 0)
+
+
+@pytest.mark.parametrize(
+    ("holding", "servers", "policy", "why"),
+    [
+        ([0, 1], 0, "continue", "and what parameter 1 kept is nowhere else"),
+        ([0], -1, "continue", "and what partition 1 kept is nowhere else"),
+        ([0], 0, "stop", "parameter 1 is lost: it was not heard of for 10 s; go on"),
+        ([0], 0, "continue", ""),
+        ([], 1, "continue", ""),
+    ],
+)
+def test_a_machine_is_missed_only_where_nothing_is_lost_with_it(
+    holding: list[int], servers: int, policy: str, why: str
+) -> None:
+    now = [0.0]
+    server = make_lock(policy, lambda: now[0], servers)
+    for rank in range(4):
+        ask(server, "join", rank, place="elsewhere", pid=0)
+    for name in ("parameter 0", "parameter 1"):
+        server.methods()["serve"](Message({"place": "elsewhere", "pid": 0}), Caller(name, 1, 1))
+    ask(server, "begin", 0, **{**BEGIN, "holding": holding})
+    now[0] = 8.0
+    for rank in (0, 1):
+        assert ask(server, "beat", rank).fields == {"missing": []}  # type: ignore[attr-defined]
+    server.methods()["pulse"](Message({}), Caller("parameter 0", 1, 1))
+    now[0] = 11.0  # machine 1, with ranks 2 and 3, was silent
+    server.look()
+    if why:
+        with pytest.raises(JobEndedError, match=why):
+            ask(server, "beat", 0)
+    else:
+        assert ask(server, "beat", 0).fields == {"missing": ["parameter 1"]}  # type: ignore[attr-defined]
+        assert list(server.members.lost) == [1]
 
 
 def test_a_loss_may_end_the_job() -> None:
@@ -408,11 +509,9 @@ def test_machines_that_do_not_fit_are_refused_with_the_arithmetic() -> None:
         check_machines(machines, PBGConfig(name="pbg", num_partitions=partitions, **settings))  # type: ignore[arg-type]
 
     check(2, 4)
-    check(1, 1, buffer_partitions=3, checkpoint_chunks=True)
+    check(1, 1, buffer_partitions=3)
     with pytest.raises(ConfigError, match=r"2 \* 3 = 6 > 4") as caught:
         check(3, 4)
     assert "strategy.num_partitions=6" in str(caught.value) and "trainer.num_nodes=2" in str(caught.value)
     with pytest.raises(ConfigError, match="buffer_partitions=4"):
         check(2, 4, buffer_partitions=4)
-    with pytest.raises(ConfigError, match="checkpoint_chunks=true"):
-        check(2, 4, checkpoint_chunks=True)

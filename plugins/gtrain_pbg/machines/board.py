@@ -3,11 +3,16 @@
 A machine *holds* partitions, each by a lease. It trains a bucket whose two partitions it holds, and may keep one for
 the next bucket. A bucket is done when both of its partitions were written back after its training; if the machine is
 lost before, the bucket is trained again by another. So no edge is left out, whoever dies when.
+
+A machine may read ahead: with its bucket it gets a lease of a partition that the next one needs beside one of its own.
+That bucket stays among those that are left, so that it is not lost with the machine. It is the next that the machine is
+granted, which waits for nobody meanwhile: a lease ahead keeps others waiting no longer than the training of a bucket.
+It is given only while every other machine has a bucket that it could begin without that partition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from gtrain_pbg.order import Bucket, components
@@ -28,12 +33,14 @@ class Grant:
     Attributes:
         bucket: partitions of heads and of tails.
         chunk: which of the bucket's edge chunks.
-        leases: number of the lease of each of the two partitions by its key; larger is later.
+        leases: number of the lease of each of these partitions by its key; larger is later.
+        ahead: a partition that the next bucket needs; None: none.
     """
 
     bucket: Bucket
     chunk: int
     leases: dict[str, int]
+    ahead: int | None = None
 
 
 @dataclass
@@ -58,6 +65,7 @@ class Board:
         as_tree: whether a bucket is granted only if one of its partitions has been trained, but the first of those
             that are joined by others: no two machines then begin with vectors that will have to do with each other.
         first: the chunk with which it begins.
+        ahead: whether machines have room for a partition that they read ahead.
 
     Attributes:
         edges: edges that were trained of each bucket that is done.
@@ -65,9 +73,16 @@ class Board:
     """
 
     def __init__(
-        self, table: str, order: Callable[[int], list[Bucket]], chunks: int, as_tree: bool, first: int = 0
+        self,
+        table: str,
+        order: Callable[[int], list[Bucket]],
+        chunks: int,
+        as_tree: bool,
+        first: int = 0,
+        ahead: bool = False,
     ) -> None:
         self._table, self._order, self._chunks, self._as_tree = table, order, chunks, as_tree
+        self._ahead = ahead and not as_tree
         self._machines: dict[int, _Machine] = {}
         self._chunk, self._pending = first, [(first, bucket) for bucket in order(first)]
         self._component = components(bucket for _, bucket in self._pending)
@@ -92,7 +107,7 @@ class Board:
         mine = self._of(machine)
         if mine.active is not None:
             raise ValueError(f"machine {machine} has the bucket {mine.active} and asks for another")
-        taken = {key for other, found in self._machines.items() if other != machine for key in found.leases}
+        taken = self._taken(machine)
         ways = [
             (len(keys - mine.leases.keys()), number)
             for number, (_, bucket) in enumerate(self._pending)
@@ -103,7 +118,9 @@ class Board:
         chunk, bucket = mine.active = self._pending.pop(min(ways)[1])
         for key in sorted(self._keys(bucket) - mine.leases.keys()):
             mine.leases[key] = next_lease()
-        return Grant(bucket, chunk, {key: mine.leases[key] for key in self._keys(bucket)})
+        ahead = self._reserve(machine, bucket, next_lease) if self._ahead else None
+        wanted = self._keys(bucket if ahead is None else (*bucket, ahead))
+        return Grant(bucket, chunk, {key: mine.leases[key] for key in wanted}, ahead)
 
     def holds(self, machine: int) -> bool:
         """Whether a machine holds partitions."""
@@ -144,8 +161,36 @@ class Board:
     def _of(self, machine: int) -> _Machine:
         return self._machines.setdefault(machine, _Machine())
 
-    def _keys(self, bucket: Bucket) -> set[str]:
-        return {partition_key(self._table, partition) for partition in bucket}
+    def _keys(self, partitions: Iterable[int]) -> set[str]:
+        return {partition_key(self._table, partition) for partition in partitions}
+
+    def _taken(self, machine: int) -> set[str]:
+        """Partitions that others hold."""
+        return {key for other, found in self._machines.items() if other != machine for key in found.leases}
+
+    def _reserve(self, machine: int, bucket: Bucket, next_lease: Callable[[], int]) -> int | None:
+        """Lease the partition that the machine's next bucket needs beside one of these, if it may be read ahead."""
+        mine, here = self._of(machine), self._keys(bucket)
+        if any(self._keys(other) <= here for _, other in self._pending):
+            return None  # the next one needs no other
+        taken = self._taken(machine) | mine.leases.keys() - here
+        for work in self._pending:
+            missing = set(work[1]) - set(bucket)
+            if len(missing) != 1 or missing == set(work[1]) or self._keys(missing) & taken:
+                continue
+            if self._others_get_on(machine, self._keys(missing), work):
+                (partition,) = missing
+                mine.leases[partition_key(self._table, partition)] = next_lease()
+                return partition
+        return None
+
+    def _others_get_on(self, machine: int, reserved: set[str], work: Work) -> bool:
+        """Whether each other machine has a bucket that it could begin without what is reserved for this work."""
+        return all(
+            any(other != work and not self._keys(other[1]) & (self._taken(one) | reserved) for other in self._pending)
+            for one in self._machines
+            if one != machine
+        )
 
     def _allowed(self, bucket: Bucket, keys: set[str], mine: _Machine) -> bool:
         if not self._as_tree or keys & self._known or any(keys & self._keys(other) for _, other in mine.unsaved):

@@ -27,10 +27,17 @@ class LockClient:
         lease_seconds: after how long a rank, or the lock server, that is silent is taken for lost.
         store: host and port of the job's key-value store, which ends with the job; None for a rank of the machine
             that has it.
+        miss: told the name of each server that is lost and that the job goes on without.
     """
 
-    def __init__(self, client: Client, lease_seconds: float, store: tuple[str, int] | None = None) -> None:
-        self._client, self._lease_seconds = client, lease_seconds
+    def __init__(
+        self,
+        client: Client,
+        lease_seconds: float,
+        store: tuple[str, int] | None = None,
+        miss: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self._client, self._lease_seconds, self._miss = client, lease_seconds, miss
         self._over = threading.Event()
         self._lost: PeerLostError | None = None
         self._losing = threading.Lock()
@@ -70,7 +77,9 @@ class LockClient:
     def _beat(self) -> None:
         while not self._over.wait(pause(self._lease_seconds)):
             try:
-                self._client.request("beat", timeout_seconds=self._lease_seconds)
+                answer = self._client.request("beat", timeout_seconds=self._lease_seconds)
+                for name in answer.fields["missing"]:
+                    self._miss(name)
             except (WireError, PeerLostError) as error:
                 self._lose(_told(error) or JobEndedError(f"the lock server is lost: {error.message}"))
                 return

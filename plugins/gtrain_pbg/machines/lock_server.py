@@ -11,7 +11,7 @@ from typing import Any
 from gtrain.errors import PeerLostError
 from gtrain.strategy.server import ServerContext
 from gtrain.wire import Caller, Message
-from gtrain_pbg.config import PBGConfig
+from gtrain_pbg.config import EACH, PBGConfig
 from gtrain_pbg.edges import mixed
 from gtrain_pbg.machines.board import Board
 from gtrain_pbg.machines.heart import place
@@ -53,6 +53,8 @@ class LockServer:
         self._begun: set[int] = set()  # machines that have had a bucket in this epoch
         self._waiting: dict[int, Reply] = {}
         self._ended = ""
+        self._holding: set[int] | None = None  # parameter servers that keep something; None: not yet known
+        self._missing: list[str] = []  # servers that are lost, and that the job goes on without
 
     def methods(self) -> dict[str, Any]:
         """The handlers by the names of their methods."""
@@ -77,9 +79,10 @@ class LockServer:
         """A rank is there. Fields: ``place`` and ``pid``, its process's."""
         self._pulses.join(f"rank {rank}", message.fields["place"], message.fields["pid"])
 
-    def beat(self, message: Message, rank: int) -> None:
-        """A rank is still there."""
+    def beat(self, message: Message, rank: int) -> Message:
+        """A rank is still there. The answer has ``missing``: servers that the job goes on without."""
         self._pulses.beat(f"rank {rank}")
+        return Message({"missing": self._missing})
 
     def serve(self, message: Message, caller: Caller) -> None:
         """A server is there, perhaps started again. Fields: as of :meth:`join`."""
@@ -114,7 +117,19 @@ class LockServer:
                     self._pulses.await_return(name)  # its agent starts it again, or ends the job
                 else:
                     self._pulses.forget(name)
-                    self._end(f"{name} is lost: it {how}; go on from the last checkpoint (ckpt_path=last)")
+                    self._miss(name, how)
+
+    def _miss(self, name: str, how: str) -> None:
+        """A server is lost, and with a parameter server its machine: go on if nothing is lost with it."""
+        number, settings, kept = _rank(name), self._settings, name
+        if name.startswith("parameter ") and self._holding is not None and number not in self._holding:
+            kept = f"partition {number}" if settings.partition_servers == EACH else ""
+        if kept or settings.on_trainer_loss == "stop":
+            what = f", and what {kept} kept is nowhere else" if kept else ""
+            self._end(f"{name} is lost: it {how}{what}; go on from the last checkpoint (ckpt_path=last)")
+            return
+        print(f"the job goes on without {name}, which kept nothing: it {how}", flush=True)
+        self._missing.append(name)
 
     def _lose(self, machine: int, reason: str) -> None:
         if machine in self.members.lost:
@@ -148,12 +163,13 @@ class LockServer:
         """A machine begins an epoch.
 
         Fields: ``round`` (from 1), ``epoch``, ``seed``, ``as_tree``, ``table``, ``chunks``, how often it goes through
-        the buckets, and ``first``, from which on. A tensor bool ``[P, P]``: which buckets have edges.
+        the buckets, ``first``, from which on, and ``holding``, the parameter servers that keep something. A tensor bool
+        ``[P, P]``: which buckets have edges.
         """
         fields, settings = message.fields, self._settings
         if fields["round"] <= self._round:
             return
-        self._round, self._begun = fields["round"], set()
+        self._round, self._begun, self._holding = fields["round"], set(), set(fields["holding"])
         there = set(map(tuple, message.tensors[0].nonzero().tolist()))
 
         def order(chunk: int) -> list[tuple[int, int]]:
@@ -161,13 +177,14 @@ class LockServer:
             found = bucket_order(settings.bucket_order, settings.num_partitions, 2, seed)
             return [bucket for bucket in found if bucket in there]
 
-        self._board = Board(fields["table"], order, fields["chunks"], fields["as_tree"], fields["first"])
+        place = fields["chunks"], fields["as_tree"], fields["first"]
+        self._board = Board(fields["table"], order, *place, settings.buffer_partitions != 2)
 
     def acquire(self, message: Message, rank: int) -> Message | Reply:
         """A machine wants a bucket. Fields: ``edges`` that it trained of its last one; None: it has none.
 
-        The answer has ``bucket``, ``chunk`` and ``leases``; or ``give_back``: others may need what it holds; or
-        ``over`` with ``edges`` and ``again`` of the epoch. It comes when one of these is the case.
+        The answer has ``bucket``, ``chunk``, ``leases`` and ``ahead``; or ``give_back``: others may need what it holds;
+        or ``over`` with ``edges`` and ``again`` of the epoch. It comes when one of these is the case.
         """
         board, machine = self._epoch, self.members.machine_of(rank)
         if message.fields["edges"] is not None:
@@ -197,7 +214,8 @@ class LockServer:
             if machine not in self._begun:
                 self._begun.add(machine)
                 print(f"round {self._round}: machine {machine} begins with bucket {grant.bucket}", flush=True)
-            return Message({"bucket": list(grant.bucket), "chunk": grant.chunk, "leases": grant.leases})
+            fields = {"bucket": list(grant.bucket), "chunk": grant.chunk, "ahead": grant.ahead}
+            return Message({**fields, "leases": grant.leases})
         if board.holds(machine):
             return Message({"give_back": True})
         if board.over:

@@ -32,6 +32,9 @@ class SharedParameters:
         clients: of the parameter servers, in rank order.
         interval: seconds between updates, at least.
         silent_seconds: how long a server may take to answer.
+
+    Attributes:
+        holding: numbers of the servers that keep something; the others are not asked.
     """
 
     def __init__(
@@ -42,8 +45,9 @@ class SharedParameters:
         silent_seconds: float = 60.0,
     ) -> None:
         self._silent_seconds = silent_seconds
-        self._clients = list(clients)
-        self._pieces = [_pieces(tensors, server, len(self._clients)) for server in range(len(self._clients))]
+        pieces = [_pieces(tensors, server, len(clients)) for server in range(len(clients))]
+        self.holding = [server for server, own in enumerate(pieces) if own]
+        self._clients, self._pieces = [clients[server] for server in self.holding], [pieces[n] for n in self.holding]
         self._last = [{key: piece.clone() for key, piece in pieces.items()} for pieces in self._pieces]
         nbytes = sum(piece.nbytes for pieces in self._pieces for piece in pieces.values())
         self._interval = max(interval, 1 / MOST_UPDATES, nbytes / MOST_BYTES)
@@ -124,13 +128,11 @@ class SharedParameters:
 
 
 def _pieces(tensors: Mapping[str, Tensor], server: int, servers: int) -> dict[str, Tensor]:
-    """Views of what one server has: small parameters are dealt in turn, large ones are spread over all."""
-    found, number = {}, 0
+    """Views of what a server has: small parameters are at the first, without which no job goes on; large are spread."""
+    found = {}
     for name, tensor in tensors.items():
         flat = tensor.view(-1)
         count = min(servers, -(-flat.numel() // PIECE_NUMBERS))
-        for piece in flat.tensor_split(count) if count else ():
-            if number % servers == server:
-                found[f"{name}/{number}"] = piece
-            number += 1
+        if server < count:
+            found[f"{name}/{server}"] = flat.tensor_split(count)[server]
     return found

@@ -80,7 +80,7 @@ class Machines:
             )
         self._settings, self._servers = settings, servers
         self._silent_seconds = max(SILENT_SECONDS, 2 * settings.lease_seconds)
-        self.lock = LockClient(servers.client("lock", 0), settings.lease_seconds, store)
+        self.lock = LockClient(servers.client("lock", 0), settings.lease_seconds, store, self._miss)
         self.group = MachinesGroup(rank, size, self.lock, counters)
 
     def depot(self, run_dir: Path) -> Depot:
@@ -94,6 +94,10 @@ class Machines:
         """This machine's copy of what all machines have."""
         clients = self._clients("parameter")
         return SharedParameters(tensors, clients, self._settings.sync_interval, self._silent_seconds)
+
+    def _miss(self, name: str) -> None:
+        role, _, number = name.partition(" ")
+        self._servers.miss(role, int(number))
 
     def _clients(self, role: str) -> list[Client]:
         """Clients of the servers of a role, which nobody waits for in vain once it is known that they are gone."""

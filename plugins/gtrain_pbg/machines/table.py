@@ -32,6 +32,7 @@ class SpreadTable(PartitionedTable):
     _next_lease: Callable[[], int]
     _leases: dict[int, int]
     _leaving: dict[int, Future[None]]
+    _coming: Future[None] | None
 
     def connect(self, bundle: str, depot: Depot, publishes: bool, next_lease: Callable[[], int]) -> None:
         """Say where partitions are.
@@ -44,7 +45,7 @@ class SpreadTable(PartitionedTable):
         """
         self._bundle = bundle
         self._depot, self._publishes, self._next_lease = depot, publishes, next_lease
-        self._leases, self._leaving = {}, {}
+        self._leases, self._leaving, self._coming = {}, {}, None
 
     @property
     def whole(self) -> bool:
@@ -66,21 +67,36 @@ class SpreadTable(PartitionedTable):
     # ------------------------------------------------------------------------------------------ training
 
     def bring(self, grant: Grant, released: Callable[[list[str]], None]) -> None:
-        """Bring the partitions of a bucket into slots. Others are written back meanwhile, and while it is trained.
+        """Bring the partitions of a bucket into slots. While it is trained, others are written back, and one is read.
 
         Args:
             grant: the bucket.
             released: told which partitions are written back.
         """
-        self._leave(released, set(self.buffer.place) - set(grant.bucket))
+        self._arrive()
+        kept = set(grant.bucket) | ({grant.ahead} if grant.ahead is not None else set())
+        self._leave(released, set(self.buffer.place) - kept)
         for partition in sorted(set(grant.bucket) - set(self.buffer.place)):
-            slot = self._room()
-            lease = grant.leases[partition_key(self._bundle, partition)]
-            self._depot.load(self._key(partition), self._tensors(slot, partition), lease)
-            self.buffer.place[partition], self._leases[partition] = slot, lease
+            self._taken(partition, self._room(), grant)()
+        if grant.ahead is not None and grant.ahead not in self.buffer.place:
+            assert self._thread is not None  # which has written back what is in the slot before it reads
+            self._coming = self._thread.submit(self._taken(grant.ahead, self._next_room(), grant))
+
+    def _taken(self, partition: int, slot: int, grant: Grant) -> Callable[[], None]:
+        """Have a slot for a partition; what is returned reads it."""
+        lease = grant.leases[partition_key(self._bundle, partition)]
+        self.buffer.place[partition], self._leases[partition] = slot, lease
+        return partial(self._depot.load, self._key(partition), self._tensors(slot, partition), lease)
+
+    def _arrive(self) -> None:
+        """Wait for what is read ahead."""
+        coming, self._coming = self._coming, None
+        if coming is not None:
+            coming.result()
 
     def give_back(self, released: Callable[[list[str]], None]) -> None:
         """Write all partitions back, and have no lease of them any more."""
+        self._arrive()
         self._leave(released, set(self.buffer.place))
         self.settle()
 
@@ -108,12 +124,15 @@ class SpreadTable(PartitionedTable):
 
     def _room(self) -> int:
         """A slot without a partition; waits for one that is written back if need be."""
-        free = set(range(self.buffer.slots)) - set(self.buffer.place.values())
-        slot = min(free - self._leaving.keys(), default=None)
-        if slot is None:
-            slot = next(iter(self._leaving))  # the first that was begun
+        slot = self._next_room()
+        if slot in self._leaving:
             self._leaving.pop(slot).result()
         return slot
+
+    def _next_room(self) -> int:
+        """A slot without a partition, or else the first of those from which one is written back."""
+        free = set(range(self.buffer.slots)) - set(self.buffer.place.values())
+        return min(free - self._leaving.keys(), default=next((slot for slot in self._leaving if slot in free), -1))
 
     def forget(self) -> None:
         """Nothing is in a slot any more."""

@@ -13,7 +13,7 @@ from gtrain_pbg.machines.group import MachinesGroup
 from gtrain_pbg.machines.lock_client import LockClient
 from gtrain_pbg.machines.parameters import SharedParameters
 from gtrain_pbg.machines.typed import SpreadTypes
-from gtrain_pbg.spans import Cut
+from gtrain_pbg.spans import Cut, standing_still
 from gtrain_pbg.training import BucketTraining, held_out
 
 Trained = tuple[float, float, dict[str, float]]
@@ -35,6 +35,11 @@ class MachineTrainee:
         first: says with which chunk an epoch begins: not with 0 where it was begun before.
         held_out: whether edges are held back.
         fresh: whether the table begins with random vectors, and the first epoch therefore goes as a tree.
+        pauses: whether all machines stand still after each edge chunk, for a checkpoint.
+
+    Attributes:
+        over: whether the epoch is.
+        done: how many edge chunks of the epoch are trained, where a checkpoint is due before its next one; 0: none is.
     """
 
     def __init__(
@@ -49,14 +54,15 @@ class MachineTrainee:
         first: Callable[[int], int],
         held_out: bool,
         fresh: bool,
+        pauses: bool,
     ) -> None:
         self._table, self._lock, self._machine, self._everyone = table, lock, machine, everyone
         self._training, self._parameters, self._clock = training, parameters, clock
-        self._first, self._held_out, self._fresh = first, held_out, fresh
+        self._first, self._held_out, self._fresh, self._pauses = first, held_out, fresh, pauses
         self._leads, self._rounds = machine.rank == 0, 0
         self._work: Iterator[Trained] = iter(())
         self._counts: dict[str, float] = {}
-        self.over = True
+        self.over, self.done = True, 0
 
     def begin(self, cut: Cut) -> None:
         """An epoch begins."""
@@ -64,19 +70,37 @@ class MachineTrainee:
 
     def train(self) -> Trained:
         """Train on about a span of edges."""
+        self.done = 0
         return next(self._work, NOTHING)
 
     def _epoch(self, cut: Cut) -> Iterator[Trained]:
-        epoch = self._clock()
+        epoch, passes = self._clock(), cut.edges.passes
+        counts: dict[str, float] = {}
+        first = self._first(epoch)
+        for chunk in range(first, passes) if self._pauses else [first]:
+            self._begin(cut, epoch, chunk, chunk + 1 if self._pauses else passes)
+            yield from self._buckets(cut, epoch)
+            counts = {name: value + counts.get(name, 0.0) for name, value in self._end().items()}
+            if self._pauses and chunk + 1 < passes:
+                self.done = chunk + 1
+                yield NOTHING
+        self.over = True
+        yield 0.0, 0.0, {**counts, **self._held()}
+
+    def _begin(self, cut: Cut, epoch: int, first: int, last: int) -> None:
+        """All begin with the same parameters, on the edge chunks from ``first`` to before ``last``."""
         self._agree_on_parameters()
         self._rounds += 1
         if self._leads:
-            first = self._first(epoch)
             as_tree = self._fresh and epoch == first == 0
             fields: dict[str, Any] = {"round": self._rounds, "epoch": epoch, "seed": cut.edges.seed}
-            fields |= {"first": first, "as_tree": as_tree, "table": self._table.bundle, "chunks": cut.edges.passes}
+            fields |= {"first": first, "as_tree": as_tree, "table": self._table.bundle, "chunks": last}
+            fields["holding"] = self._parameters.holding
             self._lock.ask("begin", fields, [cut.edges.filled()])
             self._parameters.start()
+
+    def _buckets(self, cut: Cut, epoch: int) -> Iterator[Trained]:
+        """Train on buckets until all are done."""
         edges: int | None = None
         while (grant := self._next(edges)) is not None:
             edges = 0
@@ -91,24 +115,24 @@ class MachineTrainee:
             edges = int(self._machine.all_reduce(torch.tensor(edges)))  # all of the machine's workers are done
             self._training.score_after(held, visit)
             self._machine.barrier()
-        self.over = True
-        yield 0.0, 0.0, self._end()
 
     def _next(self, edges: int | None) -> Grant | None:
         """The machine's next bucket, with its partitions in memory; None: the epoch is over."""
         told = torch.full((6,), -1)
-        if self._leads:
-            self._parameters.check()
-            grant = self._acquire(edges)
-            if grant is not None:
-                self._table.bring(grant, self._released)
-                self._parameters.exchange()  # the machine's other workers stand still
-                told = torch.tensor([*grant.bucket, *self._table.visit(grant).slots, grant.chunk, 0])
+        if self._leads:  # the machine's other workers stand still
+            with standing_still(self._everyone.counters, "bucket"):
+                self._parameters.check()
+                grant = self._acquire(edges)
+                if grant is not None:
+                    self._table.bring(grant, self._released)
+                    self._parameters.exchange()
+                    told = torch.tensor([*grant.bucket, *self._table.visit(grant).slots, grant.chunk, 0])
         head, tail, first, second, chunk, _ = self._machine.broadcast(told).tolist()
         if head < 0:
             self._table.forget()
             return None
-        self._table.place((head, tail), (first, second))
+        if not self._leads:
+            self._table.place((head, tail), (first, second))
         return Grant((head, tail), chunk, {})
 
     def _acquire(self, edges: int | None) -> Grant | None:
@@ -120,7 +144,7 @@ class MachineTrainee:
                 return None
             if "bucket" in found:
                 head, tail = found["bucket"]
-                return Grant((head, tail), found["chunk"], found["leases"])
+                return Grant((head, tail), found["chunk"], found["leases"], found["ahead"])
             self._table.give_back(self._released)
             edges = None
 
@@ -144,10 +168,12 @@ class MachineTrainee:
         if self._leads:
             self._parameters.get()
         self._machine.barrier()
-        counts = self._everyone.broadcast_object(self._counts if self._everyone.rank == 0 else None)
-        if not self._held_out:
-            return counts
-        return {**counts, **held_out(self._everyone.all_reduce(self._training.take_held_out()))}
+        counts: dict[str, float] = self._everyone.broadcast_object(self._counts if self._everyone.rank == 0 else None)
+        return counts
+
+    def _held(self) -> dict[str, float]:
+        """What is to be logged of edges that were held back, of all workers."""
+        return held_out(self._everyone.all_reduce(self._training.take_held_out())) if self._held_out else {}
 
 
 class Turn:
