@@ -82,14 +82,15 @@ class ServerContext:
         address = Servers(find_environment(), Counters(), START_SECONDS).address(role, rank)
         return Client(address, peer=f"{role} {rank}", name=self.slot.label, security=self.security)
 
-    def serve(self, handlers: Mapping[str, Handler]) -> None:
+    def serve(self, handlers: Mapping[str, Handler], work: Callable[[], bool] | None = None) -> None:
         """Answer requests until :attr:`stop` is set.
 
         Args:
             handlers: what answers each method; ``gtrain.figures`` is added.
+            work: what to do between requests; see :meth:`gtrain.wire.Server.run`.
         """
         server = self.server(handlers)
-        server.run(self.stop)
+        server.run(self.stop, work)
 
     def server(self, handlers: Mapping[str, Handler]) -> Server:
         """The server of :meth:`serve`, for a role that runs it by itself; others find it from now on."""

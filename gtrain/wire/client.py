@@ -87,6 +87,7 @@ class Client:
         self._closed = False
         self._cause: GtrainError | None = None  # for which it was closed
         self._waiting = 0  # threads that wait and do not receive
+        self._left = False  # whether the client's own thread receives until nothing is under way
 
     @property
     def counters(self) -> Counters:
@@ -158,6 +159,12 @@ class Client:
                 if self._to_do():
                     self._work.set()
         return self._wait(future, None if seconds is None else max(0.0, end - time.monotonic()))
+
+    def leave(self) -> None:
+        """Have the client's own thread receive all that is under way: who is to come for it may be kept from it."""
+        with self._lock:
+            self._left = self._dialogue.busy
+        self._work.set()
 
     def request(
         self,
@@ -319,7 +326,8 @@ class Client:
 
     def _to_do(self) -> bool:
         """Whether the client's own thread is needed: nobody comes for an answer, or who does cannot receive."""
-        return self._dialogue.neglected or self._waiting > 0
+        self._left = self._left and self._dialogue.busy
+        return self._dialogue.neglected or self._waiting > 0 or self._left
 
     def _wait(self, future: Future[Message], seconds: float | None) -> Message:
         """Wait for an answer that another thread receives."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import zmq
 
+from gtrain.wire.io_threads import hurry
 from gtrain.wire.limits import Limits
 from gtrain.wire.security import Security
 from gtrain.wire.sockets import Frames, Monitor, Waiter, configure, has_input, process_context, receive, send
@@ -59,6 +60,7 @@ class Link:
     def __init__(self, address: str, security: Security | None, limits: Limits) -> None:
         self._address, self._secured = address, security is not None
         self._socket = process_context().socket(zmq.DEALER)
+        hurry()
         configure(self._socket, limits, address)
         self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MILLISECONDS)

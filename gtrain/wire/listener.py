@@ -17,6 +17,7 @@ from gtrain.errors import ConfigError
 from gtrain.wire.addresses import is_local
 from gtrain.wire.counters import Counters
 from gtrain.wire.errors import WireError
+from gtrain.wire.io_threads import hurry
 from gtrain.wire.limits import Limits
 from gtrain.wire.security import Security, require_security
 from gtrain.wire.sockets import Frames, Monitor, Waiter, configure, receive, send
@@ -94,6 +95,7 @@ class Listener:
         self._name, self._counters, self._secured = name, counters, security is not None
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        hurry()
         configure(self._socket, limits, address)
         self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
         self._socket.setsockopt(zmq.BACKLOG, BACKLOG)

@@ -77,32 +77,38 @@ class Server:
         self._throttle = Throttle(log)
         self._closing = self._running = False
         self._thread: threading.Thread | None = None
+        self._loop = 0
 
     @property
     def address(self) -> str:
         """What clients connect to; binds the socket if it is not bound yet."""
         return reachable(self._bound().endpoint)
 
-    def run(self, stop: threading.Event | None = None) -> None:
+    def run(self, stop: threading.Event | None = None, work: Callable[[], bool] | None = None) -> None:
         """Serve until ``stop`` is set or :meth:`close` is called; then answers already given still leave.
 
         Args:
             stop: looked at every 0.2 s.
+            work: called when all requests that are there were taken, to do a little of what they ask for by futures;
+                returns whether it did anything, and is called again before the loop sleeps. So work needs no thread.
         """
-        listener, self._running = self._bound(), True
+        listener, self._running, self._loop = self._bound(), True, threading.get_ident()
         try:
             while not self._ended(stop):
                 served = self._serve_some(listener, stop)
+                if work is not None and work():
+                    continue
                 if not served:
                     listener.wait(STOP_SECONDS if stop is not None else 60.0)
         finally:
             listener.close()
 
-    def start(self) -> Server:
-        """Serve in a thread of its own; returns the server."""
+    def start(self, work: Callable[[], bool] | None = None) -> Server:
+        """Serve in a thread of its own; returns the server. See :meth:`run`."""
         self._bound()
         self._running = True
-        self._thread = threading.Thread(target=self.run, name=f"gtrain-server-{self.name}", daemon=True)
+        name = f"gtrain-server-{self.name}"
+        self._thread = threading.Thread(target=self.run, args=(None, work), name=name, daemon=True)
         self._thread.start()
         return self
 
@@ -304,7 +310,7 @@ class Server:
     def _defer(self, session: Session, header: Header, future: Future[Result]) -> None:
         """Have the loop answer; called by whichever thread finished the future."""
         self._deferred.append((session, header, future))
-        if self._listener is not None:
+        if self._listener is not None and threading.get_ident() != self._loop:
             self._listener.wake()
 
     def _finish_deferred(self) -> bool:

@@ -123,6 +123,8 @@ class Monitor:
 
 SPIN_SECONDS = 0.0001
 """How long a thread looks before it sleeps: on a quiet machine waking it costs more than a small request does."""
+SPIN_AGAIN = 16
+"""A thread that looked in vain sleeps at once so many times before it tries whether looking pays now."""
 
 
 class Waiter:
@@ -137,6 +139,7 @@ class Waiter:
 
     def __init__(self, *descriptors: int) -> None:
         self.ready: list[int] = []
+        self._sleeps = 0  # to come, before the next looking
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
         for descriptor in (*descriptors, self._event):
@@ -145,18 +148,25 @@ class Waiter:
     def wait(self, seconds: float) -> None:
         """Return when something may have happened, after ``seconds`` at the latest.
 
-        It looks a few times before it sleeps: an answer to a small request is often there before the kernel could put
-        a thread to sleep and wake it again.
+        Where that was worth it last time, it looks a few times before it sleeps: an answer to a small request is often
+        there before the kernel could put a thread to sleep and wake it again. Where processes share a core, a thread
+        that looks keeps others from work, and the kernel has it wait for longer afterwards.
         """
-        found = self._poll.poll(0)
-        end = time.perf_counter() + min(seconds, SPIN_SECONDS)
-        while not found and time.perf_counter() < end:
-            os.sched_yield()
-            found = self._poll.poll(0)
+        found = self._look(min(seconds, SPIN_SECONDS)) if not self._sleeps else []
+        self._sleeps = 0 if found else (self._sleeps or SPIN_AGAIN) - 1
         self.ready = [descriptor for descriptor, _ in found or self._poll.poll(max(0, int(seconds * 1000) + 1))]
         if self._event in self.ready:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._event)
+
+    def _look(self, seconds: float) -> list[tuple[int, int]]:
+        """Look until something is there, for so long at the most."""
+        found = self._poll.poll(0)
+        end = time.perf_counter() + seconds
+        while not found and time.perf_counter() < end:
+            os.sched_yield()
+            found = self._poll.poll(0)
+        return found
 
     def wake(self) -> None:
         """End the waiting of another thread, or its next one."""

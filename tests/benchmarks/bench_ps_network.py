@@ -60,11 +60,9 @@ def main() -> None:
             found = {protocol: run(net, rows, width, protocol, folder) for protocol in ("ship", "pull")}
     print(f"{rows} rows a worker, {width} columns, {given.mbit} Mbit/s")
     for protocol, (examples, nbytes) in found.items():
-        link = nbytes / 2 / (given.mbit * 1e6 / 8)
         step = rows * WORKERS / examples
-        print(
-            f"{protocol:<6}{examples:>10,.0f} examples/s, {nbytes:>12,.0f} bytes, {link:.2f} s of a step's {step:.2f}"
-        )
+        link = f", {nbytes / 2 / (given.mbit * 1e6 / 8):.2f} s" if given.mbit else ""
+        print(f"{protocol:<6}{examples:>10,.0f} examples/s, {nbytes:>12,.0f} bytes{link} of a step's {step:.2f} s")
     print(f"ship / pull: {found['ship'][0] / found['pull'][0]:.1f}")
 
 

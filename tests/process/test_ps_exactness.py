@@ -46,40 +46,36 @@ def optimizer(name: str) -> tuple[str, ...]:
     return (f"model.sparse_optimizer._target_=gtrain.nn.{name}", *OPTIMIZERS[name])
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_on_any_number_of_workers_and_servers(sweep: Runner, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "workers", "servers"), [("SGD", 4, 2), ("Adagrad", 2, 4), ("RowwiseAdagrad", 1, 2), ("LazyAdam", 2, 1)]
+)
+def test_every_optimizer(sweep: Runner, name: str, workers: int, servers: int) -> None:
+    """Other numbers of workers and servers: ``tests/unit/test_ps_service.py``, where they are threads."""
     arguments = (*SMALL, *optimizer(name), "trainer.precision=64-true")
     (single,) = sweep("strategy=single", *arguments, name="single")
-    served = sweep("strategy=ps", "trainer.num_nodes=1,4", "strategy.servers=2", *arguments, name="workers")
-    served += sweep("strategy=ps", "trainer.num_nodes=2", "strategy.servers=1,4", *arguments, name="servers")
-    assert [run["world_size"] for run in served] == [1, 4, 2, 2]
-    for run in served:
-        assert worst(single, run) < 1e-12
-        assert worst(single, run, "val/loss") < 1e-12
+    served = ("strategy=ps", f"trainer.num_nodes={workers}", f"strategy.servers={servers}")
+    (run,) = sweep(*served, *arguments, name="served")
+    assert run["world_size"] == workers
+    assert worst(single, run) < 1e-12 and worst(single, run, "val/loss") < 1e-12
     assert single["history"][0]["train/loss"] - single["history"][-1]["train/loss"] > 1e-3  # it has learned something
-    (single,) = sweep("strategy=single", *arguments[:-1], name="single-32")
-    (run,) = sweep("strategy=ps", "trainer.num_nodes=2", "strategy.servers=2", *arguments[:-1], name="32")
+
+
+def test_single_precision(sweep: Runner) -> None:
+    arguments = (*SMALL, *optimizer("LazyAdam"))
+    (single,) = sweep("strategy=single", *arguments, name="single")
+    (run,) = sweep("strategy=ps", "trainer.num_nodes=2", "strategy.servers=2", *arguments, name="served")
     assert worst(single, run) < 1e-5
 
 
 def test_every_protocol_cut_and_rest(sweep: Runner) -> None:
     """Blocks of columns are exact where a zero gradient changes nothing: without weight decay."""
-    arguments = (*SMALL, *optimizer("Adagrad"), "trainer.precision=64-true", "trainer.max_epochs=4")
-    served = ("strategy=ps", "trainer.num_nodes=2", "strategy.servers=4", *arguments)
-    (single,) = sweep("strategy=single", *arguments, name="single")
-    runs = sweep(*served, "strategy.protocol=pull,auto", name="protocols")
-    runs += sweep(*served, "strategy.rest=allreduce", "strategy.blocks=range", "strategy.prefetch=0", name="others")
-    assert len(runs) == 3
-    for run in runs:
-        assert worst(single, run) < 1e-12 and worst(single, run, "val/auc") < 1e-12
-
-
-def test_cuts_by_columns(sweep: Runner) -> None:
     plain = ("model.sparse_optimizer.weight_decay=0", "trainer.max_epochs=4", "trainer.precision=64-true")
     arguments = (*SMALL, *optimizer("Adagrad"), *plain)
     (single,) = sweep("strategy=single", *arguments, name="single")
     served = ("strategy=ps", "trainer.num_nodes=2", "strategy.servers=4", *arguments)
-    runs = sweep(*served, "strategy.split=column,grid,auto", name="splits")
-    assert len(runs) == 3
+    runs = sweep(*served, "strategy.protocol=pull,auto", name="protocols")
+    runs += sweep(*served, "strategy.split=column,grid,auto", name="splits")
+    runs += sweep(*served, "strategy.rest=allreduce", "strategy.blocks=range", "strategy.prefetch=0", name="others")
+    assert len(runs) == 6
     for run in runs:
         assert worst(single, run) < 1e-12 and worst(single, run, "val/auc") < 1e-12

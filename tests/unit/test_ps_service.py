@@ -48,20 +48,14 @@ class Service:
         if self.disk:
             self.region, journal = Region(), Journal(self.folder, {}, log_bytes=self.disk)
             journal.load(self.region)
-        self.engine, self.stop = Engine(self.workers, self.lag, self.region), threading.Event()
+        self.engine = Engine(self.workers, self.lag, self.region)
         handlers = Handlers(self.engine, self.number)
         if self.disk:
             handlers.do_again(journal)
-        self.server = Server(
-            handlers.methods(), name=f"parameter {self.number}", descriptor=self.socket.fileno()
-        ).start()
-        self.thread = threading.Thread(target=self.engine.run, args=(self.stop,), daemon=True)
-        self.thread.start()
+        server = Server(handlers.methods(), name=f"parameter {self.number}", descriptor=self.socket.fileno())
+        self.server = server.start(self.engine.work)
 
     def end(self) -> None:
-        self.stop.set()
-        self.engine.wake()
-        self.thread.join()
         self.server.close()
 
     def restart(self) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import platform
 import random
+import re
 import socket
 import threading
 import time
@@ -227,6 +230,57 @@ def test_who_comes_for_an_answer_receives_it(folder: IpcFolder) -> None:
             client.request("release", {"number": 2 + number})
             thread.join(20)
             assert futures[number].done() and not thread.is_alive()
+
+        left = client.submit("later", attended=True)
+        left.add_done_callback(lambda _: receivers.append(threading.current_thread().name))
+        client.request("release", {"number": 4})
+        client.leave()
+        assert left.result(20).fields == {"value": 4} and receivers[-1].startswith("gtrain-client-")
+
+
+def test_the_loop_works_between_requests(folder: IpcFolder) -> None:
+    """What work finishes is answered before it works again, though nobody wakes the loop."""
+    asked: list[Future[Message | None]] = []
+    threads = set[str]()
+
+    def later(message: Message, caller: Caller) -> Future[Message | None]:
+        threads.add(threading.current_thread().name)
+        asked.append(Future())
+        return asked[-1]
+
+    def work() -> bool:
+        threads.add(threading.current_thread().name)
+        if asked:
+            asked.pop(0).set_result(Message({"left": len(asked)}))
+            return True
+        return False
+
+    server = Server({"later": later}, name="a server that works", address=folder.address("works")).start(work)
+    try:
+        with Client(server.address, peer=server.name) as client:
+            futures = [client.submit("later") for _ in range(20)]
+            assert all(future.result(20).fields["left"] < 20 for future in futures)
+    finally:
+        server.close()
+    assert threads == {"gtrain-server-a server that works"}
+
+
+@pytest.mark.skipif(
+    tuple(map(int, re.findall(r"\d+", platform.release())[:2])) < (6, 12) or platform.machine() != "x86_64",
+    reason="the kernel gives no thread a slice of its own",
+)
+def test_threads_that_carry_messages_have_short_slices(folder: IpcFolder) -> None:
+    def slice_of(task: Path) -> int:
+        attributes = ctypes.create_string_buffer(56)
+        assert ctypes.CDLL(None).syscall(315, int(task.name), attributes, 56, 0) == 0  # sched_getattr
+        return int.from_bytes(attributes.raw[24:32], "little") // 1000
+
+    with service(folder, {"echo": echo}) as (_, client):
+        client.request("echo")
+        tasks = list(Path("/proc/self/task").iterdir())
+        carrying = {task for task in tasks if (task / "comm").read_text().startswith("ZMQbg/IO")}
+        assert len(carrying) >= 2 and {slice_of(task) for task in carrying} == {100}
+        assert min(slice_of(task) for task in tasks if task not in carrying) > 100
 
 
 def test_handlers_may_answer_later(folder: IpcFolder) -> None:

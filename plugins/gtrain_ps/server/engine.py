@@ -4,12 +4,13 @@ The server's tables have a version: the number of steps that were applied. All w
 from version t (from t - lag or later where steps may be missed), and one update from the K stacked batches leads from
 version t to t + 1. So a product that is asked for early waits, and workers may send the rows of coming batches ahead.
 
-Requests are taken in by one thread; products and updates are computed by another, in whose hands alone the tables are.
+Requests are taken in and products and updates computed by one thread, the server's loop, in turn: requests first, then
+one product or update, and its answers leave before the next one. A thread of its own for computing would wait for the
+interpreter's lock, and be woken, more often than it could compute beside the loop.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -37,12 +38,14 @@ class _Step:
         commits: by worker.
         waiting: answers that get the sum of the rests.
         made: products that were answered, where they are kept for a worker that comes back.
+        written: whether it is on the disk.
     """
 
     rows: dict[tuple[int, int], Product] = field(default_factory=dict)
     commits: dict[int, Commit] = field(default_factory=dict)
     waiting: list[Answer] = field(default_factory=list)
     made: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    written: bool = False
 
 
 class Engine:
@@ -60,7 +63,6 @@ class Engine:
         self.blocks: dict[str, Block] = {}
         self.version = region.version
         self.missed = [0, 0]  # products for training, and steps that they missed
-        self._changed = threading.Condition()
         self._products: list[Product] = []
         self._actions: list[tuple[int, Callable[[], Message | None], Answer]] = []
         self._steps: dict[int, _Step] = {}
@@ -78,21 +80,18 @@ class Engine:
         A worker that saw this server die asks again, for what it may have lost: what has been applied is not needed.
         One that died itself asks again for what it had been answered, which is kept: the tables may be past it.
         """
-        with self._changed:
-            self._check()
-            if product.call is not None:
-                kept = None if self.kept is None else self.kept.product(product)
-                if product.step >= self.version:
-                    step = self._steps.setdefault(product.step, _Step())
-                    step.rows[product.worker, product.call] = product
-                    if kept is not None:
-                        step.made[product.worker, product.call] = kept
-                        self._changed.notify()
-                if product.step < self.version or kept is not None:
-                    product.answer.set_result(Message({"version": self.version}, [] if kept is None else [kept]))
-                    return product.answer
-            self._products.append(product)
-            self._changed.notify()
+        self._check()
+        if product.call is not None:
+            kept = None if self.kept is None else self.kept.product(product)
+            if product.step >= self.version:
+                step = self._steps.setdefault(product.step, _Step())
+                step.rows[product.worker, product.call] = product
+                if kept is not None:
+                    step.made[product.worker, product.call] = kept
+            if product.step < self.version or kept is not None:
+                product.answer.set_result(Message({"version": self.version}, [] if kept is None else [kept]))
+                return product.answer
+        self._products.append(product)
         return product.answer
 
     def commit(self, commit: Commit) -> Answer:
@@ -100,58 +99,52 @@ class Engine:
 
         The answer is the sum of the workers' rests.
         """
+        self._check()
         answer: Answer = Future()
-        with self._changed:
-            self._check()
-            found = self._sums.of(commit.step)
-            if commit.step >= self.version:
-                step = self._steps.setdefault(commit.step, _Step())
-                step.commits.setdefault(commit.worker, commit)
-                step.waiting.append(answer)
-                if len(step.commits) == self.workers:
-                    self._changed.notify()
-                if len(step.commits) == self.workers and self.journal is None:  # else it is answered once it is written
-                    found = self._sums.make(commit.step, [step.commits[worker] for worker in range(self.workers)])
-                if found is None and (commit.rest is not None or self.journal is not None):
-                    return answer
-                waiting, step.waiting = step.waiting, []
-            else:
-                waiting = [answer]
+        found = self._sums.of(commit.step)
+        if commit.step >= self.version:
+            step = self._steps.setdefault(commit.step, _Step())
+            step.commits.setdefault(commit.worker, commit)
+            step.waiting.append(answer)
+            if len(step.commits) == self.workers and self.journal is None:  # else it is answered once it is written
+                found = self._sums.make(commit.step, [step.commits[worker] for worker in range(self.workers)])
+            if found is None and (commit.rest is not None or self.journal is not None):
+                return answer
+            waiting, step.waiting = step.waiting, []
+        else:
+            waiting = [answer]
         for each in waiting:
             each.set_result(Message({}, [] if commit.rest is None or found is None else [found]))
         return answer
 
     def sum_of(self, step: int) -> Answer:
         """The sum of the workers' rests of a step, as :meth:`commit` answers it."""
+        self._check()
         answer: Answer = Future()
-        with self._changed:
-            self._check()
-            found = self._sums.of(step)
-            if found is None:
-                assert step >= self.version, "a step that no worker can need any more"
-                self._steps.setdefault(step, _Step()).waiting.append(answer)
-                return answer
+        found = self._sums.of(step)
+        if found is None:
+            assert step >= self.version, "a step that no worker can need any more"
+            self._steps.setdefault(step, _Step()).waiting.append(answer)
+            return answer
         answer.set_result(Message({}, [found]))
         return answer
 
     def forget(self, worker: int) -> int:
         """A worker has died and come back: drop what its life before sent ahead of its steps; return the version."""
-        with self._changed:
-            self._check()
-            self._products = [product for product in self._products if product.worker != worker]
-            for step in self._steps.values():
-                if worker not in step.commits:
-                    for call in [call for call in step.rows if call[0] == worker]:
-                        del step.rows[call]
-                        step.made.pop(call, None)
-            return self.version
+        self._check()
+        self._products = [product for product in self._products if product.worker != worker]
+        for step in self._steps.values():
+            if worker not in step.commits:
+                for call in [call for call in step.rows if call[0] == worker]:
+                    del step.rows[call]
+                    step.made.pop(call, None)
+        return self.version
 
     def missing(self) -> set[int]:
         """Workers that have not committed a step that others have."""
-        with self._changed:
-            step = self._steps.get(self.version)
-            commits = {} if step is None else step.commits
-            return {rank for rank in range(self.workers) if rank not in commits} if commits else set()
+        step = self._steps.get(self.version)
+        commits = {} if step is None else step.commits
+        return {rank for rank in range(self.workers) if rank not in commits} if commits else set()
 
     def after(self, step: int, action: Callable[[], Message | None], asked: Request | None = None) -> Answer:
         """Do something with the tables once they have at least this version.
@@ -161,34 +154,24 @@ class Engine:
             action: what to do.
             asked: how it was asked for, where it changes anything.
         """
+        self._check()
         answer: Answer = Future()
         if asked is not None:
             action = partial(self._written, [asked], action)
-        with self._changed:
-            self._check()
-            self._actions.append((step, action, answer))
-            self._changed.notify()
+        self._actions.append((step, action, answer))
         return answer
 
     # ------------------------------------------------------------------------------------ computing
 
-    def run(self, stop: threading.Event) -> None:
-        """Compute until ``stop`` is set and :meth:`wake` was called."""
-        while not stop.is_set():
-            with self._changed:
-                task = self._next()
-                if task is None:
-                    self._changed.wait()
-                    continue
+    def work(self) -> bool:
+        """Compute one thing; tell whether there was anything."""
+        task = self._next()
+        if task is not None:
             try:
                 task()
             except BaseException as error:
                 self._fail(error)
-
-    def wake(self) -> None:
-        """Have :meth:`run` look around."""
-        with self._changed:
-            self._changed.notify()
+        return task is not None
 
     def _next(self) -> Callable[[], None] | None:
         """What to do next: products first, for workers wait for them."""
@@ -202,7 +185,8 @@ class Engine:
                 del self._actions[index]
                 return lambda: _settle(answer, action)
         if self._complete():
-            return self._update
+            complete = self._steps[self.version]
+            return self._update if self.journal is None or complete.written else partial(self._write_step, complete)
         coming = self._steps.get(self.version)
         if coming is not None and (name := self._updates.ahead(coming.rows, self.workers)) is not None:
             return partial(self._updates.stack, coming.rows, name)
@@ -230,14 +214,13 @@ class Engine:
             return
         made = made.to(product.dtype)
         if self.kept is not None and product.call is not None:
-            with self._changed:
-                step = self._steps.get(product.step)
-                if step is not None and step.rows.get((product.worker, product.call)) is product:
-                    step.made[product.worker, product.call] = made
+            step = self._steps.get(product.step)
+            if step is not None and step.rows.get((product.worker, product.call)) is product:
+                step.made[product.worker, product.call] = made
         product.answer.set_result(Message({"version": self.version}, [made]))
 
     def drain(self) -> None:
-        """Do what can be done, before :meth:`run` does."""
+        """Do all that can be done."""
         while (task := self._next()) is not None:
             task()
 
@@ -251,26 +234,22 @@ class Engine:
         assert self.journal is not None
         said = [product.said() for product in step.rows.values()] + [commit.said() for commit in step.commits.values()]
         self.journal.append({"requests": said})
-        with self._changed:
-            found = self._sums.make(self.version, [step.commits[worker] for worker in range(self.workers)])
-            waiting, step.waiting = step.waiting, []
+        step.written = True
+        found = self._sums.make(self.version, [step.commits[worker] for worker in range(self.workers)])
+        waiting, step.waiting = step.waiting, []
         for each in waiting:
             each.set_result(Message({}, [] if found is None else [found]))
 
     def _update(self) -> None:
         """Lead the tables to the next version."""
-        with self._changed:
-            step = self._steps[self.version]
-        if self.journal is not None:
-            self._write_step(step)
+        step = self._steps[self.version]
         if self.kept is not None:
             self.kept.keep(self.version, step.commits, step.made)
         ordered = [step.commits[worker] for worker in range(self.workers)]
         self._updates.apply(step.rows, ordered, self.version + 1)
         self.region.set_version(self.version + 1)
-        with self._changed:
-            del self._steps[self.version]
-            self.version += 1
+        del self._steps[self.version]
+        self.version += 1
         if self.journal is not None and self.journal.due:
             self.journal.cut(self.region)
 
@@ -282,12 +261,11 @@ class Engine:
 
     def _fail(self, error: BaseException) -> None:
         """Have everybody know what went wrong."""
-        with self._changed:
-            self._failure = error
-            waiting = [product.answer for product in self._products]
-            waiting += [answer for _, _, answer in self._actions]
-            waiting += [answer for step in self._steps.values() for answer in step.waiting]
-            self._products, self._actions, self._steps = [], [], {}
+        self._failure = error
+        waiting = [product.answer for product in self._products]
+        waiting += [answer for _, _, answer in self._actions]
+        waiting += [answer for step in self._steps.values() for answer in step.waiting]
+        self._products, self._actions, self._steps = [], [], {}
         for answer in waiting:
             if not answer.done():
                 answer.set_exception(error)

@@ -17,9 +17,8 @@ import json
 import os
 import shutil
 import struct
-import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ class Journal:
     """
 
     def __init__(self, folder: Path, job: Mapping[str, Any], log_bytes: int = LOG_BYTES) -> None:
-        self._folder, self._limit, self._lock = folder, log_bytes, threading.Lock()
+        self._folder, self._limit = folder, log_bytes
         self._number, self._length = 0, 0
         self._region_bytes = 0
         self._log = -1
@@ -87,22 +86,14 @@ class Journal:
 
     # ------------------------------------------------------------------------------------------ going on
 
-    def append(self, value: Any, then: Callable[[], None] = lambda: None) -> None:
-        """Have a record on the disk when this returns.
-
-        Args:
-            value: the record.
-            then: changes the region accordingly, where another thread than that of :meth:`cut` does: what begins
-                a new log is a snapshot of all that the log before says.
-        """
+    def append(self, value: Any) -> None:
+        """Have a record on the disk when this returns."""
         content = pack(value).numpy()
         head = HEAD.pack(content.nbytes, zlib.crc32(content.data))
-        with self._lock:
-            _write_all(self._log, head)
-            _write_all(self._log, content.data)
-            os.fdatasync(self._log)
-            self._length += len(head) + content.nbytes
-            then()
+        _write_all(self._log, head)
+        _write_all(self._log, content.data)
+        os.fdatasync(self._log)
+        self._length += len(head) + content.nbytes
 
     @property
     def due(self) -> bool:
@@ -110,21 +101,20 @@ class Journal:
         return self._length > max(self._limit, self._region_bytes)
 
     def cut(self, region: Region) -> None:
-        """Take a snapshot and begin a new log; nothing may change the region's tables meanwhile."""
-        with self._lock:
-            packed = prepare({"tensors": region.tensors, "notes": region.notes, "version": region.version})
-            part = self._folder / "part"
-            with open(part, "wb") as file:
-                _write_packed(file, packed)
-                file.flush()
-                os.fsync(file.fileno())
-            self._number += 1
-            part.rename(self._path("snapshot"))
-            os.close(self._log)
-            self._log = os.open(self._path("log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            _sync_folder(self._folder)
-            self._length, self._region_bytes = 0, packed.nbytes
-            self._remove_older()
+        """Take a snapshot, of all that the log says, and begin a new log."""
+        packed = prepare({"tensors": region.tensors, "notes": region.notes, "version": region.version})
+        part = self._folder / "part"
+        with open(part, "wb") as file:
+            _write_packed(file, packed)
+            file.flush()
+            os.fsync(file.fileno())
+        self._number += 1
+        part.rename(self._path("snapshot"))
+        os.close(self._log)
+        self._log = os.open(self._path("log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        _sync_folder(self._folder)
+        self._length, self._region_bytes = 0, packed.nbytes
+        self._remove_older()
 
     def remove(self) -> None:
         """The job has come to its end: nothing needs to be found again."""

@@ -8,7 +8,6 @@ import os
 import secrets
 import select
 import signal
-import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -80,7 +79,7 @@ class LastingRegion(Region):
 
     def __init__(self, place: Path) -> None:
         super().__init__()
-        self._place, self._lock = place, threading.RLock()
+        self._place = place
         self._descriptor, self._keeper = _found(place) or _made(place)
         self._header = mmap.mmap(self._descriptor, HEADER_BYTES)
         self._numbers = torch.frombuffer(self._header, dtype=torch.int64, count=8)
@@ -90,14 +89,9 @@ class LastingRegion(Region):
         self._numbers[1] = os.getpid()
         self.version = int(self._numbers[2])
 
-    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        with self._lock:
-            return super().tensor(name, shape, dtype)
-
     def note(self, name: str, value: Any) -> None:
-        with self._lock:
-            super().note(name, value)
-            self._write_directory()
+        super().note(name, value)
+        self._write_directory()
 
     def set_version(self, version: int) -> None:
         super().set_version(version)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,13 +47,9 @@ def main(context: ServerContext) -> None:
     print(f"process {os.getpid()} serves", flush=True)
     if context.restarts or engine.version:
         print(f"started again at step {engine.version}, with {len(engine.blocks)} tables", flush=True)
-    computing = threading.Thread(target=engine.run, args=(context.stop,), name="gtrain-ps", daemon=True)
-    computing.start()
     try:
-        context.serve(handlers.methods())
+        context.serve(handlers.methods(), engine.work)
     finally:
-        engine.wake()
-        computing.join()
         region.close()
     if journal is not None and (handlers.over or not engine.version):
         journal.remove()
@@ -252,7 +247,8 @@ class Handlers:
             self._exchanges.keep(where, rows)
         else:
             record = {"requests": [("told", 0, {"where": where}, rows)]}
-            self.engine.journal.append(record, then=lambda: self._exchanges.keep(where, rows))
+            self.engine.journal.append(record)
+            self._exchanges.keep(where, rows)
 
     def _block_of(self, key: str, placement: Placement, dtype: torch.dtype) -> Block:
         """This server's block of a table: new, or as the life before left it."""

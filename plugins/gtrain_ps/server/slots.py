@@ -66,10 +66,13 @@ class Slots:
         packed.write(self._rooms.room(slot, packed.nbytes))
         self._steps[slot] = step + 1
 
+    def has(self, step: int) -> bool:
+        """Whether a step is kept."""
+        return step >= 0 and int(self._steps[step % self._count]) == step + 1
+
     def read(self, step: int) -> dict[str, Tensor]:
         """The tensors of a step, in the region's memory; none where it is not kept."""
-        slot = step % self._count
-        if step < 0 or int(self._steps[slot]) != step + 1:
+        if not self.has(step):
             return {}
-        found: dict[str, Tensor] = unpack(self._rooms.room(slot))
+        found: dict[str, Tensor] = unpack(self._rooms.room(step % self._count))
         return found

@@ -48,6 +48,7 @@ class Progress:
         self._sign: Any = None
         self._noted = 0
         self._rest: list[Tensor] = []
+        self._bytes: list[Tensor] | None = None
         self._random: dict[str, Any] = {}
         self._drawn: Any = None
         self._telling: dict[str, Tensor] = {}
@@ -77,7 +78,8 @@ class Progress:
         if self._random_changed() or all_of_it:
             self._random = rng_state()
             self._telling["random"] = pack(self._random)
-        self._flat = torch.cat([as_bytes(tensor) for tensor in self._rest]) if self._rest else self._flat
+        if self._rest:
+            self._flat = torch.cat(self._bytes or [as_bytes(tensor) for tensor in self._rest])
         self._index, self._flying = self._group.index, flying
         self._begun += 1
 
@@ -147,6 +149,8 @@ class Progress:
         module = trainer.lightning_module
         layers = {"module": module.state_dict(), "optimizers": [one.state_dict() for one in trainer.optimizers]}
         content, self._rest = split(layers)
+        in_place = all(tensor.is_contiguous() for tensor in self._rest)  # they are changed there
+        self._bytes = [as_bytes(tensor) for tensor in self._rest] if in_place else None
         self._noted = self._servers.step
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         return pack(

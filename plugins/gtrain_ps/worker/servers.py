@@ -39,14 +39,12 @@ class Request:
         self._future = self._submit()
 
     def _submit(self) -> Future[Message]:
-        """Ask. Where servers come back, the client's own thread receives, so that it meets them at once."""
-        return self._servers.clients[self._server].submit(*self._asked, attended=not self._servers.lasting)
+        return self._servers.clients[self._server].submit(*self._asked, attended=True)
 
     def _await(self) -> Message:
         """The answer; where servers come back, a TimeoutError if it takes long."""
-        if self._servers.lasting:
-            return self._future.result(LOOK_SECONDS)
-        return self._servers.clients[self._server].result(self._future)
+        seconds = LOOK_SECONDS if self._servers.lasting else None
+        return self._servers.clients[self._server].result(self._future, seconds)
 
     def result(self) -> Message:
         """The answer, as soon as it is there."""
@@ -56,7 +54,7 @@ class Request:
                 answer = self._await()
             except TimeoutError:
                 looks += 1
-                self._servers.look(self._server)
+                self._servers.look_at_all()
                 if looks == TELL_LOOKS:
                     self._servers.tell(self._server, self._asked[0])
             except PeerRestartedError:
@@ -149,6 +147,15 @@ class ParameterServers:
                 self.clients[server].submit("multiply", fields, tensors)
             if sent.commit is not None:
                 self.clients[server].submit("commit", *sent.commit)
+
+    def look_at_all(self) -> None:
+        """Look at every server, for the one that is waited for may wait for what another one has lost.
+
+        This thread receives from one server at a time; so each client's own thread meets its server meanwhile.
+        """
+        for server, client in enumerate(self.clients):
+            client.leave()
+            self.look(server)
 
     def answered(self, server: int, answer: Message) -> None:
         """Forget what the server has applied."""

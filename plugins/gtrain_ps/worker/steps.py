@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from gtrain.strategy.group import flatten, unflatten_into
 from gtrain_ps.worker.home import ServedHome
 from gtrain_ps.worker.progress import Kept
 from gtrain_ps.worker.servers import ParameterServers, Request
@@ -63,14 +62,18 @@ def flat(parameters: list[Parameter]) -> Tensor:
         return torch.empty(0)
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
     present = torch.tensor([float(p.grad is not None) for p in parameters], dtype=dtype)
-    grads = [torch.zeros_like(p, dtype=dtype) if p.grad is None else p.grad.to_dense().to(dtype) for p in parameters]
-    return flatten([present, *grads])
+    grads = [p.new_zeros(p.numel(), dtype=dtype) if p.grad is None else _row(p.grad, dtype) for p in parameters]
+    return torch.cat([present, *grads])
+
+
+def _row(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    dense = grad if grad.layout == torch.strided else grad.to_dense()
+    return dense.reshape(-1).to(dtype)
 
 
 def take_flat(sums: Tensor, parameters: list[Parameter]) -> None:
-    """Put the sums back; a parameter that has a gradient on no worker keeps none."""
+    """Put the sums back, as views of their memory; a parameter that has a gradient on no worker keeps none."""
     present = sums[: len(parameters)].tolist()
-    grads = [torch.empty_like(parameter) for parameter in parameters]
-    unflatten_into(sums[len(parameters) :], grads)
-    for parameter, grad, count in zip(parameters, grads, present, strict=True):
-        parameter.grad = grad if count else None
+    pieces = sums[len(parameters) :].split([parameter.numel() for parameter in parameters])
+    for parameter, piece, count in zip(parameters, pieces, present, strict=True):
+        parameter.grad = piece.view(parameter.shape).to(parameter.dtype) if count else None
