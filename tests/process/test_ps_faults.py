@@ -30,7 +30,7 @@ SMALL = (
     "trainer.max_epochs=30",
     "trainer.enable_progress_bar=false",
 )
-BY_CHANCE, IN_ALL = 12, 20
+KILLS = 20
 AIMED = {
     "on_validation_start 3": "rank-0 kills parameter-0",
     "on_validation_batch_end 5": "rank-1 kills parameter-1 rank-1",
@@ -64,13 +64,13 @@ def test_a_run_of_which_twenty_processes_are_killed_is_like_an_undisturbed_one(t
     run, chance, killed = tmp_path / "run", random.Random(7), set[int]()
     plan = ",".join(f"{moment}:{action}" for moment, action in AIMED.items())
     killer = f"+callbacks.killer={{_target_:ps_killer.Killer,folder:{tmp_path}/aimed,run:{run},plan:{{{plan}}}}}"
-    more = (killer, f"strategy.max_restarts={IN_ALL}", "hydra.run.dir=run")
+    more = (killer, f"strategy.max_restarts={KILLS}", "hydra.run.dir=run")
     job = Program("-m", "gtrain", *SMALL, *more, cwd=tmp_path, env={"PYTHONPATH": str(ASSETS)})
     try:
         until(lambda: len(processes(job.pid)) == 4, 120, tmp_path)
         keepers = {int(path.read_text().split()[0]) for path in until(lambda: list(run.glob("*.memory")), 60, tmp_path)}
         until(lambda: steps(run), 120, tmp_path)
-        while len(killed) < BY_CHANCE and alive(job.pid):
+        while len(killed) < KILLS and alive(job.pid):
             time.sleep(chance.uniform(0.02, 1.0))  # the moment is what varies; nothing is waited for
             victim = processes(job.pid).get(chance.choice(["parameter-0", "parameter-1", "rank-0", "rank-1"]))
             if victim is not None and victim not in killed:
@@ -81,9 +81,8 @@ def test_a_run_of_which_twenty_processes_are_killed_is_like_an_undisturbed_one(t
         job.kill()
     assert done.returncode == 0, show(done) + logs(tmp_path)
     aimed = tmp_path / "aimed"
-    assert len(killed) == BY_CHANCE and all((aimed / moment).exists() for moment in AIMED), show(done)
+    assert len(killed) == KILLS and all((aimed / moment).exists() for moment in AIMED), show(done)
     killed |= set(map(int, (aimed / "killed").read_text().split()))
-    assert len(killed) >= IN_ALL
     assert done.stderr.count("it is started again") == len(killed), show(done)
     expected, found_there = summary(tmp_path / "undisturbed"), summary(run)
     assert found_there["history"] == expected["history"]
