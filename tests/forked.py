@@ -147,11 +147,11 @@ def _parent() -> bytes:
 
 def serve() -> dict[str, Any]:
     """Fork for each order, and say the pid and the exit code; returns in the children, with the order."""
-    from gtrain import config
+    from gtrain.data import config
     from gtrain.launch.agent import PRELOAD
 
     importlib.import_module(PRELOAD)
-    config.register()  # the schemas, which takes a tenth of a second
+    config.register()  # schemas, which take a tenth of a second; those of strategies depend on what is installed
     gc.freeze()  # or each child would copy all of the memory that its garbage collector looks through
     address = f"gtrain-tests-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
