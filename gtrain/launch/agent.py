@@ -190,7 +190,7 @@ def _go_on_without(job: Job, selector: selectors.BaseSelector) -> None:
             selector.register(job.leash, selectors.EVENT_READ)
         node = child.slot.node
         said = ending(child, job.size(child.slot.role))
-        print(f"gtrain: {said.rstrip('.')}; the job goes on without machine {node}", file=sys.stderr, flush=True)
+        print(f"gtrain: {said}; the job goes on without machine {node}", file=sys.stderr, flush=True)
         for worker in job.lasting:
             if worker.slot.node == node:
                 worker.lost = True

@@ -122,9 +122,7 @@ def test_a_trainer_that_stands_still_loses_its_bucket_and_is_let_in_no_more(tmp_
     until(lambda: begun(run, 0, now + 2), 100, tmp_path)  # another has trained what it held
     os.kill(stopped, signal.SIGCONT)
     done = ok(job.end(200))
-    by_beat = "machine 1 was taken for lost: rank 1 was not heard of for 10 s; the job goes on"
-    by_write = "was to be written under lease"  # which the thread that writes may meet first
-    assert by_beat in done.stderr or (by_write in done.stderr and "; the job goes on" in done.stderr)
+    assert "machine 1 was taken for lost: rank 1 was not heard of for 10 s; the job goes on" in done.stderr
     found = summary(run)
     assert of_epochs(found, "train/edges") == [EDGES] * 7
     assert sum(of_epochs(found, "train/buckets_again")) >= 1

@@ -22,6 +22,7 @@ from gtrain_pbg.machines.board import Board, Grant, partition_key
 from gtrain_pbg.machines.depot import Depot, FolderDepot, ServedDepot
 from gtrain_pbg.machines.folder import PartitionFolder
 from gtrain_pbg.machines.heart import place
+from gtrain_pbg.machines.lock_client import LockClient
 from gtrain_pbg.machines.lock_server import LockServer
 from gtrain_pbg.machines.members import JobEndedError
 from gtrain_pbg.machines.parameter_server import Handlers as ParameterHandlers
@@ -515,3 +516,18 @@ def test_machines_that_do_not_fit_are_refused_with_the_arithmetic() -> None:
     assert "strategy.num_partitions=6" in str(caught.value) and "trainer.num_nodes=2" in str(caught.value)
     with pytest.raises(ConfigError, match="buffer_partitions=4"):
         check(2, 4, buffer_partitions=4)
+
+
+def test_the_lock_server_says_why_a_write_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, said = LockClient.__new__(LockClient), list[str]()
+    monkeypatch.setattr(lock, "ask", lambda method, fields: said.append(method))
+    with pytest.raises(PeerLostError, match="refused"), lock.explaining():
+        raise PeerLostError("the write is refused")
+    assert said == ["beat"]
+
+    def ask(method: str, fields: object) -> None:
+        raise PeerLostError("machine 1 was taken for lost")
+
+    monkeypatch.setattr(lock, "ask", ask)
+    with pytest.raises(PeerLostError, match="taken for lost"), lock.explaining():
+        raise PeerLostError("the write is refused")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -69,6 +70,19 @@ class LockClient:
                 raise
             self._lose(lost)
             raise lost from error
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Have the lock server say why a machine is lost, if it knows: a refused write may be how that is heard first.
+
+        Raises:
+            PeerLostError: as :meth:`ask`, or what was raised where the lock server has nothing to say.
+        """
+        try:
+            yield
+        except PeerLostError:
+            self.ask("beat", {})
+            raise
 
     def close(self) -> None:
         """End the heartbeats."""

@@ -120,7 +120,7 @@ class MachineTrainee:
         """The machine's next bucket, with its partitions in memory; None: the epoch is over."""
         told = torch.full((6,), -1)
         if self._leads:  # the machine's other workers stand still
-            with standing_still(self._everyone.counters, "bucket"):
+            with standing_still(self._everyone.counters, "bucket"), self._lock.explaining():
                 self._parameters.check()
                 grant = self._acquire(edges)
                 if grant is not None:
