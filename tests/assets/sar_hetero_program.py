@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sar_conv_program import MODES
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import (
@@ -287,8 +288,6 @@ CHECKS = (
     "dropout: dropout",
     *(f"traffic: {name}" for name in ("HeteroConv SAGE", *REPLAYED, "to_hetero SAGE", "RGCN")),
 )
-MODES = {1: [1], 2: [2], 3: [1, 2, 3], 4: [1, 3]}
-"""Modes by the number of ranks where all cases are run: with three ranks all."""
 
 
 # ---------------------------------------------------------------------------------------------------- one case

@@ -1,6 +1,6 @@
 """What cutting a table into partitions costs ``strategy=pbg``: MRR, memory, and time that is lost to swapping.
 
-    OMP_NUM_THREADS=1 python tests/benchmarks/bench_pbg_partitions.py --folder /tmp/partitions
+    OMP_NUM_THREADS=1 python tests/benchmarks/bench_pbg_partitions.py --folder FOLDER
 
 It makes a graph of ``--nodes`` nodes and ten times as many edges. The degrees follow a power law: node i has a weight
 proportional to (i + 10) ** -0.75. Nodes are dealt to communities of 50 at random; heads are drawn by weight, tails by

@@ -17,7 +17,7 @@ LOOSE = {"contract", "reassoc", "nsz", "arcp"}
 
 _LOG2_E = np.float32(1.44269504088896341)
 ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, which is then in the low bits
-_ROUND_BITS = np.int32(0x4B400000)
+ROUND_BITS = np.int32(0x4B400000)  # those of ``ROUND``
 _LEAST = np.float32(-126)
 _ONE = np.float32(1)
 _P1, _P2, _P3 = np.float32(0.6931469), np.float32(0.24022239), np.float32(0.05550835)
@@ -79,7 +79,7 @@ def _exp_single(x: Any) -> Any:
     t = v + ROUND
     r = v - (t - ROUND)
     p = ((((_P5 * r + _P4) * r + _P3) * r + _P2) * r + _P1) * r + _ONE
-    whole = np.int32((np.float32(t).view(np.int32) - _ROUND_BITS) << 23)
+    whole = np.int32((np.float32(t).view(np.int32) - ROUND_BITS) << 23)
     return np.int32(np.float32(p).view(np.int32) + whole).view(np.float32)
 
 
@@ -105,6 +105,13 @@ def _typed_stored(x: Any, like: Any) -> Any:
 @overload(exponential, jit_options={"fastmath": STRICT})
 def _typed_exponential(x: Any) -> Any:
     return _exp_single if x is types.float32 else _exp_double
+
+
+@njit(cache=True, nogil=True, fastmath=STRICT)
+def store(row: Any, target: Any, count: int) -> None:
+    """Write the first numbers of a row as they are stored in ``target``."""
+    for d in range(count):
+        target[d] = stored(row[d], target[d])
 
 
 @njit(cache=True, nogil=True, fastmath=LOOSE)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from gtrain_pbg.kernels.numbers import LOOSE, number, stored
+from gtrain_pbg.kernels.numbers import LOOSE, number, store
 
 TRANSLATION, DIAGONAL, COMPLEX = 1, 2, 3
 
@@ -51,7 +51,7 @@ def transform(
             for d in range(columns):
                 y[d] = x[d] + a[r, d]
         if has_low:
-            _lower(y, low[e])
+            store(y, low[e], low[e].size)
 
 
 @njit(cache=True, nogil=True, fastmath=LOOSE)
@@ -124,12 +124,6 @@ def _add(more: Any, result: Any) -> None:
 def _widen(source: Any, target: Any) -> None:
     for d in range(target.size):
         target[d] = number(source[d])
-
-
-@njit(cache=True, nogil=True, fastmath=LOOSE)
-def _lower(source: Any, target: Any) -> None:
-    for d in range(target.size):
-        target[d] = stored(source[d], target[d])
 
 
 @njit(cache=True, nogil=True, fastmath=LOOSE)

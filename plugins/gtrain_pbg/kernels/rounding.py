@@ -14,13 +14,12 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from gtrain_pbg.kernels.numbers import ROUND, STRICT, number, stored
+from gtrain_pbg.kernels.numbers import ROUND, ROUND_BITS, STRICT, number, store
 
 SPAN, STRIDE = 4096, 1021  # the rows of a chunk that read the same fractions are 4096 apart
 
 _MOST = np.float32(127)
 _SIGNLESS, _INFINITE = np.uint16(0x7FFF), np.uint16(0x7F80)
-_ROUND_BITS = np.int32(0x4B400000)  # those of ``ROUND``
 _ROOM = np.float32(126)  # and what is added makes at most 127 of it
 _POSITIVE, _NO_NUMBER = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 
@@ -39,7 +38,7 @@ def _largest(row: Any) -> Any:
 def _round(row: Any, factor: Any, target: Any) -> None:
     for d in range(row.size):
         near = np.float32(number(row[d]) * factor + ROUND)
-        target[d] = np.int8(near.view(np.int32) - _ROUND_BITS)
+        target[d] = np.int8(near.view(np.int32) - ROUND_BITS)
 
 
 @njit(cache=True, nogil=True, fastmath=STRICT)
@@ -71,7 +70,7 @@ def _dithered(row: Any, factor: Any, dither: Any, z: int, target: Any) -> None:
     fraction = dither[at : at + target.size]  # an index that is a sum is checked for its sign, one by one
     for k in range(target.size):
         near = np.float32(np.float32(np.float32(row[k]) * factor + fraction[k]) + ROUND)
-        target[k] = np.int8(near.view(np.int32) - _ROUND_BITS)
+        target[k] = np.int8(near.view(np.int32) - ROUND_BITS)
 
 
 @njit(cache=True, nogil=True, fastmath=STRICT)
@@ -102,12 +101,6 @@ def keep(work: Any, columns: int, dither: Any, i: int, row: Any) -> Any:
 
 
 @njit(cache=True, nogil=True, fastmath=STRICT)
-def _keep_stored(work: Any, columns: int, row: Any) -> None:
-    for k in range(columns):
-        row[k] = stored(work[k], row[k])
-
-
-@njit(cache=True, nogil=True, fastmath=STRICT)
 def _most(work: Any, columns: int) -> Any:
     """The largest absolute value, found by its bits; what is no number is larger than any."""
     found = np.int32(0)
@@ -130,7 +123,7 @@ def keep_rounded(work: Any, columns: int, dither: Any, i: int, row: Any) -> Any:
 
 
 def _keep_all(work: Any, columns: int, dither: Any, i: int, row: Any) -> Any:
-    _keep_stored(work, columns, row)
+    store(work, row, columns)
     return np.float32(1)
 
 
@@ -160,7 +153,7 @@ def gather(
         for at in range(first[z], first[z + 1]):
             e = edge[at]
             _add(rows[other[e]], by_answer[e], scratch)
-        _keep_stored(scratch, scratch.size, result[z])
+        store(scratch, result[z], scratch.size)
 
 
 @njit(cache=True, nogil=True, fastmath=STRICT)

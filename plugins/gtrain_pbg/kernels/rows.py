@@ -11,7 +11,7 @@ from typing import Any
 
 from numba import njit
 
-from gtrain_pbg.kernels.numbers import LOOSE, STRICT, number, stored
+from gtrain_pbg.kernels.numbers import LOOSE, STRICT, number, store, stored
 
 
 @njit(cache=True, nogil=True)
@@ -53,7 +53,7 @@ def fetch(table: Any, ids: Any, shift: Any, rows: Any, bias: Any, low: Any, has_
         if has_bias:
             bias[z] = source[columns]
         if has_low:
-            _lower(target, low[z], columns)
+            store(target, low[z], columns)
 
 
 @njit(cache=True, nogil=True, fastmath=LOOSE)
@@ -72,13 +72,7 @@ def clip(table: Any, ids: Any, columns: int, most: float) -> None:
 def lower(rows: Any, low: Any) -> None:
     """Write rows as bfloat16 bits."""
     for z in range(rows.shape[0]):
-        _lower(rows[z], low[z], rows.shape[1])
-
-
-@njit(cache=True, nogil=True, fastmath=STRICT)
-def _lower(row: Any, low: Any, columns: int) -> None:
-    for d in range(columns):
-        low[d] = stored(row[d], low[d])
+        store(rows[z], low[z], rows.shape[1])
 
 
 @njit(cache=True, nogil=True, fastmath=LOOSE)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from gtrain.strategy.group import flatten
 from gtrain_ps.worker.home import ServedHome
 from gtrain_ps.worker.progress import Kept
 from gtrain_ps.worker.servers import ParameterServers, Request
@@ -62,13 +63,8 @@ def flat(parameters: list[Parameter]) -> Tensor:
         return torch.empty(0)
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
     present = torch.tensor([float(p.grad is not None) for p in parameters], dtype=dtype)
-    grads = [p.new_zeros(p.numel(), dtype=dtype) if p.grad is None else _row(p.grad, dtype) for p in parameters]
-    return torch.cat([present, *grads])
-
-
-def _row(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    dense = grad if grad.layout == torch.strided else grad.to_dense()
-    return dense.reshape(-1).to(dtype)
+    grads = [torch.zeros_like(p, dtype=dtype) if p.grad is None else p.grad.to_dense().to(dtype) for p in parameters]
+    return flatten([present, *grads])
 
 
 def take_flat(sums: Tensor, parameters: list[Parameter]) -> None:
