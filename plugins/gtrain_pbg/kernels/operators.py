@@ -15,10 +15,10 @@ from numba import njit
 
 from gtrain_pbg.kernels.numbers import LOOSE, number, store
 
-TRANSLATION, DIAGONAL, COMPLEX = 1, 2, 3
+NONE, TRANSLATION, DIAGONAL, COMPLEX = 0, 1, 2, 3
 
 
-@njit(cache=True, nogil=True, fastmath=LOOSE)
+@njit(cache=True, nogil=True)
 def transform(
     kind: int, rows: Any, places: int, uniform: int, relation: Any, a: Any, b: Any, result: Any, low: Any, has_low: bool
 ) -> None:
@@ -35,26 +35,31 @@ def transform(
         low: the same as bfloat16 bits, if there is such.
         has_low: whether there is.
     """
-    columns = result.shape[1]
-    half = columns // 2
     for e in range(relation.size):
-        x, y, r = rows[e + e // places * uniform], result[e], relation[e]
-        if kind == COMPLEX:
-            _product(x[:half], a[r], y[:half])
-            _subtract_product(x[half:], b[r], y[:half])
-            _product(x[:half], b[r], y[half:])
-            _add_product(x[half:], a[r], y[half:])
-        elif kind == DIAGONAL:
-            for d in range(columns):
-                y[d] = x[d] * a[r, d]
-        else:
-            for d in range(columns):
-                y[d] = x[d] + a[r, d]
+        y, r = result[e], relation[e]
+        transform_row(kind, rows[e + e // places * uniform], a[r], b[r], y)
         if has_low:
             store(y, low[e], low[e].size)
 
 
-@njit(cache=True, nogil=True, fastmath=LOOSE)
+@njit(cache=True, nogil=True)
+def transform_row(kind: int, x: Any, a: Any, b: Any, y: Any) -> None:
+    """Transform row ``x`` by these parameters into ``y``."""
+    half = x.size // 2
+    if kind == COMPLEX:
+        _product(x[:half], a, y[:half])
+        _subtract_product(x[half:], b, y[:half])
+        _product(x[:half], b, y[half:])
+        _add_product(x[half:], a, y[half:])
+    elif kind == DIAGONAL:
+        _product(x, a, y)
+    else:
+        _copy(x, y)
+        if kind == TRANSLATION:
+            _add(a, y)
+
+
+@njit(cache=True, nogil=True)
 def transform_back(
     kind: int,
     gradient: Any,
@@ -69,28 +74,34 @@ def transform_back(
     by_b: Any,
 ) -> None:
     """Gradients of :func:`transform`: by the rows ``[B, D]`` (written), and by the parameters (added)."""
-    columns = by_row.shape[1]
-    half, wide = columns // 2, np.empty(columns, rows.dtype)
+    wide = np.empty(by_row.shape[1], rows.dtype)
     for e in range(relation.size):
-        x, r, y = rows[e + e // places * uniform], relation[e], by_row[e]
+        r = relation[e]
         _widen(gradient[e], wide)
-        if kind == COMPLEX:
-            u, v = wide[:half], wide[half:]
-            _product(u, a[r], y[:half])
-            _add_product(v, b[r], y[:half])
-            _product(v, a[r], y[half:])
-            _subtract_product(u, b[r], y[half:])
-            _add_product(u, x[:half], by_a[r])
-            _add_product(v, x[half:], by_a[r])
-            _add_product(v, x[:half], by_b[r])
-            _subtract_product(u, x[half:], by_b[r])
-        elif kind == DIAGONAL:
-            _product(wide, a[r], y)
-            _add_product(wide, x, by_a[r])
-        else:
-            for d in range(columns):
-                y[d] = wide[d]
-            _add(wide, by_a[r])
+        transform_back_row(kind, wide, rows[e + e // places * uniform], a[r], b[r], by_row[e], by_a[r], by_b[r])
+
+
+@njit(cache=True, nogil=True)
+def transform_back_row(kind: int, gradient: Any, x: Any, a: Any, b: Any, y: Any, by_a: Any, by_b: Any) -> None:
+    """Gradients of :func:`transform_row`: by the row (written to ``y``), and by the parameters (added)."""
+    half = x.size // 2
+    if kind == COMPLEX:
+        u, v = gradient[:half], gradient[half:]
+        _product(u, a, y[:half])
+        _add_product(v, b, y[:half])
+        _product(v, a, y[half:])
+        _subtract_product(u, b, y[half:])
+        _add_product(u, x[:half], by_a)
+        _add_product(v, x[half:], by_a)
+        _add_product(v, x[:half], by_b)
+        _subtract_product(u, x[half:], by_b)
+    elif kind == DIAGONAL:
+        _product(gradient, a, y)
+        _add_product(gradient, x, by_a)
+    else:
+        _copy(gradient, y)
+        if kind == TRANSLATION:
+            _add(gradient, by_a)
 
 
 # Loops over few arrays each: LLVM makes vectors only where it can check that none overlaps another.
@@ -112,6 +123,12 @@ def _add_product(first: Any, second: Any, result: Any) -> None:
 def _subtract_product(first: Any, second: Any, result: Any) -> None:
     for d in range(result.size):
         result[d] -= first[d] * second[d]
+
+
+@njit(cache=True, nogil=True)
+def _copy(source: Any, target: Any) -> None:
+    for d in range(target.size):
+        target[d] = source[d]
 
 
 @njit(cache=True, nogil=True, fastmath=LOOSE)

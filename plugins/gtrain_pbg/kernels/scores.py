@@ -102,12 +102,7 @@ def loss_and_gradient(
             if has_own:
                 work[columns] = own[query]
                 every, absent = columns + 1, 1 if own[query] == -np.inf else 0
-            if loss == SOFTMAX:
-                value, by_true = _softmax(work, every, place, true, heavy)
-            elif loss == LOGISTIC:
-                value, by_true = _logistic(work, every, absent, place, true, heavy)
-            else:
-                value, by_true = _ranking(work, every, place, true, heavy, margin)
+            value, by_true = row_loss(loss, work, every, absent, place, true, heavy, margin)
             if has_own:
                 own_gradient[query] = work[columns]
             lost += heavy * value
@@ -127,6 +122,32 @@ def loss_and_gradient(
                 work[place] = 0
             result_scale[i] = keep(work, columns, dither, i, result[g, i])
     return lost
+
+
+@njit(cache=True, nogil=True)
+def row_loss(
+    loss: int, work: Any, columns: int, absent: int, place: int, true: Any, weight: Any, margin: float
+) -> tuple[Any, Any]:
+    """The loss of a query's scores, and the gradient by them, in place, but for that by the answer's.
+
+    Args:
+        loss: one of RANKING, LOGISTIC, SOFTMAX.
+        work: scores.
+        columns: how many.
+        absent: how many of them are minus infinity.
+        place: column of the answer; -1: it is none of them.
+        true: the answer's score.
+        weight: of the gradient.
+        margin: of the ranking loss.
+
+    Returns:
+        The loss, and the gradient by the answer's score.
+    """
+    if loss == SOFTMAX:
+        return _softmax(work, columns, place, true, weight)
+    if loss == LOGISTIC:
+        return _logistic(work, columns, absent, place, true, weight)
+    return _ranking(work, columns, place, true, weight, margin)
 
 
 @njit(cache=True, nogil=True, fastmath=STRICT)

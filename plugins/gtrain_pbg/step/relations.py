@@ -14,6 +14,7 @@ from gtrain_pbg.kernels import updates
 from gtrain_pbg.step.layout import Floats, Layout, Workspace, bits
 
 KINDS = {
+    "none": kernels.NONE,
     "translation": kernels.TRANSLATION,
     "diagonal": kernels.DIAGONAL,
     "complex_diagonal": kernels.COMPLEX,
@@ -157,7 +158,7 @@ class RelationOperator:
     ) -> float:
         """The weighted N3 norms of edges, and their gradients, added."""
         complex_numbers = self.name == "complex_diagonal"
-        with_relation = self.name in KINDS
+        with_relation = self.name in KINDS and bool(self.weights)
         nothing: Any = np.empty((1, 1), dtype=sides[0].numpy().dtype)
         a, b = (w.value.numpy() for w in self._pair[:2]) if with_relation else (nothing, nothing)
         by_a, by_b = (w.gradient.numpy() for w in self._pair[:2]) if with_relation else (nothing, nothing)

@@ -18,6 +18,7 @@ from gtrain.nn.recipe import EdgeRecipe
 from gtrain_pbg.kernels import bags, updates
 from gtrain_pbg.kernels import rows as kernels
 from gtrain_pbg.step.batch import EdgeBatch, Rows
+from gtrain_pbg.step.chunks import ChunkTraining, fits
 from gtrain_pbg.step.layout import Layout, Operand, Workspace, bits, layout_of
 from gtrain_pbg.step.relations import RelationOperator, UpdateRule, Weights
 from gtrain_pbg.step.scatter import TableUpdate
@@ -58,6 +59,7 @@ class TrainingStep:
         self._no_bits = torch.empty(1, 1, dtype=torch.bfloat16)
         self._layouts: dict[tuple[int, int], Layout] = {}
         self._loops: Tensor | None = None
+        self._chunks = ChunkTraining(recipe, (self._forwards, self._backwards), self.work) if fits(recipe, self.work) else None
 
     def _operator(self, direction: str, parameters: Mapping[str, object]) -> RelationOperator | None:
         if not parameters:
@@ -108,6 +110,10 @@ class TrainingStep:
     ) -> tuple[float, float]:
         recipe = self.recipe
         weight, total = self._weights(batch)
+        if self._chunks is not None:
+            lost = self._chunks(batch, tables, weight, table_rule)
+            self._update_relations(batch.relation, [None, None], [None, None], relation_rule)
+            return lost * total, total
         same = tables[0].value.data_ptr() == tables[1].value.data_ptr()
         self._loops = batch.heads == batch.tails if recipe.self_negs and same else None
         ids = [
