@@ -100,7 +100,7 @@ class Scratch(NamedTuple):
     score_down: Any
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, _nrt=False)
 def train_chunks(
     ends: Any, operators: Any, relation: Any, places: int, uniform: int, loss: Any, scratch: Any
 ) -> float:
@@ -136,14 +136,14 @@ def train_chunks(
     return lost
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, _nrt=False)
 def _fetch(table: Any, ids: Any, rows: Any, first: int) -> None:
     columns = table.shape[1]
     for i in range(ids.size):
         _copy(table[ids[i]], rows[first + i], columns)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, _nrt=False)
 def _train(
     end: Any, other: Any, operator: Any, relation: Any, begin: int, m: int, count: int, loss: Any, scratch: Any
 ) -> float:
@@ -176,7 +176,7 @@ def _train(
     return lost
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, _nrt=False)
 def _losses(score: Any, m: int, count: int, begin: int, loss: Any) -> float:
     """The weighted loss of a chunk, and the gradient by its scores, in place; the answer of edge i is column i."""
     lost = 0.0
@@ -188,7 +188,7 @@ def _losses(score: Any, m: int, count: int, begin: int, loss: Any) -> float:
     return lost
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, _nrt=False)
 def _give(end: Any, begin: int, m: int, drawn: int, uniform: int) -> None:
     """Add the gradients by a chunk's rows to the sums."""
     columns = end.table.shape[1]
@@ -199,7 +199,7 @@ def _give(end: Any, begin: int, m: int, drawn: int, uniform: int) -> None:
         _give_row(end.sums, end.drawn[drawn + k], end.gradient[m + k], columns)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, _nrt=False)
 def _give_row(sums: Any, row: int, gradient: Any, columns: int) -> None:
     slot = sums.slot[row]
     if slot >= 0:
@@ -211,7 +211,7 @@ def _give_row(sums: Any, row: int, gradient: Any, columns: int) -> None:
     _copy(gradient, sums.gradient[slot], columns)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, _nrt=False)
 def apply_sums(sums: Any, table: Any, state: Any, kind: int, lr: float, eps: float, decay: float) -> None:
     """Change the rows that have a sum, and forget the sums."""
     columns = table.shape[1]
@@ -222,13 +222,13 @@ def apply_sums(sums: Any, table: Any, state: Any, kind: int, lr: float, eps: flo
     sums.count[0] = 0
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, _nrt=False)
 def _copy(source: Any, target: Any, columns: int) -> None:
     for d in range(columns):
         target[d] = source[d]
 
 
-@njit(cache=True, nogil=True, fastmath=STRICT)
+@njit(cache=True, nogil=True, _nrt=False, fastmath=STRICT)
 def _add(source: Any, target: Any, columns: int) -> None:
     for d in range(columns):
         target[d] += source[d]

@@ -63,13 +63,13 @@ def _pairs_of_rows(rows: Any, count: int, columns: int, result: Any) -> Any:
     return result
 
 
-@njit(cache=True, nogil=True, fastmath=STRICT)
+@njit(cache=True, nogil=True, _nrt=False, fastmath=STRICT)
 def _join(first: Any, second: Any, columns: int, result: Any) -> None:
     for d in range(columns):
         result[d] = np.uint32(stored(first[d], _NONE)) | (np.uint32(stored(second[d], _NONE)) << _HIGH)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, _nrt=False)
 def turned(rows: Any, count: int, columns: int, result: Any) -> Any:
     """Columns of the first rows, which may be words, as rows."""
     for d in range(columns):

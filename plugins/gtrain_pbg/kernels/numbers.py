@@ -107,14 +107,14 @@ def _typed_exponential(x: Any) -> Any:
     return _exp_single if x is types.float32 else _exp_double
 
 
-@njit(cache=True, nogil=True, fastmath=STRICT)
+@njit(cache=True, nogil=True, _nrt=False, fastmath=STRICT)
 def store(row: Any, target: Any, count: int) -> None:
     """Write the first numbers of a row as they are stored in ``target``."""
     for d in range(count):
         target[d] = stored(row[d], target[d])
 
 
-@njit(cache=True, nogil=True, fastmath=LOOSE)
+@njit(cache=True, nogil=True, _nrt=False, fastmath=LOOSE)
 def exponentials(x: Any, less: Any, count: int) -> Any:
     """``x[:count] = exp(x[:count] - less)``, none of which is more than 1; return their sum."""
     found = x.dtype.type(0)
@@ -125,42 +125,55 @@ def exponentials(x: Any, less: Any, count: int) -> Any:
     return found
 
 
-def ordered(x: Any) -> Any:
-    """The bits of numbers as integers, which vectors find the largest of; see :func:`largest`."""
+def key_of(x: Any) -> Any:
+    """An integer of a number's bits, in the order of the numbers; vectors find the largest of integers."""
     raise NotImplementedError("compiled only")
 
 
-def _ordered_single(x: Any) -> Any:
-    return x.view(np.int32)
+def of_key(key: Any) -> Any:
+    """The number of a :func:`key_of`."""
+    raise NotImplementedError("compiled only")
 
 
-def _ordered_double(x: Any) -> Any:
-    return x.view(np.int64)
+def _key_single(x: Any) -> Any:
+    bits = np.float32(x).view(np.int32)
+    return np.int32(bits ^ ((bits >> 31) & 0x7FFFFFFF))  # of those with a sign, the other bits are turned over
 
 
-@overload(ordered)
-def _typed_ordered(x: Any) -> Any:
-    return _ordered_single if x.dtype is types.float32 else _ordered_double
+def _key_double(x: Any) -> Any:
+    bits = np.float64(x).view(np.int64)
+    return np.int64(bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF))
 
 
-@njit(cache=True, nogil=True)
+def _of_key_single(key: Any) -> Any:
+    return np.int32(key ^ ((key >> 31) & 0x7FFFFFFF)).view(np.float32)
+
+
+def _of_key_double(key: Any) -> Any:
+    return np.int64(key ^ ((key >> 63) & 0x7FFFFFFFFFFFFFFF)).view(np.float64)
+
+
+@overload(key_of, inline="always")
+def _typed_key(x: Any) -> Any:
+    return _key_single if x is types.float32 else _key_double
+
+
+@overload(of_key, inline="always")
+def _typed_of_key(key: Any) -> Any:
+    return _of_key_single if key is types.int32 else _of_key_double
+
+
+@njit(cache=True, nogil=True, _nrt=False)
 def largest(x: Any, count: int) -> Any:
-    """The largest of the first numbers.
-
-    Integers from the bits of two numbers are in the same order, once those with a sign have the other bits turned over.
-    """
-    bits = ordered(x)
-    shift, rest = bits.dtype.type(8 * bits.itemsize - 1), bits.dtype.type(np.iinfo(bits.dtype).max)
-    found = bits.dtype.type(np.iinfo(bits.dtype).min)
-    for i in range(count):
-        key = bits.dtype.type(bits[i] ^ ((bits[i] >> shift) & rest))
+    """The largest of the first numbers, at least one; if some are no numbers, one of those without a sign."""
+    found = key_of(x[0])
+    for i in range(1, count):
+        key = key_of(x[i])
         found = key if key > found else found
-    place = np.empty(1, bits.dtype)
-    place[0] = found ^ ((found >> shift) & rest)
-    return place.view(x.dtype)[0]
+    return of_key(found)
 
 
-@njit(cache=True, nogil=True, fastmath=LOOSE)
+@njit(cache=True, nogil=True, _nrt=False, fastmath=LOOSE)
 def total(x: Any, count: int) -> Any:
     """The sum of the first numbers."""
     found = x.dtype.type(0)

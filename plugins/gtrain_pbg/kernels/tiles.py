@@ -130,7 +130,7 @@ def _in_tiles(wide: int) -> Any:
     """A product in tiles of so many vectors."""
     tall_tile, flat_tile = _tile(TALL, wide), _tile(1, wide)
 
-    @njit(cache=True, nogil=True)
+    @njit(cache=True, nogil=True, _nrt=False)
     def in_tiles(a: Any, row: int, step: int, b: Any, c: Any, rows: int, steps: int) -> None:
         width, each, whole = b.shape[1], wide * BYTES // b.itemsize, rows // TALL * TALL
         for begin in range(0, width, each):
@@ -145,7 +145,7 @@ def _in_tiles(wide: int) -> Any:
 _in_tiles_7, _in_tiles_6, _in_tiles_5, _in_tiles_4 = (_in_tiles(wide) for wide in WIDTHS)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, _nrt=False)
 def multiply(a: Any, turned: bool, b: Any, c: Any, rows: int, steps: int) -> None:
     """Let the first rows of ``c`` be the sum over k of ``a[i, k] * b[k]``, or of ``a[k, i] * b[k]`` if turned.
 

@@ -42,13 +42,13 @@ def chain(ids: Any, first: int, head: Any, after: Any, touched: Any, count: int)
     return count
 
 
-@njit(cache=True, nogil=True, fastmath=STRICT)
+@njit(cache=True, nogil=True, _nrt=False, fastmath=STRICT)
 def _add(target: Any, row: Any, columns: int) -> None:
     for d in range(columns):
         target[d] += number(row[d])
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, _nrt=False)
 def _any(values: Any) -> bool:
     for value in values:  # noqa: SIM110 - numba has no any(); the first one is rarely zero
         if value != 0:
@@ -56,7 +56,7 @@ def _any(values: Any) -> bool:
     return False
 
 
-@njit(cache=True, nogil=True, fastmath=LOOSE)
+@njit(cache=True, nogil=True, _nrt=False, fastmath=LOOSE)
 def apply(kind: int, row: Any, state: Any, gradient: Any, lr: float, eps: float, decay: float) -> None:
     """Change a row by its gradient, which is lost; the rules are those of ``gtrain.nn.rules``.
 
