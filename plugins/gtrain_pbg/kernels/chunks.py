@@ -12,9 +12,13 @@ from numba import njit
 from gtrain_pbg.kernels.factors import along, down, steps_of, turned
 from gtrain_pbg.kernels.numbers import STRICT
 from gtrain_pbg.kernels.operators import transform_back_row, transform_row
+from gtrain_pbg.kernels.prefetch import ask
 from gtrain_pbg.kernels.scores import row_loss
 from gtrain_pbg.kernels.tiles import multiply
 from gtrain_pbg.kernels.updates import apply
+
+AHEAD = 8
+"""Rows that are asked for before they are changed."""
 
 
 class Sums(NamedTuple):
@@ -124,6 +128,10 @@ def train_chunks(
         for end in ends:
             _fetch(end.table, end.ids[begin : begin + m], end.rows, 0)
             _fetch(end.table, end.drawn[drawn : drawn + uniform], end.rows, m)
+            _ask_for(end.table, end.ids[begin + m : begin + m + places])
+            _ask_for(end.table, end.drawn[drawn + uniform : drawn + 2 * uniform])
+            _ask_for_sums(end.sums, end.ids[begin : begin + m])
+            _ask_for_sums(end.sums, end.drawn[drawn : drawn + uniform])
         for given in range(2):
             end, other = ends[given], ends[1 - given]
             if other.replaced:
@@ -141,6 +149,20 @@ def _fetch(table: Any, ids: Any, rows: Any, first: int) -> None:
     columns = table.shape[1]
     for i in range(ids.size):
         _copy(table[ids[i]], rows[first + i], columns)
+
+
+@njit(cache=True, nogil=True, _nrt=False)
+def _ask_for(table: Any, ids: Any) -> None:
+    for i in range(ids.size):
+        ask(table[ids[i]])
+
+
+@njit(cache=True, nogil=True, _nrt=False)
+def _ask_for_sums(sums: Any, ids: Any) -> None:
+    for i in range(ids.size):
+        slot = sums.slot[ids[i]]
+        if slot >= 0:
+            ask(sums.gradient[slot])
 
 
 @njit(cache=True, nogil=True, _nrt=False)
@@ -218,6 +240,8 @@ def apply_sums(sums: Any, table: Any, state: Any, kind: int, lr: float, eps: flo
     for t in range(sums.count[0]):
         row = sums.row[t]
         sums.slot[row] = -1
+        if t + AHEAD < sums.count[0]:
+            ask(table[sums.row[t + AHEAD]])
         apply(kind, table[row], state[row], sums.gradient[t, :columns], lr, eps, decay)
     sums.count[0] = 0
 
