@@ -7,6 +7,7 @@ import math
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from gtrain.model.kg_embedding import KGEmbedding
 from gtrain.model.kg_training import Edges
 from gtrain.nn import SGD, Adagrad, RowwiseAdagrad
 from gtrain_pbg.kernels.rounding import SPAN, keep_rounded, level, round_rows
+from gtrain_pbg.kernels.tiles import has_words, multiply, padded
 from gtrain_pbg.step.batch import EdgeBatch, Rows
 from gtrain_pbg.step.layout import bits
 from gtrain_pbg.step.relations import UpdateRule, Weights, state_width
@@ -217,6 +219,68 @@ def test_large_chunks_are_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) ->
     compare(2, 1e-10, count=300, num_batch_negs=100, comparator="l2", bias=True)
 
 
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have products of small chunks computed as those of large ones are."""
+    monkeypatch.setattr("gtrain_pbg.step.chunks.MOST", 0)
+
+
+@pytest.mark.parametrize("reciprocal", [True, False], ids=["reciprocal", "static"])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("operator", ["none", "translation", "diagonal", "complex_diagonal"])
+def test_large_chunks_train_as_autograd_does(
+    operator: str, loss: str, reciprocal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_torch(monkeypatch)
+    compare(2, 1e-10, plain=True, operator=operator, loss=loss, reciprocal=reciprocal)
+
+
+@pytest.mark.parametrize("matmul", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("places", "uniform", "dimension", "operator"), [
+    (6, 4, 8, "complex_diagonal"),
+    (7, 0, 9, "diagonal"),
+    (50, 51, 100, "none"),
+    (1, 130, 65, "translation"),
+])  # fmt: skip
+def test_small_chunks_in_single_precision(
+    places: int, uniform: int, dimension: int, operator: str, matmul: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one plain step changes, of chunks and rows that fill no vectors; the last chunk is not whole."""
+    settings = {"num_batch_negs": places, "num_uniform_negs": uniform, "dimension": dimension, "operator": operator}
+    model = make_model(torch.float32, **settings)
+    small = Fused(model, 1.0, matmul, "sgd", "sgd")
+    by_torch(monkeypatch)
+    exact = Fused(model, 1.0, "float32", "sgd", "sgd")
+    assert (small.step._chunks is None) == (matmul == "bfloat16" and not has_words()) and exact.step._chunks is None
+    near = 1e-5 if matmul == "float32" else 0.01
+    edges = make_edges(2 * places + 3, False, 0, torch.float32, weighted=True)
+    assert small.train(edges, 0) == pytest.approx(exact.train(edges, 0), rel=near)
+    begin = model.entities[0].weight.detach()
+    assert (small.rows.value - exact.rows.value).norm() < near * (exact.rows.value - begin).norm()
+    for name, weights in exact.weights.items():
+        change = weights.value - model.recipe().groups[0].parameters[name].detach()
+        assert (small.weights[name].value - weights.value).norm() < near * change.norm()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("rows", "columns", "steps"), [(50, 100, 100), (1, 8, 3), (5, 190, 7), (4, 401, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_products_in_tiles(dtype: torch.dtype, rows: int, columns: int, steps: int, turned: bool) -> None:
+    """Sums of exact products, of numbers of which all sums are exact; of bfloat16, each step has two."""
+    words = dtype == torch.bfloat16
+    if words and not has_words():
+        pytest.skip("this CPU does not multiply bfloat16 (AVX512-BF16)")
+    width, pair = padded(columns, 8 if dtype == torch.float64 else 4), 1 + words
+    a, b = (torch.randint(-8, 8, (pair * steps, n)).to(dtype) for n in (rows, width))
+    found = torch.full((rows, width), torch.nan, dtype=torch.float32 if words else dtype)
+    wanted = a.to(found.dtype).T @ b.to(found.dtype)
+    if words:  # both of a step side by side
+        a, b = (x.view(steps, 2, -1).transpose(1, 2).contiguous().view(torch.int32).squeeze(2) for x in (a, b))
+    given = [(a if turned else a.T.contiguous()).numpy(), b.numpy()]
+    first, second = (x.view(np.uint32) if words else x for x in given)
+    multiply(first, turned, second, found.numpy(), rows, steps)
+    assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_single_precision(operator: str) -> None:
     compare(50, 1e-4, dtype=torch.float32, operator=operator, loss="softmax")
@@ -225,6 +289,7 @@ def test_single_precision(operator: str) -> None:
 @pytest.mark.parametrize("matmul", ["bfloat16", "int8"])
 def test_products_of_few_bits_stay_near(matmul: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have 8 bits, so that each loss differs by less than a percent, and so does what is learned."""
+    by_torch(monkeypatch)
     monkeypatch.setattr("gtrain_pbg.step.scores.ROUNDED", 0)
     model = make_model(torch.float32)
     low, reference = Fused(model, 0.05, matmul=matmul), Reference(model, 0.05)
@@ -247,6 +312,7 @@ def test_products_of_few_bits_stay_near(matmul: str, monkeypatch: pytest.MonkeyP
 )
 def test_gradients_of_8_bits_stay_near(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """What one plain step changes, wherever answers are; in pieces of a chunk."""
+    by_torch(monkeypatch)
     monkeypatch.setattr("gtrain_pbg.step.scores.ROUNDED", 0)
     monkeypatch.setattr("gtrain_pbg.step.scores.FEW", 7)
     monkeypatch.setattr("gtrain_pbg.step.scores.BLOCK", 64)

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from numba import njit
-
-from gtrain_pbg.kernels.factors import along, down, steps_of, turned
-from gtrain_pbg.kernels.numbers import STRICT
+from gtrain_pbg.kernels.factors import along, down, steps_of, turn
+from gtrain_pbg.kernels.numbers import STRICT, bare
 from gtrain_pbg.kernels.operators import transform_back_row, transform_row
 from gtrain_pbg.kernels.prefetch import ask
 from gtrain_pbg.kernels.scores import row_loss
@@ -104,10 +102,8 @@ class Scratch(NamedTuple):
     score_down: Any
 
 
-@njit(cache=True, nogil=True, _nrt=False)
-def train_chunks(
-    ends: Any, operators: Any, relation: Any, places: int, uniform: int, loss: Any, scratch: Any
-) -> float:
+@bare
+def train_chunks(ends: Any, operators: Any, relation: Any, places: int, uniform: int, loss: Any, scratch: Any) -> float:
     """Compute the loss of a batch and its gradients.
 
     Args:
@@ -144,20 +140,20 @@ def train_chunks(
     return lost
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@bare
 def _fetch(table: Any, ids: Any, rows: Any, first: int) -> None:
     columns = table.shape[1]
     for i in range(ids.size):
         _copy(table[ids[i]], rows[first + i], columns)
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@bare
 def _ask_for(table: Any, ids: Any) -> None:
     for i in range(ids.size):
         ask(table[ids[i]])
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@bare
 def _ask_for_sums(sums: Any, ids: Any) -> None:
     for i in range(ids.size):
         slot = sums.slot[ids[i]]
@@ -165,7 +161,7 @@ def _ask_for_sums(sums: Any, ids: Any) -> None:
             ask(sums.gradient[slot])
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@bare
 def _train(
     end: Any, other: Any, operator: Any, relation: Any, begin: int, m: int, count: int, loss: Any, scratch: Any
 ) -> float:
@@ -175,14 +171,10 @@ def _train(
     for i in range(m):
         r = relation[begin + i]
         transform_row(kind, end.rows[i, :columns], a[r], b[r], query[i, :columns])
-    by_column = turned(
-        along(candidate, count, columns, scratch.candidate_along),
-        count,
-        steps_of(columns, scratch.candidate_along),
-        scratch.candidate_turned,
-    )
+    by_column = along(candidate, count, columns, scratch.candidate_along)
+    turn(by_column, count, steps_of(columns, by_column), scratch.candidate_turned)
     factor = along(query, m, columns, scratch.query_along)
-    multiply(factor, False, by_column, score, m, steps_of(columns, factor))
+    multiply(factor, False, scratch.candidate_turned, score, m, steps_of(columns, factor))
     lost = _losses(score, m, count, begin, loss)
     factor = along(score, m, count, scratch.score_along)
     by_row = down(candidate, count, columns, scratch.candidate_down)
@@ -192,13 +184,11 @@ def _train(
     multiply(factor, True, by_row, other.gradient, count, steps_of(m, factor))
     for i in range(m):
         r, row = relation[begin + i], end.rows[i, :columns]
-        transform_back_row(
-            kind, scratch.by_query[i, :columns], row, a[r], b[r], end.own[i, :columns], by_a[r], by_b[r]
-        )
+        transform_back_row(kind, scratch.by_query[i, :columns], row, a[r], b[r], end.own[i, :columns], by_a[r], by_b[r])
     return lost
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@bare
 def _losses(score: Any, m: int, count: int, begin: int, loss: Any) -> float:
     """The weighted loss of a chunk, and the gradient by its scores, in place; the answer of edge i is column i."""
     lost = 0.0
@@ -210,7 +200,7 @@ def _losses(score: Any, m: int, count: int, begin: int, loss: Any) -> float:
     return lost
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@bare
 def _give(end: Any, begin: int, m: int, drawn: int, uniform: int) -> None:
     """Add the gradients by a chunk's rows to the sums."""
     columns = end.table.shape[1]
@@ -221,7 +211,7 @@ def _give(end: Any, begin: int, m: int, drawn: int, uniform: int) -> None:
         _give_row(end.sums, end.drawn[drawn + k], end.gradient[m + k], columns)
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@bare
 def _give_row(sums: Any, row: int, gradient: Any, columns: int) -> None:
     slot = sums.slot[row]
     if slot >= 0:
@@ -233,7 +223,7 @@ def _give_row(sums: Any, row: int, gradient: Any, columns: int) -> None:
     _copy(gradient, sums.gradient[slot], columns)
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@bare
 def apply_sums(sums: Any, table: Any, state: Any, kind: int, lr: float, eps: float, decay: float) -> None:
     """Change the rows that have a sum, and forget the sums."""
     columns = table.shape[1]
@@ -246,13 +236,13 @@ def apply_sums(sums: Any, table: Any, state: Any, kind: int, lr: float, eps: flo
     sums.count[0] = 0
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@bare
 def _copy(source: Any, target: Any, columns: int) -> None:
     for d in range(columns):
         target[d] = source[d]
 
 
-@njit(cache=True, nogil=True, _nrt=False, fastmath=STRICT)
+@bare(fastmath=STRICT)
 def _add(source: Any, target: Any, columns: int) -> None:
     for d in range(columns):
         target[d] += source[d]

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 
-from gtrain_pbg.kernels.numbers import STRICT, store, stored
+from gtrain_pbg.kernels.numbers import STRICT, bare, store, stored
 
 _NONE = np.uint16(0)
 _HIGH = np.uint32(16)
@@ -63,19 +63,18 @@ def _pairs_of_rows(rows: Any, count: int, columns: int, result: Any) -> Any:
     return result
 
 
-@njit(cache=True, nogil=True, _nrt=False, fastmath=STRICT)
+@bare(fastmath=STRICT)
 def _join(first: Any, second: Any, columns: int, result: Any) -> None:
     for d in range(columns):
         result[d] = np.uint32(stored(first[d], _NONE)) | (np.uint32(stored(second[d], _NONE)) << _HIGH)
 
 
-@njit(cache=True, nogil=True, _nrt=False)
-def turned(rows: Any, count: int, columns: int, result: Any) -> Any:
+@bare
+def turn(rows: Any, count: int, columns: int, result: Any) -> None:
     """Columns of the first rows, which may be words, as rows."""
     for d in range(columns):
         for i in range(count):
             result[d, i] = rows[i, d]
-    return result
 
 
 @overload(steps_of, inline="always")

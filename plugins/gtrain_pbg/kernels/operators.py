@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from gtrain_pbg.kernels.numbers import LOOSE, number, store
+from gtrain_pbg.kernels.numbers import LOOSE, bare, number, store
 
 NONE, TRANSLATION, DIAGONAL, COMPLEX = 0, 1, 2, 3
 
@@ -42,7 +42,7 @@ def transform(
             store(y, low[e], low[e].size)
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@bare
 def transform_row(kind: int, x: Any, a: Any, b: Any, y: Any) -> None:
     """Transform row ``x`` by these parameters into ``y``."""
     half = x.size // 2
@@ -81,7 +81,7 @@ def transform_back(
         transform_back_row(kind, wide, rows[e + e // places * uniform], a[r], b[r], by_row[e], by_a[r], by_b[r])
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@bare
 def transform_back_row(kind: int, gradient: Any, x: Any, a: Any, b: Any, y: Any, by_a: Any, by_b: Any) -> None:
     """Gradients of :func:`transform_row`: by the row (written to ``y``), and by the parameters (added)."""
     half = x.size // 2
@@ -107,31 +107,31 @@ def transform_back_row(kind: int, gradient: Any, x: Any, a: Any, b: Any, y: Any,
 # Loops over few arrays each: LLVM makes vectors only where it can check that none overlaps another.
 
 
-@njit(cache=True, nogil=True, _nrt=False, fastmath=LOOSE)
+@bare(fastmath=LOOSE)
 def _product(first: Any, second: Any, result: Any) -> None:
     for d in range(result.size):
         result[d] = first[d] * second[d]
 
 
-@njit(cache=True, nogil=True, _nrt=False, fastmath=LOOSE)
+@bare(fastmath=LOOSE)
 def _add_product(first: Any, second: Any, result: Any) -> None:
     for d in range(result.size):
         result[d] += first[d] * second[d]
 
 
-@njit(cache=True, nogil=True, _nrt=False, fastmath=LOOSE)
+@bare(fastmath=LOOSE)
 def _subtract_product(first: Any, second: Any, result: Any) -> None:
     for d in range(result.size):
         result[d] -= first[d] * second[d]
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@bare
 def _copy(source: Any, target: Any) -> None:
     for d in range(target.size):
         target[d] = source[d]
 
 
-@njit(cache=True, nogil=True, _nrt=False, fastmath=LOOSE)
+@bare(fastmath=LOOSE)
 def _add(more: Any, result: Any) -> None:
     for d in range(result.size):
         result[d] += more[d]

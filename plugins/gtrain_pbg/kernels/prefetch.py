@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
+
+from gtrain_pbg.kernels.numbers import bare
 
 _LINE = 64  # bytes
 _READ, _SECOND_CACHE, _DATA = 0, 2, 1
 
 
-@intrinsic  # type: ignore[untyped-decorator, unused-ignore]
-def _ask(typing: Any, row: Any, place: Any) -> Any:
+def _ask_for_line(typing: Any, row: Any, place: Any) -> Any:
     """Ask for the line of memory with this number of a row."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -29,7 +30,10 @@ def _ask(typing: Any, row: Any, place: Any) -> Any:
     return types.void(row, types.intp), generate
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+_ask: Any = intrinsic(_ask_for_line)
+
+
+@bare
 def ask(row: Any) -> None:
     """Ask for a row; nothing waits for it."""
     for d in range(0, row.size, _LINE // row.itemsize):

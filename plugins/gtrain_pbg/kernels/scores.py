@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from gtrain_pbg.kernels.numbers import LOOSE, STRICT, exponential, exponentials, largest, scaled, total
+from gtrain_pbg.kernels.numbers import LOOSE, STRICT, bare, exponential, exponentials, largest, scaled, total
 from gtrain_pbg.kernels.rounding import keep
 
 RANKING, LOGISTIC, SOFTMAX = 0, 1, 2
@@ -124,7 +124,7 @@ def loss_and_gradient(
     return lost
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@bare
 def row_loss(
     loss: int, work: Any, columns: int, absent: int, place: int, true: Any, weight: Any, margin: float
 ) -> tuple[Any, Any]:
@@ -156,7 +156,7 @@ def _load(row: Any, row_factor: Any, i: int, column_factor: Any, work: Any, colu
         work[k] = scaled(row[k], row_factor, i, column_factor, k)
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@bare
 def _copy(source: Any, target: Any, columns: int) -> None:
     for k in range(columns):
         target[k] = source[k]
@@ -168,7 +168,7 @@ def _accumulate(source: Any, target: Any, columns: int) -> None:
         target[k] += source[k]
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@bare
 def _add(work: Any, row: Any, column: Any, columns: int) -> None:
     for k in range(columns):
         work[k] += row + column[k]
@@ -203,7 +203,7 @@ def _by_product(work: Any, distance: Any, kind: int, columns: int) -> None:
             work[k] = work[k] / d if d > least else zero
 
 
-@njit(cache=True, nogil=True, _nrt=False, fastmath=STRICT)
+@bare(fastmath=STRICT)
 def _softmax(work: Any, columns: int, place: int, true: Any, weight: Any) -> Any:
     """The cross-entropy of picking the true answer, and the gradient by its score."""
     top = largest(work, columns)
@@ -219,7 +219,7 @@ def _softmax(work: Any, columns: int, place: int, true: Any, weight: Any) -> Any
     return math.log(among) + top - true, own * scale - weight
 
 
-@njit(cache=True, nogil=True, _nrt=False, fastmath=STRICT)
+@bare(fastmath=STRICT)
 def _logistic(work: Any, columns: int, absent: int, place: int, true: Any, weight: Any) -> Any:
     """The logistic loss of the true answer plus the mean one of the false, of which some are minus infinity."""
     count = columns - absent - (1 if place >= 0 else 0)
@@ -243,7 +243,7 @@ def _logistic(work: Any, columns: int, absent: int, place: int, true: Any, weigh
     return value, -weight * ((small if true > zero else one) / (one + small))
 
 
-@njit(cache=True, nogil=True, _nrt=False, fastmath=LOOSE)
+@bare(fastmath=LOOSE)
 def _ranking(work: Any, columns: int, place: int, true: Any, weight: Any, margin: float) -> Any:
     """The sum over false answers of ``max(0, margin - true + false)``."""
     zero = work.dtype.type(0)

@@ -10,8 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import binding, ir
-from numba import config, njit, types
+from numba import config, types
 from numba.extending import intrinsic
+
+from gtrain_pbg.kernels.numbers import bare
 
 TALL = 3
 """Rows of a tile; with 7 vectors there are 21 sums, 7 vectors of ``b`` and 3 numbers of ``a`` in 32 registers."""
@@ -25,8 +27,8 @@ _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 def has_words() -> bool:
     """Whether this CPU multiplies words of two bfloat16, and numba compiles for it."""
-    if config.CPU_NAME:
-        return "+avx512bf16" in (config.CPU_FEATURES or "")
+    if getattr(config, "CPU_NAME", None):  # NUMBA_CPU_NAME: another CPU than this one
+        return "+avx512bf16" in (getattr(config, "CPU_FEATURES", None) or "")
     return bool(binding.get_host_cpu_features().get("avx512bf16"))
 
 
@@ -130,7 +132,7 @@ def _in_tiles(wide: int) -> Any:
     """A product in tiles of so many vectors."""
     tall_tile, flat_tile = _tile(TALL, wide), _tile(1, wide)
 
-    @njit(cache=True, nogil=True, _nrt=False)
+    @bare
     def in_tiles(a: Any, row: int, step: int, b: Any, c: Any, rows: int, steps: int) -> None:
         width, each, whole = b.shape[1], wide * BYTES // b.itemsize, rows // TALL * TALL
         for begin in range(0, width, each):
@@ -145,7 +147,7 @@ def _in_tiles(wide: int) -> Any:
 _in_tiles_7, _in_tiles_6, _in_tiles_5, _in_tiles_4 = (_in_tiles(wide) for wide in WIDTHS)
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@bare
 def multiply(a: Any, turned: bool, b: Any, c: Any, rows: int, steps: int) -> None:
     """Let the first rows of ``c`` be the sum over k of ``a[i, k] * b[k]``, or of ``a[k, i] * b[k]`` if turned.
 

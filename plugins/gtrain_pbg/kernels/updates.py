@@ -11,7 +11,7 @@ from typing import Any
 
 from numba import njit
 
-from gtrain_pbg.kernels.numbers import LOOSE, STRICT, number
+from gtrain_pbg.kernels.numbers import LOOSE, STRICT, bare, number
 from gtrain_pbg.kernels.rows import edge_of
 
 SGD, ADAGRAD, ROWWISE = 0, 1, 2
@@ -42,13 +42,13 @@ def chain(ids: Any, first: int, head: Any, after: Any, touched: Any, count: int)
     return count
 
 
-@njit(cache=True, nogil=True, _nrt=False, fastmath=STRICT)
+@bare(fastmath=STRICT)
 def _add(target: Any, row: Any, columns: int) -> None:
     for d in range(columns):
         target[d] += number(row[d])
 
 
-@njit(cache=True, nogil=True, _nrt=False)
+@bare
 def _any(values: Any) -> bool:
     for value in values:  # noqa: SIM110 - numba has no any(); the first one is rarely zero
         if value != 0:
@@ -56,7 +56,7 @@ def _any(values: Any) -> bool:
     return False
 
 
-@njit(cache=True, nogil=True, _nrt=False, fastmath=LOOSE)
+@bare(fastmath=LOOSE)
 def apply(kind: int, row: Any, state: Any, gradient: Any, lr: float, eps: float, decay: float) -> None:
     """Change a row by its gradient, which is lost; the rules are those of ``gtrain.nn.rules``.
 

@@ -1,6 +1,7 @@
-"""Batches of small chunks: of each, everything from the rows to their gradients is computed while it is in the caches.
+"""Batches trained chunk by chunk: from rows to their gradients, all is computed while it is in the caches.
 
-Products of large chunks are left to torch, and so are models that need more than rows, operators and inner products.
+Chunks that are too large for them are left to torch's products (:mod:`gtrain_pbg.step.scores`), and so are models that
+need more than rows, operators of columns, and inner products.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from gtrain_pbg.step.layout import Floats, Workspace
 from gtrain_pbg.step.relations import KINDS, RelationOperator, UpdateRule
 from gtrain_pbg.step.scores import LOSSES
 
-SMALL = 30_000
-"""Scores of a chunk, at most."""
+MOST = 1 << 28
+"""Multiplications for a chunk's scores, at most: where there are more, torch is as fast."""
 
 
 def fits(recipe: EdgeRecipe, work: Workspace) -> bool:
     """Whether :class:`ChunkTraining` trains this model, and is the faster way."""
-    small = 0 < recipe.places * (recipe.num_batch_negs + recipe.num_uniform_negs) <= SMALL
+    small = recipe.places * (recipe.places + recipe.num_uniform_negs) * recipe.dimension <= MOST
     own_rows = recipe.bags == (None, None) and recipe.shifts is None and recipe.max_norm is None and not recipe.bias
     by_column = recipe.operator in KINDS and (recipe.reciprocal or not recipe.forwards)
     inner = recipe.comparator == "dot" and not recipe.n3
@@ -109,8 +110,8 @@ class ChunkTraining:
             turned = np.zeros((columns, wide), dtype=none.dtype)
             return kernels.Scratch(query, score, by_query, none, none, none, turned, none, none, none)
         pairs = -(-columns // 2)
-        shapes = (m, pairs), (-(-m // 2), self._width), (count, pairs), (pairs, wide)
-        shapes += (-(-count // 2), self._width), (m, -(-count // 2)), (-(-m // 2), wide)
+        shapes = [(m, pairs), (-(-m // 2), self._width), (count, pairs), (pairs, wide)]
+        shapes += [(-(-count // 2), self._width), (m, -(-count // 2)), (-(-m // 2), wide)]
         return kernels.Scratch(query, score, by_query, *(np.zeros(shape, dtype=np.uint32) for shape in shapes))
 
     def _padded(self, columns: int) -> int:

@@ -59,7 +59,8 @@ class TrainingStep:
         self._no_bits = torch.empty(1, 1, dtype=torch.bfloat16)
         self._layouts: dict[tuple[int, int], Layout] = {}
         self._loops: Tensor | None = None
-        self._chunks = ChunkTraining(recipe, (self._forwards, self._backwards), self.work) if fits(recipe, self.work) else None
+        operators = self._forwards, self._backwards
+        self._chunks = ChunkTraining(recipe, operators, self.work) if fits(recipe, self.work) else None
 
     def _operator(self, direction: str, parameters: Mapping[str, object]) -> RelationOperator | None:
         if not parameters:
