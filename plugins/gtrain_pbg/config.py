@@ -28,8 +28,8 @@ class PBGConfig(StrategyConfig):
         num_edge_chunks: pieces of each bucket; an epoch goes through all first ones, then through all second ones.
         eval_fraction: share of each bucket's edges, the same in every epoch, that is held back and scored.
         shuffle: whether the edges of a bucket come in another order each epoch.
-        matmul: type of products of matrices; sums are in float32, and so are tables. ``int8``: in chunks of a
-            hundred thousand scores and more, of integers; others are ``bfloat16``.
+        matmul: type of products of matrices; sums are in float32, and so are tables. ``int8``: in chunks too
+            large for the caches, of integers; others are ``bfloat16``.
         warm_start: a checkpoint of another run, or its folder, whose vectors and relations this one begins with.
         partition_servers: servers that keep partitions between their trainings, on several machines: -1: one on each,
             0: none, they are in a folder that all machines share.

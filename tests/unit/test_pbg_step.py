@@ -262,7 +262,7 @@ def test_small_chunks_in_single_precision(
 
 
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize(("rows", "columns", "steps"), [(50, 100, 100), (1, 8, 3), (5, 190, 7), (4, 401, 2)])
+@pytest.mark.parametrize(("rows", "columns", "steps"), [(50, 100, 100), (2, 8, 3), (5, 190, 7), (4, 401, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_products_in_tiles(dtype: torch.dtype, rows: int, columns: int, steps: int, turned: bool) -> None:
     """Sums of exact products, of numbers of which all sums are exact; of bfloat16, each step has two."""

@@ -74,7 +74,7 @@ class _Tile:
         self.lanes = BYTES // (8 if total == ir.DoubleType() else 4)
         self.factor, self.sum = ir.VectorType(number, self.lanes), ir.VectorType(total, self.lanes)
         self.words = number == _I32
-        name = f"llvm.fma.v{self.lanes}{'f64' if self.lanes == 8 else 'f32'}"
+        name = f"llvm.fmuladd.v{self.lanes}{'f64' if self.lanes == 8 else 'f32'}"
         if self.words:
             name = "llvm.x86.avx512bf16.dpbf16ps.512"
         known = builder.module.globals.get(name)
