@@ -107,7 +107,7 @@ def test_workers_on_disk_learn_go_on_and_export(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(tmp_path: Path) -> None:
     """One worker: losses of every epoch, to the last digit."""
-    partitions = ["strategy.num_partitions=3", "strategy.buffer_partitions=2", "strategy.bucket_order=inside_out"]
+    partitions = ["strategy.num_partitions=3", "strategy.buffer_partitions=2"]
     kept = "strategy.checkpoint_preservation_interval=2"
     whole = train(tmp_path, "whole", *partitions, "trainer.max_epochs=4", kept)
     checkpoint = tmp_path / "whole" / "checkpoints" / "epoch-00002.ckpt"
@@ -118,8 +118,7 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(tmp_path: Path) 
 
 def test_a_run_that_was_killed_within_an_epoch_goes_on_from_its_last_chunk(tmp_path: Path) -> None:
     settings = ["strategy.num_partitions=3", "strategy.buffer_partitions=2", "strategy.num_edge_chunks=4",
-                "strategy.checkpoint_chunks=true", "strategy.checkpoint_preservation_interval=100",
-                "strategy.bucket_order=inside_out"]  # fmt: skip
+                "strategy.checkpoint_chunks=true", "strategy.checkpoint_preservation_interval=100"]  # fmt: skip
     arguments = ["strategy=pbg", *SMALL, *QUIET, *settings, "trainer.max_epochs=100000", "hydra.run.dir=killed"]
     job = Program("-m", "gtrain", *arguments, cwd=tmp_path)
     checkpoint = tmp_path / "killed" / "checkpoints" / "last.ckpt"
