@@ -7,6 +7,7 @@ keep it by a second name (a hard link) for nothing, for what comes later is anot
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gtrain.errors import DataError
+from gtrain.errors import CheckpointError, DataError
 from gtrain.graph.manifest import safe_name
 
 ROWS, STATE = KINDS = ("rows", "state")
@@ -28,6 +29,23 @@ _BYTES = 1 << 24  # read and written at a time
 def file_name(kind: str, partition: int, table: str = "table") -> str:
     """Name of the file of a table's partition."""
     return f"{safe_name(table)}-{partition}.{kind}.npy"
+
+
+def check_count(folder: Path, table: str, partitions: int) -> None:
+    """Check that a checkpoint has as many partitions of a table as the table.
+
+    Raises:
+        CheckpointError: it has others.
+    """
+    names = re.compile(rf"{re.escape(safe_name(table))}-\d+\.{ROWS}\.npy")
+    found = sum(names.fullmatch(path.name) is not None for path in folder.iterdir())
+    if found != partitions:
+        raise CheckpointError(
+            f"{folder} has {found} partitions of a table that is cut into {partitions} here: "
+            f"strategy.num_partitions={partitions} was set.",
+            hint=f"set strategy.num_partitions={found} (or the type's in data.entities), or begin a run with "
+            "strategy.warm_start.",
+        )
 
 
 class Writing:

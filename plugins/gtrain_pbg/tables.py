@@ -176,7 +176,12 @@ class PartitionedTable:
         return names
 
     def load(self, folder: Path) -> None:
-        """Take the partitions of a checkpoint; those without a slot stay there until they change."""
+        """Take the partitions of a checkpoint; those without a slot stay there until they change.
+
+        Raises:
+            CheckpointError: it has another number of them.
+        """
+        files.check_count(folder, self.name, self.partitions.count)
         self.place_first()
         self._sources = {p: folder for p in range(self.partitions.count)}
         self._changed = set()

@@ -107,7 +107,7 @@ def test_workers_on_disk_learn_go_on_and_export(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(tmp_path: Path) -> None:
     """One worker: losses of every epoch, to the last digit."""
-    partitions = ["strategy.num_partitions=3", "strategy.buffer_partitions=2", "strategy.bucket_order=inside_out"]
+    partitions = ["strategy.num_partitions=3", "strategy.buffer_partitions=2"]
     kept = "strategy.checkpoint_preservation_interval=2"
     whole = train(tmp_path, "whole", *partitions, "trainer.max_epochs=4", kept)
     checkpoint = tmp_path / "whole" / "checkpoints" / "epoch-00002.ckpt"
@@ -118,8 +118,7 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(tmp_path: Path) 
 
 def test_a_run_that_was_killed_within_an_epoch_goes_on_from_its_last_chunk(tmp_path: Path) -> None:
     settings = ["strategy.num_partitions=3", "strategy.buffer_partitions=2", "strategy.num_edge_chunks=4",
-                "strategy.checkpoint_chunks=true", "strategy.checkpoint_preservation_interval=100",
-                "strategy.bucket_order=inside_out"]  # fmt: skip
+                "strategy.checkpoint_chunks=true", "strategy.checkpoint_preservation_interval=100"]  # fmt: skip
     arguments = ["strategy=pbg", *SMALL, *QUIET, *settings, "trainer.max_epochs=100000", "hydra.run.dir=killed"]
     job = Program("-m", "gtrain", *arguments, cwd=tmp_path)
     checkpoint = tmp_path / "killed" / "checkpoints" / "last.ckpt"
@@ -148,6 +147,9 @@ def test_a_run_that_was_killed_within_an_epoch_goes_on_from_its_last_chunk(tmp_p
 
 
 def test_what_does_not_suit_is_said_in_a_sentence(tmp_path: Path) -> None:
+    train(tmp_path, "four", "strategy.num_partitions=4", "trainer.max_epochs=1")
+    checkpoint = tmp_path / "four" / "checkpoints" / "last.ckpt"
+    there = {path: path.stat().st_mtime_ns for path in checkpoint.iterdir()}
     for overrides, message in (
         (["trainer.num_nodes=2", "strategy.num_partitions=3"], "2 * 2 = 4 > 3"),
         (["data.num_parts=3"], "strategy.num_partitions=1"),
@@ -155,11 +157,13 @@ def test_what_does_not_suit_is_said_in_a_sentence(tmp_path: Path) -> None:
         (["model.dimension=15"], "15 / 2 = 7.5 complex numbers"),
         (["model.optimizer._target_=torch.optim.Adam"], "RowwiseAdagrad"),
         (["model.sparse_optimizer.lr=1e38"], "no numbers|is nan|is inf"),
+        ([f"ckpt_path={checkpoint}"], "last.ckpt has 4 partitions of a table that is cut into 1 here"),
     ):
         result = gtrain("strategy=pbg", *SMALL, *QUIET, "trainer.max_epochs=3", *overrides, cwd=tmp_path)
         said = result.stdout + result.stderr
         assert result.returncode != 0 and "Traceback" not in said, show(result)
         assert any(part in said for part in message.split("|")), show(result)
+    assert there == {path: path.stat().st_mtime_ns for path in checkpoint.iterdir()}
 
 
 def write_rows(folder: Path, triples: list[str]) -> str:

@@ -197,31 +197,34 @@ def rounds(run: Path) -> int:
     return max(int(text) for text in re.findall(r"round (\d+):", (run / "logs" / "lock-0.log").read_text()))
 
 
-def test_machines_by_hand_with_keys_and_partition_servers_of_their_own(tmp_path: Path) -> None:
-    """All of the second machine is killed, with its parameter server, which kept nothing: the others go on."""
+@pytest.mark.parametrize("where", ["servers", "folder"])
+def test_machines_by_hand_with_keys_go_on_without_one_that_kept_nothing(where: str, tmp_path: Path) -> None:
+    """All of the second machine is killed; partitions are on a server started by hand, or in a shared folder."""
     ok(gtrain("key", "cluster.key_file=job.key", cwd=tmp_path))
-    meet = [
-        f"cluster.rendezvous=file://{tmp_path}/meet",
-        "cluster.key_file=job.key",
-        *TWO,
-        "strategy.partition_servers=1",
-    ]
+    meet = [f"cluster.rendezvous=file://{tmp_path}/meet", "cluster.key_file=job.key", *TWO]
     heavy = ["data.num_entities=2000", "data.num_triples=20000", "trainer.max_epochs=6"]
-    command = ["-m", "gtrain"]
-    jobs = [Program(*command, "serve", "role=partition", *SMALL, *meet, "hydra.run.dir=server", cwd=tmp_path)]
+    command, jobs = ["-m", "gtrain"], []
+    if where == "servers":
+        meet += ["strategy.partition_servers=1"]
+        jobs.append(Program(*command, "serve", "role=partition", *SMALL, *meet, "hydra.run.dir=server", cwd=tmp_path))
+        own = ["cluster=manual", "cluster.standalone=[partition]"]
+    else:
+        own = ["cluster=manual", "strategy.partition_servers=0", f"strategy.partition_path={tmp_path / 'partitions'}"]
     for rank in (0, 1):
-        by_hand = ["cluster=manual", f"cluster.rank={rank}", "cluster.standalone=[partition]"]
-        jobs.append(Program(*command, *SMALL, *heavy, *meet, *by_hand, f"hydra.run.dir=machine-{rank}", cwd=tmp_path))
+        by_hand = [*own, f"cluster.rank={rank}", f"hydra.run.dir=machine-{rank}"]
+        jobs.append(Program(*command, *SMALL, *heavy, *meet, *by_hand, cwd=tmp_path))
     try:
         until(lambda: begun(tmp_path / "machine-0", 1, 2), 100, tmp_path)
-        os.kill(jobs[2].pid, signal.SIGKILL)
-        done = [ok(job.end(100)) for job in jobs[:2]]
+        os.kill(jobs[-1].pid, signal.SIGKILL)
+        done = [ok(job.end(100)) for job in jobs[:-1]]
     finally:
         for job in jobs:
             job.kill()
-    assert "partition 0 listens at tcp://" in done[0].stdout and "the job is over" in done[0].stdout
+    if where == "servers":
+        assert "partition 0 listens at tcp://" in done[0].stdout and "the job is over" in done[0].stdout
     said = (tmp_path / "machine-0" / "logs" / "lock-0.log").read_text()
     assert "the job goes on without parameter 1, which kept nothing: it has ended" in said
     run = summary(tmp_path / "machine-0")
-    assert of_epochs(run, "train/edges") == [18000] * 6
+    assert of_epochs(run, "train/edges") == [18000] * 6  # no edge was left out
+    assert of_epochs(run, "train/loss")[5] < of_epochs(run, "train/loss")[0]
     assert sum(rank["role"] == "worker" for rank in run["ranks"]) == 1

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from gtrain_pbg.machines.choice import Outlook
 from gtrain_pbg.order import Bucket, components
 
 Work = tuple[int, Bucket]
@@ -47,6 +48,7 @@ class Grant:
 class _Machine:
     leases: dict[str, int] = field(default_factory=dict)
     active: Work | None = None
+    ahead: int | None = None  # what it reads for its next bucket
     unsaved: dict[Work, set[str]] = field(default_factory=dict)  # trained, and partitions not yet written back
 
     @property
@@ -98,10 +100,9 @@ class Board:
         return not self._pending and not self._busy and self._chunk + 1 >= self._chunks
 
     def acquire(self, machine: int, next_lease: Callable[[], int]) -> Grant | None:
-        """Grant a bucket, of those left the one for which the fewest partitions must be fetched, or None.
+        """Grant a bucket of which no other machine holds any partition, or None; see :class:`Outlook` for which.
 
-        No other machine holds any of its partitions. The machine is to write back what else it holds, and then to say
-        so by :meth:`released`.
+        The machine is to write back what else it holds, and then to say so by :meth:`released`.
         """
         self._go_on()
         mine = self._of(machine)
@@ -109,16 +110,19 @@ class Board:
             raise ValueError(f"machine {machine} has the bucket {mine.active} and asks for another")
         taken = self._taken(machine)
         ways = [
-            (len(keys - mine.leases.keys()), number)
+            (number, len(keys - mine.leases.keys()))
             for number, (_, bucket) in enumerate(self._pending)
             if not (keys := self._keys(bucket)) & taken and self._allowed(bucket, keys, mine)
         ]
+        if mine.ahead is not None:
+            ways = [way for way in ways if way[1] == 0]
         if not ways:
             return None
-        chunk, bucket = mine.active = self._pending.pop(min(ways)[1])
+        best = self._outlook(machine).ranked([(self._pending[number][1], fetched) for number, fetched in ways])[0]
+        chunk, bucket = mine.active = self._pending.pop(ways[best][0])
         for key in sorted(self._keys(bucket) - mine.leases.keys()):
             mine.leases[key] = next_lease()
-        ahead = self._reserve(machine, bucket, next_lease) if self._ahead else None
+        mine.ahead = ahead = self._reserve(machine, bucket, next_lease) if self._ahead else None
         wanted = self._keys(bucket if ahead is None else (*bucket, ahead))
         return Grant(bucket, chunk, {key: mine.leases[key] for key in wanted}, ahead)
 
@@ -141,12 +145,13 @@ class Board:
         for key in keys:
             del mine.leases[key]
             for work, missing in list(mine.unsaved.items()):
-                missing.discard(key)
+                if key in missing:
+                    missing.discard(key)
+                    self._known.add(key)
+                    self._rooted.add(self._component[work[1][0]])
                 if not missing:
                     del mine.unsaved[work]
                     self.edges[work] = self._trained_edges[work]
-                    self._known |= self._keys(work[1])
-                    self._rooted.add(self._component[work[1][0]])
 
     def lose(self, machine: int) -> None:
         """A machine is gone: what it had not written back is to be trained again."""
@@ -168,16 +173,35 @@ class Board:
         """Partitions that others hold."""
         return {key for other, found in self._machines.items() if other != machine for key in found.leases}
 
+    def _outlook(self, machine: int) -> Outlook:
+        """What others have before them, for the choice of a machine's bucket."""
+        pending = [bucket for _, bucket in self._pending]
+        idle = any(other.active is None for number, other in self._machines.items() if number != machine)
+        if not idle and (self._known or not self._as_tree):
+            return Outlook(pending, len(self._machines))
+        mine, taken = self._of(machine), self._taken(machine)
+        known = self._known.union(*(self._keys(bucket) for _, bucket in mine.unsaved))
+        free = [
+            bucket
+            for bucket in pending
+            if not (keys := self._keys(bucket)) & taken and (not self._as_tree or keys & known)
+        ]
+        unknown = [p for p in self._component if partition_key(self._table, p) not in known] if self._as_tree else []
+        return Outlook(pending, len(self._machines), True, free, unknown)
+
     def _reserve(self, machine: int, bucket: Bucket, next_lease: Callable[[], int]) -> int | None:
         """Lease the partition that the machine's next bucket needs beside one of these, if it may be read ahead."""
         mine, here = self._of(machine), self._keys(bucket)
         if any(self._keys(other) <= here for _, other in self._pending):
             return None  # the next one needs no other
         taken = self._taken(machine) | mine.leases.keys() - here
+        works = []
         for work in self._pending:
             missing = set(work[1]) - set(bucket)
-            if len(missing) != 1 or missing == set(work[1]) or self._keys(missing) & taken:
-                continue
+            if len(missing) == 1 and missing != set(work[1]) and not self._keys(missing) & taken:
+                works.append((work, missing))
+        for number in self._outlook(machine).ranked([(work[1], 1) for work, _ in works]):
+            work, missing = works[number]
             if self._others_get_on(machine, self._keys(missing), work):
                 (partition,) = missing
                 mine.leases[partition_key(self._table, partition)] = next_lease()

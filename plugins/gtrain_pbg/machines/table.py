@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gtrain.errors import CheckpointError
 from gtrain.graph.manifest import safe_name
 from gtrain_pbg import files
 from gtrain_pbg.machines.board import Grant, partition_key
@@ -149,13 +148,8 @@ class SpreadTable(PartitionedTable):
         return names
 
     def load(self, folder: Path) -> None:
+        files.check_count(folder, self.name, self.partitions.count)
         self.place_first()
-        found = len(list(folder.glob(f"{safe_name(self.name)}-*.{files.ROWS}.npy")))
-        if found != self.partitions.count:
-            raise CheckpointError(
-                f"{folder} has {found} partitions; strategy.num_partitions={self.partitions.count} was set.",
-                hint=f"set strategy.num_partitions={found}, or begin a run with strategy.warm_start.",
-            )
         for partition in range(self.partitions.count if self._publishes else 0):
             sources = {kind: folder / files.file_name(kind, partition, self.name) for kind in files.KINDS}
             self._depot.adopt(self._key(partition), self._next_lease(), sources)
