@@ -159,7 +159,8 @@ if rank == 0:
 def test_what_the_agent_imports_starts_no_thread_pool(tmp_path: Path) -> None:
     """A pool does not survive a fork: OpenMP kills the child that inherits one."""
     code = (
-        "import gtrain.launch.preload, sys\n"
+        "import gtrain.launch.preload as preload, sys\n"
+        "preload.share_compiler()\n"
         "parallel = sys.modules.get('numba.np.ufunc.parallel')\n"
         "print(bool(parallel and parallel._is_initialized), [m for m in sys.modules if m.endswith('kernels')])"
     )
