@@ -189,6 +189,7 @@ def _warm_up() -> None:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import grammar_parser
 
+    from gtrain import backends
     from gtrain.kernel_cache import find_cache
     from gtrain.launch import preload
 
@@ -196,6 +197,7 @@ def _warm_up() -> None:
     find_cache()  # before kernels are imported, which keep the folder that they find
     for name in _IN_RANKS:
         importlib.import_module(name)
+    backends.installed.cache_clear()  # what is installed is another matter in each program
     for convolution in (pyg.GCNConv, pyg.SAGEConv, pyg.GATConv):
         convolution(1, 1)  # PyG writes code for each class
     OverridesParser.create().parse_overrides(["a.b=c", "+a={b:1.5,c:null}", "a='b c'", "~a", "a=1,2", "a=/x/y.z"])
