@@ -103,6 +103,7 @@ class Program:
         self._socket.connect(_parent())
         self._socket.send(json.dumps(order).encode())
         self.pid, self._ended = int(self._socket.recv(100)), False
+        _RUNNING.add(self)
 
     def end(self, timeout: float) -> CompletedProcess[str]:
         """Wait until it has ended.
@@ -117,6 +118,7 @@ class Program:
             if not in_time:
                 self.kill()
             code, self._ended = int(self._socket.recv(100)), True
+            _RUNNING.discard(self)
             self._socket.close()
             out, err = (Path(self._said.name, name).read_text(errors="replace") for name in ("out", "err"))
             self._said.cleanup()
@@ -130,6 +132,15 @@ class Program:
             for kill in (os.killpg, os.kill):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     kill(pid, signal.SIGKILL)
+
+
+_RUNNING: set[Program] = set()
+
+
+def kill_running() -> None:
+    """Kill the programs that a test has not waited for, as one that failed: they would train on beside the others."""
+    while _RUNNING:
+        _RUNNING.pop().kill()
 
 
 @cache

@@ -164,7 +164,7 @@ def test_under_torchrun_local_rank_0_starts_the_servers(undisturbed: Path, tmp_p
 def test_what_is_killed_under_torchrun_takes_the_servers_with_it(victim: str, tmp_path: Path) -> None:
     forever = ("trainer.max_epochs=100000", "strategy.timeout_seconds=2", "hydra.run.dir=run")
     job = Program(*torchrun("--nproc-per-node=2", "-m", "gtrain", *SMALL, *forever), cwd=tmp_path, env=FOUND)
-    until(lambda: counted_at_all(tmp_path / "run"), 60, tmp_path)
+    until(lambda: counted_at_all(tmp_path / "run"), 120, tmp_path)
     server = int((tmp_path / "run" / "counter-0.pid").read_text())
     family = descendants(job.pid)
     assert server in family and len(family) == 4  # two ranks, the keeper, the counter
