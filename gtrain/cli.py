@@ -7,6 +7,7 @@ Hydra composes the configuration; this module adds the verbs, the backends' conf
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import tempfile
@@ -58,6 +59,8 @@ def main() -> None:
         if message is None or show_traceback:
             raise
         _leave(message, exit_code(error))
+    finally:
+        gc.freeze()  # the interpreter would look for garbage among all that was imported, for a second
 
 
 def verb_to_override(arguments: list[str]) -> list[str]:

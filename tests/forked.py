@@ -21,11 +21,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any
+from typing import Any, NoReturn
 
 from helpers import clean_environment, descendants, logs, ok, show, summary
 
@@ -102,6 +103,7 @@ class Program:
         self._socket.connect(_parent())
         self._socket.send(json.dumps(order).encode())
         self.pid, self._ended = int(self._socket.recv(100)), False
+        _RUNNING.add(self)
 
     def end(self, timeout: float) -> CompletedProcess[str]:
         """Wait until it has ended.
@@ -116,6 +118,7 @@ class Program:
             if not in_time:
                 self.kill()
             code, self._ended = int(self._socket.recv(100)), True
+            _RUNNING.discard(self)
             self._socket.close()
             out, err = (Path(self._said.name, name).read_text(errors="replace") for name in ("out", "err"))
             self._said.cleanup()
@@ -129,6 +132,15 @@ class Program:
             for kill in (os.killpg, os.kill):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     kill(pid, signal.SIGKILL)
+
+
+_RUNNING: set[Program] = set()
+
+
+def kill_running() -> None:
+    """Kill the programs that a test has not waited for, as one that failed: they would train on beside the others."""
+    while _RUNNING:
+        _RUNNING.pop().kill()
 
 
 @cache
@@ -151,6 +163,7 @@ def serve() -> dict[str, Any]:
     from gtrain.launch.agent import PRELOAD
 
     importlib.import_module(PRELOAD)
+    _warm_up()
     config.register()  # schemas, which take a tenth of a second; those of strategies depend on what is installed
     gc.freeze()  # or each child would copy all of the memory that its garbage collector looks through
     address = f"gtrain-tests-{os.getpid()}"
@@ -168,6 +181,39 @@ def serve() -> dict[str, Any]:
                 return _mind(client)
             client.close()
     sys.exit()
+
+
+_IN_RANKS = (
+    *("gtrain_sar.strategy", "gtrain_pyg.strategy", "gtrain_single.strategy", "gtrain.callbacks.checkpoint"),
+    *("gtrain_ps.strategy", "gtrain_ps.server.service", "gtrain_pbg.strategy", "gtrain_pbg.machines"),
+    *("gtrain.data.planted", "gtrain.data.planted_kg", "gtrain.data.planted_sparse", "gtrain.data.edges"),
+    *("gtrain.model.kg_embedding", "gtrain.model.sparse_classifier", "gtrain.model.link_predictor"),
+)
+
+
+def _warm_up() -> None:
+    """Do once what each rank does in its own time, which is longer than most of the runs that tests make.
+
+    That a strategy's modules can be imported in a rank is held by the commands that :mod:`helpers` starts.
+    """
+    import torch_geometric.nn as pyg
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import grammar_parser
+
+    from gtrain import backends
+    from gtrain.kernel_cache import find_cache
+    from gtrain.launch import preload
+
+    preload.share_compiler()
+    find_cache()  # before kernels are imported, which keep the folder that they find
+    for name in _IN_RANKS:
+        importlib.import_module(name)
+    backends.installed.cache_clear()  # what is installed is another matter in each program
+    for convolution in (pyg.GCNConv, pyg.SAGEConv, pyg.GATConv):
+        convolution(1, 1)  # PyG writes code for each class
+    OverridesParser.create().parse_overrides(["a.b=c", "+a={b:1.5,c:null}", "a='b c'", "~a", "a=1,2", "a=/x/y.z"])
+    for text in ("${a}", "${a.b}/${c:%Y-%m-%d}", "${a:b,${c}}", "x${.y}"):
+        grammar_parser.parse(text)
 
 
 def _mind(client: socket.socket) -> dict[str, Any]:
@@ -200,10 +246,25 @@ def become(order: dict[str, Any]) -> None:
     found = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
     sys.path[:1] = [os.getcwd() if is_module else os.path.dirname(os.path.abspath(name)), *found]
     sys.argv[:] = [name, *arguments]
-    if is_module:
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(name, run_name="__main__")
+    try:
+        if is_module:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(name, run_name="__main__")
+        _leave(0)
+    except SystemExit as wish:
+        if wish.code is None or isinstance(wish.code, int):
+            _leave(wish.code or 0)
+        raise
+
+
+def _leave(code: int) -> NoReturn:
+    """End as the interpreter does, but for taking apart all that was imported: that takes longer than most programs."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code & 0xFF)
 
 
 if __name__ == "__main__":

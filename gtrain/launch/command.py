@@ -17,7 +17,7 @@ from omegaconf import DictConfig, open_dict
 from gtrain import backends, config
 from gtrain.errors import ConfigError
 from gtrain.launch import cluster, keeper, meeting
-from gtrain.launch.agent import run, run_local
+from gtrain.launch.agent import preload, run, run_local
 from gtrain.launch.children import die_with_parent
 from gtrain.launch.job import Job, posts_of
 from gtrain.launch.logs import capture, log_path
@@ -119,6 +119,7 @@ def _as_rank(cfg: DictConfig, choices: dict[str, str], launcher: str, given: lis
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun waits for its ranks; killed, it would leave them behind
         die_with_parent(os.getppid())
     with keeper.beside(place, plans, cfg) as servers, contextlib.ExitStack() as at_the_end:
+        preload()
         from gtrain import task
         from gtrain.launch.environment import find_environment
 

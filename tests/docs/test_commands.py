@@ -200,7 +200,7 @@ def mistakes() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("command", "answer"), mistakes(), ids=lambda text: text.partition(" was ")[0])
 def test_mistakes_are_answered_as_documented(command: str, answer: str, tmp_path: Path) -> None:
-    result = gtrain(*shlex.split(command)[1:], cwd=tmp_path)
+    result = forked.gtrain(*shlex.split(command)[1:], cwd=tmp_path)
     assert result.returncode == 1, show(result)
     said, place = " ".join(result.stderr.split()), 0
     for piece in answer.split(" ... "):

@@ -28,7 +28,7 @@ def sweep(tmp_path: Path) -> Runner:
     """Runs a sweep and returns the summaries of its jobs in order."""
 
     def run(*overrides: str, name: str) -> list[dict[str, Any]]:
-        return forked.sweep(tmp_path / name, *overrides, *SETTINGS)
+        return forked.sweep(tmp_path / name, *SETTINGS, *overrides)
 
     return run
 
@@ -36,7 +36,7 @@ def sweep(tmp_path: Path) -> Runner:
 def worst(expected: dict[str, Any], found: dict[str, Any], name: str = "train/loss") -> float:
     """Largest relative difference of a value over the epochs."""
     pairs = list(zip(expected["history"], found["history"], strict=True))
-    assert len(pairs) == 10
+    assert len(pairs) == len(expected["epoch_seconds"]) > 2
     return max(abs(a[name] - b[name]) / abs(a[name]) for a, b in pairs)
 
 
@@ -48,7 +48,7 @@ def test_every_mode_and_number_of_ranks_on_a_planted_graph(sweep: Runner, model:
     ranks = "4" if model == "gat" else "2"
     at_random = [f"trainer.num_nodes={ranks}", "data.partitioner=random"]
     sharded += sweep("strategy=sar", "mode=1", *at_random, *arguments, name="random")
-    assert [run["world_size"] for run in sharded] == [3, 3, 3, int(ranks)]
+    assert [run["world_size"] for run in sharded] == [3, 3, 3, int(ranks)] and len(single["history"]) == 10
     for run in sharded:
         for name in ("train/loss", "val/loss"):
             assert worst(single, run, name) < 1e-10
@@ -57,7 +57,8 @@ def test_every_mode_and_number_of_ranks_on_a_planted_graph(sweep: Runner, model:
 
 @pytest.mark.parametrize("model", ["sage max", "gat"])
 def test_cora(sweep: Runner, real_data: Callable[[str], Path], model: str) -> None:
-    data = ["data=planetoid", "data.name=Cora", f"data.root={real_data('planetoid')}"]
+    """A real graph's degrees; ten epochs are held above."""
+    data = ["data=planetoid", "data.name=Cora", f"data.root={real_data('planetoid')}", "trainer.max_epochs=4"]
     (single,) = sweep("strategy=single", *data, *MODELS[model], *EXACT, name="single")
     for run in sweep("strategy=sar", "mode=1,2", "trainer.num_nodes=3", *data, *MODELS[model], *EXACT, name="sar"):
         assert worst(single, run) < 1e-10

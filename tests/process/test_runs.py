@@ -10,7 +10,7 @@ from pathlib import Path
 
 import helpers
 import pytest
-from forked import gtrain, python
+from forked import command, gtrain, python
 from helpers import ok, summary
 
 SMALL = ["data.num_nodes=300", "data.num_edges=2400", "data.num_features=16", "data.num_classes=4"]
@@ -87,7 +87,8 @@ def test_under_torchrun_the_same_command_trains_the_same(tmp_path: Path) -> None
     assert theirs["world_size"] == 2
     assert theirs["history"] == ours["history"]
     assert {path.name for path in (tmp_path / "torchrun" / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}
-    mismatch = python(*torchrun, *arguments, "trainer.num_nodes=3", cwd=tmp_path)
+    quick = [*torchrun[:3], "--no-python", str(command(tmp_path))]
+    mismatch = python(*quick, *arguments, "trainer.num_nodes=3", cwd=tmp_path)
     assert mismatch.returncode != 0
     assert "trainer.num_nodes 3 * trainer.devices 1 = 3 ranks were set, but torchrun started 2" in mismatch.stderr
 
