@@ -17,6 +17,8 @@ from gtrain.wire.limits import Limits
 
 KERNEL_BUFFER = 4 << 20
 """Bytes that the kernel may buffer for a connection within the machine, as far as it lets us (net.core.wmem_max)."""
+COPIED_BYTES = 512 << 10
+"""A smaller frame is copied: without a copy, pyzmq wakes a thread of its own when the frame's memory is free again."""
 Frames = list[zmq.Frame]
 _POLLIN = int(zmq.POLLIN)
 _MORE, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
@@ -79,7 +81,7 @@ def receive(sock: zmq.Socket[Any]) -> Frames | None:
 
 
 def send(sock: zmq.Socket[Any], small: Sequence[bytes], large: Sequence[memoryview]) -> int:
-    """Send one message, the frames of ``large`` without a copy; return the bytes of all but the routing id.
+    """Send one message, large frames of ``large`` without a copy; return the bytes of all but the routing id.
 
     Raises:
         zmq.Again: there is no connection to give it to, not even one that is being made.
@@ -87,7 +89,8 @@ def send(sock: zmq.Socket[Any], small: Sequence[bytes], large: Sequence[memoryvi
     frames: list[Any] = [*small, *large]
     last = len(frames) - 1
     for place, frame in enumerate(frames):
-        sock.send(frame, _MORE if place < last else _LAST, copy=place < len(small))
+        copied = place < len(small) or frame.nbytes < COPIED_BYTES
+        sock.send(frame, _MORE if place < last else _LAST, copy=copied)
     return len(small[-1]) + sum(frame.nbytes for frame in large)
 
 
