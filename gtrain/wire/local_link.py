@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from gtrain.wire.limits import Limits
-from gtrain.wire.link import LOOK_SECONDS, MAX_RECONNECT_MILLISECONDS, RECONNECT_MILLISECONDS, News, mismatch
+from gtrain.wire.link import MAX_RECONNECT_MILLISECONDS, RECONNECT_MILLISECONDS, News, mismatch
 from gtrain.wire.sockets import Frames, Waiter
 from gtrain.wire.stream import EndedError, ForeignError, Stream
 
@@ -27,7 +27,6 @@ class LocalLink:
         self.wake = self._waiter.wake
         self._news = News()
         self._changed = False
-        self._looked = 0.0
         self._pause = RECONNECT_MILLISECONDS / 1000
         self._next_attempt = 0.0
         self._wants_room = False
@@ -77,15 +76,8 @@ class LocalLink:
         return False
 
     def connection_changed(self) -> bool:
-        """Whether there is news; whether the server has gone is looked at once in a while."""
-        now = time.monotonic()
-        if self._stream is None:
-            return self._changed or now >= self._next_attempt
-        if now - self._looked > LOOK_SECONDS:
-            self._looked = now
-            if self._stream.gone:
-                self._lose()
-        return self._changed
+        """Whether there is news; that a server has gone is seen by who sends to it, or receives."""
+        return self._changed or (self._stream is None and time.monotonic() >= self._next_attempt)
 
     def news(self) -> News | None:
         """What happened to the connection, or None if nothing did."""

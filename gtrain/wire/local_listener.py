@@ -67,13 +67,12 @@ class LocalListener:
     def receive(self) -> Frames | None:
         """The next message, its first frame where it came from; None if there is none."""
         while self._readable or self._look():
-            descriptor = self._readable[0]
+            descriptor = self._readable.popleft()
             stream = self._streams.get(descriptor)
             frames = None if stream is None else self._attempt(descriptor, stream)
-            if frames is None:
-                self._readable.popleft()
-            else:
-                self._readable.rotate(-1)  # one message from each in turn
+            if stream is not None and frames is not None:
+                if stream.buffered:
+                    self._readable.append(descriptor)  # else the kernel knows whether there is more
                 return [Piece(memoryview(self._routes[descriptor])), *frames]
         return None
 

@@ -100,14 +100,9 @@ class Stream:
         return bool(self._unsent)
 
     @property
-    def gone(self) -> bool:
-        """Whether the other end has gone, as far as the kernel knows; what it sent before may still be there."""
-        try:
-            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+    def buffered(self) -> bool:
+        """Whether something was received that belongs to the next message."""
+        return self._begin < self._end
 
     def close(self) -> None:
         """Close the socket."""
