@@ -248,6 +248,9 @@ class Client:
                 self._dialogue.has_input() or pending.deadline < self._wake_at
             ):
                 self._dialogue.wake()
+            blocked = self._dialogue.unsent
+        if blocked:
+            self._work.set()
         self._settle()
         return pending
 
@@ -325,9 +328,9 @@ class Client:
             self._dialogue.close()
 
     def _to_do(self) -> bool:
-        """Whether the client's own thread is needed: nobody comes for an answer, or who does cannot receive."""
+        """Whether the client's own thread is needed: nobody comes for an answer, or who does cannot receive or send."""
         self._left = self._left and self._dialogue.busy
-        return self._dialogue.neglected or self._waiting > 0 or self._left
+        return self._dialogue.neglected or self._dialogue.unsent or self._waiting > 0 or self._left
 
     def _wait(self, future: Future[Message], seconds: float | None) -> Message:
         """Wait for an answer that another thread receives."""

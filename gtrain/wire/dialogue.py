@@ -18,12 +18,12 @@ from gtrain.wire.counters import Counters
 from gtrain.wire.errors import FrameError, RefusedError, WireError
 from gtrain.wire.header import Header, Kind, decode_header, pack_body, pack_header
 from gtrain.wire.limits import Limits
-from gtrain.wire.link import Link
 from gtrain.wire.message import Message, from_frames
 from gtrain.wire.outstanding import Outstanding, Pending
 from gtrain.wire.security import Security
 from gtrain.wire.sockets import Frames
 from gtrain.wire.throttle import Throttle
+from gtrain.wire.transports import AnyLink, link
 
 log = logging.getLogger(__name__)
 TELL_SECONDS = 3.0
@@ -60,7 +60,7 @@ class Dialogue:
         self._party, self._security, self._settled = party, security, settled
         self._limits = self._agreed = limits
         self._table = Outstanding()
-        self._link: Link | None = None
+        self._link: AnyLink | None = None
         self._ready = False  # the server has welcomed this connection
         self._greeting = 0
         self._greeted = False  # and not welcomed yet
@@ -83,7 +83,7 @@ class Dialogue:
 
     def open(self) -> None:
         """Begin to connect."""
-        self._link = Link(self._party.address, self._security, self._limits)
+        self._link = link(self._party.address, self._security, self._limits)
 
     def close(self) -> None:
         """End the connection; the server is told that it may forget all answers."""
@@ -102,6 +102,11 @@ class Dialogue:
         """Wait for something to happen; the one method that is called without the lock, by the driver."""
         if self._link is not None:
             self._link.wait(seconds)
+
+    @property
+    def unsent(self) -> bool:
+        """Whether something is to be sent that the kernel does not take yet."""
+        return self._link is not None and self._link.unsent
 
     def has_input(self) -> bool:
         """Whether an answer is there that the driver may not have been told of."""
@@ -138,16 +143,17 @@ class Dialogue:
         if error is not None:
             self._fail(pending, error)
             return
-        pending.sent = self.server
-        self.counters.requests += 1
-        self._send(pending)
+        if self._send(pending):
+            pending.sent = self.server
+            self.counters.requests += 1
 
-    def _send(self, pending: Pending) -> None:
-        """Send a request with the latest acknowledgements."""
+    def _send(self, pending: Pending) -> bool:
+        """Send a request with the latest acknowledgements; tell whether there was a connection for it."""
         low, done = self._table.news()
         header = self._header(Kind.REQUEST, pending.method, pending.sequence, low, done)
         self._transmit(pack_header(header, pending.body), pending.frames)
         self._untold_bytes = self._untold = 0
+        return self._ready
 
     def _header(self, kind: Kind, method: str, sequence: int, low: int, done: list[int]) -> Header:
         """A header from this client to the server that it knows."""

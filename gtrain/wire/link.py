@@ -48,6 +48,12 @@ class News:
     refusal: str | None = None
 
 
+def mismatch(secured: bool) -> str:
+    """Why a peer refuses a process that has keys, or one that has none."""
+    ours, theirs = ("has keys", "has none") if secured else ("has no keys", "asks for them")
+    return f"this process {ours} and it {theirs}"
+
+
 class Link:
     """The socket to one server.
 
@@ -60,7 +66,6 @@ class Link:
     def __init__(self, address: str, security: Security | None, limits: Limits) -> None:
         self._address, self._secured = address, security is not None
         self._socket = process_context().socket(zmq.DEALER)
-        hurry()
         configure(self._socket, limits, address)
         self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MILLISECONDS)
@@ -88,6 +93,11 @@ class Link:
             self.renew()
             return 0
 
+    @property
+    def unsent(self) -> bool:
+        """Whether something waits for a thread of this process to send it: never, zmq has one of its own."""
+        return False
+
     def receive(self) -> Frames | None:
         """The next message, or None."""
         return receive(self._socket)
@@ -114,6 +124,7 @@ class Link:
     def _note(self, news: News, event: int, value: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             news.arrived, self._broken_off = True, 0
+            hurry()  # by now zmq's threads are there
         elif event == zmq.EVENT_DISCONNECTED:
             news.lost, news.arrived = True, False
         elif event == zmq.EVENT_CONNECTED:
@@ -125,8 +136,7 @@ class Link:
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             news.refusal = "this process's key is not on its list"
         elif value == _MECHANISM_MISMATCH:
-            ours, theirs = ("has keys", "has none") if self._secured else ("has no keys", "asks for them")
-            news.refusal = f"this process {ours} and it {theirs}"
+            news.refusal = mismatch(self._secured)
 
     def suspicion(self) -> str | None:
         """Why the peer probably refuses this process: it ends every handshake; None if there is no such sign."""

@@ -95,7 +95,6 @@ class Listener:
         self._name, self._counters, self._secured = name, counters, security is not None
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        hurry()
         configure(self._socket, limits, address)
         self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
         self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
@@ -122,14 +121,11 @@ class Listener:
                 adopted.setblocking(False)
                 self._socket.setsockopt(zmq.USE_FD, adopted.detach())
             elif address.startswith("ipc://"):
-                _refuse_a_second_server(address)
+                refuse_a_second_server(address.removeprefix("ipc://"))
             self._socket.bind(address)
         except OSError as err:  # ZMQError is none
             self.close()
-            raise WireError(
-                f"{self._name} cannot listen at {address}: {err.strerror}",
-                hint="end the server that is there, or choose another address",
-            ) from err
+            raise no_place(self._name, address, err) from err
         except zmq.ZMQError as err:
             self.close()
             raise WireError(
@@ -163,6 +159,7 @@ class Listener:
         for event, value in self._monitor.read():
             if event == zmq.EVENT_ACCEPTED:
                 self._peers[value] = _peer_name(value)
+                hurry()  # by now zmq's threads are there
             elif event == zmq.EVENT_DISCONNECTED:
                 peer = self._peers.pop(value, None)
                 if self._failure is not None:
@@ -228,14 +225,22 @@ def _peer_name(descriptor: int) -> str | None:
         return None
 
 
-def _refuse_a_second_server(address: str) -> None:
-    """zmq would take a socket's path from a server that is alive; one that was just killed may need a moment to end."""
+def no_place(name: str, address: str, err: OSError) -> WireError:
+    """What a server raises that cannot listen where it is told to."""
+    return WireError(
+        f"{name} cannot listen at {address}: {err.strerror}",
+        hint="end the server that is there, or choose another address",
+    )
+
+
+def refuse_a_second_server(path: str) -> None:
+    """A socket's path is not taken from a server that is alive; one that was just killed may need a moment to end."""
     deadline = time.monotonic() + ENDING_SECONDS
     while time.monotonic() < deadline:
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(ENDING_SECONDS)
             try:
-                probe.connect(address.removeprefix("ipc://"))
+                probe.connect(path)
             except OSError:
                 return
         time.sleep(0.02)

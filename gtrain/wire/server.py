@@ -22,12 +22,13 @@ from gtrain.wire.counters import Counters
 from gtrain.wire.errors import FrameError, WireError
 from gtrain.wire.header import EMPTY_BODY, Header, Kind, decode_header, pack_body, pack_header
 from gtrain.wire.limits import Limits
-from gtrain.wire.listener import Listener, plan_address
+from gtrain.wire.listener import plan_address
 from gtrain.wire.message import Message, from_frames
 from gtrain.wire.security import Security
 from gtrain.wire.session import Caller, Session, Status
 from gtrain.wire.sockets import Frames
 from gtrain.wire.throttle import Throttle
+from gtrain.wire.transports import AnyListener, listener
 
 log = logging.getLogger(__name__)
 Result = Message | None
@@ -70,7 +71,7 @@ class Server:
         self._handlers, self._limits = handlers, limits
         self._plan = plan_address(address, descriptor, security)
         self._descriptor, self._security = descriptor, security
-        self._listener: Listener | None = None
+        self._listener: AnyListener | None = None
         self._pid = 0
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._deferred: deque[tuple[Session, Header, Future[Result]]] = deque()
@@ -92,16 +93,16 @@ class Server:
             work: called when all requests that are there were taken, to do a little of what they ask for by futures;
                 returns whether it did anything, and is called again before the loop sleeps. So work needs no thread.
         """
-        listener, self._running, self._loop = self._bound(), True, threading.get_ident()
+        sockets, self._running, self._loop = self._bound(), True, threading.get_ident()
         try:
             while not self._ended(stop):
-                served = self._serve_some(listener, stop)
+                served = self._serve_some(sockets, stop)
                 if work is not None and work():
                     continue
                 if not served:
-                    listener.wait(STOP_SECONDS if stop is not None else 60.0)
+                    sockets.wait(STOP_SECONDS if stop is not None else 60.0)
         finally:
-            listener.close()
+            sockets.close()
 
     def start(self, work: Callable[[], bool] | None = None) -> Server:
         """Serve in a thread of its own; returns the server. See :meth:`run`."""
@@ -135,11 +136,11 @@ class Server:
 
     # ------------------------------------------------------------------------------------------------ the loop
 
-    def _bound(self) -> Listener:
+    def _bound(self) -> AnyListener:
         """The listening socket, made on first use: not before, because a fork may come between."""
         if self._listener is None:
             self._pid = os.getpid()
-            self._listener = Listener(
+            self._listener = listener(
                 self._plan, self._descriptor, self._security, self._limits, self.name, self.counters
             )
         elif self._pid != os.getpid():
@@ -152,18 +153,18 @@ class Server:
     def _ended(self, stop: threading.Event | None) -> bool:
         return self._closing or (stop is not None and stop.is_set())
 
-    def _serve_some(self, listener: Listener, stop: threading.Event | None) -> bool:
+    def _serve_some(self, sockets: AnyListener, stop: threading.Event | None) -> bool:
         """Take all that is there; tell whether there was anything, for sending may eat the signal of more."""
         served = False
-        while not self._ended(stop) and self._take_one(listener):
+        while not self._ended(stop) and self._take_one(sockets):
             served = True
             self._finish_deferred()
-        listener.watch()
+        sockets.watch()
         return self._finish_deferred() or served
 
-    def _take_one(self, listener: Listener) -> bool:
+    def _take_one(self, sockets: AnyListener) -> bool:
         """Act on the next message; False if there is none. Its memory is not held on to from here."""
-        frames = listener.receive()
+        frames = sockets.receive()
         if frames is not None:
             self._take(frames)
         return frames is not None

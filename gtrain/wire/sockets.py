@@ -14,10 +14,11 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from gtrain.wire.limits import Limits
+from gtrain.wire.stream import KERNEL_BUFFER, Piece
 
-KERNEL_BUFFER = 4 << 20
-"""Bytes that the kernel may buffer for a connection within the machine, as far as it lets us (net.core.wmem_max)."""
-Frames = list[zmq.Frame]
+COPIED_BYTES = 512 << 10
+"""A smaller frame is copied: without a copy, pyzmq wakes a thread of its own when the frame's memory is free again."""
+Frames = Sequence[zmq.Frame | Piece]
 _POLLIN = int(zmq.POLLIN)
 _MORE, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
 _contexts: dict[int, zmq.Context[Any]] = {}
@@ -79,7 +80,7 @@ def receive(sock: zmq.Socket[Any]) -> Frames | None:
 
 
 def send(sock: zmq.Socket[Any], small: Sequence[bytes], large: Sequence[memoryview]) -> int:
-    """Send one message, the frames of ``large`` without a copy; return the bytes of all but the routing id.
+    """Send one message, large frames of ``large`` without a copy; return the bytes of all but the routing id.
 
     Raises:
         zmq.Again: there is no connection to give it to, not even one that is being made.
@@ -87,7 +88,8 @@ def send(sock: zmq.Socket[Any], small: Sequence[bytes], large: Sequence[memoryvi
     frames: list[Any] = [*small, *large]
     last = len(frames) - 1
     for place, frame in enumerate(frames):
-        sock.send(frame, _MORE if place < last else _LAST, copy=place < len(small))
+        copied = place < len(small) or frame.nbytes < COPIED_BYTES
+        sock.send(frame, _MORE if place < last else _LAST, copy=copied)
     return len(small[-1]) + sum(frame.nbytes for frame in large)
 
 
@@ -141,9 +143,21 @@ class Waiter:
         self.ready: list[int] = []
         self._sleeps = 0  # to come, before the next looking
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll = select.poll()
+        self._poll = select.epoll()
         for descriptor in (*descriptors, self._event):
-            self._poll.register(descriptor, select.POLLIN)
+            self._poll.register(descriptor, select.EPOLLIN)
+
+    def watch(self, descriptor: int) -> None:
+        """Wait for input of one more, until it is closed."""
+        self._poll.register(descriptor, select.EPOLLIN)
+
+    def want_room(self, descriptor: int, wanted: bool) -> None:
+        """Wait for room to write to one of them too, or not any more; any thread may say so while another waits."""
+        self._poll.modify(descriptor, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+
+    def look(self) -> list[int]:
+        """Those that are ready now; another thread's word stays for the next waiting."""
+        return [descriptor for descriptor, _ in self._poll.poll(0) if descriptor != self._event]
 
     def wait(self, seconds: float) -> None:
         """Return when something may have happened, after ``seconds`` at the latest.
@@ -154,7 +168,7 @@ class Waiter:
         """
         found = self._look(min(seconds, SPIN_SECONDS)) if not self._sleeps else []
         self._sleeps = 0 if found else (self._sleeps or SPIN_AGAIN) - 1
-        self.ready = [descriptor for descriptor, _ in found or self._poll.poll(max(0, int(seconds * 1000) + 1))]
+        self.ready = [descriptor for descriptor, _ in found or self._poll.poll(max(0.0, seconds) + 0.001)]
         if self._event in self.ready:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._event)
@@ -173,5 +187,6 @@ class Waiter:
         os.eventfd_write(self._event, 1)
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Give the descriptors back."""
+        self._poll.close()
         os.close(self._event)

@@ -94,6 +94,7 @@ class PsStrategy(ReturningStrategy):
         self._deferred: set[str] = set()
         self._weight = (1.0, 1.0)
         self._trained: list[Parameter] | None = None
+        self._shares: Shares | None = None
 
     # ---------------------------------------------------------------------------------------------------- batches
 
@@ -115,7 +116,11 @@ class PsStrategy(ReturningStrategy):
         place = self.global_rank, self.world_size
         prefetch = self.settings.prefetch if isinstance(shard, RowSource) else 0
         training = loader.split == "train" and self._trainer is not None and self._trainer.training
-        return Shares(loader, shard, place, prefetch, self._ahead(training), self._forget_ahead)
+        inline = training and torch.get_num_threads() == 1
+        shares = Shares(loader, shard, place, prefetch, self._ahead(training), self._forget_ahead, inline)
+        if training:
+            self._shares = shares
+        return shares
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Batches are where they are wanted; a module's own hooks are heeded."""
@@ -256,6 +261,8 @@ class PsStrategy(ReturningStrategy):
         kept = None if self._progress is None else self._progress.end()
         rules = rules_of(self.homes, self.optimizers)
         self._flying.append(send_step(servers, self.homes.values(), rules, weight, rest, kept))
+        if self._shares is not None:
+            self._shares.draw()  # while the servers are at work
 
     def _receive_step(self, rest: list[Parameter]) -> None:
         """Wait for the servers to have a step, and take over what they made of the other layers' gradients."""

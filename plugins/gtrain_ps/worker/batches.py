@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol, TypeAlias
@@ -80,7 +81,8 @@ class Shares:
         loader: what the batches are of.
         source: what they are made of.
         worker: this worker, and how many there are.
-        prefetch: batches that are made ahead, by a thread of their own; 0: none.
+        prefetch: batches that are made ahead; 0: none.
+        inline: whether they are made by :meth:`draw`, and not by a thread of their own.
         ahead: is told of each batch as soon as it is made.
         done: is told when no more batches are asked for.
     """
@@ -93,8 +95,11 @@ class Shares:
         prefetch: int,
         ahead: SendAhead,
         done: Callable[[], None],
+        inline: bool = False,
     ) -> None:
-        self._loader, self._prefetch = loader, prefetch
+        self._loader, self._prefetch, self._inline = loader, prefetch, inline
+        self._made: Iterator[Batch] = iter(())
+        self._ready: deque[Batch] = deque()
         self._source: Source = source
         self._rank, self._size = worker
         self._ahead, self._done = ahead, done
@@ -123,13 +128,29 @@ class Shares:
         if self._seeds is None:
             self._seeds = self._source.seeds(loader)
         steps = enumerate(islice(chunks(loader, len(self._seeds), epoch), skip, None))
-        made = (self._make(number, chunk, (epoch, skip + number)) for number, chunk in steps)
+        self._made = (self._make(number, chunk, (epoch, skip + number)) for number, chunk in steps)
+        self._ready.clear()
+        threaded = self._prefetch and not self._inline
         try:
-            for batch in _in_thread(made, self._prefetch) if self._prefetch else made:
+            for batch in _in_thread(self._made, self._prefetch) if threaded else self._drawn():
                 self._state["done"] += 1
                 yield batch
         finally:
             self._done()
+
+    def draw(self) -> None:
+        """Make what is wanted ahead and not there yet, where no thread does."""
+        if self._inline:
+            self._ready.extend(islice(self._made, self._prefetch - len(self._ready)))
+
+    def _drawn(self) -> Iterator[Batch]:
+        """All batches, those first that are ready."""
+        while True:
+            if not self._ready:
+                self._ready.extend(islice(self._made, 1))
+            if not self._ready:
+                return
+            yield self._ready.popleft()
 
     def _make(self, number: int, chunk: Tensor, place: tuple[int, int]) -> Batch:
         """A step's batch, the ``number``-th of this pass; ``place`` is its epoch, and its number there."""
