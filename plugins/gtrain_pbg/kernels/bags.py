@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
-from gtrain_pbg.kernels.numbers import STRICT, number, stored
+from gtrain_pbg.kernels.numbers import STRICT, compiled, number, stored
 from gtrain_pbg.kernels.rows import edge_of
 from gtrain_pbg.kernels.updates import apply
 
 
-@njit(cache=True, nogil=True, fastmath=STRICT)
+@compiled(fastmath=STRICT)
 def fetch_bags(
     table: Any,
     offsets: Any,
@@ -52,7 +50,7 @@ def fetch_bags(
             bias[z] = total * scale
 
 
-@njit(cache=True, nogil=True, fastmath=STRICT)
+@compiled(fastmath=STRICT)
 def add_bags(
     ids: Any,
     offsets: Any,
@@ -109,7 +107,7 @@ def add_bags(
     return count
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def apply_bags(
     touched: Any,
     count: int,

@@ -82,11 +82,11 @@ def _typed_steps(count: int, like: Any) -> Any:
     return _half if like.dtype is types.uint32 else _same
 
 
-@overload(along)
+@overload(along, jit_options={"forceinline": True})
 def _typed_along(rows: Any, count: int, columns: int, result: Any) -> Any:
     return _pairs_of_columns if result.dtype is types.uint32 else _as_they_are
 
 
-@overload(down)
+@overload(down, jit_options={"forceinline": True})
 def _typed_down(rows: Any, count: int, columns: int, result: Any) -> Any:
     return _pairs_of_rows if result.dtype is types.uint32 else _as_they_are

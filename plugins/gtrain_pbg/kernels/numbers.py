@@ -16,7 +16,13 @@ from numba.extending import overload
 STRICT = {"contract"}  # reassociation would cancel the rounding of ``exponential``; NaN stays NaN
 LOOSE = {"contract", "reassoc", "nsz", "arcp"}
 
-bare: Any = partial(njit, cache=True, nogil=True, _nrt=False)
+compiled: Any = partial(njit, cache=True, nogil=True, forceinline=True)
+"""Compiles a function, into those that call it.
+
+One that is not part of its caller may be another copy of it in the process that compiles than in those that read the
+cache, optimised differently: a run would then round differently from the run that it repeats.
+"""
+bare: Any = partial(compiled, _nrt=False)
 """Compiles a function that makes no arrays, and returns one only to such functions.
 
 It does not count references to what it is given, which takes longer than a row of a hundred numbers.
@@ -109,7 +115,7 @@ def _typed_stored(x: Any, like: Any) -> Any:
     return _to_bfloat16 if like is types.uint16 else _as_given
 
 
-@overload(exponential, jit_options={"fastmath": STRICT})
+@overload(exponential, jit_options={"fastmath": STRICT, "forceinline": True})
 def _typed_exponential(x: Any) -> Any:
     return _exp_single if x is types.float32 else _exp_double
 

@@ -11,14 +11,13 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-from gtrain_pbg.kernels.numbers import LOOSE, bare, number, store
+from gtrain_pbg.kernels.numbers import LOOSE, bare, compiled, number, store
 
 NONE, TRANSLATION, DIAGONAL, COMPLEX = 0, 1, 2, 3
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def transform(
     kind: int, rows: Any, places: int, uniform: int, relation: Any, a: Any, b: Any, result: Any, low: Any, has_low: bool
 ) -> None:
@@ -59,7 +58,7 @@ def transform_row(kind: int, x: Any, a: Any, b: Any, y: Any) -> None:
             _add(a, y)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def transform_back(
     kind: int,
     gradient: Any,
@@ -137,13 +136,13 @@ def _add(more: Any, result: Any) -> None:
         result[d] += more[d]
 
 
-@njit(cache=True, nogil=True, fastmath=LOOSE)
+@compiled(fastmath=LOOSE)
 def _widen(source: Any, target: Any) -> None:
     for d in range(target.size):
         target[d] = number(source[d])
 
 
-@njit(cache=True, nogil=True, fastmath=LOOSE)
+@compiled(fastmath=LOOSE)
 def cubes(values: Any, more: Any, complex_numbers: bool, weight: Any, by_value: Any, by_more: Any) -> Any:
     """Sum of the cubed absolute values of a row's numbers, and the weighted gradient by them (added).
 
@@ -167,7 +166,7 @@ def cubes(values: Any, more: Any, complex_numbers: bool, weight: Any, by_value: 
     return found
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def regularize(
     complex_numbers: bool,
     heads: Any,

@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 
-from gtrain_pbg.kernels.numbers import ROUND, ROUND_BITS, STRICT, number, store
+from gtrain_pbg.kernels.numbers import ROUND, ROUND_BITS, STRICT, compiled, number, store
 
 SPAN, STRIDE = 4096, 1021  # the rows of a chunk that read the same fractions are 4096 apart
 
@@ -24,7 +24,7 @@ _ROOM = np.float32(126)  # and what is added makes at most 127 of it
 _POSITIVE, _NO_NUMBER = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _largest(row: Any) -> Any:
     """Bits of the largest absolute value: without the sign they are in the order of the numbers."""
     found = np.uint16(0)
@@ -34,14 +34,14 @@ def _largest(row: Any) -> Any:
     return found
 
 
-@njit(cache=True, nogil=True, fastmath=STRICT)
+@compiled(fastmath=STRICT)
 def _round(row: Any, factor: Any, target: Any) -> None:
     for d in range(row.size):
         near = np.float32(number(row[d]) * factor + ROUND)
         target[d] = np.int8(near.view(np.int32) - ROUND_BITS)
 
 
-@njit(cache=True, nogil=True, fastmath=STRICT)
+@compiled(fastmath=STRICT)
 def round_rows(rows: Any, result: Any, scale: Any) -> None:
     """Write ``rows[z]`` as ``scale[z] * result[z]``, as nearly as 8 bits can.
 
@@ -64,7 +64,7 @@ def round_rows(rows: Any, result: Any, scale: Any) -> None:
             _round(rows[z], _MOST / most, result[z])
 
 
-@njit(cache=True, nogil=True, fastmath=STRICT)
+@compiled(fastmath=STRICT)
 def _dithered(row: Any, factor: Any, dither: Any, z: int, target: Any) -> None:
     at = z * STRIDE % SPAN
     fraction = dither[at : at + target.size]  # an index that is a sum is checked for its sign, one by one
@@ -73,7 +73,7 @@ def _dithered(row: Any, factor: Any, dither: Any, z: int, target: Any) -> None:
         target[k] = np.int8(near.view(np.int32) - ROUND_BITS)
 
 
-@njit(cache=True, nogil=True, fastmath=STRICT)
+@compiled(fastmath=STRICT)
 def level(rows: Any, scale: Any, dither: Any, result: Any) -> Any:
     """Write ``rows[z] * scale[z]`` as ``factor * result[z]``, at random, and return the factor.
 
@@ -100,7 +100,7 @@ def keep(work: Any, columns: int, dither: Any, i: int, row: Any) -> Any:
     raise NotImplementedError("compiled only")
 
 
-@njit(cache=True, nogil=True, fastmath=STRICT)
+@compiled(fastmath=STRICT)
 def _most(work: Any, columns: int) -> Any:
     """The largest absolute value, found by its bits; what is no number is larger than any."""
     found = np.int32(0)
@@ -110,7 +110,7 @@ def _most(work: Any, columns: int) -> Any:
     return found
 
 
-@njit(cache=True, nogil=True, fastmath=STRICT)
+@compiled(fastmath=STRICT)
 def keep_rounded(work: Any, columns: int, dither: Any, i: int, row: Any) -> Any:
     """:func:`keep` in 8 bits: 0 for the scale where all numbers are, NaN where one is no finite number."""
     bits = _most(work, columns)
@@ -127,12 +127,12 @@ def _keep_all(work: Any, columns: int, dither: Any, i: int, row: Any) -> Any:
     return np.float32(1)
 
 
-@overload(keep)
+@overload(keep, jit_options={"forceinline": True})
 def _typed_keep(work: Any, columns: int, dither: Any, i: int, row: Any) -> Any:
     return keep_rounded.py_func if row.dtype is types.int8 else _keep_all
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def gather(
     products: Any, scale: Any, first: Any, edge: Any, other: Any, by_answer: Any, rows: Any, scratch: Any, result: Any
 ) -> None:
@@ -156,13 +156,13 @@ def gather(
         store(scratch, result[z], scratch.size)
 
 
-@njit(cache=True, nogil=True, fastmath=STRICT)
+@compiled(fastmath=STRICT)
 def _scaled(row: Any, factor: Any, target: Any) -> None:
     for d in range(target.size):
         target[d] = np.float32(row[d]) * factor
 
 
-@njit(cache=True, nogil=True, fastmath=STRICT)
+@compiled(fastmath=STRICT)
 def _add(row: Any, factor: Any, target: Any) -> None:
     for d in range(target.size):
         target[d] += number(row[d]) * factor

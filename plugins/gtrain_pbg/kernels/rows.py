@@ -9,12 +9,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from numba import njit
-
-from gtrain_pbg.kernels.numbers import LOOSE, STRICT, number, store, stored
+from gtrain_pbg.kernels.numbers import LOOSE, STRICT, compiled, number, store, stored
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def lay_out(ends: Any, drawn: Any, places: int, uniform: int, ids: Any) -> None:
     """Write the ids of a side's rows: ends ``[B]``, drawn ``[C * u]``, ids ``[B + C * u]``."""
     edges = ends.size
@@ -27,7 +25,7 @@ def lay_out(ends: Any, drawn: Any, places: int, uniform: int, ids: Any) -> None:
             ids[at + end - begin + k] = drawn[chunk * uniform + k]
 
 
-@njit(cache=True, nogil=True, fastmath=STRICT)
+@compiled(fastmath=STRICT)
 def fetch(table: Any, ids: Any, shift: Any, rows: Any, bias: Any, low: Any, has_bias: bool, has_low: bool) -> None:
     """Fetch rows of a table ``[n, D]`` or, with a bias, ``[n, D + 1]``.
 
@@ -56,7 +54,7 @@ def fetch(table: Any, ids: Any, shift: Any, rows: Any, bias: Any, low: Any, has_
             store(target, low[z], columns)
 
 
-@njit(cache=True, nogil=True, fastmath=LOOSE)
+@compiled(fastmath=LOOSE)
 def clip(table: Any, ids: Any, columns: int, most: float) -> None:
     """Scale the rows of these ids to a norm of ``most`` where it is larger."""
     for z in range(ids.size):
@@ -68,14 +66,14 @@ def clip(table: Any, ids: Any, columns: int, most: float) -> None:
                 row[d] *= scale
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def lower(rows: Any, low: Any) -> None:
     """Write rows as bfloat16 bits."""
     for z in range(rows.shape[0]):
         store(rows[z], low[z], rows.shape[1])
 
 
-@njit(cache=True, nogil=True, fastmath=LOOSE)
+@compiled(fastmath=LOOSE)
 def _squared(row: Any, columns: int) -> Any:
     found = row.dtype.type(0)
     for d in range(columns):
@@ -83,14 +81,14 @@ def _squared(row: Any, columns: int) -> Any:
     return found
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def squared_norms(rows: Any, found: Any) -> None:
     """``found[z] = |rows[z]|^2``."""
     for z in range(rows.shape[0]):
         found[z] = _squared(rows[z], rows.shape[1])
 
 
-@njit(cache=True, nogil=True, fastmath=LOOSE)
+@compiled(fastmath=LOOSE)
 def normalize(rows: Any, inverse: Any, unit: Any) -> None:
     """Rows of length 1, and by what they were multiplied; as torch's ``normalize``."""
     for z in range(rows.shape[0]):
@@ -100,7 +98,7 @@ def normalize(rows: Any, inverse: Any, unit: Any) -> None:
             unit[z, d] = rows[z, d] * inverse[z]
 
 
-@njit(cache=True, nogil=True, fastmath=LOOSE)
+@compiled(fastmath=LOOSE)
 def from_units(gradient: Any, unit: Any, inverse: Any, result: Any) -> None:
     """The gradient by rows of that by their :func:`normalize`."""
     columns = unit.shape[1]
@@ -114,7 +112,7 @@ def from_units(gradient: Any, unit: Any, inverse: Any, result: Any) -> None:
             result[z, d] = (number(gradient[z, d]) - along * unit[z, d]) * inverse[z]
 
 
-@njit(cache=True, nogil=True, fastmath=LOOSE)
+@compiled(fastmath=LOOSE)
 def from_distances(product: Any, rows: Any, sums: Any, result: Any) -> None:
     """The gradient by rows, of products with the rows of the other side: ``product - sums * rows``."""
     for z in range(product.shape[0]):
@@ -122,7 +120,7 @@ def from_distances(product: Any, rows: Any, sums: Any, result: Any) -> None:
             result[z, d] = number(product[z, d]) - sums[z] * rows[z, d]
 
 
-@njit(cache=True, nogil=True, fastmath=STRICT)
+@compiled(fastmath=STRICT)
 def add_rows(first: Any, second: Any, places: int, uniform: int, edges: int, result: Any) -> None:
     """``result = first``, a row for each row of a side, plus ``second`` at its edges."""
     columns = result.shape[1]
@@ -136,7 +134,7 @@ def add_rows(first: Any, second: Any, places: int, uniform: int, edges: int, res
                 result[z, d] = number(first[z, d])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def edge_of(row: int, places: int, uniform: int, edges: int) -> int:
     """The edge of a row of a side; -1 for one that was drawn."""
     chunk, at = divmod(row, places + uniform)
@@ -144,7 +142,7 @@ def edge_of(row: int, places: int, uniform: int, edges: int) -> int:
     return edge if at < places and edge < edges else -1
 
 
-@njit(cache=True, nogil=True, fastmath=STRICT)
+@compiled(fastmath=STRICT)
 def widen(source: Any, target: Any) -> None:
     """Write rows as they are computed with."""
     for z in range(source.shape[0]):
@@ -152,7 +150,7 @@ def widen(source: Any, target: Any) -> None:
             target[z, d] = number(source[z, d])
 
 
-@njit(cache=True, nogil=True, fastmath=LOOSE)
+@compiled(fastmath=LOOSE)
 def pairs(queries: Any, rows: Any, places: int, uniform: int, found: Any) -> None:
     """Inner products of queries ``[B, D]`` and the rows of their edges on a side."""
     for e in range(queries.shape[0]):
@@ -163,7 +161,7 @@ def pairs(queries: Any, rows: Any, places: int, uniform: int, found: Any) -> Non
         found[e] = product
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def pair_gradients(
     by_product: Any, queries: Any, rows: Any, places: int, uniform: int, by_query: Any, by_row: Any
 ) -> None:
@@ -176,7 +174,7 @@ def pair_gradients(
             by_row[z, d] = stored(by_product[e] * queries[e, d], by_row[z, d])
 
 
-@njit(cache=True, nogil=True, fastmath=STRICT)
+@compiled(fastmath=STRICT)
 def add_all(first: Any, second: Any, result: Any) -> None:
     """Add the sum of all rows of both to ``result`` ``[D]``."""
     for z in range(first.shape[0]):
@@ -187,7 +185,7 @@ def add_all(first: Any, second: Any, result: Any) -> None:
             result[d] += number(second[e, d])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def count_total(values: Any) -> float:
     """Their sum, in float64."""
     found = 0.0

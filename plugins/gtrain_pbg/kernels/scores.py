@@ -6,9 +6,8 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-from gtrain_pbg.kernels.numbers import LOOSE, STRICT, bare, exponential, exponentials, largest, scaled, total
+from gtrain_pbg.kernels.numbers import LOOSE, STRICT, bare, compiled, exponential, exponentials, largest, scaled, total
 from gtrain_pbg.kernels.rounding import keep
 
 RANKING, LOGISTIC, SOFTMAX = 0, 1, 2
@@ -18,7 +17,7 @@ TINY = 1e-30  # least squared distance, as in gtrain.model.comparators
 _RUN = 64  # factors between 1 and 2 whose product is finite
 
 
-@njit(cache=True, nogil=True, fastmath=STRICT)
+@compiled(fastmath=STRICT)
 def loss_and_gradient(
     scores: Any,
     row_factor: Any,
@@ -150,7 +149,7 @@ def row_loss(
     return _ranking(work, columns, place, true, weight, margin)
 
 
-@njit(cache=True, nogil=True, fastmath=STRICT)
+@compiled(fastmath=STRICT)
 def _load(row: Any, row_factor: Any, i: int, column_factor: Any, work: Any, columns: int) -> None:
     for k in range(columns):
         work[k] = scaled(row[k], row_factor, i, column_factor, k)
@@ -162,7 +161,7 @@ def _copy(source: Any, target: Any, columns: int) -> None:
         target[k] = source[k]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _accumulate(source: Any, target: Any, columns: int) -> None:
     for k in range(columns):
         target[k] += source[k]
@@ -174,7 +173,7 @@ def _add(work: Any, row: Any, column: Any, columns: int) -> None:
         work[k] += row + column[k]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _distances(work: Any, row: Any, column: Any, kind: int, columns: int) -> None:
     """Minus the distances, or squared ones, of inner products."""
     two, tiny = work.dtype.type(2), work.dtype.type(TINY)
@@ -187,7 +186,7 @@ def _distances(work: Any, row: Any, column: Any, kind: int, columns: int) -> Non
             work[k] = -math.sqrt(squared if squared > tiny else tiny)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _by_product(work: Any, distance: Any, kind: int, columns: int) -> None:
     """The gradient by scores to what multiplies ``candidate - query`` in the gradient by the query.
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from numba import njit
-
-from gtrain_pbg.kernels.numbers import LOOSE, STRICT, bare, number
+from gtrain_pbg.kernels.numbers import LOOSE, STRICT, bare, compiled, number
 from gtrain_pbg.kernels.rows import edge_of
 
 SGD, ADAGRAD, ROWWISE = 0, 1, 2
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def chain(ids: Any, first: int, head: Any, after: Any, touched: Any, count: int) -> int:
     """Chain positions ``first ...`` by their ids.
 
@@ -86,7 +84,7 @@ def apply(kind: int, row: Any, state: Any, gradient: Any, lr: float, eps: float,
             row[d] -= scale * gradient[d]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def scatter(
     touched: Any,
     count: int,
@@ -154,7 +152,7 @@ def scatter(
         apply(kind, table[node], state[node], work, lr, eps, decay)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def find_touched(relation: Any, seen: Any, touched: Any) -> int:
     """List each relation of a batch once; ``seen`` is all 0 before and after."""
     count = 0
@@ -168,7 +166,7 @@ def find_touched(relation: Any, seen: Any, touched: Any) -> int:
     return count
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def update_rows(
     touched: Any, count: int, gradient: Any, table: Any, state: Any, kind: int, lr: float, eps: float, decay: float
 ) -> None:
