@@ -20,8 +20,8 @@ from gtrain_pbg.step.layout import Floats, Workspace
 from gtrain_pbg.step.relations import KINDS, RelationOperator, UpdateRule
 from gtrain_pbg.step.scores import LOSSES
 
-MOST = 1 << 28
-"""Multiplications for a chunk's scores, at most: where there are more, torch is as fast."""
+MOST = 1 << 27
+"""Multiplications for a chunk's scores, at most: where there are more, torch is as fast, or faster (int8, AMX)."""
 
 
 def fits(recipe: EdgeRecipe, work: Workspace) -> bool:
