@@ -248,9 +248,8 @@ class Client:
                 self._dialogue.has_input() or pending.deadline < self._wake_at
             ):
                 self._dialogue.wake()
-            blocked = self._dialogue.unsent
-        if blocked:
-            self._work.set()
+            if self._dialogue.unsent:
+                self._work.set()
         self._settle()
         return pending
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from gtrain_pbg.kernels.factors import along, down, steps_of, turn
-from gtrain_pbg.kernels.numbers import STRICT, bare
+from gtrain_pbg.kernels.numbers import STRICT, bare, store
 from gtrain_pbg.kernels.operators import transform_back_row, transform_row
 from gtrain_pbg.kernels.prefetch import ask
 from gtrain_pbg.kernels.scores import row_loss
@@ -144,7 +144,7 @@ def train_chunks(ends: Any, operators: Any, relation: Any, places: int, uniform:
 def _fetch(table: Any, ids: Any, rows: Any, first: int) -> None:
     columns = table.shape[1]
     for i in range(ids.size):
-        _copy(table[ids[i]], rows[first + i], columns)
+        store(table[ids[i]], rows[first + i], columns)
 
 
 @bare
@@ -220,7 +220,7 @@ def _give_row(sums: Any, row: int, gradient: Any, columns: int) -> None:
     slot = sums.count[0]
     sums.count[0] += 1
     sums.slot[row], sums.row[slot] = slot, row
-    _copy(gradient, sums.gradient[slot], columns)
+    store(gradient, sums.gradient[slot], columns)
 
 
 @bare
@@ -234,12 +234,6 @@ def apply_sums(sums: Any, table: Any, state: Any, kind: int, lr: float, eps: flo
             ask(table[sums.row[t + AHEAD]])
         apply(kind, table[row], state[row], sums.gradient[t, :columns], lr, eps, decay)
     sums.count[0] = 0
-
-
-@bare
-def _copy(source: Any, target: Any, columns: int) -> None:
-    for d in range(columns):
-        target[d] = source[d]
 
 
 @bare(fastmath=STRICT)

@@ -53,7 +53,7 @@ def transform_row(kind: int, x: Any, a: Any, b: Any, y: Any) -> None:
     elif kind == DIAGONAL:
         _product(x, a, y)
     else:
-        _copy(x, y)
+        store(x, y, y.size)
         if kind == TRANSLATION:
             _add(a, y)
 
@@ -98,7 +98,7 @@ def transform_back_row(kind: int, gradient: Any, x: Any, a: Any, b: Any, y: Any,
         _product(gradient, a, y)
         _add_product(gradient, x, by_a)
     else:
-        _copy(gradient, y)
+        store(gradient, y, y.size)
         if kind == TRANSLATION:
             _add(gradient, by_a)
 
@@ -122,12 +122,6 @@ def _add_product(first: Any, second: Any, result: Any) -> None:
 def _subtract_product(first: Any, second: Any, result: Any) -> None:
     for d in range(result.size):
         result[d] -= first[d] * second[d]
-
-
-@bare
-def _copy(source: Any, target: Any) -> None:
-    for d in range(target.size):
-        target[d] = source[d]
 
 
 @bare(fastmath=LOOSE)

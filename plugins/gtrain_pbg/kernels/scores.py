@@ -7,7 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from gtrain_pbg.kernels.numbers import LOOSE, STRICT, bare, compiled, exponential, exponentials, largest, scaled, total
+from gtrain_pbg.kernels.numbers import (
+    LOOSE,
+    STRICT,
+    bare,
+    compiled,
+    exponential,
+    exponentials,
+    largest,
+    scaled,
+    store,
+    total,
+)
 from gtrain_pbg.kernels.rounding import keep
 
 RANKING, LOGISTIC, SOFTMAX = 0, 1, 2
@@ -92,7 +103,7 @@ def loss_and_gradient(
             if kind != INNER:
                 _distances(work, row_norm[query], column_norm[g], kind, columns)
                 if kind == ROOT:
-                    _copy(work, distance, columns)
+                    store(work, distance, columns)
             if biased:
                 _add(work, row_bias[query], column_bias[g], columns)
             place = listed[0] + i if answer == DIAGONAL else listed[query] if answer == LISTED else -1
@@ -153,12 +164,6 @@ def row_loss(
 def _load(row: Any, row_factor: Any, i: int, column_factor: Any, work: Any, columns: int) -> None:
     for k in range(columns):
         work[k] = scaled(row[k], row_factor, i, column_factor, k)
-
-
-@bare
-def _copy(source: Any, target: Any, columns: int) -> None:
-    for k in range(columns):
-        target[k] = source[k]
 
 
 @compiled
