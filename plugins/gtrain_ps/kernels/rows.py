@@ -102,46 +102,36 @@ def deal(block: Any, place: Any, values: Any, weighted: bool, begin: Any, ids_ou
 
 
 @njit(cache=True, nogil=True)
-def group(ids: Any, offsets: Any, count: Any, unique: Any, starts: Any, row_of: Any, entry_of: Any) -> int:
-    """Group entries by id with a counting sort, in O(Z).
+def group(ids: Any, offsets: Any, latest: Any, unique: Any, first: Any, following: Any, row_of: Any) -> int:
+    """Group entries by id: those of one id become a chain, from the last entry to the first, in O(Z).
 
     Args:
         ids: int32 ``[Z]``, rows of the block.
         offsets: int64 ``[m + 1]``.
-        count: int32, one for each row of the block, all 0; is 0 again afterwards.
-        unique: int32 ``[Z]``, gets the distinct ids in the order in which they first occur.
-        starts: int32 ``[Z + 1]``, gets where the entries of each begin in the next two.
-        row_of: int32 ``[Z]``, row of each entry.
-        entry_of: int32 ``[Z]``, its place in ``ids``.
+        latest: int32, one for each row of the block, all 0; is 0 again afterwards.
+        unique: int32 ``[Z + 1]``, gets the distinct ids in the order in which they first occur.
+        first: int32 ``[Z + 1]``, gets where the chain of each begins in the next two.
+        following: int32 ``[Z]``, gets the next entry of the same id; -1: there is none.
+        row_of: int32 ``[Z]``, gets the row of each entry.
 
     Returns:
         number of distinct ids.
     """
     found, last = 0, len(ids) - 1
-    for entry in range(len(ids)):
-        prefetch_entry(count, ids[min(entry + _ENTRIES_AHEAD, last)])
-        number = ids[entry]
-        if count[number] == 0:
-            unique[found] = number
-            found += 1
-        count[number] += 1
-    begin = 0
-    for index in range(found):
-        number = unique[index]
-        starts[index] = begin
-        times = count[number]
-        count[number] = begin
-        begin += times
-    starts[found] = begin
     for row in range(len(offsets) - 1):
         for entry in range(offsets[row], offsets[row + 1]):
-            prefetch_entry(count, ids[min(entry + _ENTRIES_AHEAD, last)])
-            to = count[ids[entry]]
-            count[ids[entry]] = to + 1
-            row_of[to] = row
-            entry_of[to] = entry
+            prefetch_entry(latest, ids[min(entry + _ENTRIES_AHEAD, last)])
+            number = ids[entry]
+            before = latest[number]
+            latest[number] = entry + 1
+            following[entry] = before - 1
+            row_of[entry] = row
+            unique[found] = number  # stays there if it is new: a branch would be guessed wrong too often
+            found += before == 0
     for index in range(found):
-        count[unique[index]] = 0
+        prefetch_entry(latest, unique[min(index + _ENTRIES_AHEAD, found - 1)])
+        first[index] = latest[unique[index]] - 1
+        latest[unique[index]] = 0
     return found
 
 

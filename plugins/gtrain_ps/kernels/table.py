@@ -15,7 +15,6 @@ from gtrain_ps.kernels.memory import fence, prefetch_entry, prefetch_row
 
 _FAST = {"reassoc", "contract", "nsz", "arcp"}  # NaN and infinity stay what they are
 _AHEAD = 6  # rows that are asked for before they are needed
-_NEXT = 2  # likewise rows of the gradient, which are nearer
 
 
 @njit(cache=True, nogil=True, fastmath=_FAST)
@@ -61,42 +60,38 @@ def forward(ids: Any, offsets: Any, values: Any, weighted: bool, table: Any, out
 
 
 @njit(cache=True, nogil=True, fastmath=_FAST)
-def sum_row(
-    begin: int, end: int, row_of: Any, entry_of: Any, values: Any, weighted: bool, gradient: Any, total: Any
-) -> float:
-    """Sum up the gradient of one row of the table, and return the sum of its squares: 0 where it is 0."""
-    width = gradient.shape[1]
-    if begin < end:
-        first = row_of[begin]
-        u = values[entry_of[begin]] if weighted else values.dtype.type(1)
-        for column in range(width):
-            total[column] = u * gradient[first, column]
-        begin += 1
-    else:
-        for column in range(width):
-            total[column] = 0
-    while begin + 3 < end:
-        a, b, c, e = row_of[begin], row_of[begin + 1], row_of[begin + 2], row_of[begin + 3]
-        if weighted:
-            u, v = values[entry_of[begin]], values[entry_of[begin + 1]]
-            w, x = values[entry_of[begin + 2]], values[entry_of[begin + 3]]
+def sum_row(first: int, following: Any, row_of: Any, values: Any, weighted: bool, gradient: Any, total: Any) -> float:
+    """Sum up the gradient of one row of the table, and return the sum of its squares: 0 where it is 0.
+
+    Entries are taken four at a time, so that the sum is read and written less often.
+    """
+    width, one = gradient.shape[1], values.dtype.type(1)
+    for column in range(width):
+        total[column] = 0
+    a = first
+    while a >= 0:
+        b = following[a]
+        c = following[b] if b >= 0 else -1
+        d = following[c] if c >= 0 else -1
+        i, u = row_of[a], values[a] if weighted else one
+        if d >= 0:
+            j, v = row_of[b], values[b] if weighted else one
+            k, w = row_of[c], values[c] if weighted else one
+            m, x = row_of[d], values[d] if weighted else one
             for column in range(width):
                 total[column] += (
-                    u * gradient[a, column]
-                    + v * gradient[b, column]
-                    + w * gradient[c, column]
-                    + x * gradient[e, column]
+                    u * gradient[i, column] + v * gradient[j, column] + w * gradient[k, column] + x * gradient[m, column]
                 )
+            a = following[d]
+        elif b >= 0:
+            j, v = row_of[b], values[b] if weighted else one
+            for column in range(width):
+                total[column] += u * gradient[i, column] + v * gradient[j, column]
+            a = c
         else:
             for column in range(width):
-                total[column] += gradient[a, column] + gradient[b, column] + gradient[c, column] + gradient[e, column]
-        begin += 4
-    while begin < end:
-        number = row_of[begin]
-        u = values[entry_of[begin]] if weighted else values.dtype.type(1)
-        for column in range(width):
-            total[column] += u * gradient[number, column]
-        begin += 1
+                total[column] += u * gradient[i, column]
+            a = -1
     norm = total.dtype.type(0)
     for column in range(width):
         norm += total[column] * total[column]
@@ -126,9 +121,9 @@ def end_row(index: int, marker: Any) -> None:
 def sgd(
     found: int,
     unique: Any,
-    starts: Any,
+    first: Any,
+    following: Any,
     row_of: Any,
-    entry_of: Any,
     values: Any,
     weighted: bool,
     gradient: Any,
@@ -142,7 +137,7 @@ def sgd(
     """``w -= lr * g``.
 
     Args:
-        found, unique, starts, row_of, entry_of: of :func:`gtrain_ps.kernels.rows.group`.
+        found, unique, first, following, row_of: of :func:`gtrain_ps.kernels.rows.group`.
         values, weighted: of the entries.
         gradient: ``[m, d]``, of the product.
         table: ``[n, d]``.
@@ -155,10 +150,9 @@ def sgd(
     lr, wd, total = kind(rate), kind(decay), np.empty(width, table.dtype)
     for index in range(marker[1] if safe else 0, found):
         ahead = unique[min(index + _AHEAD, found - 1)]
-        prefetch_row(gradient, row_of[starts[min(index + _NEXT, found - 1)]])
         prefetch_row(table, ahead)
         row = unique[index]
-        norm = sum_row(starts[index], starts[index + 1], row_of, entry_of, values, weighted, gradient, total)
+        norm = sum_row(first[index], following, row_of, values, weighted, gradient, total)
         if norm == 0:
             continue
         if safe:
@@ -173,9 +167,9 @@ def sgd(
 def adagrad(
     found: int,
     unique: Any,
-    starts: Any,
+    first: Any,
+    following: Any,
     row_of: Any,
-    entry_of: Any,
     values: Any,
     weighted: bool,
     gradient: Any,
@@ -193,11 +187,10 @@ def adagrad(
     lr, wd, small, total = kind(rate), kind(decay), kind(eps), np.empty(width, table.dtype)
     for index in range(marker[1] if safe else 0, found):
         ahead = unique[min(index + _AHEAD, found - 1)]
-        prefetch_row(gradient, row_of[starts[min(index + _NEXT, found - 1)]])
         prefetch_row(table, ahead)
         prefetch_row(squares, ahead)
         row = unique[index]
-        norm = sum_row(starts[index], starts[index + 1], row_of, entry_of, values, weighted, gradient, total)
+        norm = sum_row(first[index], following, row_of, values, weighted, gradient, total)
         if norm == 0:
             continue
         if safe:
@@ -217,9 +210,9 @@ def adagrad(
 def rowwise_adagrad(
     found: int,
     unique: Any,
-    starts: Any,
+    first: Any,
+    following: Any,
     row_of: Any,
-    entry_of: Any,
     values: Any,
     weighted: bool,
     gradient: Any,
@@ -243,18 +236,16 @@ def rowwise_adagrad(
         lengths[index] = length
     for index in range(marker[1] if safe else 0, found):
         ahead = unique[min(index + _AHEAD, found - 1)]
-        prefetch_row(gradient, row_of[starts[min(index + _NEXT, found - 1)]])
         prefetch_row(table, ahead)
         prefetch_entry(squares, ahead)
         row = unique[index]
-        begin = starts[index]
-        alone = starts[index + 1] == begin + 1 and wd == 0
+        entry = first[index]
+        only, u = row_of[entry], values[entry] if weighted else kind(1)
+        alone = following[entry] < 0 and wd == 0
         if alone:
-            first = row_of[begin]
-            u = values[entry_of[begin]] if weighted else kind(1)
-            norm = u * u * lengths[first]
+            norm = u * u * lengths[only]
         else:
-            norm = sum_row(begin, starts[index + 1], row_of, entry_of, values, weighted, gradient, total)
+            norm = sum_row(entry, following, row_of, values, weighted, gradient, total)
         if norm == 0:
             continue
         if safe:
@@ -271,7 +262,7 @@ def rowwise_adagrad(
         if alone:
             factor *= u
             for column in range(width):
-                table[row, column] -= factor * gradient[first, column]
+                table[row, column] -= factor * gradient[only, column]
         else:
             for column in range(width):
                 table[row, column] -= factor * total[column]
@@ -283,9 +274,9 @@ def rowwise_adagrad(
 def lazy_adam(
     found: int,
     unique: Any,
-    starts: Any,
+    first: Any,
+    following: Any,
     row_of: Any,
-    entry_of: Any,
     values: Any,
     weighted: bool,
     gradient: Any,
@@ -296,8 +287,8 @@ def lazy_adam(
     rate: float,
     decay: float,
     eps: float,
-    first: float,
-    second: float,
+    beta1: float,
+    beta2: float,
     safe: bool,
     marker: Any,
     backup: Any,
@@ -305,16 +296,15 @@ def lazy_adam(
     """Adam with the row's own number of updates; times ``[n]``, means and squares ``[n, d]``; see :func:`sgd`."""
     width, kind = table.shape[1], table.dtype.type
     lr, wd, small, total = kind(rate), kind(decay), kind(eps), np.empty(width, table.dtype)
-    beta1, beta2, rest1, rest2 = kind(first), kind(second), kind(1.0 - first), kind(1.0 - second)
+    decay1, decay2, rest1, rest2 = kind(beta1), kind(beta2), kind(1.0 - beta1), kind(1.0 - beta2)
     for index in range(marker[1] if safe else 0, found):
         ahead = unique[min(index + _AHEAD, found - 1)]
-        prefetch_row(gradient, row_of[starts[min(index + _NEXT, found - 1)]])
         prefetch_row(table, ahead)
         prefetch_entry(times, ahead)
         prefetch_row(means, ahead)
         prefetch_row(squares, ahead)
         row = unique[index]
-        norm = sum_row(starts[index], starts[index + 1], row_of, entry_of, values, weighted, gradient, total)
+        norm = sum_row(first[index], following, row_of, values, weighted, gradient, total)
         if norm == 0:
             continue
         if safe:
@@ -324,12 +314,12 @@ def lazy_adam(
             backup[3, 0] = times[row]
             begin_row(index, row, table, marker, backup)
         times[row] += kind(1)
-        scale = lr / (kind(1) - beta1 ** times[row])
-        correction = kind(1) - beta2 ** times[row]
+        scale = lr / (kind(1) - decay1 ** times[row])
+        correction = kind(1) - decay2 ** times[row]
         for column in range(width):
             g = total[column] + wd * table[row, column]
             mean = means[row, column] + rest1 * (g - means[row, column])
-            square = beta2 * squares[row, column] + rest2 * g * g
+            square = decay2 * squares[row, column] + rest2 * g * g
             means[row, column] = mean
             squares[row, column] = square
             table[row, column] -= scale * mean / (np.sqrt(square / correction) + small)

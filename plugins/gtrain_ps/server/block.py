@@ -54,9 +54,9 @@ class Grouped:
 
     found: int
     unique: Array
-    starts: Array
+    first: Array
+    following: Array
     row_of: Array
-    entry_of: Array
     values: Array
     weighted: bool
 
@@ -81,7 +81,7 @@ class Block:
         self._safe = region.survives
         self._marker = region.tensor(f"{name}/marker", (MARKS,), torch.int64).numpy()
         self._backup = region.tensor(f"{name}/backup", (BACKUPS, max(1, width)), dtype).numpy()
-        self._count = np.zeros(height, np.int32)
+        self._latest = np.zeros(height, np.int32)
         self._scratch: list[Array] = []
         if f"{name}/rule" in region.notes:
             self.use(region.notes[f"{name}/rule"], {})
@@ -151,9 +151,9 @@ class Block:
         if weighted:
             kind = values.dtype
             values = _joined([np.ones(len(r.ids), kind) if r.values is None else r.values for r in stack])
-        unique, starts, row_of, entry_of = self._room(len(ids))
-        found = row_kernels.group(ids, offsets, self._count, unique, starts, row_of, entry_of)
-        return Grouped(found, unique, starts, row_of, entry_of, values, weighted)
+        unique, first, following, row_of = self._room(len(ids))
+        found = row_kernels.group(ids, offsets, self._latest, unique, first, following, row_of)
+        return Grouped(found, unique, first, following, row_of, values, weighted)
 
     def use(self, rule: str, settings: Mapping[str, Any]) -> None:
         """Make the optimizer state, unless it is there.
@@ -199,9 +199,9 @@ class Block:
         apply(
             grouped.found,
             grouped.unique,
-            grouped.starts,
+            grouped.first,
+            grouped.following,
             grouped.row_of,
-            grouped.entry_of,
             grouped.values,
             grouped.weighted,
             gradient.numpy(),
