@@ -79,9 +79,8 @@ def sum_row(first: int, following: Any, row_of: Any, values: Any, weighted: bool
             k, w = row_of[c], values[c] if weighted else one
             m, x = row_of[d], values[d] if weighted else one
             for column in range(width):
-                total[column] += (
-                    u * gradient[i, column] + v * gradient[j, column] + w * gradient[k, column] + x * gradient[m, column]
-                )
+                total[column] += u * gradient[i, column] + v * gradient[j, column]
+                total[column] += w * gradient[k, column] + x * gradient[m, column]
             a = following[d]
         elif b >= 0:
             j, v = row_of[b], values[b] if weighted else one
@@ -242,10 +241,7 @@ def rowwise_adagrad(
         entry = first[index]
         only, u = row_of[entry], values[entry] if weighted else kind(1)
         alone = following[entry] < 0 and wd == 0
-        if alone:
-            norm = u * u * lengths[only]
-        else:
-            norm = sum_row(entry, following, row_of, values, weighted, gradient, total)
+        norm = u * u * lengths[only] if alone else sum_row(entry, following, row_of, values, weighted, gradient, total)
         if norm == 0:
             continue
         if safe:
