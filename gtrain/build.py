@@ -23,6 +23,7 @@ from gtrain.model.link_predictor import LinkPredictor
 from gtrain.model.networks import norm_settings
 from gtrain.model.node_classifier import NodeClassifier
 from gtrain.nn import Csr
+from gtrain.profiler import NoProfiler
 
 # settings that the built-in networks share; a network of another package gets those that it names
 _SHARED = ("hidden_channels", "num_layers", "dropout", "norm", "act", "heads", "aggr", "input_dropout")
@@ -210,8 +211,9 @@ def _relation_names(store: Store) -> list[str] | None:
 
 def make_trainer(settings: dict[str, Any], **extra: Any) -> pl.Trainer:
     """Lightning's Trainer; what it refuses comes out as a ConfigError."""
+    profiler = settings.get("profiler") or NoProfiler()
     try:
-        return pl.Trainer(**settings, **extra)
+        return pl.Trainer(**{**settings, "profiler": profiler}, **extra)
     except (ValueError, TypeError, MisconfigurationException) as error:
         raise ConfigError(
             f"trainer: {str(error).splitlines()[0]}", hint="gtrain --cfg job --package trainer"

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from gtrain.errors import ConfigError
 from gtrain.model.configured import MakeOptimizer
+from gtrain.model.configured import make as make_one
 from gtrain.nn import JointOptimizer, RowOptimizer, tables
 
 _SPARSE = (RowOptimizer, JointOptimizer, torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
@@ -55,7 +56,7 @@ def with_tables(
                     "model.sparse_optimizer=null to give model.optimizer everything.",
                 )
         if rest:
-            made.append(torch.optim.Adam(rest, lr=0.01) if make_optimizer is None else make_optimizer(rest))
+            made.append(make_one(make_optimizer, rest))
         return made[0] if len(made) == 1 else JointOptimizer(made)
 
     return make

@@ -16,6 +16,8 @@ from gtrain.errors import ConfigError
 
 _ALIGN = 64
 """Tensors begin where torch would have them begin."""
+_NUMBERS = {torch.float32: "float32", torch.float64: "float64", torch.int64: "int64"}
+"""Types whose values JSON repeats to the last digit."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,9 @@ class Packed:
 
     def write(self, room: Tensor) -> None:
         """Write into uint8 ``[nbytes]``."""
+        memory = room.numpy().data
         for begin, content in self.pieces():
-            room.numpy()[begin : begin + len(content)] = np.frombuffer(content, np.uint8)
+            memory[begin : begin + len(content)] = content
 
     def pieces(self) -> Iterator[tuple[int, memoryview]]:
         """Where each piece begins, in their order, and its bytes."""
@@ -50,11 +53,13 @@ class Packed:
 def prepare(value: Any) -> Packed:
     """Look at a value made of dictionaries, lists, tuples, tensors, numbers and strings.
 
+    Tensors without dimensions become numbers now; the others are read when it is written.
+
     Raises:
         ConfigError: there is something else in it.
     """
     tensors: list[Tensor] = []
-    content = _encode(value, tensors)
+    content = _encode(value, tensors, numbers=True)
     kinds = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
     text = json.dumps([content, kinds]).encode()
     begins, end = [], _aligned(_ALIGN + len(text))
@@ -108,16 +113,18 @@ def join(content: Any, tensors: list[Tensor]) -> Any:
     return _decode(content, tensors)
 
 
-def _encode(value: Any, tensors: list[Tensor]) -> Any:
+def _encode(value: Any, tensors: list[Tensor], numbers: bool = False) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Tensor):
+        if numbers and not value.dim() and value.dtype in _NUMBERS:
+            return {"number": [_NUMBERS[value.dtype], value.item()]}
         tensors.append(value.detach())
         return {"tensor": len(tensors) - 1}
     if isinstance(value, Mapping):
-        return {"dict": [[_encode(key, tensors), _encode(item, tensors)] for key, item in value.items()]}
+        return {"dict": [[_encode(key, tensors), _encode(item, tensors, numbers)] for key, item in value.items()]}
     if isinstance(value, (list, tuple)):
-        return {type(value).__name__: [_encode(item, tensors) for item in value]}
+        return {type(value).__name__: [_encode(item, tensors, numbers) for item in value]}
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, os.PathLike):
@@ -135,6 +142,8 @@ def _decode(content: Any, tensors: list[Tensor]) -> Any:
     ((kind, inside),) = content.items()
     if kind == "tensor":
         return tensors[inside]
+    if kind == "number":
+        return torch.tensor(inside[1], dtype=getattr(torch, inside[0]))
     if kind == "dict":
         return {_decode(key, tensors): _decode(item, tensors) for key, item in inside}
     items = [_decode(item, tensors) for item in inside]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +20,7 @@ from gtrain_ps.server.journal import Journal
 from gtrain_ps.server.memory import Region
 from gtrain_ps.server.slots import Slots
 from gtrain_ps.worker.loops import moved
+from gtrain_ps.worker.progress import _numpy_state
 
 
 def test_plain_values_come_back_as_they_were() -> None:
@@ -33,6 +37,22 @@ def test_plain_values_come_back_as_they_were() -> None:
     assert found["half"].dtype == torch.bfloat16
     with pytest.raises(ConfigError, match="has a object, which strategy=ps cannot keep"):
         pack({"callback": object()})
+
+
+def test_numbers_in_tensors_keep_their_type_and_last_digit() -> None:
+    given = [torch.tensor(value, dtype=kind) for kind in (torch.float32, torch.float64) for value in (0.1, math.nan)]
+    given += [torch.tensor(2**62 + 1), torch.tensor(0.1, dtype=torch.bfloat16), torch.tensor(True)]
+    for mine, theirs in zip(unpack(pack(given)), given, strict=True):
+        assert mine.dtype == theirs.dtype and mine.shape == ()
+        assert torch.equal(mine.view(1).view(torch.uint8), theirs.view(1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("draw", [np.random.rand, lambda: np.random.shuffle([1, 2]), lambda: np.random.seed(3)])
+def test_a_drawn_random_number_is_noticed(draw: Any) -> None:
+    before = _numpy_state()
+    assert _numpy_state() == before
+    draw()
+    assert _numpy_state() != before
 
 
 def test_random_numbers_go_on_after_packing() -> None:

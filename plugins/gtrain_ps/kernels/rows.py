@@ -161,6 +161,14 @@ def measure_rows(chosen: Any, low: int, high: int, starts: Any, lengths: Any) ->
 
 
 @njit(cache=True, nogil=True)
+def copy_labels(chosen: Any, low: int, high: int, labels: Any, out: Any) -> None:
+    """Copy the labels ``[high - low, ...]`` of the chosen rows that are in one part; ``out`` is ``[m, ...]``."""
+    for index in range(len(chosen)):
+        if low <= chosen[index] < high:
+            out[index] = labels[chosen[index] - low]
+
+
+@njit(cache=True, nogil=True)
 def copy_rows(
     chosen: Any, low: int, high: int, starts: Any, ids: Any, values: Any, begin: Any, ids_out: Any, values_out: Any
 ) -> None:

@@ -11,6 +11,7 @@ layers that all workers have ("rest"), with their optimizer's state, are the sam
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -27,6 +28,7 @@ from gtrain_ps.worker.collect import ServedGroup
 from gtrain_ps.worker.loops import moved
 from gtrain_ps.worker.servers import ParameterServers
 
+_MT19937_BYTES = 624 * 4 + 4
 Kept = list[dict[str, Tensor]]
 """What each server is to keep of a step, by name."""
 
@@ -178,12 +180,19 @@ class Progress:
         return trainer.current_epoch, rates, tensors
 
     def _random_changed(self) -> bool:
-        """Whether a random number was drawn since the last step: quicker than a look at all of the state."""
-        _, keys, position, *_ = np.random.get_state(legacy=True)  # type: ignore[misc]
-        others = random.getstate(), int(keys[0]), position
+        """Whether a random number was drawn since the last step: quicker than to note all of the state."""
+        others = random.getstate(), _numpy_state()
         changed = others != self._drawn or not torch.equal(torch.get_rng_state(), self._random["torch"])
         self._drawn = others
         return changed
+
+
+def _numpy_state() -> Any:
+    """What changes with numpy's global generator."""
+    generator = np.random.mtrand.get_bit_generator()
+    if isinstance(generator, np.random.MT19937):  # its words and its place among them, without the dictionary
+        return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    return repr(generator.state)
 
 
 def _cut(flat: Tensor, shapes: list[Any]) -> list[Tensor]:

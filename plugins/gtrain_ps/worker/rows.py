@@ -91,15 +91,12 @@ class RowTable:
         return made
 
     def _gather(self, name: str, rows: Tensor) -> Tensor | None:
-        pieces = [getattr(part, name) for part in self._parts]
-        if pieces[0] is None:
+        first = getattr(self._parts[0], name)
+        if first is None:
             return None
-        if len(pieces) == 1:
-            return pieces[0][rows]
-        out = pieces[0].new_empty((len(rows), *pieces[0].shape[1:]))
-        for (low, high, _), piece in zip(self._spans, pieces, strict=True):
-            mine = (rows >= low) & (rows < high)
-            out[mine] = piece[rows[mine] - low]
+        out = first.new_empty((len(rows), *first.shape[1:]))
+        for low, high, part in self._spans:
+            kernels.copy_labels(rows.numpy(), low, high, getattr(part, name).numpy(), out.numpy())
         return out
 
 

@@ -1,0 +1,43 @@
+"""How the optimizers of built-in models are made."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from gtrain.model.configured import make
+
+
+@pytest.mark.parametrize("chosen", [None, partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)])
+def test_adam_on_the_cpu_takes_its_step_in_one_kernel(chosen: Any) -> None:
+    ways = [make(chosen, [Parameter(torch.ones(3, dtype=torch.float64))]) for _ in range(2)]
+    assert all(way.defaults["fused"] for way in ways)
+    ways[1].param_groups[0]["fused"] = False
+    for step in range(5):
+        for way in ways:
+            (parameter,) = way.param_groups[0]["params"]
+            parameter.grad = torch.tensor([1.0, -2.0, 1e-3 * step], dtype=torch.float64)
+            way.step()
+    one, other = (way.param_groups[0]["params"][0] for way in ways)
+    assert torch.allclose(one, other, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        partial(torch.optim.Adam, fused=False),
+        partial(torch.optim.Adam, foreach=True),
+        partial(torch.optim.RMSprop, lr=0.1),
+        lambda parameters: torch.optim.Adam(parameters),
+    ],
+)
+def test_what_is_told_how_to_step_is_left_alone(chosen: Any) -> None:
+    assert not make(chosen, [Parameter(torch.ones(3))]).defaults.get("fused")
+
+
+def test_parameters_that_the_kernel_does_not_take_are_left_alone() -> None:
+    assert not make(None, [Parameter(torch.ones(3, dtype=torch.bfloat16))]).defaults["fused"]
