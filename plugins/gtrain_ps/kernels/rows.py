@@ -10,7 +10,7 @@ from numba import njit
 from gtrain_ps.kernels.memory import prefetch_entry
 
 _ROWS_AHEAD = 3
-_ENTRIES_AHEAD = 16
+_ENTRIES_AHEAD = 64
 
 
 @njit(cache=True, nogil=True)

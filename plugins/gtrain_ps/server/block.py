@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -126,12 +125,6 @@ class Block:
 
     def multiply(self, rows: Rows) -> Tensor:
         """Rows times the block, ``[m, d]``."""
-        if self.table.dtype == torch.float32 and len(rows.ids) and self.width:
-            weights = None if rows.values is None else torch.from_numpy(rows.values)
-            ids, offsets = torch.from_numpy(rows.ids), torch.from_numpy(rows.offsets.astype(np.int32))
-            return F.embedding_bag(
-                ids, self.table, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
-            )
         out = torch.empty(len(rows), self.width, dtype=self.table.dtype)
         values = self._backup[0, :0] if rows.values is None else rows.values
         kernels.forward(rows.ids, rows.offsets, values, rows.values is not None, self.table.numpy(), out.numpy())
