@@ -15,6 +15,7 @@ from gtrain.data import biggraph_files as files
 from gtrain.data.biggraph_bags import BagBook, bag_tensor
 from gtrain.data.biggraph_edges import EdgeReader, Relation, require_h5py
 from gtrain.data.biggraph_files import Ints
+from gtrain.data.edge_sets import facts_of_sets
 from gtrain.data.given_parts import GivenPartsData
 from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp
 from gtrain.data.schema import DataSchema, places
@@ -224,8 +225,7 @@ class BigGraphData(GivenPartsData):
 
     def extra_facts(self) -> dict[str, Any]:
         """Return how many relations there are, and the entity types of a joint graph."""
-        sets = len(self.edges["edges"])
-        return {"num_relations": self._num_relations, **self._facts, **({"edge_sets": sets} if sets > 1 else {})}
+        return {"num_relations": self._num_relations, **self._facts, **facts_of_sets(self.edges["edges"])}
 
     def _folder(self, key: str, name: str) -> Path:
         """Return a folder that was named, as it is or below ``root``."""
