@@ -278,7 +278,7 @@ class BigGraphConfig(DataConfig):
     test_edges: Any = None
     entities: Any = None  # settings by type
     relations: Any = None  # a list of {name, lhs, rhs}
-    keep_parts: bool = False
+    keep_parts: bool | None = None
     joint_types: Any = "${oc.select:model.joint_types,false}"
 
 
