@@ -11,12 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
-from torchmetrics import MeanMetric
 
 from gtrain.errors import ConfigError, DataError
 from gtrain.metrics import NAMES, classification_metrics, update
 from gtrain.model.configured import MakeOptimizer, configured
-from gtrain.model.mean_loss import log_mean_loss
+from gtrain.model.mean_loss import log_mean_loss, loss_metric
 
 
 class Classifier(pl.LightningModule):
@@ -61,7 +60,7 @@ class Classifier(pl.LightningModule):
         self.class_weights: Tensor | None
         self.register_buffer("class_weights", weights, persistent=False)
         quick = NAMES if multilabel or num_classes == 2 else ("acc", "f1")
-        self.train_loss, self.val_loss, self.test_loss = MeanMetric(), MeanMetric(), MeanMetric()
+        self.train_loss, self.val_loss, self.test_loss = loss_metric(), loss_metric(), loss_metric()
         self.val_scores = classification_metrics(num_classes, multilabel, quick, "val/")
         self.test_scores = classification_metrics(num_classes, multilabel, tuple(test_metrics), "test/")
 

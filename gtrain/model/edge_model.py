@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import MetricCollection
 
 from gtrain.model.auc import Auc
-from gtrain.model.mean_loss import log_mean_loss
+from gtrain.model.mean_loss import log_mean_loss, loss_metric
 from gtrain.model.ranking import NAMES, Ranking
 
 
@@ -24,7 +24,7 @@ class EdgeModel(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.train_loss, self.val_loss, self.test_loss = MeanMetric(), MeanMetric(), MeanMetric()
+        self.train_loss, self.val_loss, self.test_loss = loss_metric(), loss_metric(), loss_metric()
         self.val_ranks, self.test_ranks = (
             MetricCollection({n: Ranking(n) for n in self.rank_names}, prefix=f"{split}/", compute_groups=False)
             for split in ("val", "test")

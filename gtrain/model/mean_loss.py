@@ -8,6 +8,11 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 
+def loss_metric() -> MeanMetric:
+    """Return the metric that :func:`log_mean_loss` updates; a loss that is no number is told, and not left out."""
+    return MeanMetric(nan_strategy=float("nan"))
+
+
 def log_mean_loss(module: pl.LightningModule, split: str, total: Tensor, weight: Tensor) -> Tensor:
     """Return ``total / weight``, 0 for no rows at all, and log the epoch's mean as ``<split>/loss``.
 
