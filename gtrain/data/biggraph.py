@@ -78,7 +78,8 @@ class BigGraphData(GivenPartsData):
         self.edges["test_edges"] = _listed(test_edges)
         self.relations = None if relations is None else [_relation(entry) for entry in relations]
         self.keep_parts, self.joint_types = bool(keep_parts), joint_types
-        self._said, self._entities = relations, entities or {}
+        self._entities = entities or {}
+        self.schema = DataSchema(entities, None)  # until the folders were read
         self._facts: dict[str, Any] = {}
         self._books: dict[str, BagBook] = {}
         if keep_parts:
