@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig
 
 from gtrain import backends, build, report, runs
-from gtrain.callbacks.predictions import PredictionWriter
+from gtrain.callbacks.predictions import PredictionWriter, check_output
 from gtrain.callbacks.progress import ProgressLine
 from gtrain.callbacks.recorder import RunRecorder
 from gtrain.config import plain
@@ -90,6 +90,8 @@ class _Task:
 
     def run(self) -> float | None:
         config, run_dir = self.config, Path(self.config["paths"]["run"])
+        if config["verb"] in ("predict", "export"):
+            check_output(self._output, config["format"])
         pl.seed_everything(config["seed"], verbose=False)
         strategy, checkpoint = self._strategy(), self._checkpoint()
         baseline = rss_bytes()  # the strategy's imports are among those that count
@@ -128,6 +130,12 @@ class _Task:
             report.write(run_dir / "summary.json", content)
             report.print_summary(content, run_dir)
         return _objective(trainer)
+
+    @property
+    def _output(self) -> Path:
+        """What ``gtrain predict`` and ``gtrain export`` write."""
+        name = "embeddings" if self.config["verb"] == "export" else "predictions"
+        return Path(self.config["output"] or Path(self.config["paths"]["run"], f"{name}.{self.config['format']}"))
 
     @property
     def _runs(self) -> Path:
@@ -186,10 +194,8 @@ class _Task:
         """Write what the model says of every node."""
         config, strategy = self.config, trainer.strategy
         assert isinstance(strategy, GraphStrategy)
-        exporting = config["verb"] == "export"
-        default = f"{'embeddings' if exporting else 'predictions'}.{config['format']}"
-        output = Path(config["output"] or Path(config["paths"]["run"], default))
-        embeddings = exporting or config["embeddings"]
+        output = self._output
+        embeddings = config["verb"] == "export" or config["embeddings"]
         writer = PredictionWriter(output, config["format"], data.open_store(), strategy, embeddings)
         trainer.callbacks.append(writer)  # type: ignore[attr-defined]
         trainer.predict(model, datamodule=data, ckpt_path=checkpoint, return_predictions=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,7 +36,7 @@ class PredictionWriter(pl.Callback):
     its name when it is complete.
 
     Args:
-        path: the file to write.
+        path: the file to write; see :func:`check_output`.
         fmt: ``npy``: float [N, D]; ``parquet``: columns ``id`` (the name, where the data has names) and ``values`` (a
             list of D numbers), and ``prediction`` (the best class) where the values are scores of classes; ``tsv`` and
             ``pbg_hdf5``: see :mod:`gtrain.callbacks.formats`.
@@ -47,12 +46,10 @@ class PredictionWriter(pl.Callback):
             network's last layer reads, instead of what ``predict_step`` returns.
 
     Raises:
-        ConfigError: the format is unknown, or ``predict_step`` does not return one row for each seed.
+        ConfigError: ``predict_step`` does not return one row for each seed.
     """
 
     def __init__(self, path: Path, fmt: str, store: Store, strategy: GraphStrategy, embeddings: bool) -> None:
-        if fmt not in FORMATS:
-            raise ConfigError(f"format={fmt} was set.", hint=f"the formats are {', '.join(FORMATS)}.")
         self.path, self._format, self._store, self._embeddings = path, fmt, store, embeddings
         self._strategy = strategy  # its group of ranks is formed later
         self._rows: list[Tensor] = []
@@ -140,8 +137,6 @@ class PredictionWriter(pl.Callback):
             formats.write_parquet(done, values, self._store.names(kind), kind, classes=True)
         else:
             formats.WRITERS[self._format](done, values, self._store.names(kind), kind)
-        if self.path.is_dir():  # which a folder is not renamed over
-            shutil.rmtree(self.path)
         os.replace(done, self.path)
         self._scratch.unlink()
 
@@ -155,6 +150,18 @@ class PredictionWriter(pl.Callback):
                 np.save(path, rows)
             else:
                 formats.WRITERS[self._format](path, rows, self._store.names(each.name), each.name)
+
+
+def check_output(path: Path, fmt: str) -> None:
+    """Refuse, before anything is computed, a format that is unknown and a path where something is already.
+
+    Raises:
+        ConfigError: one of the two.
+    """
+    if fmt not in FORMATS:
+        raise ConfigError(f"format={fmt} was set.", hint=f"the formats are {', '.join(FORMATS)}.")
+    if path.exists():
+        raise ConfigError(f"output={path} is there already.", hint="delete it first, or set output to another path.")
 
 
 def last_layer(module: pl.LightningModule) -> nn.Module:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
+from gtrain.errors import DataError
 from gtrain.strategy.counters import Counters, cpu_seconds
 
 
 class RunRecorder(Callback):
     """Times training epochs and keeps each epoch's metrics; evaluation is outside of the times and the counters.
+
+    A run whose ``train/loss`` is no number ends with the epoch, and the checkpoint of the epoch before stays the last.
 
     Attributes:
         epoch_seconds: wall seconds of each epoch's training.
@@ -58,6 +62,12 @@ class RunRecorder(Callback):
         # reading the metrics computes them, over all ranks: so every rank reads here, and only here
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self.history.append({"epoch": trainer.current_epoch, **metrics})
+        if not math.isfinite(metrics.get("train/loss", 0.0)):  # before the epoch's checkpoint is written
+            raise DataError(
+                f"the training loss of epoch {trainer.current_epoch} is {metrics['train/loss']}.",
+                hint="lower the learning rates (model.optimizer.lr; model.sparse_optimizer.lr of tables), and look for "
+                "features, labels or weights that are no numbers in the data.",
+            )
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pause()

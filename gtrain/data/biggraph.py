@@ -15,6 +15,7 @@ from gtrain.data import biggraph_files as files
 from gtrain.data.biggraph_bags import BagBook, bag_tensor
 from gtrain.data.biggraph_edges import EdgeReader, Relation, require_h5py
 from gtrain.data.biggraph_files import Ints
+from gtrain.data.edge_sets import facts_of_sets
 from gtrain.data.given_parts import GivenPartsData
 from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp
 from gtrain.data.schema import DataSchema, places
@@ -49,7 +50,7 @@ class BigGraphData(GivenPartsData):
         relations: relations as in PyTorch-BigGraph's configuration, each with ``name``, ``lhs`` and ``rhs``; other
             keys are for the model. Needed only with several entity types. Where relations are dynamic, the only one.
         keep_parts: whether the partitions become the parts of the store. Types in one partition are spread evenly, or
-            with ``joint_types`` kept together.
+            with ``joint_types`` kept together. None: False, but for strategies that train in buckets.
         joint_types: whether edges of all relations are predicted, by a model that knows entity types.
         **common: see :class:`~gtrain.data.module.GraphDataModule`; the task is ``link`` unless it is set.
     """
@@ -65,7 +66,7 @@ class BigGraphData(GivenPartsData):
         test_edges: str | Sequence[str] | None = None,
         entities: Mapping[str, Any] | None = None,
         relations: Sequence[Mapping[str, Any]] | None = None,
-        keep_parts: bool = False,
+        keep_parts: bool | None = None,
         joint_types: bool = False,
         **common: Unpack[CommonOptions],
     ) -> None:
@@ -76,8 +77,9 @@ class BigGraphData(GivenPartsData):
         self.edges = {"edges": _listed(edges) or [path], "val_edges": _listed(val_edges)}
         self.edges["test_edges"] = _listed(test_edges)
         self.relations = None if relations is None else [_relation(entry) for entry in relations]
-        self.keep_parts, self.joint_types = keep_parts, joint_types
-        self._said, self._entities = relations, entities or {}
+        self.keep_parts, self.joint_types = bool(keep_parts), joint_types
+        self._entities = entities or {}
+        self.schema = DataSchema(entities, None)  # until the folders were read
         self._facts: dict[str, Any] = {}
         self._books: dict[str, BagBook] = {}
         if keep_parts:
@@ -107,8 +109,20 @@ class BigGraphData(GivenPartsData):
 
     @property
     def num_parts(self) -> int:
-        """Parts of the store: any number, or with ``keep_parts`` the partitions of the data."""
-        return super().num_parts if self.keep_parts else int(GraphDataModule.num_parts.__get__(self))
+        """Parts of the store: any number, or with ``keep_parts`` the partitions of the data.
+
+        Raises:
+            DataError: another number is wanted.
+        """
+        if not self.keep_parts:
+            return int(GraphDataModule.num_parts.__get__(self))
+        given = self.given_parts()
+        if self.edge_buckets and self._num_parts not in (None, given):
+            raise DataError(
+                f"{self.origin} comes in {given} partitions, and strategy.num_partitions={self._num_parts} was set.",
+                hint=f"set strategy.num_partitions={given}, or data.keep_parts=false to cut the entities anew.",
+            )
+        return super().num_parts
 
     def given_parts(self) -> int:
         """Return the number of partitions."""
@@ -224,8 +238,7 @@ class BigGraphData(GivenPartsData):
 
     def extra_facts(self) -> dict[str, Any]:
         """Return how many relations there are, and the entity types of a joint graph."""
-        sets = len(self.edges["edges"])
-        return {"num_relations": self._num_relations, **self._facts, **({"edge_sets": sets} if sets > 1 else {})}
+        return {"num_relations": self._num_relations, **self._facts, **facts_of_sets(self.edges["edges"])}
 
     def _folder(self, key: str, name: str) -> Path:
         """Return a folder that was named, as it is or below ``root``."""

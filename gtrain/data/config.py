@@ -138,6 +138,7 @@ class KGConfig(DataConfig):
     task: str = "${oc.select:model.task,link}"
     batch_size: int | None = 1000
     path: str = MISSING
+    edge_sets: Any = None  # a list of files, or of lists of them
     unknown: str = "error"
     entities: Any = None  # settings by type
     relations: Any = None  # a list of {name, lhs, rhs}
@@ -277,7 +278,7 @@ class BigGraphConfig(DataConfig):
     test_edges: Any = None
     entities: Any = None  # settings by type
     relations: Any = None  # a list of {name, lhs, rhs}
-    keep_parts: bool = False
+    keep_parts: bool | None = None
     joint_types: Any = "${oc.select:model.joint_types,false}"
 
 

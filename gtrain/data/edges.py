@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.utils import to_undirected
 
+from gtrain.data.edge_sets import Named, facts_of_sets, find_sets
 from gtrain.data.entity_features import (
     bag_rows,
     facts_of_features,
@@ -20,7 +21,6 @@ from gtrain.data.entity_features import (
     read_features,
     stamps_of_features,
 )
-from gtrain.data.files import find_files
 from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp
 from gtrain.data.node_files import GENERATED, NodeFiles, generated
 from gtrain.data.schema import DataSchema, Entries
@@ -77,8 +77,8 @@ class EdgesData(GraphDataModule):
     def __init__(
         self,
         *,
-        path: str | Sequence[str] | None = None,
-        edge_sets: Sequence[str | Sequence[str]] | None = None,
+        path: Named | None = None,
+        edge_sets: Sequence[Named] | None = None,
         ids: str = "auto",
         columns: Sequence[int | str] | None = None,
         weight: int | str | None = None,
@@ -129,7 +129,7 @@ class EdgesData(GraphDataModule):
                 "data.undirected=true was set with data.edge_sets.",
                 hint="list both directions, in the set that has them.",
             )
-        self.edge_sets: list[str | Sequence[str]] = list(edge_sets or []) if path is None else [path]
+        self.edge_sets: list[Named] = list(edge_sets or []) if path is None else [path]
         self.path = path
         self.num_nodes = num_nodes
         self.undirected = undirected
@@ -142,7 +142,7 @@ class EdgesData(GraphDataModule):
 
     def extra_facts(self) -> dict[str, Any]:
         """Return the entity types and the number of edge sets, where there are any."""
-        return self._facts if len(self.edge_sets) == 1 else {**self._facts, "edge_sets": len(self.edge_sets)}
+        return {**self._facts, **facts_of_sets(self.edge_sets)}
 
     def identity(self) -> dict[str, Any]:
         """Return the stamps of the files, and how they are read."""
@@ -218,10 +218,7 @@ class EdgesData(GraphDataModule):
     def _files(self) -> tuple[list[Path], list[int] | None]:
         """Return all files, and for each the number of its edge set, None where there is one set."""
         key = "data.path" if self.path is not None else "data.edge_sets"
-        by_set = [find_files(key, names, self.root) for names in self.edge_sets]
-        paths = [path for found in by_set for path in found]
-        sets = [number for number, found in enumerate(by_set) for _ in found]
-        return paths, sets if len(by_set) > 1 else None
+        return find_sets(key, self.edge_sets, self.root)
 
     def _counted_by(self, labels: object) -> str:
         """Return the option that told how many nodes there are."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
+from gtrain.data.edge_sets import Named, facts_of_sets, find_sets
 from gtrain.data.entity_features import (
     EntityFeatures,
     bag_rows,
@@ -22,7 +23,7 @@ from gtrain.data.entity_features import (
 from gtrain.data.entity_names import EntityNames
 from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp, log
 from gtrain.data.schema import DataSchema, Entries
-from gtrain.data.triples import COLUMNS, Triples, is_archive, read_archive, read_folder, split_files
+from gtrain.data.triples import COLUMNS, Triples, is_archive, read_archive, read_file, read_folder, split_files
 from gtrain.errors import ConfigError, DataError
 
 UNKNOWN = ("error", "drop", "keep")
@@ -39,6 +40,9 @@ class KGData(GraphDataModule):
 
     Args:
         path: the folder (or the one above its ``raw``), or the archive, as it is or below ``root``.
+        edge_sets: files of triples that train instead of ``train.txt``, as they are or below the folder; each entry is
+            a set (a name, a glob pattern, a folder, or a list of them), and ``strategy=pbg`` trains one after the other
+            in each epoch; None: ``train.txt`` is the only one.
         unknown: what to do with a validation or test triple that names an entity or relation that ``train`` does not:
             ``error``; ``drop`` the triple; or ``keep`` it, and give the entity a node without training edges, as the
             published figures of FB15k-237 and WN18RR do.
@@ -57,6 +61,7 @@ class KGData(GraphDataModule):
         self,
         *,
         path: str,
+        edge_sets: Sequence[Named] | None = None,
         unknown: str = "error",
         entities: Mapping[str, Any] | None = None,
         relations: Entries | None = None,
@@ -67,6 +72,9 @@ class KGData(GraphDataModule):
         if unknown not in UNKNOWN:
             raise ConfigError(f"data.unknown={unknown!r} is not known", hint=f"choose one of {', '.join(UNKNOWN)}")
         self.path = path
+        self.edge_sets = [] if edge_sets is None else list(edge_sets)
+        if edge_sets is not None and not self.edge_sets:
+            raise ConfigError("data.edge_sets is an empty list", hint="name a file for each set, or set it to null")
         self.unknown = unknown
         self.schema = DataSchema(entities, relations)
         self._names: EntityNames | None = None
@@ -75,9 +83,12 @@ class KGData(GraphDataModule):
     def identity(self) -> dict[str, Any]:
         """Return the stamps of the files, and how they are read."""
         place = self._find()
-        files = [place] if place.is_file() else [file for _, file in sorted(split_files(place).items())]
+        files = [place] if place.is_file() else [file for _, file in sorted(self._split_files(place).items())]
+        paths, sets = self._set_files(place)
+        stamps = {"edge_sets": [file_stamp(path) for path in paths], "set_of_file": sets} if paths else {}
         return {
             "files": [file_stamp(file) for file in files],
+            **stamps,
             "unknown": self.unknown,
             **self.schema.identity(),
             **stamps_of_features(self.schema, self.root),
@@ -91,20 +102,45 @@ class KGData(GraphDataModule):
     def read(self) -> Data:
         """Read the triples and number their names."""
         place = self._find()
-        triples = read_archive(place) if place.is_file() else read_folder(place)
-        self._check_splits(place, triples)
-        used = list(triples.values()) if self.unknown == "keep" else [triples["train"]]
+        triples = self._triples(place)
+        train = triples["train"]
+        used = [some for found in triples.values() for some in found] if self.unknown == "keep" else train
         self._names = names = EntityNames(used, self.schema)
         data = Data(num_nodes=sum(names.counts.values()))
         entities = {name: names.entities[name].to_pylist() for name in self.schema.featurized}
         self._features = read_features(self.schema, self.root, entities)
         if self._features:
             data.bag = bag_rows(names.counts, self._features)
-        for split, prefix in _PREFIX.items():
-            if split in triples:
-                edge_index, edge_type = self._edges(triples[split], names)
-                data[f"{prefix}edge_index"], data[f"{prefix}edge_type"] = edge_index, edge_type
+        for split, found in triples.items():
+            edge_index, edge_type = zip(*(self._edges(some, names) for some in found), strict=True)
+            prefix = _PREFIX[split]
+            data[f"{prefix}edge_index"], data[f"{prefix}edge_type"] = torch.cat(edge_index, 1), torch.cat(edge_type)
+        _, sets = self._set_files(place)
+        if sets is not None:
+            counts = torch.tensor([len(some) for some in train])
+            data.edge_set = torch.tensor(sets, dtype=torch.int32).repeat_interleave(counts)
         return data
+
+    def _triples(self, place: Path) -> dict[str, list[Triples]]:
+        """Return the triples of each split, train first, file by file."""
+        found = read_archive(place) if place.is_file() else read_folder(self._split_files(place))
+        triples = {split: [some] for split, some in found.items()}
+        if self.edge_sets:
+            paths, _ = self._set_files(place)
+            triples = {**triples, "train": [read_file(path) for path in paths]}
+        self._check_splits(place, triples)
+        return {split: triples[split] for split in _PREFIX if split in triples}
+
+    def _set_files(self, place: Path) -> tuple[list[Path], list[int] | None]:
+        """Return the files of edge sets and the set of each, as :func:`find_sets` does."""
+        return find_sets("data.edge_sets", self.edge_sets, place.parent if place.is_file() else place)
+
+    def _split_files(self, place: Path) -> dict[str, Path]:
+        """Return the file of each split that a folder has, as it is needed here; none if train is not there."""
+        if not self.edge_sets:
+            return split_files(place)
+        found = split_files(place, needed=("valid",) if self.split.kind == "public" else ())
+        return {split: file for split, file in found.items() if split != "train"}
 
     def names(self) -> dict[str, Any]:
         """Return the names of entities, by type, and relations, as pyarrow arrays of strings."""
@@ -120,6 +156,7 @@ class KGData(GraphDataModule):
             "num_relations": len(self._names.relations),
             **self.schema.facts(self._names.counts, self._names.ends),
             **facts_of_features(self._features),
+            **facts_of_sets(self.edge_sets),
         }
 
     def _find(self) -> Path:
@@ -128,13 +165,14 @@ class KGData(GraphDataModule):
         for place in (named, self.root / named):
             if place.is_file() and is_archive(place):
                 return place
-            if place.is_dir() and split_files(place):
+            if place.is_dir() and (self._split_files(place) or (self.edge_sets and self.split.kind != "public")):
                 return place
         for place in (named, self.root / named):
             if place.is_dir():
                 files = ", ".join(sorted(file.name + "/" * file.is_dir() for file in place.iterdir())[:5]) or "nothing"
+                wanted = "valid" if self.edge_sets else "train"
                 raise DataError(
-                    f"data.path={self.path}: the folder has no train.txt; it has {files}",
+                    f"data.path={self.path}: the folder has no {wanted}.txt; it has {files}",
                     hint="set data.path to a folder with train.txt, valid.txt and test.txt (.tsv and .gz will do)",
                 )
             if place.is_file():
@@ -147,11 +185,12 @@ class KGData(GraphDataModule):
             hint=f"set data.path to a folder with train.txt, valid.txt and test.txt{_near(named, self.root)}",
         )
 
-    def _check_splits(self, place: Path, triples: dict[str, Triples]) -> None:
+    def _check_splits(self, place: Path, triples: Mapping[str, Sequence[Triples]]) -> None:
         wanted = list(_PREFIX) if self.split.kind == "public" else ["train"]
         missing = [split for split in wanted if split not in triples]
         if missing:
-            there = ", ".join(found.where.rpartition(":")[2].rpartition("/")[2] for found in triples.values())
+            where = [some.where for found in triples.values() for some in found]
+            there = ", ".join(name.rpartition(":")[2].rpartition("/")[2] for name in where)
             raise DataError(
                 f"data.path={self.path}: {place} has no {missing[0]}.txt; it has {there or 'none of the three files'}",
                 hint=f"put {missing[0]}.txt there (.tsv and .gz will do), or set data.split=random to split train.txt",

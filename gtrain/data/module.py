@@ -239,6 +239,8 @@ class GraphDataModule(pl.LightningDataModule):
         """
         try:
             self.fetch()
+            if self.edge_buckets:  # also where the store is there, which other numbers may have made
+                self.schema.check_partitions(self.num_parts)
             ensure_store(self.store_path, self._build, log.debug if self._prepared else log.info)  # said once
         except OSError as err:  # of any file or folder that is read or written on the way
             name = f"{err.filename}: {err.strerror}" if err.filename else str(err).splitlines()[0]
@@ -354,8 +356,6 @@ class GraphDataModule(pl.LightningDataModule):
 
     def _build(self) -> Store:
         path, num_parts = self.store_path, self.num_parts
-        if self.edge_buckets:
-            self.schema.check_partitions(num_parts)
         log.info("reading %s", self.name)
         graph = self.read()
         options = (self.unlabelled, self.num_classes, self.normalize_features, self.origin)

@@ -6,7 +6,7 @@ import gzip
 import io
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,8 @@ def is_archive(path: Path) -> bool:
     return path.name.endswith(_TAR)
 
 
-def split_files(path: Path) -> dict[str, Path]:
-    """Return the file of each split that a folder, or its subfolder ``raw``, has."""
+def split_files(path: Path, needed: Collection[str] = ("train",)) -> dict[str, Path]:
+    """Return the file of each split that a folder, or its subfolder ``raw``, has; none if one that is needed is not."""
     for folder in (path, path / "raw"):
         found = {
             split: folder / (name + ending)
@@ -64,14 +64,19 @@ def split_files(path: Path) -> dict[str, Path]:
             for ending in reversed(ENDINGS)
             if (folder / (name + ending)).is_file()
         }
-        if "train" in found:
+        if found.keys() >= set(needed):
             return found
     return {}
 
 
-def read_folder(path: Path) -> dict[str, Triples]:
-    """Read the triples of each split that a folder has."""
-    return {split: parse_triples(str(file), unpack(file)) for split, file in split_files(path).items()}
+def read_folder(files: Mapping[str, Path]) -> dict[str, Triples]:
+    """Read the triples of each split, given its file."""
+    return {split: read_file(file) for split, file in files.items()}
+
+
+def read_file(file: Path) -> Triples:
+    """Read the triples of a file."""
+    return parse_triples(str(file), unpack(file))
 
 
 def read_archive(path: Path) -> dict[str, Triples]:

@@ -162,6 +162,8 @@ def count_parameter_servers(cfg: Any) -> int:
 def store_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """What the store of a job must be like: a part for each partition, and edges by buckets.
 
+    The partitions that data comes in are kept, unless ``data.keep_parts=false`` or a partitioner was set.
+
     Args:
         config: the composed configuration.
 
@@ -175,6 +177,7 @@ def store_settings(config: Mapping[str, Any]) -> dict[str, Any]:
             "partitions, and the store has a part for each.",
             hint=f"leave data.num_parts, or set strategy.num_partitions={data['num_parts']}.",
         )
-    partitioner = data.get("partitioner")
-    given = partitioner in ("file", "given") or data.get("keep_parts")
-    return {"num_parts": partitions, "partitioner": partitioner if given else "random", "buckets": True}
+    partitioner, keep = data.get("partitioner"), data.get("keep_parts", False)
+    kept = {"keep_parts": True} if keep is None and partitioner == "metis" else {}
+    given = partitioner in ("file", "given") or keep or kept
+    return {"num_parts": partitions, "partitioner": partitioner if given else "random", "buckets": True, **kept}

@@ -24,6 +24,7 @@ ROWS, STATE = KINDS = ("rows", "state")
 PIECE = 1 << 18
 """Ids that are worked on at a time."""
 _BYTES = 1 << 24  # read and written at a time
+_AHEAD = 1 << 17  # announced at a time: of more, Linux reads what the disk takes at once (read_ahead_kb), and no more
 
 
 def file_name(kind: str, partition: int, table: str = "table") -> str:
@@ -133,7 +134,9 @@ def read(path: Path, target: Tensor) -> None:
 def announce(path: Path) -> None:
     """Let the kernel read a file, which :func:`read` will ask for soon."""
     with suppress(OSError), open(path, "rb") as handle:  # which reading it will tell
-        os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+        descriptor = handle.fileno()
+        for begin in range(0, os.fstat(descriptor).st_size, _AHEAD):
+            os.posix_fadvise(descriptor, begin, _AHEAD, os.POSIX_FADV_WILLNEED)
 
 
 def mapped(path: Path) -> Tensor:

@@ -134,3 +134,12 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
 def test_no_run_to_go_on_from(tmp_path: Path) -> None:
     assert "no run under" in refused(*QUICK, "ckpt_path=last", cwd=tmp_path)
     assert "no such checkpoint" in refused(*QUICK, "ckpt_path=nowhere.ckpt", cwd=tmp_path)
+
+
+def test_a_training_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
+    """The first batch's loss is a number, those after it are not: they count, and no checkpoint is written."""
+    data = ["data=planted_kg", "data.num_entities=30", "data.num_positions=10", "data.num_triples=250", "model=kg"]
+    rates = ["model.sparse_optimizer.lr=1e30", "data.batch_size=50", "trainer.max_epochs=1", "hydra.run.dir=run"]
+    said = refused("strategy=single", *data, *rates, cwd=tmp_path)
+    assert "the training loss of epoch 0 is nan" in said and "model.sparse_optimizer.lr" in said
+    assert not list((tmp_path / "run" / "checkpoints").glob("*.ckpt"))

@@ -122,7 +122,7 @@ def test_pytorch_biggraphs_folders_with_types(tmp_path: Path) -> None:
                 file.create_dataset(name, data=rng.integers(most, size=60))
     relations = "data.relations=[{name:buys,lhs:user,rhs:item,operator:diagonal},{name:sees,lhs:user,rhs:item}]"
     common = ["strategy=pbg", "data=biggraph", f"data.path={folder}", relations, "data.split=random",
-              "data.keep_parts=true", "strategy.num_partitions=2", *QUIET]  # fmt: skip
+              "strategy.num_partitions=2", *QUIET]  # fmt: skip
     ok(gtrain(*common, "trainer.max_epochs=2", f"hydra.run.dir={tmp_path / 'run'}", cwd=tmp_path))
     arguments = [f"ckpt_path={tmp_path / 'run' / 'checkpoints' / 'last.ckpt'}", "format=pbg_hdf5"]
     ok(gtrain("export", *common, *arguments, f"output={tmp_path / 'out'}", cwd=tmp_path))

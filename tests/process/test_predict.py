@@ -13,7 +13,7 @@ from helpers import ok
 from torch import nn
 from torch_geometric.nn import GCN, MLP
 
-from gtrain.callbacks.predictions import PredictionWriter, last_layer
+from gtrain.callbacks.predictions import check_output, last_layer
 from gtrain.errors import ConfigError
 
 SMALL = ["model=sage", "data.num_nodes=300", "data.num_edges=2400", "data.num_features=16", "data.num_classes=4"]
@@ -28,6 +28,8 @@ def test_two_ranks_predict_what_one_does(tmp_path: Path) -> None:
     said = ok(gtrain("predict", "strategy=single", *SMALL, checkpoint, "output=out/scores.npy", cwd=tmp_path)).stdout
     assert "written: out/scores.npy" in said
     ok(gtrain("predict", *sharded, "embeddings=true", "output=out/hidden.npy", cwd=tmp_path))
+    again = gtrain("predict", "strategy=single", *SMALL, checkpoint, "output=out/scores.npy", cwd=tmp_path)
+    assert again.returncode == 1 and "output=out/scores.npy is there already" in again.stderr
     table, scores, hidden = (
         pq.read_table(tmp_path / "out/scores.parquet"),
         np.load(tmp_path / "out/scores.npy"),
@@ -41,9 +43,13 @@ def test_two_ranks_predict_what_one_does(tmp_path: Path) -> None:
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["hidden.npy", "scores.npy", "scores.parquet"]
 
 
-def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
+def test_what_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="npy, parquet"):
-        PredictionWriter(tmp_path / "x", "csv", None, None, False)  # type: ignore[arg-type]
+        check_output(tmp_path / "x", "csv")
+    check_output(tmp_path / "x", "pbg_hdf5")
+    (tmp_path / "x").mkdir()
+    with pytest.raises(ConfigError, match=r"output=.*x is there already"):
+        check_output(tmp_path / "x", "pbg_hdf5")
 
 
 def test_the_last_layer_is_the_one_that_makes_the_scores() -> None:

@@ -15,6 +15,7 @@ from gtrain.data.biggraph import BigGraphData
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.entities import entity_bags
 from gtrain.graph.tables import EdgeArrays
+from gtrain_pbg.config import store_settings
 
 h5py = pytest.importorskip("h5py", reason="HDF5 folders need h5py: pip install 'gtrain[hdf5]'")
 
@@ -138,6 +139,33 @@ def test_partitions_become_parts(users: Path, tmp_path: Path) -> None:
     assert module(users, num_parts=3).num_parts == 3
     with pytest.raises(ConfigError, match="partitioner=random, and biggraph keeps the parts"):
         module(users, keep_parts=True, partitioner="random")
+
+
+def test_buckets_want_as_many_partitions_as_there_are(users: Path) -> None:
+    for number in (1, 3):
+        trained = module(users, keep_parts=True, num_parts=number)
+        trained.edge_buckets = True
+        with pytest.raises(DataError, match=rf"comes in 2 partitions, and strategy\.num_partitions={number} was set"):
+            trained.num_parts  # noqa: B018
+    trained = module(users, keep_parts=True, num_parts=2)
+    trained.edge_buckets = True
+    assert trained.num_parts == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"keep_parts": None}, {"partitioner": "metis", "keep_parts": True}),  # BigGraphData takes metis for none
+        ({"keep_parts": True}, {"partitioner": "metis"}),
+        ({"keep_parts": False}, {"partitioner": "random"}),
+        ({"keep_parts": None, "partitioner": "random"}, {"partitioner": "random"}),
+        ({"keep_parts": None, "partitioner": "file"}, {"partitioner": "file"}),
+        ({}, {"partitioner": "random"}),  # other sources come in no partitions
+    ],
+)
+def test_pbg_trains_partitions_as_they_are(given: dict[str, Any], wanted: dict[str, Any]) -> None:
+    found = store_settings({"data": {"partitioner": "metis", **given}, "strategy": {"num_partitions": 2}})
+    assert found == {"num_parts": 2, "buckets": True, **wanted}
 
 
 def test_a_type_in_one_partition_is_dealt_out(tmp_path: Path) -> None:

@@ -132,6 +132,41 @@ def test_wrong_folders(path: str, message: str, tmp_path: Path) -> None:
         KGData(path=path, root=str(tmp_path)).read()
 
 
+def test_edge_sets_train_instead_of_train(tmp_path: Path) -> None:
+    path = write(tmp_path / "kg", valid="anna\tlikes\tdora\n", test="bob\tknows\tanna\n")
+    (tmp_path / "kg" / "a.tsv").write_text("anna\tknows\tbob\n")
+    (tmp_path / "kg" / "b.tsv").write_text("bob\tlikes\tanna\n\nbob\tknows\tcarl\n")
+    (tmp_path / "c.txt").write_text("carl\tknows\tdora\n")
+    sets = ["a.tsv", ["b.tsv", str(tmp_path / "c.txt")]]
+    module = KGData(path=path, edge_sets=sets)
+    data = module.read()
+    triples = named(module, data.edge_index.tolist(), data.edge_type.tolist())
+    assert triples == [
+        ("anna", "knows", "bob"), ("bob", "likes", "anna"), ("bob", "knows", "carl"), ("carl", "knows", "dora")
+    ]  # fmt: skip
+    assert data.edge_set.tolist() == [0, 1, 1, 1] and module.extra_facts()["edge_sets"] == 2
+    assert data.val_edge_index.tolist() == [[0], [3]] and "val_edge_set" not in data
+    (tmp_path / "kg" / "train.txt").unlink()  # it is not read
+    assert KGData(path=path, edge_sets=sets).identity() == module.identity()
+    one = KGData(path=path, edge_sets=sets[:1])
+    assert one.identity() != module.identity()
+    with pytest.raises(DataError, match=r"valid\.txt, line 1: the relation 'likes'"):
+        one.read()
+    alone = KGData(path=path, edge_sets=[sets], split="random")
+    assert "edge_set" not in alone.read() and "edge_sets" not in alone.extra_facts()
+
+
+def test_edge_sets_that_are_not_there(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    with pytest.raises(ConfigError, match=r"data\.edge_sets is an empty list"):
+        KGData(path=path, edge_sets=[])
+    with pytest.raises(DataError, match=r"data\.edge_sets=a\.txt: there is no such file(.|\n)*there are"):
+        KGData(path=path, edge_sets=["a.txt"]).read()
+    (tmp_path / "valid.txt").unlink()
+    with pytest.raises(DataError, match=r"has no valid\.txt"):
+        KGData(path=path, edge_sets=["test.txt"]).read()
+
+
 def test_options(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.unknown='skip'(.|\n)*error, drop, keep"):
         KGData(path="x", unknown="skip")

@@ -75,6 +75,15 @@ def test_partitions_are_all_or_one(tmp_path: Path) -> None:
     schema.check_partitions(4)
     with pytest.raises(ConfigError, match=r"user.num_partitions=4 was set, .* 4 is neither 1 nor 3"):
         schema.check_partitions(3)
+    options: dict[str, Any] = {"path": write_kg(tmp_path / "kg"), "relations": RELATIONS, "store": str(tmp_path / "s")}
+    for number in (2, 3):  # the store is the same
+        kg = KGData(entities={"person": {"num_partitions": number}, "place": {}}, num_parts=2, **options)
+        kg.partitioner, kg.edge_buckets = "random", True
+        if number == 2:
+            kg.prepare_data()
+        else:
+            with pytest.raises(ConfigError, match="person.num_partitions=3 was set, .* 3 is neither 1 nor 2"):
+                kg.prepare_data()
     module = PlantedKGData(
         num_entities=60, num_positions=6, num_relations=2, num_triples=100, num_types=3, num_parts=3,
         partitioner="random", entities={"type_1": {"num_partitions": 1}}, store=str(tmp_path),

@@ -37,6 +37,19 @@ def test_every_bucket_comes_once(order: str, partitions: int) -> None:
         assert found == bucket_order(order, partitions, 3, seed)
 
 
+def test_a_file_is_announced_in_pieces_that_the_kernel_reads_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux reads no more of a piece than read_ahead_kb, 128 unless a disk says otherwise."""
+    said: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda descriptor, *rest: said.append(rest))
+    (tmp_path / "x").write_bytes(bytes(300_000))
+    files.announce(tmp_path / "x")
+    assert [begin for begin, _, _ in said] == [0, 131072, 262144]
+    assert {(length, advice) for _, length, advice in said} == {(131072, os.POSIX_FADV_WILLNEED)}
+    files.announce(tmp_path / "gone")
+
+
 def test_orders_are_what_their_names_say() -> None:
     inside = bucket_order("inside_out", 6, 2, 0)
     met: set[int] = set(inside[0])

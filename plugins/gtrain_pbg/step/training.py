@@ -7,22 +7,20 @@ out. Rows are fetched once for each side; the gradients of both sides are merged
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gtrain.nn import select_rows
 from gtrain.nn.recipe import EdgeRecipe
-from gtrain_pbg.kernels import bags, updates
 from gtrain_pbg.kernels import rows as kernels
+from gtrain_pbg.kernels import updates
 from gtrain_pbg.step.batch import EdgeBatch, Rows
 from gtrain_pbg.step.chunks import ChunkTraining, fits
 from gtrain_pbg.step.layout import Layout, Operand, Workspace, bits, layout_of
 from gtrain_pbg.step.relations import RelationOperator, UpdateRule, Weights
 from gtrain_pbg.step.scatter import TableUpdate
 from gtrain_pbg.step.scores import Own, SideScores, compact
+from gtrain_pbg.step.sides import Sides
 
 
 class TrainingStep:
@@ -46,7 +44,7 @@ class TrainingStep:
     ) -> None:
         self.recipe, self.weights, self.dtype = recipe, dict(weights), dtype
         self.work = work or Workspace(dtype, matmul)
-        self._scores = SideScores(recipe, self.work)
+        self._sides, self._scores = Sides(recipe, self.work), SideScores(recipe, self.work)
         self._forwards = self._operator("forwards", recipe.forwards)
         self._backwards = self._operator("backwards", recipe.backwards)
         self._shifts = [self.weights.get(name) for name in ("head_shift", "tail_shift")]
@@ -56,7 +54,6 @@ class TrainingStep:
         self._relation_weight = None if by_relation is None else torch.tensor(by_relation, dtype=dtype)
         self._nothing = torch.empty(0, recipe.dimension, dtype=dtype)
         self._update = TableUpdate(recipe.bias, self._nothing, self.work)
-        self._no_bits = torch.empty(1, 1, dtype=torch.bfloat16)
         self._layouts: dict[tuple[int, int], Layout] = {}
         self._loops: Tensor | None = None
         operators = self._forwards, self._backwards
@@ -118,13 +115,13 @@ class TrainingStep:
         same = tables[0].value.data_ptr() == tables[1].value.data_ptr()
         self._loops = batch.heads == batch.tails if recipe.self_negs and same else None
         ids = [
-            self._ids(name, ends, drawn, layout)
+            self._sides.ids(name, ends, drawn, layout)
             for name, ends, drawn, layout in zip(
                 ("heads", "tails"), (batch.heads, batch.tails), batch.drawn, layouts, strict=True
             )
         ]
         head, tail = (
-            self._fetch(name, table, rows, layout, shift)
+            self._sides.fetch(name, table, rows, layout, shift)
             for name, table, rows, layout, shift in zip(
                 ("heads", "tails"), tables, ids, layouts, self._shifts, strict=True
             )
@@ -181,7 +178,7 @@ class TrainingStep:
         head, tail = sides
         flat = Layout(layouts[1].rows, layouts[1].rows, 0)
         relation = self.work.take("relation", flat.edges, dtype=torch.int64).fill_(int(batch.relation[0]))
-        moved = self._operand("moved", flat.edges, self.recipe.dimension, tail.bias, tail.by_bias)
+        moved = self._sides.operand("moved", flat.edges, self.recipe.dimension, tail.bias, tail.by_bias)
         operator.forward(tail.rows, flat, relation, moved.rows, moved.low)
         lost, by_moved, by_asked = 0.0, None, None
         if recipe.tail_negs:
@@ -219,15 +216,20 @@ class TrainingStep:
         """
         other, answer = 1 - given, (batch.tails, batch.heads)[given]
         source, layout = sides[given], layouts[given]
-        query = self._query(f"query {given}", source, layout, operator, batch.relation)
-        candidates = self._compared(f"candidates {other}", sides[other])
+        query = self._sides.query(f"query {given}", source, layout, operator, batch.relation)
+        candidates = self._sides.compared(f"candidates {other}", sides[other])
         own = self._own(source, query, layout) if self.recipe.self_negs else None
         lost = self._scores(layouts[other], query, candidates, answer, weight, own)
         if own is not None:
             self._take_own(own, source, query, layout)
-        self._take_bias(source, query, layout)
-        by_end = self._finished(f"query {given}", query, layout, of_query=True)
-        return lost, by_end, self._finished(f"candidates {other}", candidates, layouts[other], of_query=False), own
+        self._sides.take_bias(source, query, layout)
+        by_end = self._sides.finished(f"query {given}", query, layout, of_query=True)
+        return (
+            lost,
+            by_end,
+            self._sides.finished(f"candidates {other}", candidates, layouts[other], of_query=False),
+            own,
+        )
 
     def _own(self, source: Operand, query: Operand, layout: Layout) -> Own:
         """Scores of the ends that are given as answers to themselves."""
@@ -273,103 +275,6 @@ class TrainingStep:
         total = kernels.count_total(weight.numpy())
         weight.div_(max(total, torch.finfo(self.dtype).tiny))
         return weight, total
-
-    def _ids(self, name: str, ends: Tensor, drawn: Tensor, layout: Layout) -> Tensor:
-        ids = self.work.take(f"{name} ids", layout.rows, dtype=torch.int64)
-        if self.recipe.all_negs:
-            ids[: layout.edges] = ends
-            torch.arange(layout.uniform, out=ids[layout.edges :])
-        else:
-            kernels.lay_out(ends.numpy(), drawn.numpy(), layout.places, layout.uniform, ids.numpy())
-        return ids
-
-    def _fetch(self, name: str, table: Rows, ids: Tensor, layout: Layout, common: Weights | None) -> Operand:
-        """The rows of a side, as they are; in bfloat16 too, if that is how they are compared."""
-        recipe, n = self.recipe, layout.rows
-        value = table.value.numpy()
-        if recipe.max_norm is not None:
-            read = ids if table.bags is None else select_rows(table.bags, ids).ids
-            kernels.clip(value, read.numpy(), recipe.dimension, recipe.max_norm)
-        bias, by_bias = self.work.take(f"{name} bias", n), self.work.take(f"{name} bias gradient", n)
-        if recipe.bias:
-            by_bias.zero_()
-        side = self._operand(name, n, recipe.dimension, bias, by_bias)
-        shift = self._nothing[:0].view(-1) if common is None else common.value.view(-1)
-        low = bits(self._no_bits if side.low is None else side.low)
-        rest: list[Any] = [ids.numpy(), shift.numpy(), side.rows.numpy(), bias.numpy(), low]
-        rest += [recipe.bias, side.low is not None]
-        if table.bags is None:
-            kernels.fetch(value, *rest)
-        else:
-            bags.fetch_bags(value, table.bags.offsets.numpy(), table.bags.ids.numpy(), *rest)
-        return side
-
-    def _operand(self, name: str, n: int, columns: int, bias: Tensor, by_bias: Tensor) -> Operand:
-        work, none = self.work, self.work.take("none", 1)
-        low = work.lowered(f"{name} low", n, columns) if self.recipe.comparator != "cos" else None
-        return Operand(work.take(name, n, columns), low, True, none, bias, none, none, by_bias)
-
-    def _query(
-        self, name: str, source: Operand, layout: Layout, operator: RelationOperator | None, relation: Tensor
-    ) -> Operand:
-        """The ends that are given, transformed if need be, with room for gradients."""
-        work, n, columns = self.work, layout.edges, self.recipe.dimension
-        if operator is None:
-            asked = replace(source)
-            if self.recipe.all_negs:  # the ends come first, and the other side may have another number of rows
-                asked.rows, asked.low = source.rows[:n], None if source.low is None else source.low[:n]
-                asked.spread = False
-        else:
-            asked = self._operand(f"{name} moved", n, columns, source.bias, source.by_bias)
-            asked.spread = False
-            operator.forward(source.rows, layout, relation, asked.rows, asked.low)
-        asked = self._compared(name, asked, edges=n)
-        if asked.spread and self.recipe.comparator in ("l2", "squared_l2"):
-            asked.norm = torch.index_select(asked.norm, 0, layout.spots, out=work.take(f"{name} norm", n))
-        if self.recipe.bias:
-            asked.bias = torch.index_select(source.bias, 0, layout.spots, out=work.take(f"{name} bias", n))
-            asked.by_bias = work.take(f"{name} bias gradient", n)
-        return asked
-
-    def _compared(self, name: str, side: Operand, edges: int | None = None) -> Operand:
-        """A side in the form in which it is compared, with room for the gradient by it.
-
-        Args:
-            name: of its buffers.
-            side: the rows.
-            edges: number of queries; None: these are candidates.
-        """
-        work, (n, columns) = self.work, side.rows.shape
-        rows, low, norm, sums = side.rows, side.low, side.norm, side.sums
-        gradient = work.product(f"{name} product", edges or n, columns)
-        if self.recipe.comparator == "cos":
-            rows, norm, low = work.take(f"{name} unit", n, columns), work.take(f"{name} inverse", n), None
-            kernels.normalize(side.rows.numpy(), norm.numpy(), rows.numpy())
-            if work.low:
-                low = work.take(f"{name} low", n, columns, dtype=torch.bfloat16)
-                kernels.lower(rows.numpy(), bits(low))
-        elif self.recipe.comparator != "dot":
-            norm, sums = work.take(f"{name} squares", n), work.take(f"{name} sums", edges or n).zero_()
-            kernels.squared_norms(rows.numpy(), norm.numpy())
-        return Operand(rows, low, side.spread, norm, side.bias, gradient, sums, side.by_bias)
-
-    def _take_bias(self, side: Operand, query: Operand, layout: Layout) -> None:
-        """Give the end of an edge the gradient by its bias as a query."""
-        if self.recipe.bias:
-            side.by_bias.index_add_(0, layout.spots, query.by_bias)
-
-    def _finished(self, name: str, operand: Operand, layout: Layout, *, of_query: bool) -> Tensor:
-        """The gradient by rows as they were before they were made comparable."""
-        if self.recipe.comparator == "dot":
-            return operand.gradient
-        rows = compact(self.work, layout, operand) if of_query else operand.rows
-        found = self.work.take(f"{name} gradient", len(operand.gradient), rows.size(1))
-        if self.recipe.comparator == "cos":
-            inverse = operand.norm[layout.spots] if of_query and operand.spread else operand.norm
-            kernels.from_units(bits(operand.gradient), rows.numpy(), inverse.numpy(), found.numpy())
-        else:
-            kernels.from_distances(bits(operand.gradient), rows.numpy(), operand.sums.numpy(), found.numpy())
-        return found
 
     # ---------------------------------------------------------------------------------------------- updates
 
