@@ -23,6 +23,8 @@ KEPT_DAYS = 30
 def find_cache(home: Path | None = None) -> str | None:
     """Give numba a folder for this version of gtrain and its backends, and return it; None where the user has set one.
 
+    Processes that want the same kernel take turns from now on (:mod:`gtrain.kernel_turns`).
+
     Left to itself, numba keeps compiled code beside its source, where it hides a package that is installed elsewhere
     later, and takes it for current until the file that it was made from changes, whatever becomes of the functions that
     this file calls. Where nothing can be kept, as in many containers, the folder is this process's own: it is made
@@ -33,6 +35,9 @@ def find_cache(home: Path | None = None) -> str | None:
     """
     import numba
 
+    from gtrain.kernel_turns import take_turns
+
+    take_turns()
     config: Any = numba.config  # its settings are read from the environment, and so not known to type checkers
     if config.CACHE_DIR:
         return None
