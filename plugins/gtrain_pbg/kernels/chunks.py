@@ -161,7 +161,7 @@ def _ask_for_sums(sums: Any, ids: Any) -> None:
             ask(sums.gradient[slot])
 
 
-@bare
+@bare(inline="always")
 def _train(
     end: Any, other: Any, operator: Any, relation: Any, begin: int, m: int, count: int, loss: Any, scratch: Any
 ) -> float:
