@@ -61,12 +61,15 @@ def kept(home: Path | None = None) -> str | None:
 
 
 def version_of(packages: Iterable[Path]) -> str:
-    """Name a state of some packages' Python files: by names, sizes and times of change, as numba does for one file."""
+    """Name a state of some packages' Python files by places and contents: a branch come back to has its kernels."""
     digest = hashlib.blake2b(digest_size=8)
     for package in packages:
-        for path in sorted(package.rglob("*.py")):
-            state = path.stat()
-            digest.update(f"{path}\0{state.st_size}\0{state.st_mtime_ns}\0".encode())
+        for path in sorted(os.path.join(folder, name) for folder, _, names in os.walk(package) for name in names):
+            if path.endswith(".py"):
+                with open(path, "rb", buffering=0) as file:
+                    text = file.read()
+                digest.update(f"{path}\0{len(text)}\0".encode())
+                digest.update(text)
     return digest.hexdigest()
 
 

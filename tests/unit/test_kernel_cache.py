@@ -37,6 +37,8 @@ def test_a_change_of_any_file_is_another_version(tmp_path: Path) -> None:
     before = kernel_cache.version_of([tmp_path])
     assert kernel_cache.version_of([tmp_path]) == before
     os.utime(tmp_path / "kernels" / "callee.py", (1, 1))
+    assert kernel_cache.version_of([tmp_path]) == before, "only checked out anew"
+    (tmp_path / "kernels" / "callee.py").write_text("one = 2\n")
     assert kernel_cache.version_of([tmp_path]) != before
 
 
