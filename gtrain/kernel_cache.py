@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,8 @@ def find_cache(home: Path | None = None) -> str | None:
 
     Left to itself, numba keeps compiled code beside its source, where it hides a package that is installed elsewhere
     later, and takes it for current until the file that it was made from changes, whatever becomes of the functions that
-    this file calls. Where nothing can be kept, as in many containers, the folder is this process's own: it is made
-    anew, for numba trusts what it finds there.
+    this file calls. Where nothing can be kept, as in many containers, the folder is this process's own, or its
+    agent's: it is made anew, for numba trusts what it finds there.
 
     Args:
         home: the user's cache folder instead of ``XDG_CACHE_HOME`` or ``~/.cache``.
@@ -41,9 +42,15 @@ def find_cache(home: Path | None = None) -> str | None:
     config: Any = numba.config  # its settings are read from the environment, and so not known to type checkers
     if config.CACHE_DIR:
         return None
-    folder = kept(home) or _own()
+    folder = place(home)
     config.CACHE_DIR = folder
     return folder
+
+
+@cache
+def place(home: Path | None) -> str:
+    """The folder, found once: processes that are forked from here on have it too, also where nothing can be kept."""
+    return kept(home) or _own()
 
 
 def kept(home: Path | None = None) -> str | None:
