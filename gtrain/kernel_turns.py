@@ -14,7 +14,7 @@ from typing import Any
 from numba.core import dispatcher, event
 from numba.core.caching import FunctionCache
 
-LONGEST_WAIT = 60.0
+LONGEST_WAIT = 180.0
 """Seconds after which a process compiles beside the one that it waited for, which may have been stopped."""
 
 _LOOK = 0.005  # seconds

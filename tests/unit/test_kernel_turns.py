@@ -48,7 +48,6 @@ fork = multiprocessing.get_context("fork")
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kept"))
-    monkeypatch.setattr(kernel_turns, "LONGEST_WAIT", 60.0)
     kernel_turns.take_turns()
     kernel_turns._say_once.cache_clear()
     (tmp_path / "turns_of_kernels.py").write_text(KERNEL)
