@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,22 +24,33 @@ KEPT_DAYS = 30
 def find_cache(home: Path | None = None) -> str | None:
     """Give numba a folder for this version of gtrain and its backends, and return it; None where the user has set one.
 
+    Processes that want the same kernel take turns from now on (:mod:`gtrain.kernel_turns`).
+
     Left to itself, numba keeps compiled code beside its source, where it hides a package that is installed elsewhere
     later, and takes it for current until the file that it was made from changes, whatever becomes of the functions that
-    this file calls. Where nothing can be kept, as in many containers, the folder is this process's own: it is made
-    anew, for numba trusts what it finds there.
+    this file calls. Where nothing can be kept, as in many containers, the folder is this process's own, or its
+    agent's: it is made anew, for numba trusts what it finds there.
 
     Args:
         home: the user's cache folder instead of ``XDG_CACHE_HOME`` or ``~/.cache``.
     """
     import numba
 
+    from gtrain.kernel_turns import take_turns
+
+    take_turns()
     config: Any = numba.config  # its settings are read from the environment, and so not known to type checkers
     if config.CACHE_DIR:
         return None
-    folder = kept(home) or _own()
+    folder = place(home)
     config.CACHE_DIR = folder
     return folder
+
+
+@cache
+def place(home: Path | None) -> str:
+    """The folder, found once: processes that are forked from here on have it too, also where nothing can be kept."""
+    return kept(home) or _own()
 
 
 def kept(home: Path | None = None) -> str | None:
@@ -56,12 +68,15 @@ def kept(home: Path | None = None) -> str | None:
 
 
 def version_of(packages: Iterable[Path]) -> str:
-    """Name a state of some packages' Python files: by names, sizes and times of change, as numba does for one file."""
+    """Name a state of some packages' Python files by places and contents: a branch come back to has its kernels."""
     digest = hashlib.blake2b(digest_size=8)
     for package in packages:
-        for path in sorted(package.rglob("*.py")):
-            state = path.stat()
-            digest.update(f"{path}\0{state.st_size}\0{state.st_mtime_ns}\0".encode())
+        for path in sorted(os.path.join(folder, name) for folder, _, names in os.walk(package) for name in names):
+            if path.endswith(".py"):
+                with open(path, "rb", buffering=0) as file:
+                    text = file.read()
+                digest.update(f"{path}\0{len(text)}\0".encode())
+                digest.update(text)
     return digest.hexdigest()
 
 

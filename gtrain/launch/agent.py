@@ -90,6 +90,7 @@ def run(job: Job, make_posts: Callable[[], Sequence[Post]]) -> Any:
     with _terminate_on_signals():
         try:
             posts = make_posts()
+            sys.modules[PRELOAD].place_kernels(None)
             if len(posts) > 1:
                 sys.modules[PRELOAD].share_compiler()
             for post in posts:

@@ -14,6 +14,7 @@ from gtrain import kernel_cache
 @pytest.fixture(autouse=True)
 def _unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    kernel_cache.place.cache_clear()
 
 
 def test_kernels_are_kept_below_the_users_cache(tmp_path: Path) -> None:
@@ -37,6 +38,8 @@ def test_a_change_of_any_file_is_another_version(tmp_path: Path) -> None:
     before = kernel_cache.version_of([tmp_path])
     assert kernel_cache.version_of([tmp_path]) == before
     os.utime(tmp_path / "kernels" / "callee.py", (1, 1))
+    assert kernel_cache.version_of([tmp_path]) == before, "only checked out anew"
+    (tmp_path / "kernels" / "callee.py").write_text("one = 2\n")
     assert kernel_cache.version_of([tmp_path]) != before
 
 
@@ -60,3 +63,13 @@ def test_a_process_compiles_for_itself_where_nothing_can_be_kept(
         monkeypatch.setattr(os, "access", lambda *_: False)
     folder = kernel_cache.find_cache(None if without == "a home" else tmp_path)
     assert folder is not None and tmp_path not in Path(folder).parents and os.stat(folder).st_mode & 0o077 == 0
+
+
+def test_where_nothing_can_be_kept_ranks_have_their_agents_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    folder = kernel_cache.place(None)
+    child = os.fork()
+    if child == 0:
+        os._exit(kernel_cache.find_cache() != folder)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert Path(folder).name.startswith("gtrain-kernels-")

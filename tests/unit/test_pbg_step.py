@@ -277,7 +277,7 @@ def test_products_in_tiles(dtype: torch.dtype, rows: int, columns: int, steps: i
         a, b = (x.view(steps, 2, -1).transpose(1, 2).contiguous().view(torch.int32).squeeze(2) for x in (a, b))
     given = [(a if turned else a.T.contiguous()).numpy(), b.numpy()]
     first, second = (x.view(np.uint32) if words else x for x in given)
-    multiply(first, turned, second, found.numpy(), rows, steps)
+    multiply(first, first.strides[::-1] if turned else first.strides, second, found.numpy(), rows, steps)
     assert torch.equal(found, wanted)
 
 

@@ -161,7 +161,7 @@ def _ask_for_sums(sums: Any, ids: Any) -> None:
             ask(sums.gradient[slot])
 
 
-@bare
+@bare(inline="always")
 def _train(
     end: Any, other: Any, operator: Any, relation: Any, begin: int, m: int, count: int, loss: Any, scratch: Any
 ) -> float:
@@ -174,14 +174,14 @@ def _train(
     by_column = along(candidate, count, columns, scratch.candidate_along)
     turn(by_column, count, steps_of(columns, by_column), scratch.candidate_turned)
     factor = along(query, m, columns, scratch.query_along)
-    multiply(factor, False, scratch.candidate_turned, score, m, steps_of(columns, factor))
+    multiply(factor, factor.strides, scratch.candidate_turned, score, m, steps_of(columns, factor))
     lost = _losses(score, m, count, begin, loss)
     factor = along(score, m, count, scratch.score_along)
     by_row = down(candidate, count, columns, scratch.candidate_down)
-    multiply(factor, False, by_row, scratch.by_query, m, steps_of(count, factor))
+    multiply(factor, factor.strides, by_row, scratch.by_query, m, steps_of(count, factor))
     factor = down(score, m, count, scratch.score_down)
     by_row = down(query, m, columns, scratch.query_down)
-    multiply(factor, True, by_row, other.gradient, count, steps_of(m, factor))
+    multiply(factor, factor.strides[::-1], by_row, other.gradient, count, steps_of(m, factor))
     for i in range(m):
         r, row = relation[begin + i], end.rows[i, :columns]
         transform_back_row(kind, scratch.by_query[i, :columns], row, a[r], b[r], end.own[i, :columns], by_a[r], by_b[r])

@@ -16,7 +16,7 @@ from numba.extending import overload
 STRICT = {"contract"}  # reassociation would cancel the rounding of ``exponential``; NaN stays NaN
 LOOSE = {"contract", "reassoc", "nsz", "arcp"}
 
-compiled: Any = partial(njit, cache=True, nogil=True, forceinline=True)
+compiled: Any = partial(njit, cache=True, nogil=True, forceinline=True, no_cfunc_wrapper=True)
 """Compiles a function, into those that call it.
 
 One that is not part of its caller may be another copy of it in the process that compiles than in those that read the

@@ -147,19 +147,21 @@ def _in_tiles(wide: int) -> Any:
 _in_tiles_7, _in_tiles_6, _in_tiles_5, _in_tiles_4 = (_in_tiles(wide) for wide in WIDTHS)
 
 
-@bare
-def multiply(a: Any, turned: bool, b: Any, c: Any, rows: int, steps: int) -> None:
-    """Let the first rows of ``c`` be the sum over k of ``a[i, k] * b[k]``, or of ``a[k, i] * b[k]`` if turned.
+@bare(forceinline=False)
+def multiply(a: Any, strides: Any, b: Any, c: Any, rows: int, steps: int) -> None:
+    """Let the first rows of ``c`` be the sum over k of ``a[i, k] * b[k]``, or of ``a[k, i] * b[k]``.
+
+    It is no part of its callers: it rounds in one way, whatever they make of it, and takes long to compile.
 
     Args:
         a: contiguous.
-        turned: whether the sum goes over the rows of ``a``.
+        strides: bytes from one i to the next, and from one k: those of ``a``, or the same in reverse.
         b: contiguous, as wide as ``padded`` says.
         c: contiguous, as wide as ``b``; float32 where factors are words.
         rows: of ``c``.
         steps: of the sum, at least 1.
     """
-    row, step = (1, a.shape[1]) if turned else (a.shape[1], 1)
+    row, step = strides[0] // a.itemsize, strides[1] // a.itemsize
     vectors = b.shape[1] * b.itemsize // BYTES
     if vectors % 7 == 0:
         _in_tiles_7(a, row, step, b, c, rows, steps)
