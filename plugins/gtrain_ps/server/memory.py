@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,7 +83,7 @@ class LastingRegion(Region):
         self._place = place
         self._descriptor, self._keeper = _found(place) or _made(place)
         self._header = mmap.mmap(self._descriptor, HEADER_BYTES)
-        self._numbers = torch.frombuffer(self._header, dtype=torch.int64, count=8)
+        self._numbers = np.frombuffer(self._header, np.int64, count=8)
         self._layout: dict[str, tuple[int, tuple[int, ...], str]] = {}
         if int(self._numbers[0]):
             self._read_directory()

@@ -57,7 +57,7 @@ class Slots:
 
     def __init__(self, count: int, region: Region) -> None:
         self._count, self._rooms = count, Rooms("slots", region)
-        self._steps = region.tensor("slots/step", (count,), torch.int64)
+        self._steps = region.tensor("slots/step", (count,), torch.int64).numpy()  # quicker, one by one
 
     def write(self, step: int, entries: Entries) -> None:
         """Keep a step in place of the oldest one."""

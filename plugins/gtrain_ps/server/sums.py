@@ -21,7 +21,7 @@ class Sums:
 
     def __init__(self, count: int, region: Region) -> None:
         self._count, self._region = count, region
-        self._steps = region.tensor("sums/step", (count,), torch.int64)
+        self._steps = region.tensor("sums/step", (count,), torch.int64).numpy()
         self._tensors: Tensor | None = None
         if "sums" in region.notes:
             self._open(region.notes["sums"][0], getattr(torch, region.notes["sums"][1]))
