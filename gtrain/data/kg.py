@@ -102,7 +102,8 @@ class KGData(GraphDataModule):
     def read(self) -> Data:
         """Read the triples and number their names."""
         place = self._find()
-        triples = self._triples(place)
+        paths, sets = self._set_files(place)
+        triples = self._triples(place, paths)
         train = triples["train"]
         used = [some for found in triples.values() for some in found] if self.unknown == "keep" else train
         self._names = names = EntityNames(used, self.schema)
@@ -115,19 +116,17 @@ class KGData(GraphDataModule):
             edge_index, edge_type = zip(*(self._edges(some, names) for some in found), strict=True)
             prefix = _PREFIX[split]
             data[f"{prefix}edge_index"], data[f"{prefix}edge_type"] = torch.cat(edge_index, 1), torch.cat(edge_type)
-        _, sets = self._set_files(place)
         if sets is not None:
             counts = torch.tensor([len(some) for some in train])
             data.edge_set = torch.tensor(sets, dtype=torch.int32).repeat_interleave(counts)
         return data
 
-    def _triples(self, place: Path) -> dict[str, list[Triples]]:
-        """Return the triples of each split, train first, file by file."""
+    def _triples(self, place: Path, train: Sequence[Path]) -> dict[str, list[Triples]]:
+        """Return the triples of each split, train first, file by file; ``train``: the files of edge sets, if any."""
         found = read_archive(place) if place.is_file() else read_folder(self._split_files(place))
         triples = {split: [some] for split, some in found.items()}
-        if self.edge_sets:
-            paths, _ = self._set_files(place)
-            triples = {**triples, "train": [read_file(path) for path in paths]}
+        if train:
+            triples = {**triples, "train": [read_file(path) for path in train]}
         self._check_splits(place, triples)
         return {split: triples[split] for split in _PREFIX if split in triples}
 

@@ -29,14 +29,14 @@ def configured(
         monitor: the logged value that a ``ReduceLROnPlateau`` scheduler looks at.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    optimizer = make(make_optimizer, trained)
+    optimizer = optimizer_of(make_optimizer, trained)
     if make_scheduler is None:
         return optimizer
     scheduler = {"scheduler": make_scheduler(optimizer), "interval": "epoch", "monitor": monitor}
     return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
-def make(make_optimizer: MakeOptimizer | None, parameters: Sequence[Parameter]) -> torch.optim.Optimizer:
+def optimizer_of(make_optimizer: MakeOptimizer | None, parameters: Sequence[Parameter]) -> torch.optim.Optimizer:
     """An optimizer of some parameters; None: Adam with lr 0.01.
 
     Adam of parameters on the CPU takes its step in one kernel, unless it is told how to take it: torch's default there

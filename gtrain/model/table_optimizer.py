@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from gtrain.errors import ConfigError
-from gtrain.model.configured import MakeOptimizer
-from gtrain.model.configured import make as make_one
+from gtrain.model.configured import MakeOptimizer, optimizer_of
 from gtrain.nn import JointOptimizer, RowOptimizer, tables
 
 _SPARSE = (RowOptimizer, JointOptimizer, torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
@@ -56,7 +55,7 @@ def with_tables(
                     "model.sparse_optimizer=null to give model.optimizer everything.",
                 )
         if rest:
-            made.append(make_one(make_optimizer, rest))
+            made.append(optimizer_of(make_optimizer, rest))
         return made[0] if len(made) == 1 else JointOptimizer(made)
 
     return make

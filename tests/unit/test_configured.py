@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from gtrain.model.configured import make
+from gtrain.model.configured import optimizer_of
 
 
 @pytest.mark.parametrize("chosen", [None, partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)])
 def test_adam_on_the_cpu_takes_its_step_in_one_kernel(chosen: Any) -> None:
-    ways = [make(chosen, [Parameter(torch.ones(3, dtype=torch.float64))]) for _ in range(2)]
+    ways = [optimizer_of(chosen, [Parameter(torch.ones(3, dtype=torch.float64))]) for _ in range(2)]
     assert all(way.defaults["fused"] for way in ways)
     ways[1].param_groups[0]["fused"] = False
     for step in range(5):
@@ -36,8 +36,8 @@ def test_adam_on_the_cpu_takes_its_step_in_one_kernel(chosen: Any) -> None:
     ],
 )
 def test_what_is_told_how_to_step_is_left_alone(chosen: Any) -> None:
-    assert not make(chosen, [Parameter(torch.ones(3))]).defaults.get("fused")
+    assert not optimizer_of(chosen, [Parameter(torch.ones(3))]).defaults.get("fused")
 
 
 def test_parameters_that_the_kernel_does_not_take_are_left_alone() -> None:
-    assert not make(None, [Parameter(torch.ones(3, dtype=torch.bfloat16))]).defaults["fused"]
+    assert not optimizer_of(None, [Parameter(torch.ones(3, dtype=torch.bfloat16))]).defaults["fused"]
