@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from gtrain.graph.manifest import safe_name
 ROWS, STATE = KINDS = ("rows", "state")
 PIECE = 1 << 18
 """Ids that are worked on at a time."""
-_BYTES = 1 << 24  # read and written at a time
+_BYTES = 1 << 22  # read and written at a time
 _AHEAD = 1 << 17  # announced at a time: of more, Linux reads what the disk takes at once (read_ahead_kb), and no more
 
 
@@ -69,13 +69,20 @@ class Writing:
             header = {"descr": descr, "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_1_0(self._handle, header)
 
-    def add(self, rows: Tensor) -> None:
-        """Write the next rows."""
+    def add(self, rows: Tensor, written: Callable[[int], None] | None = None) -> None:
+        """Write the next rows.
+
+        Args:
+            rows: what to write.
+            written: is told how many bytes of them have been copied, piece by piece.
+        """
         array = rows.contiguous().numpy()
         view = array.reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
         with self._said():
             for begin in range(0, len(view), _BYTES):
                 self._handle.write(view[begin : begin + _BYTES])
+                if written is not None:
+                    written(begin + _BYTES)
 
     def done(self) -> None:
         """Give the file its name, once the disk has it."""
@@ -102,8 +109,13 @@ def write(path: Path, tensor: Tensor) -> None:
     writing.done()
 
 
-def read(path: Path, target: Tensor) -> None:
+def read(path: Path, target: Tensor, free: Callable[[int], None] | None = None) -> None:
     """Fill a tensor from a file.
+
+    Args:
+        path: the file.
+        target: the tensor.
+        free: returns as soon as so many bytes of the tensor may be overwritten.
 
     Raises:
         DataError: it cannot be read, or is of another size.
@@ -122,6 +134,8 @@ def read(path: Path, target: Tensor) -> None:
                 view = array.reshape(-1).view(np.uint8).data
                 at = 0
                 while at < len(view):
+                    if free is not None:
+                        free(min(at + _BYTES, len(view)))
                     count = handle.readinto(view[at : at + _BYTES])  # type: ignore[attr-defined]
                     if not count:
                         raise DataError(f"{path} ends early.", hint="use another checkpoint.")

@@ -14,7 +14,7 @@ from gtrain.nn import TableSpec
 from gtrain.nn.table import INIT_ROWS
 from gtrain.wire.shared import SharedTensors
 from gtrain_pbg import files
-from gtrain_pbg.landing import Landings
+from gtrain_pbg.landing import Departure, Landings
 from gtrain_pbg.step.batch import Rows
 from gtrain_pbg.swaps import Buffer, Swap
 
@@ -162,8 +162,7 @@ class PartitionedTable:
         names = []
         for partition in range(self.partitions.count):
             if partition in self.buffer.place and partition in self._changed and not self.whole:
-                tensors = [self._slot(kind, partition) for kind in files.KINDS]
-                self._landings.begin(partition, self._written(partition, tensors))
+                self._depart(partition, self.buffer.place[partition])
                 self._landings.wait(partition)
                 self._changed.discard(partition)
             for kind in files.KINDS:
@@ -224,16 +223,17 @@ class PartitionedTable:
                 files.announce(self._source(kind, swap.into))
 
     def _swap(self, swaps: tuple[Swap, ...]) -> None:
+        """Read into each slot behind what is written from it: both are copies, and each has a core of its own."""
         for swap in swaps:
+            leaving: dict[str, Departure] = {}
             if swap.out is not None and swap.out in self._changed:
-                size = self.partitions.size(swap.out)
-                tensors = [self._memory(kind)[swap.slot, :size] for kind in files.KINDS]
-                self._landings.begin(swap.out, self._written(swap.out, tensors))
+                leaving = self._depart(swap.out, swap.slot)
                 self._changed.discard(swap.out)
             self._landings.wait(swap.into)
             size = self.partitions.size(swap.into)
             for kind in files.KINDS:
-                files.read(self._source(kind, swap.into), self._memory(kind)[swap.slot, :size])
+                target = self._memory(kind)[swap.slot, :size]
+                files.read(self._source(kind, swap.into), target, leaving[kind].wait if leaving else None)
 
     def trained(self, bucket: tuple[int, int]) -> None:
         """Note that partitions differ from their files."""
@@ -306,12 +306,13 @@ class PartitionedTable:
         folder = self._sources.get(partition)
         return own if folder is None or own.exists() else folder / own.name
 
-    def _written(self, partition: int, tensors: Iterable[Tensor]) -> list[files.Writing]:
-        """A partition's files with all their rows, in the kernel's memory and not yet on the disk."""
+    def _depart(self, partition: int, slot: int) -> dict[str, Departure]:
+        """Begin to write what a slot has of a partition, by kind."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        found = []
-        for kind, tensor in zip(files.KINDS, tensors, strict=True):
+        size, found = self.partitions.size(partition), {}
+        for kind in files.KINDS:
+            tensor = self._memory(kind)[slot, :size]
             writing = files.Writing(self._path(kind, partition), tuple(tensor.shape), tensor.dtype)
-            writing.add(tensor)
-            found.append(writing)
+            found[kind] = Departure(writing, tensor)
+        self._landings.begin(partition, list(found.values()))
         return found

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from gtrain.data.edges import EdgesData
 from gtrain.data.planted_kg import PlantedKGData
@@ -191,6 +194,23 @@ def make_table(folder: Path, slots: int, rows: int = 5000, parts: int = 3) -> Pa
     return table
 
 
+def _train(table: PartitionedTable, buckets: list[Bucket]) -> Tensor:
+    """Add 1 to all rows of each bucket's partitions in turn, and return what all rows are to be then."""
+    expected = table.spec.initial(0, table.spec.rows)
+    for visit in table.buffer.plan([(bucket, 0) for bucket in buckets]):
+        future = table.swap(visit.before)
+        if future is not None:
+            future.result()
+        for slot, partition in zip(visit.slots, visit.bucket, strict=True):
+            rows = table.rows(slot, partition)
+            rows.value += 1
+            rows.state += 2
+            expected[table.partitions.orig_id[partition]] += 1
+        table.trained(visit.bucket)
+    table.settle()
+    return expected
+
+
 @pytest.mark.parametrize("slots", [2, 3])
 def test_partitions_begin_as_the_whole_table_does(tmp_path: Path, slots: int) -> None:
     table = make_table(tmp_path, slots)
@@ -203,20 +223,7 @@ def test_partitions_begin_as_the_whole_table_does(tmp_path: Path, slots: int) ->
 
 def test_what_was_trained_survives_swaps_and_checkpoints(tmp_path: Path) -> None:
     table = make_table(tmp_path / "a", 2)
-    plan = table.buffer.plan([((0, 1), 0), ((1, 2), 0), ((2, 0), 0)])
-    expected = table.spec.initial(0, 5000)
-    for visit in plan:
-        for swaps in (visit.before,):
-            future = table.swap(swaps)
-            if future is not None:
-                future.result()
-        for slot, partition in zip(visit.slots, visit.bucket, strict=True):
-            rows = table.rows(slot, partition)
-            rows.value += 1
-            rows.state += 2
-            expected[table.partitions.orig_id[partition]] += 1
-        table.trained(visit.bucket)
-    table.settle()
+    expected = _train(table, [(0, 1), (1, 2), (2, 0)])
     assert torch.equal(table.fetch(torch.arange(5000)), expected)
     (tmp_path / "checkpoint").mkdir()
     table.save(tmp_path / "checkpoint")
@@ -228,6 +235,51 @@ def test_what_was_trained_survives_swaps_and_checkpoints(tmp_path: Path) -> None
     table.rows(*_first(table)).value += 1  # what is trained later does not reach the checkpoint
     other.load(tmp_path / "checkpoint")
     assert torch.equal(other.fetch(torch.arange(5000)), expected)
+
+
+def test_a_slot_is_filled_behind_what_leaves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gtrain_pbg.files._BYTES", 1000)  # of partitions of some 27,000 bytes, of different sizes
+    table = make_table(tmp_path, 2)
+    write, names = files.Writing.add, []
+
+    def slowly(self: files.Writing, rows: Tensor, written: Callable[[int], None] | None = None) -> None:
+        def told(nbytes: int) -> None:
+            names.append(threading.current_thread().name)
+            os.sched_yield()  # so that the thread that reads runs into what is not free yet
+            if written is not None:
+                written(nbytes)
+
+        write(self, rows, told)
+
+    monkeypatch.setattr(files.Writing, "add", slowly)
+    expected = _train(table, [(0, 1), (1, 2), (2, 0), (0, 1), (2, 1), (0, 2)])
+    assert torch.equal(table.fetch(torch.arange(5000)), expected)
+    assert len(names) > 100 and "MainThread" not in names
+
+
+def test_rows_that_cannot_be_written_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gtrain_pbg.files._BYTES", 1000)
+    table = make_table(tmp_path, 2)
+    visit = table.buffer.plan([((0, 1), 0), ((0, 2), 0)])[1]
+    table.trained((0, 1))
+    before, write = table.rows(1, 1).value.clone(), files.Writing.add
+
+    def fill(self: files.Writing, rows: Tensor, written: Callable[[int], None] | None = None) -> None:
+        def told(nbytes: int) -> None:
+            if nbytes > 5000:
+                raise OSError(28, os.strerror(28))
+            if written is not None:
+                written(nbytes)
+
+        write(self, rows, told)
+
+    monkeypatch.setattr(files.Writing, "add", fill)
+    future = table.swap(visit.before)
+    assert future is not None
+    with pytest.raises(DataError, match="No space left on device"):
+        future.result(60)
+    rest = slice(5000 // 16 + 1, None)  # of 16 bytes a row
+    assert torch.equal(table.rows(1, 1).value[rest], before[rest])
 
 
 def _first(table: PartitionedTable) -> tuple[int, int]:
