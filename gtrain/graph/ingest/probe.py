@@ -6,8 +6,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from gtrain.graph.ingest.memory import load8, prefetch
+from gtrain.graph.ingest.load8 import load8
 from gtrain.graph.ingest.scan import Bytes
+from gtrain.graph.prefetch import prefetch_entry
 
 ID_BITS = np.uint64(40)
 ID_MASK = np.uint64((1 << 40) - 1)
@@ -60,9 +61,9 @@ def encode(
     mask = np.uint64(table.size // 2 - 1)
     for i in range(starts.size):
         if i + 2 * AHEAD < starts.size:
-            prefetch(table, np.intp(2 * (hashes[i + 2 * AHEAD] & mask)))
+            prefetch_entry(table, np.intp(2 * (hashes[i + 2 * AHEAD] & mask)))
         if i + AHEAD < starts.size:
-            prefetch(arena, np.intp(table[np.intp(2 * (hashes[i + AHEAD] & mask)) + 1] & ID_MASK))
+            prefetch_entry(arena, np.intp(table[np.intp(2 * (hashes[i + AHEAD] & mask)) + 1] & ID_MASK))
         start, length = np.intp(starts[i]), np.intp(lengths[i])
         tag = (hashes[i] >> ID_BITS) << ID_BITS
         slot = hashes[i] & mask
@@ -100,7 +101,7 @@ def fill(table: NDArray[np.uint64], offsets: NDArray[np.int64], first: int, hash
     mask = np.uint64(table.size // 2 - 1)
     for i in range(hashes.size):
         if i + AHEAD < hashes.size:
-            prefetch(table, np.intp(2 * (hashes[i + AHEAD] & mask)))
+            prefetch_entry(table, np.intp(2 * (hashes[i + AHEAD] & mask)))
         slot = hashes[i] & mask
         while table[np.intp(2 * slot)] != np.uint64(0):
             slot = (slot + np.uint64(1)) & mask

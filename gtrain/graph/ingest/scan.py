@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from gtrain.graph.ingest.memory import load8
+from gtrain.graph.ingest.load8 import load8
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]

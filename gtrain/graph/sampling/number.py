@@ -14,7 +14,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from gtrain.graph.sampling.memory import prefetch
+from gtrain.graph.prefetch import prefetch
 
 Array = NDArray[Any]
 

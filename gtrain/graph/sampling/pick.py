@@ -23,7 +23,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from gtrain.graph.sampling.memory import prefetch
+from gtrain.graph.prefetch import prefetch
 from gtrain.graph.sampling.random import below, mix, stream
 
 Array = NDArray[Any]

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from gtrain.graph.prefetch import prefetch_row
 from gtrain_pbg.kernels.factors import along, down, steps_of, turn
 from gtrain_pbg.kernels.numbers import STRICT, bare, store
 from gtrain_pbg.kernels.operators import transform_back_row, transform_row
-from gtrain_pbg.kernels.prefetch import ask
 from gtrain_pbg.kernels.scores import row_loss
 from gtrain_pbg.kernels.tiles import multiply
 from gtrain_pbg.kernels.updates import apply
@@ -150,7 +150,7 @@ def _fetch(table: Any, ids: Any, rows: Any, first: int) -> None:
 @bare
 def _ask_for(table: Any, ids: Any) -> None:
     for i in range(ids.size):
-        ask(table[ids[i]])
+        prefetch_row(table, ids[i])
 
 
 @bare
@@ -158,7 +158,7 @@ def _ask_for_sums(sums: Any, ids: Any) -> None:
     for i in range(ids.size):
         slot = sums.slot[ids[i]]
         if slot >= 0:
-            ask(sums.gradient[slot])
+            prefetch_row(sums.gradient, slot)
 
 
 @bare(inline="always")
@@ -231,7 +231,7 @@ def apply_sums(sums: Any, table: Any, state: Any, kind: int, lr: float, eps: flo
         row = sums.row[t]
         sums.slot[row] = -1
         if t + AHEAD < sums.count[0]:
-            ask(table[sums.row[t + AHEAD]])
+            prefetch_row(table, sums.row[t + AHEAD])
         apply(kind, table[row], state[row], sums.gradient[t, :columns], lr, eps, decay)
     sums.count[0] = 0
 

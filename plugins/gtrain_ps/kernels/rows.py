@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from gtrain_ps.kernels.memory import prefetch_entry
+from gtrain.graph.prefetch import prefetch_entry
 
 _ROWS_AHEAD = 3
 _ENTRIES_AHEAD = 64

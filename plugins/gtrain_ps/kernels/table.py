@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from gtrain_ps.kernels.memory import fence, prefetch_entry, prefetch_row
+from gtrain.graph.prefetch import prefetch_entry, prefetch_row
+from gtrain_ps.kernels.fence import fence
 
 _FAST = {"reassoc", "contract", "nsz", "arcp"}  # NaN and infinity stay what they are
 _AHEAD = 12  # rows that are asked for before they are needed

@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from gtrain.graph.sampling.memory import prefetch
+from gtrain.graph.prefetch import prefetch
 from gtrain_pyg.rows.memory import copy, count_bits, load32, load64
 
 Array = NDArray[Any]
