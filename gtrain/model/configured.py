@@ -11,7 +11,6 @@ from torch.nn import Parameter
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)
-_WAYS = ("fused", "foreach", "differentiable", "capturable")
 
 
 def configured(
@@ -42,9 +41,11 @@ def optimizer_of(make_optimizer: MakeOptimizer | None, parameters: Sequence[Para
     Adam of parameters on the CPU takes its step in one kernel, unless it is told how to take it: torch's default there
     is a dozen kernels for each parameter, which cost a small network more than its backward pass.
     """
-    chosen = make_optimizer or partial(torch.optim.Adam, lr=0.01)
-    told = isinstance(chosen, partial) and any(way in chosen.keywords for way in _WAYS)
+    optimizer = (make_optimizer or partial(torch.optim.Adam, lr=0.01))(parameters)
     plain = all(p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) for p in parameters)
-    if isinstance(chosen, partial) and chosen.func in _FUSED and not told and plain:
-        return chosen(parameters, fused=True)
-    return chosen(parameters)
+    if type(optimizer) in _FUSED and plain:
+        for group in (optimizer.defaults, *optimizer.param_groups):
+            told = group["fused"] is not None or group["foreach"] is not None
+            if not (told or group["capturable"] or group["differentiable"]):
+                group["fused"] = True
+    return optimizer

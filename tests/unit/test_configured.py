@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from gtrain.build import optional
 from gtrain.model.configured import optimizer_of
 
+CONFIGURED = optional({"_target_": "torch.optim.Adam", "lr": 0.02}, "model.optimizer")
 
-@pytest.mark.parametrize("chosen", [None, partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)])
+
+@pytest.mark.parametrize("chosen", [None, CONFIGURED, partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)])
 def test_adam_on_the_cpu_takes_its_step_in_one_kernel(chosen: Any) -> None:
     ways = [optimizer_of(chosen, [Parameter(torch.ones(3, dtype=torch.float64))]) for _ in range(2)]
     assert all(way.defaults["fused"] for way in ways)
@@ -32,7 +35,9 @@ def test_adam_on_the_cpu_takes_its_step_in_one_kernel(chosen: Any) -> None:
         partial(torch.optim.Adam, fused=False),
         partial(torch.optim.Adam, foreach=True),
         partial(torch.optim.RMSprop, lr=0.1),
-        lambda parameters: torch.optim.Adam(parameters),
+        partial(torch.optim.Adam, foreach=False),
+        partial(torch.optim.Adam, differentiable=True),
+        optional({"_target_": "torch.optim.Adam", "fused": False}, "model.optimizer"),
     ],
 )
 def test_what_is_told_how_to_step_is_left_alone(chosen: Any) -> None:
