@@ -8,6 +8,7 @@ from pathlib import Path
 import numba
 import pytest
 
+import gtrain
 from gtrain import kernel_cache
 
 
@@ -73,3 +74,14 @@ def test_where_nothing_can_be_kept_ranks_have_their_agents_folder(monkeypatch: p
         os._exit(kernel_cache.find_cache() != folder)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert Path(folder).name.startswith("gtrain-kernels-")
+
+
+@pytest.mark.parametrize("name", ["SarStrategy", "PlantedData", "GraphStrategy"])
+def test_what_programs_import_says_where_kernels_are_kept_before_there_are_any(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(kernel_cache, "find_cache", lambda: said.append(name))
+    getattr(gtrain, name)
+    assert said == [name]
+    assert gtrain.run_local and gtrain.GtrainError and said == [name], "what has no kernels starts as fast as before"
