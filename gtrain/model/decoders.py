@@ -24,11 +24,11 @@ class Decoder(nn.Module):
 
     @abstractmethod
     def tails(self, head: Tensor, relation: Tensor | None, everything: Tensor) -> Tensor:
-        """Scores of the edges from each head to every node."""
+        """Scores of the edges from each head to every node, for ranking: they need no gradient."""
 
     @abstractmethod
     def heads(self, tail: Tensor, relation: Tensor | None, everything: Tensor) -> Tensor:
-        """Scores of the edges from every node to each tail."""
+        """Scores of the edges from every node to each tail, for ranking as well."""
 
 
 class Dot(Decoder):
@@ -90,9 +90,16 @@ class PairMLP(Decoder):
     def heads(self, tail: Tensor, relation: Tensor | None, everything: Tensor) -> Tensor:
         return self._all(self.target(tail) + self._offset(relation), self.source(everything))
 
+    @torch.no_grad()
     def _all(self, queries: Tensor, everything: Tensor) -> Tensor:
-        """One query at a time: the hidden layer of all pairs would not fit."""
-        return torch.stack([self.out((query + everything).relu()).squeeze(-1) for query in queries])
+        """One query at a time, for the hidden layer of all pairs would not fit, and all in the same memory.
+
+        A hidden layer in new memory for each query costs the kernel about as long as the scores take.
+        """
+        hidden, scores = torch.empty_like(everything), queries.new_empty(len(queries), len(everything))
+        for query, row in zip(queries, scores, strict=True):
+            torch.mv(torch.add(query, everything, out=hidden).relu_(), self.out.weight[0], out=row)
+        return scores + self.out.bias
 
 
 DECODERS: dict[str, type[Decoder]] = {"dot": Dot, "distmult": DistMult, "mlp": PairMLP}

@@ -25,7 +25,9 @@ DTYPES: dict[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
-_KNOWN_TO_NUMPY = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool))
+_KNOWN_TO_NUMPY = frozenset(
+    (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint16, torch.uint8, torch.bool)
+)
 
 TensorSpec = tuple[str, tuple[int, ...]]
 """Name of the dtype, and shape."""
