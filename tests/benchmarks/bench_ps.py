@@ -3,9 +3,10 @@
     python tests/benchmarks/bench_ps.py --shape 512,52 --rounds 3 --torchrec ../torchrec/bin/python
 
 Two workers, two servers, one thread each, on loopback: n = 2^20 features, Zipf ids, 72 nonzeros a row, row-wise
-Adagrad. ``gtrain`` runs as a user runs it, through the command and Lightning; the peers are plain loops over
-``embedding_bag`` and gloo with batches made beforehand, which flatters them. With ``--torchrec PYTHON`` TorchRec's
-row-wise sharding is measured too (ps_torchrec.py), by the interpreter of an environment that has it:
+Adagrad. ``gtrain`` runs as a user runs it, through the command and Lightning (``encrypted``: over TCP with keys, as
+between machines); the peers are plain loops over ``embedding_bag`` and gloo with batches made beforehand, which
+flatters them. With ``--torchrec PYTHON`` TorchRec's row-wise sharding is measured too (ps_torchrec.py), by the
+interpreter of an environment that has it:
 
     python -m venv ../torchrec --system-site-packages
     ../torchrec/bin/pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 pyre-extensions tensordict pyvers tqdm
@@ -28,12 +29,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from ps_peers import FEATURES, NONZEROS, WORKERS, begin, data_parallel
+from ps_peers import BATCHES, FEATURES, NONZEROS, WORKERS, begin, data_parallel
 
 from gtrain_ps.costs import Load, Plan
 
 SERVERS = 2
-STEPS, EPOCHS = 40, 4
+STEPS, EPOCHS = BATCHES, 4
 
 
 @dataclass(frozen=True)
@@ -118,10 +119,13 @@ def main() -> None:
     rows, width = (int(number) for number in given.shape.split(","))
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)
+        key = f"cluster.key_file={here / 'job.key'}"
+        subprocess.run([sys.executable, "-m", "gtrain", "key", key], check=True, cwd=here, capture_output=True)
         loose = ("strategy.consistency=async", "strategy.staleness=2")
         runs: dict[str, Callable[[], Reading]] = {
             "gtrain ps": lambda: gtrain(rows, width, here),
             "gtrain ps async": lambda: gtrain(rows, width, here, *loose),
+            "gtrain ps encrypted": lambda: gtrain(rows, width, here, key),
             "gtrain ps durability=none": lambda: gtrain(rows, width, here, "strategy.durability=none"),
             "gtrain ps durability=disk": lambda: gtrain(rows, width, here, "strategy.durability=disk"),
             "DDP sparse": lambda: data_parallel_reading(rows, width, True, 20, here),

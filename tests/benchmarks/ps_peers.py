@@ -14,13 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, multiprocessing
 
 FEATURES, NONZEROS, WORKERS = 1 << 20, 72, 2
+BATCHES = 40
+"""As many as the command goes through in an epoch: rows of fewer would stay in the caches."""
 
 
 def batches(rank: int, rows: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Ids, offsets, values and labels of eight batches, ids by Zipf's law and then permuted."""
+    """Ids, offsets, values and labels of the batches, ids by Zipf's law and then permuted."""
     rng, power = np.random.default_rng(rank), 1 - 1.05
     made = []
-    for _ in range(8):
+    for _ in range(BATCHES):
         drawn = ((FEATURES**power - 1) * rng.random(rows * NONZEROS) + 1) ** (1 / power)
         ids = (np.minimum(drawn.astype(np.int64), FEATURES) * 2654435761) % FEATURES
         values = rng.standard_normal(len(ids)).astype(np.float32)
