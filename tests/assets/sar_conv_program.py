@@ -1,6 +1,8 @@
 """Every convolution over 1 to 4 ranks beside PyG on the whole graph; run by tests/process/test_sar_convs.py.
 
-sar_conv_program.py FOLDER [--world 1,2,3,4] [--mode 1,2,3] [--cases all|listed|beyond|checks|"NAME;.."] [--force]
+sar_conv_program.py FOLDER [--world 1,2,3,4] [--mode 1,2,3] [--cases turns|all|listed|beyond|checks|"NAME;.."] [--force]
+
+With ``turns`` each listed case is run over each number of ranks and in each mode, with ``all`` in most of both.
 
 Prints one JSON line for each world size: {case: {"mode 1": {what: worst relative difference}}}; a string in place of
 the figures is an exception, "refused" and "broke" in place of the modes say why there are none.
@@ -9,6 +11,7 @@ the figures is an exception, "refused" and "broke" in place of the modes say why
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 from pathlib import Path
@@ -33,6 +36,8 @@ from gtrain.strategy.forming import form_group
 SILENT = " (silent)"
 MODES = {1: [1], 2: [3], 3: [1, 2], 4: [1, 3]}
 """Modes by the world size where all cases are run; the checks are made in all."""
+Plan = list[tuple[str, list[int]]]
+"""Cases and their modes."""
 
 
 def merged(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -46,13 +51,13 @@ def merged(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def task(folder: str, size: int, names: list[str], modes: list[int], force: bool, patience: float) -> None:
+def task(folder: str, size: int, plan: Plan, force: bool, patience: float) -> None:
     """A rank: runs the cases and has rank 0 write each result as a line of ``results-SIZE.jsonl``."""
     torch.set_num_threads(1)
     rank = slot.current().slot.rank
     group = form_group(find_environment(), rank, size, patience, Counters())
     benches: dict[bool, Bench] = {}
-    for name in names:
+    for name, modes in plan:
         plain, silent = name.removesuffix(SILENT), name.endswith(SILENT)
         if silent not in benches:
             benches[silent] = Bench(group, stored(Path(folder), group, silent))
@@ -74,37 +79,46 @@ def check(bench: Bench, name: str, modes: list[int], force: bool) -> dict[str, A
     return bench.run((cases.LISTED | cases.BEYOND)[name], modes, force)
 
 
-def world(folder: str, size: int, names: list[str], *settings: Any) -> dict[str, Any]:
+def world(folder: str, size: int, plan: Plan, *settings: Any) -> dict[str, Any]:
     """Results of all cases; a case at which a group broke is left out, and a new group goes on behind it."""
     path = Path(folder) / f"results-{size}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("")
     found: dict[str, Any] = {}
-    while len(found) < len(names):
+    while len(found) < len(plan):
         try:
             run_local(
-                task, folder, size, names[len(found) :], *settings, num_nodes=size, log_dir=f"{folder}/logs-{size}"
+                task, folder, size, plan[len(found) :], *settings, num_nodes=size, log_dir=f"{folder}/logs-{size}"
             )
             broke = ""
         except GtrainError as error:
             broke = str(error)
         found |= dict(json.loads(line) for line in path.read_text().splitlines())
         if broke:
-            found[names[len(found)]] = {"broke": broke}
+            found[plan[len(found)][0]] = {"broke": broke}
     return found
 
 
-def chosen(words: str, size: int) -> list[str]:
-    """The cases of a word, or those named, separated by semicolons; "all" shares the work out over the world sizes."""
-    known = {"listed": list(cases.LISTED), "beyond": list(cases.BEYOND)}
-    known["checks"] = [f"dropout: {name}" for name in cases.DROPPING] + [f"traffic: {name}" for name in cases.TRAFFIC]
-    known["checks"] += ["batch norm"]
-    known["silent"] = [name + SILENT for name in known["listed"]]
-    known["silent beyond"] = [name + SILENT for name in known["beyond"]]
-    plan = {1: ["listed"], 2: ["listed"], 3: ["listed", "checks"], 4: ["silent", "silent beyond"]}
+def chosen(words: str, size: int, modes: list[int]) -> Plan:
+    """The cases of a word, or those named, separated by semicolons, in some modes; the first two words choose both.
+
+    In turns, a case has another mode over each number of ranks above one, and each case of those that follow one
+    another in the list, which are of a kind, has another mode there. What nobody promised has the two that differ most.
+    """
+    listed, beyond = list(cases.LISTED), list(cases.BEYOND)
+    checks = [f"dropout: {name}" for name in cases.DROPPING] + [f"traffic: {name}" for name in cases.TRAFFIC]
+    known = {"listed": listed, "beyond": beyond, "checks": [*checks, "batch norm"]}
+    known["silent"], known["silent beyond"] = ([name + SILENT for name in names] for names in (listed, beyond))
     if words == "all":
-        return [name for part in plan[size] for name in known[part]]
-    return known[words] if words in known else words.split(";")
+        plan = {1: ["listed"], 2: ["listed"], 3: ["listed", "checks"], 4: ["silent", "silent beyond"]}
+        some = [mode for mode in modes if mode in MODES[size]]
+        return [(name, some) for part in plan[size] for name in known[part]]
+    if words == "turns":
+        part = known["silent" if size == 4 else "listed"]
+        turns = [(name, [1 + (i + size) % 3 if size > 1 else 1]) for i, name in enumerate(part)]
+        more = {2: [(name, [3]) for name in beyond], 4: [(name, [1]) for name in known["silent beyond"]]}
+        return turns + more.get(size, []) + [(name, modes) for name in known["checks"] if size == 3]
+    return [(name, modes) for name in known.get(words, words.split(";"))]
 
 
 def main() -> None:
@@ -119,9 +133,10 @@ def main() -> None:
     modes = [int(mode) for mode in options.mode.split(",")]
     for case in (cases.LISTED | cases.BEYOND).values():
         case.make()  # PyG writes code for each class of convolutions, which the ranks then have
+    gc.collect()
+    gc.freeze()  # or each rank would look for garbage among all that was imported, again and again
     for size in map(int, options.world.split(",")):
-        some = [mode for mode in modes if options.cases != "all" or mode in MODES[size]]
-        found = world(options.folder, size, chosen(options.cases, size), some, options.force, options.patience)
+        found = world(options.folder, size, chosen(options.cases, size, modes), options.force, options.patience)
         print("RESULT", size, json.dumps(found), flush=True)
 
 

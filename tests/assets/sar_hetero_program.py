@@ -1,7 +1,8 @@
 """Networks over graphs with types on 1 to 4 ranks beside PyG on the whole graph.
 
-sar_hetero_program.py FOLDER [--world 1,2,3,4] [--mode 1,2,3] [--cases "NAME;NAME"] [--patience SECONDS]
+sar_hetero_program.py FOLDER [--world 1,2,3,4] [--mode 1,2,3] [--cases "turns|all|NAME;NAME"] [--patience SECONDS]
 
+With ``turns`` each network has another mode over each number of ranks above one, with ``all`` two over most of them.
 Prints one JSON line for each world size: {case: {"mode 1": {what: worst relative difference}}}.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import sys
 import warnings
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sar_conv_program import MODES
+from sar_conv_program import MODES, Plan
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import (
@@ -509,7 +511,7 @@ def written(folder: Path, graph: Data | HeteroData, size: int, group: Group) -> 
     return Store.open(folder)
 
 
-def task(folder: str, size: int, names: list[str], modes: list[int], patience: float) -> dict[str, Any]:
+def task(folder: str, size: int, plan: Plan, patience: float) -> dict[str, Any]:
     torch.set_num_threads(1)
     group = form_group(find_environment(), slot.current().slot.rank, size, patience, Counters())
     path = Path(folder, "expected.pt")
@@ -519,7 +521,7 @@ def task(folder: str, size: int, names: list[str], modes: list[int], patience: f
         "relational": Bench(group, written(Path(folder, f"relational-{size}"), relational_graph(), size, group), known),
     }
     results = {}
-    for name in names:
+    for name, modes in plan:
         bench = benches["relational" if name.rpartition(": ")[2] in RELATIONAL else "typed"]
         results[name] = bench.check(name, modes) if ": " in name else bench.run(name, modes)
     if size == 1:  # what other numbers of ranks are compared with as well
@@ -535,23 +537,37 @@ def worst_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def chosen(words: str, size: int, modes: list[int]) -> Plan:
+    """The cases of a word, or those named, and their modes."""
+    if words not in ("all", "turns"):
+        return [(name, modes) for name in words.split(";")]
+    every, some = [*TYPED, *RELATIONAL], [mode for mode in modes if mode in MODES[size]]
+    if words == "all":
+        plan = [(name, some) for name in every]
+    else:
+        plan = [(name, [1 + (i + size) % 3 if size > 1 else 1]) for i, name in enumerate(every)]
+    return plan + [(name, some) for name in CHECKS if size == 3]
+
+
 def main() -> None:
     warnings.filterwarnings("ignore", "There exist node types")
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("--world", default="1,2,3,4")
     parser.add_argument("--mode", default="1,2,3")
-    parser.add_argument("--cases", help="all, if none are named, and with three ranks the other checks")
+    parser.add_argument(
+        "--cases", default="all", help="with the first two words, and three ranks, the other checks too"
+    )
     parser.add_argument("--patience", type=float, default=40.0, help="seconds a rank waits for another")
     options = parser.parse_args()
     modes = [int(mode) for mode in options.mode.split(",")]
     for case in TYPED | RELATIONAL | DROPPING:
         made(case)  # PyG writes code for each class of convolutions, which the ranks then have
+    gc.collect()
+    gc.freeze()  # or each rank would look for garbage among all that was imported, again and again
     for size in map(int, options.world.split(",")):
-        every = [*TYPED, *RELATIONAL, *(CHECKS if size == 3 else ())]
-        cases = options.cases.split(";") if options.cases else every
-        some = [mode for mode in modes if options.cases or mode in MODES[size]]
-        given = options.folder, size, cases, some, options.patience
+        plan = chosen(options.cases, size, modes)
+        given = options.folder, size, plan, options.patience
         found = run_local(task, *given, num_nodes=size, log_dir=f"{options.folder}/logs-{size}")
         print("RESULT", size, json.dumps(found), flush=True)
 

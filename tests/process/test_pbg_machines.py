@@ -63,7 +63,8 @@ def test_two_machines_learn_and_any_number_goes_on(tmp_path: Path) -> None:
     for name, shape in (("rest-1", []), ("rest-2", [*TWO, "strategy.partition_servers=0"])):
         rest = train(tmp_path, name, *shape, "trainer.max_epochs=5", f"ckpt_path={kept}")
         assert of_epochs(rest, "epoch") == [4]
-        assert of_epochs(rest, "train/loss")[0] < of_epochs(two, "train/loss")[2]
+        # of larger batches, with more negatives, losses are larger; a run that begins anew reads 8 in its first epoch
+        assert of_epochs(rest, "train/loss")[0] < of_epochs(two, "train/loss")[1]
         assert of_epochs(rest, "val/mrr")[0] > of_epochs(two, "val/mrr")[2] - 0.05
     arguments = [
         *SMALL,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import forked
 import pytest
-from helpers import ok, run
+from helpers import ok
 
 PROGRAM = Path(__file__).parent.parent / "assets" / "own_module.py"
 
@@ -23,8 +22,8 @@ def test_own_module_trains_the_same_under_every_launcher(tmp_path: Path) -> None
         losses(ok(forked.python(str(PROGRAM), *arguments, cwd=tmp_path)).stdout)
         for arguments in (["single", "1"], ["sar", "3"])
     ]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(PROGRAM), "sar", "2"]
-    results.append(losses(ok(run(torchrun, cwd=tmp_path)).stdout))
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", str(PROGRAM), "sar", "2"]
+    results.append(losses(ok(forked.python(*torchrun, cwd=tmp_path)).stdout))
     single, *others = results
     for other in others:
         assert other["loss_epoch"] == pytest.approx(single["loss_epoch"], rel=1e-10)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,9 @@ def test_traffic_is_counted_on_both_sides_while_recording(tmp_path: Path) -> Non
     for counter in counters:
         counter.start()
     made[0].wait(made[0].ask(1, "echo", {}, [torch.zeros(1000)]))
+    end = time.monotonic() + 20
+    while not counters[1].bytes_sent and time.monotonic() < end:  # an answer is counted once it has been sent
+        os.sched_yield()
     for counter in counters:
         counter.stop()
     for peers in made:
