@@ -38,7 +38,6 @@ _HOMES = {
     "HeterophilousData": "gtrain.data.pyg",
     "GtrainError": "gtrain.errors",
 }
-_WITHOUT_KERNELS = {"run_local", "GtrainError"}
 
 __all__ = ["__version__", *_HOMES]
 
@@ -46,25 +45,27 @@ __all__ = ["__version__", *_HOMES]
 def __getattr__(name: str) -> Any:
     """Import what is asked for, and only that: the command line must start without torch."""
     if name in _HOMES:
-        if name not in _WITHOUT_KERNELS:
-            _keep_kernels()
+        if name != "GtrainError":
+            _prepare()
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name.endswith("Strategy"):
         from gtrain import backends
 
         for backend in backends.usable().values():
             if backend.strategy.endswith(f":{name}"):
-                _keep_kernels()
+                _prepare()
                 return backend.load_strategy()
     raise AttributeError(f"module 'gtrain' has no attribute '{name}'")
 
 
-def _keep_kernels() -> None:
-    """Say where kernels are kept, which numba asks for once, when it meets a kernel: before what is asked for has any.
+def _prepare() -> None:
+    """Do what must come before what is asked for is imported.
 
-    A program's ranks would each compile for themselves otherwise, for they say it when all is imported.
+    Numba asks once, when it meets a kernel, where kernels are kept: a program's ranks would each compile for themselves
+    otherwise, for they say it when all is imported. And torch_geometric must not begin to use CUDA, or ranks could not.
     """
     importlib.import_module("gtrain.kernel_cache").find_cache()
+    importlib.import_module("gtrain.launch.cuda").import_torch_geometric()
 
 
 def __dir__() -> list[str]:

@@ -27,6 +27,7 @@ LIGHT = (
     "gtrain.launch.children",
     "gtrain.launch.cluster",
     "gtrain.launch.command",
+    "gtrain.launch.cuda",
     "gtrain.launch.job",
     "gtrain.launch.keeper",
     "gtrain.launch.logs",
@@ -40,6 +41,7 @@ LIGHT = (
 LIGHT_PACKAGES = ("gtrain.data", "gtrain.launch")  # their __init__ imports nothing
 LATE = {
     "gtrain.cli": {"gtrain.doctor.report"},
+    "gtrain.launch.cuda": {"torch"},
     "gtrain.launch.command": {"gtrain.task", "gtrain.launch.environment", "gtrain.strategy.by_hand", "gtrain.wire"},
 }
 """Imported inside a function: where the process is a rank already, or becomes no launcher."""

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from gtrain.launch import cuda
 from gtrain.launch.blame import died_without_a_cause, ending, error_of, first_cause
 from gtrain.launch.children import Child, Post
 from gtrain.launch.job import Job, posts_of, start
@@ -84,6 +85,8 @@ def run(job: Job, make_posts: Callable[[], Sequence[Post]]) -> Any:
         GtrainError, RankFailedError: see :func:`run_local`.
     """
     preload()
+    if cuda.in_use():
+        print(cuda.HIDDEN, cuda.HINT, sep="\n", file=sys.stderr)
     job.log_dir.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -118,6 +121,7 @@ def preload() -> None:
     collects = gc.isenabled()
     gc.disable()
     try:
+        cuda.import_torch_geometric()
         importlib.import_module(PRELOAD)
     finally:
         gc.freeze()

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gtrain.launch import cuda
 from gtrain.launch import slot as slots
 from gtrain.launch.logs import capture, log_path
 from gtrain.launch.slot import JobContext, Slot
@@ -150,9 +151,11 @@ def fork(post: Post, context: Callable[[int], JobContext], to_close: Iterable[in
     """
     read_end, write_end = os.pipe()
     os.set_blocking(read_end, False)
-    agent = os.getpid()
+    agent, without_gpus = os.getpid(), cuda.in_use()
     pid = os.fork()
     if pid == 0:
+        if without_gpus:
+            cuda.hide()
         os.close(read_end)
         for descriptor in to_close:
             os.close(descriptor)

@@ -1,0 +1,48 @@
+"""CUDA's driver and forks: a process that is forked from one that has begun to use the driver cannot use it.
+
+Imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import sys
+
+_DRIVER = "libcuda.so.1"
+HIDDEN = "gtrain: this process began to use CUDA before its ranks were forked from it, so they see no GPU."
+HINT = (
+    "HINT: import gtrain before torch_geometric, whose import begins it, and touch no GPU before the ranks are there."
+)
+
+
+def import_torch_geometric() -> None:
+    """Import it, unless it has been, without the driver.
+
+    It asks whether torch was built with MKL, by a text that a torch for GPUs begins to use the driver for.
+    """
+    if "torch_geometric" in sys.modules:
+        return
+    import torch
+
+    show = torch.__config__.show
+    torch.__config__.show = lambda: f"USE_MKL={'ON' if torch.backends.mkl.is_available() else 'OFF'}"
+    try:
+        importlib.import_module("torch_geometric")
+    finally:
+        torch.__config__.show = show
+
+
+def in_use() -> bool:
+    """Whether this process has begun to use the driver."""
+    try:
+        driver = ctypes.CDLL(_DRIVER, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:  # not loaded
+        return False
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0)
+
+
+def hide() -> None:
+    """Let this process see no GPU: what asks for one is told that there is none, and what asks for none trains."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""

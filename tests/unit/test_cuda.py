@@ -1,0 +1,64 @@
+"""gtrain.launch.cuda: ranks are forked before CUDA's driver is in use, and see no GPU where it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gtrain.launch import cuda
+from gtrain.launch.agent import run_local
+
+QUIETLY = """
+import torch
+
+asked = []
+torch._C._show_config = lambda: asked.append(1) or {shown!r}
+{imports}
+import torch_geometric.typing
+print(len(asked), torch_geometric.typing.NO_MKL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("imports", "asks"),
+    [("", 1), ("from gtrain import PlantedData", 0), ("from gtrain.launch.agent import preload; preload()", 0)],
+)
+def test_torch_geometric_is_imported_without_the_driver(imports: str, asks: int) -> None:
+    """Its import asks what torch was built with, and a torch for GPUs answers with what the driver says, too."""
+    import torch
+
+    shown = torch.__config__.show()
+    program = QUIETLY.format(shown=shown, imports=imports)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert done.stdout.split() == [str(asks), str("USE_MKL=OFF" in shown)], done.stderr
+
+
+def test_what_shows_the_configuration_is_put_back() -> None:
+    import torch
+
+    cuda.import_torch_geometric()
+    assert "PyTorch built with" in torch.__config__.show()
+
+
+def test_a_driver_that_is_not_loaded_is_not_in_use() -> None:
+    assert not cuda.in_use()
+    assert "libcuda" not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_ranks_forked_behind_the_driver_see_no_gpu(
+    used: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(cuda, "in_use", lambda: used)
+    assert run_local(_visible, log_dir=tmp_path) == ("" if used else "0")
+    assert (cuda.HINT in capfd.readouterr().err) == used
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0", "this process's own"
+
+
+def _visible() -> str:
+    return os.environ["CUDA_VISIBLE_DEVICES"]
