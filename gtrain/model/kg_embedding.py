@@ -157,7 +157,8 @@ class KGEmbedding(EdgeModel):
         )
         self._grouped = GroupedEdges(self.schema)
         weights = self.schema.weights
-        self._relation_weight = None if weights is None else torch.tensor(weights)
+        self._relation_weight: Tensor | None
+        self.register_buffer("_relation_weight", None if weights is None else torch.tensor(weights), persistent=False)
         dense = {end for group in self.schema.groups if group.all_negs for end in (group.lhs, group.rhs)}
         self.entities = EntityTables(
             self.schema.entities,
@@ -313,7 +314,8 @@ class KGEmbedding(EdgeModel):
         drawn = torch.empty_like(edges.tail)
         for number, place, some in self._grouped(edges):
             spec = self._groups[number].ends[1]
-            drawn[place] = torch.randint(spec.count, some.tail.shape, generator=generator) + spec.first
+            others = torch.randint(spec.count, some.tail.shape, generator=generator) + spec.first
+            drawn[place] = others.to(drawn.device)
         return drawn
 
     def _ranks(self, batch: Data, edges: Edges) -> tuple[Tensor, Tensor]:
@@ -324,7 +326,7 @@ class KGEmbedding(EdgeModel):
             else None
             for side in ("tail", "head")
         ]
-        ranks = torch.zeros(2, len(edges), dtype=torch.float64)
+        ranks = torch.zeros(2, len(edges), dtype=torch.float64, device=edges.head.device)
         for number, place, some in self._grouped(edges):
             ranks[:, place] = torch.stack(GroupRanks(self._groups[number], self.entities).among_all(some, place, known))
         return ranks[0], ranks[1]

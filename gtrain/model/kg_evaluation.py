@@ -66,7 +66,7 @@ class GroupRanks:
             [self._tables.shifted(some, end) for some in (rows[side], others[side])]
             for side, end in enumerate((self._lhs, self._rhs))
         )
-        first = torch.arange(len(heads))
+        first = torch.arange(len(heads), device=heads.device)
         if self._lhs == self._rhs:
             every = _listed(torch.cat([tails, heads, more_heads, more_tails]))
             candidates, second = (every, every), first + len(heads)
@@ -85,7 +85,7 @@ class GroupRanks:
 
 def _listed(rows: Tensor) -> Candidates:
     """These rows alone."""
-    block = torch.arange(len(rows)), rows
+    block = torch.arange(len(rows), device=rows.device), rows
     return Candidates(lambda: iter([block]), len(rows))
 
 

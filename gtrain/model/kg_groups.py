@@ -50,28 +50,33 @@ class RelationGroup(nn.Module):
         self.loss = TrainingLoss(self.scores, loss, negatives, n3, (lhs.count, rhs.count))
 
 
-class GroupedEdges:
+class GroupedEdges(nn.Module):
     """Deals edges to the groups of their relations.
 
     Args:
         schema: the groups.
     """
 
+    _group: Tensor
+    _local: Tensor
+
     def __init__(self, schema: Schema) -> None:
+        super().__init__()
         self._schema = schema
-        self._group = torch.zeros(schema.num_relations, dtype=torch.int64)
-        self._local = torch.zeros(schema.num_relations, dtype=torch.int64)
+        of_relation, local = torch.zeros(2, schema.num_relations, dtype=torch.int64)
         for number, group in enumerate(schema.groups):
             members = torch.tensor(group.relations)
-            self._group[members], self._local[members] = number, torch.arange(len(members))
+            of_relation[members], local[members] = number, torch.arange(len(members))
+        self.register_buffer("_group", of_relation, persistent=False)
+        self.register_buffer("_local", local, persistent=False)
 
-    def __call__(self, edges: Edges) -> list[tuple[int, Tensor, Edges]]:
+    def forward(self, edges: Edges) -> list[tuple[int, Tensor, Edges]]:
         """Each group that has edges: its number, the places of its edges ``[b]``, and these by the group's own ids.
 
         Where no group has any, the first one is there without edges.
         """
         if len(self._schema.groups) == 1:
-            return [(0, torch.arange(len(edges)), self._localized(0, edges))]
+            return [(0, torch.arange(len(edges), device=edges.head.device), self._localized(0, edges))]
         of = self._group[edges.relation]
         found = []
         for number in of.unique().tolist() or [0]:

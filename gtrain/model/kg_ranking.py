@@ -77,14 +77,15 @@ def rank_ends(
 
 
 def _rank(sides: list[_Side], candidates: Candidates) -> None:
-    place = torch.full((candidates.count,), -1)
+    device = sides[0].device
+    place = torch.full((candidates.count,), -1, device=device)
     for own_scores in (True, False):
         for number, (ids, rows) in enumerate(candidates.blocks()):
             if own_scores and len(ids) == candidates.count:
                 break  # one block: the answers' scores are found on the way
-            place[ids] = torch.arange(len(ids))
+            place[ids] = torch.arange(len(ids), device=device)
             for side in sides:
-                side.find_own(rows, place) if own_scores else side.count(rows, place)
+                side.find_own(rows.to(device), place) if own_scores else side.count(rows.to(device), place)
             place[ids] = -1
             assert number < candidates.count
 
@@ -95,14 +96,15 @@ class _Side:
     def __init__(self, scores: EdgeScores, queries: Queries, tails: bool) -> None:
         self._scores, self._tails = scores, tails
         self._static = tails and not scores.reciprocal  # transforms all candidates, once for each relation
-        self._order = queries.relation.argsort(stable=True) if self._static else torch.arange(len(queries.relation))
+        self.device = queries.answer.device
+        self._order = queries.relation.argsort(stable=True) if self._static else self._first(len(queries.relation))
         self._queries = queries = queries.select(self._order)
         given = queries.given.unsqueeze(1)
         transform = scores.tail_queries if tails else scores.head_queries
         self._asked = transform(given, queries.relation).squeeze(1)
-        self._own = torch.full(queries.answer.shape, torch.nan, dtype=self._asked.dtype)
+        self._own = torch.full_like(queries.answer, torch.nan, dtype=self._asked.dtype)
         self._found = False
-        self._better = torch.zeros(queries.answer.shape, dtype=torch.int64)
+        self._better = torch.zeros_like(queries.answer)
         self._equal = torch.zeros_like(self._better)
 
     def find_own(self, rows: Tensor, place: Tensor) -> None:
@@ -115,7 +117,7 @@ class _Side:
 
     def count(self, rows: Tensor, place: Tensor) -> None:
         """Count the nodes of this block that score better than each answer, and those that score the same."""
-        everything = torch.arange(len(self._asked))
+        everything = self._first(len(self._asked))
         for some in everything.split(max(1, CHUNK // max(1, len(rows)))):
             self._count(some, self._against(some, rows), place)
 
@@ -123,9 +125,13 @@ class _Side:
         """The ranks, in the order of the queries."""
         return (1 + self._better.double() + self._equal.double() / 2)[self._order.argsort()]
 
+    def _first(self, count: int) -> Tensor:
+        """The numbers from 0 to ``count - 1``."""
+        return torch.arange(count, device=self.device)
+
     def _count(self, some: Tensor, scores: Tensor, place: Tensor) -> None:
         answer = place[self._queries.answer[some]]
-        row = torch.arange(len(some))
+        row = self._first(len(some))
         here = answer >= 0
         if not self._found:
             self._own[some] = scores[row, answer]

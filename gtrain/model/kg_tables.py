@@ -91,7 +91,7 @@ class EntityTables(nn.Module):
             for ids, rows in self[number].home.blocks():
                 yield ids, self.shifted(rows, number)
             return
-        for ids in torch.arange(self._entities[number].count).split(BLOCK_ROWS):
+        for ids in torch.arange(self._entities[number].count, device=self[number].weight.device).split(BLOCK_ROWS):
             yield ids, self.rows[number](ids).detach()
 
     def _reader(self, number: int, training: bool) -> Table:

@@ -114,11 +114,11 @@ class TrainingLoss:
         """
         if not len(edges):
             return tables[0](edges.head).sum(-1)
-        blocks = self._blocks(edges)
+        blocks, device = self._blocks(edges), edges.head.device
         found = []
         for block in blocks:
             shape = len(block.edge), self.negatives.uniform
-            drawn = torch.stack([torch.randint(size, shape, generator=generator) for size in self.sizes])
+            drawn = torch.stack([torch.randint(size, shape, generator=generator) for size in self.sizes]).to(device)
             if len(blocks) > 1 and torch.is_grad_enabled():
                 each = checkpoint(self._of_block, tables, edges, block, drawn, use_reentrant=False)
             else:
@@ -136,7 +136,7 @@ class TrainingLoss:
             places = LIMIT // most
         else:  # a relation's last chunk has empty places: small chunks waste fewer
             places = min(LIMIT // most, -(-len(edges) // int(edges.relation.unique().numel())))
-        chunks = in_order(len(edges), places) if reciprocal else by_relation(edges.relation, places)
+        chunks = in_order(edges.head, places) if reciprocal else by_relation(edges.relation, places)
         places, dim = chunks.edge.size(1), self.scores.dimension
         candidates = most if every else places + self.negatives.uniform
         size = places * candidates + (0 if every and reciprocal else candidates * dim)
@@ -146,7 +146,7 @@ class TrainingLoss:
         """Loss at each place of these chunks, ``[C, m]``; drawn ``[2, C, u]``, heads and tails."""
         head, tail, relation = (ids[chunks.edge] for ids in (edges.head, edges.tail, edges.relation))
         heads, more_heads, tails, more_tails = self._looked_up(tables, (head, drawn[0], tail, drawn[1]))
-        every_head, every_tail = self._everything(tables) if self.negatives.all else (None, None)
+        every_head, every_tail = self._everything(tables, head.device) if self.negatives.all else (None, None)
         losses = []
         if self.negatives.tails:
             losses.append(self._tail_loss(heads, relation, tails, more_tails, (head, tail), every_tail, chunks))
@@ -167,10 +167,11 @@ class TrainingLoss:
         pairs = [tables[end](torch.cat(ids[2 * end : 2 * end + 2], dim=1)) for end in (0, 1)]
         return [rows for end in (0, 1) for rows in pairs[end].split(widths[2 * end : 2 * end + 2], dim=1)]
 
-    def _everything(self, tables: tuple[Table, Table]) -> tuple[Tensor, Tensor]:
+    def _everything(self, tables: tuple[Table, Table], device: torch.device) -> tuple[Tensor, Tensor]:
         """Rows ``[1, N, D]`` of all heads and of all tails."""
-        heads = tables[0](torch.arange(self.sizes[0])).unsqueeze(0)
-        return heads, heads if tables[0] is tables[1] else tables[1](torch.arange(self.sizes[1])).unsqueeze(0)
+        heads, tails = (torch.arange(size, device=device) for size in self.sizes)
+        every_head = tables[0](heads).unsqueeze(0)
+        return every_head, every_head if tables[0] is tables[1] else tables[1](tails).unsqueeze(0)
 
     def _tail_loss(
         self,

@@ -35,14 +35,15 @@ class Chunks(NamedTuple):
         answer and empty places do not; an empty place has no negatives but the others.
         """
         chunks, places = self.filled.shape
-        inside = self.filled.unsqueeze(1) & ~torch.eye(places, dtype=torch.bool)
+        inside = self.filled.unsqueeze(1) & ~torch.eye(places, dtype=torch.bool, device=self.filled.device)
         return torch.cat([inside, inside.new_ones(chunks, places, others)], dim=-1)
 
 
-def in_order(num_edges: int, places: int) -> Chunks:
-    """Cut edges into chunks in their order; the last may have empty places."""
+def in_order(edges: Tensor, places: int) -> Chunks:
+    """Cut edges ``[B]`` into chunks in their order; the last may have empty places."""
+    num_edges = len(edges)
     places = max(1, min(places, num_edges))
-    slot = torch.arange(-(-num_edges // places) * places).view(-1, places)
+    slot = torch.arange(-(-num_edges // places) * places, device=edges.device).view(-1, places)
     return Chunks(slot.clamp(max=max(num_edges - 1, 0)), slot < num_edges)
 
 
@@ -57,10 +58,11 @@ def by_relation(relation: Tensor, places: int) -> Chunks:
     _, counts = relation[order].unique_consecutive(return_counts=True)
     places = max(1, min(places, int(counts.max()) if counts.numel() else 1))
     chunks_of = (counts + places - 1) // places
-    group = torch.repeat_interleave(torch.arange(counts.numel()), chunks_of)
+    group = torch.repeat_interleave(torch.arange(counts.numel(), device=relation.device), chunks_of)
     first_chunk = chunks_of.cumsum(0) - chunks_of
-    begin = (torch.arange(group.numel()) - first_chunk[group]) * places  # of each chunk, within its relation
-    within = begin.unsqueeze(1) + torch.arange(places)
+    chunk = torch.arange(group.numel(), device=relation.device)
+    begin = (chunk - first_chunk[group]) * places  # of each chunk, within its relation
+    within = begin.unsqueeze(1) + torch.arange(places, device=relation.device)
     filled = within < counts[group].unsqueeze(1)
     slot = (counts.cumsum(0) - counts)[group].unsqueeze(1) + within
     return Chunks(order[slot.clamp(max=max(order.numel() - 1, 0))], filled)

@@ -77,7 +77,7 @@ def known_of(rows: slice, known_ptr: Tensor | None, known: Tensor | None) -> tup
     if known_ptr is None or known is None:
         return None, None
     pointer = known_ptr[rows.start : rows.stop + 1]
-    row = torch.repeat_interleave(torch.arange(pointer.numel() - 1), pointer.diff())
+    row = torch.repeat_interleave(torch.arange(pointer.numel() - 1, device=pointer.device), pointer.diff())
     return row, known[int(pointer[0]) : int(pointer[-1])]
 
 

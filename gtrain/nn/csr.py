@@ -33,6 +33,11 @@ class Csr(NamedTuple):
         """Row of each entry, int64 ``[Z]``."""
         return torch.repeat_interleave(torch.arange(self.num_rows, device=self.ids.device), self.offsets.diff())
 
+    def to(self, device: torch.device) -> Csr:
+        """The rows on another device."""
+        values = None if self.values is None else self.values.to(device)
+        return Csr(self.ids.to(device), values, self.offsets.to(device))
+
 
 def mean_rows(bags: Csr, ids: Tensor, table: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the mean of the rows of each bag that is asked for; zero for an empty one.
@@ -45,7 +50,7 @@ def mean_rows(bags: Csr, ids: Tensor, table: Callable[[Tensor], Tensor]) -> Tens
     Returns:
         ``[..., d]``, differentiable in the rows.
     """
-    some = select_rows(bags, ids.reshape(-1))
+    some = select_rows(bags, ids.reshape(-1).to(bags.offsets.device)).to(ids.device)
     rows = table(some.ids.long())
     total = rows.new_zeros(some.num_rows, rows.size(1)).index_add(0, some.row_of_entry(), rows)
     return (total / some.offsets.diff().clamp(min=1).unsqueeze(1).to(rows)).view(*ids.shape, -1)

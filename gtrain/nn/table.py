@@ -289,7 +289,8 @@ class Table(nn.Module):
             norms = rows.norm(dim=1)
             long = norms > most
             found = found[long].unsqueeze(1)
-            self.weight[found, torch.arange(columns)] = rows[long] * (most / (norms[long] + 1e-7)).unsqueeze(1)
+            scale = most / (norms[long] + 1e-7)
+            self.weight[found, torch.arange(columns, device=ids.device)] = rows[long] * scale.unsqueeze(1)
 
     def extra_repr(self) -> str:
         return f"{self.table.rows}, {self.table.dim}, name={self.table.name!r}"

@@ -53,6 +53,8 @@ class GraphStrategy(GroupCollectives):
     strategy_name: ClassVar[str] = "graph"
     precisions: ClassVar[tuple[str, ...] | None] = ("32-true", "64-true")
     """Values of ``trainer.precision`` that the backend computes exactly with; None for all of Lightning's."""
+    only_cpus: ClassVar[bool] = False
+    """Whether it refuses other accelerators."""
     full_batch: bool = True
     """Whether an epoch is one batch, the whole graph."""
     tasks: ClassVar[tuple[str, ...]] = ("node",)
@@ -165,6 +167,8 @@ class GraphStrategy(GroupCollectives):
 
     def setup(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
+        if self.only_cpus:
+            trainer_checks.check_cpu(self.strategy_name, self.root_device)
         trainer_checks.check_trainer(self.strategy_name, trainer, self.precisions, self.full_batch)
         if not self.lockstep:
             trainer_checks.check_unequal_steps(self.strategy_name, trainer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 
 from gtrain.errors import ConfigError
@@ -24,6 +25,19 @@ def check_world(environment: ClusterEnvironment, num_nodes: int, devices: int) -
             f"but {found} {'was' if found == 1 else 'were'} started.",
             hint="start the ranks with gtrain.run_local(main, num_nodes=...), torchrun or srun, "
             "and give the Trainer the same numbers.",
+        )
+
+
+def check_cpu(name: str, device: torch.device) -> None:
+    """Refuse to train elsewhere than on CPUs.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if device.type != "cpu":
+        raise ConfigError(
+            f"trainer.accelerator={device.type} was set; strategy={name} trains on CPUs.",
+            hint="set trainer.accelerator=cpu.",
         )
 
 

@@ -63,6 +63,7 @@ class PBGStrategy(GraphStrategy):
 
     strategy_name: ClassVar[str] = "pbg"
     full_batch = False
+    only_cpus: ClassVar[bool] = True
     tasks: ClassVar[tuple[str, ...]] = ("link",)
     lockstep: ClassVar[bool] = False
 

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
-import torch
 from torch import nn
 
 from gtrain.errors import ConfigError
 
 
-def check_training(trainer: pl.Trainer, module: pl.LightningModule, device: torch.device, workers: int) -> None:
+def check_training(trainer: pl.Trainer, module: pl.LightningModule, workers: int) -> None:
     """Refuse what would be trained otherwise than in one process.
 
     Args:
         trainer: of the run.
         module: what is trained.
-        device: where.
         workers: K.
 
     Raises:
         ConfigError: in one sentence, with the setting or layer and the reason.
     """
-    if device.type != "cpu":
-        raise ConfigError(
-            f"trainer.accelerator={device.type} was set; strategy=ps trains on CPUs.",
-            hint="set trainer.accelerator=cpu.",
-        )
     if trainer.gradient_clip_val:
         raise ConfigError(
             f"trainer.gradient_clip_val={trainer.gradient_clip_val} was set; strategy=ps cannot clip the gradients "

@@ -53,6 +53,7 @@ class PsStrategy(ReturningStrategy):
     """
 
     strategy_name: ClassVar[str] = "ps"
+    only_cpus: ClassVar[bool] = True
     tasks: ClassVar[tuple[str, ...]] = TASKS
     heterogeneous: ClassVar[bool] = True
 
@@ -124,7 +125,7 @@ class PsStrategy(ReturningStrategy):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Batches are where they are wanted; a module's own hooks are heeded."""
-        if self.root_device.type == "cpu" and not self._transfers:
+        if not self._transfers:
             return batch
         return super().batch_to_device(batch, device, dataloader_idx)
 
@@ -173,7 +174,7 @@ class PsStrategy(ReturningStrategy):
             )
         if self._trainer.state.fn == TrainerFn.FITTING:
             assert isinstance(module, pl.LightningModule)
-            check_training(self._trainer, module, self.root_device, self.world_size)
+            check_training(self._trainer, module, self.world_size)
 
     def making_model(self) -> AbstractContextManager[None]:
         return deferred()

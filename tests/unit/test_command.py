@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
@@ -26,7 +27,7 @@ from gtrain.launch.roles import RolePlan, server_slots, worker_slots
 from gtrain.launch.slot import Slot
 from gtrain.launch.sockets import listen_here, listen_tcp
 from gtrain.strategy import by_hand
-from gtrain.strategy.trainer_checks import check_unequal_steps
+from gtrain.strategy.trainer_checks import check_cpu, check_unequal_steps
 
 COUNTING = Path(__file__).resolve().parents[1] / "assets" / "counting"
 
@@ -215,6 +216,13 @@ def test_what_makes_ranks_of_unequal_steps_meet_between_epochs_is_refused(key: s
     trainer: Any = SimpleNamespace(**{"max_steps": -1, "val_check_interval": 1.0, key: value})
     with pytest.raises(ConfigError, match=f"trainer.{key}={value} was set; ranks of strategy=x take unequal numbers"):
         check_unequal_steps("x", trainer)
+
+
+@pytest.mark.parametrize("name", ["pbg", "ps"])
+def test_a_strategy_for_cpus_refuses_other_accelerators(name: str) -> None:
+    assert backends.get(name).load_strategy().only_cpus
+    with pytest.raises(ConfigError, match=f"trainer.accelerator=cuda was set; strategy={name} trains on CPUs."):
+        check_cpu(name, torch.device("cuda"))
 
 
 # ------------------------------------------------------------------------------------------------- places, sockets
