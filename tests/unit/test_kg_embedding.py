@@ -266,7 +266,7 @@ def test_operators_begin_at_random_where_they_are_told_to() -> None:
 
 def test_every_edge_has_one_place() -> None:
     relation = torch.tensor([4, 0, 4, 4, 0, 4, 4, 2])
-    for chunks in (in_order(8, 3), by_relation(relation, 3)):
+    for chunks in (in_order(relation, 3), by_relation(relation, 3)):
         assert sorted(chunks.edge[chunks.filled].tolist()) == list(range(8))
     assert chunks.edge[chunks.filled].tolist() == [1, 4, 7, 0, 2, 3, 5, 6]
     assert (relation[chunks.edge] == relation[chunks.edge][:, :1])[chunks.filled].all()
