@@ -1,0 +1,75 @@
+"""Training on GPUs, where there is one: it is what CPUs train, and who cannot use them is told."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import gtrain, ok, run, summary
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU that this torch can use")
+
+GRAPH = ["data.num_nodes=600", "data.num_edges=4800", "model.dropout=0"]
+RANKS = [*GRAPH, "trainer.num_nodes=2"]
+CASES = {
+    "single": ["strategy=single", *GRAPH],
+    "sar 1": ["strategy=sar", "mode=1", "model=gat", *RANKS],
+    "sar 2": ["strategy=sar", "mode=2", "model=sage", *RANKS],
+    "sar 3": ["strategy=sar", "mode=3", *RANKS],
+    "sar, typed": [
+        "strategy=sar",
+        "data=planted_hetero",
+        "model=hetero_sage",
+        "trainer.num_nodes=2",
+        "model.dropout=0",
+    ],
+    "sar, links": ["strategy=sar", "model=link_sage", *RANKS],
+    "pyg": ["strategy=pyg", "model=sage", "data.batch_size=64", "data.num_neighbors=[5,5]", *RANKS],
+    "embeddings": ["strategy=single", "data=planted_kg", "model=kg", "model.n3=0.01", "model.max_norm=2"],
+    "sparse rows": ["strategy=single", "data=planted_sparse", "model=sparse", "model.dropout=0", "data.num_rows=2000"],
+}
+PROGRAM = """
+{first}
+{second}
+
+
+def main():
+    import torch
+
+    return torch.cuda.device_count()
+
+
+print("GPUs", run_local(main, num_nodes=2))
+"""
+GTRAIN, PYG = "from gtrain import run_local", "import torch_geometric"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gpus_train_what_cpus_train(case: str, tmp_path: Path) -> None:
+    """To a thousandth after three epochs: sums run in another order there, and Adam makes much of little gradients."""
+    losses = []
+    for accelerator in ("cpu", "gpu"):
+        where = [f"trainer.accelerator={accelerator}", f"hydra.run.dir={accelerator}", "trainer.max_epochs=3"]
+        ok(gtrain(*CASES[case], *where, cwd=tmp_path))
+        losses.append([epoch["train/loss"] for epoch in summary(tmp_path / accelerator)["history"]])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["pbg", "ps"])
+def test_strategies_for_cpus_say_so(name: str, tmp_path: Path) -> None:
+    data = ["data=planted_kg", "model=kg"] if name == "pbg" else ["data=planted_sparse", "model=sparse"]
+    done = gtrain(f"strategy={name}", *data, "trainer.accelerator=gpu", cwd=tmp_path)
+    assert done.returncode == 1
+    assert f"trainer.accelerator=cuda was set; strategy={name} trains on CPUs." in done.stderr
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_ranks_of_a_program_see_gpus_unless_it_began_to_use_them(late: bool, tmp_path: Path) -> None:
+    first, second = (PYG, GTRAIN) if late else (GTRAIN, PYG)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(first=first, second=second))
+    done = ok(run([sys.executable, str(program)], cwd=tmp_path))
+    assert f"GPUs {0 if late else torch.cuda.device_count()}" in done.stdout
+    assert ("so they see no GPU" in done.stderr) == late
