@@ -13,7 +13,7 @@ from torch_geometric.data import Data
 from gtrain.data.files import find_file
 from gtrain.data.libsvm_file import Rows, read_rows
 from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp
-from gtrain.data.rows import RowColumns, number_labels, row_masks
+from gtrain.data.rows import RowColumns, among_unlabelled, no_label, number_labels, row_masks
 from gtrain.errors import ConfigError, DataError
 
 BASES = {"auto": None, "0": 0, "1": 1}
@@ -101,6 +101,10 @@ class LibsvmData(GraphDataModule):
             **row_masks(num_rows, len(files[0]), self.split),
         )
 
+    @property
+    def _no_label(self) -> int | None:
+        return no_label(self.unlabelled)
+
     def extra_facts(self) -> dict[str, Any]:
         """Return the label that each class stands for; None where they are numbered so already."""
         return {"label_values": self._label_values}
@@ -157,8 +161,9 @@ class LibsvmData(GraphDataModule):
                     hint="correct the line, or set data.labels=multi if rows may have any number of labels",
                 )
         labels = np.concatenate([rows.labels for rows in files]).astype(np.int64)
-        classes, self._label_values = number_labels(labels, self.num_classes)
-        return classes
+        labelled = labels != self.unlabelled
+        classes, self._label_values = number_labels(labels[labelled], self.num_classes)
+        return among_unlabelled(classes, labelled, self.unlabelled)
 
     def _label_matrix(self, files: list[Rows]) -> Tensor:
         labels = [rows.labels.astype(np.int64) for rows in files]

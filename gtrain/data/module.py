@@ -354,11 +354,16 @@ class GraphDataModule(pl.LightningDataModule):
         """Whether neighbours are to be near each other within a part; edge buckets need the source data's order."""
         return self.partitioner == "metis" and self.num_parts > 1 and not self.edge_buckets
 
+    @property
+    def _no_label(self) -> int | None:
+        """What stands for no label in ``y`` as :meth:`read` returns it; None: every node has one."""
+        return self.unlabelled
+
     def _build(self) -> Store:
         path, num_parts = self.store_path, self.num_parts
         log.info("reading %s", self.name)
         graph = self.read()
-        options = (self.unlabelled, self.num_classes, self.normalize_features, self.origin)
+        options = (self._no_label, self.num_classes, self.normalize_features, self.origin)
         facts = prepare_graph(graph, Preparation(self.task, self.target, self.split, *options))
         log.info("partitioning %s into %d (%s)", describe(graph), num_parts, self.partitioner)
         facts |= self.extra_facts()

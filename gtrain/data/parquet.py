@@ -14,7 +14,7 @@ from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp
 from gtrain.data.parquet_columns import Entries, Layout, Source, dense_entries, hashed_entries, list_entries
 from gtrain.data.parquet_files import ParquetFiles, column_names
 from gtrain.data.parquet_labels import Labels
-from gtrain.data.rows import RowColumns, row_masks
+from gtrain.data.rows import RowColumns, no_label, row_masks
 from gtrain.errors import ConfigError, DataError
 
 NULLS = ("error", "zero")
@@ -122,6 +122,10 @@ class ParquetData(GraphDataModule):
             num_nodes=len(files),
             **row_masks(len(files), files.counts["path"], self.split),
         )
+
+    @property
+    def _no_label(self) -> int | None:
+        return no_label(self.unlabelled)
 
     def extra_facts(self) -> dict[str, Any]:
         """Return the label that each class stands for; None where they are numbered so already."""

@@ -103,13 +103,15 @@ def list_entries(table: Any, ids: str, values: str | None, source: Source) -> En
         raise source.wrong_type(ids, table[ids].type, "lists of whole numbers")
     if flat.null_count:
         raise source.wrong_type(ids, "lists with nulls", "lists of whole numbers")
-    columns = pc.cast(flat, pa.int64()).to_numpy(zero_copy_only=False)
+    written = flat.to_numpy(zero_copy_only=False)
+    columns = written.astype(np.int64)  # unsigned ids of 2^63 and more become negative
     if (columns < 0).any():
         at = int((columns < 0).argmax())
+        wrong = "negative id" if written[at] < 0 else "id"
         raise DataError(
-            f"{source.where}: the column {ids!r} has the negative id {columns[at]} in row "
-            f"{source.first + rows[at]} (rows count from 0)",
-            hint="number features from 0",
+            f"{source.where}: the column {ids!r} has the {wrong} {written[at]} in row {source.first + rows[at]} "
+            "(rows count from 0)",
+            hint="number features from 0, below 2^63",
         )
     if values is None:
         return rows, columns, np.ones(len(columns), np.float32)

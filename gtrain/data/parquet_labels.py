@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gtrain.data.parquet_columns import Source
-from gtrain.data.rows import number_labels
+from gtrain.data.rows import among_unlabelled, number_labels
 from gtrain.errors import DataError
 
 
@@ -76,9 +76,7 @@ class Labels:
         else:
             ranks, values = number_labels(np.array(list(self._texts)), num_classes)
             found = ranks[torch.from_numpy(labels)]
-        y = torch.full((len(labelled),), self._unlabelled if self._unlabelled is not None else 0)
-        y[torch.from_numpy(labelled)] = found
-        return y, values
+        return among_unlabelled(found, labelled, self._unlabelled), values
 
     def _numbered(self, texts: Any) -> NDArray[np.int64]:
         """Number strings as they come."""

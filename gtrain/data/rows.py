@@ -63,6 +63,18 @@ def number_labels(labels: NDArray[Any], num_classes: int | None) -> tuple[Tensor
     return torch.from_numpy(classes.astype(np.int64)), known.tolist()
 
 
+def no_label(unlabelled: int | None) -> int | None:
+    """What stands for no label beside classes that were numbered: not a number that one of them may have."""
+    return None if unlabelled is None else min(unlabelled, -1)
+
+
+def among_unlabelled(classes: Tensor, labelled: NDArray[np.bool_], unlabelled: int | None) -> Tensor:
+    """Return ``y``, int64 ``[N]``: the classes of the rows that are labelled, :func:`no_label` for the others."""
+    y = torch.full((len(labelled),), no_label(unlabelled) or 0)
+    y[torch.from_numpy(labelled)] = classes
+    return y
+
+
 class RowColumns:
     """Sparse rows that are appended, of which the entries may be more than the memory holds.
 

@@ -73,6 +73,18 @@ def test_sampled_neighbours_of_learned_rows_train_as_the_whole_graph(tmp_path: P
     assert "data.disjoint=True was set; strategy=ps draws neighbours by" in refused.stderr
 
 
+def test_node_types_with_learned_rows_train_as_on_one_process(tmp_path: Path) -> None:
+    """The optimizer of the tables is the one that the refusal without it names."""
+    data = ("data=planted_hetero", "model=hetero_sage", "model.hidden_channels=8", "model.dropout=0", "callbacks=none")
+    arguments = (*data, "trainer.max_epochs=2", "trainer.limit_test_batches=0", "trainer.precision=64-true", *PLAIN)
+    refused = gtrain(PS, *arguments, "hydra.run.dir=refused", cwd=tmp_path)
+    (named,) = re.findall("HINT: set '(.*?)'", refused.stderr)
+    for strategy in ("single", "ps"):
+        ok(gtrain(f"strategy={strategy}", *arguments, named, f"hydra.run.dir={strategy}", cwd=tmp_path, timeout=140))
+    for name in ("train/loss", "val/loss"):
+        assert losses(tmp_path / "ps", name) == pytest.approx(losses(tmp_path / "single", name), rel=1e-12)
+
+
 def test_a_knowledge_graph_trains_as_on_one_process(tmp_path: Path) -> None:
     """With one worker, whose random negatives are those of strategy=single."""
     data = (

@@ -100,11 +100,22 @@ def test_files_and_masks(tmp_path: Path) -> None:
         ([-1.0, 1.0, 1.0, -1.0], {}, [0, 1, 1, 0], [-1, 1]),
         ([3, 0, 1, 1], {"num_classes": 4}, [3, 0, 1, 1], None),
         ([5, None, -1, 7], {"unlabelled": -1}, [0, -1, -1, 1], [5, 7]),
+        ([1, 0, 2, 1], {"unlabelled": 0}, [0, -1, 1, 0], [1, 2]),
     ],
 )
 def test_labels(label: list[Any], options: dict[str, Any], y: list[int], values: Any, tmp_path: Path) -> None:
     module = ParquetData(path=write(tmp_path / "a", label=label), dense=["count"], **options)
     assert (module.read().y.tolist(), module.extra_facts()["label_values"]) == (y, values)
+
+
+def test_rows_without_label_are_in_no_split(tmp_path: Path) -> None:
+    """Also where the label that means none is what a class is numbered: 0 is none here, and 1 becomes class 0."""
+    file = write(tmp_path / "a", label=[1, 0, 2, 1])
+    options: dict[str, Any] = {"unlabelled": 0, "val_fraction": 0.0, "num_parts": 1, "store": str(tmp_path)}
+    module = ParquetData(path=file, dense=["count"], **options)
+    module.prepare_data()
+    assert module.facts["num_classes"] == 2
+    assert module.open_store().node("train_mask", 0).sum() == 3
 
 
 def test_what_is_missing_counts_as_zero(tmp_path: Path) -> None:
@@ -139,6 +150,11 @@ def test_what_is_missing_counts_as_zero(tmp_path: Path) -> None:
         ({}, {"ids": "count"}, r"'count' holds int64, and lists were expected"),
         ({}, {"ids": "weights"}, r"'weights' holds .*, and lists of whole numbers were expected"),
         ({"ids": [[1], [2, -3], [], []]}, {"ids": "ids"}, r"'ids' has the negative id -3 in row 1"),
+        (
+            {"ids": pa.array([[1], [2**63 + 5], [], []], pa.list_(pa.uint64()))},
+            {"ids": "ids"},
+            r"'ids' has the id 9223372036854775813 in row 1",
+        ),
         ({"ids": [[1], None, [], []]}, {"ids": "ids"}, r"'ids' has no value .* in row 1"),
         (
             {"weights": [[1, 1], [], [1], [1]]},

@@ -78,7 +78,7 @@ def rules_of(homes: Mapping[str, ServedHome], optimizers: Iterable[Optimizer]) -
     if missing:
         raise ConfigError(
             f"the table {missing[0]} is on servers, and its optimizer is none of gtrain.nn's.",
-            hint="set model.sparse_optimizer._target_=gtrain.nn.RowwiseAdagrad (or Adagrad, SGD, LazyAdam).",
+            hint="set 'model.sparse_optimizer={_target_:gtrain.nn.RowwiseAdagrad,lr:0.1}' (or Adagrad, SGD, LazyAdam).",
         )
     return found
 
