@@ -327,12 +327,13 @@ class _Lookup(Function):
     def forward(ctx: Any, anchor: Tensor, ids: Tensor, home: RemoteHome) -> Tensor:
         ctx.home = home
         ctx.save_for_backward(ids)
-        return home.fetch(ids.reshape(-1)).view(*ids.shape, -1)
+        rows = home.fetch(ids.reshape(-1))
+        return rows.view(*ids.shape, rows.size(1))  # not -1, which is ambiguous where there are no ids
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (ids,) = ctx.saved_tensors
-        ctx.home.push(ids.reshape(-1), gradients[0].reshape(ids.numel(), -1))
+        ctx.home.push(ids.reshape(-1), gradients[0].reshape(ids.numel(), gradients[0].size(-1)))
         return None, None, None
 
 

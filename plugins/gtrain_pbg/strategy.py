@@ -42,7 +42,7 @@ from gtrain_pbg.swaps import Visit
 from gtrain_pbg.tables import Partitions
 from gtrain_pbg.training import BucketTraining
 from gtrain_pbg.typed import TypedTables, cuts_of
-from gtrain_pbg.warm_start import describe, relations_of, warm_start
+from gtrain_pbg.warm_start import check_numbering, describe, relations_of, warm_start
 
 
 class PBGStrategy(GraphStrategy):
@@ -355,9 +355,10 @@ class PBGStrategy(GraphStrategy):
             describe(folder, self._store, self._table, relations_of(self.lightning_module, self._recipe))
 
     def load_shard_files(self, folder: Path) -> None:
-        assert self._table is not None and self._shared is not None
+        assert self._table is not None and self._shared is not None and self._store is not None
         self.group.barrier()
         self._table.load(folder)
+        check_numbering(folder, self._store)
         self._reached = Reached.read(folder) or self._reached
         if self._leads:
             load_states(folder, self._shared)

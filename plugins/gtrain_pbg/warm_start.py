@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,30 @@ def describe(folder: Path, store: Store, tables: TypedTables, relations: dict[st
         for cut in tables.cuts
     }
     content = {"format": FORMAT, "store": str(store.path.absolute()), "types": types, "relations": relations}
+    content["numbering"] = _numbering(store)
     (folder / DESCRIPTION).write_text(json.dumps(content, indent=1))
+
+
+def check_numbering(folder: Path, store: Store) -> None:
+    """Check that the rows of a checkpoint are of the nodes, and of the relations, that they are of here.
+
+    Raises:
+        CheckpointError: they are of others.
+    """
+    said = json.loads((folder / DESCRIPTION).read_text())
+    if said.get("numbering") not in (None, _numbering(store)):  # None: an earlier version of gtrain wrote it
+        raise CheckpointError(
+            f"{folder} was trained on the store {said['store']}, whose nodes or relations are numbered or cut "
+            f"differently than those of {store.path}: its rows would be taken for other nodes.",
+            hint="set seed, data and strategy.num_partitions as there, or begin a run with strategy.warm_start, which "
+            "goes by names.",
+        )
+
+
+def _numbering(store: Store) -> dict[str, int]:
+    """Checksums of what says which node a row is of, and which relation: ids by part, and names."""
+    wanted = re.compile(r"part-\d+/nodes/.*/orig_id\.npy|names/.*/(bytes|offsets)\.npy")
+    return {name: crc for name, crc in store.manifest.checksums.items() if wanted.fullmatch(name)}
 
 
 def warm_start(

@@ -121,6 +121,15 @@ class Model(nn.Module):
         return self.head(hidden.tanh()).square().mean()
 
 
+def test_no_ids_have_no_rows() -> None:
+    """A rank whose share of a split is empty looks nothing up."""
+    layer = Embedding(10, 4, dtype=torch.float64)
+    layer.move(TwoBlocks(layer.table))
+    found = layer(torch.empty(0, 3, dtype=torch.int64))
+    assert found.shape == (0, 3, 4)
+    found.sum().backward()
+
+
 def moved(model: Model) -> dict[str, TwoBlocks]:
     homes = {name: TwoBlocks(layer.table) for name, layer in tables(model)}
     for name, layer in tables(model):
