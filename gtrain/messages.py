@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -35,9 +36,17 @@ def readable(error: BaseException, arguments: Sequence[str]) -> str | None:
         return _unknown_key(key_errors[-1], causes, arguments)
     if any(isinstance(e, ValidationError) for e in causes):
         return _wrong_type(next(e for e in causes if isinstance(e, ValidationError)), arguments)
+    if isinstance(error, OSError) and _made_folders(error):
+        return f"a run's folder cannot be made: {error}.\nHINT: set hydra.run.dir to one that can be written to."
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return f"{_first_line(causes[-1])}\nHINT: gtrain --help lists the settings."
     return None
+
+
+def _made_folders(error: OSError) -> bool:
+    """Whether Hydra was at it, which makes a run's folder and its copies of the configuration before it calls us."""
+    names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    return "decorated_main" in names and "_hydra_main" not in names
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str | None:

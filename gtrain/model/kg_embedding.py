@@ -133,9 +133,9 @@ class KGEmbedding(EdgeModel):
         monitor: str = "val/loss",
     ) -> None:
         super().__init__()
-        sizes = {"margin": margin, "n3": n3, "init_scale": init_scale, "max_norm": max_norm or 0.0}
+        sizes = {"margin": margin, "n3": n3, "init_scale": init_scale}
         sizes["relation_init_scale"] = relation_init_scale or 0.0
-        _check(num_nodes, {"dimension": dimension}, sizes)
+        _check(num_nodes, {"dimension": dimension}, sizes, max_norm)
         if self_negs and (comparator != "dot" or not reciprocal):
             raise ConfigError(
                 f"model.self_negs=true was set with model.comparator={comparator} model.reciprocal={reciprocal}; it is "
@@ -338,7 +338,7 @@ class KGEmbedding(EdgeModel):
         return GroupRanks(self._groups[number], self.entities).among_some(rows, relation, others)
 
 
-def _check(num_nodes: object, counts: dict[str, int], sizes: dict[str, float]) -> None:
+def _check(num_nodes: object, counts: dict[str, int], sizes: dict[str, float], max_norm: float | None) -> None:
     """Check what no other part checks."""
     if isinstance(num_nodes, Mapping):  # the settings may come as a DictConfig
         raise _several_types(list(num_nodes))
@@ -348,6 +348,11 @@ def _check(num_nodes: object, counts: dict[str, int], sizes: dict[str, float]) -
     for key, size in sizes.items():
         if not size >= 0:
             raise ConfigError(f"model.{key}={size} was set; it must be 0 or more.", hint=f"raise model.{key}.")
+    if max_norm is not None and not max_norm > 0:
+        raise ConfigError(
+            f"model.max_norm={max_norm} was set, which no vector is short enough for.",
+            hint="set a length above 0, or null for none.",
+        )
 
 
 def _several_types(node_types: list[str]) -> ConfigError:

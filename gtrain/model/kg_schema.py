@@ -147,7 +147,12 @@ def _by_relation(types: GraphTypes, said: Sequence[Mapping[str, Any]]) -> list[M
         _check_keys("data.relations", entry, _OF_RELATIONS)
     if not any(_given(entry, key, None) is not None for entry in said for key in ("operator", "weight", "all_negs")):
         return []
-    by_name = {str(entry.get("name", EVERY)): entry for entry in said}
+    by_name: dict[str, Mapping[str, Any]] = {}
+    for entry in said:
+        name = str(entry.get("name", EVERY))
+        if name in by_name:
+            raise ConfigError(f"data.relations has two entries for {name!r}.", hint="make one of them.")
+        by_name[name] = entry
     if types.names is None:
         if set(by_name) - {EVERY} and len(said) != 1:
             raise ConfigError(

@@ -12,8 +12,7 @@ from gtrain_ps.worker.home import CHUNK_BYTES, ServedHome
 
 
 def export(folder: Path, homes: Mapping[str, ServedHome]) -> None:
-    """Write each table as ``<name>.npy``, piece by piece."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write each table as ``<name>.npy`` into a folder, piece by piece."""
     for name, home in homes.items():
         kind = torch.empty(0, dtype=home.dtype).numpy().dtype
         shape = home.table.rows, home.table.dim

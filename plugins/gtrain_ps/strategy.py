@@ -27,6 +27,7 @@ from gtrain_ps.checks import check_training
 from gtrain_ps.config import PsConfig
 from gtrain_ps.costs import Load
 from gtrain_ps.exports import export
+from gtrain_ps.folders import make_folder
 from gtrain_ps.server.service import DTYPES
 from gtrain_ps.worker import meters
 from gtrain_ps.worker.batches import RowSource, Shares, Source, WholeGraph
@@ -175,6 +176,8 @@ class PsStrategy(ReturningStrategy):
         if self._trainer.state.fn == TrainerFn.FITTING:
             assert isinstance(module, pl.LightningModule)
             check_training(self._trainer, module, self.world_size)
+            if self.settings.export is not None and self.is_global_zero:
+                make_folder(Path(self.settings.export), "strategy.export")
 
     def making_model(self) -> AbstractContextManager[None]:
         return deferred()

@@ -38,6 +38,21 @@ def edge_list(**more: str) -> list[str]:
     return ["data=edges", "trainer.max_epochs=1", *(f"data.{key}={value}" for key, value in keys.items())]
 
 
+def test_a_runs_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for setting in (["hydra.run.dir=file"], ["--multirun", "seed=1,2", "hydra.sweep.dir=file"]):
+        assert "a run's folder cannot be made: [Errno 17] File exists:" in refused(*setting, *QUICK, cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "setting", [["strategy.export=file/tables"], ["strategy.durability=disk", "strategy.folder=file"]]
+)
+def test_a_folder_of_servers_that_cannot_be_made(setting: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    said = refused("strategy=ps", "data=planted_sparse", "model=sparse", "trainer.max_epochs=1", *setting, cwd=tmp_path)
+    assert f"{setting[-1].partition('=')[0]}: the folder" in said and "cannot be made: " in said
+
+
 def test_the_edge_list_itself_is_fine(edges: Path) -> None:
     ok(gtrain(*edge_list(), cwd=edges))
 

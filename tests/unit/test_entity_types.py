@@ -258,6 +258,10 @@ def test_types_that_never_meet_may_differ_in_dimension() -> None:
     [
         ({"entities": {"c": {}}}, "names the type 'c', and the graph has a, b"),
         ({"entities": {"a": {"dim": 3}}}, "data.entities.a has 'dim'"),
+        (
+            {"relations": [{"name": "w", "weight": 1.0}, {"name": "w", "weight": 2.0}]},
+            "data.relations has two entries for 'w'",
+        ),
         ({"relations": [{"name": "v", "weight": 2.0}]}, "names 'v', and the graph has no such relation"),
         ({"relations": [{"name": "w", "weight": -1}]}, r"data.relations has the weight -1\.0"),
         ({"relations": [{"name": "w", "operators": "none"}]}, "data.relations has 'operators'"),

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from gtrain.errors import ConfigError
+from gtrain_ps.folders import make_folder
 from gtrain_ps.packing import Packed, pack, prepare, unpack
 from gtrain_ps.server.memory import Region
 
@@ -125,7 +126,7 @@ class Journal:
 
     def _claim(self, job: Mapping[str, Any]) -> None:
         told = self._folder / "job.json"
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self._folder, "strategy.folder")
         if not told.exists():
             part = self._folder / "part"
             part.write_text(json.dumps(job))
