@@ -134,6 +134,12 @@ def find(path: Path) -> Path:
             + (f"; the folder holds {', '.join(found)}." if found else "."),
             hint="give the path of a checkpoint, or ckpt_path=last or best.",
         )
+    inside = sorted((path / "checkpoints").glob("*.ckpt"))
+    if inside and not (path / MANIFEST).exists():
+        raise CheckpointError(
+            f"ckpt_path={path} was set, which is the folder of a run.",
+            hint=f"set ckpt_path={' or '.join(map(str, inside))}.",
+        )
     return path
 
 

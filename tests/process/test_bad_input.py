@@ -142,6 +142,8 @@ def test_a_damaged_store_is_named_and_not_loaded(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     ok(gtrain(*QUICK, "hydra.run.dir=first", cwd=tmp_path))
     path = "ckpt_path=first/checkpoints/last.ckpt"
+    named = refused(*QUICK, "ckpt_path=first", cwd=tmp_path)
+    assert "first was set, which is the folder of a run" in named and "/first/checkpoints/last.ckpt" in named
     assert "holds another model" in refused(*QUICK, "model=sage", path, cwd=tmp_path)
     assert "[64] there, [32] here" in refused(*QUICK, "model.hidden_channels=32", path, cwd=tmp_path)
 
