@@ -183,7 +183,10 @@ def _weights(
     if weights is None and all(weight == 1 for weight in own):
         return None
     factors = [1.0] * len(own) if weights is None else [float(weight) for weight in weights]
-    return tuple(factor * weight for factor, weight in zip(factors, own, strict=True))
+    found = tuple(factor * weight for factor, weight in zip(factors, own, strict=True))
+    if not any(found):
+        raise ConfigError("the weights of all relations are 0: nothing is left to learn.", hint="raise one of them.")
+    return found
 
 
 def _check_dimensions(types: GraphTypes, relation: int, lhs: EntitySpec, rhs: EntitySpec) -> None:

@@ -302,6 +302,7 @@ def test_predictions_are_the_seeds_embeddings() -> None:
         ({"loss": "hinge"}, "model.loss=hinge"),
         ({"num_batch_negs": 1, "num_uniform_negs": 0}, r"max\(0, 1 - 1\) \+ 0 = 0 negatives"),
         ({"head_negs": False, "tail_negs": False}, "leave no negatives"),
+        ({"relation_weight": [0.0] * R}, "the weights of all relations are 0"),
         ({"n3": -1.0}, r"model.n3=-1\.0"),
         ({"max_norm": 0.0}, r"model.max_norm=0\.0 was set, which no vector is short enough for"),
         ({"self_negs": True, "comparator": "l2"}, "model.self_negs=true was set with model.comparator=l2"),
