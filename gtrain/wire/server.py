@@ -105,7 +105,9 @@ class Server:
             sockets.close()
 
     def start(self, work: Callable[[], bool] | None = None) -> Server:
-        """Serve in a thread of its own; returns the server. See :meth:`run`."""
+        """Serve in a thread of its own, unless it has one; returns the server. See :meth:`run`."""
+        if self._thread is not None:
+            return self
         self._bound()
         self._running = True
         name = f"gtrain-server-{self.name}"

@@ -279,13 +279,22 @@ def test_threads_that_carry_messages_have_short_slices(folder: IpcFolder) -> Non
         assert ctypes.CDLL(None).syscall(315, int(task.name), attributes, 56, 0) == 0  # sched_getattr
         return int.from_bytes(attributes.raw[24:32], "little") // 1000
 
-    server = Server({"echo": echo}, name="a server", address=ZMQ).start()
+    server = Server({"echo": echo}, name="a server", address=ZMQ)
     with server, Client(server.address, peer=server.name) as client:
         client.request("echo")
         tasks = list(Path("/proc/self/task").iterdir())
         carrying = {task for task in tasks if (task / "comm").read_text().startswith("ZMQbg/IO")}
         assert len(carrying) >= 2 and {slice_of(task) for task in carrying} == {100}
         assert min(slice_of(task) for task in tasks if task not in carrying) > 100
+
+
+def test_a_server_that_was_started_is_not_started_again() -> None:
+    """Two loops over one socket would take each other's messages, and one would close what the other reads."""
+    with Server({"echo": echo}, name="one loop", address=ZMQ).start() as server:
+        assert server.start() is server
+        assert [one.name for one in threading.enumerate()].count("gtrain-server-one loop") == 1
+        with Client(server.address, peer=server.name) as client:
+            client.request("echo")
 
 
 def test_handlers_may_answer_later(folder: IpcFolder) -> None:
