@@ -84,8 +84,9 @@ def _rank(sides: list[_Side], candidates: Candidates) -> None:
             if own_scores and len(ids) == candidates.count:
                 break  # one block: the answers' scores are found on the way
             place[ids] = torch.arange(len(ids), device=device)
+            here = rows.to(device)
             for side in sides:
-                side.find_own(rows.to(device), place) if own_scores else side.count(rows.to(device), place)
+                side.find_own(here, place) if own_scores else side.count(here, place)
             place[ids] = -1
             assert number < candidates.count
 

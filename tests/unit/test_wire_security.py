@@ -72,7 +72,7 @@ def test_a_missing_key_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("address", "local"),
     [
-        ("ipc:///tmp/a", True),
+        ("ipc://folder/a", True),
         ("tcp://127.0.0.1:5", True),
         ("tcp://127.9.9.9:5", True),
         ("tcp://[::1]:5", True),

@@ -692,7 +692,7 @@ def test_a_silent_server_is_asked_again() -> None:
     router.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"address": "ipc:///tmp/a", "descriptor": 0}, {"descriptor": 10**6}])
+@pytest.mark.parametrize("options", [{}, {"address": "ipc://folder/a", "descriptor": 0}, {"descriptor": 10**6}])
 def test_a_server_needs_one_address(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Server({}, name="table 1", **options)
