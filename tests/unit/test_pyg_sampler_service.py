@@ -93,9 +93,13 @@ def test_what_is_hosted_or_copied_is_not_asked_for(
 def test_traffic_is_counted_on_both_sides_while_recording(tmp_path: Path) -> None:
     store, counters = split(tmp_path), [Counters(), Counters()]
 
+    def echo(message: Message) -> Message:
+        time.sleep(0.2)  # so that the answer is waited for, and not there at once
+        return Message({}, [message.tensors[0].clone()])
+
     def make(group: Any) -> Peers:
         peers = Peers(group, host(group, "tcp"), counters=counters[group.rank])
-        peers.handle("echo", lambda message: Message({}, [message.tensors[0].clone()]))
+        peers.handle("echo", echo)
         peers.open()
         return peers
 
