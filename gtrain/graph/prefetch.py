@@ -40,30 +40,36 @@ def _prefetch_entry(typingctx: Any, array: Any, index: Any) -> Any:
     return types.void(array, index), generate
 
 
-def _prefetch_row(typingctx: Any, table: Any, row: Any) -> Any:
-    """Ask for all cache lines of a row of a two-dimensional array whose rows are contiguous."""
+def _prefetch_row(typingctx: Any, table: Any, row: Any, width: Any) -> Any:
+    """Ask for all cache lines of a row of a two-dimensional array whose rows are contiguous.
+
+    The loop is of ``width`` alone, so a compiler that knows the width leaves no loop.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        index = context.cast(builder, arguments[1], signature.args[1], types.intp)
-        stride, width = builder.extract_value(array.strides, 0), builder.extract_value(array.shape, 1)
-        start = builder.add(builder.ptrtoint(array.data, stride.type), builder.mul(index, stride))
-        end = builder.add(start, builder.mul(width, array.itemsize))
-        first = builder.and_(start, ir.Constant(start.type, -_LINE))
+        array = context.make_array(table)(context, builder, arguments[0])
+        index = context.cast(builder, arguments[1], row, types.intp)
+        count = context.cast(builder, arguments[2], width, types.intp)
+        start = builder.add(
+            builder.ptrtoint(array.data, count.type), builder.mul(index, builder.extract_value(array.strides, 0))
+        )
+        nbytes = builder.mul(count, count.type(table.dtype.bitwidth // 8))
         here = builder.block
         loop, after = builder.append_basic_block("prefetch"), builder.append_basic_block("prefetched")
         builder.branch(loop)
         builder.position_at_end(loop)
-        place = builder.phi(start.type)
-        place.add_incoming(first, here)
-        _ask(builder, builder.inttoptr(place, _POINTER), _SECOND)
-        following = builder.add(place, ir.Constant(start.type, _LINE))
-        place.add_incoming(following, loop)
-        builder.cbranch(builder.icmp_signed("<", following, end), loop, after)
+        offset = builder.phi(count.type)
+        offset.add_incoming(count.type(0), here)
+        _ask(builder, builder.inttoptr(builder.add(start, offset), _POINTER), _FIRST)
+        following = builder.add(offset, count.type(_LINE))
+        offset.add_incoming(following, loop)
+        builder.cbranch(builder.icmp_signed("<", following, nbytes), loop, after)
         builder.position_at_end(after)
+        last = builder.add(start, builder.sub(nbytes, count.type(1)))  # a row need not begin where a line does
+        _ask(builder, builder.inttoptr(last, _POINTER), _FIRST)
         return context.get_dummy_value()
 
-    return types.void(table, row), generate
+    return types.void(table, row, width), generate
 
 
 def _ask(builder: Any, place: Any, cache: Any) -> None:

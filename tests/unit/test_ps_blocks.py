@@ -16,6 +16,7 @@ from gtrain.errors import ConfigError, DataError
 from gtrain.nn import Csr, TableSpec
 from gtrain.nn.product import product, transposed
 from gtrain.nn.rules import RULES, update
+from gtrain_ps.kernels import widths
 from gtrain_ps.placement import Placement, spread
 from gtrain_ps.server.block import Block, Rows
 from gtrain_ps.server.memory import LastingRegion, Region
@@ -54,8 +55,16 @@ def taken(block: Block, rows: Csr) -> Rows:
     return block.rows(rows.ids.int(), rows.offsets.diff().to(torch.uint16), rows.values)
 
 
+@pytest.fixture(params=["any width", "this width"])
+def compiled_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tables use loops for any width; here they also use those that are compiled for their own."""
+    if request.param == "this width":
+        monkeypatch.setattr(widths, "_LARGE", 0)
+
+
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.usefixtures("compiled_for")
 def test_products(dtype: torch.dtype, weighted: bool) -> None:
     table = torch.randn(HEIGHT, WIDTH, dtype=dtype)
     rows = sparse_rows(1, weighted, dtype)
@@ -69,6 +78,7 @@ def test_products(dtype: torch.dtype, weighted: bool) -> None:
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", RULES)
+@pytest.mark.usefixtures("compiled_for")
 def test_updates_are_the_rules(name: str, dtype: torch.dtype, weighted: bool, safe: bool) -> None:
     """Three steps of two workers' rows; one row of the gradient is zero, so that some ids are left alone."""
     table, rule, settings = torch.randn(HEIGHT, WIDTH, dtype=dtype), RULES[name], SETTINGS[name]
@@ -133,8 +143,9 @@ def test_a_step_that_was_cut_off_is_applied_once(name: str) -> None:
 
 def test_a_process_that_is_killed_within_an_update_is_followed_by_one_that_does_the_rest(tmp_path: Path) -> None:
     """Real kills, aimed at more and more of a step's rows; the result has the very bits of an undisturbed one."""
-    height, width, settings, place = 60_000, 100, SETTINGS["rowwise_adagrad"], tmp_path / "memory"
+    height, width, settings, place = 90_000, 100, SETTINGS["rowwise_adagrad"], tmp_path / "memory"
     rows = Csr(torch.randperm(height), torch.randn(height), torch.arange(0, height + 1, 100))
+    assert widths.deserves_own(torch.empty(height, width))
     table, gradient, inside = torch.randn(height, width), torch.randn(len(rows.offsets) - 1, width), 0
     expected, block = made(table), made(table, LastingRegion(place))
     for one in (expected, block):

@@ -150,7 +150,7 @@ def _fetch(table: Any, ids: Any, rows: Any, first: int) -> None:
 @bare
 def _ask_for(table: Any, ids: Any) -> None:
     for i in range(ids.size):
-        prefetch_row(table, ids[i])
+        prefetch_row(table, ids[i], table.shape[1])
 
 
 @bare
@@ -158,7 +158,7 @@ def _ask_for_sums(sums: Any, ids: Any) -> None:
     for i in range(ids.size):
         slot = sums.slot[ids[i]]
         if slot >= 0:
-            prefetch_row(sums.gradient, slot)
+            prefetch_row(sums.gradient, slot, sums.gradient.shape[1])
 
 
 @bare(inline="always")
@@ -231,7 +231,7 @@ def apply_sums(sums: Any, table: Any, state: Any, kind: int, lr: float, eps: flo
         row = sums.row[t]
         sums.slot[row] = -1
         if t + AHEAD < sums.count[0]:
-            prefetch_row(table, sums.row[t + AHEAD])
+            prefetch_row(table, sums.row[t + AHEAD], columns)
         apply(kind, table[row], state[row], sums.gradient[t, :columns], lr, eps, decay)
     sums.count[0] = 0
 

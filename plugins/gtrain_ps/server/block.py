@@ -14,7 +14,8 @@ from torch import Tensor
 from gtrain.errors import ConfigError, DataError
 from gtrain.nn.rules import RULES, Rule
 from gtrain_ps.kernels import rows as row_kernels
-from gtrain_ps.kernels import table as kernels
+from gtrain_ps.kernels.products import product_of
+from gtrain_ps.kernels.updates import update_of
 from gtrain_ps.server.memory import Region
 
 Array = NDArray[Any]
@@ -75,6 +76,7 @@ class Block:
         self.name, self.height, self.width = name, height, width
         self._region = region
         self.table = region.tensor(f"{name}/rows", (height, width), dtype)
+        self._multiply = product_of(self.table.numpy())
         self.rule: Rule | None = None
         self.state: dict[str, Tensor] = {}
         self._safe = region.survives
@@ -127,7 +129,7 @@ class Block:
         """Rows times the block, ``[m, d]``."""
         out = torch.empty(len(rows), self.width, dtype=self.table.dtype)
         values = self._backup[0, :0] if rows.values is None else rows.values
-        kernels.forward(rows.ids, rows.offsets, values, rows.values is not None, self.table.numpy(), out.numpy())
+        self._multiply(rows.ids, rows.offsets, values, rows.values is not None, self.table.numpy(), out.numpy())
         return out
 
     # -------------------------------------------------------------------------------------------------- updates
@@ -188,8 +190,7 @@ class Block:
         if "eps" in settings:
             numbers.append(float(settings["eps"]))
         numbers += [float(beta) for beta in settings.get("betas", ())]
-        apply = getattr(kernels, self.rule.name)
-        apply(
+        update_of(self.rule.name, self.table.numpy())(
             grouped.found,
             grouped.unique,
             grouped.first,

@@ -1,4 +1,4 @@
-"""Sparse rows times a block of a table, and the backward pass with the update of the block fused into it.
+"""The backward pass of a product with a block of a table, with the update of the block fused into it.
 
 The updates are :mod:`gtrain.nn.rules`, row by row: the gradient of a row is summed up in a buffer that stays in the
 first cache, and the row is changed at once, so no gradient of the table is ever in memory.
@@ -6,6 +6,7 @@ first cache, and the row is changed at once, so no gradient of the table is ever
 
 from __future__ import annotations
 
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -13,62 +14,29 @@ from numba import njit
 
 from gtrain.graph.prefetch import prefetch_entry, prefetch_row
 from gtrain_ps.kernels.fence import fence
+from gtrain_ps.kernels.widths import FAST, Kernel, deserves_own
 
-_FAST = {"reassoc", "contract", "nsz", "arcp"}  # NaN and infinity stay what they are
 _AHEAD = 12  # rows that are asked for before they are needed
-_ENTRIES_AHEAD = 32  # likewise entries, whose rows are often in a cache
 
 
-@njit(cache=True, nogil=True, fastmath=_FAST)
-def forward(ids: Any, offsets: Any, values: Any, weighted: bool, table: Any, out: Any) -> None:
-    """Sparse rows times a block: ``out[i] = sum of values[j] * table[ids[j]]`` over the entries j of row i.
-
-    Args:
-        ids: int32 ``[Z]``.
-        offsets: int64 ``[m + 1]``.
-        values: ``[Z]``; read only if ``weighted``, else every value is 1.
-        table: ``[n, d]``.
-        out: ``[m, d]``.
-    """
-    width, last = table.shape[1], len(ids) - 1
-    for row in range(len(offsets) - 1):
-        for column in range(width):
-            out[row, column] = 0
-        entry, end = offsets[row], offsets[row + 1]
-        while entry + 3 < end:
-            for ahead in range(4):
-                prefetch_row(table, ids[min(entry + ahead + _ENTRIES_AHEAD, last)])
-            a, b, c, e = ids[entry], ids[entry + 1], ids[entry + 2], ids[entry + 3]
-            if weighted:
-                u, v, w, x = values[entry], values[entry + 1], values[entry + 2], values[entry + 3]
-                for column in range(width):
-                    out[row, column] += (
-                        u * table[a, column] + v * table[b, column] + w * table[c, column] + x * table[e, column]
-                    )
-            else:
-                for column in range(width):
-                    out[row, column] += table[a, column] + table[b, column] + table[c, column] + table[e, column]
-            entry += 4
-        while entry < end:
-            prefetch_row(table, ids[min(entry + _ENTRIES_AHEAD, last)])
-            number = ids[entry]
-            if weighted:
-                u = values[entry]
-                for column in range(width):
-                    out[row, column] += u * table[number, column]
-            else:
-                for column in range(width):
-                    out[row, column] += table[number, column]
-            entry += 1
+def update_of(rule: str, table: Any) -> Kernel:
+    """The function of a rule's name for a table, without its first argument."""
+    width = table.shape[1]
+    if not deserves_own(table):
+        return partial(globals()[rule], width)
+    made: Kernel = _OF_WIDTH[rule](width)
+    return made
 
 
-@njit(cache=True, nogil=True, fastmath=_FAST)
-def sum_row(first: int, following: Any, row_of: Any, values: Any, weighted: bool, gradient: Any, total: Any) -> float:
+@njit(cache=True, nogil=True, fastmath=FAST, forceinline=True)
+def sum_row(
+    width: int, first: int, following: Any, row_of: Any, values: Any, weighted: bool, gradient: Any, total: Any
+) -> float:
     """Sum up the gradient of one row of the table, and return the sum of its squares: 0 where it is 0.
 
     Entries are taken four at a time, so that the sum is read and written less often.
     """
-    width, one = gradient.shape[1], values.dtype.type(1)
+    one = values.dtype.type(1)
     for column in range(width):
         total[column] = 0
     a = first
@@ -100,10 +68,10 @@ def sum_row(first: int, following: Any, row_of: Any, values: Any, weighted: bool
     return norm
 
 
-@njit(cache=True, nogil=True)
-def begin_row(index: int, row: int, table: Any, marker: Any, backup: Any) -> None:
+@njit(cache=True, nogil=True, forceinline=True)
+def begin_row(width: int, index: int, row: int, table: Any, marker: Any, backup: Any) -> None:
     """Keep a row, and then say that it is being changed: see :data:`gtrain_ps.server.block.MARKS`."""
-    for column in range(table.shape[1]):
+    for column in range(width):
         backup[0, column] = table[row, column]
     fence()
     marker[2] = row
@@ -112,15 +80,16 @@ def begin_row(index: int, row: int, table: Any, marker: Any, backup: Any) -> Non
     fence()
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, forceinline=True)
 def end_row(index: int, marker: Any) -> None:
     """Say that a row has been changed by this step."""
     fence()
     marker[1] = index + 1
 
 
-@njit(cache=True, nogil=True, fastmath=_FAST)
+@njit(cache=True, nogil=True, fastmath=FAST, forceinline=True)
 def sgd(
+    width: int,
     found: int,
     unique: Any,
     first: Any,
@@ -139,6 +108,7 @@ def sgd(
     """``w -= lr * g``.
 
     Args:
+        width: d.
         found, unique, first, following, row_of: of :func:`gtrain_ps.kernels.rows.group`.
         values, weighted: of the entries.
         gradient: ``[m, d]``, of the product.
@@ -148,25 +118,26 @@ def sgd(
         marker: int64 ``[4]``, how far this step is; see :data:`gtrain_ps.server.block.MARKS`.
         backup: what the row that is being changed, and its state, were before.
     """
-    width, kind = table.shape[1], table.dtype.type
+    kind = table.dtype.type
     lr, wd, total = kind(rate), kind(decay), np.empty(width, table.dtype)
     for index in range(marker[1] if safe else 0, found):
         ahead = unique[min(index + _AHEAD, found - 1)]
-        prefetch_row(table, ahead)
+        prefetch_row(table, ahead, width)
         row = unique[index]
-        norm = sum_row(first[index], following, row_of, values, weighted, gradient, total)
+        norm = sum_row(width, first[index], following, row_of, values, weighted, gradient, total)
         if norm == 0:
             continue
         if safe:
-            begin_row(index, row, table, marker, backup)
+            begin_row(width, index, row, table, marker, backup)
         for column in range(width):
             table[row, column] -= lr * (total[column] + wd * table[row, column])
         if safe:
             end_row(index, marker)
 
 
-@njit(cache=True, nogil=True, fastmath=_FAST)
+@njit(cache=True, nogil=True, fastmath=FAST, forceinline=True)
 def adagrad(
+    width: int,
     found: int,
     unique: Any,
     first: Any,
@@ -185,20 +156,20 @@ def adagrad(
     backup: Any,
 ) -> None:
     """``s += g^2; w -= lr * g / (sqrt(s) + eps)``; squares ``[n, d]``; see :func:`sgd`."""
-    width, kind = table.shape[1], table.dtype.type
+    kind = table.dtype.type
     lr, wd, small, total = kind(rate), kind(decay), kind(eps), np.empty(width, table.dtype)
     for index in range(marker[1] if safe else 0, found):
         ahead = unique[min(index + _AHEAD, found - 1)]
-        prefetch_row(table, ahead)
-        prefetch_row(squares, ahead)
+        prefetch_row(table, ahead, width)
+        prefetch_row(squares, ahead, width)
         row = unique[index]
-        norm = sum_row(first[index], following, row_of, values, weighted, gradient, total)
+        norm = sum_row(width, first[index], following, row_of, values, weighted, gradient, total)
         if norm == 0:
             continue
         if safe:
             for column in range(width):
                 backup[1, column] = squares[row, column]
-            begin_row(index, row, table, marker, backup)
+            begin_row(width, index, row, table, marker, backup)
         for column in range(width):
             g = total[column] + wd * table[row, column]
             s = squares[row, column] + g * g
@@ -208,8 +179,9 @@ def adagrad(
             end_row(index, marker)
 
 
-@njit(cache=True, nogil=True, fastmath=_FAST)
+@njit(cache=True, nogil=True, fastmath=FAST, forceinline=True)
 def rowwise_adagrad(
+    width: int,
     found: int,
     unique: Any,
     first: Any,
@@ -228,7 +200,7 @@ def rowwise_adagrad(
     backup: Any,
 ) -> None:
     """``s += sum(g^2) / d; w -= lr * g / (sqrt(s) + eps)``; squares ``[n]``; see :func:`sgd`."""
-    width, kind = table.shape[1], table.dtype.type
+    kind = table.dtype.type
     lr, wd, small, total = kind(rate), kind(decay), kind(eps), np.empty(width, table.dtype)
     lengths = np.empty(len(gradient), table.dtype)  # squared: most rows have one entry, and need no sum
     for index in range(len(gradient)):
@@ -238,18 +210,22 @@ def rowwise_adagrad(
         lengths[index] = length
     for index in range(marker[1] if safe else 0, found):
         ahead = unique[min(index + _AHEAD, found - 1)]
-        prefetch_row(table, ahead)
+        prefetch_row(table, ahead, width)
         prefetch_entry(squares, ahead)
         row = unique[index]
         entry = first[index]
         only, u = row_of[entry], values[entry] if weighted else kind(1)
         alone = following[entry] < 0 and wd == 0
-        norm = u * u * lengths[only] if alone else sum_row(entry, following, row_of, values, weighted, gradient, total)
+        norm = (
+            u * u * lengths[only]
+            if alone
+            else sum_row(width, entry, following, row_of, values, weighted, gradient, total)
+        )
         if norm == 0:
             continue
         if safe:
             backup[1, 0] = squares[row]
-            begin_row(index, row, table, marker, backup)
+            begin_row(width, index, row, table, marker, backup)
         if wd != 0:
             norm = kind(0)
             for column in range(width):
@@ -269,8 +245,9 @@ def rowwise_adagrad(
             end_row(index, marker)
 
 
-@njit(cache=True, nogil=True, fastmath=_FAST)
+@njit(cache=True, nogil=True, fastmath=FAST, forceinline=True)
 def lazy_adam(
+    width: int,
     found: int,
     unique: Any,
     first: Any,
@@ -293,17 +270,17 @@ def lazy_adam(
     backup: Any,
 ) -> None:
     """Adam with the row's own number of updates; times ``[n]``, means and squares ``[n, d]``; see :func:`sgd`."""
-    width, kind = table.shape[1], table.dtype.type
+    kind = table.dtype.type
     lr, wd, small, total = kind(rate), kind(decay), kind(eps), np.empty(width, table.dtype)
     decay1, decay2, rest1, rest2 = kind(beta1), kind(beta2), kind(1.0 - beta1), kind(1.0 - beta2)
     for index in range(marker[1] if safe else 0, found):
         ahead = unique[min(index + _AHEAD, found - 1)]
-        prefetch_row(table, ahead)
+        prefetch_row(table, ahead, width)
         prefetch_entry(times, ahead)
-        prefetch_row(means, ahead)
-        prefetch_row(squares, ahead)
+        prefetch_row(means, ahead, width)
+        prefetch_row(squares, ahead, width)
         row = unique[index]
-        norm = sum_row(first[index], following, row_of, values, weighted, gradient, total)
+        norm = sum_row(width, first[index], following, row_of, values, weighted, gradient, total)
         if norm == 0:
             continue
         if safe:
@@ -311,7 +288,7 @@ def lazy_adam(
                 backup[1, column] = means[row, column]
                 backup[2, column] = squares[row, column]
             backup[3, 0] = times[row]
-            begin_row(index, row, table, marker, backup)
+            begin_row(width, index, row, table, marker, backup)
         times[row] += kind(1)
         scale = lr / (kind(1) - decay1 ** times[row])
         correction = kind(1) - decay2 ** times[row]
@@ -324,3 +301,45 @@ def lazy_adam(
             table[row, column] -= scale * mean / (np.sqrt(square / correction) + small)
         if safe:
             end_row(index, marker)
+
+
+# One maker for each rule: numba finds a compiled closure on the disk by the numbers in it, not by functions.
+
+
+@cache
+def _sgd(width: int) -> Any:
+    @njit(cache=True, nogil=True)
+    def of_width(*given: Any) -> None:
+        sgd(width, *given)
+
+    return of_width
+
+
+@cache
+def _adagrad(width: int) -> Any:
+    @njit(cache=True, nogil=True)
+    def of_width(*given: Any) -> None:
+        adagrad(width, *given)
+
+    return of_width
+
+
+@cache
+def _rowwise_adagrad(width: int) -> Any:
+    @njit(cache=True, nogil=True)
+    def of_width(*given: Any) -> None:
+        rowwise_adagrad(width, *given)
+
+    return of_width
+
+
+@cache
+def _lazy_adam(width: int) -> Any:
+    @njit(cache=True, nogil=True)
+    def of_width(*given: Any) -> None:
+        lazy_adam(width, *given)
+
+    return of_width
+
+
+_OF_WIDTH = {"sgd": _sgd, "adagrad": _adagrad, "rowwise_adagrad": _rowwise_adagrad, "lazy_adam": _lazy_adam}

@@ -1,0 +1,72 @@
+"""Sparse rows times a block of a table."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+from numba import njit
+
+from gtrain.graph.prefetch import prefetch_row
+from gtrain_ps.kernels.widths import FAST, Kernel, deserves_own
+
+_AHEAD = 32  # entries, whose rows are often in a cache
+
+
+def product_of(table: Any) -> Kernel:
+    """:func:`forward` for a table, without its first argument."""
+    width = table.shape[1]
+    return _of_width(width) if deserves_own(table) else partial(forward, width)
+
+
+@njit(cache=True, nogil=True, fastmath=FAST, forceinline=True)
+def forward(width: int, ids: Any, offsets: Any, values: Any, weighted: bool, table: Any, out: Any) -> None:
+    """Sparse rows times a block: ``out[i] = sum of values[j] * table[ids[j]]`` over the entries j of row i.
+
+    Args:
+        width: d.
+        ids: int32 ``[Z]``.
+        offsets: int64 ``[m + 1]``.
+        values: ``[Z]``; read only if ``weighted``, else every value is 1.
+        table: ``[n, d]``.
+        out: ``[m, d]``.
+    """
+    last = len(ids) - 1
+    for row in range(len(offsets) - 1):
+        for column in range(width):
+            out[row, column] = 0
+        entry, end = offsets[row], offsets[row + 1]
+        while entry + 3 < end:
+            for ahead in range(4):
+                prefetch_row(table, ids[min(entry + ahead + _AHEAD, last)], width)
+            a, b, c, e = ids[entry], ids[entry + 1], ids[entry + 2], ids[entry + 3]
+            if weighted:
+                u, v, w, x = values[entry], values[entry + 1], values[entry + 2], values[entry + 3]
+                for column in range(width):
+                    out[row, column] += (
+                        u * table[a, column] + v * table[b, column] + w * table[c, column] + x * table[e, column]
+                    )
+            else:
+                for column in range(width):
+                    out[row, column] += table[a, column] + table[b, column] + table[c, column] + table[e, column]
+            entry += 4
+        while entry < end:
+            prefetch_row(table, ids[min(entry + _AHEAD, last)], width)
+            number = ids[entry]
+            if weighted:
+                u = values[entry]
+                for column in range(width):
+                    out[row, column] += u * table[number, column]
+            else:
+                for column in range(width):
+                    out[row, column] += table[number, column]
+            entry += 1
+
+
+@cache
+def _of_width(width: int) -> Any:
+    @njit(cache=True, nogil=True)
+    def of_width(*given: Any) -> None:
+        forward(width, *given)
+
+    return of_width
