@@ -7,7 +7,7 @@ from typing import Any
 
 from numba import njit
 
-from gtrain.graph.prefetch import prefetch_row
+from gtrain.graph.prefetch import prefetch_next_row
 from gtrain_ps.kernels.widths import FAST, Kernel, deserves_own
 
 _AHEAD = 32  # entries, whose rows are often in a cache
@@ -38,7 +38,7 @@ def forward(width: int, ids: Any, offsets: Any, values: Any, weighted: bool, tab
         entry, end = offsets[row], offsets[row + 1]
         while entry + 3 < end:
             for ahead in range(4):
-                prefetch_row(table, ids[min(entry + ahead + _AHEAD, last)], width)
+                prefetch_next_row(table, ids[min(entry + ahead + _AHEAD, last)], width)
             a, b, c, e = ids[entry], ids[entry + 1], ids[entry + 2], ids[entry + 3]
             if weighted:
                 u, v, w, x = values[entry], values[entry + 1], values[entry + 2], values[entry + 3]
@@ -51,7 +51,7 @@ def forward(width: int, ids: Any, offsets: Any, values: Any, weighted: bool, tab
                     out[row, column] += table[a, column] + table[b, column] + table[c, column] + table[e, column]
             entry += 4
         while entry < end:
-            prefetch_row(table, ids[min(entry + _AHEAD, last)], width)
+            prefetch_next_row(table, ids[min(entry + _AHEAD, last)], width)
             number = ids[entry]
             if weighted:
                 u = values[entry]

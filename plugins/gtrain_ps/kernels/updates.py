@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from gtrain.graph.prefetch import prefetch_entry, prefetch_row
+from gtrain.graph.prefetch import prefetch_entry, prefetch_next_row
 from gtrain_ps.kernels.fence import fence
 from gtrain_ps.kernels.widths import FAST, Kernel, deserves_own
 
@@ -122,7 +122,7 @@ def sgd(
     lr, wd, total = kind(rate), kind(decay), np.empty(width, table.dtype)
     for index in range(marker[1] if safe else 0, found):
         ahead = unique[min(index + _AHEAD, found - 1)]
-        prefetch_row(table, ahead, width)
+        prefetch_next_row(table, ahead, width)
         row = unique[index]
         norm = sum_row(width, first[index], following, row_of, values, weighted, gradient, total)
         if norm == 0:
@@ -160,8 +160,8 @@ def adagrad(
     lr, wd, small, total = kind(rate), kind(decay), kind(eps), np.empty(width, table.dtype)
     for index in range(marker[1] if safe else 0, found):
         ahead = unique[min(index + _AHEAD, found - 1)]
-        prefetch_row(table, ahead, width)
-        prefetch_row(squares, ahead, width)
+        prefetch_next_row(table, ahead, width)
+        prefetch_next_row(squares, ahead, width)
         row = unique[index]
         norm = sum_row(width, first[index], following, row_of, values, weighted, gradient, total)
         if norm == 0:
@@ -210,7 +210,7 @@ def rowwise_adagrad(
         lengths[index] = length
     for index in range(marker[1] if safe else 0, found):
         ahead = unique[min(index + _AHEAD, found - 1)]
-        prefetch_row(table, ahead, width)
+        prefetch_next_row(table, ahead, width)
         prefetch_entry(squares, ahead)
         row = unique[index]
         entry = first[index]
@@ -275,10 +275,10 @@ def lazy_adam(
     decay1, decay2, rest1, rest2 = kind(beta1), kind(beta2), kind(1.0 - beta1), kind(1.0 - beta2)
     for index in range(marker[1] if safe else 0, found):
         ahead = unique[min(index + _AHEAD, found - 1)]
-        prefetch_row(table, ahead, width)
+        prefetch_next_row(table, ahead, width)
         prefetch_entry(times, ahead)
-        prefetch_row(means, ahead, width)
-        prefetch_row(squares, ahead, width)
+        prefetch_next_row(means, ahead, width)
+        prefetch_next_row(squares, ahead, width)
         row = unique[index]
         norm = sum_row(width, first[index], following, row_of, values, weighted, gradient, total)
         if norm == 0:
