@@ -4,9 +4,9 @@
 
 Two workers, two servers, one thread each, on loopback: n = 2^20 features, Zipf ids, 72 nonzeros a row, row-wise
 Adagrad. ``gtrain`` runs as a user runs it, through the command and Lightning (``encrypted``: over TCP with keys, as
-between machines); the peers are plain loops over ``embedding_bag`` and gloo with batches made beforehand, which
-flatters them. With ``--torchrec PYTHON`` TorchRec's row-wise sharding is measured too (ps_torchrec.py), by the
-interpreter of an environment that has it:
+between machines). The peers are plain loops over ``embedding_bag`` and gloo with batches made beforehand and torch's
+SGD, which flatters them; one has torch's Adagrad. With ``--torchrec PYTHON`` TorchRec's row-wise sharding is measured
+too (ps_torchrec.py), by the interpreter of an environment that has it:
 
     python -m venv ../torchrec --system-site-packages
     ../torchrec/bin/pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 pyre-extensions tensordict pyvers tqdm
@@ -93,9 +93,9 @@ def gtrain(rows: int, width: int, folder: Path, *more: str) -> Reading:
     )
 
 
-def data_parallel_reading(rows: int, width: int, sparse: bool, steps: int, folder: Path) -> Reading:
+def data_parallel_reading(rows: int, width: int, sparse: bool, rule: str, steps: int, folder: Path) -> Reading:
     """Both ranks of data parallelism."""
-    found = begin(data_parallel, rows, width, sparse, steps, folder)
+    found = begin(data_parallel, rows, width, sparse, rule, steps, folder)
     wall, cpu = max(seconds for seconds, _ in found), sum(seconds for _, seconds in found)
     return Reading(rows * WORKERS * steps / wall, 1e3 * cpu / steps, float("nan"))
 
@@ -113,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="512,52", help="rows of a worker in a step, columns")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="", help="names to run, with commas")
+    parser.add_argument("--only", default="", help="names to run, with semicolons")
     parser.add_argument("--torchrec", help="an interpreter that has TorchRec; without it TorchRec is not measured")
     given = parser.parse_args()
     rows, width = (int(number) for number in given.shape.split(","))
@@ -128,14 +128,15 @@ def main() -> None:
             "gtrain ps encrypted": lambda: gtrain(rows, width, here, key),
             "gtrain ps durability=none": lambda: gtrain(rows, width, here, "strategy.durability=none"),
             "gtrain ps durability=disk": lambda: gtrain(rows, width, here, "strategy.durability=disk"),
-            "DDP sparse": lambda: data_parallel_reading(rows, width, True, 20, here),
-            "DDP dense": lambda: data_parallel_reading(rows, width, False, 4, here),
+            "DDP sparse": lambda: data_parallel_reading(rows, width, True, "SGD", 20, here),
+            "DDP dense": lambda: data_parallel_reading(rows, width, False, "SGD", 4, here),
+            "DDP dense, Adagrad": lambda: data_parallel_reading(rows, width, False, "Adagrad", 4, here),
         }
         if given.torchrec:
             runs["TorchRec row-wise"] = lambda: torchrec(rows, width, given.torchrec)
         else:
             print("TorchRec is skipped: no --torchrec was given")
-        chosen = {name: run for name, run in runs.items() if not given.only or name in given.only.split(",")}
+        chosen = {name: run for name, run in runs.items() if not given.only or name in given.only.split(";")}
         readings: dict[str, list[Reading]] = {name: [] for name in chosen}
         for _ in range(given.rounds):
             for name, run in chosen.items():

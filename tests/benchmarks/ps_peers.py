@@ -51,14 +51,16 @@ def begin(rank: Callable[..., None], *given: Any) -> list[Any]:
     return found
 
 
-def data_parallel(rank: int, rows: int, width: int, sparse: bool, steps: int, where: str, results: Any) -> None:
-    """One rank of plain data parallelism: SGD on the whole table, gradients summed by gloo."""
+def data_parallel(
+    rank: int, rows: int, width: int, sparse: bool, rule: str, steps: int, where: str, results: Any
+) -> None:
+    """One rank of plain data parallelism: torch's optimizer ``rule`` on the whole table, gradients summed by gloo."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=WORKERS)
     torch.manual_seed(0)
     table = torch.nn.Parameter(torch.randn(FEATURES, width) * 0.01)
     rest = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(width, 2))
-    optimizer = torch.optim.SGD([table, *rest.parameters()], lr=0.05)
+    optimizer = getattr(torch.optim, rule)([table, *rest.parameters()], lr=0.05)
     data = batches(rank, rows)
     began, cpu = 0.0, 0.0
     for step in range(steps + 2):
