@@ -19,7 +19,7 @@ from pathlib import Path
 
 from gtrain_ps.costs import Load, plans
 
-WORKERS, ROWS, WIDTH, STEPS = 2, 256, 200, 6
+WORKERS, ROWS, WIDTH, STEPS = 2, 256, 200, 30  # what a job sends once is spread over them
 NONZEROS = (5, 75, 500)
 MOST = 1.05
 
