@@ -32,7 +32,6 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 def main(context: ServerContext) -> None:
     """Serve until asked to end."""
     keep_freed()
-    torch.set_flush_denormal(True)  # gradients of what is known well are tiny, and arithmetic with such numbers is slow
     settings, trainer = PsConfig(**context.config["strategy"]), context.config["trainer"]
     place = context.run_dir / f"parameter-{context.slot.rank}.memory"
     if not context.restarts:
