@@ -21,10 +21,9 @@ _AHEAD = 12  # rows that are asked for before they are needed
 
 def update_of(rule: str, table: Any) -> Kernel:
     """The function of a rule's name for a table, without its first argument."""
+    any_width, of_width = _LOOPS[rule]
     width = table.shape[1]
-    if not deserves_own(table):
-        return partial(globals()[rule], width)
-    made: Kernel = _OF_WIDTH[rule](width)
+    made: Kernel = of_width(width) if deserves_own(table) else partial(any_width, width)
     return made
 
 
@@ -342,4 +341,9 @@ def _lazy_adam(width: int) -> Any:
     return of_width
 
 
-_OF_WIDTH = {"sgd": _sgd, "adagrad": _adagrad, "rowwise_adagrad": _rowwise_adagrad, "lazy_adam": _lazy_adam}
+_LOOPS: dict[str, tuple[Any, Any]] = {
+    "sgd": (sgd, _sgd),
+    "adagrad": (adagrad, _adagrad),
+    "rowwise_adagrad": (rowwise_adagrad, _rowwise_adagrad),
+    "lazy_adam": (lazy_adam, _lazy_adam),
+}
