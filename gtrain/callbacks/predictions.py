@@ -37,7 +37,8 @@ class PredictionWriter(pl.Callback):
 
     Args:
         path: the file to write; see :func:`check_output`.
-        fmt: ``npy``: float [N, D]; ``parquet``: columns ``id`` (the name, where the data has names) and ``values`` (a
+        fmt: ``npy``: float [N, D], row i of node i of the source data (all its nodes, NaN for those that the source left
+            out); ``parquet``: columns ``id`` (the name, where the data has names) and ``values`` (a
             list of D numbers), and ``prediction`` (the best class) where the values are scores of classes; ``tsv`` and
             ``pbg_hdf5``: see :mod:`gtrain.callbacks.formats`.
         store: the graph.
@@ -92,6 +93,8 @@ class PredictionWriter(pl.Callback):
         rows, ids = torch.cat(self._rows), torch.cat(self._ids)
         width = int(self._strategy.group.all_reduce(torch.tensor([rows.size(1)]), "max"))
         shape = (self._store.num_nodes_of(target_type(self._store)), width)
+        if self._format == "npy" and "source_nodes" in self._store.facts:
+            shape, ids = (self._store.facts["source_nodes"], width), self._source_ids(ids)
         with self._shared_file(shape) as values:
             if len(ids):
                 values[ids.numpy()] = rows.float().numpy()
@@ -105,6 +108,12 @@ class PredictionWriter(pl.Callback):
         if isinstance(batch, HeteroData) and len(self._seen) == len(batch.node_types):
             return self._seen[batch.node_types.index(batch.target)]
         return self._seen[-1]
+
+    def _source_ids(self, ids: Tensor) -> Tensor:
+        """Return the ids in the source data of nodes whose names they are: the source left some nodes out."""
+        names = self._store.names(target_type(self._store))
+        assert names is not None  # a source with source_nodes names its nodes
+        return torch.tensor([int(name) for name in names.decode(ids)], dtype=torch.int64)
 
     @property
     def _scratch(self) -> Path:

@@ -19,9 +19,13 @@ def components(edge_index: Tensor, num_nodes: int) -> Tensor:
     return label
 
 
-def largest_component(graph: Data) -> Data:
-    """Return the largest component; its nodes keep their order, and are numbered anew. Of equal ones, the first."""
+def largest_component(graph: Data) -> tuple[Data, Tensor]:
+    """Return the largest component, of equal ones the first, and the ids of its nodes in ``graph``, ascending [n].
+
+    Node i of the component is node ``ids[i]`` of the graph.
+    """
     assert graph.edge_index is not None and graph.num_nodes is not None
     label = components(graph.edge_index, graph.num_nodes)
-    found: Data = graph.subgraph(label == int(label.bincount().argmax()))
-    return found
+    ids = (label == int(label.bincount().argmax())).nonzero().flatten()
+    component: Data = graph.subgraph(ids)
+    return component, ids

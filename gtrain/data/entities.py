@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -32,7 +33,8 @@ class EntitiesData(PyGData):
 
     The files are those of PyG's ``Entities``, which downloads them. They are numbered here, by the files alone: PyG
     numbers nodes, relations and classes in the order of Python's sets, which is another one in each process, and
-    forgets their names. Each triple becomes an edge of the relation 2r, and one back of the relation 2r + 1. Literals
+    forgets their names. Labels that are numbers are compared by their values, as pandas reads them: ``1`` in one table
+    is ``1.0`` in another. Each triple becomes an edge of the relation 2r, and one back of the relation 2r + 1. Literals
     are nodes, and nodes have no features. Needs rdflib.
 
     Args:
@@ -69,7 +71,8 @@ class EntitiesData(PyGData):
         edge_type = torch.cat([2 * relation, 2 * relation + 1])
         order = torch.from_numpy(np.lexsort((edge_type.numpy(), edge_index[1].numpy(), edge_index[0].numpy())))
         data = Data(edge_index=edge_index[:, order], edge_type=edge_type[order], num_nodes=len(graph.nodes))
-        classes = {label: number for number, label in enumerate(sorted(set(self._table(complete)[1])))}
+        labels = {label for label in self._table(complete)[1] if label is not None}
+        classes = {label: number for number, label in enumerate(sorted(labels, key=_order))}
         self._label(data, classes, self._table(train), self._table(test))
         return data
 
@@ -84,8 +87,8 @@ class EntitiesData(PyGData):
         assert self._graph is not None  # read
         return {"num_relations": 2 * len(self._graph.predicates)}
 
-    def _table(self, path: Path) -> tuple[list[str], list[str]]:
-        """Return the entities and the labels of a table."""
+    def _table(self, path: Path) -> tuple[list[str], list[str | None]]:
+        """Return the entities and the labels of a table; None for an entity without a label."""
         wanted = COLUMNS[self._dataset]
         try:
             table = pa.csv.read_csv(
@@ -105,9 +108,9 @@ class EntitiesData(PyGData):
             )
         if not len(table):
             raise DataError(f"{path} has no rows", hint="copy or download the file again")
-        return table[wanted[0]].to_pylist(), table[wanted[1]].to_pylist()
+        return table[wanted[0]].to_pylist(), _labels(table[wanted[1]].to_pylist())
 
-    def _label(self, data: Data, classes: dict[str, int], *tables: tuple[list[str], list[str]]) -> None:
+    def _label(self, data: Data, classes: dict[str, int], *tables: tuple[list[str], list[str | None]]) -> None:
         """Give the graph ``y`` and the masks from the tables that train and test."""
         assert self._graph is not None  # read
         numbers = {name: node for node, name in enumerate(self._graph.nodes)}
@@ -115,15 +118,48 @@ class EntitiesData(PyGData):
         nodes: list[Tensor] = []
         for path, (entities, labels) in zip(self.raw_files()[2:], tables, strict=True):
             for line, (entity, label) in enumerate(zip(entities, labels, strict=True), start=2):
-                if entity not in numbers or label not in classes:
-                    what = f"the entity {entity!r}" if entity not in numbers else f"the label {label!r}"
-                    where = "the graph" if entity not in numbers else "completeDataset.tsv"
+                if entity not in numbers:
                     raise DataError(
-                        f"{path}, line {line}: {what} does not occur in {where}", hint="download the files again"
+                        f"{path}, line {line}: the entity {entity!r} does not occur in the graph",
+                        hint=f"take the tables and {self.raw_files()[0].name} from the same archive",
+                    )
+                if label is None:
+                    raise DataError(
+                        f"{path}, line {line}: the entity {entity!r} has no label",
+                        hint="give it a label, or leave the line out",
+                    )
+                if label not in classes:
+                    raise DataError(
+                        f"{path}, line {line}: the label {label!r} does not occur in completeDataset.tsv, whose "
+                        f"labels are {', '.join(map(repr, list(classes)[:10]))}",
+                        hint="correct the label, or add the entity to completeDataset.tsv: its labels are the classes",
                     )
             nodes.append(torch.tensor([numbers[entity] for entity in entities], dtype=torch.int64))
-            data.y[nodes[-1]] = torch.tensor([classes[label] for label in labels], dtype=torch.int64)
+            data.y[nodes[-1]] = torch.tensor([classes[label or ""] for label in labels], dtype=torch.int64)
         rows = torch.cat(nodes)
         for name, mask in row_masks(rows.numel(), nodes[0].numel(), self.split).items():
             data[name] = torch.zeros(len(numbers), dtype=torch.bool)
             data[name][rows[mask]] = True
+
+
+def _labels(fields: list[str]) -> list[str | None]:
+    """Return the labels of a table in one spelling; None where there is none.
+
+    Where every label is a number, ``1``, ``1.0`` and ``+1`` are one label, and ``nan`` is none, as in a column that
+    pandas reads. Empty fields are no labels in any table.
+    """
+    numbers: list[float] = []
+    for field in fields:
+        try:
+            numbers.append(float(field) if field.strip() else math.nan)
+        except ValueError:
+            return [field or None for field in fields]
+    return [None if math.isnan(number) else repr(number + 0.0).removesuffix(".0") for number in numbers]
+
+
+def _order(label: str) -> tuple[bool, float, str]:
+    """Sort numbers by their values, before other labels."""
+    try:
+        return False, float(label), label
+    except ValueError:
+        return True, 0.0, label

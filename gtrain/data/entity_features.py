@@ -52,7 +52,7 @@ class EntityFeatures:
 
     def _lines(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
-        for at, line in enumerate(self.path.read_text(encoding="utf-8").splitlines(), start=1):
+        for at, line in enumerate(self.path.read_text(encoding="utf-8-sig").split("\n"), start=1):
             entity, *features = line.split("\t")
             if not line:
                 continue

@@ -18,6 +18,8 @@ from gtrain.errors import ConfigError, DataError
 
 BASES = {"auto": None, "0": 0, "1": 1}
 FORMATS = ("auto", "single", "multi")
+MOST_FEATURES = (1 << 31) - 1
+"""Columns: weights are a table with a row for each feature, and tables have fewer than 2^31 rows."""
 MOST_LABELS = 1 << 31
 """Entries of the largest matrix of labels, 8 GB."""
 
@@ -61,6 +63,11 @@ class LibsvmData(GraphDataModule):
             raise ConfigError(f"data.labels={labels!r} is not known", hint=f"choose one of {', '.join(FORMATS)}")
         if num_features is not None and num_features < 1:
             raise ConfigError(f"data.num_features={num_features} is too small", hint="set 1 or more, or null")
+        if num_features is not None and num_features > MOST_FEATURES:
+            raise ConfigError(
+                f"data.num_features={num_features} was set; {MOST_FEATURES} is the most that is served",
+                hint="number the features without gaps, or hash their ids to fewer",
+            )
         self.path = path
         self.test_path = test_path
         self.index_base = str(index_base)

@@ -19,6 +19,7 @@ from gtrain.errors import DataError
 from gtrain.graph.ingest.columns import Column
 
 BLOCK_BYTES = 1 << 26
+_BOM = b"\xef\xbb\xbf"  # the byte order mark that some editors put in front
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Rows:
     def where(self, row: int) -> str:
         """Return ``file, line n`` of a row; slow, for messages."""
         with _open(self.path) as file:
+            if file.read(len(_BOM)) != _BOM:
+                file.seek(0)
             return f"{self.path}, line {nth_row(file, row)}"
 
 
@@ -92,7 +95,7 @@ def _blocks(path: Path) -> Iterator[NDArray[np.uint8]]:
     rest = b""
     try:
         with _open(path) as file:
-            rest = file.read(3).removeprefix(b"\xef\xbb\xbf")  # the byte order mark that some editors put in front
+            rest = file.read(len(_BOM)).removeprefix(_BOM)
             while block := file.read(BLOCK_BYTES):
                 head, newline, tail = block.rpartition(b"\n")
                 if newline:
@@ -147,8 +150,13 @@ def _malformed(path: Path, text: NDArray[np.uint8], lines: int, code: int, at: i
         kernel.QUERY_ID: f"{shown!r} groups rows for ranking, which is not served",
         kernel.BAD_ID: f"{shown!r} has no feature id",
         kernel.NEGATIVE_ID: f"{shown!r} has a negative feature id",
+        kernel.LARGE_ID: f"{shown!r} has a feature id above {kernel.LARGEST_ID}, the largest that is served",
     }[code]
     where = f"{path}, line {number}: {wrong}: {line[:60].decode(errors='replace')!r}"
+    if code == kernel.LARGE_ID:
+        return DataError(
+            where, hint="number the features without gaps, or hash the ids to fewer, such as id % 1048576"
+        )
     if code == kernel.QUERY_ID:
         return DataError(where, hint="take these fields out: sed 's/ qid:[0-9]*//' FILE > NEW")
     return DataError(
@@ -173,7 +181,7 @@ def _in_order(
     twice = inside & (ids[1:] == ids[:-1])
     if twice.any():
         at = int(twice.argmax())
-        number = nth_row(text.tobytes().splitlines(), int(row_of[at]))
+        number = nth_row(text.tobytes().split(b"\n"), int(row_of[at]))
         raise DataError(
             f"{path}, line {lines + number}: the feature {ids[at]} occurs twice",
             hint="give each feature of a row one value",

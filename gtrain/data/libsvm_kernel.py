@@ -8,7 +8,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-OK, BAD_NUMBER, NOT_FINITE, NO_COLON, BAD_ID, NEGATIVE_ID, QUERY_ID = range(7)
+OK, BAD_NUMBER, NOT_FINITE, NO_COLON, BAD_ID, NEGATIVE_ID, QUERY_ID, LARGE_ID = range(8)
+LARGEST_ID = (1 << 31) - 1
 _SPACE, _TAB, _CR, _NEWLINE, _HASH, _COMMA, _COLON = 32, 9, 13, 10, 35, 44, 58
 _MINUS, _PLUS, _DOT, _ZERO, _NINE, _Q = 45, 43, 46, 48, 57, 113
 _TENS = 10.0 ** np.arange(23)  # powers of ten that a double holds exactly
@@ -95,14 +96,16 @@ def _feature_id(text: NDArray[np.uint8], at: int, end: int) -> tuple[int, int, i
     negative = at < end and text[at] == _MINUS
     start = at + negative
     at, value = start, 0
-    while at < end and _ZERO <= text[at] <= _NINE and at - start < 18:
-        value = value * 10 + (text[at] - _ZERO)
+    while at < end and _ZERO <= text[at] <= _NINE:
+        value = min(value * 10 + (text[at] - _ZERO), LARGEST_ID + 1)  # however many digits follow
         at += 1
     if at == start:
         return 0, at, QUERY_ID if at + 3 < end and text[at] == _Q and text[at + 3] == _COLON else BAD_ID
     if at == end or text[at] != _COLON:
         return 0, at, NO_COLON if at == end or text[at] <= _SPACE else BAD_ID
-    return value, at + 1, NEGATIVE_ID if negative else OK
+    if negative:
+        return value, at, NEGATIVE_ID
+    return value, at + 1 if value <= LARGEST_ID else at, OK if value <= LARGEST_ID else LARGE_ID
 
 
 @njit(cache=True, nogil=True)

@@ -167,7 +167,8 @@ class _SplitByClass(PyGData):
     Args:
         name: the data set class.
         member: the data set.
-        largest_component: leave all other nodes out; those that stay are numbered anew, in their order.
+        largest_component: leave all other nodes out. Those that stay keep their order, and their ids in the data set
+            are their names.
         **common: see :class:`~gtrain.data.module.GraphDataModule`.
     """
 
@@ -175,14 +176,30 @@ class _SplitByClass(PyGData):
         options: CommonOptions = {"split": "per_class", **common}
         super().__init__(name=name, options={"name": member}, **options)
         self.largest_component = largest_component
+        self._facts: dict[str, Any] = {}
+        self._names: dict[str, list[str]] = {}
 
     def identity(self) -> dict[str, Any]:
-        return {**super().identity(), "largest_component": self.largest_component}
+        identity = {**super().identity(), "largest_component": self.largest_component}
+        return {**identity, "names": "ids of the data set"} if self.largest_component else identity
 
     def read(self) -> Data | HeteroData:
         graph = super().read()
+        if not self.largest_component:
+            return graph
         assert isinstance(graph, Data)
-        return largest_component(graph) if self.largest_component else graph
+        component, ids = largest_component(graph)
+        self._facts = {"source_nodes": graph.num_nodes}
+        self._names = {"node": [str(node) for node in ids.tolist()]}
+        return component
+
+    def extra_facts(self) -> dict[str, Any]:
+        """Return how many nodes the data set has, where some are left out."""
+        return self._facts
+
+    def names(self) -> dict[str, Any]:
+        """Return the ids of the nodes in the data set, where some are left out."""
+        return self._names
 
 
 class AmazonData(_SplitByClass):

@@ -82,7 +82,8 @@ def read_ntriples(path: Path, source: str) -> RDFGraph:
 
 
 def _text(path: Path) -> Any:
-    return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
+    encoding = "utf-8-sig"  # some editors put a byte order mark in front
+    return gzip.open(path, "rt", encoding=encoding) if path.suffix == ".gz" else path.open(encoding=encoding)
 
 
 @contextlib.contextmanager

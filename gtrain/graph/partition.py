@@ -167,7 +167,7 @@ def read_assignment(path: str | Path) -> Tensor:
 
 
 def _read_integers(path: Path) -> Ints:
-    words = path.read_text().split()
+    words = path.read_text(encoding="utf-8-sig").split()
     for number, word in enumerate(words, start=1):
         if re.fullmatch(r"[+-]?\d+", word) is None:
             raise ValueError(f"entry {number} is {word!r}")

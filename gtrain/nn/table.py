@@ -248,7 +248,7 @@ class Table(nn.Module):
         self.table = table
         self.sparse = sparse
         rows = 0 if _deferred.get() else table.rows
-        self.weight = nn.Parameter(torch.empty(rows, table.dim, dtype=dtype))
+        self.weight = nn.Parameter(_allocated(table, rows, dtype or torch.get_default_dtype()))
         self.home: TableHome = LocalHome(self)
         self.reset_parameters()
 
@@ -294,6 +294,24 @@ class Table(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.table.rows}, {self.table.dim}, name={self.table.name!r}"
+
+
+def _allocated(table: TableSpec, rows: int, dtype: torch.dtype) -> Tensor:
+    """Return the memory of the rows.
+
+    Raises:
+        ConfigError: this process cannot get that much.
+    """
+    try:
+        return torch.empty(rows, table.dim, dtype=dtype)
+    except (RuntimeError, MemoryError) as error:
+        size = rows * table.dim * dtype.itemsize
+        raise ConfigError(
+            f"the table {table.name!r} has {rows} rows of {table.dim} numbers: {rows} * {table.dim} * {dtype.itemsize} "
+            f"bytes = {size / 2**30:,.0f} GiB, which this process cannot allocate.",
+            hint="number the rows (data.num_features, or the ids in the data) without gaps, make them narrower "
+            "(model.hidden_channels), or spread them over servers with strategy=ps.",
+        ) from error
 
 
 def tables(module: nn.Module) -> Iterator[tuple[str, Table]]:

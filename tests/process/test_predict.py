@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import scipy.sparse as sp
 from forked import gtrain
 from helpers import ok
 from torch import nn
@@ -41,6 +42,24 @@ def test_two_ranks_predict_what_one_does(tmp_path: Path) -> None:
     np.testing.assert_allclose(np.stack(table["values"].to_numpy()), scores, atol=1e-6)
     np.testing.assert_array_equal(table["prediction"].to_numpy(), scores.argmax(1))
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["hidden.npy", "scores.npy", "scores.parquet"]
+
+
+def test_ids_of_the_largest_component_are_those_of_the_data_set(tmp_path: Path) -> None:
+    """Every third node is isolated; the others are a ring in Shchur et al.'s format."""
+    raw, ring = tmp_path / "amazon" / "Photo" / "raw", np.array([node for node in range(30) if node % 3])
+    raw.mkdir(parents=True)
+    parts = {"adj": sp.csr_matrix((np.ones(20), (ring, np.roll(ring, 1))), (30, 30)), "attr": sp.eye(30, format="csr")}
+    arrays = {f"{n}_{k}": getattr(m, k) for n, m in parts.items() for k in ("data", "indices", "indptr", "shape")}
+    np.savez(raw / "amazon_electronics_photo.npz", labels=np.arange(30) % 2, **arrays)
+    photo = ["strategy=single", "data=amazon", "data.largest_component=true", "data.root=.", "model=mlp"]
+    photo += ["data.train_per_class=4", "data.val_per_class=2"]
+    ok(gtrain(*photo, "trainer.max_epochs=1", cwd=tmp_path))
+    ok(gtrain("predict", *photo, "output=out/scores.npy", cwd=tmp_path))
+    ok(gtrain("predict", *photo, "format=parquet", "output=out/scores.parquet", cwd=tmp_path))
+    scores, table = np.load(tmp_path / "out/scores.npy"), pq.read_table(tmp_path / "out/scores.parquet")
+    assert table["id"].to_pylist() == [str(node) for node in ring]
+    assert scores.shape == (30, 2) and np.array_equal(np.flatnonzero(np.isfinite(scores[:, 0])), ring)
+    np.testing.assert_array_equal(np.stack(table["values"].to_numpy()), scores[ring])
 
 
 def test_what_is_refused_before_anything_is_computed(tmp_path: Path) -> None:

@@ -101,6 +101,21 @@ def test_what_is_wrong_is_named(change: dict[str, str], message: str, tmp_path: 
         EntitiesData(name="mutag", root=write(tmp_path, **change)).read()
 
 
+def test_labels_that_are_numbers_are_compared_by_value(tmp_path: Path) -> None:
+    """As in MUTAG: pandas reads 1.0 from one table and 1 from another."""
+    tables = {"complete": "a\t1.0\nb\t0.0\nc\t1.0\n_\t\n", "training": "a\t1\nb\t0\n", "test": "c\t1\n"}
+    assert EntitiesData(name="mutag", root=write(tmp_path / "1", **tables)).read().y.tolist() == [1, 0, -1, -1, -1, 1]
+    tables = {name: table.replace("0", "10") for name, table in tables.items()}  # 1.10 and 10.10 are other numbers
+    with pytest.raises(DataError, match=r"trainingSet\.tsv, line 2: the label '1' does not occur .* '1\.1', '10\.1'"):
+        EntitiesData(name="mutag", root=write(tmp_path / "2", **tables)).read()
+    names = {"complete": "a\t1.0\nb\tno\nc\t1.0\n", "training": "a\t1.0\nb\tno\n", "test": "c\t1\n"}
+    with pytest.raises(DataError, match=r"testSet\.tsv, line 2: the label '1' does not occur"):  # not all are numbers
+        EntitiesData(name="mutag", root=write(tmp_path / "3", **names)).read()
+    names = {"training": "a\tyes\nb\t\n"}
+    with pytest.raises(DataError, match=r"trainingSet\.tsv, line 3: the entity 'http://x/b' has no label"):
+        EntitiesData(name="mutag", root=write(tmp_path / "4", **names)).read()
+
+
 def test_a_table_without_the_column(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "entities/mutag/raw/testSet.tsv").write_text("bond\tlabel\nhttp://x/a\tyes\n")

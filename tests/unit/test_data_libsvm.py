@@ -126,12 +126,25 @@ def test_labels(labels: list[str], options: dict[str, Any], y: list[Any], tmp_pa
         ("1\n0\n", {}, r"no row has a feature"),
         ("1,2,3\n4,5,6\n", {}, r"no row has a feature"),
         ("1 1:1\n99999999999999999999 1:1\n", {}, r"line 2: the label 1e\+20 is too large"),
+        ("0 1:1\n1 2147483648:1\n", {}, r"line 2: '2147483648:1' has a feature id above 2147483647"),
+        ("1 1000000000000000000:1\n", {}, r"line 1: '1000000000000000000:1' has a feature id above 2147483647"),
+        ("1 99999999999999999999999999:1\n", {}, r"line 1: '9+:1' has a feature id above 2147483647"),
+        ("\ufeff# c\n\n1 1:1\n0,1 1:2\n", {"labels": "single"}, r"train, line 4: the row has 2 labels"),
+        ("\ufeff\n# c\n1 1:1\n0.5 1:2\n", {}, r"train, line 4: the label 0\.5 is no whole number"),
+        ("\ufeff# c\n1 2:1\n0 5:2\n", {"num_features": 4}, r"train, line 3: the feature id 5"),
+        ("\ufeff# c\n1 2:1 2:2\n", {}, r"train, line 2: the feature 2 occurs twice"),
         ("0,1 1:1\n7,9999999999 1:1\n", {}, r"line 2: the label 9999999999 makes a matrix of 2 rows"),
     ],
 )
 def test_the_malformed_line_is_named(text: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         read(tmp_path, text, **options)
+
+
+def test_more_features_than_a_table_has_rows() -> None:
+    with pytest.raises(ConfigError, match=r"num_features=2147483648 was set; 2147483647 is the most"):
+        LibsvmData(path="train", num_features=1 << 31)
+
 
 
 def test_a_byte_order_mark_is_left_out(tmp_path: Path) -> None:

@@ -62,6 +62,10 @@ def test_the_largest_component_alone(real_data: Real, tmp_path: Path) -> None:
     module, whole = AmazonData(**where, largest_component=True), AmazonData(**where)  # type: ignore[arg-type]
     assert module.read().num_nodes == 7487 and whole.read().num_nodes == 7650  # as Shchur et al. 2018 count
     assert module.identity() != whole.identity()
+    component, graph = module.read(), whole.read()
+    ids = torch.tensor([int(name) for name in module.names()["node"]])
+    assert torch.equal(component.x, graph.x[ids]) and torch.equal(component.y, graph.y[ids])
+    assert (module.extra_facts(), whole.extra_facts(), whole.names()) == ({"source_nodes": 7650}, {}, {})
 
 
 @pytest.mark.parametrize("nodes", [1, 5, 200, 3000])
@@ -73,7 +77,8 @@ def test_components_beside_scipy(nodes: int) -> None:
     count, expected = scipy.sparse.csgraph.connected_components(matrix, directed=False)
     pairs = {(int(a), int(b)) for a, b in zip(found, expected, strict=True)}
     assert len(pairs) == count == len(set(found.tolist()))
-    data = largest_component(Data(x=torch.arange(nodes).view(-1, 1), edge_index=edges, num_nodes=nodes))
+    data, ids = largest_component(Data(x=torch.arange(nodes).view(-1, 1), edge_index=edges, num_nodes=nodes))
+    assert torch.equal(ids, data.x.flatten())
     assert data.num_nodes == int(torch.from_numpy(expected).long().bincount().max())
     assert (data.x.diff(dim=0) > 0).all() and (data.edge_index < data.num_nodes).all()
 
