@@ -37,9 +37,9 @@ class PredictionWriter(pl.Callback):
 
     Args:
         path: the file to write; see :func:`check_output`.
-        fmt: ``npy``: float [N, D], row i of node i of the source data (all its nodes, NaN for those that the source left
-            out); ``parquet``: columns ``id`` (the name, where the data has names) and ``values`` (a
-            list of D numbers), and ``prediction`` (the best class) where the values are scores of classes; ``tsv`` and
+        fmt: ``npy``: float [N, D], row i of node i of the source data (all its nodes, NaN for those that the source
+            left out); ``parquet``: columns ``id`` (the name, where the data has names) and ``values`` (a list of D
+            numbers), and ``prediction`` (the best class) where the values are scores of classes; ``tsv`` and
             ``pbg_hdf5``: see :mod:`gtrain.callbacks.formats`.
         store: the graph.
         strategy: the ranks.

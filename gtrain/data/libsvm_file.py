@@ -154,9 +154,7 @@ def _malformed(path: Path, text: NDArray[np.uint8], lines: int, code: int, at: i
     }[code]
     where = f"{path}, line {number}: {wrong}: {line[:60].decode(errors='replace')!r}"
     if code == kernel.LARGE_ID:
-        return DataError(
-            where, hint="number the features without gaps, or hash the ids to fewer, such as id % 1048576"
-        )
+        return DataError(where, hint="number the features without gaps, or hash the ids to fewer, such as id % 1048576")
     if code == kernel.QUERY_ID:
         return DataError(where, hint="take these fields out: sed 's/ qid:[0-9]*//' FILE > NEW")
     return DataError(

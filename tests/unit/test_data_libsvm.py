@@ -146,7 +146,6 @@ def test_more_features_than_a_table_has_rows() -> None:
         LibsvmData(path="train", num_features=1 << 31)
 
 
-
 def test_a_byte_order_mark_is_left_out(tmp_path: Path) -> None:
     data = read(tmp_path, "\ufeff-1 1:2\r\n1 2:3\r\n")
     assert (data.y.tolist(), data.x.to_dense().tolist()) == ([0, 1], [[2, 0], [0, 3]])
