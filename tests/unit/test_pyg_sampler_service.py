@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import time
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import until
 from pyg_jobs import Rank, job_of, samplers, together
 from small_graphs import messy_graph, random_parts, stored
 from torch_geometric.data import Data
@@ -92,9 +92,10 @@ def test_what_is_hosted_or_copied_is_not_asked_for(
 
 def test_traffic_is_counted_on_both_sides_while_recording(tmp_path: Path) -> None:
     store, counters = split(tmp_path), [Counters(), Counters()]
+    waiting = threading.Event()
 
     def echo(message: Message) -> Message:
-        time.sleep(0.2)  # so that the answer is waited for, and not there at once
+        assert waiting.wait(60)
         return Message({}, [message.tensors[0].clone()])
 
     def make(group: Any) -> Peers:
@@ -103,14 +104,30 @@ def test_traffic_is_counted_on_both_sides_while_recording(tmp_path: Path) -> Non
         peers.open()
         return peers
 
+    class Reply:
+        """A reply that the server sends once rank 0 waits for it."""
+
+        def __init__(self) -> None:
+            self.future = made[0].ask(1, "echo", {}, [torch.zeros(1000)])
+
+        def done(self) -> bool:
+            return False
+
+        def result(self) -> Message:
+            waiting.set()
+            return self.future.result()
+
+    def both_sides_agree() -> bool:
+        return made[0].traffic() == made[1].traffic()[::-1]  # the server counts a reply after it has sent it
+
     made = together(store.num_parts, make)
-    made[0].wait(made[0].ask(1, "echo", {}, [torch.zeros(1000)]))
+    made[0].wait(Reply())
+    until(both_sides_agree, 60, tmp_path)
+    waiting.clear()
     for counter in counters:
         counter.start()
-    made[0].wait(made[0].ask(1, "echo", {}, [torch.zeros(1000)]))
-    end = time.monotonic() + 20
-    while not counters[1].bytes_sent and time.monotonic() < end:  # an answer is counted once it has been sent
-        os.sched_yield()
+    made[0].wait(Reply())
+    until(both_sides_agree, 60, tmp_path)
     for counter in counters:
         counter.stop()
     for peers in made:

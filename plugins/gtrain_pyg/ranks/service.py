@@ -138,18 +138,19 @@ class Peers:
 
     def start(self) -> None:
         """Note what had crossed before training goes on."""
-        self._before = self._traffic()
+        self._before = self.traffic()
 
     def stop(self) -> None:
         """Count what has since: requests and answers, both as a client and as a server."""
         assert self._counters is not None
         if self._before is not None:
-            sent, received = self._traffic()
+            sent, received = self.traffic()
             self._counters.bytes_sent += sent - self._before[0]
             self._counters.bytes_received += received - self._before[1]
         self._before = None
 
-    def _traffic(self) -> tuple[int, int]:
+    def traffic(self) -> tuple[int, int]:
+        """Return the bytes sent and received since :meth:`open`, as a client and as a server."""
         counted = [client.counters for client in list(self._clients.values())]
         if self._server is not None:
             counted.append(self._server.counters)
