@@ -55,6 +55,7 @@ def test_every_mode_and_number_of_ranks_on_a_planted_graph(sweep: Runner, model:
         assert [e["val/acc"] for e in run["history"]] == [e["val/acc"] for e in single["history"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["sage max", "gat"])
 def test_cora(sweep: Runner, real_data: Callable[[str], Path], model: str) -> None:
     """A real graph's degrees; ten epochs are held above."""
@@ -64,6 +65,7 @@ def test_cora(sweep: Runner, real_data: Callable[[str], Path], model: str) -> No
         assert worst(single, run) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "tolerance"), [("gcn", 1e-4), ("gin", 1e-3)])
 def test_photo_in_single_precision(
     sweep: Runner, real_data: Callable[[str], Path], model: str, tolerance: float
@@ -86,6 +88,7 @@ def test_with_dropout_mode_1_is_mode_2(sweep: Runner, model: str) -> None:
     assert worst(first, plain[0]) > 1e-3  # dropout does something
 
 
+@pytest.mark.slow
 def test_batch_norm_class_weights_clipping_and_prefetch(sweep: Runner) -> None:
     """With SGD: Adam would blow up rounding noise in a bias that batch norm makes ineffective."""
     arguments = [

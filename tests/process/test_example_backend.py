@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -56,13 +57,17 @@ def test_help_lists_it(installed: dict[str, str], tmp_path: Path) -> None:
     assert names == ["pbg", "ps", "pyg", "replicated", "sar", "sar_auto", "single"]
 
 
+def slow(*overrides: str) -> Any:
+    return pytest.param(overrides, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
         ("strategy=replicated", "trainer.num_nodes=2"),
-        ("strategy=replicated", "trainer.num_nodes=3", "strategy.share=contiguous"),
+        slow("strategy=replicated", "trainer.num_nodes=3", "strategy.share=contiguous"),
         ("strategy=sar_auto", "trainer.num_nodes=2", "strategy.halo_limit=0"),
-        ("strategy=sar_auto", "trainer.num_nodes=3", "strategy.halo_limit=100"),
+        slow("strategy=sar_auto", "trainer.num_nodes=3", "strategy.halo_limit=100"),
     ],
     ids=" ".join,
 )

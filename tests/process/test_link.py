@@ -30,6 +30,8 @@ CASES = {
     "one of several types": ["model=hgt", "model.task=link", *TYPED, "data.target='paper,cites,paper'"],
     "relations": ["model=rgcn", "model.task=link", "+model.decoder=distmult", *RELATIONS, "data.num_triples=900"],
 }
+SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("one of several types", "relations")]
+SOME_SLOW = ["features", "two types", *SLOW]
 NAMES = ("train/loss", "val/loss", "val/mrr", "val/hits@1", "val/hits@10", "val/auc")
 Runner = Callable[..., list[dict[str, Any]]]
 
@@ -54,7 +56,7 @@ def check_equal(expected: dict[str, Any], found: dict[str, Any]) -> None:
         assert found["metrics"][name] == pytest.approx(expected["metrics"][name], rel=1e-10), name
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", SOME_SLOW)
 def test_sar_is_exact(sweep: Runner, case: str) -> None:
     (single,) = sweep("strategy=single", *CASES[case], name="single")
     assert 0 < single["metrics"]["test/mrr"] < 1
@@ -72,6 +74,7 @@ def test_sar_in_one_process(sweep: Runner) -> None:
     check_equal(single, sar)
 
 
+@pytest.mark.slow
 def test_ranks_without_edges_take_part(sweep: Runner, tmp_path: Path) -> None:
     """All edges point at nodes 0 .. 9; parts 1 and 2 have none to score and none to aggregate."""
     edges = [(source, target) for source in range(30) for target in range(10) if (source * 7 + target) % 3]
@@ -84,7 +87,7 @@ def test_ranks_without_edges_take_part(sweep: Runner, tmp_path: Path) -> None:
     check_equal(single, sar)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", SOME_SLOW)
 def test_pyg_over_all_neighbours_is_exact(sweep: Runner, case: str) -> None:
     arguments = [*CASES[case], "data.batch_size=200"]
     (single,) = sweep("strategy=single", *arguments, name="single")
@@ -94,6 +97,7 @@ def test_pyg_over_all_neighbours_is_exact(sweep: Runner, case: str) -> None:
         check_equal(single, run)
 
 
+@pytest.mark.slow
 def test_pyg_samples_by_times(sweep: Runner) -> None:
     """The same whatever the transport; other seeds of the order than a single process has, and a loss that falls."""
     data = ["data=planted_temporal", "data.num_nodes=100", "data.num_events=2000", "data.batch_size=400"]
@@ -104,6 +108,7 @@ def test_pyg_samples_by_times(sweep: Runner) -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "pyg"])
 def test_collegemsg(tmp_path: Path, real_data: Callable[[str], Path], strategy: str) -> None:
     """Better than ranking targets by how many messages they had while training, which gives 0.596."""

@@ -71,6 +71,7 @@ def test_four_partitions_train_what_one_does(tmp_path: Path) -> None:
         assert run["metrics"]["test/mrr"] == pytest.approx(one["metrics"]["test/mrr"], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_workers_on_disk_learn_go_on_and_export(tmp_path: Path) -> None:
     """Two workers, four partitions of which three are in memory; then the run goes on in another folder."""
     several = ["trainer.devices=2", "strategy.num_partitions=4", "strategy.buffer_partitions=3",
@@ -174,6 +175,7 @@ def write_rows(folder: Path, triples: list[str]) -> str:
     return f"data.path={folder}"
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_what_another_learned(tmp_path: Path) -> None:
     """By name: the other order of the lines gives other ids, other partitions, and there are new names."""
     rng = np.random.default_rng(0)

@@ -45,6 +45,7 @@ def begun(run: Path, machine: int, rounds: int) -> bool:
     return log.exists() and f"round {rounds}: machine {machine} begins" in log.read_text()
 
 
+@pytest.mark.slow
 def test_two_machines_learn_and_any_number_goes_on(tmp_path: Path) -> None:
     chunks = [
         "strategy.num_edge_chunks=2",

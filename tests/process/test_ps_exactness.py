@@ -47,7 +47,13 @@ def optimizer(name: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    ("name", "workers", "servers"), [("SGD", 4, 2), ("Adagrad", 2, 4), ("RowwiseAdagrad", 1, 2), ("LazyAdam", 2, 1)]
+    ("name", "workers", "servers"),
+    [
+        pytest.param("SGD", 4, 2, marks=pytest.mark.slow),
+        pytest.param("Adagrad", 2, 4, marks=pytest.mark.slow),
+        ("RowwiseAdagrad", 1, 2),
+        ("LazyAdam", 2, 1),
+    ],
 )
 def test_every_optimizer(sweep: Runner, name: str, workers: int, servers: int) -> None:
     """Other numbers of workers and servers: ``tests/unit/test_ps_service.py``, where they are threads."""

@@ -58,6 +58,7 @@ def steps(run: Path) -> bool:
     return any(path.stat().st_size for path in run.rglob("metrics.csv"))
 
 
+@pytest.mark.slow
 def test_a_run_of_which_twenty_processes_are_killed_is_like_an_undisturbed_one(tmp_path: Path) -> None:
     """Workers and servers, at moments and in an order that a seed decides, and at those that matter most besides."""
     ok(gtrain(*SMALL, "hydra.run.dir=undisturbed", cwd=tmp_path, timeout=140))
@@ -143,6 +144,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     assert summary(tmp_path / "rest")["history"] == summary(tmp_path / "whole")["history"][1:]
 
 
+@pytest.mark.slow
 def test_a_job_of_which_everything_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     """Servers that write down what they do; a record that was cut off at the end of a log counts for nothing."""
     command = (*SMALL, "strategy.durability=disk", "trainer.max_epochs=8")

@@ -122,6 +122,7 @@ def test_a_run_goes_on_from_its_checkpoint_and_exports_its_tables(tmp_path: Path
     assert refused.returncode != 0 and "the checkpoint's table wide was cut as" in refused.stderr
 
 
+@pytest.mark.slow
 def test_missing_steps_and_short_numbers_cost_little(tmp_path: Path) -> None:
     data = ("data.num_rows=8000", "data.num_features=300", "data.features_per_row=8", "data.batch_size=200")
     sync = (PS, *ROWS, *data, "callbacks=none", "trainer.max_epochs=6", "trainer.precision=32-true")
@@ -150,6 +151,7 @@ def test_what_is_not_served_is_refused_in_a_sentence(arguments: tuple[str, ...],
     assert sentence in result.stderr and "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a9a_is_learned(real_data: Callable[[str], Path], tmp_path: Path) -> None:
     """Logistic regression over 123 features reaches 0.849 to 0.851 in the literature."""
     folder = real_data("sparse")

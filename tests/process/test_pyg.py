@@ -59,6 +59,7 @@ def test_exact_evaluation_of_a_model_trained_on_samples_is_the_whole_graphs(tmp_
             assert sampled[name] == pytest.approx(whole[name], rel=1e-10)
 
 
+@pytest.mark.slow
 def test_what_is_sampled_depends_on_no_transport_halo_or_thread(sweep: Runner) -> None:
     """Nor on what is made ahead, cached or trimmed. Bytes do: with ``shm`` only gradients and metrics travel."""
     arguments = ["strategy=pyg", *SMALL, *EXACT, "data.batch_size=64", "data.num_neighbors=[4,3]", "model=sage"]

@@ -17,6 +17,7 @@ def losses(output: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_own_module_trains_the_same_under_every_launcher(tmp_path: Path) -> None:
     results = [
         losses(ok(forked.python(str(PROGRAM), *arguments, cwd=tmp_path)).stdout)

@@ -89,10 +89,12 @@ def test_runs_on_a_planted_graph(tmp_path: Path) -> None:
     compare(tmp_path, 5, *SMALL, "model=hetero_sage", ranks="3")
 
 
+@pytest.mark.slow
 def test_acm(tmp_path: Path, real_data: Callable[[str], Path]) -> None:
     compare(tmp_path, 3, "data=heco", f"data.root={real_data('hetero')}", "model=hetero_sage", modes="2")
 
 
+@pytest.mark.slow
 def test_aifb(tmp_path: Path, real_data: Callable[[str], Path]) -> None:
     compare(tmp_path, 3, "data=entities", f"data.root={real_data('rdf')}", "model=rgcn", modes="1")
 

@@ -83,6 +83,7 @@ def test_components_beside_scipy(nodes: int) -> None:
     assert (data.x.diff(dim=0) > 0).all() and (data.edge_index < data.num_nodes).all()
 
 
+@pytest.mark.slow
 def test_coauthor(real_data: Real) -> None:
     data = CoauthorData(root=str(real_data("coauthor"))).read()
     assert (data.num_nodes, data.num_edges, data.num_features) == (18333, 163788, 6805)

@@ -327,11 +327,13 @@ def metrics(tmp_path: Path, *overrides: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_planted_rules_are_found(tmp_path: Path) -> None:
     found = metrics(tmp_path, "data=planted_kg", "model=kg", "data.batch_size=2000", "trainer.max_epochs=8")
     assert found["data/best_mrr"] - 0.03 < found["test/mrr"] < found["data/best_mrr"] + 0.03
 
 
+@pytest.mark.slow
 def test_umls(real_data: Callable[[str], Path], tmp_path: Path) -> None:
     found = metrics(tmp_path, "experiment=umls", f"data.path={real_data('kg/umls')}", "trainer.max_epochs=60")
     assert found["test/mrr"] >= 0.90

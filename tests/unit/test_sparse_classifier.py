@@ -118,6 +118,7 @@ def summary(tmp_path: Path, *overrides: str) -> dict[str, float]:
     return metrics
 
 
+@pytest.mark.slow
 def test_logistic_regression_comes_near_the_best_possible_scores(tmp_path: Path) -> None:
     metrics = summary(
         tmp_path,
