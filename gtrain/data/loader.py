@@ -88,12 +88,14 @@ class SeedLoader:
         return num_link_seeds(self.store, self.split) if self.seeds_are_edges else self.store.split_size(self.split)
 
     def __iter__(self) -> Iterator[Data | HeteroData]:
+        # A generator: Lightning calls iter() on every loader, also where a strategy makes its own batches of it, and
+        # the graph may be larger than this machine's memory.
         graph: Data | HeteroData = (
             hetero_batch(load_whole_hetero(self.store), self.store)
             if self.store.is_hetero
             else graph_batch(load_whole(self.store))
         )
-        return self.steps(graph)
+        yield from self.steps(graph)
 
     def refuse_sampling(self, reason: str) -> None:
         """Raise if the user asked for sampled neighbours; for strategies that use all of them.

@@ -10,7 +10,7 @@ from small_graphs import messy_graph, random_parts, stored
 from torch_geometric.data import Data
 
 from gtrain.data.loader import SeedLoader, full_batch
-from gtrain.errors import ConfigError, DataError
+from gtrain.errors import ConfigError, DataError, StoreError
 from gtrain.graph.shard import load_shard
 
 
@@ -46,6 +46,16 @@ def test_iterated_alone_it_yields_the_whole_graph(tmp_path: Path) -> None:
     (batch,) = loader
     assert (batch.num_nodes, batch.num_edges, batch.batch_size) == (40, 300, int(data.train_mask.sum()))
     assert torch.equal(batch.x, data.x[batch.orig_id])
+
+
+def test_nothing_is_loaded_before_a_batch_is_asked_for(tmp_path: Path) -> None:
+    """Lightning calls iter() on every loader to check it, in every rank and whatever the strategy."""
+    store = stored(tmp_path / "s", messy_graph(), random_parts(40, 2))
+    batches = iter(SeedLoader(store, "train"))
+    damaged = store.path / "part-0/nodes/node/x.npy"
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    with pytest.raises(StoreError, match="damaged"):
+        next(batches)
 
 
 def test_groups_of_seeds(tmp_path: Path) -> None:
