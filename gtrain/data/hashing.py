@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from gtrain.data.mixing import mix
+from gtrain.graph.mixing import mix
 
 _OFFSET, _PRIME = 0xCBF29CE484222325, 0x100000001B3  # of FNV-1a in 64 bits
 _MASK = 2**64 - 1

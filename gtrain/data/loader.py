@@ -16,6 +16,7 @@ from gtrain.data.negatives import Negatives
 from gtrain.data.sampling import Sampling, as_set
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.hetero_shard import HeteroShard
+from gtrain.graph.mixing import key
 from gtrain.graph.sampling.options import SamplingOptions, checked_fan_out
 from gtrain.graph.shard import GraphShard, load_whole
 from gtrain.graph.store import Store
@@ -174,6 +175,13 @@ class SeedLoader:
         self.epoch += 1
         return self.epoch - 1
 
+    def random_key(self, epoch: int, step: int) -> int:
+        """Return what the random numbers of a step's batch follow from, the same on all ranks of a job.
+
+        Validation and test have the same in every epoch.
+        """
+        return int(key(self.seed, SPLITS.index(self.split), epoch if self.split == "train" else 0, step))
+
     def steps(self, graph: Batch, seeds: Tensor | EdgeSeeds | None = None) -> Iterator[Batch]:
         """Yield the whole graph once for each group of its seeds: one epoch without sampling.
 
@@ -188,8 +196,10 @@ class SeedLoader:
             for chunk in self._chunks(seeds, epoch):
                 yield with_seeds(graph, chunk)
         else:
-            for chunk in self._chunks(torch.arange(len(seeds)), epoch):
-                yield with_edges(graph, seeds, chunk, epoch)
+            for step, chunk in enumerate(self._chunks(torch.arange(len(seeds)), epoch)):
+                batch = with_edges(graph, seeds, chunk, epoch)
+                batch.random_key = self.random_key(epoch, step)
+                yield batch
 
     def _chunks(self, seeds: Tensor, epoch: int) -> Sequence[Tensor]:
         """Cut the seeds, in the order of the source data, into the steps of one epoch."""

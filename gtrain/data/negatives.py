@@ -13,10 +13,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gtrain.data.mixing import below, key
 from gtrain.data.scored_edges import FORMS, EdgeType, ScoredEdges
 from gtrain.errors import ConfigError
 from gtrain.graph.global_ids import GlobalIds
+from gtrain.graph.mixing import below, key
 from gtrain.graph.store import Store
 
 _SPLITS = ("train", "val", "test")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.errors import ConfigError
+from gtrain.graph import mixing
 from gtrain.model.configured import MakeOptimizer, configured
 from gtrain.model.edge_model import EdgeModel
 from gtrain.model.kg_evaluation import GroupRanks
@@ -21,6 +23,7 @@ from gtrain.model.kg_tables import EntityTables
 from gtrain.model.kg_training import Edges, Negatives
 from gtrain.model.kinds import EMBEDDING
 from gtrain.model.mean_loss import log_mean_loss
+from gtrain.model.negatives import ChunkDraws, DrawNodes
 from gtrain.model.ranking import NAMES
 from gtrain.model.table_optimizer import with_tables
 from gtrain.nn import Csr
@@ -87,7 +90,9 @@ class KGEmbedding(EdgeModel):
     Shapes:
         batch: a graph with ``orig_id`` [n], which number the table's rows, and ``edge_label_index`` [2, B];
         ``edge_label_type`` and ``edge_label_weight`` [B] where there are relations and weights; ``known_tail_ptr``,
-        ``known_tail``, ``known_head_ptr``, ``known_head`` on validation and test.
+        ``known_tail``, ``known_head_ptr``, ``known_head`` on validation and test; ``random_key``, what uniform
+        negatives are drawn by (none: a number of torch's generator), and ``edge_label_chunk`` [B] where a strategy
+        shared the edges of a step among ranks, see :meth:`deal`.
 
     Raises:
         ConfigError: a setting is unknown or out of range, or the graph has several node types.
@@ -238,7 +243,7 @@ class KGEmbedding(EdgeModel):
         return self._scored(edges, edges.tail)
 
     def training_step(self, batch: Data, batch_idx: int) -> dict[str, Tensor]:
-        loss, weight = self._loss(self._edges(batch), "train", None)
+        loss, weight = self._loss(self._edges(batch), "train", ChunkDraws(getattr(batch, "random_key", None)))
         return {"loss": loss, "weight": weight}
 
     def predict_step(self, batch: Data, batch_idx: int) -> Tensor:
@@ -265,24 +270,48 @@ class KGEmbedding(EdgeModel):
             torch.zeros_like(head) if relation is None else relation,
             tail,
             getattr(batch, "edge_label_weight", None),
+            getattr(batch, "edge_label_chunk", None),
         )
 
-    def _loss(self, edges: Edges, split: str, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """Mean loss over the edges (there may be none), and the weight of that mean."""
-        return self._mean(self.losses(edges, generator, training=split == "train"), self._weights(edges), split)
+    def deal(self, relation: Tensor, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+        """A rank's share of the edges of a step: whole chunks, whose edges are each other's negatives.
 
-    def losses(self, edges: Edges, generator: torch.Generator | None = None, *, training: bool = True) -> Tensor:
+        A strategy that shares a step among ranks gives each rank's batch the edges at these places, in this order, and
+        the numbers as ``edge_label_chunk``. Losses are then those of one process with all edges.
+
+        Args:
+            relation: int64 ``[B]``, of all edges of the step.
+            rank: which of the ranks.
+            ranks: how many there are; one may get no edges.
+
+        Returns:
+            places int64 ``[b]``, ascending, and the numbers of these edges' chunks within their group, ``[b]``.
+        """
+        unit, number, total = torch.zeros_like(relation), torch.zeros_like(relation), 0
+        for group, places, some in self._grouped(Edges(relation, relation, relation)):
+            chunk = self._groups[group].loss.chunk_numbers(some.relation)
+            number[places], unit[places] = chunk, chunk + total
+            total += int(chunk.max()) + 1 if len(chunk) else 0
+        mine = (unit * ranks // max(total, 1) == rank).nonzero().flatten()
+        return mine, number[mine]
+
+    def _loss(self, edges: Edges, split: str, draw: DrawNodes) -> tuple[Tensor, Tensor]:
+        """Mean loss over the edges (there may be none), and the weight of that mean."""
+        return self._mean(self.losses(edges, draw, training=split == "train"), self._weights(edges), split)
+
+    def losses(self, edges: Edges, draw: DrawNodes | None = None, *, training: bool = True) -> Tensor:
         """Loss of each edge, ``[B]``, whose weights do not count in it.
 
         Args:
             edges: by the ids of the source data.
-            generator: draws negatives; None: torch's own.
+            draw: draws uniform negatives; None: by a number of torch's generator.
             training: whether ``max_norm`` is applied to what is read.
         """
+        draw = draw or ChunkDraws()
         tables, found, places = self.entities.trained_rows if training else self.entities.rows, [], []
         for number, place, some in self._grouped(edges):
             group = self._groups[number]
-            found.append(group.loss((tables[group.spec.lhs], tables[group.spec.rhs]), some, generator))
+            found.append(group.loss((tables[group.spec.lhs], tables[group.spec.rhs]), some, partial(draw, number)))
             places.append(place)
         return found[0] if len(found) == 1 else torch.cat(found)[torch.cat(places).argsort()]
 
@@ -304,18 +333,18 @@ class KGEmbedding(EdgeModel):
         return torch.cat(found)[torch.cat(places).argsort()]
 
     def _evaluate(self, batch: Data, split: str) -> None:
-        edges, generator = self._edges(batch), torch.Generator().manual_seed(0)  # the same negatives every epoch
-        self._loss(edges, split, generator)
-        true, false = self._scored(edges, edges.tail), self._scored(edges, self._drawn(edges, generator))
+        edges = self._edges(batch)
+        self._loss(edges, split, ChunkDraws(getattr(batch, "random_key", 0)))  # the same negatives every epoch
+        true, false = self._scored(edges, edges.tail), self._scored(edges, self._drawn(edges, batch.seeds))
         self._log_scores(split, self._ranks(batch, edges), true, false)
 
-    def _drawn(self, edges: Edges, generator: torch.Generator) -> Tensor:
-        """Other tails for the edges, each of its own's type, [B]."""
+    def _drawn(self, edges: Edges, seeds: Tensor) -> Tensor:
+        """Other tails for the edges, each of its own's type, [B]; they follow from the edges' places in the split."""
         drawn = torch.empty_like(edges.tail)
-        for number, place, some in self._grouped(edges):
+        for number, place, _ in self._grouped(edges):
             spec = self._groups[number].ends[1]
-            others = torch.randint(spec.count, some.tail.shape, generator=generator) + spec.first
-            drawn[place] = others.to(drawn.device)
+            others = mixing.below(spec.count, mixing.key(number), seeds[place].cpu().numpy(), 1)[:, 0] + spec.first
+            drawn[place] = torch.from_numpy(others).to(drawn.device)
         return drawn
 
     def _ranks(self, batch: Data, edges: Edges) -> tuple[Tensor, Tensor]:

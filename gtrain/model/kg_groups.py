@@ -87,4 +87,4 @@ class GroupedEdges(nn.Module):
     def _localized(self, number: int, edges: Edges) -> Edges:
         group, entities = self._schema.groups[number], self._schema.entities
         head, tail = edges.head - entities[group.lhs].first, edges.tail - entities[group.rhs].first
-        return Edges(head, self._local[edges.relation], tail, edges.weight)
+        return Edges(head, self._local[edges.relation], tail, edges.weight, edges.chunk)

@@ -29,20 +29,23 @@ class Edges:
         head, relation, tail: int64 ``[B]``, ids of the source data; of one type's entities and one group's relations
             where these are what is trained.
         weight: float ``[B]``; None: all 1.
+        chunk: int64 ``[B]``, the number of each edge's chunk within its group's part of a step of which these edges are
+            some whole chunks; None: they are all edges of the step.
     """
 
     head: Tensor
     relation: Tensor
     tail: Tensor
     weight: Tensor | None = None
+    chunk: Tensor | None = None
 
     def __len__(self) -> int:
         return self.head.numel()
 
     def select(self, rows: Tensor) -> Edges:
         """Return some of the edges."""
-        weight = None if self.weight is None else self.weight[rows]
-        return Edges(self.head[rows], self.relation[rows], self.tail[rows], weight)
+        weight, chunk = (None if value is None else value[rows] for value in (self.weight, self.chunk))
+        return Edges(self.head[rows], self.relation[rows], self.tail[rows], weight, chunk)
 
 
 @dataclass(frozen=True)
@@ -104,21 +107,26 @@ class TrainingLoss:
     def __init__(self, scores: EdgeScores, loss: Loss, negatives: Negatives, n3: float, sizes: tuple[int, int]) -> None:
         self.scores, self.loss, self.negatives, self.n3, self.sizes = scores, loss, negatives, n3, sizes
 
-    def __call__(self, tables: tuple[Table, Table], edges: Edges, generator: torch.Generator | None = None) -> Tensor:
+    def __call__(
+        self, tables: tuple[Table, Table], edges: Edges, draw: Callable[[int, int, Tensor, int], Tensor]
+    ) -> Tensor:
         """Return the loss of each edge, ``[B]``, whose weights do not count in it.
 
         Args:
             tables: embeddings of heads and of tails; the same object where they are of one type.
             edges: true ones.
-            generator: draws the uniform negatives; None: torch's own.
+            draw: draws the uniform negatives of chunks; a :class:`~gtrain.model.negatives.ChunkDraws` of one group.
         """
         if not len(edges):
             return tables[0](edges.head).sum(-1)
         blocks, device = self._blocks(edges), edges.head.device
-        found = []
+        uniform = 0 if self.negatives.all else self.negatives.uniform
+        found, begin = [], 0
         for block in blocks:
-            shape = len(block.edge), self.negatives.uniform
-            drawn = torch.stack([torch.randint(size, shape, generator=generator) for size in self.sizes]).to(device)
+            end = begin + len(block.edge)
+            number = torch.arange(begin, end) if edges.chunk is None else edges.chunk[block.edge[:, 0]]
+            drawn = torch.stack([draw(side, size, number, uniform) for side, size in enumerate(self.sizes)]).to(device)
+            begin = end
             if len(blocks) > 1 and torch.is_grad_enabled():
                 each = checkpoint(self._of_block, tables, edges, block, drawn, use_reentrant=False)
             else:
@@ -127,8 +135,21 @@ class TrainingLoss:
         order = torch.cat([block.edge[block.filled] for block in blocks])
         return torch.cat(found)[order.argsort()]
 
+    def chunk_numbers(self, relation: Tensor) -> Tensor:
+        """The number of each edge's chunk, ``[B]``, where these are the relations of all edges of a step.
+
+        Edges that are trained against all nodes are each a chunk: they are computed alike beside any others.
+        """
+        if self.negatives.all:
+            return torch.arange(len(relation), device=relation.device)
+        places = self.negatives.places
+        chunks = in_order(relation, places) if self.scores.reciprocal else by_relation(relation, places)
+        number = torch.empty_like(relation)
+        number[chunks.edge[chunks.filled]] = chunks.filled.nonzero()[:, 0]
+        return number
+
     def _blocks(self, edges: Edges) -> list[Chunks]:
-        """Cut the batch into blocks of chunks."""
+        """Cut the batch into blocks of chunks; some whole chunks of a step are cut as the step is."""
         every, reciprocal, most = self.negatives.all, self.scores.reciprocal, max(self.sizes)
         if not every:
             places = self.negatives.places

@@ -7,10 +7,42 @@ each chunk, come on top (Lerer et al. 2019, section 4.3).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+
+from gtrain.graph.mixing import below, key
+
+DrawNodes: TypeAlias = Callable[[int, int, int, Tensor, int], Tensor]
+"""Draws nodes for chunks, as :meth:`ChunkDraws.__call__` does."""
+
+
+class ChunkDraws:
+    """Draws the uniform negatives of chunks by counters, without a generator's state.
+
+    The nodes of a chunk depend on the seed and the chunk, not on the chunks that are drawn beside it: processes that
+    share the chunks of a step draw what one process draws for all of them.
+
+    Args:
+        seed: of a step's draws; None: taken from torch's generator.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._seed = int(torch.randint(1 << 62, ())) if seed is None else seed
+
+    def __call__(self, group: int, end: int, size: int, chunk: Tensor, count: int) -> Tensor:
+        """Draw nodes, int64 ``[C, count]``.
+
+        Args:
+            group: number of the group of relations.
+            end: 0 for heads, 1 for tails.
+            size: nodes to draw from.
+            chunk: int64 ``[C]``, numbers of the chunks within the group's part of the step.
+            count: nodes for each chunk.
+        """
+        return torch.from_numpy(below(size, key(self._seed, group, end), chunk.cpu().numpy(), count))
 
 
 class Chunks(NamedTuple):

@@ -246,8 +246,8 @@ class GraphStrategy(GroupCollectives):
         self._check_data(dataloader)
         dataloader.draw_negatives(getattr(self.lightning_module, "num_negatives", None))
         trainer = self._trainer
-        if trainer is not None and dataloader.shuffle:
-            dataloader.clock = lambda: trainer.current_epoch  # a resumed run goes on with the order of its next epoch
+        if trainer is not None and dataloader.split == "train":
+            dataloader.clock = lambda: trainer.current_epoch  # a resumed run continues with the order of its next epoch
         shard = self._shard(dataloader.store)
         return self.batches(shard, dataloader)
 

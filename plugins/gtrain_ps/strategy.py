@@ -119,7 +119,8 @@ class PsStrategy(ReturningStrategy):
         prefetch = self.settings.prefetch if isinstance(shard, RowSource) else 0
         training = loader.split == "train" and self._trainer is not None and self._trainer.training
         inline = training and torch.get_num_threads() == 1
-        shares = Shares(loader, shard, place, prefetch, self._ahead(training), self._forget_ahead, inline)
+        deal = getattr(self.lightning_module, "deal", None)
+        shares = Shares(loader, shard, place, prefetch, self._ahead(training), self._forget_ahead, inline, deal)
         if training:
             self._shares = shares
         return shares

@@ -73,6 +73,46 @@ def test_single_precision(sweep: Runner) -> None:
     assert worst(single, run) < 1e-5
 
 
+KG = (
+    "data=planted_kg",
+    "data.num_entities=120",
+    "data.num_positions=6",
+    "data.num_relations=4",
+    "data.num_triples=700",
+    "data.num_types=3",
+    "data.batch_size=100",
+    "model=kg",
+    "model.dimension=8",
+    "model.init_scale=0.3",
+    "model.num_batch_negs=7",
+    "model.num_uniform_negs=5",
+    "trainer.precision=64-true",
+)
+
+
+def test_chunks_and_their_negatives_are_those_of_one_process(sweep: Runner, tmp_path: Path) -> None:
+    """Batches are no multiple of a chunk, and an epoch's last one is shorter; a resumed run goes on as one process."""
+    arguments = (*KG, "logger=none", "trainer.limit_test_batches=0")
+    both = "model.reciprocal=false,true"
+    expected = sweep("strategy=single", *arguments, both, "trainer.max_epochs=5", name="single")
+    for workers, servers in ((2, 1), (3, 2)):
+        served = ("strategy=ps", f"trainer.num_nodes={workers}", f"strategy.servers={servers}", *arguments)
+        runs = sweep(*served, both, "trainer.max_epochs=3", name=f"served-{workers}")
+        for single, run in zip(expected, runs, strict=True):
+            assert run["world_size"] == workers
+            agree(single["history"][:3], run["history"])
+    last = f"ckpt_path={tmp_path / 'served-3' / '1' / 'checkpoints' / 'last.ckpt'}"
+    (resumed,) = sweep(*served, "model.reciprocal=true", "trainer.max_epochs=5", last, name="resumed")
+    agree(expected[1]["history"][3:], resumed["history"])
+
+
+def agree(expected: list[dict[str, float]], found: list[dict[str, float]]) -> None:
+    """Epochs of a model of embeddings are the same."""
+    names = ("train/loss", "val/loss", "val/mrr", "val/auc")
+    for mine, other in zip(expected, found, strict=True):
+        assert [mine[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-12)
+
+
 def test_every_protocol_cut_and_rest(sweep: Runner) -> None:
     """Blocks of columns are exact where a zero gradient changes nothing: without weight decay."""
     plain = ("model.sparse_optimizer.weight_decay=0", "trainer.max_epochs=4", "trainer.precision=64-true")

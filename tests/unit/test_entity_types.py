@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from gtrain.errors import ConfigError, DataError
 from gtrain.graph.entities import entity_types, feature_kind
 from gtrain.model.kg_embedding import KGEmbedding
 from gtrain.model.kg_training import Edges
+from gtrain.model.negatives import ChunkDraws
+from gtrain.nn import Csr
 
 RELATIONS = [{"name": "lives", "lhs": "person", "rhs": "place"}, {"name": "knows", "lhs": "person", "rhs": "person"}]
 LINES = ["rome\tlives\trome", "anna\tlives\trome", "anna\tknows\trome", "bob\tknows\tanna", "bob\tlives\toslo"]
@@ -209,6 +212,28 @@ def test_a_group_is_a_model_of_its_own(reciprocal: bool) -> None:
         tails = -both.log_softmax(1).gather(1, edges.tail[edges.relation == 3].unsqueeze(1)).squeeze(1)
         heads = each[edges.relation == 3] - tails
         assert (heads > 0).all()
+
+
+@pytest.mark.parametrize("reciprocal", [True, False])
+def test_ranks_share_the_chunks_of_all_groups(reciprocal: bool) -> None:
+    """Groups with negatives of their own, a type with features; ranks that get edges of some groups and of none."""
+    pointer = torch.arange(0, 19, 2)
+    bags = Csr(torch.arange(18) % 5, None, pointer)
+    model = typed_model(
+        relations=[{"name": "z", "operator": "translation", "weight": 3.0, "all_negs": True}],
+        entity_bags=lambda name: (bags, 5) if name == "a" else None,
+        reciprocal=reciprocal,
+        num_uniform_negs=4,
+    )
+    edges = edges_of()
+    whole = model.losses(edges, ChunkDraws(3))
+    for ranks in (2, 3, 60):
+        each = torch.zeros_like(whole)
+        for rank in range(ranks):
+            places, chunk = model.deal(edges.relation, rank, ranks)
+            each[places] += model.losses(replace(edges.select(places), chunk=chunk), ChunkDraws(3))
+        torch.testing.assert_close(each, whole, rtol=1e-12, atol=0)
+    assert not torch.allclose(model.losses(edges, ChunkDraws(4)), whole)
 
 
 def test_relations_of_one_kind_are_one_group() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,24 +23,24 @@ from gtrain.model.comparators import COMPARATORS, make_comparator
 from gtrain.model.kg_embedding import KGEmbedding
 from gtrain.model.kg_losses import LOSSES
 from gtrain.model.kinds import EMBEDDING, SPARSE, kind
-from gtrain.model.negatives import by_relation, in_order
+from gtrain.model.negatives import ChunkDraws, by_relation, in_order
 from gtrain.model.operators import OPERATORS, make_operator
 from gtrain.nn import JointOptimizer, RowwiseAdagrad
 
 N, R, D, B = 12, 3, 6, 10
 
 
-def batch(weights: bool = False) -> Data:
-    """Ten edges among twelve nodes, whose rows are not in the order of the source data."""
+def batch(weights: bool = False, edges: int = B) -> Data:
+    """Edges among twelve nodes, whose rows are not in the order of the source data."""
     generator = torch.Generator().manual_seed(0)
     made = Data(
         num_nodes=N,
         orig_id=torch.randperm(N, generator=generator),
-        edge_label_index=torch.randint(N, (2, B), generator=generator),
-        edge_label_type=torch.randint(R, (B,), generator=generator),
+        edge_label_index=torch.randint(N, (2, edges), generator=generator),
+        edge_label_type=torch.randint(R, (edges,), generator=generator),
     )
     if weights:
-        made.edge_label_weight = torch.rand(B, generator=generator)
+        made.edge_label_weight = torch.rand(edges, generator=generator)
     return made
 
 
@@ -123,18 +125,16 @@ class Plain:
         return torch.stack([found[e] for e in range(B)])
 
 
-def losses(model: KGEmbedding, b: Data, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
+def losses(model: KGEmbedding, b: Data) -> tuple[Tensor, Tensor]:
     """Loss of each edge, and the nodes that were drawn."""
     drawn: list[Tensor] = []
-    randint = torch.randint
+    draw = ChunkDraws(7)
 
-    def recorded(*args: object, **kwargs: object) -> Tensor:
-        drawn.append(randint(*args, **kwargs))  # type: ignore[call-overload]
+    def recorded(group: int, end: int, size: int, chunk: Tensor, count: int) -> Tensor:
+        drawn.append(draw(group, end, size, chunk, count))
         return drawn[-1]
 
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "randint", recorded)
-        each = model.losses(model._edges(b), training=False)
+    each = model.losses(model._edges(b), recorded, training=False)
     return each, torch.stack(drawn[:2])
 
 
@@ -142,12 +142,10 @@ def losses(model: KGEmbedding, b: Data, monkeypatch: pytest.MonkeyPatch) -> tupl
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("comparator", COMPARATORS)
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_losses_and_gradients_are_those_of_a_loop(
-    operator: str, comparator: str, loss: str, reciprocal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_and_gradients_are_those_of_a_loop(operator: str, comparator: str, loss: str, reciprocal: bool) -> None:
     b = batch()
     model = module(operator=operator, comparator=comparator, loss=loss, reciprocal=reciprocal)
-    each, drawn = losses(model, b, monkeypatch)
+    each, drawn = losses(model, b)
     if reciprocal:
         chunks = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     else:
@@ -163,9 +161,9 @@ def test_losses_and_gradients_are_those_of_a_loop(
 
 
 @pytest.mark.parametrize("reciprocal", [True, False])
-def test_biases_and_uniform_negatives_alone(reciprocal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_biases_and_uniform_negatives_alone(reciprocal: bool) -> None:
     b, model = batch(), module(bias=True, num_batch_negs=0, num_uniform_negs=20, reciprocal=reciprocal)
-    each, drawn = losses(model, b, monkeypatch)
+    each, drawn = losses(model, b)
     of = [[e for e in range(B) if b.edge_label_type[e] == r] for r in range(R)]
     expected = Plain(model, "complex_diagonal", "dot").loss(
         "softmax", b, [list(range(B))] if reciprocal else of, list(drawn), False
@@ -200,7 +198,7 @@ def test_a_large_batch_in_blocks_is_the_same(settings: dict[str, bool], monkeypa
         torch.testing.assert_close(cut, whole)
 
 
-def test_edge_weights_and_the_regulariser(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edge_weights_and_the_regulariser() -> None:
     b = batch(weights=True)
     with_n3, without = module(n3=0.5, num_uniform_negs=0), module(num_uniform_negs=0)
     head, tail = without.entities[0].weight[b.orig_id[b.edge_label_index]]
@@ -208,7 +206,7 @@ def test_edge_weights_and_the_regulariser(monkeypatch: pytest.MonkeyPatch) -> No
     for operator in (without.groups[0].scores.forwards, without.groups[0].scores.backwards):
         assert operator is not None
         cubes = cubes + torch.complex(operator.real, operator.imaginary).abs().pow(3).sum(-1)[b.edge_label_type]
-    each, weight = losses(without, b, monkeypatch)[0] + 0.5 * cubes, b.edge_label_weight.double()
+    each, weight = losses(without, b)[0] + 0.5 * cubes, b.edge_label_weight.double()
     out = with_n3.training_step(b, 0)
     torch.testing.assert_close(out["loss"], (weight * each).sum() / weight.sum())
     torch.testing.assert_close(out["weight"], weight.sum())
@@ -221,6 +219,65 @@ def test_a_batch_without_edges_has_loss_and_gradients_zero() -> None:
     out["loss"].backward()
     assert (out["loss"].item(), out["weight"].item()) == (0.0, 0.0)
     assert model.entities[0].weight.grad is not None and not model.entities[0].weight.grad.any()
+
+
+@pytest.mark.parametrize("reciprocal", [True, False])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(
+            {"operator": name, "comparator": c}
+            for name, c in zip(OPERATORS, [*COMPARATORS, *COMPARATORS], strict=False)
+        ),
+        *({"operator": "diagonal", "comparator": c, "loss": "ranking"} for c in COMPARATORS),
+        *({"operator": "diagonal", "comparator": c, "loss": "logistic"} for c in COMPARATORS),
+        {"bias": True, "n3": 0.1, "relation_weight": [0.5, 2.0, 1.0]},
+        {"all_negs": True},
+        {"num_batch_negs": 0},
+        {"num_uniform_negs": 0, "global_emb": True},
+        {"head_negs": False},
+        {"tail_negs": False, "num_batch_negs": 100},
+    ],
+    ids=str,
+)
+def test_ranks_that_share_a_step_compute_what_one_process_does(settings: dict[str, Any], reciprocal: bool) -> None:
+    """Whatever the state of torch's generator; with more ranks than chunks too."""
+    b = batch(weights=True, edges=41)
+    b.random_key = 5
+    model = module(reciprocal=reciprocal, **settings)
+    whole = trained(model, b)
+    b.random_key = 6
+    assert "num_uniform_negs" in settings or "all_negs" in settings or trained(model, b)[0] != whole[0]
+    b.random_key = 5
+    for ranks in (1, 3, 50):
+        shares = [model.deal(b.edge_label_type, rank, ranks) for rank in range(ranks)]
+        assert sorted(torch.cat([places for places, _ in shares]).tolist()) == list(range(41))
+        sizes = [len(places) for places, _ in shares]
+        assert ranks == 1 or "num_batch_negs" in settings or max(sizes) <= 41 // ranks + 4
+        found = [trained(model, share_of(b, *share)) for share in shares]
+        assert sum(weight for _, weight, _ in found) == pytest.approx(whole[1], rel=1e-12)
+        assert sum(total for total, _, _ in found) == pytest.approx(whole[0], rel=1e-12)
+        for mine, gradients in zip(whole[2], zip(*(gradients for _, _, gradients in found), strict=True), strict=True):
+            torch.testing.assert_close(torch.stack(gradients).sum(0), mine, rtol=1e-12, atol=1e-12)
+
+
+def trained(model: KGEmbedding, b: Data) -> tuple[float, float, list[Tensor]]:
+    """The summed loss of a batch, the sum of its weights, and the gradients of the former."""
+    torch.rand(1)
+    out = model.training_step(b, 0)
+    total, parameters = out["loss"] * out["weight"], list(model.parameters())
+    found = torch.autograd.grad(total, parameters, allow_unused=True)
+    gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+    return float(total.detach()), float(out["weight"]), gradients
+
+
+def share_of(b: Data, places: Tensor, chunk: Tensor) -> Data:
+    """A rank's share of a batch."""
+    mine = copy.copy(b)
+    mine.edge_label_index = b.edge_label_index[:, places]
+    mine.edge_label_type, mine.edge_label_weight = b.edge_label_type[places], b.edge_label_weight[places]
+    mine.edge_label_chunk = chunk
+    return mine
 
 
 @pytest.mark.parametrize("operator", ["complex_diagonal", "affine"])

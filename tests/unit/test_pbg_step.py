@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gtrain.model.kg_embedding import KGEmbedding
 from gtrain.model.kg_training import Edges
+from gtrain.model.negatives import DrawNodes
 from gtrain.nn import SGD, Adagrad, RowwiseAdagrad
 from gtrain_pbg.kernels.rounding import SPAN, keep_rounded, level, round_rows
 from gtrain_pbg.kernels.tiles import has_words, multiply, padded
@@ -49,6 +50,12 @@ def make_edges(count: int, static: bool, seed: int, dtype: torch.dtype, weighted
     return Edges(head, relation, tail, weight)
 
 
+def drawn_by(seed: int) -> DrawNodes:
+    """Draws for the model what :class:`Fused` draws: heads, then tails."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda group, end, size, chunk, count: torch.randint(size, (len(chunk), count), generator=generator)
+
+
 class Reference:
     """A plain loop of autograd and the optimizers of gtrain.nn."""
 
@@ -61,7 +68,7 @@ class Reference:
 
     def train(self, edges: Edges, drawn_seed: int) -> float:
         model = self.model
-        each = model.losses(edges, torch.Generator().manual_seed(drawn_seed))
+        each = model.losses(edges, drawn_by(drawn_seed))
         weight = model._weights(edges)
         weight = torch.ones_like(each) if weight is None else weight.to(each)
         loss = (each * weight).sum() / weight.sum()

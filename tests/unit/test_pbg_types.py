@@ -11,6 +11,7 @@ import torch
 from gtrain.data.planted_kg import PlantedKGData
 from gtrain.model.kg_embedding import KGEmbedding
 from gtrain.model.kg_training import Edges
+from gtrain.model.negatives import DrawNodes
 from gtrain.nn import Adagrad, Csr, RowwiseAdagrad, TableSpec
 from gtrain_pbg.edges import EdgeList, Groups, batches_of, filled, kinds_of
 from gtrain_pbg.step.batch import EdgeBatch, Rows
@@ -38,6 +39,12 @@ def typed_model(**settings: Any) -> KGEmbedding:
         for parameter in model.recipe().parameters.values():
             parameter += 0.3 * torch.randn_like(parameter)
     return model
+
+
+def drawn_by(seed: int) -> DrawNodes:
+    """Draws for the model what the step gets: heads, then tails."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda group, end, size, chunk, count: torch.randint(size, (len(chunk), count), generator=generator)
 
 
 VARIANTS: list[dict[str, Any]] = [
@@ -90,7 +97,8 @@ def test_groups_train_as_autograd_does(variant: int, reciprocal: bool) -> None:
         lost, weight = step(batch, rows[group.types[0]], rows[group.types[1]], *rules)
         firsts = [recipe.firsts[end] for end in group.types]
         edges = Edges(ends[0] + firsts[0], torch.tensor(group.relations)[local], ends[1] + firsts[1])
-        each, counted = model.losses(edges, torch.Generator().manual_seed(seed)), model._weights(edges)
+        each = model.losses(edges, drawn_by(seed))
+        counted = model._weights(edges)
         assert counted is not None and weight == pytest.approx(float(counted.sum()))
         loss = (each * counted).sum() / counted.sum()
         assert lost / weight == pytest.approx(float(loss.detach()), rel=1e-9), seed

@@ -9,12 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gtrain.errors import ConfigError, DataError
+from gtrain.graph.mixing import key, mix_one
 from gtrain.graph.sampling.columns import Columns, readable
 
 Array = NDArray[Any]
-
-_BITS = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
@@ -55,15 +53,12 @@ class Rule:
 
 def batch_key(seed: int, epoch: int, batch: int) -> int:
     """The 64-bit key of a batch, from which all its random numbers follow."""
-    key = 0
-    for value in (seed, epoch, batch):
-        key = _mix(key + _GOLDEN + int(value))
-    return key
+    return key(int(seed), int(epoch), int(batch))
 
 
-def hop_key(key: int, hop: int, relation: int) -> np.uint64:
+def hop_key(of_batch: int, hop: int, relation: int) -> np.uint64:
     """The key of one hop of a batch and one edge type (its place in the graph's order)."""
-    return np.uint64(_mix(_mix(key + hop) + relation))
+    return np.uint64(mix_one(mix_one(of_batch + hop) + relation))
 
 
 def check_count(count: Any) -> int:
@@ -106,11 +101,3 @@ def checked_times(times: Any, size: int, name: str) -> Array:
     if array.size != size:
         raise DataError(f"{name} has {array.size} values for {size} seeds.", hint="give each seed's time.")
     return array.copy()
-
-
-def _mix(x: int) -> int:
-    """As :func:`gtrain.graph.sampling.random.mix`, in Python's numbers."""
-    x &= _BITS
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _BITS
-    return x ^ (x >> 31)

@@ -19,6 +19,8 @@ from gtrain_ps.worker.rows import RowTable
 from gtrain_ps.worker.sampled import SampledGraph, samples
 
 Batch: TypeAlias = Data | HeteroData
+Deal = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
+"""A module's ``deal``: which edges of a step a worker gets; see :meth:`gtrain.model.kg_embedding.KGEmbedding.deal`."""
 SendAhead = Callable[[Batch, int], None]
 """Gets a batch and its number among those asked for in this epoch, before it is asked for."""
 
@@ -85,6 +87,7 @@ class Shares:
         inline: whether they are made by :meth:`draw`, and not by a thread of their own.
         ahead: is told of each batch as soon as it is made.
         done: is told when no more batches are asked for.
+        deal: shares the edges of a step among the workers; None: each has as many as the others, in their order.
     """
 
     def __init__(
@@ -96,13 +99,14 @@ class Shares:
         ahead: SendAhead,
         done: Callable[[], None],
         inline: bool = False,
+        deal: Deal | None = None,
     ) -> None:
         self._loader, self._prefetch, self._inline = loader, prefetch, inline
         self._made: Iterator[Batch] = iter(())
         self._ready: deque[Batch] = deque()
         self._source: Source = source
         self._rank, self._size = worker
-        self._ahead, self._done = ahead, done
+        self._ahead, self._done, self._deal = ahead, done, deal
         self._seeds: Tensor | EdgeSeeds | None = None
         self._state = {"epoch": -1, "done": 0}
         if isinstance(source, WholeGraph):
@@ -154,9 +158,16 @@ class Shares:
 
     def _make(self, number: int, chunk: Tensor, place: tuple[int, int]) -> Batch:
         """A step's batch, the ``number``-th of this pass; ``place`` is its epoch, and its number there."""
-        count = chunk.numel()
-        share = chunk[self._rank * count // self._size : (self._rank + 1) * count // self._size]
-        batch = self._source.batch(self._seeds, share, *place)
+        count, seeds = chunk.numel(), self._seeds
+        share, numbers = slice(self._rank * count // self._size, (self._rank + 1) * count // self._size), None
+        if isinstance(seeds, EdgeSeeds) and self._deal is not None and self._size > 1:
+            relation = seeds.extra["type"][chunk] if "type" in seeds.extra else torch.zeros_like(chunk)
+            share, numbers = self._deal(relation, self._rank, self._size)
+        batch = self._source.batch(seeds, chunk[share], *place)
+        if isinstance(seeds, EdgeSeeds):
+            batch.random_key = self._loader.random_key(*place)
+        if numbers is not None:
+            batch.edge_label_chunk = numbers
         batch.step_rows = count
         self._ahead(batch, number)
         return batch

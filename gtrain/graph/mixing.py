@@ -1,4 +1,4 @@
-"""Random numbers that follow from what they are for: counters in, numbers out, in numpy and without state."""
+"""Random numbers that follow from what they are for: counters in, numbers out, without state."""
 
 from __future__ import annotations
 
@@ -19,15 +19,23 @@ def mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return value ^ (value >> np.uint64(31))
 
 
-def key(*words: int) -> np.uint64:
-    """A hash of a few whole numbers, in their order."""
-    found = np.zeros(1, np.uint64)
+def mix_one(value: int) -> int:
+    """:func:`mix` of one number, modulo 2**64."""
+    value &= _MASK
+    value = (value ^ (value >> 30)) * int(_MIX_1) & _MASK
+    value = (value ^ (value >> 27)) * int(_MIX_2) & _MASK
+    return value ^ (value >> 31)
+
+
+def key(*words: int) -> int:
+    """A hash of a few whole numbers, in their order, below 2**64."""
+    hashed = 0
     for word in words:
-        found = mix(found + np.array([(word + int(GOLDEN)) & _MASK], np.uint64))
-    return found[0]
+        hashed = mix_one(hashed + word + int(GOLDEN))
+    return hashed
 
 
-def below(bound: int, start: np.uint64, counter: NDArray[Any], draws: int) -> NDArray[np.int64]:
+def below(bound: int, start: int, counter: NDArray[Any], draws: int) -> NDArray[np.int64]:
     """Uniform whole numbers below ``bound``, off by at most bound / 2**53.
 
     Args:
@@ -39,7 +47,7 @@ def below(bound: int, start: np.uint64, counter: NDArray[Any], draws: int) -> ND
     Returns:
         int64 ``[B, K]``; column k is the same whatever K is.
     """
-    stream = mix(start ^ (counter.astype(np.uint64) * GOLDEN))
+    stream = mix(np.uint64(start) ^ (counter.astype(np.uint64) * GOLDEN))
     step = np.arange(1, draws + 1, dtype=np.uint64) * GOLDEN
     unit = (mix(stream[:, None] + step) >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return np.minimum((unit * bound).astype(np.int64), max(bound - 1, 0))
