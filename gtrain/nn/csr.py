@@ -53,7 +53,7 @@ def mean_rows(bags: Csr, ids: Tensor, table: Callable[[Tensor], Tensor]) -> Tens
     some = select_rows(bags, ids.reshape(-1).to(bags.offsets.device)).to(ids.device)
     rows = table(some.ids.long())
     total = rows.new_zeros(some.num_rows, rows.size(1)).index_add(0, some.row_of_entry(), rows)
-    return (total / some.offsets.diff().clamp(min=1).unsqueeze(1).to(rows)).view(*ids.shape, -1)
+    return (total / some.offsets.diff().clamp(min=1).unsqueeze(1).to(rows)).view(*ids.shape, rows.size(1))
 
 
 def as_csr(x: Tensor | Csr | tuple[Tensor, Tensor | None, Tensor], num_columns: int | None = None) -> Csr:

@@ -159,7 +159,8 @@ class Shares:
     def _make(self, number: int, chunk: Tensor, place: tuple[int, int]) -> Batch:
         """A step's batch, the ``number``-th of this pass; ``place`` is its epoch, and its number there."""
         count, seeds = chunk.numel(), self._seeds
-        share, numbers = slice(self._rank * count // self._size, (self._rank + 1) * count // self._size), None
+        share: Tensor | slice = slice(self._rank * count // self._size, (self._rank + 1) * count // self._size)
+        numbers: Tensor | None = None
         if isinstance(seeds, EdgeSeeds) and self._deal is not None and self._size > 1:
             relation = seeds.extra["type"][chunk] if "type" in seeds.extra else torch.zeros_like(chunk)
             share, numbers = self._deal(relation, self._rank, self._size)
