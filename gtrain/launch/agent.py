@@ -16,13 +16,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gtrain.launch import cuda
+from gtrain.launch import cuda, interpreter, shipping
 from gtrain.launch.blame import died_without_a_cause, ending, error_of, first_cause
-from gtrain.launch.children import Child, Post
+from gtrain.launch.children import GRACE_SECONDS, Child, Post
 from gtrain.launch.job import Job, posts_of, start
 from gtrain.launch.roles import RolePlan, check_shape
 from gtrain.launch.slot import LOOPBACK
@@ -45,48 +45,76 @@ def run_local(
 ) -> Any:
     """Run ``task(*args)`` in ``num_nodes * devices`` processes of this machine and wait for all of them.
 
+    A process with one thread forks them, so that they share its memory. One with threads, as any notebook, or one that
+    uses CUDA has a clean interpreter started, which forks in its place: the function and its arguments are then copied
+    (by cloudpickle, so that those of notebooks, lambdas and closures work), with the settings of torch, random numbers,
+    warnings and logging. Other modules' state is that of a new import.
+
     Args:
         task: a function, or ``package.module:function``.
-        args: passed to every rank as they are (the ranks are forks: nothing is pickled).
+        args: passed to every rank.
         num_nodes: machines to simulate.
         devices: ranks on each of them.
         log_dir: each rank writes ``rank-<r>.log`` there, each server ``<role>-<r>.log``; rank 0 writes to the terminal
-            too.
+            or notebook too.
         roles: servers to start beside the ranks, and how often what died is started again.
         config: what servers find as ``context.config``.
         key_file: keys of the job; with them servers listen on TCP with CURVE, and not at sockets of this machine.
 
     Returns:
-        What rank 0 returned, where JSON can hold it.
+        What rank 0 returned, pickled; None, with a message, where it cannot be.
 
     Raises:
-        GtrainError: as a rank raised it, when the first failure is a user's mistake.
+        GtrainError: as a rank raised it, when the first failure is a user's mistake; or an argument cannot be copied.
         RankFailedError: names the process that failed first, how, and where its log is.
     """
     check_shape(num_nodes, devices, None)
+    settings = {
+        "num_nodes": num_nodes,
+        "devices": devices,
+        "log_dir": Path(log_dir).absolute(),
+        "roles": roles,
+        "config": config,
+        "key_file": key_file,
+    }
+    with shipping.result_file() as result:
+        reason = interpreter.obstacle()
+        if reason is None:
+            start_and_watch(task, args, settings, result)
+        else:
+            stop_seconds = max([GRACE_SECONDS, *(plan.stop_seconds for plan in roles)])
+            with _terminate_on_signals():
+                interpreter.run(task, args, settings, result, stop_seconds, reason)
+        return shipping.read_result(result)
+
+
+def start_and_watch(
+    task: str | Callable[..., Any], args: Sequence[Any], settings: Mapping[str, Any], result: int
+) -> None:
+    """Fork the processes of a job of this machine alone and wait for them.
+
+    Args:
+        task: of the ranks.
+        args: its arguments.
+        settings: of :class:`Job`.
+        result: a file for what rank 0 returns.
+    """
     with listen_tcp(LOOPBACK).socket as store:
-        port = store.getsockname()[1]
-        logs = Path(log_dir).absolute()
-        job = Job(num_nodes, devices, logs, port=port, store=store, roles=roles, config=config, key_file=key_file)
-        return run(job, lambda: posts_of(job, task, args))
+        job = Job(**settings, port=store.getsockname()[1], store=store, result=result)
+        run(job, lambda: posts_of(job, task, args))
 
 
-def run(job: Job, make_posts: Callable[[], Sequence[Post]]) -> Any:
+def run(job: Job, make_posts: Callable[[], Sequence[Post]]) -> None:
     """Run a job, or one machine's share of it, to its end.
 
     Args:
         job: its shape; without processes yet.
         make_posts: makes the posts to fill, and binds their sockets as ``job.listeners``.
 
-    Returns:
-        What rank 0 returned, if it is here and JSON can hold it.
-
     Raises:
         GtrainError, RankFailedError: see :func:`run_local`.
     """
     preload()
-    if cuda.in_use():
-        print(cuda.HIDDEN, cuda.HINT, sep="\n", file=sys.stderr)
     job.log_dir.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -107,7 +135,6 @@ def run(job: Job, make_posts: Callable[[], Sequence[Post]]) -> Any:
                 job.line.close()
     if failed and (child := first_cause(job.children)) is not None:
         raise error_of(child, job.size(child.slot.role), job.log_dir)
-    return next((child.result for child in job.lasting if child.slot.rank == 0), None)
 
 
 def preload() -> None:

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gtrain.launch import cuda
 from gtrain.launch import slot as slots
 from gtrain.launch.logs import capture, log_path
+from gtrain.launch.shipping import write_result
 from gtrain.launch.slot import JobContext, Slot
 from gtrain.launch.sockets import Listener
 
@@ -40,6 +40,7 @@ class Post:
         serves_store: whether the job's key-value store is in this process.
         has_end: whether its task comes to an end, for which the agent waits; a server's goes on until it is asked to.
         terminal: whether the process speaks to the terminal too.
+        result: a file for what its task returns, or None.
     """
 
     slot: Slot
@@ -51,6 +52,7 @@ class Post:
     serves_store: bool = False
     has_end: bool = False
     terminal: bool = False
+    result: int | None = None
 
 
 @dataclass
@@ -66,7 +68,6 @@ class Child:
     status: int | None = None  # exit code, or minus the signal; None while alive
     ended_ns: int = 0
     done: bool = False
-    result: Any = None
     failure: dict[str, Any] | None = None
     stopping: bool = False  # the agent has asked it to end
     may_be_lost: bool = False  # it has said that the job goes on without its machine
@@ -99,7 +100,7 @@ class Child:
 
     def _take(self, message: dict[str, Any]) -> None:
         if message["kind"] == "done":
-            self.done, self.result = True, message["result"]
+            self.done = True
         elif message["kind"] == "may be lost":
             self.may_be_lost = message["value"]
         else:
@@ -151,11 +152,9 @@ def fork(post: Post, context: Callable[[int], JobContext], to_close: Iterable[in
     """
     read_end, write_end = os.pipe()
     os.set_blocking(read_end, False)
-    agent, without_gpus = os.getpid(), cuda.in_use()
+    agent = os.getpid()
     pid = os.fork()
     if pid == 0:
-        if without_gpus:
-            cuda.hide()
         os.close(read_end)
         for descriptor in to_close:
             os.close(descriptor)
@@ -177,8 +176,10 @@ def _live(post: Post, make_context: Callable[[int], JobContext], write_end: int,
         context = make_context(write_end)
         capture(log_path(context.log_dir, post.slot.label), terminal=post.terminal, append=context.restarts > 0)
         slots.enter(context)
-        result = resolve(post.task)(*post.args)
-        slots.report("done", result=result if _is_json(result) else None)
+        value = resolve(post.task)(*post.args)
+        if post.result is not None and value is not None:
+            write_result(post.result, value)
+        slots.report("done")
         code = 0
     except SystemExit as exit_request:
         code = exit_request.code if isinstance(exit_request.code, int) else 1
@@ -215,11 +216,3 @@ def resolve(task: str | Callable[..., Any]) -> Callable[..., Any]:
     module, _, name = task.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return function
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True

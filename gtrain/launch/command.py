@@ -23,6 +23,7 @@ from gtrain.launch.job import Job, posts_of
 from gtrain.launch.logs import capture, log_path
 from gtrain.launch.meeting import Meeting
 from gtrain.launch.roles import RolePlan, check_shape, counts_of
+from gtrain.launch.shipping import read_result, result_file
 from gtrain.launch.slot import Roster, set_roster
 
 TASK = "gtrain.task:run"
@@ -98,7 +99,9 @@ def _by_hand(cfg: DictConfig, choices: dict[str, str]) -> Any:
 
 def _run_at(job: Job, place: meeting.Place, cfg: DictConfig, choices: dict[str, str]) -> Any:
     job.host, job.port, job.route, job.store = place.host, place.port, place.route, place.socket
-    return run(job, lambda: posts_of(job, TASK_BY_HAND, (cfg, choices)))
+    with result_file() as job.result:
+        run(job, lambda: posts_of(job, TASK_BY_HAND, (cfg, choices)))
+        return read_result(job.result)
 
 
 # ---------------------------------------------------------------------------------------------------- by others

@@ -11,10 +11,6 @@ import os
 import sys
 
 _DRIVER = "libcuda.so.1"
-HIDDEN = "gtrain: this process began to use CUDA before its ranks were forked from it, so they see no GPU."
-HINT = (
-    "HINT: import gtrain before torch_geometric, whose import begins it, and touch no GPU before the ranks are there."
-)
 
 
 def import_torch_geometric() -> None:
@@ -41,8 +37,3 @@ def in_use() -> bool:
     except OSError:  # not loaded
         return False
     return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0)
-
-
-def hide() -> None:
-    """Let this process see no GPU: what asks for one is told that there is none, and what asks for none trains."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -36,6 +36,7 @@ class Job:
         key_file: the keys of the job.
         leash: a descriptor that can be read once the job is over: of an agent that has servers alone.
         line: a connection to the job's key-value store, which ends with the job.
+        result: a file for what rank 0 returns, or None.
         listeners: the servers' sockets.
         children: the processes, one a post.
         roster: what the processes know of the servers.
@@ -54,6 +55,7 @@ class Job:
     key_file: str | None = None
     leash: int | None = None
     line: socket.socket | None = None
+    result: int | None = None
     listeners: list[Listener] = field(default_factory=list)
     children: list[Child] = field(default_factory=list)
     roster: Roster = field(default_factory=Roster)
@@ -76,8 +78,9 @@ def posts_of(job: Job, task: str | Callable[..., Any], args: Sequence[Any]) -> l
         posts.append(Post(Slot(STORE, 0, job.machine or 0, 0), STORE_SERVER, serves_store=True))
     for slot in role_plans.worker_slots(job.num_nodes, job.devices, job.machine):
         serves = slot.rank == 0 and not restarts and job.store is not None
-        terminal = slot.rank == 0
-        posts.append(Post(slot, task, args, restarts, serves_store=serves, has_end=True, terminal=terminal))
+        first = slot.rank == 0
+        result = job.result if first else None
+        posts.append(Post(slot, task, args, restarts, serves_store=serves, has_end=True, terminal=first, result=result))
     return posts
 
 

@@ -15,6 +15,7 @@ import forked
 import pytest
 from helpers import alive, until
 
+THREADED = Path(__file__).parent.parent / "assets" / "threaded_program.py"
 PROGRAM = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -49,9 +50,9 @@ def run(folder: Path, body: str, timeout: float = 60) -> subprocess.CompletedPro
     return forked.python(str(write(folder, body)), cwd=folder, timeout=timeout)
 
 
-def pids(folder: Path) -> list[int]:
-    """The four ranks' processes, once all have started."""
-    files = [folder / f"pid-{rank}" for rank in range(4)]
+def pids(folder: Path, ranks: int = 4) -> list[int]:
+    """The ranks' processes, once all have started."""
+    files = [folder / f"pid-{rank}" for rank in range(ranks)]
     until(lambda: all(f.exists() and f.read_text() for f in files), 60, folder)
     return [int(f.read_text()) for f in files]
 
@@ -154,6 +155,47 @@ if rank == 0:
     assert re.search(r"rank 0 .* ValueError: enough", done.stdout)
     assert time.monotonic() - started < 40
     until(lambda: not alive(int((tmp_path / "grandchild").read_text())), 5, tmp_path)
+
+
+def test_ranks_of_a_program_with_threads_find_what_forks_would(tmp_path: Path) -> None:
+    """A fork of it would wait without end for threads of OpenMP's that it does not have."""
+    done = forked.python(str(THREADED), "everything", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    checks = json.loads(done.stdout.split("CHECKS ")[1])
+    assert len(checks) == 8 and all(checks.values()), checks
+    assert "logged by rank 0" in done.stdout and "logged by rank 1" in (tmp_path / "logs" / "rank-1.log").read_text()
+    assert "told to be silent" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_program_with_threads_gets_its_ranks_errors(tmp_path: Path) -> None:
+    said = forked.python(str(THREADED), "errors", cwd=tmp_path).stdout
+    assert "RAISED RankFailedError rank " in said and "failed with Mistake: own type" in said
+    assert "cannot copy the variable lock (lock) to the ranks: TypeError" in said
+    assert "because it has " in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.slow
+def test_no_rank_outlives_a_program_with_threads(tmp_path: Path, number: signal.Signals) -> None:
+    job = forked.Program(str(THREADED), "wait", cwd=tmp_path)
+    ranks = pids(tmp_path, 2)
+    agent = int(Path(f"/proc/{ranks[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    assert agent != job.pid
+    os.kill(job.pid, number)
+    done = job.end(20)
+    until(lambda: not any(map(alive, [agent, *ranks])), 5, tmp_path)
+    assert done.returncode == {signal.SIGKILL: -9, signal.SIGINT: 1, signal.SIGTERM: 143}[number]
+
+
+def test_importing_gtrain_starts_no_process_and_no_thread(tmp_path: Path) -> None:
+    code = (
+        "import os, threading, gtrain\n"
+        "gtrain.run_local\n"
+        "print(threading.active_count(), open(f'/proc/self/task/{os.getpid()}/children').read().split())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.stdout == "1 []\n", done.stderr
 
 
 def test_what_the_agent_imports_starts_no_thread_pool_and_ranks_share_what_numba_loads(tmp_path: Path) -> None:

@@ -1,0 +1,282 @@
+"""A clean interpreter: the agent of a process that must not fork.
+
+A fork copies one thread. Pools of others (OpenMP's after torch's first large product, a notebook's, numba's) are then
+waited for in the child without end, and a process that uses CUDA leaves its children without. Such a process starts an
+interpreter that has neither. It imports what ranks start with, forks them and ends with them; the function and its
+arguments travel by value (:mod:`gtrain.launch.shipping`). Imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import ctypes
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from gtrain.errors import ConfigError, GtrainError, RankFailedError
+from gtrain.launch import cuda, shipping
+from gtrain.launch.children import GRACE_SECONDS, die_with_parent
+
+_START = """
+import json, sys
+given = json.loads(sys.stdin.buffer.readline())
+sys.path[:], sys.argv[:] = given["path"], given["argv"]
+from gtrain.launch.interpreter import serve
+serve(given)
+"""
+_TIDY = "jemalloc_bg_thd"  # Arrow's allocator ends this thread before a fork and starts it again after it
+_ERRORS: dict[str, type[GtrainError]] = {cls.__name__: cls for cls in (ConfigError, GtrainError, RankFailedError)}
+
+
+# ---------------------------------------------------------------------------------------------------- when
+
+
+def obstacle() -> str | None:
+    """Why this process must not fork ranks, as a clause; None where it may."""
+    if cuda.in_use():
+        return "it uses CUDA"
+    if threading.active_count() > 1:
+        return f"it has {threading.active_count()} Python threads"
+    pool = sys.modules.get("numba.np.ufunc.parallel")
+    if pool is not None and getattr(pool, "_is_initialized", False):
+        return "numba has started its threads"
+    if _threads() > 1:
+        _end_openblas()
+    deadline = time.monotonic() + 0.1  # the kernel lists a thread for a moment after it was joined
+    while (count := _threads()) > 1 and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return f"it has {count} threads" if count > 1 else None
+
+
+def _threads() -> int:
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has just ended
+            names.append((task / "comm").read_text().strip())
+    return sum(name != _TIDY for name in names)
+
+
+def _end_openblas() -> None:
+    """End the threads that numpy's and scipy's OpenBLAS start when they are loaded.
+
+    OpenBLAS does the same before any fork, and starts them again when it next needs them. Without them it can be seen
+    which others there are. No other Python thread runs, so none is inside OpenBLAS.
+    """
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    paths = {line.split(maxsplit=5)[5] for line in maps if line.count("/") and "openblas" in line.rpartition("/")[2]}
+    for path in paths:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW).blas_thread_shutdown_()
+
+
+# ---------------------------------------------------------------------------------------------------- the parent
+
+
+def run(
+    task: str | Callable[..., Any],
+    args: Sequence[Any],
+    settings: dict[str, Any],
+    result: int,
+    stop_seconds: float,
+    reason: str,
+) -> None:
+    """Run a job by a clean interpreter.
+
+    Args:
+        task: as for :func:`gtrain.launch.agent.run_local`.
+        args: its arguments.
+        settings: the other arguments of ``run_local``.
+        result: a file for what rank 0 returns.
+        stop_seconds: how long the slowest process may take to end.
+        reason: why this process does not fork the ranks, a clause.
+
+    Raises:
+        GtrainError: as ``run_local`` raises it, or: something cannot be pickled.
+    """
+    files = [os.memfd_create("gtrain-task"), result, os.memfd_create("gtrain-end")]
+    try:
+        with _Interpreter(files, stop_seconds) as interpreter:
+            shipping.send_task(files[0], settings, task, args, reason)
+            interpreter.go()
+            status = interpreter.wait()
+        with open(f"/proc/self/fd/{files[2]}") as end:
+            text = end.read()
+        _raise(json.loads(text) if text else None, status)
+    finally:
+        os.close(files[0])
+        os.close(files[2])
+
+
+def _raise(end: dict[str, Any] | None, status: int) -> None:
+    """Raise what ended the job, if it was not its task."""
+    if end is None:
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+        raise RankFailedError(
+            f"the process that starts the ranks {how}.",
+            hint="what it said is above; the kernel kills with SIGKILL when memory runs out.",
+        )
+    if end["type"] == "RankFailedError":
+        raise RankFailedError(end["message"], hint=end["hint"], exit_code=end["exit_code"])
+    if end["type"] is not None:
+        raise _ERRORS.get(end["type"], GtrainError)(end["message"], hint=end["hint"])
+
+
+class _Interpreter:
+    """The parent's end: the process, its standard input, and its output where that is not this process's own."""
+
+    def __init__(self, files: Sequence[int], stop_seconds: float) -> None:
+        self._stop_seconds = stop_seconds
+        sys.stdout.flush()
+        sys.stderr.flush()
+        out, err = (_is_ours(stream, number) for stream, number in ((sys.stdout, 1), (sys.stderr, 2)))
+        self._process = subprocess.Popen(
+            [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", _START],  # type: ignore[attr-defined]
+            stdin=subprocess.PIPE,
+            stdout=None if out else subprocess.PIPE,
+            stderr=None if err else subprocess.PIPE,
+            pass_fds=files,
+            process_group=0,  # Ctrl-C reaches this process alone, which ends the others in order
+        )
+        given = {"path": sys.path, "argv": sys.argv, "files": list(files), "parent": os.getpid(), "here": [out, err]}
+        self._say(given)
+        self._selector = selectors.DefaultSelector()
+        for pipe, name in ((self._process.stdout, "stdout"), (self._process.stderr, "stderr")):
+            if pipe is not None:
+                os.set_blocking(pipe.fileno(), False)
+                decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+                self._selector.register(pipe, selectors.EVENT_READ, (name, decoder))
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._selector.register(self._pidfd, selectors.EVENT_READ)
+
+    def __enter__(self) -> _Interpreter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the interpreter and its ranks in order, if they run; whatever happens meanwhile, leave none."""
+        try:
+            if self._process.poll() is None:
+                self._process.send_signal(signal.SIGINT)
+                self.wait(self._stop_seconds + 2 * GRACE_SECONDS)
+        finally:
+            self._process.kill()  # the kernel kills its ranks with it; nothing if it has ended
+            self._process.wait()
+            os.close(self._pidfd)
+            self._selector.close()
+            for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+                with contextlib.suppress(OSError):
+                    if pipe is not None:
+                        pipe.close()
+
+    def go(self) -> None:
+        """Say that the task is written."""
+        self._say({})
+
+    def wait(self, seconds: float | None = None) -> int:
+        """Show what the processes say until the interpreter has ended; returns its exit status."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while self._process.poll() is None:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            self._show(left)
+        self._show(0)
+        return self._process.returncode or 0
+
+    def _say(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which is seen by who waits
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _show(self, seconds: float | None) -> None:
+        for key, _ in self._selector.select(seconds):
+            if key.data is None:
+                continue
+            name, decoder = key.data
+            while True:
+                try:
+                    data = os.read(key.fd, 1 << 16)
+                except BlockingIOError:
+                    break
+                if not data:
+                    self._selector.unregister(key.fileobj)
+                    break
+                getattr(sys, name).write(decoder.decode(data))
+            getattr(sys, name).flush()
+
+
+def _is_ours(stream: Any, number: int) -> bool:
+    """Whether a stream writes to the descriptor that children inherit: a notebook's does not, nor a redirected one."""
+    try:
+        return stream in (sys.__stdout__, sys.__stderr__) and stream.fileno() == number
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+# ---------------------------------------------------------------------------------------------------- the interpreter
+
+
+def serve(given: dict[str, Any]) -> NoReturn:
+    """Be the agent of another process's job; never returns."""
+    die_with_parent(given["parent"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for stream, inherited in zip((sys.stdout, sys.stderr), given["here"], strict=True):
+        if not inherited:
+            stream.reconfigure(encoding="utf-8", errors="replace", line_buffering=True)  # type: ignore[union-attr]
+    code = 1
+    try:
+        _serve(given["files"], sys.stdin.buffer)
+        code = 0
+    except (KeyboardInterrupt, SystemExit):
+        code = 130
+    except BaseException:  # noqa: BLE001 - a defect: its traceback is all that there is to say
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)  # past taking apart all that was imported
+
+
+def _serve(files: Sequence[int], orders: BinaryIO) -> None:
+    from gtrain.kernel_cache import find_cache
+    from gtrain.launch import agent
+
+    agent.preload()  # while the parent pickles
+    find_cache()  # before a rank imports a kernel
+    if not orders.readline():
+        return
+    task, result, end = files
+    settings, offset = shipping.receive_settings(task)
+    raised: GtrainError | None = None
+    try:
+        agent.start_and_watch(run_sent, (task, offset), settings, result)
+    except GtrainError as error:
+        raised = error
+    message = {
+        "type": type(raised).__name__ if raised is not None else None,
+        "message": raised.message if raised is not None else "",
+        "hint": raised.hint if raised is not None else None,
+        "exit_code": getattr(raised, "exit_code", 1),
+    }
+    with open(f"/proc/self/fd/{end}", "w") as file_of_end:
+        json.dump(message, file_of_end)
+
+
+def run_sent(descriptor: int, offset: int) -> Any:
+    """The task of a rank: the one that the parent sent."""
+    from gtrain.launch.children import resolve
+
+    task, args = shipping.receive_task(descriptor, offset)
+    return resolve(task)(*args)
