@@ -7,10 +7,12 @@ imported in the ranks, and only for the backend that was chosen.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any
 
 from omegaconf import DictConfig
@@ -104,10 +106,51 @@ class Backend:
         return tuple(plan for plan in plans if plan.name == WORKER or plan.count)
 
 
+class Installed(dict[str, EntryPoint]):
+    """Entry points by the name that ``strategy=`` takes, in alphabetical order.
+
+    Attributes:
+        outdated: folders with metadata of a distribution that is installed with other entry points.
+    """
+
+    outdated: list[str]
+
+
 @cache
-def installed() -> dict[str, EntryPoint]:
-    """Entry points by the name that ``strategy=`` takes, in alphabetical order."""
-    return {point.name: point for point in sorted(entry_points(group=GROUP), key=lambda point: point.name)}
+def installed() -> Installed:
+    """Find the entry points.
+
+    A folder of the path may hold metadata of a distribution that is installed elsewhere, such as a ``gtrain.egg-info``
+    that an older build has left in the current folder. ``importlib.metadata`` would read the first alone. Here what was
+    installed (it has a RECORD) comes before what lies in a source tree, and others add only what can be imported.
+    """
+    copies: dict[str, list[Distribution]] = {}
+    for distribution in distributions():
+        if distribution.entry_points.select(group=GROUP):
+            name = re.sub("[-_.]+", "-", distribution.metadata["Name"].lower())
+            copies.setdefault(name, []).append(distribution)
+    points: list[EntryPoint] = []
+    outdated = []
+    for found in copies.values():
+        current, *others = sorted(found, key=lambda distribution: distribution.read_text("RECORD") is None)
+        named = {point.name: point for point in current.entry_points.select(group=GROUP)}
+        values = {point.name: point.value for point in named.values()}
+        for other in others:
+            theirs = {point.name: point for point in other.entry_points.select(group=GROUP)}
+            if {point.name: point.value for point in theirs.values()} != values:
+                outdated.append(str(other.locate_file("")))
+            named = {name: point for name, point in theirs.items() if _can_be_found(point)} | named
+        points += named.values()
+    result = Installed((point.name, point) for point in sorted(points, key=lambda point: point.name))
+    result.outdated = outdated
+    return result
+
+
+def _can_be_found(point: EntryPoint) -> bool:
+    try:
+        return importlib.util.find_spec(point.module.partition(".")[0]) is not None
+    except ValueError:  # a module that somebody has put together
+        return True
 
 
 def get(name: str) -> Backend:

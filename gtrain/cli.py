@@ -49,6 +49,9 @@ def main() -> None:
 
             sys.exit(report.main([argument for argument in arguments if argument != "verb=doctor"]))
         _prepare_hydra()
+        for folder in backends.installed().outdated:
+            said = "gtrain: the .egg-info or .dist-info of an older build, with other strategies, is in"
+            print(f"{said} {folder}\nHINT: delete it; the installed package's strategies are used.", file=sys.stderr)
         with _rank_arguments(arguments) as rank_arguments:
             sys.argv[1:] = rank_arguments
             _hydra_main()

@@ -36,6 +36,10 @@ def judge(facts: dict[str, Any], ranks: int, strategy: str | None) -> list[Findi
         strategy: the one that must work; None: any of them.
     """
     found = [*_packages(facts["packages"]), *_imports(facts["imports"]), *_strategies(facts["strategies"], strategy)]
+    found += [
+        Finding(f"{folder} has an .egg-info or .dist-info of an older build, with other strategies.", "delete it.")
+        for folder in facts["outdated"]
+    ]
     found += [*_places(facts), *_memory(facts["memory"], ranks), *_threads(facts, ranks), *_rest(facts)]
     return sorted(found, key=lambda finding: not finding.essential)
 

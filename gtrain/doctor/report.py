@@ -80,6 +80,7 @@ def collect() -> dict[str, Any]:
         "gpus": gpus.get("value"),
         "kernels": kernels.get("value"),
         "strategies": {name: _strategy(name, point.value, steps) for name, point in backends.installed().items()},
+        "outdated": backends.installed().outdated,
     }
 
 

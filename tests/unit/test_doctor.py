@@ -48,6 +48,7 @@ def healthy() -> dict[str, Any]:
                 "servers": [],
             }
         },
+        "outdated": [],
     }
 
 
@@ -83,6 +84,7 @@ def test_nothing_is_wrong() -> None:
         (put("packages/dependencies/torch/ok", False), False, "torch 2.13.0 is installed; gtrain needs ~=2.13.0"),
         (put("imports/torch", "ImportError: libgomp"), True, "import torch fails: ImportError: libgomp"),
         (put("strategies", {}), True, "no strategy is installed"),
+        (put("outdated", ["/here"]), False, "/here has an .egg-info or .dist-info of an older build"),
         (put("strategies/single/error", "no module x"), True, "strategy=single cannot be used: no module x"),
         (
             put("strategies/far", {"from": "far:b", "error": "ImportError: far"}),
