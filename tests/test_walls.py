@@ -28,11 +28,13 @@ LIGHT = (
     "gtrain.launch.cluster",
     "gtrain.launch.command",
     "gtrain.launch.cuda",
+    "gtrain.launch.interpreter",
     "gtrain.launch.job",
     "gtrain.launch.keeper",
     "gtrain.launch.logs",
     "gtrain.launch.meeting",
     "gtrain.launch.roles",
+    "gtrain.launch.shipping",
     "gtrain.launch.slot",
     "gtrain.launch.sockets",
     "gtrain.messages",
@@ -42,6 +44,8 @@ LIGHT_PACKAGES = ("gtrain.data", "gtrain.launch")  # their __init__ imports noth
 LATE = {
     "gtrain.cli": {"gtrain.doctor.report"},
     "gtrain.launch.cuda": {"torch"},
+    "gtrain.launch.interpreter": {"gtrain.kernel_cache"},
+    "gtrain.launch.shipping": {"cloudpickle", "numpy", "torch"},
     "gtrain.launch.command": {"gtrain.task", "gtrain.launch.environment", "gtrain.strategy.by_hand", "gtrain.wire"},
 }
 """Imported inside a function: where the process is a rank already, or becomes no launcher."""

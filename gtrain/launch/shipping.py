@@ -93,15 +93,19 @@ def send_task(
             self._seen: set[str] = set()
 
         def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, (type, types.FunctionType)):
+            name = None
+            if isinstance(obj, types.ModuleType):
+                name = obj.__name__
+            elif isinstance(obj, (type, types.FunctionType)):
                 name = getattr(obj, "__module__", None)
                 if name == "__main__":
                     self.of_main.append(obj)
-                elif isinstance(name, str) and name not in self._seen:
-                    self._seen.add(name)
-                    if name in sys.modules and not _is_found(sys.modules[name], name):
-                        self.by_value.append(sys.modules[name])
-                        cloudpickle.register_pickle_by_value(sys.modules[name])
+            if isinstance(name, str) and name not in self._seen:
+                self._seen.add(name)
+                module = sys.modules.get(name)
+                if module is not None and name != "__main__" and not _is_found(module, name):
+                    self.by_value.append(module)
+                    cloudpickle.register_pickle_by_value(module)
             return super().reducer_override(obj)
 
     main = sys.modules["__main__"]

@@ -185,7 +185,7 @@ def test_no_rank_outlives_a_program_with_threads(tmp_path: Path, number: signal.
     os.kill(job.pid, number)
     done = job.end(20)
     until(lambda: not any(map(alive, [agent, *ranks])), 5, tmp_path)
-    assert done.returncode == {signal.SIGKILL: -9, signal.SIGINT: 1, signal.SIGTERM: 143}[number]
+    assert done.returncode == {signal.SIGKILL: -9, signal.SIGINT: -2, signal.SIGTERM: 143}[number]
 
 
 def test_importing_gtrain_starts_no_process_and_no_thread(tmp_path: Path) -> None:
