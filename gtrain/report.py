@@ -46,6 +46,7 @@ def summary(
     metrics: dict[str, float],
     ranks: list[dict[str, Any]],
     fit_seconds: float,
+    resolved: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The machine-readable result; its keys are a contract (``docs/summary.schema.json``)."""
     training = sum(recorder.epoch_seconds)
@@ -63,6 +64,7 @@ def summary(
         "fit_seconds": fit_seconds,
         "epoch_seconds": recorder.epoch_seconds,
         "throughput": {"value": rate, "unit": unit},
+        "resolved": resolved or {},
         "metrics": {name: _number(value) for name, value in metrics.items()},
         "history": [{name: _number(value) for name, value in epoch.items()} for epoch in recorder.history],
         "ranks": ranks,
@@ -98,6 +100,8 @@ def print_summary(content: dict[str, Any], run_dir: Path) -> None:
     result.add_column("", justify="right")
     for name, value in content["metrics"].items():
         result.add_row(name, "-" if value is None else f"{value:.4f}")
+    for name, value in content["resolved"].items():
+        result.add_row(name, str(value))
     if content["epochs"]:
         result.add_row("epochs", str(content["epochs"]))
         result.add_row("seconds", f"{content['fit_seconds']:.1f}")

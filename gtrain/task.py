@@ -126,7 +126,8 @@ class _Task:
         ranks = [figures for figures, _ in everyone]
         ranks += servers.ranks(theirs, [traffic for _, traffic in everyone]) if servers else []
         if strategy.is_global_zero:
-            content = report.summary(config, self.choices, data, recorder, metrics, ranks, fit_seconds)
+            resolved = strategy.resolved_settings()
+            content = report.summary(config, self.choices, data, recorder, metrics, ranks, fit_seconds, resolved)
             report.write(run_dir / "summary.json", content)
             report.print_summary(content, run_dir)
         return _objective(trainer)

@@ -105,6 +105,10 @@ class GraphStrategy(GroupCollectives):
     def uninstall(self, module: Module) -> None:
         """Leave ``module`` as :meth:`install` found it."""
 
+    def resolved_settings(self) -> dict[str, Any]:
+        """Settings that may be ``auto``, by their full name, with the value that the run used; for ``summary.json``."""
+        return {}
+
     def check_module(self, module: Module) -> None:
         """Refuse a module that this backend would not train exactly.
 

@@ -10,7 +10,7 @@ from gtrain.config import StrategyConfig
 from gtrain.errors import ConfigError
 
 ORDERS = ("random", "affinity", "inside_out", "outside_in", "beta", "sequential")
-MATMULS = ("float32", "bfloat16", "int8")
+MATMULS = ("auto", "float32", "bfloat16", "int8")
 LOSSES = ("continue", "stop")
 EACH = -1
 """``partition_servers``: one on each machine."""
@@ -28,8 +28,9 @@ class PBGConfig(StrategyConfig):
         num_edge_chunks: pieces of each bucket; an epoch goes through all first ones, then through all second ones.
         eval_fraction: share of each bucket's edges, the same in every epoch, that is held back and scored.
         shuffle: whether the edges of a bucket come in another order each epoch.
-        matmul: type of products of matrices; sums are in float32, and so are tables. ``int8``: in chunks too
-            large for the caches, of integers; others are ``bfloat16``.
+        matmul: number format of matrix products; sums and tables are in float32. ``int8``: integers in chunks too
+            large for the caches, ``bfloat16`` in others. ``auto``: the fastest that the CPUs of all ranks have
+            instructions for and that trains the model as accurately as float32; see :mod:`gtrain_pbg.step.arithmetic`.
         warm_start: a checkpoint of another run, or its folder, whose vectors and relations this one begins with.
         partition_servers: servers that keep partitions between their trainings, on several machines: -1: one on each,
             0: none, they are in a folder that all machines share.
@@ -50,7 +51,7 @@ class PBGConfig(StrategyConfig):
     num_edge_chunks: int = 1
     eval_fraction: float = 0.0
     shuffle: bool = True
-    matmul: str = "float32"
+    matmul: str = "auto"
     warm_start: str | None = None
     partition_servers: int = EACH
     partition_path: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -37,12 +38,15 @@ from gtrain_pbg.machines.typed import SpreadTypes
 from gtrain_pbg.memory import fill_relations, in_memory_of_all, load_states, relations_layout, save_states
 from gtrain_pbg.optimizers import StepRules
 from gtrain_pbg.spans import Cut, Span, Spans, Trainee, buckets_of
+from gtrain_pbg.step.arithmetic import FORMATS, choose, fastest_of_cpu
 from gtrain_pbg.step.relations import state_width
 from gtrain_pbg.swaps import Visit
 from gtrain_pbg.tables import Partitions
 from gtrain_pbg.training import BucketTraining
 from gtrain_pbg.typed import TypedTables, cuts_of
-from gtrain_pbg.warm_start import check_numbering, describe, relations_of, warm_start
+from gtrain_pbg.warm_start import check_numbering, describe, matmul_of, relations_of, warm_start
+
+log = logging.getLogger("gtrain")
 
 
 class PBGStrategy(GraphStrategy):
@@ -76,7 +80,7 @@ class PBGStrategy(GraphStrategy):
         num_edge_chunks: int = 1,
         eval_fraction: float = 0.0,
         shuffle: bool = True,
-        matmul: str = "float32",
+        matmul: str = "auto",
         warm_start: str | None = None,
         partition_servers: int = -1,
         partition_path: str | None = None,
@@ -117,6 +121,7 @@ class PBGStrategy(GraphStrategy):
         self._machine = self.group
         self._machines: Machines | None = None
         self._trainee: Trainee | MachineTrainee | None = None
+        self._training: BucketTraining | None = None
         self._now: Reached | None = None  # while a checkpoint is written within an epoch
         self._reached = Reached(0, 0)
 
@@ -192,7 +197,8 @@ class PBGStrategy(GraphStrategy):
         table, shared, settings, trainer = self._table, self._shared, self.settings, self._trainer
         assert table is not None and shared is not None and trainer is not None
         rules = StepRules(self.optimizers, recipe)
-        training = BucketTraining(self.lightning_module, recipe, rules, shared, table, settings.matmul)
+        matmul = settings.matmul if settings.matmul != "auto" else self._choose_matmul(recipe, table.dtype)
+        self._training = training = BucketTraining(self.lightning_module, recipe, rules, shared, table, matmul)
         held_out = settings.eval_fraction > 0
         if self._machines is None:
             return Trainee(table, self.group, training, held_out)
@@ -214,6 +220,17 @@ class PBGStrategy(GraphStrategy):
             fresh,
             settings.checkpoint_chunks,
         )
+
+    def _choose_matmul(self, recipe: ModelRecipe, dtype: torch.dtype) -> str:
+        """What ``strategy.matmul=auto`` stands for, the same on all ranks, whose CPUs may differ."""
+        cpus = self.group.all_gather_object(fastest_of_cpu())
+        chosen = choose(recipe, dtype, cpus)
+        if self.is_global_zero:
+            log.info("strategy.matmul=auto: matrix products in %s", chosen)
+        return chosen
+
+    def resolved_settings(self) -> dict[str, Any]:
+        return {} if self._training is None else {"strategy.matmul": self._training.matmul}
 
     def _make_table(self, recipe: ModelRecipe, rules: StepRules | None) -> TypedTables:
         """Memory for the tables and for relations, with what optimizers keep of them; the machine's leader makes it."""
@@ -352,13 +369,34 @@ class PBGStrategy(GraphStrategy):
                 self._now.write(folder)
             assert self._recipe is not None and self._store is not None and self.lightning_module is not None
             save_states(folder, self._shared, self._recipe)
-            describe(folder, self._store, self._table, relations_of(self.lightning_module, self._recipe))
+            matmul = None if self._training is None else self._training.matmul
+            describe(folder, self._store, self._table, relations_of(self.lightning_module, self._recipe), matmul)
+
+    def _keep_matmul(self, folder: Path, training: BucketTraining) -> None:
+        """Continue with the number format of the checkpoint where ``strategy.matmul=auto``, whatever this CPU is."""
+        recorded, warns = matmul_of(folder), self.is_global_zero
+        if recorded == training.matmul or "float64" in (recorded, training.matmul):
+            return
+        if self.settings.matmul != "auto":
+            text = "%s was trained with strategy.matmul=%s; the run continues with strategy.matmul=%s, as set."
+            if warns:
+                log.warning(text, folder, recorded, training.matmul)
+            return
+        training.use(recorded)
+        fastest = fastest_of_cpu()
+        if warns and FORMATS.index(recorded) > FORMATS.index(fastest):
+            text = "%s was trained with strategy.matmul=%s, and the run continues with it. This CPU has no fast "
+            text += "instructions for it. HINT: strategy.matmul=%s is faster here, and rounds differently."
+            log.warning(text, folder, recorded, fastest)
 
     def load_shard_files(self, folder: Path) -> None:
         assert self._table is not None and self._shared is not None and self._store is not None
         self.group.barrier()
         self._table.load(folder)
         check_numbering(folder, self._store)
+        fitting = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._training is not None:
+            self._keep_matmul(folder, self._training)
         self._reached = Reached.read(folder) or self._reached
         if self._leads:
             load_states(folder, self._shared)

@@ -33,7 +33,10 @@ class BucketTraining:
         rules: of its optimizers.
         shared: relation parameters, and what their optimizer keeps, by name.
         tables: of all entity types.
-        matmul: as ``strategy.matmul``.
+        matmul: number format of matrix products, one of :data:`~gtrain_pbg.step.arithmetic.FORMATS`.
+
+    Attributes:
+        matmul: the same, or float64 where the tables are.
     """
 
     def __init__(
@@ -47,14 +50,20 @@ class BucketTraining:
     ) -> None:
         self._module, self._recipe, self._rules, self._tables = module, recipe, rules, tables
         weights = {name: Weights(shared[name], shared[f"{name}.state"]) for name in recipe.parameters}
-        self._groups = Groups(recipe)
-        self._steps: list[TrainingStep] = []
-        for number, group in enumerate(recipe.groups):
-            own = {name: weights[common] for name, common in recipe.names_of(number).items()}
-            work = self._steps[0].work if self._steps else None
-            self._steps.append(TrainingStep(group, own, tables.dtype, matmul, work))
+        self._groups, self._weights = Groups(recipe), weights
+        self.use(matmul)
         self._drawn: dict[str, Tensor] = {}
         self._held = torch.zeros(3, dtype=torch.float64)  # reciprocal ranks before, after, and how many
+
+    def use(self, matmul: str) -> None:
+        """Compute the following batches with products in this number format; those of float64 stay in float64."""
+        double = self._tables.dtype == torch.float64
+        self.matmul = "float64" if double else matmul
+        self._steps: list[TrainingStep] = []
+        for number, group in enumerate(self._recipe.groups):
+            own = {name: self._weights[common] for name, common in self._recipe.names_of(number).items()}
+            work = self._steps[0].work if self._steps else None
+            self._steps.append(TrainingStep(group, own, self._tables.dtype, matmul, work))
 
     def train(self, batches: list[EdgeList], visit: Visit) -> tuple[float, float]:
         """Train on batches of a bucket; return the weighted sum of the losses, and of the weights.

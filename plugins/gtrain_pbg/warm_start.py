@@ -37,14 +37,17 @@ def relations_of(module: nn.Module, recipe: ModelRecipe) -> dict[str, tuple[int,
     return {name: ids[id(parameter)] for name, parameter in module.named_parameters() if id(parameter) in ids}
 
 
-def describe(folder: Path, store: Store, tables: TypedTables, relations: dict[str, tuple[int, ...]]) -> None:
-    """Write into a checkpoint what :func:`warm_start` must know of it.
+def describe(
+    folder: Path, store: Store, tables: TypedTables, relations: dict[str, tuple[int, ...]], matmul: str | None
+) -> None:
+    """Write into a checkpoint what :func:`warm_start` and a resumed run must know of it.
 
     Args:
         folder: the checkpoint.
         store: the graph.
         tables: by type.
         relations: see :func:`relations_of`.
+        matmul: number format of the matrix products that trained it; None: nothing was trained.
     """
     types = {
         cut.spec.name: {
@@ -56,8 +59,14 @@ def describe(folder: Path, store: Store, tables: TypedTables, relations: dict[st
         for cut in tables.cuts
     }
     content = {"format": FORMAT, "store": str(store.path.absolute()), "types": types, "relations": relations}
-    content["numbering"] = _numbering(store)
+    content |= {"numbering": _numbering(store), "matmul": matmul}
     (folder / DESCRIPTION).write_text(json.dumps(content, indent=1))
+
+
+def matmul_of(folder: Path) -> str:
+    """Number format of the matrix products that trained a checkpoint; an earlier gtrain wrote none: its default."""
+    said: dict[str, Any] = json.loads((folder / DESCRIPTION).read_text())
+    return str(said.get("matmul") or "float32")
 
 
 def check_numbering(folder: Path, store: Store) -> None:

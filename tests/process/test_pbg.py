@@ -14,6 +14,8 @@ import pytest
 from forked import Program, gtrain
 from helpers import descendants, ok, show, summary, until
 
+from gtrain_pbg.step.arithmetic import fastest_of_cpu
+
 SMALL = ["data=planted_kg", "model=kg", "data.num_entities=120", "data.num_positions=24", "data.num_triples=2400",
          "data.num_relations=4", "model.dimension=16", "model.init_scale=0.1", "data.batch_size=200"]  # fmt: skip
 QUIET = ["logger=none", "trainer.enable_progress_bar=false"]
@@ -108,7 +110,7 @@ def test_workers_on_disk_learn_go_on_and_export(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(tmp_path: Path) -> None:
     """One worker: losses of every epoch, to the last digit."""
-    partitions = ["strategy.num_partitions=3", "strategy.buffer_partitions=2"]
+    partitions = ["strategy.num_partitions=3", "strategy.buffer_partitions=2", "strategy.matmul=float32"]
     kept = "strategy.checkpoint_preservation_interval=2"
     whole = train(tmp_path, "whole", *partitions, "trainer.max_epochs=4", kept)
     checkpoint = tmp_path / "whole" / "checkpoints" / "epoch-00002.ckpt"
@@ -117,9 +119,30 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(tmp_path: Path) 
     assert rest["metrics"]["test/mrr"] == whole["metrics"]["test/mrr"]
 
 
+def test_a_run_goes_on_with_the_arithmetic_of_its_checkpoint(tmp_path: Path) -> None:
+    """``strategy.matmul=auto``, on a CPU that may have no fast instructions for what the checkpoint was trained with."""
+    kept = "strategy.checkpoint_preservation_interval=1"
+    whole = train(tmp_path, "whole", "strategy.matmul=bfloat16", kept, "trainer.max_epochs=2")
+    assert whole["resolved"] == {"strategy.matmul": "bfloat16"}
+    checkpoint = tmp_path / "whole" / "checkpoints" / "epoch-00001.ckpt"
+    assert json.loads((checkpoint / "pbg.json").read_text())["matmul"] == "bfloat16"
+    rest = train(tmp_path, "rest", "trainer.max_epochs=2", f"ckpt_path={checkpoint}")
+    assert rest["resolved"] == {"strategy.matmul": "bfloat16"}
+    assert losses(rest) == losses(whole)[1:]
+    said = (tmp_path / "rest" / "logs" / "rank-0.log").read_text()
+    assert ("This CPU has no fast instructions for it" in said) == (fastest_of_cpu() == "float32")
+    other = train(tmp_path, "other", "trainer.max_epochs=2", "strategy.matmul=float32", f"ckpt_path={checkpoint}")
+    assert other["resolved"] == {"strategy.matmul": "float32"}
+    assert "the run continues with strategy.matmul=float32, as set" in (
+        (tmp_path / "other" / "logs" / "rank-0.log").read_text()
+    )
+    assert losses(other) != losses(rest)
+
+
 def test_a_run_that_was_killed_within_an_epoch_goes_on_from_its_last_chunk(tmp_path: Path) -> None:
     settings = ["strategy.num_partitions=3", "strategy.buffer_partitions=2", "strategy.num_edge_chunks=4",
-                "strategy.checkpoint_chunks=true", "strategy.checkpoint_preservation_interval=100"]  # fmt: skip
+                "strategy.checkpoint_chunks=true", "strategy.checkpoint_preservation_interval=100",
+                "strategy.matmul=float32"]  # fmt: skip
     arguments = ["strategy=pbg", *SMALL, *QUIET, *settings, "trainer.max_epochs=100000", "hydra.run.dir=killed"]
     job = Program("-m", "gtrain", *arguments, cwd=tmp_path)
     checkpoint = tmp_path / "killed" / "checkpoints" / "last.ckpt"

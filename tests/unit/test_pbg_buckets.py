@@ -315,7 +315,7 @@ def test_a_partition_of_another_size_is_refused(tmp_path: Path) -> None:
         ({"num_partitions": 4, "buffer_partitions": 1}, "2 must fit"),
         ({"bucket_order": "inward"}, "inside_out"),
         ({"eval_fraction": 1.0}, "below 1"),
-        ({"matmul": "float16"}, "bfloat16"),
+        ({"matmul": "float16"}, "auto, float32, bfloat16, int8"),
         ({"num_edge_chunks": 0}, "num_edge_chunks=0"),
     ],
 )

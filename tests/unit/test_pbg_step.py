@@ -18,6 +18,7 @@ from gtrain.model.negatives import DrawNodes
 from gtrain.nn import SGD, Adagrad, RowwiseAdagrad
 from gtrain_pbg.kernels.rounding import SPAN, keep_rounded, level, round_rows
 from gtrain_pbg.kernels.tiles import has_words, multiply, padded
+from gtrain_pbg.step import arithmetic
 from gtrain_pbg.step.batch import EdgeBatch, Rows
 from gtrain_pbg.step.layout import bits
 from gtrain_pbg.step.relations import UpdateRule, Weights, state_width
@@ -286,6 +287,39 @@ def test_products_in_tiles(dtype: torch.dtype, rows: int, columns: int, steps: i
     first, second = (x.view(np.uint32) if words else x for x in given)
     multiply(first, first.strides[::-1] if turned else first.strides, second, found.numpy(), rows, steps)
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(("features", "fastest"), [
+    ({}, "float32"),
+    ({"avx512vnni": True}, "float32"),  # without bfloat16, small chunks and rows would be converted
+    ({"avx512bf16": True}, "bfloat16"),
+    ({"avx512bf16": True, "avx512vnni": True}, "int8"),
+    ({"avx512bf16": True, "amx-int8": True}, "int8"),
+])  # fmt: skip
+def test_the_fastest_format_follows_from_the_instructions_of_the_cpu(
+    features: dict[str, bool], fastest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: features)
+    assert arithmetic.fastest_of_cpu() == fastest
+
+
+@pytest.mark.parametrize(("settings", "dtype", "cpus", "chosen"), [
+    ({}, torch.float32, ["int8", "int8"], "int8"),
+    ({}, torch.float32, ["int8", "bfloat16"], "bfloat16"),  # the slowest of all ranks' CPUs decides
+    ({}, torch.float32, ["int8", "float32"], "float32"),
+    ({}, torch.float64, ["int8"], "float32"),
+    ({"num_batch_negs": 0, "n3": 0.1}, torch.float32, ["int8"], "bfloat16"),
+    ({"all_negs": True}, torch.float32, ["int8"], "bfloat16"),
+    ({"comparator": "l2"}, torch.float32, ["int8"], "float32"),  # distances cancel
+    ({"comparator": "cos"}, torch.float32, ["int8"], "float32"),
+    ({"loss": "ranking"}, torch.float32, ["int8"], "float32"),
+    ({"dimension": 16}, torch.float32, ["int8"], "float32"),
+])  # fmt: skip
+def test_auto_is_the_fastest_format_whose_accuracy_was_measured(
+    settings: dict[str, Any], dtype: torch.dtype, cpus: list[str], chosen: str
+) -> None:
+    model = make_model(**{"dimension": 100, **settings})
+    assert arithmetic.choose(model.recipe(), dtype, cpus) == chosen
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

@@ -31,7 +31,8 @@ def content(tmp_path: Path) -> dict[str, Any]:
     config = {"verb": "train", "trainer": {"num_nodes": 3, "devices": 1}}
     choices = {"strategy": "sar", "data": "planted", "model": "gcn"}
     data = SimpleNamespace(work=(40, "nodes/s"), open_store=lambda: store)  # all that a summary asks of a data module
-    made = report.summary(config, choices, data, recorder, {"test/acc": 0.75, "test/loss": float("inf")}, ranks, 2.5)
+    made = report.summary(config, choices, data, recorder, {"test/acc": 0.75, "test/loss": float("inf")}, ranks, 2.5,
+                          {"strategy.matmul": "int8"})  # fmt: skip
     report.write(tmp_path / "summary.json", made)
     loaded: dict[str, Any] = json.loads((tmp_path / "summary.json").read_text())
     return loaded
@@ -44,6 +45,7 @@ def test_the_schema_is_one() -> None:
 def test_what_is_written_is_what_is_promised(content: dict[str, Any]) -> None:
     jsonschema.validate(content, SCHEMA)
     assert content["throughput"] == {"value": 40 * 2 / 2.0, "unit": "nodes/s"}
+    assert content["resolved"] == {"strategy.matmul": "int8"}
     assert content["metrics"] == {"test/acc": 0.75, "test/loss": None}
     assert [epoch["train/loss"] for epoch in content["history"]] == [None, 0.5]
     assert (content["world_size"], len(content["store"]["halo"])) == (3, 3)

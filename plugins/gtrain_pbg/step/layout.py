@@ -120,7 +120,7 @@ class Workspace:
 
     Args:
         dtype: of numbers.
-        matmul: as ``strategy.matmul``; products of float64 are in float64.
+        matmul: one of :data:`gtrain_pbg.step.arithmetic.FORMATS`; products of float64 are in float64.
 
     Attributes:
         low: whether products of matrices are in bfloat16.

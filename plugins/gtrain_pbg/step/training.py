@@ -30,7 +30,7 @@ class TrainingStep:
         recipe: the group's.
         weights: its parameters, by the names of :attr:`EdgeRecipe.parameters`.
         dtype: of tables and parameters.
-        matmul: as ``strategy.matmul``.
+        matmul: one of :data:`gtrain_pbg.step.arithmetic.FORMATS`.
         work: buffers, which steps of other groups may use in turn; None: its own.
     """
 
