@@ -74,6 +74,7 @@ class LibsvmData(GraphDataModule):
         self.num_features = num_features
         self.labels = labels
         self._label_values: list[int] | None = None
+        self._first_feature: int | None = None
 
     def identity(self) -> dict[str, Any]:
         """Return the stamps of the files, and how they are read."""
@@ -116,10 +117,15 @@ class LibsvmData(GraphDataModule):
         """Return the label that each class stands for; None where they are numbered so already."""
         return {"label_values": self._label_values}
 
+    def numbering(self) -> dict[str, Any]:
+        """Return the feature id of the first column."""
+        return {"the first feature id": self._first_feature}
+
     def _features(self, files: list[Rows]) -> Tensor:
         base = BASES[self.index_base]
         if base is None:
             base = 0 if any(rows.lowest == 0 for rows in files) else 1
+        self._first_feature = base
         highest = max(base if rows.highest is None else rows.highest for rows in files)
         width = self.num_features or highest + 1 - base
         entries = RowColumns(self.store)

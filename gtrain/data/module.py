@@ -198,6 +198,13 @@ class GraphDataModule(pl.LightningDataModule):
         """Return facts of the source's own for the manifest; called after :meth:`read`."""
         return {}
 
+    def numbering(self) -> dict[str, Any]:
+        """Return what nodes without names and columns of features are numbered by, other than the data's own ids.
+
+        A checkpoint with learned rows is refused for data of which this differs. Called after :meth:`read`.
+        """
+        return {}
+
     def names(self) -> Mapping[str, Names]:
         """Return string names by node type (``node`` in a homogeneous graph) and of ``relation``, in the order of the
         source data's ids; called after :meth:`read`."""
@@ -367,6 +374,8 @@ class GraphDataModule(pl.LightningDataModule):
         facts = prepare_graph(graph, Preparation(self.task, self.target, self.split, *options))
         log.info("partitioning %s into %d (%s)", describe(graph), num_parts, self.partitioner)
         facts |= self.extra_facts()
+        if numbering := self.numbering():
+            facts["numbering"] = numbering
         assignment = self.assignment()
         if assignment is None:
             assignment = cut(graph, num_parts, self.partitioner, self.seed, self.partition_path)

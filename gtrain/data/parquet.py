@@ -131,6 +131,11 @@ class ParquetData(GraphDataModule):
         """Return the label that each class stands for; None where they are numbered so already."""
         return {"label_values": self._label_values}
 
+    def numbering(self) -> dict[str, Any]:
+        """Return the columns in the order of their features."""
+        buckets = self.buckets if self.categorical else None
+        return {"dense": self.dense, "ids": self.ids, "categorical": self.categorical, "buckets": buckets}
+
     def _files(self) -> dict[str, list[Path]]:
         """Return the files of ``path`` and of ``test_path``."""
         named = {"path": self.path} if self.test_path is None else {"path": self.path, "test_path": self.test_path}

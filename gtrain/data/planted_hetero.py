@@ -188,6 +188,10 @@ class PlantedHeteroData(GraphDataModule):
         """Return the generator's parameters and its seed."""
         return {**asdict(self.model), "seed": self.seed}
 
+    def numbering(self) -> dict[str, Any]:
+        """Return the generator's parameters: other ones generate other nodes."""
+        return {"data": self.name, **self.identity()}
+
     def read(self) -> HeteroData:
         """Generate the graph."""
         data, self._best_acc = generate(self.model, self.seed)

@@ -163,6 +163,10 @@ class PlantedKGData(GraphDataModule):
         """Return the generator's parameters and its seed."""
         return {**asdict(self.model), "seed": self.seed, **self.schema.identity()}
 
+    def numbering(self) -> dict[str, Any]:
+        """Return the generator's parameters: other ones generate other nodes."""
+        return {"data": self.name, **self.identity()}
+
     def read(self) -> Data:
         """Generate the triples."""
         graph, model = generate(self.model, self.seed), self.model

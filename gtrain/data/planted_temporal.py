@@ -128,6 +128,10 @@ class PlantedTemporalData(GraphDataModule):
         """Return the generator's parameters and its seed."""
         return {**asdict(self.model), "seed": self.seed}
 
+    def numbering(self) -> dict[str, Any]:
+        """Return the generator's parameters: other ones generate other nodes."""
+        return {"data": self.name, **self.identity()}
+
     def read(self) -> Data:
         """Generate the events."""
         data, _ = generate(self.model, self.seed)

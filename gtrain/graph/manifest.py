@@ -158,7 +158,8 @@ class Manifest:
         source: the options that identify the graph, as JSON: two stores with equal source hold the same data.
         facts: what a model needs to know: ``num_features``, ``num_classes`` and ``multilabel`` (both None without
             labels), ``split`` (kind, seed, sizes), ``target`` (the node type with labels; None in a homogeneous
-            graph), and ``best_acc`` where the best possible accuracy is known.
+            graph), ``best_acc`` where the best possible accuracy is known, and ``numbering``:
+            what nodes without names, or columns of features, are numbered by other than the ids of the data.
         checksums: crc32 of each file, by its path relative to the store, with ``/`` between folders.
         sizes: bytes of each file, by the same paths.
         nbytes: bytes on disk of each part.

@@ -58,6 +58,8 @@ class NodeEncoder(nn.Module):
 class NodeIds(nn.Module):
     """The nodes' ids in the source data, for networks whose first layer has a row for each node."""
 
+    returns_node_ids = True  # a checkpoint's rows belong to these nodes
+
     def forward(self, batch: Data) -> Tensor:
         """int64 [n]."""
         ids: Tensor = batch.orig_id

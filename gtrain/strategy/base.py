@@ -344,13 +344,17 @@ class GraphStrategy(GroupCollectives):
         shard = self.shard_state()
         if not self.lockstep:
             shard = {"own": {name: checkpoint[name] for name in _OWN if name in checkpoint}, "shard": shard}
-        checkpoints.save(self.group, Path(filepath), checkpoint, shard, self.lightning_module, self.shard_files)
+        checkpoints.save(
+            self.group, Path(filepath), checkpoint, shard, self.lightning_module, self.shard_files, self._numbering()
+        )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
         fitting = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
         place = Group(self.global_rank, self.world_size)  # not that of self.group, which a returning rank is outside of
-        loaded = checkpoints.load(place, Path(checkpoint_path), self.lightning_module, restore_rng=fitting)
+        loaded = checkpoints.load(
+            place, Path(checkpoint_path), self.lightning_module, restore_rng=fitting, numbering=self._numbering()
+        )
         folder = checkpoints.find(Path(checkpoint_path))
         if folder.is_dir():
             if self.is_global_zero:
@@ -361,6 +365,13 @@ class GraphStrategy(GroupCollectives):
             return loaded.checkpoint
         self.load_shard_state(loaded.shard.get("shard", {}))
         return {**loaded.checkpoint, **loaded.shard.get("own", {})}
+
+    def _numbering(self) -> dict[str, Any] | None:
+        """What the module's learned rows are numbered by; None: it has none, or the data comes from elsewhere."""
+        datamodule = getattr(self._trainer, "datamodule", None)
+        if not callable(getattr(datamodule, "open_store", None)) or self.lightning_module is None:
+            return None
+        return checkpoints.numbering_of(self.lightning_module, datamodule.open_store())  # type: ignore[union-attr]
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:

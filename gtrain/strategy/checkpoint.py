@@ -3,7 +3,7 @@
 ::
 
     last.ckpt/
-        manifest.json   format, world size, model, checksums; its presence says that the rest is complete
+        manifest.json   format, world size, model, numbering of its rows, checksums; written last
         trainer.pt      Lightning's checkpoint: weights, optimizers, schedulers, loops, callbacks
         rank-<r>.pt     that rank's random number generators and shard state
         ...             files that the strategy writes itself, for what is larger than memory
@@ -30,6 +30,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn import Module
 
 from gtrain.errors import CheckpointError
+from gtrain.graph.entities import feature_kind
+from gtrain.graph.files import names_file
+from gtrain.graph.store import Store
+from gtrain.nn import tables
 from gtrain.strategy.group import Group
 
 FORMAT = 1
@@ -53,6 +57,7 @@ def save(
     shard: dict[str, Any],
     module: Module,
     write_files: Callable[[Path], None] = lambda folder: None,
+    numbering: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint; every rank calls it with the same path.
 
@@ -63,6 +68,7 @@ def save(
         shard: what this rank alone holds.
         module: the model.
         write_files: writes files of the strategy's own into the folder that it is given.
+        numbering: of the data, see :func:`numbering_of`.
 
     Raises:
         CheckpointError: the checkpoint holds an object that could only be read back by unpickling it.
@@ -78,22 +84,25 @@ def save(
         write_files(temporary)
     group.barrier()
     if group.rank == 0 and not group.passed() and temporary.exists():  # else a former life had renamed it and no more
-        _write_manifest(temporary, group.size, checkpoint, module)
+        _write_manifest(temporary, group.size, checkpoint, module, numbering)
         _swap(temporary, path)
     group.barrier()
 
 
-def load(group: Group, path: Path, module: Module, *, restore_rng: bool) -> Loaded:
-    """Read a checkpoint back and check that it belongs to ``module``.
+def load(
+    group: Group, path: Path, module: Module, *, restore_rng: bool, numbering: Mapping[str, Any] | None = None
+) -> Loaded:
+    """Read a checkpoint back and check that it belongs to ``module``, and its learned rows to the data.
 
     Args:
         group: the ranks; each reads its own shard.
         path: a checkpoint directory, or a single file that Lightning wrote.
         module: the model whose parameters must agree in name and shape.
         restore_rng: also set this rank's random number generators (a run that goes on, not a test).
+        numbering: of the data, see :func:`numbering_of`; None: nothing is compared.
 
     Raises:
-        CheckpointError: missing, incomplete, damaged, or of another model.
+        CheckpointError: missing, incomplete, damaged, of another model, or with rows of other nodes or features.
     """
     path = find(path)
     if path.is_file():
@@ -102,6 +111,8 @@ def load(group: Group, path: Path, module: Module, *, restore_rng: bool) -> Load
         return Loaded(checkpoint)
     manifest = read_manifest(path)
     _check_parameters(path, manifest["model"]["tensors"], module)
+    if numbering is not None:
+        _check_numbering(path, manifest.get("numbering"), numbering)
     _verify(path, manifest, TRAINER)
     checkpoint = _read(path / TRAINER)
     if manifest["world_size"] != group.size:
@@ -116,6 +127,31 @@ def load(group: Group, path: Path, module: Module, *, restore_rng: bool) -> Load
     if restore_rng:
         set_rng_state(mine["rng"])
     return Loaded(checkpoint, mine["shard"])
+
+
+def numbering_of(module: Module, store: Store) -> dict[str, Any] | None:
+    """What says which node, relation or feature each learned row of a module belongs to; None: it has no such rows.
+
+    Returns:
+        By kind of names, their number and a checksum of them in their order, from the store's manifest; and the fact
+        ``numbering`` of the store: the parameters of a generator, the first feature id, the order of columns. Nodes
+        without names, in data that says nothing more, are numbered by the ids of the data themselves.
+    """
+    kinds: set[str] = set()
+    layers = [layer for _, layer in tables(module)]
+    for layer in layers:
+        if layer.table.ids == "orig_id":
+            kinds |= {layer.table.name, feature_kind(layer.table.name), "relation"}
+    if any(getattr(each, "returns_node_ids", False) for each in module.modules()):
+        kinds |= {*store.node_types, "relation"}
+    if not layers and not kinds:
+        return None
+    manifest = store.manifest
+    found: dict[str, Any] = {}
+    for kind in sorted(kinds & set(manifest.names)):
+        sums = "".join(f"{manifest.checksums[names_file(kind, name)]:08x}" for name in ("bytes", "offsets"))
+        found[f"names of {kind}"] = f"{manifest.names[kind]} (checksum {sums})"
+    return {"names": found, "data": store.facts.get("numbering")}
 
 
 def find(path: Path) -> Path:
@@ -246,7 +282,13 @@ def _is_plain(value: Any, where: str) -> bool:
     return True
 
 
-def _write_manifest(folder: Path, world_size: int, checkpoint: Mapping[str, Any], module: Module) -> None:
+def _write_manifest(
+    folder: Path,
+    world_size: int,
+    checkpoint: Mapping[str, Any],
+    module: Module,
+    numbering: Mapping[str, Any] | None,
+) -> None:
     files = {
         p.name: {"bytes": p.stat().st_size, "crc32": _crc32(p)} for p in sorted(folder.iterdir()) if p.name != MANIFEST
     }
@@ -256,6 +298,7 @@ def _write_manifest(folder: Path, world_size: int, checkpoint: Mapping[str, Any]
         "epoch": checkpoint.get("epoch"),
         "global_step": checkpoint.get("global_step"),
         "model": {"class": _model_name(module), "tensors": _shapes(checkpoint["state_dict"])},
+        "numbering": numbering,
         "files": files,
     }
     with open(folder / MANIFEST, "w") as handle:
@@ -322,6 +365,31 @@ def _check_parameters(path: Path, saved: Mapping[str, list[int]], module: Module
         raise CheckpointError(
             f"ckpt_path={path} holds another model than {_model_name(module)}: {'; '.join(differences[:3])}{more}.",
             hint="choose the model and data settings that the checkpoint was trained with.",
+        )
+
+
+def _check_numbering(path: Path, saved: Mapping[str, Any] | None, numbering: Mapping[str, Any]) -> None:
+    """Refuse learned rows that belong to other nodes, relations or features than those of the data."""
+    if saved is None:
+        rank_zero_warn(
+            f"{path} was written by an earlier version of gtrain and does not say which nodes its learned rows belong "
+            "to; they are taken for those of the data."
+        )
+        return
+    there, here = dict(saved["names"]), dict(numbering["names"])
+    if saved["data"] and numbering["data"]:  # a store of an earlier version says nothing
+        there, here = {**there, **saved["data"]}, {**here, **json.loads(json.dumps(numbering["data"]))}
+    differences = [
+        f"{name} {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
+        for name in [*here, *(name for name in there if name not in here)]
+        if there.get(name) != here.get(name)
+    ]
+    if differences:
+        more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise CheckpointError(
+            f"ckpt_path={path} was trained on other data: {'; '.join(differences[:3])}{more}. Its learned rows would "
+            "be taken for other nodes or features.",
+            hint="choose the data settings that the checkpoint was trained with, or train on this data.",
         )
 
 

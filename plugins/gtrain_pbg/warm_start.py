@@ -70,13 +70,14 @@ def matmul_of(folder: Path) -> str:
 
 
 def check_numbering(folder: Path, store: Store) -> None:
-    """Check that the rows of a checkpoint are of the nodes, and of the relations, that they are of here.
+    """Check that partitions of a checkpoint have the nodes that they have here; names were compared before.
 
     Raises:
-        CheckpointError: they are of others.
+        CheckpointError: they have others.
     """
     said = json.loads((folder / DESCRIPTION).read_text())
-    if said.get("numbering") not in (None, _numbering(store)):  # None: an earlier version of gtrain wrote it
+    there, here = said.get("numbering"), _numbering(store)
+    if there is not None and {name: there.get(name) for name in here} != here:  # None: an earlier version wrote it
         raise CheckpointError(
             f"{folder} was trained on the store {said['store']}, whose nodes or relations are numbered or cut "
             f"differently than those of {store.path}: its rows would be taken for other nodes.",
@@ -86,8 +87,8 @@ def check_numbering(folder: Path, store: Store) -> None:
 
 
 def _numbering(store: Store) -> dict[str, int]:
-    """Checksums of what says which node a row is of, and which relation: ids by part, and names."""
-    wanted = re.compile(r"part-\d+/nodes/.*/orig_id\.npy|names/.*/(bytes|offsets)\.npy")
+    """Checksums of what says which node a row of a partition belongs to: ids by part."""
+    wanted = re.compile(r"part-\d+/nodes/.*/orig_id\.npy")
     return {name: crc for name, crc in store.manifest.checksums.items() if wanted.fullmatch(name)}
 
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from gtrain.data.kg import KGData
+from gtrain.data.libsvm import LibsvmData
+from gtrain.data.planted_kg import PlantedKGData
 from gtrain.errors import CheckpointError
+from gtrain.graph.store import Store
+from gtrain.model.kg_embedding import KGEmbedding
+from gtrain.nn import Embedding, SparseLinear
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy.group import Group
 
@@ -148,3 +155,89 @@ def test_another_format_is_named(tmp_path: Path, model: nn.Module) -> None:
     (tmp_path / "a.ckpt" / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
     with pytest.raises(CheckpointError, match="checkpoint format 99"):
         load(tmp_path / "a.ckpt", model)
+
+
+# ------------------------------------------------------------------------------------------- numbering of learned rows
+
+
+def kg_store(folder: Path, lines: list[str], parts: int = 1) -> Store:
+    """A knowledge graph of these triples, cut into parts."""
+    folder.mkdir()
+    for split in ("train", "valid", "test"):
+        (folder / f"{split}.txt").write_text("\n".join(lines if split == "train" else lines[:1]) + "\n")
+    data = KGData(path=str(folder), num_parts=parts, partitioner="random", store=str(folder / "stores"))
+    data.prepare_data()
+    return data.open_store()
+
+
+TRIPLES = ["ann\tlikes\tbob", "bob\tlikes\tcid", "cid\tknows\tann", "dan\tknows\tann"]
+
+
+def test_learned_rows_belong_to_the_names_of_the_data(tmp_path: Path) -> None:
+    """Parts do not matter, the order of names does: of nodes, and of relations."""
+    model = KGEmbedding(4, 2, dimension=2)
+    numbering = checkpoints.numbering_of(model, kg_store(tmp_path / "a", TRIPLES))
+    checkpoints.save(Group(), tmp_path / "a.ckpt", content(model), {}, model, numbering=numbering)
+
+    def load_for(name: str, lines: list[str], parts: int = 1) -> None:
+        other = checkpoints.numbering_of(model, kg_store(tmp_path / name, lines, parts))
+        checkpoints.load(Group(), tmp_path / "a.ckpt", model, restore_rng=False, numbering=other)
+
+    load_for("cut", [*TRIPLES, "ann\tknows\tdan"], 3)
+    with pytest.raises(CheckpointError, match=r"other data: names of node 4 \(checksum \w+\) there, 4 \(checksum"):
+        load_for("nodes", [line.replace("bob", "eve") for line in TRIPLES])
+    with pytest.raises(CheckpointError, match=r"names of relation 2 \(checksum \w+\) there") as raised:
+        load_for("relations", [*TRIPLES[2:], *TRIPLES[:2]])
+    assert "names of node" in str(raised.value)  # their order is another as well
+
+
+def test_old_checkpoints_and_models_without_rows_are_not_bound(tmp_path: Path) -> None:
+    store, model = kg_store(tmp_path / "a", TRIPLES), KGEmbedding(4, 2, dimension=2)
+    assert checkpoints.numbering_of(nn.Linear(2, 2), store) is None
+    numbering = checkpoints.numbering_of(model, store)
+    assert numbering is not None
+    save(tmp_path / "old.ckpt", model)
+    with pytest.warns(UserWarning, match="does not say which nodes its learned rows belong to"):
+        checkpoints.load(Group(), tmp_path / "old.ckpt", model, restore_rng=False, numbering=numbering)
+
+
+@pytest.mark.parametrize(
+    ("make", "layer", "message"),
+    [
+        (
+            lambda folder, other: PlantedKGData(
+                num_entities=30, num_positions=5, num_relations=2, num_triples=60, seed=int(other)
+            ),
+            lambda: Embedding(30, 2),
+            "seed 0 there, 1 here",
+        ),
+        (
+            lambda folder, other: LibsvmData(path=str(libsvm(folder, other)), num_features=4),
+            lambda: SparseLinear(4, 2),
+            "the first feature id 1 there, 0 here",
+        ),
+    ],
+    ids=["generator", "features"],
+)
+def test_rows_without_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any, layer: Any, message: str
+) -> None:
+    """Nodes of a generator belong to its parameters, columns of libsvm files to the first feature id."""
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for other in (False, True):
+        data = make(tmp_path, other)
+        data.prepare_data()
+        found.append(checkpoints.numbering_of(layer(), data.open_store()))
+    model = layer()
+    checkpoints.save(Group(), tmp_path / "a.ckpt", content(model), {}, model, numbering=found[0])
+    checkpoints.load(Group(), tmp_path / "a.ckpt", model, restore_rng=False, numbering=found[0])
+    with pytest.raises(CheckpointError, match=message):
+        checkpoints.load(Group(), tmp_path / "a.ckpt", model, restore_rng=False, numbering=found[1])
+
+
+def libsvm(folder: Path, from_zero: bool) -> Path:
+    """A file of rows whose smallest feature id is 0 or 1."""
+    path = folder / f"from-{int(not from_zero)}.svm"
+    path.write_text("".join(f"{row % 2} {int(not from_zero)}:1 {2 + row % 2}:0.5\n" for row in range(20)))
+    return path
