@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import Distribution, EntryPoint, distributions
@@ -46,6 +46,114 @@ class Role:
 
 
 @dataclass(frozen=True)
+class Limit:
+    """The values of one setting that a strategy honours.
+
+    Attributes:
+        allowed: these values. The first replaces any other that an experiment or a sweep sets.
+        reason: why no other, a clause that follows the strategy's name: "trains on the whole graph at once".
+        task: the limit holds for this ``data.task`` alone; None: for both.
+    """
+
+    allowed: tuple[Any, ...]
+    reason: str
+    task: str | None = None
+
+
+CPU = {"trainer.accelerator": Limit(("cpu",), "trains on CPUs")}
+"""Limit of a strategy that trains on CPUs alone."""
+FULL_PRECISION = {
+    "trainer.precision": Limit(("32-true", "64-true", "32", "64"), "computes exactly in 32-true and 64-true alone")
+}
+"""Limit of a strategy that is exact in single and double precision alone."""
+UNEQUAL_STEPS = {
+    key: Limit(allowed, "lets ranks take unequal numbers of steps, which meet at the ends of epochs")
+    for key, allowed in {"trainer.val_check_interval": (None, 1.0), "trainer.max_steps": (-1,)}.items()
+}
+"""Limits of a strategy whose ranks take unequal numbers of steps."""
+_SAMPLING = {
+    "data.num_neighbors": None,
+    "data.replace": False,
+    "data.disjoint": False,
+    "data.subgraph_type": "directional",
+    "data.temporal_strategy": None,
+    "data.time_attr": None,
+    "data.weight_attr": None,
+}
+
+
+def sampling_limits(reason: str, *, but: Sequence[str] = ()) -> dict[str, Limit]:
+    """Limits of a strategy that does not draw neighbours, or honours only the settings ``but`` of sampling."""
+    return {key: Limit((default,), reason) for key, default in _SAMPLING.items() if key not in but}
+
+
+@dataclass(frozen=True)
+class Serves:
+    """What a strategy trains exactly: the one declaration that refusals, hints, sweeps and the documentation read.
+
+    Attributes:
+        models: kinds of models, see ``gtrain.model.kinds``; None for all.
+        refusal: why it does not train others, a clause that follows "because".
+        tasks: what the seeds of its batches may be: ``node``, ``link`` (edges).
+        heterogeneous: whether it trains on graphs with several types of nodes or edges.
+        needs_table: whether the model must have a table of ``gtrain.nn``, whose rows the strategy keeps elsewhere.
+        limits: settings of which it honours some values only, by their key.
+    """
+
+    models: frozenset[str] | None = None
+    refusal: str = "it was not made for it"
+    tasks: tuple[str, ...] = ("node",)
+    heterogeneous: bool = False
+    needs_table: bool = False
+    limits: Mapping[str, Limit] = field(default_factory=dict)
+
+    def violated(self, settings: Mapping[str, Any]) -> dict[str, Limit]:
+        """The limits that settings break, by key.
+
+        Args:
+            settings: values by key; settings without a value here are not checked.
+        """
+        task = settings.get("data.task", "node")
+        return {
+            key: limit
+            for key, limit in self.limits.items()
+            if limit.task in (None, task) and key in settings and settings[key] not in limit.allowed
+        }
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What the choice of a strategy depends on in a model and its data; None where it is not known yet.
+
+    Attributes:
+        kind: of the model, see ``gtrain.model.kinds``.
+        task: ``node`` or ``link``.
+        heterogeneous: whether the graph has several types of nodes or edges.
+        has_table: whether the model has a table of ``gtrain.nn``.
+    """
+
+    kind: str | None = None
+    task: str | None = None
+    heterogeneous: bool | None = None
+    has_table: bool | None = None
+
+    def refusal(self, serves: Serves) -> str | None:
+        """Why a strategy does not train this, a clause; None: it does, as far as is known."""
+        if serves.models is not None and self.kind is not None and self.kind not in serves.models:
+            return serves.refusal
+        if self.task is not None and self.task not in serves.tasks:
+            return f"it predicts {' and '.join(_TASKS[task] for task in serves.tasks)}, not {_TASKS[self.task]}"
+        if self.heterogeneous and not serves.heterogeneous:
+            return "it takes graphs with one type of nodes and one of edges"
+        if serves.needs_table and self.has_table is False:
+            return "it keeps tables of gtrain.nn on servers, and this model has none on this data"
+        return None
+
+
+_TASKS = {"node": "labels of nodes", "link": "edges"}
+
+
+@dataclass(frozen=True)
 class Backend:
     """What the framework knows of a backend before it imports it.
 
@@ -55,22 +163,22 @@ class Backend:
             the standard library, omegaconf and ``gtrain.errors`` only.
         strategy: ``package.module:Class``, the subclass of ``GraphStrategy``.
         conf: package that holds ``strategy/<name>.yaml``.
-        serves: kinds of models that it trains; None for all. See ``gtrain.model.kinds``.
-        refusal: why it does not train the others, a clause that follows "because".
+        serves: what it trains; its strategy class has the same object as ``serves``.
         roles: its servers by the role's name, and how often a ``worker`` is started again.
         store: ``package.module:function`` beside ``config``, which says what settings the store of a job has, whatever
             the data's own are: ``num_parts``, ``partitioner``, and ``buckets`` (see ``gtrain.graph.store``). Given the
             composed configuration as a dictionary. Empty: the data's own settings, and one part a rank.
+        shortcuts: keys outside of ``strategy`` that its YAML file adds to the configuration, such as ``mode``.
     """
 
     description: str
     config: str
     strategy: str
     conf: str
-    serves: frozenset[str] | None = None
-    refusal: str = "it was not made for it"
+    serves: Serves = field(default_factory=Serves)
     roles: Mapping[str, Role] = field(default_factory=dict)
     store: str = ""
+    shortcuts: tuple[str, ...] = ()
 
     def store_settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """What :attr:`store` says.
@@ -236,9 +344,75 @@ def _plan(name: str, role: Role, cfg: DictConfig, by_hand: bool) -> RolePlan:
     return RolePlan(name, role.target, stop_seconds=role.stop_seconds, by_hand=by_hand, **numbers)
 
 
-def serving(kind: str) -> list[str]:
-    """Names of the strategies that train models of that kind."""
-    return [name for name, backend in usable().items() if backend.serves is None or kind in backend.serves]
+def serving(traits: Traits, settings: Mapping[str, Any] | None = None) -> list[str]:
+    """Names of the strategies that train a model on its data.
+
+    Args:
+        traits: of the model and the data.
+        settings: values that the user chose, by key; a strategy that does not honour one of them is left out.
+    """
+    return [
+        name
+        for name, backend in usable().items()
+        if traits.refusal(backend.serves) is None and not backend.serves.violated(settings or {})
+    ]
+
+
+def check_served(name: str, serves: Serves, traits: Traits, model: str, settings: Mapping[str, Any]) -> None:
+    """Refuse a model, or data, that a strategy does not train.
+
+    Args:
+        name: the strategy.
+        serves: what it trains.
+        traits: of the model and the data.
+        model: what to call the model.
+        settings: values that the user chose, by key.
+
+    Raises:
+        ConfigError: names the strategies that do.
+    """
+    reason = traits.refusal(serves)
+    if reason is None:
+        return
+    others = serving(traits, settings)
+    kind = f" (kind: {traits.kind})" if traits.kind else ""
+    raise ConfigError(
+        f"strategy={name} does not serve {model}{kind}: {reason}. "
+        f"Strategies that do: {', '.join(others) or 'none of those installed, with these settings'}.",
+        hint=f"set strategy={others[0]}, or choose another model." if others else "choose another model.",
+    )
+
+
+def check_limits(
+    name: str, serves: Serves, settings: Mapping[str, Any], traits: Traits | None = None, typed: Sequence[str] = ()
+) -> None:
+    """Refuse settings that a strategy does not honour.
+
+    Args:
+        name: the strategy.
+        serves: what it trains.
+        settings: values by key.
+        traits: of the model and the data, to name strategies that honour the setting; None: name none.
+        typed: keys that the user set: a strategy that is named must honour these too.
+
+    Raises:
+        ConfigError: names the first setting, and strategies that honour it.
+    """
+    for key, limit in serves.violated(settings).items():
+        first = limit.allowed[0]
+        advice = f"leave {key} out, or set {key}={as_set(first)}"
+        if traits is not None:
+            chosen = {k: v for k, v in settings.items() if k in typed or k in (key, "data.task")}
+            if others := serving(traits, chosen):
+                advice += f"; or choose strategy={' or '.join(others)}"
+        raise ConfigError(f"{key}={as_set(settings[key])} was set; strategy={name} {limit.reason}.", hint=f"{advice}.")
+
+
+def as_set(value: Any) -> str:
+    """A value as it is written on a command line."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return str(value).replace(" ", "") if isinstance(value, (list, tuple, Mapping)) else str(value)
 
 
 def _load(path: str) -> Any:

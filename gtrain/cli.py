@@ -48,7 +48,7 @@ def main() -> None:
             from gtrain.doctor import report
 
             sys.exit(report.main([argument for argument in arguments if argument != "verb=doctor"]))
-        _prepare_hydra()
+        _prepare_hydra(sweep=any(a in ("-m", "--multirun", "hydra.mode=MULTIRUN") for a in arguments))
         for folder in backends.installed().outdated:
             said = "gtrain: the .egg-info or .dist-info of an older build, with other strategies, is in"
             print(f"{said} {folder}\nHINT: delete it; the installed package's strategies are used.", file=sys.stderr)
@@ -100,9 +100,9 @@ def verb_to_override(arguments: list[str]) -> list[str]:
     return result
 
 
-def _prepare_hydra() -> None:
+def _prepare_hydra(*, sweep: bool) -> None:
     Plugins.instance().register(BackendConfigs)
-    config.register()
+    config.register(sweep=sweep)
     schemas = ConfigStore.instance()  # nobody changes it from here on, yet Hydra copies it for each group in --help
     schemas.__deepcopy__ = lambda memo: schemas  # type: ignore[attr-defined]
     OmegaConf.register_new_resolver("gtrain.strategies", backends.descriptions, replace=True)
@@ -114,8 +114,7 @@ def _prepare_hydra() -> None:
 @contextlib.contextmanager
 def _rank_arguments(arguments: list[str]) -> Iterator[list[str]]:
     """Under another launcher every rank runs Hydra; only rank 0 may make the run's folder, the others get it told."""
-    kind = cluster.detect()
-    if kind == cluster.LOCAL or cluster.external_rank_and_size(kind)[0] == 0:
+    if cluster.is_first():
         yield arguments
         return
     with tempfile.TemporaryDirectory(prefix="gtrain-rank-") as scratch:
@@ -136,8 +135,14 @@ def _hydra_main(cfg: DictConfig) -> Any:
 
 def _job(cfg: DictConfig) -> Any:
     hydra_config = HydraConfig.get()
+    overrides = list(hydra_config.overrides.task)
+    typed = [override.lstrip("+~").partition("=")[0].partition("@")[0] for override in overrides]
+    sweep = hydra_config.mode == RunMode.MULTIRUN
+    left_out = config.fit_strategy(cfg, typed, sweep=sweep, experiment=hydra_config.runtime.choices.get("experiment"))
+    if left_out and cluster.is_first():
+        print(left_out, file=sys.stderr)
     choices = {group: str(hydra_config.runtime.choices[group]) for group in ("strategy", "data", "model")}
-    return command.launch(cfg, choices, list(hydra_config.overrides.task))
+    return command.launch(cfg, choices, overrides)
 
 
 def exit_code(error: Exception) -> int:

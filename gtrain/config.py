@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from gtrain import backends
+from gtrain import backends, messages
 from gtrain.errors import ConfigError
 
 VERBS = {
@@ -133,8 +134,15 @@ _MODEL_TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def register() -> None:
-    """Put the schemas of the trainer, the data sources and every backend into Hydra's store, and add our resolver."""
+def register(*, sweep: bool = False) -> None:
+    """Put the schemas of the trainer, the data sources and every backend into Hydra's store, and add our resolver.
+
+    The schemas of strategies let other keys pass, which an experiment made for another strategy may set:
+    :func:`fit_strategy` sorts them out when the configuration is composed.
+
+    Args:
+        sweep: let the strategies' keys outside of ``strategy`` pass too, for another job of the sweep may have them.
+    """
     from gtrain.data import config as data
 
     OmegaConf.register_new_resolver("gtrain.score", _score, replace=True)
@@ -145,8 +153,12 @@ def register() -> None:
     store.store(group="schema/cluster", name="cluster", node=ClusterConfig)
     store.store(group="schema/paths", name="paths", node=PathsConfig)
     data.register()
-    for name, backend in backends.usable().items():
-        store.store(group="schema/strategy", name=name, node=backend.load_config())
+    usable = backends.usable()
+    for name, backend in usable.items():
+        open_schema = OmegaConf.structured(backend.load_config(), flags={"struct": False})
+        store.store(group="schema/strategy", name=name, node=open_schema)
+    shortcuts = [key for backend in usable.values() for key in backend.shortcuts] if sweep else []
+    store.store(group="schema", name="shortcuts", node=OmegaConf.create(dict.fromkeys(shortcuts)))
 
 
 def _score(score: str | None, task: str) -> str:
@@ -160,12 +172,90 @@ def _fan_out(layers: Any) -> ListConfig:
     return OmegaConf.create([15, 10, *[5] * count][:count])
 
 
+def fit_strategy(
+    cfg: DictConfig, typed: Sequence[str] = (), *, sweep: bool = False, experiment: str | None = None
+) -> str:
+    """Take out of a composed configuration what its strategy lacks, where it was set for another strategy.
+
+    That is what an experiment sets, and what a sweep sets for all of its jobs. What was typed on a single command stays
+    a mistake.
+
+    Args:
+        cfg: the composed configuration; changed in place.
+        typed: keys that the command line sets.
+        sweep: whether the job is one of a sweep.
+        experiment: the experiment that the job is of.
+
+    Returns:
+        One line that lists what was left out; empty: nothing.
+
+    Raises:
+        ConfigError: a key that the strategy lacks was set for no other strategy.
+    """
+    left, name = [], cfg.strategy.name
+    backend = backends.get(name)
+
+    def origin(key: str) -> str | None:
+        """Who set a key for another strategy; None: a mistake."""
+        if key in typed:
+            return "the sweep" if sweep else None
+        return None if experiment is None else f"experiment={experiment}"
+
+    for key, value in _foreign(cfg, backend):
+        source = origin(key)
+        if source is None or not messages.strategies_with(key):
+            raise messages.unknown_key(cfg, key, value)
+        left.append(f"{key}={backends.as_set(value)} ({source})")
+    for key, _ in list(_foreign(cfg, backend)):
+        _drop(cfg, key)
+    for key, limit in backend.serves.violated(settings_of(cfg)).items():
+        source = origin(key)
+        if source is not None:
+            left.append(f"{key}={backends.as_set(plain(OmegaConf.select(cfg, key)))} ({source})")
+            OmegaConf.update(cfg, key, limit.allowed[0])
+    for key in [key for key, value in cfg.items() if value is None and key in _shortcuts() - {*backend.shortcuts}]:
+        _drop(cfg, str(key))
+    OmegaConf.set_struct(cfg.strategy, True)
+    return f"strategy={name} leaves out settings that it does not serve: {', '.join(left)}" if left else ""
+
+
+def settings_of(cfg: DictConfig) -> dict[str, Any]:
+    """The settings of a composed configuration that strategies have limits for, by key."""
+    keys = {key for backend in backends.usable().values() for key in backend.serves.limits} | {"data.task"}
+    return {key: plain(OmegaConf.select(cfg, key)) for key in sorted(keys) if _has(cfg, key)}
+
+
+def _has(cfg: DictConfig, key: str) -> bool:
+    group, _, name = key.partition(".")
+    return group in cfg and name in cfg[group]
+
+
+def _foreign(cfg: DictConfig, backend: backends.Backend) -> list[tuple[str, Any]]:
+    """Keys and values of a composed configuration that its strategy does not have."""
+    fields = backend.load_config().__dataclass_fields__
+    own = [(f"strategy.{key}", plain(cfg.strategy[key])) for key in cfg.strategy if key not in fields]
+    others = _shortcuts() - {*backend.shortcuts}
+    return own + [(key, plain(cfg[key])) for key in sorted(others) if cfg.get(key) is not None]
+
+
+def _shortcuts() -> set[str]:
+    return {key for backend in backends.usable().values() for key in backend.shortcuts}
+
+
+def _drop(cfg: DictConfig, key: str) -> None:
+    group, _, name = key.rpartition(".")
+    node = cfg[group] if group else cfg
+    with open_dict(node):
+        del node[name]
+
+
 def validate(cfg: DictConfig) -> None:
     """Resolve every interpolation and check every value that can be checked before a process is started.
 
     Raises:
         ConfigError: what was set, what is allowed, and what to do.
     """
+    fit_strategy(cfg)
     _check_seed(cfg)  # other settings refer to it
     try:
         OmegaConf.resolve(cfg)

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from gtrain import backends
-from gtrain.errors import GtrainError
+from gtrain.errors import ConfigError, GtrainError
 
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
@@ -68,20 +68,27 @@ def _missing_option(error: MissingConfigException) -> str:
 
 def _unknown_key(error: Any, causes: Sequence[BaseException], arguments: Sequence[str]) -> str:
     full_key = str(error.full_key or error.key or "")
-    key = full_key.rpartition(".")[2]
-    setting = _setting(full_key, arguments)
     parent = error.parent_node
-    where, options = full_key.rpartition(".")[0], []
-    if isinstance(parent, DictConfig):
-        options = sorted(str(k) for k in parent)
-    owner = _strategies_with(full_key)
+    options = sorted(str(k) for k in parent) if isinstance(parent, DictConfig) else []
+    return str(_unknown(full_key, _setting(full_key, arguments), options))
+
+
+def unknown_key(cfg: DictConfig, full_key: str, value: Any) -> ConfigError:
+    """The error for a key of the strategy that a composed configuration has and its strategy lacks."""
+    group, _, key = full_key.rpartition(".")
+    fields = backends.get(cfg.strategy.name).load_config().__dataclass_fields__ if group else {}
+    return _unknown(full_key, f"{full_key}={backends.as_set(value)}", sorted(fields))
+
+
+def _unknown(full_key: str, setting: str, options: Sequence[str]) -> ConfigError:
+    where, _, key = full_key.rpartition(".")
     known = f"{where or 'the configuration'} has no key {key}"
-    if owner:
+    if owner := strategies_with(full_key):
         owners = " and ".join(f"strategy={name}" for name in owner)
-        return f"{setting} was set; {known} here.\nHINT: {full_key} is a setting of {owners}."
+        return ConfigError(f"{setting} was set; {known} here.", hint=f"{full_key} is a setting of {owners}.")
     keys = f"; its keys are {', '.join(options)}" if options else ""
-    return (
-        f"{setting} was set; {known}{keys}.\nHINT: {did_you_mean(key, options) or 'gtrain --cfg job shows every key.'}"
+    return ConfigError(
+        f"{setting} was set; {known}{keys}.", hint=did_you_mean(key, options) or "gtrain --cfg job shows every key."
     )
 
 
@@ -90,11 +97,13 @@ def _wrong_type(error: ValidationError, arguments: Sequence[str]) -> str:
     return f"{_setting(key, arguments)} was set: {_first_line(error)}.\nHINT: give {key or 'it'} a value of that type."
 
 
-def _strategies_with(key: str) -> list[str]:
+def strategies_with(key: str) -> list[str]:
     """The strategies that own a top-level key or a key of the strategy group."""
     name = key.removeprefix("strategy.")
-    if "." in name or (name == key and key not in ("mode",)):
+    if "." in name:
         return []
+    if name == key:
+        return [n for n, backend in backends.usable().items() if key in backend.shortcuts]
     return [n for n, backend in backends.usable().items() if name in backend.load_config().__dataclass_fields__]
 
 

@@ -26,6 +26,7 @@ from gtrain.kernel_cache import find_cache
 from gtrain.launch import slot as slots
 from gtrain.launch.environment import find_environment, ranks_on_this_machine
 from gtrain.model.kinds import kind
+from gtrain.nn import tables
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.counters import rss_bytes
 from gtrain.strategy.rendezvous import agree
@@ -103,7 +104,10 @@ class _Task:
         store = data.open_store()
         with strategy.making_model():
             model = build.make_model(config["model"], store)
-        self._check_served(strategy, model)
+        traits = backends.Traits(kind(model), data.task, store.is_hetero, any(True for _ in tables(model)))
+        backends.check_served(
+            strategy.strategy_name, strategy.serves, traits, f"model={self.choices['model']}", {"data.task": data.task}
+        )
         recorder = RunRecorder(strategy.counters)
         trainer = self._trainer(strategy, recorder, data)
         if config["verb"] == "train" and strategy.is_global_zero and not slots.restarts():
@@ -153,17 +157,6 @@ class _Task:
         if path is None and self.config["verb"] in ("test", "predict", "export"):
             path = "best"
         return None if path is None else runs.resolve(path, self._runs, self.config)
-
-    def _check_served(self, strategy: GraphStrategy, model: pl.LightningModule) -> None:
-        name, found = self.choices["strategy"], kind(model)
-        backend = backends.get(name)
-        if backend.serves is None or found in backend.serves:
-            return
-        raise ConfigError(
-            f"strategy={name} does not serve model={self.choices['model']} (kind: {found}): {backend.refusal}. "
-            f"Strategies that do: {', '.join(backends.serving(found))}.",
-            hint=f"set strategy={backends.serving(found)[0]}, or choose a model of kind {' or '.join(backend.serves)}.",
-        )
 
     def _trainer(self, strategy: GraphStrategy, recorder: RunRecorder, data: GraphDataModule) -> pl.Trainer:
         settings = dict(self.config["trainer"])

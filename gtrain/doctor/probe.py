@@ -112,7 +112,7 @@ def _strategy(name: str) -> dict[str, Any]:
     backend.load_strategy()
     return {
         "description": backend.description,
-        "models": None if backend.serves is None else sorted(backend.serves),
+        "models": None if backend.serves.models is None else sorted(backend.serves.models),
         "servers": backend.server_roles,
     }
 

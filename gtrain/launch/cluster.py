@@ -68,6 +68,12 @@ def detect(environ: Mapping[str, str] = os.environ) -> str:
     return LOCAL
 
 
+def is_first(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process speaks for the job: the command itself, or rank 0 of those that another launcher started."""
+    launcher = detect(environ)
+    return launcher == LOCAL or external_rank_and_size(launcher, environ)[0] == 0
+
+
 def external_rank_and_size(kind: str, environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
     """Rank and world size that another launcher gave this process."""
     names = ("RANK", "WORLD_SIZE") if kind == "torchrun" else ("SLURM_PROCID", "SLURM_NTASKS")

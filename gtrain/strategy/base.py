@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,11 +19,13 @@ import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.nn import Module
 from torch_geometric.data import Data, HeteroData
 
+from gtrain.backends import FULL_PRECISION, UNEQUAL_STEPS, Serves, Traits, check_limits, serving
 from gtrain.data.loader import SeedLoader
 from gtrain.errors import ConfigError
 from gtrain.graph.store import Store
@@ -51,16 +54,10 @@ class GraphStrategy(GroupCollectives):
     """
 
     strategy_name: ClassVar[str] = "graph"
-    precisions: ClassVar[tuple[str, ...] | None] = ("32-true", "64-true")
-    """Values of ``trainer.precision`` that the backend computes exactly with; None for all of Lightning's."""
-    only_cpus: ClassVar[bool] = False
-    """Whether it refuses other accelerators."""
+    serves: ClassVar[Serves] = Serves(limits=FULL_PRECISION)
+    """What it trains; its backend has the same object."""
     full_batch: bool = True
     """Whether an epoch is one batch, the whole graph."""
-    tasks: ClassVar[tuple[str, ...]] = ("node",)
-    """What the seeds of its batches may be: nodes, or edges (``link``) too."""
-    heterogeneous: ClassVar[bool] = False
-    """Whether it takes graphs with several types of nodes or edges."""
     lockstep: ClassVar[bool] = True
     """Whether all ranks take each step together; else a step is a rank's own, and they may take unequal numbers."""
     reforms: ClassVar[bool] = False
@@ -155,6 +152,9 @@ class GraphStrategy(GroupCollectives):
     def setup_environment(self) -> None:
         assert self.cluster_environment is not None
         trainer_checks.check_world(self.cluster_environment, self.num_nodes, self.num_processes)
+        module = self.lightning_module
+        if module is not None and module._trainer is not None:  # before Lightning has the data prepared
+            self.check_start(module._trainer, module, getattr(module._trainer, "datamodule", None))
         super().setup_environment()
         self.set_world_ranks()
         if not self._group_formed:
@@ -169,14 +169,32 @@ class GraphStrategy(GroupCollectives):
 
     # ------------------------------------------------------------------------ life of a run
 
-    def setup(self, trainer: pl.Trainer) -> None:
+    def check_start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule | None, **why: Any
+    ) -> None:
+        """Refuse what can be refused without the data, before they are read and before ranks meet.
+
+        Args:
+            trainer: of the run.
+            module: the model.
+            data: where the loaders come from.
+            why: ``traits`` and ``typed`` of :func:`gtrain.backends.check_limits`, to name other strategies.
+
+        Raises:
+            ConfigError: a setting or a layer that this strategy does not serve.
+        """
         self._trainer = trainer
-        if self.only_cpus:
-            trainer_checks.check_cpu(self.strategy_name, self.root_device)
-        trainer_checks.check_trainer(self.strategy_name, trainer, self.precisions, self.full_batch)
-        if not self.lockstep:
-            trainer_checks.check_unequal_steps(self.strategy_name, trainer)
+        settings = trainer_checks.settings_of(trainer, self.root_device, data)
+        serves = self.serves if self.lockstep else replace(self.serves, limits={**self.serves.limits, **UNEQUAL_STEPS})
+        check_limits(self.strategy_name, serves, settings, **why)
+        if self.full_batch:
+            trainer_checks.check_full_batch(self.strategy_name, trainer)
+        if not is_overridden("configure_model", module):  # which makes layers after the data are prepared
+            self.check_module(module)
+
+    def setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
+        self.check_start(trainer, self.lightning_module, getattr(trainer, "datamodule", None))
         self.check_module(self.lightning_module)
         super().setup(trainer)
         for tensor in (*self.lightning_module.parameters(), *self.lightning_module.buffers()):
@@ -257,17 +275,17 @@ class GraphStrategy(GroupCollectives):
 
     def _check_data(self, loader: SeedLoader) -> None:
         """Refuse a task or a kind of graph that the backend does not serve."""
-        if loader.seeds_are_edges and "link" not in self.tasks:
+        if loader.seeds_are_edges and "link" not in self.serves.tasks:
             raise ConfigError(
                 f"data.task=link was set; strategy={self.strategy_name} makes batches of nodes.",
-                hint="set strategy=single, or data.task=node.",
+                hint=f"set data.task=node, or strategy={' or '.join(serving(Traits(task='link')))}.",
             )
-        if loader.store.is_hetero and not self.heterogeneous:
+        if loader.store.is_hetero and not self.serves.heterogeneous:
             types = len(loader.store.node_types), len(loader.store.edge_types)
             raise ConfigError(
                 f"the graph has {types[0]} types of nodes and {types[1]} of edges; strategy={self.strategy_name} takes "
                 "graphs with one of each.",
-                hint="set strategy=single.",
+                hint=f"set strategy={' or '.join(serving(Traits(heterogeneous=True)))}.",
             )
 
     def _shard(self, store: Store) -> Any:

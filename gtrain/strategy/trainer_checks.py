@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 
+from gtrain.data.sampling import Sampling
 from gtrain.errors import ConfigError
 
 
@@ -28,58 +30,23 @@ def check_world(environment: ClusterEnvironment, num_nodes: int, devices: int) -
         )
 
 
-def check_cpu(name: str, device: torch.device) -> None:
-    """Refuse to train elsewhere than on CPUs.
+def settings_of(trainer: pl.Trainer, device: torch.device, data: pl.LightningDataModule | None) -> dict[str, Any]:
+    """The settings that strategies limit, by the command's keys, as a trainer and a data module have them."""
+    of_trainer = ("precision", "gradient_clip_val", "accumulate_grad_batches", "val_check_interval", "max_steps")
+    of_data = ("task", "batch_size", "num_neighbors", *(field.name for field in fields(Sampling)))
+    found = {f"trainer.{name}": getattr(trainer, name) for name in of_trainer if hasattr(trainer, name)}
+    found |= {"trainer.accelerator": "gpu" if device.type == "cuda" else device.type}
+    for owner in (data, getattr(data, "sampling", None)):
+        found |= {f"data.{name}": getattr(owner, name) for name in of_data if hasattr(owner, name)}
+    return found
+
+
+def check_full_batch(name: str, trainer: pl.Trainer) -> None:
+    """Refuse what an epoch of one batch, the whole graph, cannot do.
 
     Raises:
         ConfigError: names the setting.
     """
-    if device.type != "cpu":
-        raise ConfigError(
-            f"trainer.accelerator={device.type} was set; strategy={name} trains on CPUs.",
-            hint="set trainer.accelerator=cpu.",
-        )
-
-
-def check_trainer(name: str, trainer: pl.Trainer, precisions: Sequence[str] | None, full_batch: bool) -> None:
-    """Refuse what would train something else than the single process does.
-
-    Args:
-        name: the strategy, for messages.
-        trainer: its settings.
-        precisions: values of ``trainer.precision`` that the strategy computes exactly with; None for all.
-        full_batch: whether an epoch is one batch.
-
-    Raises:
-        ConfigError: names the setting.
-    """
-    precision = trainer.precision
-    if precisions is not None and precision not in precisions:
-        raise ConfigError(
-            f"trainer.precision={precision} was set; strategy={name} serves {' and '.join(precisions)}.",
-            hint="choose one of these, or strategy=single.",
-        )
-    if full_batch:
-        _check_full_batch(name, trainer)
-
-
-def check_unequal_steps(name: str, trainer: pl.Trainer) -> None:
-    """Refuse what makes ranks meet after a number of steps, for a strategy whose ranks take unequal numbers of them.
-
-    Raises:
-        ConfigError: names the setting.
-    """
-    found = {"val_check_interval": trainer.val_check_interval, "max_steps": trainer.max_steps}
-    for key, met_at_the_end in (("val_check_interval", 1.0), ("max_steps", -1)):
-        if found[key] not in (None, met_at_the_end):
-            raise ConfigError(
-                f"trainer.{key}={found[key]} was set; ranks of strategy={name} take unequal numbers of steps and meet "
-                "at the ends of epochs.",
-                hint="use trainer.check_val_every_n_epoch and trainer.max_epochs.",
-            )
-
-
-def _check_full_batch(name: str, trainer: pl.Trainer) -> None:
     if trainer.accumulate_grad_batches != 1:
         raise ConfigError(
             f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} was set; an epoch of strategy={name} "

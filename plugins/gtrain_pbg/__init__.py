@@ -1,15 +1,28 @@
 """``strategy=pbg``: embeddings trained in buckets, pairs of partitions of the table (Lerer et al. 2019)."""
 
-from gtrain.backends import Backend, Role
+from gtrain.backends import CPU, FULL_PRECISION, UNEQUAL_STEPS, Backend, Limit, Role, Serves, sampling_limits
 from gtrain_pbg import config
+
+SERVES = Serves(
+    models=frozenset({"embedding"}),
+    refusal="it trains tables of embeddings from edges alone, and no layers that pass messages",
+    tasks=("link",),
+    limits={
+        **CPU,
+        **FULL_PRECISION,
+        **UNEQUAL_STEPS,
+        "trainer.gradient_clip_val": Limit((None, 0), "applies the gradients of a step at once"),
+        "trainer.accumulate_grad_batches": Limit((1,), "applies the gradients of a step at once"),
+        **sampling_limits("draws no neighbours"),
+    },
+)
 
 backend = Backend(
     description="embedding tables in partitions, trained bucket by bucket by Hogwild workers",
     config="gtrain_pbg.config:PBGConfig",
     strategy="gtrain_pbg.strategy:PBGStrategy",
     conf="gtrain_pbg.conf",
-    serves=frozenset({"embedding"}),
-    refusal="it trains tables of embeddings from edges alone, and no layers that pass messages",
+    serves=SERVES,
     roles={
         "lock": Role("gtrain_pbg.machines.lock_server:main", config.count_locks),
         "partition": Role(

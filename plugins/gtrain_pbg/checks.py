@@ -10,20 +10,11 @@ from gtrain.nn.recipe import ModelRecipe
 
 
 def check_training(trainer: Any, model: ModelRecipe) -> None:
-    """Refuse what the training step does not do, and batches that do not come out even.
+    """Refuse batches that do not come out even.
 
     Raises:
         ConfigError: with the setting.
     """
-    for key, found, allowed in (
-        ("gradient_clip_val", trainer and trainer.gradient_clip_val, (None, 0)),
-        ("accumulate_grad_batches", trainer and trainer.accumulate_grad_batches, (None, 1)),
-    ):
-        if found not in allowed:
-            raise ConfigError(
-                f"trainer.{key}={found} was set; a step of strategy=pbg applies its gradients at once.",
-                hint=f"leave trainer.{key} out.",
-            )
     size = getattr(getattr(trainer, "datamodule", None), "batch_size", None)
     recipe = next((group for group in model.groups if not group.all_negs), None)  # without chunks any size will do
     if size is not None and recipe is not None and size > recipe.places and size % recipe.places:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from gtrain.backends import Serves
 from gtrain.data.loader import SeedLoader
 from gtrain.errors import ConfigError
 from gtrain.graph.store import Store
@@ -24,6 +25,7 @@ from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.forming import form_group
 from gtrain.strategy.group import Group
 from gtrain.wire.shared import SharedTensors
+from gtrain_pbg import SERVES
 from gtrain_pbg.checkpoints import Reached, preserve
 from gtrain_pbg.checks import check_store, check_training
 from gtrain_pbg.config import PBGConfig, check_machines
@@ -67,8 +69,7 @@ class PBGStrategy(GraphStrategy):
 
     strategy_name: ClassVar[str] = "pbg"
     full_batch = False
-    only_cpus: ClassVar[bool] = True
-    tasks: ClassVar[tuple[str, ...]] = ("link",)
+    serves: ClassVar[Serves] = SERVES
     lockstep: ClassVar[bool] = False
 
     def __init__(

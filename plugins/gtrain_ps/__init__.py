@@ -7,7 +7,25 @@ forms X_i' dY and updates its block.
 
 from typing import Any
 
-from gtrain.backends import Backend, Role
+from gtrain.backends import CPU, FULL_PRECISION, Backend, Limit, Role, Serves, sampling_limits
+
+SERVES = Serves(
+    models=frozenset({"sparse", "embedding", "message-passing"}),
+    refusal="it trains sparse, embedding and graph models whose tables it keeps on servers",
+    tasks=("node", "link"),
+    heterogeneous=True,
+    needs_table=True,
+    limits={
+        **CPU,
+        **FULL_PRECISION,
+        "trainer.gradient_clip_val": Limit((None, 0), "cannot clip the gradients of tables, which no worker ever has"),
+        "trainer.accumulate_grad_batches": Limit((1,), "takes a step after every batch; raise data.batch_size"),
+        "data.num_neighbors": Limit((None,), "draws neighbours of nodes, and not of edges", task="link"),
+        **sampling_limits(
+            "draws neighbours by data.num_neighbors and data.replace alone", but=("data.num_neighbors", "data.replace")
+        ),
+    },
+)
 
 
 def _worker_restarts(settings: Any) -> int:
@@ -19,8 +37,7 @@ backend = Backend(
     config="gtrain_ps.config:PsConfig",
     strategy="gtrain_ps.strategy:PsStrategy",
     conf="gtrain_ps.conf",
-    serves=frozenset({"sparse", "embedding", "message-passing"}),
-    refusal="it keeps tables of gtrain.nn on servers",
+    serves=SERVES,
     roles={
         "parameter": Role(
             target="gtrain_ps.server.service:main",

@@ -1,4 +1,4 @@
-"""Modules and trainers that parameter servers cannot train for exactly."""
+"""Modules that parameter servers cannot train for exactly."""
 
 from __future__ import annotations
 
@@ -8,29 +8,16 @@ from torch import nn
 from gtrain.errors import ConfigError
 
 
-def check_training(trainer: pl.Trainer, module: pl.LightningModule, workers: int) -> None:
+def check_training(module: pl.LightningModule, workers: int) -> None:
     """Refuse what would be trained otherwise than in one process.
 
     Args:
-        trainer: of the run.
         module: what is trained.
         workers: K.
 
     Raises:
-        ConfigError: in one sentence, with the setting or layer and the reason.
+        ConfigError: in one sentence, with the layer and the reason.
     """
-    if trainer.gradient_clip_val:
-        raise ConfigError(
-            f"trainer.gradient_clip_val={trainer.gradient_clip_val} was set; strategy=ps cannot clip the gradients "
-            "of tables, which no worker ever has.",
-            hint="set trainer.gradient_clip_val=null.",
-        )
-    if trainer.accumulate_grad_batches != 1:
-        raise ConfigError(
-            f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} was set; strategy=ps takes a step "
-            "after every batch.",
-            hint="raise data.batch_size instead.",
-        )
     if not module.automatic_optimization:
         raise ConfigError(
             f"{type(module).__name__} optimises by hand; strategy=ps sends the gradients of a step where Lightning "

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.data.loader import TASKS, SeedLoader, graph_batch, hetero_batch
+from gtrain.backends import Serves
+from gtrain.data.loader import SeedLoader, graph_batch, hetero_batch
 from gtrain.data.module import GraphDataModule
 from gtrain.errors import CheckpointError, ConfigError
 from gtrain.graph.shard import GraphShard, load_whole
@@ -23,6 +24,7 @@ from gtrain.graph.whole import load_whole_hetero
 from gtrain.nn import deferred, tables
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.gradients import sum_gradients
+from gtrain_ps import SERVES
 from gtrain_ps.checks import check_training
 from gtrain_ps.config import PsConfig
 from gtrain_ps.costs import Load
@@ -54,9 +56,7 @@ class PsStrategy(ReturningStrategy):
     """
 
     strategy_name: ClassVar[str] = "ps"
-    only_cpus: ClassVar[bool] = True
-    tasks: ClassVar[tuple[str, ...]] = TASKS
-    heterogeneous: ClassVar[bool] = True
+    serves: ClassVar[Serves] = SERVES
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class PsStrategy(ReturningStrategy):
             )
         if self._trainer.state.fn == TrainerFn.FITTING:
             assert isinstance(module, pl.LightningModule)
-            check_training(self._trainer, module, self.world_size)
+            check_training(module, self.num_nodes * self.num_processes)
             if self.settings.export is not None and self.is_global_zero:
                 make_folder(Path(self.settings.export), "strategy.export")
 

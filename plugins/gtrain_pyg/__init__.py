@@ -5,13 +5,19 @@ Leskovec, "Inductive Representation Learning on Large Graphs", NeurIPS 2017). Wh
 owner for, in one packed message per owner and hop, while earlier batches train.
 """
 
-from gtrain.backends import Backend
+from gtrain.backends import Backend, Serves
+
+SERVES = Serves(
+    models=frozenset({"message-passing"}),
+    refusal="it samples neighbourhoods, and there is nothing to aggregate",
+    tasks=("node", "link"),
+    heterogeneous=True,
+)
 
 backend = Backend(
     description="mini-batch GNN training on sampled neighbourhoods of a sharded graph",
     config="gtrain_pyg.config:PygConfig",
     strategy="gtrain_pyg.strategy:PygStrategy",
     conf="gtrain_pyg.conf",
-    serves=frozenset({"message-passing"}),
-    refusal="it samples neighbourhoods, and there is nothing to aggregate",
+    serves=SERVES,
 )

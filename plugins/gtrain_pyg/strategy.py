@@ -11,12 +11,14 @@ import torch
 from torch.nn import Module
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.data.loader import TASKS, SeedLoader, target_edge_type, target_type
+from gtrain.backends import Serves
+from gtrain.data.loader import SeedLoader, target_edge_type, target_type
 from gtrain.data.sampling import Sampling, check_hops, seed_time
 from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.store import Store
 from gtrain.nn.depth import HopMeter, hop_bounds
 from gtrain.strategy.base import GraphStrategy
+from gtrain_pyg import SERVES
 from gtrain_pyg.buffers import BufferPool
 from gtrain_pyg.config import PygConfig
 from gtrain_pyg.link_evaluation import LinkEvaluation, own_nodes
@@ -42,10 +44,8 @@ class PygStrategy(GraphStrategy):
     """
 
     strategy_name: ClassVar[str] = "pyg"
-    precisions: ClassVar[tuple[str, ...] | None] = None
+    serves: ClassVar[Serves] = SERVES
     full_batch = False
-    tasks: ClassVar[tuple[str, ...]] = TASKS
-    heterogeneous: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -5,13 +5,28 @@ read, block by block (one block for each owner), and aggregates them (Mostafa, "
 Rematerialization: Distributed Full-batch Training of Graph Neural Networks on Large Graphs", MLSys 2022).
 """
 
-from gtrain.backends import Backend
+from gtrain.backends import FULL_PRECISION, Backend, Limit, Serves, sampling_limits
+
+SERVES = Serves(
+    models=frozenset({"message-passing"}),
+    refusal="it shards message passing, and there is nothing to aggregate",
+    tasks=("node", "link"),
+    heterogeneous=True,
+    limits={
+        **FULL_PRECISION,
+        "data.batch_size": Limit((None,), "trains on the whole graph at once"),
+        "trainer.accumulate_grad_batches": Limit(
+            (1,), "takes the whole graph as one batch, so there is nothing to accumulate"
+        ),
+        **sampling_limits("uses every neighbour"),
+    },
+)
 
 backend = Backend(
     description="full-batch GNN training over a sharded graph; mode=1 recomputes, 2 keeps, 3 exchanges at once",
     config="gtrain_sar.config:SarConfig",
     strategy="gtrain_sar.strategy:SarStrategy",
     conf="gtrain_sar.conf",
-    serves=frozenset({"message-passing"}),
-    refusal="it shards message passing, and there is nothing to aggregate",
+    serves=SERVES,
+    shortcuts=("mode",),
 )

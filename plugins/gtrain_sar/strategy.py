@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn.conv import MessagePassing
 
-from gtrain.data.loader import TASKS, SeedLoader, graph_batch, hetero_shard_batch, split_batch
+from gtrain.backends import Serves
+from gtrain.data.loader import SeedLoader, graph_batch, hetero_shard_batch, split_batch
 from gtrain.errors import ConfigError
 from gtrain.graph.hetero_shard import HeteroShard, load_hetero_shard
 from gtrain.graph.shard import GraphShard, load_shard
@@ -22,7 +23,7 @@ from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.group import Group
 from gtrain.strategy.heap import give_back_freed
 from gtrain.strategy.spread_edges import SpreadEdges
-from gtrain_sar import config, refusals
+from gtrain_sar import SERVES, config, refusals
 from gtrain_sar.agreement import check_parts_agree
 from gtrain_sar.dgl import refusals as dgl_refusals
 from gtrain_sar.halo import HaloExchange
@@ -47,8 +48,7 @@ class SarStrategy(GraphStrategy):
     """
 
     strategy_name: ClassVar[str] = "sar"
-    tasks: ClassVar[tuple[str, ...]] = TASKS
-    heterogeneous: ClassVar[bool] = True
+    serves: ClassVar[Serves] = SERVES
 
     def __init__(
         self,
@@ -103,10 +103,10 @@ class SarStrategy(GraphStrategy):
         return exchange
 
     def batches(self, shard: GraphShard | HeteroShard, loader: SeedLoader) -> Iterable[Data | HeteroData]:
-        if loader.batch_size is not None:
+        if loader.batch_size is not None:  # a loader that no data module made
             raise ConfigError(
                 f"data.batch_size={loader.batch_size} was set; strategy=sar trains on the whole graph at once.",
-                hint="leave data.batch_size=null, or use strategy=single, which steps after each group of seeds.",
+                hint="leave data.batch_size=null.",
             )
         loader.refuse_sampling("strategy=sar uses every neighbour")
         if self._graph is None:

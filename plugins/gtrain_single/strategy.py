@@ -8,13 +8,15 @@ from typing import ClassVar
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
+from gtrain.backends import Serves
 from gtrain.data.edge_seeds import EdgeSeeds
-from gtrain.data.loader import TASKS, SeedLoader, graph_batch, hetero_batch
+from gtrain.data.loader import SeedLoader, graph_batch, hetero_batch
 from gtrain.errors import ConfigError
 from gtrain.graph.shard import GraphShard, load_whole
 from gtrain.graph.store import Store
 from gtrain.graph.whole import load_whole_hetero
 from gtrain.strategy.base import GraphStrategy
+from gtrain_single import SERVES
 
 
 class SingleStrategy(GraphStrategy):
@@ -25,9 +27,7 @@ class SingleStrategy(GraphStrategy):
     """
 
     strategy_name: ClassVar[str] = "single"
-    precisions: ClassVar[tuple[str, ...] | None] = None
-    tasks: ClassVar[tuple[str, ...]] = TASKS
-    heterogeneous: ClassVar[bool] = True
+    serves: ClassVar[Serves] = SERVES
 
     @property
     def full_batch(self) -> bool:  # type: ignore[override]

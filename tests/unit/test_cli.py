@@ -6,6 +6,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
+from omegaconf import DictConfig
 
 from gtrain import backends, cli, config, messages
 from gtrain.errors import ConfigError
@@ -124,5 +125,58 @@ def test_every_strategy_describes_itself() -> None:
 
 
 def test_strategies_are_named_by_what_they_serve() -> None:
-    assert set(backends.serving("message-passing")) >= {"single", "sar"}
-    assert "sar" not in backends.serving("per-node")
+    assert set(backends.serving(backends.Traits(kind="message-passing"))) >= {"single", "sar"}
+    assert "sar" not in backends.serving(backends.Traits(kind="per-node"))
+    without_table = backends.Traits("message-passing", has_table=False)
+    assert {"pbg", "ps"}.isdisjoint(backends.serving(without_table)) and backends.serving(without_table)
+
+
+def composed(*overrides: str) -> DictConfig:
+    return compose("config", overrides=["paths.run=here", *overrides])
+
+
+def test_what_an_experiment_sets_for_another_strategy_is_left_out() -> None:
+    given = ["experiment=fb15k237", "strategy=ps", "data.path=there"]
+    cfg = composed(*given)
+    line = config.fit_strategy(cfg, ["strategy", "data.path"], experiment="fb15k237")
+    assert line.count("\n") == 0 and line.endswith(": strategy.matmul=bfloat16 (experiment=fb15k237)")
+    config.validate(cfg)
+    assert "matmul" not in cfg.strategy and cfg.trainer.devices == 2  # two workers, which ps has as well
+    cfg = composed("experiment=fb15k237", "strategy=single", "data.path=there")
+    assert "trainer.devices=2" in config.fit_strategy(cfg, experiment="fb15k237") and cfg.trainer.devices == 1
+
+
+def test_what_was_typed_beside_an_experiment_is_a_mistake_as_ever() -> None:
+    cfg = composed("experiment=fb15k237", "strategy=ps", "data.path=there", "strategy.matmul=float32")
+    with pytest.raises(ConfigError, match=r"strategy.matmul=float32 was set; strategy has no key matmul here"):
+        config.fit_strategy(cfg, ["strategy.matmul"], experiment="fb15k237")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "setting", "left"),
+    [
+        ("ps", "strategy.num_partitions=4", True),
+        ("pbg", "strategy.num_partitions=4", False),
+        ("single", "data.num_neighbors=[10,10]", True),
+        ("sar", "data.num_neighbors=[10,10]", True),
+        ("pyg", "data.num_neighbors=[10,10]", False),
+        ("single", "mode=2", True),
+        ("sar", "mode=2", False),
+        ("single", "trainer.num_nodes=2", True),
+        ("sar", "data.batch_size=64", True),
+    ],
+)
+def test_a_job_of_a_sweep_leaves_out_what_its_strategy_lacks(strategy: str, setting: str, left: bool) -> None:
+    config.register(sweep=True)
+    cfg = composed(f"strategy={strategy}", setting)
+    line = config.fit_strategy(cfg, ["strategy", setting.partition("=")[0]], sweep=True)
+    assert line == (f"strategy={strategy} leaves out settings that it does not serve: {setting} (the sweep)" * left)
+    config.validate(cfg)
+    backends.check_limits(strategy, backends.get(strategy).serves, config.settings_of(cfg))
+    assert ("mode" in cfg) == (strategy == "sar")
+
+
+def test_a_typo_in_a_sweep_is_a_mistake() -> None:
+    cfg = composed("strategy=ps", "strategy.num_partition=4")
+    with pytest.raises(ConfigError, match="strategy has no key num_partition; its keys are"):
+        config.fit_strategy(cfg, ["strategy.num_partition"], sweep=True)

@@ -9,11 +9,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
@@ -27,7 +25,6 @@ from gtrain.launch.roles import RolePlan, server_slots, worker_slots
 from gtrain.launch.slot import Slot
 from gtrain.launch.sockets import listen_here, listen_tcp
 from gtrain.strategy import by_hand
-from gtrain.strategy.trainer_checks import check_cpu, check_unequal_steps
 
 COUNTING = Path(__file__).resolve().parents[1] / "assets" / "counting"
 
@@ -211,18 +208,27 @@ def test_servers_by_hand_take_the_free_ranks_of_a_role_that_is_left_to_them() ->
         by_hand._check_wanted(store, plan)
 
 
-@pytest.mark.parametrize(("key", "value"), [("max_steps", 7), ("val_check_interval", 0.5)])
-def test_what_makes_ranks_of_unequal_steps_meet_between_epochs_is_refused(key: str, value: float) -> None:
-    trainer: Any = SimpleNamespace(**{"max_steps": -1, "val_check_interval": 1.0, key: value})
-    with pytest.raises(ConfigError, match=f"trainer.{key}={value} was set; ranks of strategy=x take unequal numbers"):
-        check_unequal_steps("x", trainer)
-
-
-@pytest.mark.parametrize("name", ["pbg", "ps"])
-def test_a_strategy_for_cpus_refuses_other_accelerators(name: str) -> None:
-    assert backends.get(name).load_strategy().only_cpus
-    with pytest.raises(ConfigError, match=f"trainer.accelerator=cuda was set; strategy={name} trains on CPUs."):
-        check_cpu(name, torch.device("cuda"))
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("pbg", "trainer.max_steps", 7),
+        ("pbg", "trainer.val_check_interval", 0.5),
+        ("pbg", "trainer.accelerator", "gpu"),
+        ("ps", "trainer.accelerator", "gpu"),
+        ("ps", "trainer.precision", "bf16-mixed"),
+        ("sar", "data.batch_size", 16),
+        ("single", "data.num_neighbors", [10, 10]),
+    ],
+)
+def test_a_limit_of_a_strategy_is_refused_and_those_without_it_are_named(name: str, key: str, value: Any) -> None:
+    serves = backends.get(name).serves
+    assert backends.get(name).load_strategy().serves is serves
+    with pytest.raises(ConfigError, match=f"{key}=.* was set; strategy={name} ") as caught:
+        backends.check_limits(name, serves, {key: value}, backends.Traits())
+    named = caught.value.hint.partition("choose strategy=")[2].rstrip(".").split(" or ")
+    assert named and name not in named
+    for other in named:
+        backends.check_limits(other, backends.get(other).serves, {key: value})
 
 
 # ------------------------------------------------------------------------------------------------- places, sockets

@@ -405,8 +405,8 @@ def test_what_sparse_gradients_cannot_do_is_said(tmp_path: Path) -> None:
 
 
 def test_sar_refuses_what_has_nothing_to_aggregate(tmp_path: Path) -> None:
-    sar = backends.get("sar")
-    assert sar.serves is not None and not {EMBEDDING, SPARSE} & sar.serves
+    models = backends.get("sar").serves.models
+    assert models is not None and not {EMBEDDING, SPARSE} & models
     result = gtrain("strategy=sar", "mode=1", "trainer.num_nodes=1", "data=planted_kg", "model=kg", cwd=tmp_path)
     assert result.returncode == 1, show(result)
     assert "strategy=sar does not serve model=kg" in result.stderr

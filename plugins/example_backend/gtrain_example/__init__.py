@@ -1,6 +1,16 @@
 """Two strategies to copy: ``replicated`` on gtrain's own base, ``sar_auto`` on another backend's strategy."""
 
-from gtrain.backends import Backend
+from gtrain.backends import FULL_PRECISION, Backend, Limit, Serves, sampling_limits
+
+_FULL_BATCH = {"data.batch_size": Limit((None,), "trains in full batch"), **sampling_limits("uses every neighbour")}
+REPLICATED = Serves(limits={**FULL_PRECISION, **_FULL_BATCH})
+SAR_AUTO = Serves(
+    models=frozenset({"message-passing"}),
+    refusal="it shards message passing, and there is nothing to aggregate",
+    tasks=("node", "link"),
+    heterogeneous=True,
+    limits={**FULL_PRECISION, **_FULL_BATCH},
+)
 
 # not named as the modules are: importing gtrain_example.replicated would put the module in the object's place
 replicated_backend = Backend(
@@ -8,6 +18,7 @@ replicated_backend = Backend(
     config="gtrain_example.config:ReplicatedConfig",
     strategy="gtrain_example.replicated:ReplicatedStrategy",
     conf="gtrain_example.conf",
+    serves=REPLICATED,
 )
 
 sar_auto_backend = Backend(
@@ -15,6 +26,5 @@ sar_auto_backend = Backend(
     config="gtrain_example.config:SarAutoConfig",
     strategy="gtrain_example.sar_auto:SarAutoStrategy",
     conf="gtrain_example.conf",
-    serves=frozenset({"message-passing"}),
-    refusal="it shards message passing, and there is nothing to aggregate",
+    serves=SAR_AUTO,
 )

@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch_geometric.data import Data
 
+from gtrain.backends import Serves
 from gtrain.data.loader import SeedLoader, full_batch
-from gtrain.errors import ConfigError
 from gtrain.graph.shard import GraphShard, load_whole
 from gtrain.graph.store import Store
 from gtrain.strategy.base import GraphStrategy
+from gtrain_example import REPLICATED
 
 
 class ReplicatedStrategy(GraphStrategy):
@@ -24,6 +25,7 @@ class ReplicatedStrategy(GraphStrategy):
     """
 
     strategy_name: ClassVar[str] = "replicated"
+    serves: ClassVar[Serves] = REPLICATED
 
     def __init__(self, share: str = "strided", **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -33,8 +35,6 @@ class ReplicatedStrategy(GraphStrategy):
         return load_whole(store)
 
     def batches(self, shard: GraphShard, loader: SeedLoader) -> Iterable[Data]:
-        if loader.batch_size is not None:
-            raise ConfigError(f"data.batch_size={loader.batch_size} was set; strategy=replicated trains in full batch.")
         batch = full_batch(shard, loader.split, self.dtype)
         batch.seeds = self._mine(batch.seeds)
         batch.batch_size = batch.seeds.numel()
