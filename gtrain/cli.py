@@ -100,7 +100,7 @@ def verb_to_override(arguments: list[str]) -> list[str]:
     return result
 
 
-def _prepare_hydra(*, sweep: bool) -> None:
+def _prepare_hydra(*, sweep: bool = False) -> None:
     Plugins.instance().register(BackendConfigs)
     config.register(sweep=sweep)
     schemas = ConfigStore.instance()  # nobody changes it from here on, yet Hydra copies it for each group in --help
