@@ -97,6 +97,7 @@ class Serves:
         tasks: what the seeds of its batches may be: ``node``, ``link`` (edges).
         heterogeneous: whether it trains on graphs with several types of nodes or edges.
         needs_table: whether the model must have a table of ``gtrain.nn``, whose rows the strategy keeps elsewhere.
+        part_per_rank: whether the store must have one part for each rank.
         limits: settings of which it honours some values only, by their key.
     """
 
@@ -105,7 +106,20 @@ class Serves:
     tasks: tuple[str, ...] = ("node",)
     heterogeneous: bool = False
     needs_table: bool = False
+    part_per_rank: bool = False
     limits: Mapping[str, Limit] = field(default_factory=dict)
+
+    def check_parts(self, name: str, num_parts: int, ranks: int) -> None:
+        """Refuse a store whose number of parts does not suit the number of ranks.
+
+        Raises:
+            ConfigError: with both numbers.
+        """
+        if self.part_per_rank and num_parts != ranks:
+            raise ConfigError(
+                f"the store has {num_parts} parts and the job {ranks} ranks; strategy={name} gives each rank one part.",
+                hint=f"leave data.num_parts unset: it defaults to the number of ranks; or start {num_parts} ranks.",
+            )
 
     def violated(self, settings: Mapping[str, Any]) -> dict[str, Limit]:
         """The limits that settings break, by key.
@@ -358,54 +372,40 @@ def serving(traits: Traits, settings: Mapping[str, Any] | None = None) -> list[s
     ]
 
 
-def check_served(name: str, serves: Serves, traits: Traits, model: str, settings: Mapping[str, Any]) -> None:
-    """Refuse a model, or data, that a strategy does not train.
+def not_served(name: str, model: str, traits: Traits, reason: str, others: Sequence[str]) -> ConfigError:
+    """The error for a model, or data, that a strategy does not train.
 
     Args:
         name: the strategy.
-        serves: what it trains.
-        traits: of the model and the data.
         model: what to call the model.
-        settings: values that the user chose, by key.
-
-    Raises:
-        ConfigError: names the strategies that do.
+        traits: of the model and the data.
+        reason: see :meth:`Traits.refusal`.
+        others: names of strategies that do.
     """
-    reason = traits.refusal(serves)
-    if reason is None:
-        return
-    others = serving(traits, settings)
     kind = f" (kind: {traits.kind})" if traits.kind else ""
-    raise ConfigError(
+    return ConfigError(
         f"strategy={name} does not serve {model}{kind}: {reason}. "
         f"Strategies that do: {', '.join(others) or 'none of those installed, with these settings'}.",
         hint=f"set strategy={others[0]}, or choose another model." if others else "choose another model.",
     )
 
 
-def check_limits(
-    name: str, serves: Serves, settings: Mapping[str, Any], traits: Traits | None = None, typed: Sequence[str] = ()
-) -> None:
-    """Refuse settings that a strategy does not honour.
+def not_honoured(
+    name: str, key: str, limits: Mapping[str, Limit], settings: Mapping[str, Any], others: Sequence[str] = ()
+) -> ConfigError:
+    """The error for a setting that a strategy does not honour.
 
     Args:
         name: the strategy.
-        serves: what it trains.
+        key: of the setting.
+        limits: of the strategy.
         settings: values by key.
-        traits: of the model and the data, to name strategies that honour the setting; None: name none.
-        typed: keys that the user set: a strategy that is named must honour these too.
-
-    Raises:
-        ConfigError: names the first setting, and strategies that honour it.
+        others: names of strategies that honour it.
     """
-    for key, limit in serves.violated(settings).items():
-        first = limit.allowed[0]
-        advice = f"leave {key} out, or set {key}={as_set(first)}"
-        if traits is not None:
-            chosen = {k: v for k, v in settings.items() if k in typed or k in (key, "data.task")}
-            if others := serving(traits, chosen):
-                advice += f"; or choose strategy={' or '.join(others)}"
-        raise ConfigError(f"{key}={as_set(settings[key])} was set; strategy={name} {limit.reason}.", hint=f"{advice}.")
+    limit = limits[key]
+    advice = f"leave {key} out, or set {key}={as_set(limit.allowed[0])}"
+    advice += f"; or choose strategy={' or '.join(others)}" if others else ""
+    return ConfigError(f"{key}={as_set(settings[key])} was set; strategy={name} {limit.reason}.", hint=f"{advice}.")
 
 
 def as_set(value: Any) -> str:

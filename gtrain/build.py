@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -229,6 +229,23 @@ def _target(path: Any) -> Any:
         raise ConfigError(
             f"model._target_={path} was set; it cannot be imported: {type(error).__name__}: {error}.",
             hint="give the full path of a torch module, such as torch_geometric.nn.GCN.",
+        ) from error
+
+
+def find_target(path: Any, key: str) -> Any:
+    """The class or function that a part of the configuration names.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    if key == "model":
+        return _target(path)
+    try:
+        return get_object(str(path))
+    except Exception as error:
+        raise ConfigError(
+            f"{key}._target_={path} was set; it cannot be imported: {str(error).strip().splitlines()[-1]}.",
+            hint="give the full path of a class or function, such as torch.optim.Adam.",
         ) from error
 
 

@@ -105,9 +105,9 @@ class _Task:
         with strategy.making_model():
             model = build.make_model(config["model"], store)
         traits = backends.Traits(kind(model), data.task, store.is_hetero, any(True for _ in tables(model)))
-        backends.check_served(
-            strategy.strategy_name, strategy.serves, traits, f"model={self.choices['model']}", {"data.task": data.task}
-        )
+        if (reason := traits.refusal(strategy.serves)) is not None:
+            others = backends.serving(traits, {"data.task": data.task})
+            raise backends.not_served(strategy.strategy_name, f"model={self.choices['model']}", traits, reason, others)
         recorder = RunRecorder(strategy.counters)
         trainer = self._trainer(strategy, recorder, data)
         if config["verb"] == "train" and strategy.is_global_zero and not slots.restarts():

@@ -21,7 +21,7 @@ from gtrain.data.entity_features import (
     read_features,
     stamps_of_features,
 )
-from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp
+from gtrain.data.module import OUTLINE, CommonOptions, GraphDataModule, file_stamp
 from gtrain.data.node_files import GENERATED, NodeFiles, generated
 from gtrain.data.schema import DataSchema, Entries
 from gtrain.errors import ConfigError
@@ -139,6 +139,25 @@ class EdgesData(GraphDataModule):
         self._node_files = NodeFiles(features, labels, self.root, self.unlabelled)
         self._names: dict[str, Any] = {}
         self._facts: dict[str, Any] = {}
+
+    @property
+    def outline(self) -> dict[str, Any] | None:  # type: ignore[override]
+        """What the settings say of features, labels and relations."""
+        features = self._node_files.features
+        if self.schema.says_more:
+            return None
+        if (
+            features is not None
+            and features not in GENERATED
+            and not features.endswith((".npy", ".csv", ".tsv", ".txt"))
+        ):
+            return None  # may be sparse
+        return {
+            **OUTLINE,
+            "num_features": None if features is None else OUTLINE["num_features"],
+            "num_relations": None if self.format.relation is None else 2,
+            "num_classes": None if self._node_files.labels is None else OUTLINE["num_classes"],
+        }
 
     def extra_facts(self) -> dict[str, Any]:
         """Return the entity types and the number of edge sets, where there are any."""

@@ -21,7 +21,7 @@ from gtrain.data.entity_features import (
     stamps_of_features,
 )
 from gtrain.data.entity_names import EntityNames
-from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp, log
+from gtrain.data.module import TRIPLES_OUTLINE, CommonOptions, GraphDataModule, file_stamp, log
 from gtrain.data.schema import DataSchema, Entries
 from gtrain.data.triples import COLUMNS, Triples, is_archive, read_archive, read_file, read_folder, split_files
 from gtrain.errors import ConfigError, DataError
@@ -79,6 +79,11 @@ class KGData(GraphDataModule):
         self.schema = DataSchema(entities, relations)
         self._names: EntityNames | None = None
         self._features: dict[str, EntityFeatures] = {}
+
+    @property
+    def outline(self) -> dict[str, Any] | None:  # type: ignore[override]
+        """Triples without features; what is said of types and relations by name needs the names."""
+        return None if self.schema.says_more else TRIPLES_OUTLINE
 
     def identity(self) -> dict[str, Any]:
         """Return the stamps of the files, and how they are read."""

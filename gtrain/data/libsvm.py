@@ -12,7 +12,7 @@ from torch_geometric.data import Data
 
 from gtrain.data.files import find_file
 from gtrain.data.libsvm_file import Rows, read_rows
-from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp
+from gtrain.data.module import SPARSE_OUTLINE, CommonOptions, GraphDataModule, file_stamp
 from gtrain.data.rows import RowColumns, among_unlabelled, no_label, number_labels, row_masks
 from gtrain.errors import ConfigError, DataError
 
@@ -44,6 +44,7 @@ class LibsvmData(GraphDataModule):
     """
 
     name = "libsvm"
+    outline = SPARSE_OUTLINE
 
     def __init__(
         self,

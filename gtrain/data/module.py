@@ -30,6 +30,15 @@ from gtrain.graph.writer import write_store
 log = logging.getLogger("gtrain")
 
 
+OUTLINE: dict[str, Any] = {
+    **{"num_nodes": 16, "num_features": 16, "sparse_features": False, "num_relations": None},
+    **{"num_classes": 2, "multilabel": False},
+}
+"""The outline of a graph with dense features and labels; see :attr:`GraphDataModule.outline`."""
+SPARSE_OUTLINE = {**OUTLINE, "sparse_features": True}
+TRIPLES_OUTLINE = {**OUTLINE, "num_features": None, "num_classes": None, "num_relations": 2}
+
+
 class SharedOptions(TypedDict):
     """Keyword arguments that every source hands on as they are; see :class:`GraphDataModule`."""
 
@@ -111,6 +120,8 @@ class GraphDataModule(pl.LightningDataModule):
     name: str = "graph"
     schema: DataSchema = DataSchema(None, None)
     """Entity types and relations, of sources that can have them."""
+    outline: Mapping[str, Any] | None = None
+    """Facts that decide a model's form, where the source knows them before it reads the graph; any numbers will do."""
     edge_buckets: bool = False
     """Whether the store holds the edges once more by pairs of parts, for strategies that train in buckets."""
 
@@ -238,6 +249,22 @@ class GraphDataModule(pl.LightningDataModule):
         """What a model needs to know: ``num_features``, ``num_classes``, ``multilabel``, ``split``, ``best_acc``..."""
         return dict(self.open_store().facts)
 
+    def check_inputs(self) -> None:
+        """Refuse files that are missing and options that contradict each other, before anything is read.
+
+        Raises:
+            ConfigError, DataError: names the setting.
+        """
+        if self.partition_path is not None and not Path(self.partition_path).is_file():
+            raise ConfigError(
+                f"data.partition_path={self.partition_path} was set; there is no such file.",
+                hint="name a file with the part of each node.",
+            )
+        if self.edge_buckets:  # also where the store is there, which other numbers may have made
+            self.schema.check_partitions(self.num_parts)
+        if type(self).fetch is GraphDataModule.fetch:  # else files may still have to be downloaded
+            self.identity()  # has the stamp of each file
+
     def prepare_data(self) -> None:
         """Make the store where there is none; safe to call from any number of processes at once.
 
@@ -246,8 +273,7 @@ class GraphDataModule(pl.LightningDataModule):
         """
         try:
             self.fetch()
-            if self.edge_buckets:  # also where the store is there, which other numbers may have made
-                self.schema.check_partitions(self.num_parts)
+            self.check_inputs()
             ensure_store(self.store_path, self._build, log.debug if self._prepared else log.info)  # said once
         except OSError as err:  # of any file or folder that is read or written on the way
             name = f"{err.filename}: {err.strerror}" if err.filename else str(err).splitlines()[0]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch_geometric.data import Data
 
-from gtrain.data.module import GraphDataModule, SharedOptions
+from gtrain.data.module import OUTLINE, GraphDataModule, SharedOptions
 from gtrain.data.pairs import draw_pairs
 from gtrain.data.planted_common import (
     Floats,
@@ -130,6 +130,7 @@ class PlantedData(GraphDataModule):
     """
 
     name = "planted"
+    outline = OUTLINE
 
     def __init__(
         self,

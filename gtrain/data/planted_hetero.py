@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch_geometric.data import HeteroData
 
-from gtrain.data.module import GraphDataModule, SharedOptions
+from gtrain.data.module import OUTLINE, GraphDataModule, SharedOptions
 from gtrain.data.pairs import draw_pairs
 from gtrain.data.pairs_between import draw_between, room_between
 from gtrain.data.planted_common import (
@@ -29,6 +29,16 @@ from gtrain.errors import ConfigError
 
 RELATIONS = {"writes": "author", "cites": "paper", "mentions": "term"}
 """Relations by the node type that they join papers with."""
+
+
+_EDGE_TYPES = [
+    ("author", "writes", "paper"),
+    ("paper", "written_by", "author"),
+    ("paper", "cites", "paper"),
+    ("paper", "cited_by", "paper"),
+    ("paper", "mentions", "term"),
+    ("term", "mentioned_in", "paper"),
+]
 
 
 @dataclass(frozen=True)
@@ -140,6 +150,14 @@ class PlantedHeteroData(GraphDataModule):
     """
 
     name = "planted_hetero"
+    outline = {
+        **OUTLINE,
+        "num_nodes": {"paper": 16, "author": 16, "term": 16},
+        "num_features": {"paper": 16, "author": 8, "term": None},
+        "sparse_features": [],
+        "target": "paper",
+        "edge_types": _EDGE_TYPES,
+    }
 
     def __init__(
         self,
@@ -258,10 +276,8 @@ def _assemble(edges: dict[str, Ints]) -> HeteroData:
     for node_type in ("paper", "author", "term"):
         data[node_type].num_nodes = 0  # fixes the order of the types
     there = {relation: torch.from_numpy(np.ascontiguousarray(pairs)) for relation, pairs in edges.items()}
-    data["author", "writes", "paper"].edge_index = there["writes"].flip(0)
-    data["paper", "written_by", "author"].edge_index = there["writes"]
-    data["paper", "cites", "paper"].edge_index = there["cites"]
-    data["paper", "cited_by", "paper"].edge_index = there["cites"].flip(0)
-    data["paper", "mentions", "term"].edge_index = there["mentions"]
-    data["term", "mentioned_in", "paper"].edge_index = there["mentions"].flip(0)
+    authors, papers, terms = there["writes"], there["cites"], there["mentions"]
+    both_ways = (authors.flip(0), authors, papers, papers.flip(0), terms, terms.flip(0))
+    for edge_type, edge_index in zip(_EDGE_TYPES, both_ways, strict=True):
+        data[edge_type].edge_index = edge_index
     return data

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch_geometric.data import Data
 
-from gtrain.data.module import CommonOptions, GraphDataModule
+from gtrain.data.module import TRIPLES_OUTLINE, CommonOptions, GraphDataModule
 from gtrain.data.planted_common import Floats, Ints, check_least, check_shares
 from gtrain.data.schema import DataSchema, Entries
 from gtrain.errors import ConfigError
@@ -158,6 +158,11 @@ class PlantedKGData(GraphDataModule):
             )
         self._facts: dict[str, Any] = {}
         self._names: dict[str, Sequence[str]] = {}
+
+    @property
+    def outline(self) -> dict[str, Any] | None:  # type: ignore[override]
+        """Triples without features; what is said of types and relations by name needs the names."""
+        return None if self.schema.says_more else TRIPLES_OUTLINE
 
     def identity(self) -> dict[str, Any]:
         """Return the generator's parameters and its seed."""

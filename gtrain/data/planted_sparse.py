@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch_geometric.data import Data
 
-from gtrain.data.module import CommonOptions, GraphDataModule
+from gtrain.data.module import SPARSE_OUTLINE, CommonOptions, GraphDataModule
 from gtrain.data.planted_common import Floats, Ints, check_finite, check_least, expected_auc
 from gtrain.errors import ConfigError
 from gtrain.graph.tables import csr_tensor
@@ -76,6 +76,7 @@ class PlantedSparseData(GraphDataModule):
     """
 
     name = "planted_sparse"
+    outline = SPARSE_OUTLINE
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ import torch_geometric.datasets
 from torch_geometric.data import Data, Dataset, HeteroData
 
 from gtrain.data.components import largest_component
-from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp, log
+from gtrain.data.module import OUTLINE, CommonOptions, GraphDataModule, file_stamp, log
 from gtrain.data.pyg_graph import tidy_graph
 from gtrain.data.raw import Missing, construct, download, mirror, probe
 from gtrain.errors import ConfigError, DataError, GtrainError
@@ -155,6 +155,8 @@ class PlanetoidData(PyGData):
 
     preset = "planetoid"
 
+    outline = OUTLINE
+
     def __init__(self, *, name: str = "Cora", **common: Unpack[CommonOptions]) -> None:
         name = known_name("Planetoid", name, ("Cora", "CiteSeer", "PubMed"))
         options: CommonOptions = {"split": "public", "normalize_features": True, **common}
@@ -171,6 +173,8 @@ class _SplitByClass(PyGData):
             are their names.
         **common: see :class:`~gtrain.data.module.GraphDataModule`.
     """
+
+    outline = OUTLINE
 
     def __init__(self, name: str, member: str, largest_component: bool, **common: Unpack[CommonOptions]) -> None:
         options: CommonOptions = {"split": "per_class", **common}
@@ -227,6 +231,8 @@ class HeterophilousData(PyGData):
     """The heterophilous graphs of Platonov et al. 2023, each with ten published splits."""
 
     preset = "heterophilous"
+
+    outline = OUTLINE
 
     def __init__(self, *, name: str = "Minesweeper", **common: Unpack[CommonOptions]) -> None:
         options = ("Roman-empire", "Amazon-ratings", "Minesweeper", "Tolokers", "Questions")

@@ -62,6 +62,11 @@ class DataSchema:
         self.types: tuple[str, ...] = tuple(self._entities or named) or (ONE_TYPE,)
 
     @property
+    def says_more(self) -> bool:
+        """Whether anything is said of types or relations, by names that only the data tell."""
+        return bool(self._entities or self._ends)
+
+    @property
     def is_typed(self) -> bool:
         """Whether anything is said of types."""
         return bool(self._ends)

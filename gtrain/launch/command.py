@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
+import json
 import os
+import select
+import signal
 import stat
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from omegaconf import DictConfig, open_dict
 
-from gtrain import backends, config
-from gtrain.errors import ConfigError
+from gtrain import backends, config, errors
+from gtrain.errors import ConfigError, GtrainError
 from gtrain.launch import cluster, keeper, meeting
 from gtrain.launch.agent import preload, run, run_local
 from gtrain.launch.children import die_with_parent
@@ -27,6 +32,8 @@ from gtrain.launch.shipping import read_result, result_file
 from gtrain.launch.slot import Roster, set_roster
 
 TASK = "gtrain.task:run"
+REHEARSAL = "gtrain.rehearsal"
+_REHEARSAL_SECONDS = 120.0
 TASK_BY_HAND = "gtrain.strategy.by_hand:run"
 KEY_NAME = "job.key"
 
@@ -50,21 +57,67 @@ def launch(cfg: DictConfig, choices: dict[str, str], given: list[str]) -> Any:
         return _serve(cfg)
     if launcher == cluster.MANUAL:
         config.validate(copy.deepcopy(cfg))  # rank 0's folder will be that of the run, and all else follows it
-        return _by_hand(cfg, choices)
+        return _by_hand(cfg, choices, given)
     _check_hand_keys(cfg)
     if launcher == cluster.LOCAL:
         config.validate(cfg)
-        return _here(cfg, choices)
+        return _here(cfg, choices, given)
     return _as_rank(cfg, choices, launcher, given)
+
+
+def _rehearse(cfg: DictConfig, choices: dict[str, str], given: list[str]) -> None:
+    """Refuse what needs no data, in a short-lived process: it may start threads and use CUDA, unlike the agent.
+
+    Raises:
+        GtrainError: as it was raised there.
+    """
+    preload()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reports, to_report = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _report_refusal(to_report, cfg, choices, given)
+    os.close(to_report)
+    content = b""
+    try:
+        with open(reports, "rb", buffering=0) as pipe:
+            while select.select([pipe], [], [], _REHEARSAL_SECONDS)[0] and (some := pipe.read(1 << 16)):
+                content += some
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)  # where it hangs; else it has ended
+        os.waitpid(pid, 0)
+    if content:
+        refusal = json.loads(content)
+        raise getattr(errors, refusal["type"], GtrainError)(refusal["message"], hint=refusal["hint"])
+
+
+def _report_refusal(to_report: int, cfg: DictConfig, choices: dict[str, str], given: list[str]) -> NoReturn:
+    """The life of that process. Whatever else goes wrong goes wrong in a rank too, which has a log for it."""
+    try:
+        die_with_parent(os.getppid())
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
+        typed = [override.lstrip("+~").partition("=")[0] for override in given]
+        importlib.import_module(REHEARSAL).check(config.plain(cfg), choices, typed)
+    except GtrainError as error:
+        refusal = {"type": type(error).__name__, "message": error.message, "hint": error.hint}
+        with open(to_report, "wb", closefd=False) as pipe:
+            pipe.write(json.dumps(refusal).encode())
+    finally:
+        os._exit(0)
 
 
 # ---------------------------------------------------------------------------------------------------- by the agent
 
 
-def _here(cfg: DictConfig, choices: dict[str, str]) -> Any:
+def _here(cfg: DictConfig, choices: dict[str, str], given: list[str]) -> Any:
     """All machines are simulated on this one."""
     nodes, devices = (1, 1) if cfg.verb == "partition" else (cfg.trainer.num_nodes, cfg.trainer.devices)
     plans = () if cfg.verb == "partition" else backends.get(cfg.strategy.name).plan(cfg)
+    _rehearse(cfg, choices, given)
     return run_local(
         TASK,
         cfg,
@@ -78,7 +131,7 @@ def _here(cfg: DictConfig, choices: dict[str, str]) -> Any:
     )
 
 
-def _by_hand(cfg: DictConfig, choices: dict[str, str]) -> Any:
+def _by_hand(cfg: DictConfig, choices: dict[str, str], given: list[str]) -> Any:
     """This machine's share of a job whose command is started by hand on each of its machines."""
     place_of_meeting, nodes, devices = meeting.parse(cfg.cluster.rendezvous), cfg.trainer.num_nodes, cfg.trainer.devices
     if cfg.cluster.rank is None:
@@ -91,6 +144,9 @@ def _by_hand(cfg: DictConfig, choices: dict[str, str]) -> Any:
     job = Job(nodes, devices, _logs(cfg), cfg.cluster.rank, roles=plans, config=cfg, key_file=_key_file(cfg))
     if counts_of(plans) and nodes > 1:
         _check_secure(place_of_meeting, job.key_file)
+    settled = copy.deepcopy(cfg)
+    config.validate(settled)
+    _rehearse(settled, choices, given)
     if job.machine == 0:
         with meeting.held(place_of_meeting) as place:
             return _run_at(job, place, cfg, choices)
@@ -123,6 +179,9 @@ def _as_rank(cfg: DictConfig, choices: dict[str, str], launcher: str, given: lis
         die_with_parent(os.getppid())
     with keeper.beside(place, plans, cfg) as servers, contextlib.ExitStack() as at_the_end:
         preload()
+        settled = copy.deepcopy(cfg)
+        config.validate(settled)
+        _rehearse(settled, choices, given)
         from gtrain import task
         from gtrain.launch.environment import find_environment
 

@@ -8,7 +8,7 @@ group of ranks, gradients, metrics, checkpoints and refusals are here.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +23,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.nn import Module
+from torch.optim import Optimizer
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.backends import FULL_PRECISION, UNEQUAL_STEPS, Serves, Traits, check_limits, serving
+from gtrain.backends import FULL_PRECISION, UNEQUAL_STEPS, Serves, Traits, not_honoured, serving
 from gtrain.data.loader import SeedLoader
 from gtrain.errors import ConfigError
 from gtrain.graph.store import Store
@@ -113,6 +114,13 @@ class GraphStrategy(GroupCollectives):
             ConfigError: in one sentence, with the layer and the reason.
         """
 
+    def check_optimizers(self, module: Module, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse optimizers that this backend cannot do the work of.
+
+        Raises:
+            ConfigError: names the setting.
+        """
+
     def making_model(self) -> AbstractContextManager[None]:
         """What a model is made inside of: a backend that keeps tables elsewhere has them made without rows."""
         return nullcontext()
@@ -169,16 +177,13 @@ class GraphStrategy(GroupCollectives):
 
     # ------------------------------------------------------------------------ life of a run
 
-    def check_start(
-        self, trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule | None, **why: Any
-    ) -> None:
+    def check_start(self, trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule | None) -> None:
         """Refuse what can be refused without the data, before they are read and before ranks meet.
 
         Args:
             trainer: of the run.
             module: the model.
             data: where the loaders come from.
-            why: ``traits`` and ``typed`` of :func:`gtrain.backends.check_limits`, to name other strategies.
 
         Raises:
             ConfigError: a setting or a layer that this strategy does not serve.
@@ -186,7 +191,8 @@ class GraphStrategy(GroupCollectives):
         self._trainer = trainer
         settings = trainer_checks.settings_of(trainer, self.root_device, data)
         serves = self.serves if self.lockstep else replace(self.serves, limits={**self.serves.limits, **UNEQUAL_STEPS})
-        check_limits(self.strategy_name, serves, settings, **why)
+        for key in serves.violated(settings):
+            raise not_honoured(self.strategy_name, key, serves.limits, settings)
         if self.full_batch:
             trainer_checks.check_full_batch(self.strategy_name, trainer)
         if not is_overridden("configure_model", module):  # which makes layers after the data are prepared

@@ -201,6 +201,35 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
+def check_complete(folder: Path) -> None:
+    """Check that a checkpoint has all of its files, in their sizes, without reading them.
+
+    Raises:
+        CheckpointError: one is missing or of another size.
+    """
+    for name, entry in read_manifest(folder)["files"].items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != entry["bytes"]:
+            raise CheckpointError(
+                f"{folder} is not a complete checkpoint: {name} is missing or has another size.",
+                hint="use another checkpoint.",
+            )
+
+
+def check_model(folder: Path, module: Module) -> None:
+    """Check that a checkpoint is of a model, whose tables may have no rows yet, by the names and widths of tensors.
+
+    Raises:
+        CheckpointError: it is of another model.
+    """
+    wanted = {name for name, _ in tables(module)}
+    saved, here = read_manifest(folder)["model"]["tensors"], _shapes(module.state_dict())
+    for name in here:
+        if name.removesuffix(".weight") in wanted and len(saved.get(name, ())) == 2:
+            here[name] = [saved[name][0], here[name][1]]
+    _check_shapes(folder, saved, here, module)
+
+
 def verify_files(folder: Path) -> None:
     """Check the files that a strategy wrote itself, which :func:`load` does not read.
 
@@ -354,7 +383,10 @@ def _model_name(module: Module) -> str:
 
 
 def _check_parameters(path: Path, saved: Mapping[str, list[int]], module: Module) -> None:
-    wanted = _shapes(module.state_dict())
+    _check_shapes(path, saved, _shapes(module.state_dict()), module)
+
+
+def _check_shapes(path: Path, saved: Mapping[str, list[int]], wanted: Mapping[str, list[int]], module: Module) -> None:
     differences = [
         f"{name}: {_shape(saved, name)} there, {_shape(wanted, name)} here"
         for name in [*wanted, *(n for n in saved if n not in wanted)]

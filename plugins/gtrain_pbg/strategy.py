@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -169,6 +169,9 @@ class PBGStrategy(GraphStrategy):
                 hint="set model=kg, or strategy=single.",
             )
         check_training(self._trainer, module.recipe())  # type: ignore[operator]
+
+    def check_optimizers(self, module: Module, optimizers: Sequence[Optimizer]) -> None:
+        StepRules(optimizers, module.recipe())  # type: ignore[operator]
 
     def open_shard(self, store: Store) -> Store:
         check_store(store, self.settings.num_partitions)

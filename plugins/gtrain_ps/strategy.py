@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.backends import Serves
@@ -35,7 +36,7 @@ from gtrain_ps.worker import meters
 from gtrain_ps.worker.batches import RowSource, Shares, Source, WholeGraph
 from gtrain_ps.worker.home import ServedHome
 from gtrain_ps.worker.look import first_load
-from gtrain_ps.worker.planning import placement_of, plan_of, rules_of
+from gtrain_ps.worker.planning import placement_of, plan_of, rules_of, rules_of_tables
 from gtrain_ps.worker.returning import ROLE, ReturningStrategy
 from gtrain_ps.worker.rows import RowTable, is_rows
 from gtrain_ps.worker.steps import flat, send_step, take_flat
@@ -179,6 +180,9 @@ class PsStrategy(ReturningStrategy):
             check_training(module, self.num_nodes * self.num_processes)
             if self.settings.export is not None and self.is_global_zero:
                 make_folder(Path(self.settings.export), "strategy.export")
+
+    def check_optimizers(self, module: Module, optimizers: Sequence[Optimizer]) -> None:
+        rules_of_tables({name: layer.weight for name, layer in tables(module)}, optimizers)
 
     def making_model(self) -> AbstractContextManager[None]:
         return deferred()

@@ -12,6 +12,7 @@ SERVES = Serves(
     refusal="it samples neighbourhoods, and there is nothing to aggregate",
     tasks=("node", "link"),
     heterogeneous=True,
+    part_per_rank=True,
 )
 
 backend = Backend(

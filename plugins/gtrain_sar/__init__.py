@@ -12,6 +12,7 @@ SERVES = Serves(
     refusal="it shards message passing, and there is nothing to aggregate",
     tasks=("node", "link"),
     heterogeneous=True,
+    part_per_rank=True,
     limits={
         **FULL_PRECISION,
         "data.batch_size": Limit((None,), "trains on the whole graph at once"),

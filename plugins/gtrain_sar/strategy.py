@@ -77,12 +77,7 @@ class SarStrategy(GraphStrategy):
         super().setup(trainer)
 
     def open_shard(self, store: Store) -> GraphShard | HeteroShard:
-        if store.num_parts != self.world_size:
-            raise ConfigError(
-                f"the store has {store.num_parts} parts and the job {self.world_size} ranks; "
-                "strategy=sar gives each rank one part.",
-                hint="leave data.num_parts unset: it defaults to the number of ranks.",
-            )
+        self.serves.check_parts(self.strategy_name, store.num_parts, self.world_size)
         shard = (load_hetero_shard if store.is_hetero else load_shard)(store, self.global_rank)
         check_parts_agree(self.group, shard)
         if self._takeover is not None:  # of another graph

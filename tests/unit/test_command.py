@@ -223,12 +223,11 @@ def test_servers_by_hand_take_the_free_ranks_of_a_role_that_is_left_to_them() ->
 def test_a_limit_of_a_strategy_is_refused_and_those_without_it_are_named(name: str, key: str, value: Any) -> None:
     serves = backends.get(name).serves
     assert backends.get(name).load_strategy().serves is serves
-    with pytest.raises(ConfigError, match=f"{key}=.* was set; strategy={name} ") as caught:
-        backends.check_limits(name, serves, {key: value}, backends.Traits())
-    named = caught.value.hint.partition("choose strategy=")[2].rstrip(".").split(" or ")
-    assert named and name not in named
-    for other in named:
-        backends.check_limits(other, backends.get(other).serves, {key: value})
+    assert list(serves.violated({key: value})) == [key]
+    others = backends.serving(backends.Traits(), {key: value})
+    error = backends.not_honoured(name, key, serves.limits, {key: value}, others)
+    assert f"{key}={backends.as_set(value)} was set; strategy={name} " in error.message
+    assert name not in others and f"strategy={' or '.join(others)}" in str(error.hint)
 
 
 # ------------------------------------------------------------------------------------------------- places, sockets

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from gtrain.errors import ConfigError
@@ -65,7 +66,16 @@ def rules_of(homes: Mapping[str, ServedHome], optimizers: Iterable[Optimizer]) -
     Raises:
         ConfigError: a table has no optimizer of ``gtrain.nn``.
     """
-    names = {id(home.anchor): name for name, home in homes.items()}
+    return rules_of_tables({name: home.anchor for name, home in homes.items()}, optimizers)
+
+
+def rules_of_tables(tables: Mapping[str, Parameter], optimizers: Iterable[Optimizer]) -> Rules:
+    """The same for the parameters of tables, by their names.
+
+    Raises:
+        ConfigError: a table has no optimizer of ``gtrain.nn``.
+    """
+    names = {id(parameter): name for name, parameter in tables.items()}
     found = {}
     for optimizer in optimizers:
         for part in getattr(optimizer, "parts", [optimizer]):
@@ -74,7 +84,7 @@ def rules_of(homes: Mapping[str, ServedHome], optimizers: Iterable[Optimizer]) -
                     if id(parameter) in names and isinstance(part, RowOptimizer):
                         numbers = {key: _plain(value) for key, value in group.items() if key != "params"}
                         found[names[id(parameter)]] = part.rule.name, numbers
-    missing = [name for name, home in homes.items() if name not in found and home.anchor.requires_grad]
+    missing = [name for name, parameter in tables.items() if name not in found and parameter.requires_grad]
     if missing:
         raise ConfigError(
             f"the table {missing[0]} is on servers, and its optimizer is none of gtrain.nn's.",

@@ -1,0 +1,168 @@
+"""What is refused before the data are read: the model, the strategy and the settings, on an outline of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from forked import gtrain
+from helpers import REPO, ok
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from omegaconf import open_dict
+
+from gtrain import backends, cli, config, rehearsal
+from gtrain.errors import GtrainError
+
+STRATEGIES = ("pbg", "ps", "pyg", "sar", "single")
+ROWS = "model.sparse_optimizer={_target_:gtrain.nn.RowwiseAdagrad,lr:0.1}"  # which strategy=ps wants of a table
+DATA = {  # a generated graph that each model trains on
+    "hetero_sage": ["data=planted_hetero"],
+    "hgt": ["data=planted_hetero"],
+    "kg": ["data=planted_kg"],
+    "link_gcn": ["data=planted_temporal"],
+    "link_sage": ["data=planted_temporal", ROWS],
+    "rgcn": ["data=planted_kg", "model.task=link", "+model.learn_features=true", "model.score=val/mrr"],
+    "sparse": ["data=planted_sparse"],
+}
+SMALL = {
+    "planted": ["data.num_nodes=60", "data.num_edges=400", "data.num_classes=3"],
+    "planted_hetero": ["data.num_papers=80", "data.num_authors=40", "data.num_terms=20"],
+    "planted_temporal": ["data.num_nodes=40", "data.num_events=300", "data.num_communities=4"],
+    "planted_kg": ["data.num_entities=60", "data.num_positions=10", "data.num_triples=500"],
+    "planted_sparse": ["data.num_rows=300", "data.num_features=50", "data.features_per_row=5"],
+}
+MODELS = sorted(path.stem for path in (REPO / "conf" / "model").glob("*.yaml") if not path.stem.startswith("dgl_"))
+EXPERIMENTS = {  # and where their data are
+    "codex_s": "kg/codex-s",
+    "fb15k237": "kg/FB15k-237.tar.gz",
+    "umls": "kg/umls",
+    "wn18rr": "kg/wn18rr",
+}
+PAIRS = [(model, strategy) for model in MODELS for strategy in STRATEGIES]
+
+
+@pytest.fixture(autouse=True)
+def composed_by_hydra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    Plugins.instance().register(cli.BackendConfigs)
+    config.register()
+    GlobalHydra.instance().clear()
+    with initialize_config_module("gtrain.conf", version_base="1.3"):
+        yield
+
+
+def refusal(*overrides: str, verb: str = "train") -> GtrainError | None:
+    """What a job of these settings is refused for before its data are read; None: it is not."""
+    cfg = compose("config", overrides=["paths.run=here", f"verb={verb}", *overrides], return_hydra_config=True)
+    chosen = cfg.hydra.runtime.choices
+    choices = {group: str(chosen[group]) for group in ("strategy", "data", "model")}
+    experiment = chosen.get("experiment")
+    with open_dict(cfg):
+        del cfg["hydra"]
+    typed = [override.lstrip("+").partition("=")[0] for override in overrides]
+    config.fit_strategy(cfg, typed, experiment=experiment)
+    config.validate(cfg)
+    try:
+        rehearsal.check(config.plain(cfg), choices, typed)
+    except GtrainError as error:
+        return error
+    finally:
+        assert not Path("data").exists(), "a store was made"
+    return None
+
+
+def named(error: GtrainError) -> list[str]:
+    """The strategies that a refusal names."""
+    text = error.message.partition("Strategies that do: ")[2].rstrip(".") or str(error.hint).partition("strategy=")[2]
+    words = text.replace(",", " ").replace(".", " ").split()
+    return [word for word in words if word in STRATEGIES]
+
+
+def settings_for(model: str) -> list[str]:
+    own = DATA.get(model, ["data=planted"])
+    return [f"model={model}", *own, *SMALL[own[0].partition("=")[2]]]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["strategy=sar", "model=mlp"], "nothing to aggregate. Strategies that do: single."),
+        (["strategy=ps"], "this model has none on this data. Strategies that do: pyg, sar, single."),
+        (["strategy=pbg"], "no layers that pass messages. Strategies that do: pyg, sar, single."),
+        (["strategy=sar", "data=planted_kg", "model=kg"], "Strategies that do: pbg, ps, single."),
+        (["strategy=ps", "data=planted_hetero", "model=hgt"], "its optimizer is none of gtrain.nn's"),
+        (["strategy=single", "+model.bogus=1"], "unexpected keyword argument 'bogus'"),
+        (["strategy=single", "model.optimizer._target_=torch.optim.Adm"], "model.optimizer._target_=torch.optim.Adm"),
+        (["strategy=single", "model.scheduler={_target_:torch.optim.Nope}"], "model.scheduler._target_="),
+        (["strategy=single", "+model.optimizer.bogus=1"], "model.optimizer.bogus=1 was set; torch.optim.Adam has no"),
+        (["strategy=single", "callbacks.checkpoint._target_=a.B"], "callbacks.checkpoint._target_=a.B was set"),
+        (["strategy=single", "callbacks.checkpoint.mode=up"], "`mode` can be min, max but got up"),
+        (["strategy=single", "ckpt_path=nowhere.ckpt"], "there is no such checkpoint"),
+        (["strategy=sar", "data.num_parts=3"], "the store has 3 parts and the job 2 ranks"),
+        (["strategy=sar", "data.batch_size=16"], "choose strategy=pyg or single"),
+        (["strategy=single", "data.num_neighbors=[10,10]"], "data.num_neighbors=[10,10] was set; strategy=single"),
+        (["strategy=sar", "data=edges", "data.path=no.txt"], "data.path=no.txt: there is no such file"),
+        (["strategy=sar", "data.partitioner=file", "data.partition_path=no"], "data.partition_path=no was set"),
+        (["strategy=single", "data=planted_kg", "model=kg", "model.operator=no"], "model.operator=no was set"),
+        (["strategy=single", "trainer.precision=17"], "precision"),
+    ],
+)
+def test_a_mistake_is_refused_before_the_data_are_read(overrides: list[str], said: str) -> None:
+    error = refusal(*overrides)
+    assert error is not None and said in str(error)
+    for strategy in named(error) if "Strategies that do" in str(error) else ():
+        others = [override for override in overrides if not override.startswith("strategy=")]
+        assert refusal(f"strategy={strategy}", *others) is None
+
+
+def test_a_gpu_that_is_absent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    error = refusal("strategy=single", "trainer.accelerator=gpu")
+    assert error is not None and "trainer.accelerator=gpu was set; torch finds no GPU" in str(error)
+
+
+@pytest.mark.parametrize("key", ["features", "labels"])
+def test_a_missing_file_of_nodes_is_refused_before_the_edges_are_read(key: str, tmp_path: Path) -> None:
+    (tmp_path / "edges.tsv").write_text("this is no edge\n")  # reading it would fail in another way
+    files = {"features": "degree", "labels": "y.txt"} | {key: "nowhere.txt"}
+    (tmp_path / "y.txt").write_text("0\n")
+    error = refusal("data=edges", "data.path=edges.tsv", *(f"data.{name}={file}" for name, file in files.items()))
+    assert error is not None and f"data.{key}=nowhere.txt" in str(error)
+
+
+def test_an_output_whose_folder_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    error = refusal("strategy=single", "output=file/scores.npy", verb="predict")
+    assert error is not None and "output=file/scores.npy was set" in str(error) and "is a file" in str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "strategy"), PAIRS)
+def test_each_strategy_trains_a_model_or_names_those_that_do(model: str, strategy: str, tmp_path: Path) -> None:
+    settings = settings_for(model)
+    error = refusal(f"strategy={strategy}", *settings)
+    if error is None:
+        ok(gtrain(f"strategy={strategy}", *settings, "trainer.max_epochs=1", "hydra.run.dir=run", cwd=tmp_path))
+        return
+    for other in named(error):
+        assert refusal(f"strategy={other}", *settings) is None, other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_each_experiment_trains_a_step_with_each_strategy_that_serves_it(
+    experiment: str, strategy: str, real_data: Callable[[str], Path], tmp_path: Path
+) -> None:
+    given = [f"experiment={experiment}", f"strategy={strategy}", f"data.path={real_data(EXPERIMENTS[experiment])}"]
+    error = refusal(*given)
+    if strategy not in backends.serving(backends.Traits("embedding", "link", False, True)):
+        assert error is not None and f"strategy={strategy} does not serve model=kg" in str(error)
+        return
+    assert error is None, error
+    short = ["trainer.max_epochs=1", "trainer.limit_train_batches=1", "trainer.limit_val_batches=0"]
+    small = ["model.dimension=8", "trainer.limit_test_batches=1", "hydra.run.dir=run"]
+    ok(gtrain(*given, *short, *small, cwd=tmp_path))
