@@ -103,6 +103,23 @@ class PathsConfig:
     run: str = MISSING
 
 
+DROPOUT = {
+    "exact": "a mask depends on seed, step, layer and row, and on no rank or partitioning",
+    "torch": "torch's own random numbers, which differ from rank to rank",
+}
+
+
+def check_dropout(dropout: str) -> None:
+    """Refuse a word that ``strategy.dropout`` does not have.
+
+    Raises:
+        ConfigError: lists the words.
+    """
+    if dropout not in DROPOUT:
+        options = "; ".join(f"{word}: {text}" for word, text in DROPOUT.items())
+        raise ConfigError(f"strategy.dropout={dropout} was set.", hint=options)
+
+
 @dataclass
 class StrategyConfig:
     """What every backend's configuration has; a backend extends it and checks itself in ``__post_init__``.
@@ -110,12 +127,15 @@ class StrategyConfig:
     Attributes:
         name: the name of its entry point.
         timeout_seconds: how long a rank waits for another before it gives up.
+        dropout: see :data:`DROPOUT`.
     """
 
     name: str = MISSING
     timeout_seconds: float = 1800.0
+    dropout: str = "exact"
 
     def __post_init__(self) -> None:
+        check_dropout(self.dropout)
         if self.timeout_seconds <= 0:
             raise ConfigError(
                 f"strategy.timeout_seconds={self.timeout_seconds} was set; it must be above 0.",

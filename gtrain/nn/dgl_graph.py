@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gtrain.errors import ConfigError
+from gtrain.nn.dropout import active
 
 
 def load_dgl(asked_by: str) -> ModuleType:
@@ -53,6 +54,9 @@ class DglGraph(nn.Module):
 
     def forward(self, edge_index: Tensor, num_nodes: int) -> Any:
         """The graph; made once for each tensor ``edge_index``, as long as that lives."""
+        dropout = active()
+        if dropout is not None:
+            dropout.add(self.edges(edge_index, num_nodes))
         known = _graphs.setdefault(edge_index, {})
         key = num_nodes, self.self_loops
         if key not in known:

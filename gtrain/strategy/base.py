@@ -27,11 +27,13 @@ from torch.optim import Optimizer
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.backends import FULL_PRECISION, UNEQUAL_STEPS, Serves, Traits, not_honoured, serving
+from gtrain.config import check_dropout
 from gtrain.data.loader import SeedLoader
 from gtrain.errors import ConfigError
 from gtrain.graph.store import Store
 from gtrain.launch import slot as slots
 from gtrain.launch.environment import agent_environment, find_environment
+from gtrain.nn.dropout import ExactDropout, StepRows, rows_of
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy import trainer_checks
 from gtrain.strategy.collectives import GroupCollectives
@@ -51,6 +53,7 @@ class GraphStrategy(GroupCollectives):
 
     Args:
         timeout_seconds: how long a rank waits for another before it gives up, seconds.
+        dropout: ``exact`` or ``torch``, see :data:`gtrain.config.DROPOUT`.
         kwargs: passed on to Lightning's ``ParallelStrategy``.
     """
 
@@ -66,10 +69,13 @@ class GraphStrategy(GroupCollectives):
 
     is_distributed = True  # what Lightning asks of a custom strategy
 
-    def __init__(self, *, timeout_seconds: float = 1800.0, **kwargs: Any) -> None:
+    def __init__(self, *, timeout_seconds: float = 1800.0, dropout: str = "exact", **kwargs: Any) -> None:
+        check_dropout(dropout)
         kwargs.setdefault("cluster_environment", find_environment())
         super().__init__(**kwargs)
         self.timeout_seconds = timeout_seconds
+        self.dropout = dropout
+        self._exact: ExactDropout | None = None
         self.counters = Counters()
         self.group = Group(counters=self.counters)
         self._num_nodes = 1
@@ -207,14 +213,36 @@ class GraphStrategy(GroupCollectives):
             self.group.broadcast(tensor.data)
         self._synchronise_metrics(self.lightning_module)
         self.install(self.lightning_module)
-        if trainer.state.fn == TrainerFn.FITTING and self.global_rank > 0:
-            torch.manual_seed(torch.initial_seed() + self.global_rank)  # ranks drop out different units
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._install_dropout(self.lightning_module)
+            if self.global_rank > 0:
+                torch.manual_seed(torch.initial_seed() + self.global_rank)  # ranks draw different random numbers
+
+    watches_edges: ClassVar[bool] = True
+    """Whether convolutions run as they are; else the backend says itself which edges it makes messages of."""
+
+    def _install_dropout(self, module: pl.LightningModule) -> None:
+        """Make masks of dropout that all ranks agree on; the seed is rank 0's."""
+        if self.dropout == "torch":
+            return
+        seed = self.group.broadcast(torch.tensor([torch.initial_seed() & (1 << 62) - 1]))
+        self._exact = ExactDropout(module, int(seed), watch_edges=self.watches_edges)
+
+    def _remove_dropout(self) -> None:
+        if self._exact is not None:
+            self._exact.remove()
+            self._exact = None
+
+    def dropout_rows(self, batch: Any) -> StepRows:
+        """The rows that tensors of a step may have, for masks of dropout."""
+        return rows_of(batch)
 
     def model_to_device(self) -> None:
         assert self.model is not None
         self.model.to(self.root_device)
 
     def teardown(self) -> None:
+        self._remove_dropout()
         if self.lightning_module is not None:
             self.uninstall(self.lightning_module)
         super().teardown()
@@ -313,6 +341,10 @@ class GraphStrategy(GroupCollectives):
         where the module's mean is over something else, such as class weights; the total is over all ranks. Gradients
         are then *summed*, so that the step is the single process's whatever the ranks' shares.
         """
+        if self._exact is not None:
+            assert self._trainer is not None
+            batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
+            self._exact.begin(self._trainer.current_epoch, batch_idx, self.dropout_rows(args[0]))
         output = super().training_step(*args, **kwargs)
         if output is None or self.world_size == 1 or not self.lockstep:
             return output
@@ -320,6 +352,11 @@ class GraphStrategy(GroupCollectives):
         share = self._share(output, args[0])
         scaled = loss * share if share > 0 else torch.nan_to_num(loss) * 0.0  # the mean over no seeds may be NaN
         return {**output, "loss": scaled} if isinstance(output, Mapping) else scaled
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._exact is not None:
+            self._exact.end()
+        return super().validation_step(*args, **kwargs)
 
     def _share(self, output: Any, batch: Any) -> float:
         weight = output.get("weight") if isinstance(output, Mapping) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from torch_geometric.nn.aggr import Aggregation, MaxAggregation, MeanAggregation, MinAggregation, SumAggregation
 from torch_geometric.nn.conv import MessagePassing
 
-from gtrain_sar.edges import EdgeBlock, EdgeBlocks
+from gtrain.nn.dropout import Rows as DropoutRows
+from gtrain.nn.dropout import again, here, made_up
+from gtrain_sar.edges import EdgeBlock, EdgeBlocks, hashed
 from gtrain_sar.halo import Rows
 
 REDUCTIONS: dict[type[Aggregation], str] = {
@@ -140,6 +143,7 @@ class PropagateCall:
         attention: tuple[str, dict[str, Any]] | None = None,
     ) -> None:
         self.conv, self.blocks, self.reduce = conv, blocks, reduce
+        self.layer = here()
         self.pool = Pool()
         self.given = Arguments(conv._user_args, kwargs, blocks.num_edges, self.pool)
         self.attention: tuple[str, Arguments] | None = None
@@ -172,7 +176,16 @@ class PropagateCall:
     def message(self, r: int, tensors: list[Tensor]) -> Tensor:
         """Messages of block r [E_r, ...]; ``tensors`` are the pool's, sources replaced by the block's rows."""
         block = self.blocks.blocks[r]
-        return self.message_of(block, tensors) if len(block) else self.hung(self.no_messages, tensors)
+        if not len(block):
+            return self.hung(self.no_messages, tensors)
+        with again(self.layer, self._edges(r)):
+            return self.message_of(block, tensors)
+
+    def _edges(self, r: int) -> DropoutRows | None:
+        """Block r's edges, where masks of dropout are made for them."""
+        if self.layer is None:
+            return None
+        return DropoutRows("edge", len(self.blocks.blocks[r]), lambda: hashed(self.blocks)[r].ids)
 
     def hung(self, nothing: Tensor, tensors: list[Tensor]) -> Tensor:
         """``nothing`` [0, ...] as a function of the sources' rows: with their gradient that of the readers arrives."""
@@ -184,7 +197,7 @@ class PropagateCall:
         """Whether messages have a gradient by the sources' rows."""
         block, tensors = sample(self)
         rows = [tensors[i].requires_grad_() for i in self.sources if tensors[i].is_floating_point()]
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), unwatched():
+        with trial(), torch.enable_grad(), unwatched():
             messages = self.message_of(block, tensors)
             if not messages.requires_grad:
                 return False
@@ -194,7 +207,7 @@ class PropagateCall:
     @cached_property
     def no_messages(self) -> Tensor:
         """What a block without edges has, [0, ...]; a convolution's methods need not be able to deal with it."""
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with trial(), torch.no_grad():
             return self.message_of(*sample(self))[:0]
 
     def message_of(self, block: EdgeBlock, tensors: list[Tensor]) -> Tensor:
@@ -231,7 +244,7 @@ def message_parameters(call: PropagateCall, stand_in: str = "") -> list[Tensor]:
 
 def _uses_parameters(call: PropagateCall) -> bool:
     block, tensors = sample(call)
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), unwatched():
+    with trial(), torch.enable_grad(), unwatched():
         return call.message_of(block, tensors).requires_grad
 
 
@@ -269,6 +282,13 @@ def _plain(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     return ((name, value if isinstance(value, kinds) else value is None) for name, value in values.items())
 
 
+@contextmanager
+def trial() -> Iterator[None]:
+    """Run a convolution's methods on made-up values: no random number is drawn that counts."""
+    with torch.random.fork_rng(devices=[]), made_up():
+        yield
+
+
 def unwatched() -> Any:
     """Keep trials from those who count saved tensors, as checkpointing does."""
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
@@ -283,7 +303,7 @@ def normalises_messages(call: PropagateCall) -> bool:
 def _calls(norms: Sequence[nn.Module], call: PropagateCall) -> bool:
     hooks = [norm.register_forward_pre_hook(_found_norm) for norm in norms]
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with trial(), torch.no_grad():
             call.message_of(*sample(call))
     except _NormFoundError:
         return True

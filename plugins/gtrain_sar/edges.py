@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gtrain.errors import ConfigError
+from gtrain.nn.dropout import edge_ids
 from gtrain_sar.halo import HaloExchange
 
 
@@ -92,9 +93,8 @@ class EdgeBlock:
         rows, ptr, columns, _ = self.by_target
         return self._targets if columns is self._sources else torch.repeat_interleave(rows.int(), ptr.diff())
 
-    def numbered(self) -> EdgeBlock:
-        """The same edges, numbered within the block."""
-        ids = torch.arange(len(self), device=self._ids.device)
+    def with_ids(self, ids: Tensor) -> EdgeBlock:
+        """The same edges with other ids than their positions."""
         return EdgeBlock(ids, self._sources, self._targets, self.num_sources, self.num_targets)
 
 
@@ -108,6 +108,7 @@ class EdgeBlocks:
         num_targets: own nodes.
         num_edges: edges of ``edge_index``.
         in_degree: int64 ``[num_targets]``.
+        targets: who owns the targets.
         extra: what strategies of aggregation keep with the edges, by name.
     """
 
@@ -116,6 +117,7 @@ class EdgeBlocks:
     num_targets: int
     num_edges: int
     in_degree: Tensor
+    targets: HaloExchange
     extra: dict[str, Any] = field(default_factory=dict)
 
     def divisor(self, like: Tensor) -> Tensor:
@@ -131,11 +133,16 @@ class EdgeBlocks:
         return kept[dtype]
 
 
-def numbered(blocks: EdgeBlocks) -> list[EdgeBlock]:
-    """The same blocks, with edges numbered within their block, as the owner of the sources numbers them too."""
-    if "numbered" not in blocks.extra:
-        blocks.extra["numbered"] = [block.numbered() for block in blocks.blocks]
-    found: list[EdgeBlock] = blocks.extra["numbered"]
+def hashed(blocks: EdgeBlocks) -> list[EdgeBlock]:
+    """The same blocks with a hash of its ends for the id of each edge, which masks of dropout are made from."""
+    if "hashed" not in blocks.extra:
+        ends = blocks.exchange.all_ids, blocks.targets.all_ids
+        starts = blocks.exchange.shard.block_ptr.tolist()
+        blocks.extra["hashed"] = [
+            block.with_ids(edge_ids(torch.stack([block.sources + start, block.targets]), *ends))
+            for start, block in zip(starts, blocks.blocks, strict=False)
+        ]
+    found: list[EdgeBlock] = blocks.extra["hashed"]
     return found
 
 
@@ -145,21 +152,24 @@ class BlockIndex:
     Args:
         exchange: the halo of the sources.
         num_targets: own nodes that edges point at.
+        targets: the exchange of these nodes; None: ``exchange``.
     """
 
-    def __init__(self, exchange: HaloExchange, num_targets: int) -> None:
-        self.exchange, self.num_targets = exchange, num_targets
+    def __init__(self, exchange: HaloExchange, num_targets: int, targets: HaloExchange | None = None) -> None:
+        self.exchange, self.num_targets, self.targets = exchange, num_targets, targets or exchange
         self._known: Any = WeakIdKeyDictionary()
 
     def __call__(self, edge_index: Tensor) -> EdgeBlocks:
         """The blocks of ``edge_index`` [2, E], in the shard's local ids; convs may have added or removed edges."""
         if edge_index not in self._known:
-            self._known[edge_index] = sort_edges(edge_index, self.exchange, self.num_targets)
+            self._known[edge_index] = sort_edges(edge_index, self.exchange, self.num_targets, self.targets)
         blocks: EdgeBlocks = self._known[edge_index]
         return blocks
 
 
-def sort_edges(edge_index: Tensor, exchange: HaloExchange, num_targets: int) -> EdgeBlocks:
+def sort_edges(
+    edge_index: Tensor, exchange: HaloExchange, num_targets: int, targets: HaloExchange | None = None
+) -> EdgeBlocks:
     """Group ``edge_index`` [2, E] by the blocks of its sources.
 
     Raises:
@@ -180,7 +190,7 @@ def sort_edges(edge_index: Tensor, exchange: HaloExchange, num_targets: int) -> 
         ids = (block == r).nonzero().view(-1)
         blocks.append(EdgeBlock(ids, source[ids] - starts[r], target[ids], starts[r + 1] - starts[r], num_targets))
     in_degree = torch.bincount(target, minlength=num_targets)
-    return EdgeBlocks(exchange, blocks, num_targets, edge_index.size(1), in_degree)
+    return EdgeBlocks(exchange, blocks, num_targets, edge_index.size(1), in_degree, targets or exchange)
 
 
 def compress(rows: Tensor, columns: Tensor, edges: Tensor | None, num_rows: int) -> Compressed:

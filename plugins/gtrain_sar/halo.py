@@ -52,14 +52,23 @@ class HaloExchange:
         group: the ranks.
         shard: this rank's part.
         wire_dtype: floating type that values travel in; None: their own.
+        orig_id: int64 ``[num_local]``, the own nodes' ids in the source data; None: those that the shard has.
     """
 
-    def __init__(self, group: Group, shard: HaloNodes, wire_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        group: Group,
+        shard: HaloNodes,
+        wire_dtype: torch.dtype | None = None,
+        orig_id: Tensor | None = None,
+    ) -> None:
+        self._orig_id: Tensor | None = getattr(shard, "node_data", {}).get("orig_id") if orig_id is None else orig_id
         self.group, self.shard, self.wire_dtype = group, shard, wire_dtype
         self.constants: Constants | None = None
         self.rounds = group.size
         self.reads = [len(halo) for halo in shard.halo]
         self.send_rows = self._ask()
+        self._all_ids: Tensor | None = None
 
     def _ask(self) -> list[Tensor]:
         """Tell each owner which of its rows this rank reads; returns, per round, the own rows that are read here."""
@@ -76,9 +85,21 @@ class HaloExchange:
     @property
     def orig_id(self) -> Tensor:
         """Own nodes' ids in the source data, int64 [num_local]; global ids where the shard has none."""
-        given: Tensor | None = getattr(self.shard, "node_data", {}).get("orig_id")
         first = int(self.shard.offsets[self.shard.part])
-        return torch.arange(first, first + self.shard.num_local) if given is None else given
+        return torch.arange(first, first + self.shard.num_local) if self._orig_id is None else self._orig_id
+
+    @property
+    def all_ids(self) -> Tensor:
+        """The same of own nodes and the halo, int64 [num_local + num_halo]; all ranks ask together the first time."""
+        if self._all_ids is None:
+            counters = self.group.counters
+            recording, counters.recording = counters.recording, False
+            try:
+                with torch.inference_mode(False):
+                    (self._all_ids,) = halo_rows([(self, self.orig_id.to(self.send_rows[0].device))])
+            finally:
+                counters.recording = recording
+        return self._all_ids
 
     def to(self, device: torch.device) -> None:
         """Keep the row numbers where the activations are."""

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gtrain_sar.call import PropagateCall, remembered, sample, sees_one_edge, unwatched
+from gtrain_sar.call import PropagateCall, remembered, sample, sees_one_edge, trial, unwatched
 from gtrain_sar.edges import EdgeBlock
 from gtrain_sar.linear import LinearCall
 
@@ -61,7 +61,7 @@ def _form(call: PropagateCall) -> str | None:
 def _try(call: PropagateCall, x: Tensor) -> str | None:
     before = torch.get_rng_state()
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), unwatched():
+        with trial(), torch.enable_grad(), unwatched():
             block, leaves = sample(call, _EDGES)
             leaves = [leaf.requires_grad_(leaf.is_floating_point()) for leaf in leaves]
             collected = call.collect(block, leaves)

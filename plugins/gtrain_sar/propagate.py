@@ -17,6 +17,8 @@ from torch_geometric.nn.aggr import Aggregation
 from torch_geometric.nn.conv import GATConv, GATv2Conv, MessagePassing
 
 from gtrain.errors import ConfigError
+from gtrain.nn.dropout import Rows as DropoutRows
+from gtrain.nn.dropout import again, edge_ids, here
 from gtrain.strategy.group import Group
 from gtrain_sar.attention.fused import attend
 from gtrain_sar.attention.softmax import attend_by_blocks, calls_softmax, streams
@@ -246,7 +248,11 @@ def _run(conv: MessagePassing, method: Any, edge_index: Tensor, edges: BlockInde
     if not _any_order(conv):
         edge_index, arguments = _in_order(edge_index, edges, arguments)
     size = (shard.num_local + shard.num_halo, edges.num_targets)
-    with _equally_padded(conv, edges.exchange.group, edge_index):
+    every = partial(edge_ids, edge_index, edges.exchange.all_ids, edges.targets.all_ids)
+    with (
+        _equally_padded(conv, edges.exchange.group, edge_index),
+        again(here(), DropoutRows("edge", edge_index.size(1), every)),
+    ):
         out: Tensor = method(conv, edge_index, size=size, **arguments)
     return out
 

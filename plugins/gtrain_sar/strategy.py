@@ -19,6 +19,7 @@ from gtrain.graph.shard import GraphShard, load_shard
 from gtrain.graph.shard_nodes import ShardNodes
 from gtrain.graph.store import Store
 from gtrain.nn import DglGraph
+from gtrain.nn.dropout import StepRows, rows_of
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.group import Group
 from gtrain.strategy.heap import give_back_freed
@@ -49,6 +50,7 @@ class SarStrategy(GraphStrategy):
 
     strategy_name: ClassVar[str] = "sar"
     serves: ClassVar[Serves] = SERVES
+    watches_edges: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -92,8 +94,8 @@ class SarStrategy(GraphStrategy):
             return TypedTakeover(Relations(self.group, shard, self._exchange), self.schedule)
         return Takeover(self._exchange(self.group, shard), self.schedule)
 
-    def _exchange(self, group: Group, nodes: ShardNodes) -> HaloExchange:
-        exchange = HaloExchange(group, nodes, self.wire_dtype)
+    def _exchange(self, group: Group, nodes: ShardNodes, orig_id: Tensor | None = None) -> HaloExchange:
+        exchange = HaloExchange(group, nodes, self.wire_dtype, orig_id)
         exchange.to(self.root_device)
         return exchange
 
@@ -122,6 +124,12 @@ class SarStrategy(GraphStrategy):
         if isinstance(graph, HeteroData) and isinstance(self._takeover, TypedTakeover):
             self._takeover.relations.know(graph.edge_index_dict)
         return graph
+
+    def dropout_rows(self, batch: Any) -> StepRows:
+        assert self._takeover is not None
+        if isinstance(self._takeover, TypedTakeover):
+            return rows_of(batch, {t: each.all_ids for t, each in self._takeover.relations.exchanges.items()})
+        return rows_of(batch, {"node": self._takeover.exchange.all_ids})
 
     def check_module(self, module: nn.Module) -> None:
         if dgl_refusals.lacks_graph(module):

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gtrain.nn.dropout import Mask
 from gtrain_sar.attention.reverse import reverse
-from gtrain_sar.attention.sources import extremes_of, of_round, send_targets
+from gtrain_sar.attention.sources import extremes_of, send_targets
 from gtrain_sar.config import Schedule
-from gtrain_sar.edges import EdgeBlocks, numbered
+from gtrain_sar.edges import EdgeBlocks, hashed
 from gtrain_sar.halo import Make, Rows, add_rows, count_needed, in_order, push, stream
-from gtrain_sar.kernels import AttentionState, Dropout, attention_backward, attention_finish, attention_forward
+from gtrain_sar.kernels import AttentionState, attention_backward, attention_finish, attention_forward
 from gtrain_sar.messages import InFlight
 
 _CHUNK = 1 << 13  # rows of a product that are held at once
@@ -52,14 +53,14 @@ def attend(
     Returns:
         [num_targets, H, C]; 0 where a target has no edge.
     """
-    out: Tensor = _Attention.apply(blocks, schedule, slope, Dropout.drawn(dropout), x, source_logit, target_logit)
+    out: Tensor = _Attention.apply(blocks, schedule, slope, Mask.next(dropout), x, source_logit, target_logit)
     return out
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, blocks: EdgeBlocks, schedule: Schedule, slope: float, keep: Dropout, *tensors: Tensor
+        ctx: Any, blocks: EdgeBlocks, schedule: Schedule, slope: float, keep: Mask, *tensors: Tensor
     ) -> Tensor:
         x, source, target = (tensor.detach().contiguous() for tensor in tensors)
         ctx.settings = blocks, schedule, slope, keep
@@ -83,7 +84,7 @@ Dots = Callable[[Tensor, int, int], None]
 Finish = Callable[["AttentionBackward", Tensor | None], None]
 """Takes in own rows whose gradients are complete, int64, or all of them."""
 
-Settings = tuple[EdgeBlocks, Schedule, float, Dropout]
+Settings = tuple[EdgeBlocks, Schedule, float, Mask]
 """The edges, how blocks are fetched, the slope of leaky_relu below zero, dropout of coefficients."""
 
 
@@ -112,8 +113,7 @@ def attention_blocks(
     out = x.new_zeros((blocks.num_targets, *x.shape[1:]))
     state = AttentionState(out, target.new_full(target.shape, float("-inf")), torch.zeros_like(target))
     for r, (block_x, block_source) in chain([first], arriving):
-        edges, dropout = numbered(blocks)[r].by_target, of_round(keep, r)
-        attention_forward(edges, block_x, block_source, target, slope, state, dropout)
+        attention_forward(hashed(blocks)[r].by_target, block_x, block_source, target, slope, state, keep)
         if r > 0 and answered:
             rest.append(extremes_of(block_source))
         elif r > 0 and schedule.mode != 1:
@@ -195,8 +195,8 @@ class AttentionBackward:
         """Add block r's gradients, its rows being here."""
         self.make_delta(len(self.delta))
         attention_backward(
-            numbered(self.blocks)[r].by_source, x, source, self.target, self.lse, self.delta, self.grad, self.slope,
-            of_round(self.keep, r), dx, dsource, self.dtarget,
+            hashed(self.blocks)[r].by_source, x, source, self.target, self.lse, self.delta, self.grad, self.slope,
+            self.keep, dx, dsource, self.dtarget,
         )  # fmt: skip
 
     def finish(self, rows: Tensor | None) -> None:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gtrain.nn.dropout import Mask
 from gtrain_sar.attention.dense import DenseGradients
 from gtrain_sar.attention.fused import AttentionBackward, attention_backward_blocks, attention_blocks, row_dots
 from gtrain_sar.borrowed import Borrowed
 from gtrain_sar.config import Schedule
 from gtrain_sar.edges import EdgeBlocks
 from gtrain_sar.halo import in_order
-from gtrain_sar.kernels import Dropout
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """x [num_local, in], W [H * C, in], attention vectors [1, H, C] of sources and targets, bias [H * C] or None."""
@@ -30,7 +30,7 @@ def gat_layer(blocks: EdgeBlocks, tensors: Tensors, slope: float, dropout: float
         dropout: chance that a coefficient is dropped.
         schedule: how blocks are fetched; mode 1 transforms x again in the backward pass, others keep it transformed.
     """
-    out: Tensor = _Layer.apply(blocks, schedule, slope, Dropout.drawn(dropout), *tensors)
+    out: Tensor = _Layer.apply(blocks, schedule, slope, Mask.next(dropout), *tensors)
     return out
 
 
@@ -41,7 +41,7 @@ class _Layer(torch.autograd.Function):
         blocks: EdgeBlocks,
         schedule: Schedule,
         slope: float,
-        keep: Dropout,
+        keep: Mask,
         x: Tensor,
         weight: Tensor,
         att_source: Tensor,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gtrain_sar.edges import Compressed, EdgeBlocks, compress, numbered
+from gtrain_sar.edges import Compressed, EdgeBlocks, compress, hashed
 from gtrain_sar.halo import HaloExchange
 from gtrain_sar.messages import peers, send_backward
 
@@ -100,7 +100,7 @@ def sizes(rows: int) -> list[int]:
 
 
 def _ask(blocks: EdgeBlocks) -> Reverse:
-    exchange, each = blocks.exchange, numbered(blocks)
+    exchange, each = blocks.exchange, hashed(blocks)
     group, tag = exchange.group, exchange.group.next_tag()
     targets = [block.by_target.rows for block in each]
     lengths = [[len(b), len(t)] for b, t in zip(each, targets, strict=True)]
@@ -139,7 +139,7 @@ def _padded(numbers: list[int], count: int) -> list[int]:
 
 
 def _described(edges: Compressed, targets: Tensor) -> Tensor:
-    """Row in the block, position of the target and number of each edge, int32 [3, E_b]."""
+    """Row in the block, position of the target and id of each edge, int32 [3, E_b]."""
     source = torch.repeat_interleave(edges.rows, edges.ptr.diff())
     target = torch.searchsorted(targets, edges.columns.long())
     return torch.stack([source.int(), target.int(), edges.edges])

@@ -20,7 +20,7 @@ from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.utils import softmax as pyg_softmax
 
 from gtrain_sar.blocks import Replay, kept_blocks, mean_or_sum, random_state, replayed_random
-from gtrain_sar.call import PropagateCall, message_parameters, sample
+from gtrain_sar.call import PropagateCall, message_parameters, sample, trial
 from gtrain_sar.config import Schedule
 from gtrain_sar.edges import EdgeBlock
 from gtrain_sar.halo import add_rows, count_needed, stream
@@ -55,7 +55,7 @@ def streams(call: PropagateCall) -> bool:
     """Whether the messages are linear in the coefficients, each head in its own, as made-up edges show."""
     if call.reduce != "sum":
         return False
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with trial(), torch.no_grad():
         try:
             return _is_linear(call)
         except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):

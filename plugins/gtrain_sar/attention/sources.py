@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gtrain.nn.dropout import Mask
 from gtrain_sar.attention.reverse import ReadBy, reverse
 from gtrain_sar.halo import add_rows, gather
-from gtrain_sar.kernels import Dropout, attention_backward
+from gtrain_sar.kernels import attention_backward
 from gtrain_sar.messages import InFlight, Packet, peers
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class _Messages:
             rest[1].copy_(lse)
         logit.copy_(target)
         rest[0].copy_(delta)
-        seed.fill_(backward.keep.seed)
+        seed.fill_(backward.keep.stream)
         flight.send(outgoing.buffer, peers(self._group, message.round)[1])
 
     def _packet(self, count: int, *, folded: bool) -> Packet:
@@ -137,11 +138,11 @@ class _Messages:
         backward = self._backward
         rows, target, delta, *rest, seed = pieces
         lse = rest[0] if rest else _leaky(self._sent_extremes(message.round)[0] + target, backward.slope)
-        keep = Dropout(backward.keep.p, int(seed) if len(seed) else 0)
+        keep = Mask(backward.keep.p, int(seed) if len(seed) else 0)
         of_target = torch.zeros_like(target)
         attention_backward(
             message.edges, backward.x, backward.source, target, lse, delta, rows.to(backward.grad.dtype),
-            backward.slope, of_round(keep, message.round), backward.dx, backward.dsource, of_target,
+            backward.slope, keep, backward.dx, backward.dsource, of_target,
         )  # fmt: skip
         return of_target
 
@@ -162,11 +163,6 @@ def _folds(extremes: Tensor) -> bool:
 def extremes_of(source: Tensor) -> Tensor:
     """Largest and smallest logit of a block's sources [n, H], as [2, H]; 0 where it has none."""
     return torch.stack([source.amax(0), source.amin(0)]) if len(source) else source.new_zeros((2, source.size(1)))
-
-
-def of_round(keep: Dropout, r: int) -> Dropout:
-    """The dropout of one block, whose edges are numbered within it."""
-    return Dropout(keep.p, keep.seed ^ (r * 0x9E3779B97F4A7C15 & (1 << 62) - 1)) if keep.p > 0 else keep
 
 
 def _leaky(logit: Tensor, slope: float) -> Tensor:

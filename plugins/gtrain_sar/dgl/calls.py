@@ -12,9 +12,10 @@ from dgl.udf import EdgeBatch
 from torch import Tensor, nn
 from torch_geometric.utils import softmax
 
+from gtrain.nn.dropout import here
 from gtrain_sar.attention.softmax import attend_by_blocks
 from gtrain_sar.blocks import aggregate_by_blocks
-from gtrain_sar.call import Pool, PropagateCall, sample
+from gtrain_sar.call import Pool, PropagateCall, sample, trial
 from gtrain_sar.config import Schedule
 from gtrain_sar.dgl.attention import EdgeValues, Recipe
 from gtrain_sar.dgl.frames import Columns
@@ -56,6 +57,7 @@ class AttentionCall(PropagateCall):
     def __init__(self, blocks: EdgeBlocks, x: Tensor, recipe: Recipe) -> None:
         self.conv: Any = _Owner([tensor for step in recipe.steps for tensor in step.tensors])
         self.blocks, self.reduce, self.pool, self.attention = blocks, "sum", Pool(), None
+        self.layer = here()
         self._recipe = recipe
         self._x, self._source = self.pool.add("source", x), self.pool.add("source", recipe.source)
         self._target = self.pool.add("target", recipe.target)
@@ -87,6 +89,7 @@ class FunctionCall(PropagateCall):
 
     def __init__(self, graph: ShardGraph, function: Function, field: str, reduce: str) -> None:
         self.blocks, self.reduce, self.pool, self.attention = graph.blocks, reduce, Pool(), None
+        self.layer = here()
         self.conv: Any = _Owner([])
         self._graph, self._function, self._field = graph, function, field
         self._places: dict[tuple[str, str], int] = {}
@@ -120,7 +123,7 @@ class FunctionCall(PropagateCall):
                 if not isinstance(tensor, EdgeValues):
                     self._places[kind, name] = self.pool.add(kind, tensor)
         try:
-            with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            with trial(), torch.enable_grad():
                 return self._try()
         except _ERRORS:
             return False

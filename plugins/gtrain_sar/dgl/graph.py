@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gtrain.errors import ConfigError
 from gtrain.nn import DglGraph
+from gtrain.nn.dropout import active
 from gtrain_sar.config import Schedule
 from gtrain_sar.dgl import index, messages
 from gtrain_sar.dgl.block import DglBlocks
@@ -47,6 +48,9 @@ class DglShards:
         """What ``layer.forward`` returns in place of DGL's graph; ``num_nodes`` is the shard's own."""
         edges = layer.edges(edge_index, self._blocks.num_targets)
         blocks, constants = self._blocks(edges), self._blocks.exchange.constants
+        dropout = active()
+        if dropout is not None:
+            dropout.add(edges)
         if "dgl" not in blocks.extra:
             blocks.extra["dgl"] = ShardGraph(edges, blocks, self._schedule)
             if constants is not None and edge_index in constants:

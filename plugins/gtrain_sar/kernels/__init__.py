@@ -13,15 +13,12 @@ from gtrain_sar.kernels.attention import (
     attention_forward,
     attention_state,
 )
-from gtrain_sar.kernels.dropout import NO_DROPOUT, Dropout
 from gtrain_sar.kernels.extreme import ExtremeState, extreme_backward, extreme_forward, extreme_state
 from gtrain_sar.kernels.linear import sddmm, spmm
 from gtrain_sar.kernels.warm_up import load_attention, load_sums
 
 __all__ = [
-    "NO_DROPOUT",
     "AttentionState",
-    "Dropout",
     "ExtremeState",
     "attention_backward",
     "attention_finish",

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gtrain.nn.dropout import Mask
 from gtrain_sar.kernels import compiled_attention, plain
-from gtrain_sar.kernels.dropout import Dropout
 from gtrain_sar.kernels.threads import array, arrays, compiled, over_rows, spans, threads, together
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def attention_forward(
     target: Tensor,
     slope: float,
     state: AttentionState,
-    keep: Dropout,
+    keep: Mask,
 ) -> None:
     """Merge a block into ``state``; the logit of edge j -> i is ``leaky_relu(source[j] + target[i], slope)``.
 
@@ -96,7 +96,7 @@ def attention_backward(
     delta: Tensor,
     grad: Tensor,
     slope: float,
-    keep: Dropout,
+    keep: Mask,
     dx: Tensor,
     dsource: Tensor,
     dtarget: Tensor,
@@ -149,6 +149,6 @@ def _number(value: float, x: Tensor) -> Any:
     return array(x.new_tensor(value))[()]
 
 
-def _hash(keep: Dropout, x: Tensor) -> tuple[np.uint64, int, Any]:
+def _hash(keep: Mask, x: Tensor) -> tuple[np.uint64, int, Any]:
     """What compiled loops need to know of dropout; a threshold of 0 is none."""
     return np.uint64(keep.stream), keep.threshold, _number(keep.scale, x)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import leaky_relu
 
-from gtrain_sar.kernels.dropout import Dropout
+from gtrain.nn.dropout import Mask
 
 if TYPE_CHECKING:
     from gtrain_sar.edges import Compressed
@@ -64,7 +64,7 @@ def sddmm(block: Compressed, a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def attention_forward(
-    block: Compressed, x: Tensor, source: Tensor, target: Tensor, slope: float, state: AttentionState, keep: Dropout
+    block: Compressed, x: Tensor, source: Tensor, target: Tensor, slope: float, state: AttentionState, keep: Mask
 ) -> None:
     """See :func:`.attention.attention_forward`. One pass finds the new maxima, the next adds."""
     heads, width = source.size(1), x[0].numel() if len(x) else 1
@@ -82,7 +82,7 @@ def attention_forward(
         part = torch.exp(logit - base.index_select(0, chunk.rows))
         state.total.index_add_(0, chunk.rows, part)
         if keep.threshold > 0:
-            part = part * keep.mask(chunk.edges, heads) * keep.scale
+            part = part * keep.kept(chunk.edges, heads) * keep.scale
         state.out.index_add_(0, chunk.rows, x.index_select(0, chunk.columns) * part.unsqueeze(-1))
 
 
@@ -101,7 +101,7 @@ def attention_backward(
     delta: Tensor,
     grad: Tensor,
     slope: float,
-    keep: Dropout,
+    keep: Mask,
     dx: Tensor,
     dsource: Tensor,
     dtarget: Tensor,
@@ -115,7 +115,7 @@ def attention_backward(
         part = torch.exp((logit - lse.index_select(0, i)).masked_fill_(logit == infinite, infinite))
         kept = part.new_full(part.shape, keep.scale if keep.threshold > 0 else 1.0)
         if keep.threshold > 0:
-            kept *= keep.mask(chunk.edges, heads)
+            kept *= keep.kept(chunk.edges, heads)
         rows = grad.index_select(0, i)
         inner = (rows * x.index_select(0, j)).sum(-1)
         dx.index_add_(0, j, rows * (part * kept).unsqueeze(-1))

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gtrain.nn.dropout import NO_DROPOUT
 from gtrain_sar.kernels.attention import attention_backward, attention_finish, attention_forward, attention_state
-from gtrain_sar.kernels.dropout import NO_DROPOUT
 from gtrain_sar.kernels.linear import spmm
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch_geometric.nn.conv import MessagePassing
 
+from gtrain.nn.dropout import again, here
 from gtrain_sar.blocks import random_state, replayed_random
 from gtrain_sar.halo import Rows, halo_rows, stream
 from gtrain_sar.typed.calls import Ends, LayerCall, SeveralHops
@@ -43,6 +44,7 @@ class ExtendedRun:
         self.others = _distinct(t for t in plain if t.requires_grad and id(t) not in sources)
         self.parameters = _distinct(p for call in calls for p in call.conv.parameters() if p.requires_grad)
         self._spec: TreeSpec | None = None
+        self._layer = here()
 
     def results(self) -> list[Any]:
         """What each call returns, cut to own nodes.
@@ -92,7 +94,7 @@ class ExtendedRun:
             return type(conv).propagate(conv, *args, **kwargs)
 
         inside = self._takeover.relations.inside(call.relation)
-        with self._takeover.plain(call.conv, propagate=propagate), inside:
+        with again(self._layer), self._takeover.plain(call.conv, propagate=propagate), inside:
             return call.run(replace)
 
 

@@ -25,16 +25,18 @@ class Relation:
 
     Attributes:
         source: the exchange of the nodes that they start at.
+        target: the exchange of the nodes that they point at.
         num_targets: own nodes that they point at.
         edges: their blocks.
     """
 
     source: HaloExchange
+    target: HaloExchange
     num_targets: int
     edges: BlockIndex = field(init=False)
 
     def __post_init__(self) -> None:
-        self.edges = BlockIndex(self.source, self.num_targets)
+        self.edges = BlockIndex(self.source, self.num_targets, self.target)
 
 
 class Relations:
@@ -54,9 +56,14 @@ class Relations:
     """
 
     def __init__(self, group: Group, shard: HeteroShard, make: Callable[..., HaloExchange] = HaloExchange) -> None:
-        self.exchanges = {node_type: make(group, nodes) for node_type, nodes in shard.nodes.items()}
+        self.exchanges = {
+            node_type: make(group, nodes, orig_id=shard.node_data[node_type].get("orig_id"))
+            for node_type, nodes in shard.nodes.items()
+        }
         self.by_type: dict[EdgeType, Relation] = {
-            edge_type: Relation(self.exchanges[edge_type[0]], shard.nodes[edge_type[2]].num_local)
+            edge_type: Relation(
+                self.exchanges[edge_type[0]], self.exchanges[edge_type[2]], shard.nodes[edge_type[2]].num_local
+            )
             for edge_type in shard.edge_index
         }
         self.by_name = {name_of(edge_type): edge_type for edge_type in shard.edge_index}

@@ -1,0 +1,54 @@
+"""Compiled loops of :mod:`gtrain.nn.dropout`; import this module inside the functions that need it.
+
+Both a mask's word and an edge's id are SplitMix64 of a counter. A word serves two columns, 32 bits each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from gtrain.graph.sampling.random import GOLDEN, mix
+
+_SHIFT_32, _SHIFT_33 = np.uint64(32), np.uint64(33)
+
+
+@njit(cache=True, nogil=True)
+def fill_words(bits: Any, row: int, words: int, stream: Any) -> None:
+    """Set ``bits`` uint32 ``[2 * words]`` to the random numbers of one row, one for each column."""
+    first = stream + np.uint64(row) * np.uint64(words) * GOLDEN
+    for w in range(words):
+        word = mix(first + np.uint64(w) * GOLDEN)
+        bits[2 * w] = np.uint32(word)
+        bits[2 * w + 1] = np.uint32(word >> _SHIFT_32)
+
+
+@njit(cache=True, nogil=True)
+def drop(x: Any, out: Any, ids: Any, stream: Any, threshold: Any, scale: Any) -> None:
+    """Set ``out`` to ``x`` times its mask.
+
+    Args:
+        x, out: ``(n, columns)``, contiguous; they may be the same.
+        ids: int64 ``(n,)``, the id of each row.
+        stream: uint64, start of the stream of random numbers.
+        threshold: uint32; columns whose random number is below are dropped.
+        scale: of the type of ``x``, the factor of the others.
+    """
+    columns = x.shape[1]
+    words = (columns + 1) // 2
+    bits, nothing = np.empty(2 * words, np.uint32), scale - scale
+    for i in range(ids.size):
+        # two loops, for the compiler turns the second one into vector instructions without branches
+        fill_words(bits, ids[i], words, stream)
+        for c in range(columns):
+            out[i, c] = x[i, c] * (scale if bits[c] >= threshold else nothing)
+
+
+@njit(cache=True, nogil=True)
+def edge_ids(sources: Any, targets: Any, source_ids: Any, target_ids: Any, out: Any) -> None:
+    """Set ``out`` to a 31-bit hash of the ids of each edge's ends; arguments as :func:`gtrain.nn.dropout.edge_ids`."""
+    for e in range(out.size):
+        source, target = np.uint64(source_ids[sources[e]]), np.uint64(target_ids[targets[e]])
+        out[e] = np.int64(mix(mix(source + GOLDEN) + target * GOLDEN) >> _SHIFT_33)
