@@ -47,8 +47,9 @@ class EdgeSeeds:
             epoch: number of the epoch.
         """
         source, target = self.index[:, chosen]
-        edges = ScoredEdges(source, target, {name: value[chosen] for name, value in self.extra.items()})
-        return edges if self.negatives is None else self.negatives(edges, self.edge_id[chosen], epoch)
+        extra, edge_id = {name: value[chosen] for name, value in self.extra.items()}, self.edge_id[chosen]
+        edges = ScoredEdges(source, target, extra, edge_id=edge_id)
+        return edges if self.negatives is None else self.negatives(edges, edge_id, epoch)
 
     def answers(self, chosen: Tensor) -> dict[str, Tensor]:
         """Return what is true of the chosen seeds' ends: entries of the batch, none on the train split.

@@ -66,11 +66,11 @@ class Negatives:
         draws, time = math.ceil(self.amount), edges.extra.get("time")
         targets = self._draw(1, edge_id, epoch, draws, time)
         if self.form != "binary":
-            return replace(edges, form=self.form, false_target=targets)
+            return replace(edges, form=self.form, false_target=targets, edge_id=edge_id)
         total = math.ceil(edge_id.numel() * self.amount)
         sources = self._draw(0, edge_id, epoch, draws, time)
         flat = [drawn.t().reshape(-1)[:total] for drawn in (sources, targets)]
-        return replace(edges, form=self.form, false_source=flat[0], false_target=flat[1])
+        return replace(edges, form=self.form, false_source=flat[0], false_target=flat[1], edge_id=edge_id)
 
     def _draw(self, side: int, edge_id: Tensor, epoch: int, draws: int, time: Tensor | None) -> Tensor:
         """Global ids ``[B, draws]`` at one side, 0 the sources and 1 the targets."""

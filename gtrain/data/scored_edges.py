@@ -26,6 +26,7 @@ class ScoredEdges:
         form: None: false edges are for :class:`~gtrain.model.link_predictor.LinkPredictor`; else one of :data:`FORMS`.
         false_target: int64 ``[B, K]``, K false targets of each edge; ``binary``: ``[M]``; None: there are none.
         false_source: int64 ``[M]`` for ``binary``, where a false edge has two ends of its own; else None.
+        edge_id: int64 ``[B]``, places of the true edges among the split's in the source data.
     """
 
     source: Tensor
@@ -34,6 +35,7 @@ class ScoredEdges:
     form: str | None = None
     false_target: Tensor | None = None
     false_source: Tensor | None = None
+    edge_id: Tensor | None = None
 
     def at_sources(self) -> Tensor:
         """All ids of the source's node type, ``[B + M]``."""
@@ -62,14 +64,16 @@ class ScoredEdges:
         Returns:
             Without a form: ``edge_label_index`` int64 ``[2, B]``; ``edge_label_type``, ``edge_label_weight`` and
             ``edge_label_time`` ``[B]`` where there are such; and ``dst_neg_index`` int64 ``[B, K]`` where there are
-            false targets.
+            false targets. ``edge_label_id`` ``[B]`` is the place of each among the split's edges of the source data.
 
             PyG's, for ``binary``: ``edge_label_index`` ``[2, B + M]`` and ``edge_label`` (1 true, 0 false), the others
-            ``[B + M]``: a false edge has the relation, weight and time of the true one that it was drawn for.
+            ``[B + M]``: a false edge has the relation, weight, time and id of the true one that it was drawn for.
             For ``triplet``: ``src_index``, ``dst_pos_index`` ``[B]``, and ``dst_neg_index`` ``[B, K]``, for one each
             ``[B]``.
         """
         named = {f"edge_label_{name}": value for name, value in self.extra.items()}
+        if self.edge_id is not None:
+            named["edge_label_id"] = self.edge_id
         if self.form == "triplet" and self.false_target is not None:
             false = self.false_target.squeeze(1) if self.false_target.size(1) == 1 else self.false_target
             return {"src_index": self.source, "dst_pos_index": self.target, "dst_neg_index": false} | named

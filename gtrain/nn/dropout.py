@@ -30,6 +30,7 @@ from torch_geometric.nn.conv import MessagePassing
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORD = 1 << 64
 _CHUNK = 1 << 20  # elements whose masks plain torch code holds at once
+_COMPILED: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.float64}
 _log = logging.getLogger(__name__)
 
 
@@ -92,20 +93,32 @@ class Mask(NamedTuple):
             ids: int64 ``[n]``, the id of each row.
             inplace: write into ``x``.
         """
-        rows = x.detach() if x.is_contiguous() else x.detach().contiguous()
+        rows = x.detach()
+        if not rows.is_contiguous():
+            rows = rows.contiguous()
         out = rows if inplace or rows.data_ptr() != x.data_ptr() else torch.empty_like(rows)
-        flat, into = rows.view(len(ids), -1), out.view(len(ids), -1)
-        if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
+        if rows.device.type == "cpu" and rows.dtype in _COMPILED:
             from gtrain.nn.dropout_kernels import drop
 
-            scale = torch.tensor(self.scale, dtype=x.dtype).numpy()[()]
-            threshold = np.uint32(min(self.threshold, (1 << 32) - 1))
-            drop(flat.numpy(), into.numpy(), ids.numpy(), np.uint64(self.stream), threshold, scale)
+            count, threshold = len(ids), np.uint32(min(self.threshold, (1 << 32) - 1))
+            drop(
+                rows.numpy().reshape(count, -1),
+                out.numpy().reshape(count, -1),
+                ids.numpy(),
+                np.uint64(self.stream),
+                threshold,
+                _COMPILED[rows.dtype](self.scale),
+            )
         else:
-            for part in torch.arange(len(ids)).split(max(_CHUNK // max(flat.size(1), 1), 1)):
-                some = slice(int(part[0]), int(part[-1]) + 1)
-                into[some] = flat[some] * (self.kept(ids[some], flat.size(1)) * self.scale).to(x.dtype)
+            self._plainly(rows.view(len(ids), -1), out.view(len(ids), -1), ids)
         return x.detach().copy_(out) if inplace and out.data_ptr() != x.data_ptr() else out
+
+    def _plainly(self, x: Tensor, out: Tensor, ids: Tensor) -> None:
+        """As the compiled loop, in chunks of rows."""
+        chunk = max(_CHUNK // max(x.size(1), 1), 1)
+        for low in range(0, len(ids), chunk):
+            some = slice(low, low + chunk)
+            out[some] = x[some] * (self.kept(ids[some], x.size(1)) * self.scale).to(x.dtype)
 
 
 NO_DROPOUT = Mask(0.0, 0)
@@ -263,6 +276,9 @@ def rows_of(batch: Any, node_ids: Mapping[str, Tensor] | None = None) -> StepRow
     if isinstance(seeds, Tensor) and seed_type in step.node_ids and "edge_label_index" not in batch:
         chosen = step.node_ids[seed_type]
         step.rows.append(Rows(seed_type, len(seeds), partial(torch.index_select, chosen, 0, seeds), index=seeds))
+    scored = [place for place in (batch, *batch.stores) if "edge_label_id" in place]
+    if scored:
+        step.rows += _scored(scored[0])
     for edge_type in batch.edge_types if isinstance(batch, HeteroData) else (("node", "to", "node"),):
         edges = batch[edge_type] if typed else batch
         index = getattr(edges, "edge_index", None)
@@ -271,6 +287,17 @@ def rows_of(batch: Any, node_ids: Mapping[str, Tensor] | None = None) -> StepRow
             ends = step.node_ids[edge_type[0]], step.node_ids[edge_type[2]]
             step.rows.append(Rows("edge", index.size(1), partial(edge_ids, index, *ends)))
     return step
+
+
+def _scored(place: Any) -> list[Rows]:
+    """Rows of a batch's true edges, and of true and false ones where the batch lists both."""
+    ids, label = place.edge_label_id, getattr(place, "edge_label", None)
+    count = len(ids) if label is None else int((label == 1).sum())
+    rows = [Rows("pair", count, lambda: ids[:count])]
+    if count < len(ids):  # the false ones follow, the first of each true edge first
+        draw = torch.arange(len(ids), device=ids.device) // max(count, 1)
+        rows.append(Rows("pair", len(ids), lambda: ids + (draw << 40)))
+    return rows
 
 
 def _first(ids: Tensor, count: int) -> Tensor:
@@ -419,6 +446,8 @@ class ExactDropout:
         if not self._running or not 0 < p < 1 or not x.dim() or not _plain(x):
             return None
         rows = self._rows(x)
+        if rows is _NOBODY:
+            return None
         mask = Mask(p, self._stream("other" if rows is None else rows.space))
         ids = torch.arange(len(x), device=x.device) if rows is None else self._ids(rows, len(x), x.device)
         if torch.is_grad_enabled() and x.requires_grad:
@@ -491,7 +520,7 @@ class ExactDropout:
         if isinstance(evidence, Rows):
             return evidence
         if len(fitting) > 1:
-            return self._choose(x, fitting)
+            return self._choose(x, fitting) if len(x) else _NOBODY
         return fitting[0] if fitting else None
 
     def _edges(self, count: int) -> Rows | None:
@@ -541,16 +570,17 @@ class ExactDropout:
         if isinstance(out, dict):
             for node_type, rows in out.items():
                 if node_type in self._step.node_ids and isinstance(rows, Tensor) and rows.grad_fn is not None:
-                    _notes(rows.grad_fn)[_TAG] = node_type
-        elif isinstance(out, Tensor) and out.grad_fn is not None and out.dim() and _TAG not in _notes(out.grad_fn):
+                    _types(rows.grad_fn)[rows.output_nr] = node_type
+        elif isinstance(out, Tensor) and out.dim() and out.grad_fn is not None and _type_of(out, self._step) is None:
             tensors = [t for t in _leaves((args, tuple(kwargs.values()))) if t.dim() and len(t) == len(out)]
             types = [found for t in reversed(tensors) if (found := _type_of(t, self._step)) is not None]
             if types:
-                _notes(out.grad_fn)[_TAG] = types[0]
+                _types(out.grad_fn)[out.output_nr] = types[0]
 
 
 _TAG = "gtrain: node type"
 _WEIGHT = object()
+_NOBODY = Rows("none", 0, lambda: torch.empty(0, dtype=torch.int64))  # an empty tensor: which layer it is of is unknown
 _LONGEST = 64  # nodes of autograd's graph that are looked at
 _FIRST = {"MmBackward0": 0, "AddmmBackward0": 1, "LinearBackward0": 0, "BmmBackward0": 0}
 """Which operand of a product has the rows of its result."""
@@ -572,16 +602,17 @@ def _evidence(x: Tensor, step: StepRows, fitting: Sequence[Rows]) -> Any:
     by_space = {rows.space: rows for rows in reversed(fitting)}
     if step.types and x.data_ptr() in step.types:
         return by_space.get(step.types[x.data_ptr()])
-    waiting: list[Any] = [x.grad_fn]
+    waiting: list[Any] = [(x.grad_fn, x.output_nr)]
     weight = False
     for _ in range(_LONGEST):
         if not waiting:
             break
-        node = waiting.pop(0)
+        node, output = waiting.pop(0)
         if node is None:
             continue
-        if step.types and _TAG in node.metadata:
-            return by_space.get(node.metadata[_TAG])
+        node_type = _types(node).get(output) if step.types else None
+        if node_type is not None:
+            return by_space.get(node_type) or _of_type(node_type, len(x), step)
         name = type(node).__name__
         if name == "AccumulateGrad":
             variable = node.variable
@@ -589,13 +620,13 @@ def _evidence(x: Tensor, step: StepRows, fitting: Sequence[Rows]) -> Any:
         elif name in ("IndexBackward0", "IndexSelectBackward0"):
             return _indexed(node, name, len(x), step, fitting)
         elif name in _FIRST:
-            after = node.next_functions[_FIRST[name]][0]
-            if after is None and name in _SAVED:  # data without a gradient
+            after = node.next_functions[_FIRST[name]]
+            if after[0] is None and name in _SAVED:  # data without a gradient
                 saved = getattr(node, _SAVED[name])
                 return by_space.get(step.types.get(saved.data_ptr() if saved is not None else 0, ""))
             waiting.append(after)
         elif name.removesuffix("0").removesuffix("1").removesuffix("Backward") in _ROWWISE:
-            waiting += [after for after, _ in node.next_functions]
+            waiting += node.next_functions
         else:
             return None
     return _WEIGHT if weight else None
@@ -618,13 +649,18 @@ def _indexed(node: Any, name: str, count: int, step: StepRows, fitting: Sequence
 
 def _type_of(x: Tensor, step: StepRows) -> str | None:
     found = step.types.get(x.data_ptr())
-    return found if found is not None or x.grad_fn is None else _notes(x.grad_fn).get(_TAG)
+    return found if found is not None or x.grad_fn is None else _types(x.grad_fn).get(x.output_nr)
 
 
-def _notes(node: Any) -> dict[str, str]:
-    """What may be noted at a node of autograd's graph; it lives as long as that."""
-    notes: dict[str, str] = node.metadata
-    return notes
+def _of_type(node_type: str, count: int, step: StepRows) -> Rows | None:
+    ids = step.node_ids.get(node_type)
+    return None if ids is None or len(ids) < count else Rows(node_type, count, partial(_first, ids, count))
+
+
+def _types(node: Any) -> dict[int, str]:
+    """Node types of the results of a step of autograd's graph, by their number; kept as long as the step."""
+    types: dict[int, str] = node.metadata.setdefault(_TAG, {})
+    return types
 
 
 def _leaves(value: Any) -> Iterator[Tensor]:

@@ -402,6 +402,8 @@ class GraphStrategy(GroupCollectives):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         assert self.lightning_module is not None
+        if self._exact is not None:
+            checkpoint["dropout_seed"] = self._exact.seed
         shard = self.shard_state()
         if not self.lockstep:
             shard = {"own": {name: checkpoint[name] for name in _OWN if name in checkpoint}, "shard": shard}
@@ -416,6 +418,8 @@ class GraphStrategy(GroupCollectives):
         loaded = checkpoints.load(
             place, Path(checkpoint_path), self.lightning_module, restore_rng=fitting, numbering=self._numbering()
         )
+        if fitting and self._exact is not None:
+            self._exact.seed = int(loaded.checkpoint.get("dropout_seed", self._exact.seed))
         folder = checkpoints.find(Path(checkpoint_path))
         if folder.is_dir():
             if self.is_global_zero:

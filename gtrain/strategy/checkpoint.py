@@ -118,7 +118,7 @@ def load(
     if manifest["world_size"] != group.size:
         rank_zero_warn(
             f"{path} was written by {manifest['world_size']} ranks and is read by {group.size}: "
-            "random numbers (dropout) go on differently."
+            "random numbers go on differently (dropout with strategy.dropout=torch)."
         )
         return Loaded(checkpoint)
     name = f"rank-{group.rank}.pt"

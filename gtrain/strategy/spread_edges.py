@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -33,7 +34,8 @@ class SpreadEdges:
         self._group, self._store = group, loader.store
         self._kind = target_edge_type(loader.store)
         part = PartEdges(loader.store, self._kind, loader.split, [group.rank])
-        self._edges, self._edge_id, self._negatives = part.select(), part.edge_id(), loader.negatives()
+        self._edge_id, self._negatives = part.edge_id(), loader.negatives()
+        self._edges = replace(part.select(), edge_id=self._edge_id)
         self._known = None if loader.split == "train" else _known(group, loader.store, self._kind)
 
     def __len__(self) -> int:

@@ -109,7 +109,8 @@ class PsStrategy(ReturningStrategy):
     def open_shard(self, store: Store) -> Source:
         if is_rows(store) and self._takes_rows is not None:
             predicts = self._trainer is not None and self._trainer.predicting
-            return RowSource(RowTable(store, self.dtype), ("y", "orig_id") if predicts else ("y",))
+            ids = ("orig_id",) if predicts or self.dropout == "exact" else ()
+            return RowSource(RowTable(store, self.dtype), ("y", *ids))
         whole = load_whole_hetero(store) if store.is_hetero else load_whole(store)
         if isinstance(whole, GraphShard):
             return WholeGraph(graph_batch(whole, self.dtype))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -95,8 +95,9 @@ class LinkSeeds(SeedSource):
     def scored(self, step: Step) -> ScoredEdges:
         """The edges of a step by global ids, true and false."""
         chosen = step.seeds if self._order is None else self._order[step.seeds]
-        edges = self.edges.select(chosen)
-        return edges if self.negatives is None else self.negatives(edges, self.edges.edge_id(chosen), step.epoch)
+        edge_id = self.edges.edge_id(chosen)
+        edges = replace(self.edges.select(chosen), edge_id=edge_id)
+        return edges if self.negatives is None else self.negatives(edges, edge_id, step.epoch)
 
     def _unique(self, ids: Tensor) -> tuple[Array, Tensor]:
         """The nodes to grow from, and the place of each id among them."""

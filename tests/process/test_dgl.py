@@ -18,7 +18,13 @@ dgl = pytest.importorskip(
 )
 
 PROGRAM = REPO / "tests" / "assets" / "dgl_conv_program.py"
-SETTINGS = ["callbacks=none", "logger=none", "trainer.limit_test_batches=0", "trainer.max_epochs=5", "model.dropout=0"]
+SETTINGS = [
+    "callbacks=none",
+    "logger=none",
+    "trainer.limit_test_batches=0",
+    "trainer.max_epochs=5",
+    "model.dropout=0.5",
+]
 SMALL = ["data.num_nodes=300", "data.num_edges=3000", "data.num_features=12", "data.num_classes=4"]
 
 

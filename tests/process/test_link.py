@@ -11,7 +11,7 @@ import pytest
 from forked import gtrain
 from helpers import ok, summary
 
-SETTINGS = ["callbacks=none", "logger=none", "trainer.max_epochs=4", "trainer.precision=64-true", "model.dropout=0"]
+SETTINGS = ["callbacks=none", "logger=none", "trainer.max_epochs=4", "trainer.precision=64-true", "model.dropout=0.3"]
 PLANTED = ["data=planted", "data.split=random", "data.num_nodes=200", "data.num_edges=1500", "data.num_features=8"]
 TYPED = [
     "data=planted_hetero",

@@ -37,7 +37,7 @@ def losses(run: Path, name: str = "train/loss") -> list[float]:
 def test_sparse_features_before_a_gcn_train_as_on_one_process(real_data: Callable[[str], Path], tmp_path: Path) -> None:
     """Facebook Page-Page; every worker has the whole graph, and a share of the seeds."""
     data = ("data=musae", f"data.root={real_data('musae')}", "data.num_parts=1", "data.partitioner=random")
-    model = ("model=gcn", "model.hidden_channels=8", "model.dropout=0", "trainer.max_epochs=3", "callbacks=none")
+    model = ("model=gcn", "model.hidden_channels=8", "model.dropout=0.5", "trainer.max_epochs=3", "callbacks=none")
     arguments = (*data, *model, *PLAIN, "trainer.precision=64-true")
     wide = ("model.sparse_optimizer={_target_:gtrain.nn.Adagrad,lr:0.05}",)
     for strategy in ("single", "ps"):
@@ -55,7 +55,7 @@ def test_sampled_neighbours_of_learned_rows_train_as_the_whole_graph(tmp_path: P
     data = ("data=edges", "data.path=edges.tsv", "data.labels=labels.tsv", "data.batch_size=17", "data.num_parts=2")
     data = (*data, "callbacks=none", "trainer.precision=64-true")
     model = ("model=sage", "model.learn_features=true", "model.hidden_channels=8", "model.num_layers=2")
-    wide = ("model.sparse_optimizer={_target_:gtrain.nn.Adagrad,lr:0.1}", "model.dropout=0", "trainer.max_epochs=3")
+    wide = ("model.sparse_optimizer={_target_:gtrain.nn.Adagrad,lr:0.1}", "model.dropout=0.5", "trainer.max_epochs=3")
     ways = {
         "single": ("strategy=single",),
         "all": (PS, "data.num_neighbors=[-1,-1]"),
@@ -75,7 +75,13 @@ def test_sampled_neighbours_of_learned_rows_train_as_the_whole_graph(tmp_path: P
 
 def test_node_types_with_learned_rows_train_as_on_one_process(tmp_path: Path) -> None:
     """The optimizer of the tables is the one that the refusal without it names."""
-    data = ("data=planted_hetero", "model=hetero_sage", "model.hidden_channels=8", "model.dropout=0", "callbacks=none")
+    data = (
+        "data=planted_hetero",
+        "model=hetero_sage",
+        "model.hidden_channels=8",
+        "model.dropout=0.5",
+        "callbacks=none",
+    )
     arguments = (*data, "trainer.max_epochs=2", "trainer.limit_test_batches=0", "trainer.precision=64-true", *PLAIN)
     refused = gtrain(PS, *arguments, "hydra.run.dir=refused", cwd=tmp_path)
     (named,) = re.findall("HINT: set '(.*?)'", refused.stderr)

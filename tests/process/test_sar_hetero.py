@@ -18,7 +18,7 @@ from helpers import ok, summary
 
 CASES = "all" if os.environ.get("GTRAIN_ALL") else "turns"
 PROGRAM = Path(__file__).parent.parent / "assets" / "sar_hetero_program.py"
-SETTINGS = ["callbacks=none", "logger=none", "model.dropout=0", "trainer.precision=64-true"]
+SETTINGS = ["callbacks=none", "logger=none", "model.dropout=0.5", "trainer.precision=64-true"]
 SMALL = [
     "data=planted_hetero",
     *(f"data.num_{what}={count}" for what, count in {"papers": 300, "authors": 150, "terms": 40}.items()),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch_geometric.nn.conv import MessagePassing
 
@@ -38,22 +39,25 @@ class TypedLayer:
 
     def run(self, calls: Sequence[LayerCall]) -> list[Any]:
         """What each call returns, for own nodes."""
+        state = torch.get_rng_state()
         while True:
             try:
-                return self._run(calls)
+                return self._run(calls, state)
             except SeveralHops as found:  # in the first pass only, and on all ranks
                 self._alone.add(found.conv)
+                torch.set_rng_state(state)  # what was drawn does not count
 
     def whole(self, call: LayerCall) -> Any:
         """What a convolution over all types returns, for own nodes."""
         return ExtendedRun([call], self._takeover).results()[0]
 
-    def _run(self, calls: Sequence[LayerCall]) -> list[Any]:
+    def _run(self, calls: Sequence[LayerCall], state: Tensor) -> list[Any]:
         packed = [call for call in calls if call.conv not in self._alone]
         if self._takeover.exchange.group.size == 1 or len(packed) == 1:
             packed = []
         found = self._linear(packed)
         if found is None:
+            torch.set_rng_state(state)
             packed = [call for call in packed if not _has_batch_norm(call.conv)]
             found = ExtendedRun(packed, self._takeover).results() if packed else []
         by_call = {id(call): result for call, result in zip(packed, found, strict=True)}
