@@ -270,13 +270,13 @@ def rows_of(batch: Any, node_ids: Mapping[str, Tensor] | None = None) -> StepRow
         if len(ids) > count:
             step.rows.append(Rows(node_type, len(ids), partial(_first, ids, len(ids))))
         if typed:
-            step.types.update((t.data_ptr(), node_type) for t in nodes.values() if isinstance(t, Tensor) and t.numel())
+            step.types.update((t.data_ptr(), node_type) for t in nodes.values() if _in_memory(t))
     seeds = getattr(batch, "seeds", None)
-    seed_type = "node" if not typed else target
-    if isinstance(seeds, Tensor) and seed_type in step.node_ids and "edge_label_index" not in batch:
+    seed_type = "node" if not typed else target  # an edge type in a link task, whose seeds are no nodes
+    scored = [place for place in (batch, *batch.stores) if "edge_label_id" in place]
+    if not scored and isinstance(seeds, Tensor) and isinstance(seed_type, str) and seed_type in step.node_ids:
         chosen = step.node_ids[seed_type]
         step.rows.append(Rows(seed_type, len(seeds), partial(torch.index_select, chosen, 0, seeds), index=seeds))
-    scored = [place for place in (batch, *batch.stores) if "edge_label_id" in place]
     if scored:
         step.rows += _scored(scored[0])
     for edge_type in batch.edge_types if isinstance(batch, HeteroData) else (("node", "to", "node"),):
@@ -287,6 +287,10 @@ def rows_of(batch: Any, node_ids: Mapping[str, Tensor] | None = None) -> StepRow
             ends = step.node_ids[edge_type[0]], step.node_ids[edge_type[2]]
             step.rows.append(Rows("edge", index.size(1), partial(edge_ids, index, *ends)))
     return step
+
+
+def _in_memory(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and value.numel() > 0
 
 
 def _scored(place: Any) -> list[Rows]:
@@ -449,6 +453,8 @@ class ExactDropout:
         if rows is _NOBODY:
             return None
         mask = Mask(p, self._stream("other" if rows is None else rows.space))
+        if not x.numel():  # nothing to drop, but the layer counts
+            return None
         ids = torch.arange(len(x), device=x.device) if rows is None else self._ids(rows, len(x), x.device)
         if torch.is_grad_enabled() and x.requires_grad:
             out: Tensor = _Drop.apply(x, mask, ids, inplace)

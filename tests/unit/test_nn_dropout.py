@@ -108,6 +108,16 @@ def test_masks_differ_between_layers_steps_and_seeds_and_repeat(exact: Any) -> N
     assert all(not torch.equal(a, b) for i, a in enumerate(found[:6]) for b in found[:i])
 
 
+def test_empty_tensors_count_as_layers(exact: Any) -> None:
+    batch, found = graph(), []
+    for seeds in (torch.arange(N)[:3], torch.arange(0)):
+        batch.seeds = seeds
+        exact(nn.Identity(), batch)
+        assert F.dropout(batch.x[seeds], 0.5).shape == (len(seeds), 6)
+        found.append(F.dropout(batch.x, 0.5))
+    assert torch.equal(*found)
+
+
 def test_gradients_are_those_of_the_mask(exact: Any) -> None:
     x = torch.randn(N, 3, dtype=torch.float64, requires_grad=True)
 
@@ -202,6 +212,7 @@ def test_types_of_equally_many_nodes_are_told_apart(exact: Any) -> None:
         batch = HeteroData()
         for kind in ("b", "a") if turned else ("a", "b"):
             order = SHUFFLED if turned and kind == "a" else torch.arange(N)
+            batch[kind].rows = torch.eye(N).to_sparse_csr()
             batch[kind].x, batch[kind].orig_id, batch[kind].num_nodes = plain[kind].x[order], order, N
         for source, target in ("ab", "ba"):
             ends = [batch[kind].orig_id.argsort()[plain["a"].edge_index[i]] for i, kind in enumerate((source, target))]
