@@ -19,19 +19,18 @@ from gtrain.callbacks.recorder import RunRecorder
 from gtrain.data.module import GraphDataModule
 from gtrain.graph.manifest import HELD_OUT
 from gtrain.graph.store import Store
-from gtrain.strategy.counters import Counters, peak_rss_bytes
+from gtrain.strategy.counters import Counters, PeakMemory
 
 PACKAGES = ("gtrain", "torch", "lightning", "torch-geometric", "hydra-core", "omegaconf", "numpy")
 
 
-def rank_figures(rank: int, baseline_rss: int, recorder: RunRecorder, counters: Counters) -> dict[str, Any]:
+def rank_figures(rank: int, memory: PeakMemory, recorder: RunRecorder, counters: Counters) -> dict[str, Any]:
     """One entry of ``summary.json``'s ``ranks``: bytes, seconds and memory of this process."""
     return {
         "rank": rank,
         "role": "worker",
         "host": socket.gethostname(),
-        "peak_rss_bytes": peak_rss_bytes(),
-        "baseline_rss_bytes": baseline_rss,
+        **memory.figures(),
         **counters.as_dict(),
         "comm_bound_bytes": counters.bound_bytes,
         "cpu_seconds": recorder.cpu_seconds,
@@ -47,8 +46,12 @@ def summary(
     ranks: list[dict[str, Any]],
     fit_seconds: float,
     resolved: dict[str, Any] | None = None,
+    made: dict[str, int] | None = None,
 ) -> dict[str, Any]:
-    """The machine-readable result; its keys are a contract (``docs/summary.schema.json``)."""
+    """The machine-readable result; its keys are a contract (``docs/summary.schema.json``).
+
+    ``made`` is the memory of the process that prepared the store, None where the store was there.
+    """
     training = sum(recorder.epoch_seconds)
     work, unit = data.work
     rate = work * len(recorder.epoch_seconds) / training if training else 0.0
@@ -73,6 +76,7 @@ def summary(
             "parts": store.num_parts,
             "edge_cut": partition.edge_cut,
             "halo": list(partition.halo),
+            "preparation": made,
         },
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
     }

@@ -28,7 +28,8 @@ from gtrain.launch.environment import find_environment, ranks_on_this_machine
 from gtrain.model.kinds import kind
 from gtrain.nn import tables
 from gtrain.strategy.base import GraphStrategy
-from gtrain.strategy.counters import rss_bytes
+from gtrain.strategy.counters import PeakMemory
+from gtrain.strategy.preparation import prepare
 from gtrain.strategy.rendezvous import agree
 from gtrain.strategy.servers import ServerMeter
 
@@ -95,12 +96,13 @@ class _Task:
             check_output(self._output, config["format"])
         pl.seed_everything(config["seed"], verbose=False)
         strategy, checkpoint = self._strategy(), self._checkpoint()
-        baseline = rss_bytes()  # the strategy's imports are among those that count
+        memory = PeakMemory()  # the strategy's imports are among those that count
         if slots.restarts() or strategy.outlives_job:
             checkpoint = strategy.restart_checkpoint(run_dir) or checkpoint
         servers = _server_meter(strategy)
         data = _data_module(config, strategy.world_size)
-        data.prepare_data()
+        prepare(data)
+        memory.start()  # now: it is a thread, and a process with threads is not forked
         store = data.open_store()
         with strategy.making_model():
             model = build.make_model(config["model"], store)
@@ -124,14 +126,15 @@ class _Task:
             metrics |= self._test(trainer, model, data, checkpoint)
         known_best = {name: value for name, value in store.facts.items() if name.startswith("best_")}
         metrics |= {f"data/{name}": float(value) for name, value in known_best.items() if value is not None}
-        mine = report.rank_figures(strategy.global_rank, baseline, recorder, strategy.counters)
+        mine = report.rank_figures(strategy.global_rank, memory, recorder, strategy.counters)
         theirs = strategy.servers.figures() if servers else []  # before a rank leaves and a machine ends its servers
-        everyone = strategy.group.all_gather_object((mine, strategy.servers.traffic))
-        ranks = [figures for figures, _ in everyone]
-        ranks += servers.ranks(theirs, [traffic for _, traffic in everyone]) if servers else []
+        everyone = strategy.group.all_gather_object((mine, strategy.servers.traffic, data.made))
+        ranks = [figures for figures, _, _ in everyone]
+        ranks += servers.ranks(theirs, [traffic for _, traffic, _ in everyone]) if servers else []
+        made = next((memory for _, _, memory in everyone if memory is not None), None)
         if strategy.is_global_zero:
             resolved = strategy.resolved_settings()
-            content = report.summary(config, self.choices, data, recorder, metrics, ranks, fit_seconds, resolved)
+            content = report.summary(config, self.choices, data, recorder, metrics, ranks, fit_seconds, resolved, made)
             report.write(run_dir / "summary.json", content)
             report.print_summary(content, run_dir)
         return _objective(trainer)

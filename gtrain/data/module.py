@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -124,6 +125,11 @@ class GraphDataModule(pl.LightningDataModule):
     """Facts that decide a model's form, where the source knows them before it reads the graph; any numbers will do."""
     edge_buckets: bool = False
     """Whether the store holds the edges once more by pairs of parts, for strategies that train in buckets."""
+    make_apart: Callable[[Callable[[], Store]], dict[str, int]] | None = None
+    """Calls a function in a process of its own and returns the peaks of its memory: ranks have the store made there.
+    None: the store is made in the process that asks for it."""
+    made: dict[str, int] | None = None
+    """What :attr:`make_apart` returned where this process had the store made."""
 
     def __init__(
         self,
@@ -274,7 +280,7 @@ class GraphDataModule(pl.LightningDataModule):
         try:
             self.fetch()
             self.check_inputs()
-            ensure_store(self.store_path, self._build, log.debug if self._prepared else log.info)  # said once
+            ensure_store(self.store_path, self._make, log.debug if self._prepared else log.info)  # said once
         except OSError as err:  # of any file or folder that is read or written on the way
             name = f"{err.filename}: {err.strerror}" if err.filename else str(err).splitlines()[0]
             raise DataError(
@@ -391,6 +397,14 @@ class GraphDataModule(pl.LightningDataModule):
     def _no_label(self) -> int | None:
         """What stands for no label in ``y`` as :meth:`read` returns it; None: every node has one."""
         return self.unlabelled
+
+    def _make(self) -> Store:
+        if self.make_apart is None:
+            return self._build()
+        maker = copy.copy(self)
+        maker.trainer, maker._num_parts, maker.make_apart = None, self.num_parts, None
+        self.made = self.make_apart(maker._build)
+        return Store.open(self.store_path)
 
     def _build(self) -> Store:
         path, num_parts = self.store_path, self.num_parts

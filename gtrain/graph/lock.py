@@ -28,7 +28,11 @@ def ensure_store(path: Path, build: Callable[[], Store], say: Callable[[str], No
         with file_lock(path.with_name(path.name + ".lock"), say):
             if not path.exists():
                 shutil.rmtree(temporary_path(path), ignore_errors=True)  # of a builder that was killed
-                return build()
+                try:
+                    return build()
+                except BaseException:
+                    shutil.rmtree(temporary_path(path), ignore_errors=True)
+                    raise
     store = Store.open(path)
     say(f"using the store {path}")
     return store

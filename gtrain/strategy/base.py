@@ -29,6 +29,7 @@ from torch_geometric.data import Data, HeteroData
 from gtrain.backends import FULL_PRECISION, UNEQUAL_STEPS, Serves, Traits, not_honoured, serving
 from gtrain.config import check_dropout
 from gtrain.data.loader import SeedLoader
+from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError
 from gtrain.graph.store import Store
 from gtrain.launch import slot as slots
@@ -41,6 +42,7 @@ from gtrain.strategy.counters import Counters
 from gtrain.strategy.forming import form_group
 from gtrain.strategy.gradients import sum_gradients
 from gtrain.strategy.group import Group
+from gtrain.strategy.preparation import prepare
 from gtrain.strategy.servers import Servers
 from gtrain.strategy.statistics import average_statistics
 
@@ -172,8 +174,17 @@ class GraphStrategy(GroupCollectives):
         super().setup_environment()
         self.set_world_ranks()
         if not self._group_formed:
+            self._prepare_data()
             self.group = self.make_group()
             self._group_formed = True
+
+    def _prepare_data(self) -> None:
+        """Do what Lightning asks of the DataModule a moment later, while this process can still be forked: the group
+        has threads. Every rank does it, for Lightning's own barrier is of torch's default group."""
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        data = getattr(trainer, "datamodule", None)
+        if isinstance(data, GraphDataModule):
+            prepare(data)
 
     def make_group(self) -> Group:
         """The job's ranks as this backend's collectives reach them; called once, with the environment set up."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -109,6 +111,45 @@ def cpu_seconds() -> float:
     """User and system CPU seconds of this process, all threads."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
+
+
+class PeakMemory:
+    """Peak memory of this process, its anonymous memory sampled by a thread.
+
+    Resident memory includes mapped files, whose pages the kernel drops when memory is short. Anonymous and shared
+    memory stays; the kernel keeps no high-water mark of it.
+    """
+
+    INTERVAL = 0.02  # seconds
+
+    def __init__(self) -> None:
+        self._baseline_rss, self._baseline = rss_bytes(), anonymous_bytes()
+        self._peak = self._baseline
+
+    def start(self) -> None:
+        """Sample until the process ends."""
+        threading.Thread(target=self._sample, name="gtrain-memory", daemon=True).start()
+
+    def figures(self) -> dict[str, int]:
+        """Memory now and at its peak as ``summary.json`` has it, bytes. The baselines are of when this was made."""
+        return {
+            "peak_rss_bytes": peak_rss_bytes(),
+            "baseline_rss_bytes": self._baseline_rss,
+            "peak_anonymous_bytes": max(self._peak, anonymous_bytes()),
+            "baseline_anonymous_bytes": self._baseline,
+        }
+
+    def _sample(self) -> None:
+        while True:
+            self._peak = max(self._peak, anonymous_bytes())
+            time.sleep(self.INTERVAL)
+
+
+def anonymous_bytes() -> int:
+    """Resident memory of this process that no file backs, shared memory included, bytes."""
+    with open(f"/proc/{os.getpid()}/status", "rb") as status:
+        text = status.read()
+    return sum(int(kib) for kib in re.findall(rb"^Rss(?:Anon|Shmem):\s+(\d+)", text, re.MULTILINE)) * 1024
 
 
 def _status(name: str) -> int:

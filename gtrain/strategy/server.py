@@ -31,7 +31,7 @@ from gtrain.launch import slot as slots
 from gtrain.launch.children import resolve
 from gtrain.launch.environment import find_environment, ranks_on_this_machine
 from gtrain.launch.slot import JobContext, Slot
-from gtrain.strategy.counters import Counters, cpu_seconds, peak_rss_bytes, rss_bytes
+from gtrain.strategy.counters import Counters, PeakMemory, cpu_seconds
 from gtrain.strategy.rendezvous import job_store
 from gtrain.strategy.servers import FIGURES, START_SECONDS, Servers, book, entry
 from gtrain.strategy.stopping import stop_event
@@ -54,7 +54,7 @@ class ServerContext:
         run_dir: the run's folder.
         stop: set when the server is asked to end, because the job is over or was interrupted.
         known: whether workers know the address already; else it is told them through the job's key-value store.
-        baseline_rss_bytes: resident memory after imports, before data, bytes.
+        memory: what the server has had since its imports.
     """
 
     slot: Slot
@@ -66,7 +66,7 @@ class ServerContext:
     run_dir: Path
     stop: threading.Event
     known: bool
-    baseline_rss_bytes: int
+    memory: PeakMemory
 
     @property
     def store(self) -> Store:
@@ -116,8 +116,7 @@ class ServerContext:
             "rank": self.slot.rank,
             "role": self.slot.role,
             "host": socket.gethostname(),
-            "peak_rss_bytes": peak_rss_bytes(),
-            "baseline_rss_bytes": self.baseline_rss_bytes,
+            **self.memory.figures(),
             "bytes_sent": server.counters.bytes_sent,  # of its whole life; see ServerMeter
             "bytes_received": server.counters.bytes_received,
             "comm_seconds": 0.0,
@@ -152,6 +151,8 @@ def _context(job: JobContext, config: Any, stop: threading.Event) -> ServerConte
     if "OMP_NUM_THREADS" not in os.environ:
         servers = sum(job.roster.counts.values()) if job.simulated else 1
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (ranks_on_this_machine() + servers)))
+    memory = PeakMemory()
+    memory.start()
     return ServerContext(
         slot=job.slot,
         config=plain(config),
@@ -161,6 +162,6 @@ def _context(job: JobContext, config: Any, stop: threading.Event) -> ServerConte
         security=Security.load(job.roster.key_file) if job.roster.key_file else None,
         run_dir=job.log_dir.parent,
         stop=stop,
-        baseline_rss_bytes=rss_bytes(),
+        memory=memory,
         known=job.slot.role in job.roster.addresses,
     )

@@ -120,7 +120,7 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(tmp_path: Path) 
 
 
 def test_a_run_goes_on_with_the_arithmetic_of_its_checkpoint(tmp_path: Path) -> None:
-    """``strategy.matmul=auto``, on a CPU that may have no fast instructions for what the checkpoint was trained with."""
+    """``strategy.matmul=auto``, on a CPU that may lack fast instructions for what the checkpoint was trained with."""
     kept = "strategy.checkpoint_preservation_interval=1"
     whole = train(tmp_path, "whole", "strategy.matmul=bfloat16", kept, "trainer.max_epochs=2")
     assert whole["resolved"] == {"strategy.matmul": "bfloat16"}

@@ -1,0 +1,118 @@
+"""gtrain.strategy.preparation: a store is made in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_graphs import messy_graph
+from torch_geometric.data import Data
+
+from gtrain.data.module import GraphDataModule
+from gtrain.errors import ConfigError, DataError, StoreError
+from gtrain.graph.shard import load_whole
+from gtrain.strategy.counters import anonymous_bytes
+from gtrain.strategy.preparation import call_apart
+
+MIB = 1 << 20
+
+
+class Large(GraphDataModule):
+    """A source that takes 200 MiB for a moment, and remembers that it was read."""
+
+    name = "large"
+    read_here = False
+
+    def identity(self) -> dict[str, Any]:
+        return {}
+
+    def read(self) -> Data:
+        self.read_here = True
+        scratch = np.ones(200 * MIB, dtype=np.uint8)
+        graph = messy_graph()
+        graph.y[0] = int(scratch[0])
+        return graph
+
+
+def apart(function: Callable[[], Any]) -> dict[str, int]:
+    return call_apart(function, "the process that prepares the store of large")
+
+
+def test_what_reading_takes_is_memory_of_another_process(tmp_path: Path) -> None:
+    data = Large(store=str(tmp_path), num_parts=2)
+    data.make_apart = apart
+    before = anonymous_bytes()
+    data.prepare_data()
+    assert not data.read_here and anonymous_bytes() - before < 20 * MIB
+    assert data.made is not None
+    assert data.made["peak_anonymous_bytes"] - data.made["baseline_anonymous_bytes"] >= 200 * MIB
+    here = Large(store=str(tmp_path / "here"), num_parts=2)
+    here.prepare_data()
+    assert here.read_here and here.made is None
+    made, wanted = (load_whole(module.open_store()).node_data for module in (data, here))
+    assert all(torch.equal(made[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(
+    ("raised", "wanted", "text"),
+    [
+        (DataError("row 3 has a NaN", hint="drop it"), DataError, "row 3 has a NaN\nHINT: drop it"),
+        (ConfigError("no such label"), ConfigError, "no such label"),
+        (PermissionError(13, "Permission denied", "/x"), PermissionError, "[Errno 13] Permission denied: '/x'"),
+        (ValueError("not a number"), ValueError, "not a number"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), RuntimeError, "UnicodeDecodeError: 'utf-8' codec"),
+    ],
+)
+def test_an_error_is_raised_as_it_was(raised: Exception, wanted: type[Exception], text: str) -> None:
+    def fail() -> None:
+        raise raised
+
+    with pytest.raises(wanted) as found:
+        apart(fail)
+    assert type(found.value) is wanted and str(found.value).startswith(text)
+    assert any("in fail" in note for note in found.value.__notes__)
+
+
+def test_a_killed_process_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    class Killed(Large):
+        def names(self) -> dict[str, Any]:
+            os.kill(os.getpid(), signal.SIGKILL)
+            return {}
+
+    data = Killed(store=str(tmp_path / "s"))
+    data.make_apart = apart
+    with pytest.raises(DataError, match="store of large was killed by SIGKILL") as found:
+        data.prepare_data()
+    assert "memory runs out" in str(found.value)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(StoreError, match="there is no store"):
+        data.open_store()
+
+
+def test_an_interrupted_process_removes_what_it_wrote(tmp_path: Path) -> None:
+    """Ctrl-C interrupts the parent, which ends the process."""
+    file, parent = tmp_path / "scratch", os.getpid()
+
+    def slow() -> None:
+        try:
+            file.touch()
+            os.kill(parent, signal.SIGINT)
+            signal.pause()
+        finally:
+            file.unlink()
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            apart(slow)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not file.exists()
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
