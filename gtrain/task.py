@@ -25,6 +25,7 @@ from gtrain.errors import ConfigError
 from gtrain.kernel_cache import find_cache
 from gtrain.launch import slot as slots
 from gtrain.launch.environment import find_environment, ranks_on_this_machine
+from gtrain.model.inputs import EDGE_DATA, check_weights, unread_edge_data
 from gtrain.model.kinds import kind
 from gtrain.nn import tables
 from gtrain.strategy.base import GraphStrategy
@@ -110,6 +111,7 @@ class _Task:
         if (reason := traits.refusal(strategy.serves)) is not None:
             others = backends.serving(traits, {"data.task": data.task})
             raise backends.not_served(strategy.strategy_name, f"model={self.choices['model']}", traits, reason, others)
+        self._check_edge_data(strategy, model, data)
         recorder = RunRecorder(strategy.counters)
         trainer = self._trainer(strategy, recorder, data)
         if config["verb"] == "train" and strategy.is_global_zero and not slots.restarts():
@@ -160,6 +162,20 @@ class _Task:
         if path is None and self.config["verb"] in ("test", "predict", "export"):
             path = "best"
         return None if path is None else runs.resolve(path, self._runs, self.config)
+
+    def _check_edge_data(self, strategy: GraphStrategy, model: pl.LightningModule, data: GraphDataModule) -> None:
+        """Refuse weights that the model cannot train with, and say which edge data nothing reads."""
+        name, store = self.choices["model"], data.open_store()
+        check_weights(model, store.facts, name)
+        there = {tensor for kind in store.edge_types for tensor in store.edge_tensors(kind)}
+        for unread in unread_edge_data(model, there, data.edge_data_read) if strategy.is_global_zero else []:
+            log.warning(
+                "model=%s does not read %s, so training is the same without it. What reads it: %s "
+                "(docs/models.md#edge-data).",
+                name,
+                unread,
+                EDGE_DATA[unread],
+            )
 
     def _trainer(self, strategy: GraphStrategy, recorder: RunRecorder, data: GraphDataModule) -> pl.Trainer:
         settings = dict(self.config["trainer"])

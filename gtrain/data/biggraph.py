@@ -147,6 +147,7 @@ class BigGraphData(GivenPartsData):
         columns = {prefix: {name: c.array() for name, c in found.items()} for prefix, found in read.items()}
         if self._is_joint(counts):
             self._join(counts, reader.relations, columns, number)
+        self._facts |= {} if reader.negative_weight is None else {"negative_weight": reader.negative_weight}
         graph = self._graph(counts, columns, reader.relations, number)
         if self.keep_parts:
             counts |= {name: np.array([len(book.bags)]) for name, book in self._books.items()}

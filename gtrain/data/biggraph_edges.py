@@ -93,6 +93,7 @@ class EdgeReader:
             side: np.array([(firsts or {}).get(name, 0) for name in names]) for side, names in self._types.items()
         }
         self.num_relations = num_relations
+        self.negative_weight: str | None = None  # file, edge and value of the first
         self.sides = {
             "lhs": [counts[relation.lhs] for relation in relations],
             "rhs": [counts[relation.rhs] for relation in relations],
@@ -131,6 +132,9 @@ class EdgeReader:
 
     def _read(self, bucket: Bucket, begin: int, end: int) -> dict[str, Any]:
         edges = read_bucket(bucket, begin, end)
+        if edges.weight is not None and self.negative_weight is None and (edges.weight < 0).any():
+            row = int((edges.weight < 0).argmax())
+            self.negative_weight = f"{bucket.path}, edge {begin + row} (from 0): the weight is {edges.weight[row]:g}"
         limit = np.iinfo(np.int64).max if self.num_relations is None else self.num_relations
         self._check(bucket, "rel", edges.relation, np.array(limit), "relations", begin)
         kind = edges.relation if len(self.relations) > 1 else np.zeros_like(edges.relation)

@@ -160,7 +160,7 @@ class EdgesData(GraphDataModule):
         }
 
     def extra_facts(self) -> dict[str, Any]:
-        """Return the entity types and the number of edge sets, where there are any."""
+        """Return the entity types, the number of edge sets and the first negative weight, where there are any."""
         return {**self._facts, **facts_of_sets(self.edge_sets)}
 
     def identity(self) -> dict[str, Any]:
@@ -232,6 +232,7 @@ class EdgesData(GraphDataModule):
             self._facts = {**self.schema.facts(typed.counts, typed.ends), "num_relations": len(typed.ends)}
             self._facts |= facts_of_features(features)
         self._names = {kind: strings for kind, strings in names.items() if strings is not None}
+        self._facts |= {"negative_weight": edges.negative_weight} if edges.negative_weight is not None else {}
         return self._graph(edges, num_nodes, {name: tensor for name, tensor in tensors.items() if tensor is not None})
 
     def _files(self) -> tuple[list[Path], list[int] | None]:

@@ -19,6 +19,7 @@ from gtrain.data.prepare import Graph, Names, Preparation, cut, describe, group,
 from gtrain.data.sampling import Sampling
 from gtrain.data.schema import DataSchema, kept_together
 from gtrain.data.split import SplitOptions
+from gtrain.data.validate_edges import weight_facts
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.locality import GROUP_NODES
 from gtrain.graph.lock import ensure_store
@@ -312,6 +313,12 @@ class GraphDataModule(pl.LightningDataModule):
         return store.split_size(split) if has_split(store, split) else 0
 
     @property
+    def edge_data_read(self) -> set[str]:
+        """Edge tensors that the split and the sampling read, whatever the model does."""
+        timed = self.split.kind == "time" or self.sampling.temporal_strategy is not None
+        return {*(["edge_time"] if timed else []), *filter(None, [self.sampling.weight_attr])}
+
+    @property
     def work(self) -> tuple[int, str]:
         """What one training epoch goes through, and the unit of its rate: ``nodes/s`` in full batch, ``seeds/s`` in
         mini-batches, ``edges/s`` where edges are predicted."""
@@ -413,7 +420,7 @@ class GraphDataModule(pl.LightningDataModule):
         options = (self._no_label, self.num_classes, self.normalize_features, self.origin)
         facts = prepare_graph(graph, Preparation(self.task, self.target, self.split, *options))
         log.info("partitioning %s into %d (%s)", describe(graph), num_parts, self.partitioner)
-        facts |= self.extra_facts()
+        facts |= weight_facts(graph, self.origin) | self.extra_facts()
         if numbering := self.numbering():
             facts["numbering"] = numbering
         assignment = self.assignment()

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gtrain.errors import DataError
+from gtrain.graph.manifest import NODE_TYPE
+from gtrain.graph.tables import Graph, tables_of
+
+_CHUNK = 1 << 22  # edges of a memory map that are in memory at a time
 
 
 def check_edges(edges: Any, sizes: tuple[int, int], origin: str) -> int | None:
@@ -61,6 +66,30 @@ def _check_index(name: str, edges: object, sizes: tuple[int, int], origin: str) 
             f"{there}",
             hint="correct the edges, or give the graph more nodes",
         )
+
+
+def weight_facts(graph: Graph, origin: str) -> dict[str, Any]:
+    """Return what models need to know of edge weights; empty where the graph has none.
+
+    ``edge_weights`` has the lowest and the highest of the graph. ``negative_weight`` says where the first negative one
+    is, and what: by the edge's number, for a source may know the line of a file.
+    """
+    ends: list[float] = []
+    negative: str | None = None
+    for table in tables_of(graph).edges:
+        where = origin if table.edge_type[0] == NODE_TYPE else f"{origin}, edges {' '.join(table.edge_type)}"
+        for split, tensors in (("", table.tensors), *((f"{split} ", held) for split, held in table.held_out.items())):
+            weights = tensors.get("edge_weight", np.empty(0))
+            for first in range(0, len(weights), _CHUNK):
+                block = np.asarray(weights[first : first + _CHUNK]).reshape(min(_CHUNK, len(weights) - first), -1)
+                ends += [float(block.min()), float(block.max())]
+                if negative is None and ends[-2] < 0:
+                    row = int((block < 0).any(axis=1).argmax())
+                    negative = f"{where}: the weight of {split}edge {first + row} (from 0) is {block[row].min():g}"
+    if not ends:
+        return {}
+    facts: dict[str, Any] = {"edge_weights": [min(ends), max(ends)]}
+    return facts if negative is None else {**facts, "negative_weight": negative}
 
 
 def check_integers(name: str, values: object, rows: int, origin: str, *, negative: bool) -> None:

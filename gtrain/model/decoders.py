@@ -18,6 +18,9 @@ class Decoder(nn.Module):
         ``[N, D]`` and the scores ``[B, N]``.
     """
 
+    reads_relation: bool = True
+    """Whether scores depend on the relation."""
+
     @abstractmethod
     def forward(self, head: Tensor, tail: Tensor, relation: Tensor | None) -> Tensor:
         """Scores of the edges head -> tail."""
@@ -33,6 +36,8 @@ class Decoder(nn.Module):
 
 class Dot(Decoder):
     """The inner product of the two embeddings; relations are ignored."""
+
+    reads_relation = False
 
     def __init__(self, channels: int, num_relations: int | None) -> None:
         super().__init__()

@@ -1,13 +1,16 @@
-"""Handing a batch to a network: which of the batch's tensors its ``forward`` names."""
+"""Handing a batch to a network: which of the batch's tensors its ``forward`` names, and which of them it reads."""
 
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from gtrain.errors import ConfigError, DataError
 from gtrain.model.trim import BY_TYPE, PER_HOP, targets_alone, trimming, without_unread
@@ -94,6 +97,91 @@ def network_inputs(
         )
     hops = trimming(network, names, batch)
     return {**without_unread(network, found), **hops} if hops else found
+
+
+EDGE_DATA = {
+    "edge_weight": "gcn, link_gcn, dgl_sage; link_sage and kg weigh the loss by it",
+    "edge_attr": "gat with +model.edge_dim=COLUMNS",
+    "edge_type": "rgcn, dgl_rgcn, kg, and link models with model.decoder=distmult or mlp",
+    "edge_time": "data.split=time and data.temporal_strategy",
+}
+"""What edges may have, and what reads it, for messages; docs/models.md has the table."""
+
+
+def edge_data_read(module: nn.Module) -> frozenset[str] | None:
+    """Return which of :data:`EDGE_DATA` change what a model computes; None where that is not known.
+
+    Models of gtrain answer by ``edge_data``: what they read besides what their ``network``, if any, reads.
+    """
+    own: frozenset[str] | None = getattr(module, "edge_data", None)
+    network = getattr(module, "network", None)
+    if own is None or not isinstance(network, nn.Module):
+        return own
+    return own | _network_reads(network)
+
+
+def _network_reads(network: nn.Module) -> frozenset[str]:
+    """Networks of PyG take edge data that their convolutions do not read; others read what they name."""
+    if not isinstance(network, BasicGNN):
+        parameters = inspect.signature(network.forward).parameters
+        return frozenset(name for name in EDGE_DATA if name in parameters or f"{name}_dict" in parameters)
+    sized = any(getattr(layer, "edge_dim", None) is not None for layer in network.modules())
+    reads = {"edge_weight": network.supports_edge_weight, "edge_attr": network.supports_edge_attr and sized}
+    return frozenset(name for name, read in reads.items() if read)
+
+
+def check_weights(module: nn.Module, facts: dict[str, Any], model: str) -> None:
+    """Refuse edge weights that a model cannot train with: negative ones, or zeros alone where they weigh the loss.
+
+    Args:
+        module: the model.
+        facts: of the store; see :func:`~gtrain.data.validate_edges.weight_facts`.
+        model: its name, for messages.
+
+    Raises:
+        DataError: names the first such weight, by file and line where the source knows them.
+    """
+    read = edge_data_read(module) or frozenset()
+    negative, ends = facts.get("negative_weight"), facts.get("edge_weights")
+    of_loss = getattr(module, "weighs_loss", False)
+    normalising = [type(layer).__name__ for layer in module.modules() if _normalises(layer)]
+    if "edge_weight" in read and negative is not None and (of_loss or normalising):
+        reason = (
+            "an edge's weight is the factor of its loss"
+            if of_loss
+            else f"{normalising[0]} divides by the square roots of sums of weights"
+        )
+        raise DataError(
+            f"{negative}, and model={model} takes weights of 0 or more: {reason}.",
+            hint="correct the weight, leave the column out (of data=edges: data.columns=[0,1]), or choose a model that "
+            "takes signed weights; docs/models.md#edge-data lists them.",
+        )
+    if of_loss and ends is not None and ends[1] == 0 and ends[0] == 0:
+        raise DataError(
+            f"all edge weights are 0, and with model={model} an edge's weight is the factor of its loss: nothing would "
+            "be learned.",
+            hint="correct the weights, or leave the column out (of data=edges: data.columns=[0,1]).",
+        )
+
+
+def _normalises(layer: nn.Module) -> bool:
+    """Whether a convolution divides by degrees that are sums of weights: ``GCNConv``, ``APPNP``, ``SGConv``..."""
+    home = vars(sys.modules.get(type(layer).__module__, inspect))
+    return isinstance(layer, MessagePassing) and "gcn_norm" in home and bool(getattr(layer, "normalize", True))
+
+
+def unread_edge_data(module: nn.Module, there: set[str], used: set[str]) -> list[str]:
+    """Return which edge data of a graph nobody reads, in the order of :data:`EDGE_DATA`.
+
+    Args:
+        module: the model; of a module that is not gtrain's nothing is known.
+        there: names of the graph's edge tensors.
+        used: those that the split or the sampling reads.
+    """
+    read = edge_data_read(module)
+    if read is None:
+        return []
+    return [name for name in EDGE_DATA if name in there and name not in read | used]
 
 
 def _collect(batch: Data | HeteroData, names: list[str]) -> dict[str, Any]:

@@ -99,6 +99,8 @@ class KGEmbedding(EdgeModel):
     """
 
     kind = EMBEDDING
+    edge_data = frozenset({"edge_weight", "edge_type"})
+    weighs_loss = True
     rank_names: ClassVar[tuple[str, ...]] = (*NAMES, "hits@50", "mean_rank")
 
     def __init__(

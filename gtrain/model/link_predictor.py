@@ -49,6 +49,8 @@ class LinkPredictor(EdgeModel):
         several batches, ``node_batches``, see :meth:`embeddings`.
     """
 
+    weighs_loss = True
+    """Whether the weight of an edge is the factor of its loss."""
     encodes_nodes = True
     """Whether validation and test score edges against all nodes: a strategy that samples gives ``node_batches``."""
 
@@ -73,6 +75,7 @@ class LinkPredictor(EdgeModel):
         self._make_optimizer, self._make_scheduler, self._monitor = optimizer, scheduler, monitor
         self._make_sparse = sparse_optimizer
         self._inputs = input_names(network)
+        self.edge_data = frozenset({"edge_weight", *(["edge_type"] if decoder.reads_relation else [])})
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Embeddings of the nodes that edges begin at and of those that they end at, [N, D] each.

@@ -40,6 +40,9 @@ class NodeClassifier(Classifier):
         first three by type in a heterogeneous batch, whose seeds are nodes of the type ``batch.target``.
     """
 
+    edge_data: frozenset[str] = frozenset()
+    """Edge data that it reads besides what its network does; see :func:`~gtrain.model.inputs.edge_data_read`."""
+
     def __init__(
         self,
         network: nn.Module,

@@ -47,6 +47,7 @@ class SparseClassifier(Classifier):
     """
 
     kind = SPARSE
+    edge_data: frozenset[str] = frozenset()
     row_table = "wide"
     """The table that multiplies the rows of a batch's seeds: a strategy may have sent them to it beforehand."""
 

@@ -50,12 +50,14 @@ class EdgeList:
         num_nodes: the largest id + 1, or the number of names.
         names: the name of each id; None for integer ids.
         relations: the name of each relation; None without, and for integer relations.
+        negative_weight: file, line and value of the first negative weight; None without.
     """
 
     columns: dict[str, Column]
     num_nodes: int
     names: pa.LargeStringArray | None
     relations: pa.LargeStringArray | None
+    negative_weight: str | None = None
 
     @property
     def num_edges(self) -> int:
@@ -187,6 +189,7 @@ class _Sink:
         self._named = False
         self._largest = -1
         self._where: Callable[[], str] = str
+        self._negative_weight: str | None = None
 
     @property
     def num_edges(self) -> int:
@@ -205,6 +208,9 @@ class _Sink:
             self._append("edge_type", np.int64, self._relation_ids(rows.relation, rows))
         if rows.weight is not None:
             self._append("edge_weight", np.float32, rows.weight)
+            negative = first_true(rows.weight < 0) if self._negative_weight is None else None
+            if negative is not None:
+                self._negative_weight = f"{rows.place(negative)}: the weight is {rows.weight[negative]:g}"
         if rows.time is not None:
             self._append("edge_time", np.int64, rows.time)
         if edge_set is not None:
@@ -217,7 +223,7 @@ class _Sink:
         num_nodes = len(names) if names is not None else self._largest + 1
         if names is None:
             self._check_dense(num_nodes)
-        return EdgeList(self._columns, num_nodes, names, relations)
+        return EdgeList(self._columns, num_nodes, names, relations, self._negative_weight)
 
     def _append(self, name: str, dtype: type[np.generic], values: np.ndarray) -> None:  # type: ignore[type-arg]
         if name not in self._columns:
