@@ -72,7 +72,7 @@ def make(node: dict[str, Any], key: str, **extra: Any) -> Any:
 
 def optional(node: dict[str, Any] | None, key: str) -> Callable[..., Any] | None:
     """A factory for a part that is completed later (an optimizer's parameters, a scheduler's optimizer), or None."""
-    if node is None:
+    if node is None or node.get("_target_") is None:
         return None
     return lambda *args: make({**node, "_args_": list(args)}, key)
 

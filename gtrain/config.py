@@ -182,8 +182,8 @@ def register(*, sweep: bool = False) -> None:
 
 
 def _score(score: str | None, task: str) -> str:
-    """What the best checkpoint is best in: the model's own choice, or that of its task."""
-    return score or ("val/mrr" if task == "link" else "val/acc")
+    """What the best checkpoint is best in: the model's own choice, or that of its task; ``auto`` needs the labels."""
+    return score or ("val/mrr" if task == "link" else "auto")
 
 
 def _fan_out(layers: Any) -> ListConfig:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
-from torchmetrics import MetricCollection
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import (
     BinaryAccuracy,
     BinaryAUROC,
@@ -17,10 +21,12 @@ from torchmetrics.classification import (
     MultilabelAUROC,
     MultilabelF1Score,
 )
+from torchmetrics.utilities import dim_zero_cat
 
 NAMES = ("acc", "f1", "auc")
 _NO_LABEL = -1
 _OPTIONS: dict[str, Any] = {"ignore_index": _NO_LABEL, "validate_args": False}
+_UNDEFINED = {"zero_division": math.nan, **_OPTIONS}
 
 
 def classification_metrics(num_classes: int, multilabel: bool, names: tuple[str, ...], prefix: str) -> MetricCollection:
@@ -28,6 +34,9 @@ def classification_metrics(num_classes: int, multilabel: bool, names: tuple[str,
 
     Two classes: accuracy, F1 of class 1, area under the ROC curve. More classes: accuracy (micro), F1 (macro), one
     against rest AUC (macro). Several labels a node: accuracy and F1 (micro) over all labels, AUC (macro).
+
+    What is not defined is NaN: an AUC without positives or without negatives, and F1 where nothing is positive and
+    nothing predicted to be. A macro AUC is the mean over the classes for which it is defined.
 
     Args:
         num_classes: classes, or labels where a node may carry several.
@@ -41,22 +50,62 @@ def classification_metrics(num_classes: int, multilabel: bool, names: tuple[str,
     if multilabel:
         made = {
             "acc": MultilabelAccuracy(num_classes, average="micro", **_OPTIONS),
-            "f1": MultilabelF1Score(num_classes, average="micro", **_OPTIONS),
-            "auc": MultilabelAUROC(num_classes, **_OPTIONS),
+            "f1": MultilabelF1Score(num_classes, average="micro", **_UNDEFINED),
+            "auc": _MultilabelAuc(num_classes, average="none", **_OPTIONS),
         }
     elif num_classes == 2:
         made = {
             "acc": BinaryAccuracy(**_OPTIONS),
-            "f1": BinaryF1Score(**_OPTIONS),
-            "auc": BinaryAUROC(**_OPTIONS),
+            "f1": BinaryF1Score(**_UNDEFINED),
+            "auc": _BinaryAuc(**_OPTIONS),
         }
     else:
         made = {
             "acc": MulticlassAccuracy(num_classes, average="micro", **_OPTIONS),
             "f1": MulticlassF1Score(num_classes, average="macro", **_OPTIONS),
-            "auc": MulticlassAUROC(num_classes, **_OPTIONS),
+            "auc": _MulticlassAuc(num_classes, average="none", **_OPTIONS),
         }
     return MetricCollection({name: made[name] for name in names}, prefix=prefix, compute_groups=False)
+
+
+class _BinaryAuc(BinaryAUROC):
+    """Torchmetrics' own is 0 where there are no positives or no negatives."""
+
+    def compute(self) -> Tensor:  # type: ignore[override]
+        positive = dim_zero_cat(self.target) == 1
+        return _defined_mean(self, super().compute, positive.sum().view(1), positive.numel())
+
+
+class _MulticlassAuc(MulticlassAUROC):
+    """The mean over classes; torchmetrics counts a class without positives as 0."""
+
+    def compute(self) -> Tensor:  # type: ignore[override]
+        labels = dim_zero_cat(self.target)
+        return _defined_mean(self, super().compute, labels.bincount(minlength=self.num_classes), labels.numel())
+
+
+class _MultilabelAuc(MultilabelAUROC):
+    """The mean over labels; likewise."""
+
+    def compute(self) -> Tensor:  # type: ignore[override]
+        labels = dim_zero_cat(self.target)
+        known = labels[(labels >= 0).all(dim=1)]  # a row that is ignored has negative numbers
+        return _defined_mean(self, super().compute, known.sum(dim=0), len(known))
+
+
+def _defined_mean(metric: Metric, each: Callable[[], Tensor], positives: Tensor, total: int) -> Tensor:
+    """The mean of an AUC for each class, over those that have positives and negatives; NaN where there are none.
+
+    Shapes:
+        positives ``[C]``: how many of ``total`` rows are of each class.
+    """
+    defined = (positives > 0) & (positives < total)
+    if not defined.any():
+        return torch.full((), math.nan, device=metric.device)
+    with warnings.catch_warnings():  # about the classes that are left out
+        warnings.filterwarnings("ignore", message="No (positive|negative) samples in targets")
+        values = each()
+    return values.reshape(-1)[defined].mean()
 
 
 def update(metrics: MetricCollection, scores: Tensor, labels: Tensor, multilabel: bool) -> None:

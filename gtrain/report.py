@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import socket
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,30 @@ from gtrain.graph.store import Store
 from gtrain.strategy.counters import Counters, PeakMemory
 
 PACKAGES = ("gtrain", "torch", "lightning", "torch-geometric", "hydra-core", "omegaconf", "numpy")
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best value of the monitored score, and the epoch, from 0, that it is of; None where that is not known."""
+
+    name: str
+    value: float
+    epoch: int | None
+
+
+@dataclass(frozen=True)
+class DatedMetrics:
+    """Metrics, and the epoch, from 0, whose weights each is of.
+
+    Attributes:
+        metrics: the newest values, and the best possible ones (``data/best_acc``), which are of no epoch.
+        epoch_of: by name; None where the epoch is not known.
+        best: of validation; None where nothing was monitored.
+    """
+
+    metrics: dict[str, float]
+    epoch_of: dict[str, int | None]
+    best: Best | None
 
 
 def rank_figures(rank: int, memory: PeakMemory, recorder: RunRecorder, counters: Counters) -> dict[str, Any]:
@@ -42,7 +67,7 @@ def summary(
     choices: dict[str, str],
     data: GraphDataModule,
     recorder: RunRecorder,
-    metrics: dict[str, float],
+    dated: DatedMetrics,
     ranks: list[dict[str, Any]],
     fit_seconds: float,
     resolved: dict[str, Any] | None = None,
@@ -56,7 +81,7 @@ def summary(
     work, unit = data.work
     rate = work * len(recorder.epoch_seconds) / training if training else 0.0
     store = data.open_store()
-    partition = store.manifest.partition
+    partition, best = store.manifest.partition, dated.best
     return {
         "verb": config["verb"],
         **choices,
@@ -68,7 +93,9 @@ def summary(
         "epoch_seconds": recorder.epoch_seconds,
         "throughput": {"value": rate, "unit": unit},
         "resolved": resolved or {},
-        "metrics": {name: _number(value) for name, value in metrics.items()},
+        "metrics": {name: _number(value) for name, value in dated.metrics.items()},
+        "metrics_epoch": dated.epoch_of,
+        "best": None if best is None else {"name": best.name, "value": _number(best.value), "epoch": best.epoch},
         "history": [{name: _number(value) for name, value in epoch.items()} for epoch in recorder.history],
         "ranks": ranks,
         "store": {
@@ -102,8 +129,12 @@ def print_summary(content: dict[str, Any], run_dir: Path) -> None:
     )
     result.add_column("result")
     result.add_column("", justify="right")
+    result.add_column("of epoch", justify="right")
     for name, value in content["metrics"].items():
-        result.add_row(name, "-" if value is None else f"{value:.4f}")
+        bound = name.startswith("data/")
+        result.add_row(name, _shown(value), "expected best" if bound else _epoch(content["metrics_epoch"].get(name)))
+    if (best := content["best"]) is not None:
+        result.add_row(f"best {best['name']}", _shown(best["value"]), _epoch(best["epoch"]))
     for name, value in content["resolved"].items():
         result.add_row(name, str(value))
     if content["epochs"]:
@@ -115,6 +146,15 @@ def print_summary(content: dict[str, Any], run_dir: Path) -> None:
     console.print(result)
     console.print(_rank_table(content["ranks"]))
     console.print(f"run folder: {run_dir}", highlight=False, soft_wrap=True)
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _epoch(epoch: int | None) -> str:
+    """Epochs count from 1 for people, as in the line of progress."""
+    return "-" if epoch is None else str(epoch + 1)
 
 
 def _rank_table(ranks: list[dict[str, Any]]) -> Table:

@@ -25,6 +25,7 @@ from gtrain.errors import ConfigError
 from gtrain.kernel_cache import find_cache
 from gtrain.launch import slot as slots
 from gtrain.launch.environment import find_environment, ranks_on_this_machine
+from gtrain.model.classification import default_score
 from gtrain.model.inputs import EDGE_DATA, check_weights, unread_edge_data
 from gtrain.model.kinds import kind
 from gtrain.nn import tables
@@ -113,7 +114,7 @@ class _Task:
             raise backends.not_served(strategy.strategy_name, f"model={self.choices['model']}", traits, reason, others)
         self._check_edge_data(strategy, model, data)
         recorder = RunRecorder(strategy.counters)
-        trainer = self._trainer(strategy, recorder, data)
+        trainer = self._trainer(strategy, recorder, model, data)
         if config["verb"] == "train" and strategy.is_global_zero and not slots.restarts():
             runs.register(self._runs, run_dir, config)
         began = time.perf_counter()
@@ -124,8 +125,12 @@ class _Task:
             self._predict(trainer, model, data, checkpoint)
             return None
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        epoch_of = {name: recorder.epoch_of.get(name) for name in metrics}
+        best = _best(trainer) if config["verb"] == "train" else None
         if data.num_seeds("test") > 0:
-            metrics |= self._test(trainer, model, data, checkpoint)
+            tested, epoch = self._test(trainer, model, data, checkpoint, recorder)
+            metrics |= tested
+            epoch_of |= dict.fromkeys(tested, epoch)
         known_best = {name: value for name, value in store.facts.items() if name.startswith("best_")}
         metrics |= {f"data/{name}": float(value) for name, value in known_best.items() if value is not None}
         mine = report.rank_figures(strategy.global_rank, memory, recorder, strategy.counters)
@@ -136,10 +141,11 @@ class _Task:
         made = next((memory for _, _, memory in everyone if memory is not None), None)
         if strategy.is_global_zero:
             resolved = strategy.resolved_settings()
-            content = report.summary(config, self.choices, data, recorder, metrics, ranks, fit_seconds, resolved, made)
+            dated = report.DatedMetrics(metrics, epoch_of, best)
+            content = report.summary(config, self.choices, data, recorder, dated, ranks, fit_seconds, resolved, made)
             report.write(run_dir / "summary.json", content)
             report.print_summary(content, run_dir)
-        return _objective(trainer)
+        return None if best is None else best.value
 
     @property
     def _output(self) -> Path:
@@ -177,11 +183,16 @@ class _Task:
                 EDGE_DATA[unread],
             )
 
-    def _trainer(self, strategy: GraphStrategy, recorder: RunRecorder, data: GraphDataModule) -> pl.Trainer:
+    def _trainer(
+        self, strategy: GraphStrategy, recorder: RunRecorder, model: pl.LightningModule, data: GraphDataModule
+    ) -> pl.Trainer:
         settings = dict(self.config["trainer"])
         if data.num_seeds("val") == 0:
             settings["limit_val_batches"] = 0  # a data set may hold nothing out for validation
         callbacks = [build.make(node, f"callbacks.{name}") for name, node in self.config["callbacks"].items() if node]
+        for callback in callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.monitor == "auto":
+                callback.monitor = default_score(model, data.facts)
         if not settings["limit_val_batches"]:
             for callback in callbacks:
                 if isinstance(callback, ModelCheckpoint):
@@ -216,14 +227,26 @@ class _Task:
             print(f"written: {output}")
 
     def _test(
-        self, trainer: pl.Trainer, model: pl.LightningModule, data: GraphDataModule, checkpoint: Path | None
-    ) -> dict[str, float]:
-        """Test with the best checkpoint of this run; with the given one for ``gtrain test``."""
+        self,
+        trainer: pl.Trainer,
+        model: pl.LightningModule,
+        data: GraphDataModule,
+        checkpoint: Path | None,
+        recorder: RunRecorder,
+    ) -> tuple[dict[str, float], int | None]:
+        """Test with the best checkpoint of this run; with the given one for ``gtrain test``.
+
+        Returns:
+            What the test logged, and the epoch of the weights.
+        """
         if self.config["verb"] == "train":
             best = getattr(trainer.checkpoint_callback, "best_model_path", "")
             checkpoint = Path(best) if best else None
         results = trainer.test(model, datamodule=data, ckpt_path=checkpoint, verbose=False)
-        return {name: float(value) for result in results for name, value in result.items()}
+        assert isinstance(trainer.strategy, GraphStrategy)
+        trained = recorder.history[-1]["epoch"] if recorder.history else None
+        epoch = trained if checkpoint is None else trainer.strategy.loaded_epoch
+        return {name: float(value) for result in results for name, value in result.items()}, epoch
 
 
 def _server_meter(strategy: GraphStrategy) -> ServerMeter | None:
@@ -235,9 +258,12 @@ def _server_meter(strategy: GraphStrategy) -> ServerMeter | None:
     return meter
 
 
-def _objective(trainer: pl.Trainer) -> float | None:
-    score = getattr(trainer.checkpoint_callback, "best_model_score", None)
-    return None if score is None else float(score)
+def _best(trainer: pl.Trainer) -> report.Best | None:
+    """The best monitored score of a fit, what a sweeper optimises; None where nothing is monitored."""
+    callback = trainer.checkpoint_callback
+    if not isinstance(callback, ModelCheckpoint) or callback.monitor is None or callback.best_model_score is None:
+        return None
+    return report.Best(callback.monitor, float(callback.best_model_score), getattr(callback, "best_epoch", None))
 
 
 def _set_threads() -> None:

@@ -2,22 +2,65 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+log = logging.getLogger("gtrain")
 
 
 class RunCheckpoint(ModelCheckpoint):
-    """Lightning's ``ModelCheckpoint``, except in two things.
+    """Lightning's ``ModelCheckpoint``, except in three things.
 
     A resumed run still knows the best checkpoint of the run before. Each run has a folder of its own, and Lightning
     forgets the best score as soon as the folder differs; the run would then be tested with the best of its remaining
     epochs, not with the best of all.
 
     ``last.ckpt`` is of the last epoch. Lightning leaves it as it is where an epoch was no better than those before.
+
+    As long as the monitored score is not defined, the newest epoch is the best. Lightning would keep the first.
+
+    Attributes:
+        best_epoch: the epoch of the best checkpoint; None before the first, and where nothing is monitored.
     """
+
+    best_epoch: int | None = None
+
+    def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
+        """Whether this epoch is saved as one of the best."""
+        if current is not None and bool(torch.isnan(current)) and self.save_top_k and not self._has_score:
+            return True
+        return super().check_monitor_top_k(trainer, current)
+
+    def _update_best_and_save(
+        self, current: Tensor, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]
+    ) -> None:
+        undefined = bool(torch.isnan(current))
+        if undefined and self.best_epoch is None and trainer.is_global_zero:
+            log.warning(
+                "%s is not defined in epoch %d (NaN), such as the AUC of a split with one class: until it is, the "
+                "newest epoch stands for the best. model.score names another score.",
+                self.monitor,
+                trainer.current_epoch + 1,
+            )
+        better, best = torch.lt if self.mode == "min" else torch.gt, self.best_model_score
+        if best is None or not self._has_score or (not undefined and bool(better(current, best))):
+            self.best_epoch = trainer.current_epoch  # before it is saved with the checkpoint's state
+        super()._update_best_and_save(current, trainer, monitor_candidates)
+
+    @property
+    def _has_score(self) -> bool:
+        return self.best_model_score is not None and math.isfinite(float(self.best_model_score))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on with."""
+        return {**super().state_dict(), "best_epoch": self.best_epoch}
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save the epoch if it is the best, and in any case as the last."""
@@ -33,3 +76,4 @@ class RunCheckpoint(ModelCheckpoint):
         if Path(state_dict.get("best_model_path") or ".").exists():
             state_dict = {**state_dict, "dirpath": self.dirpath}
         super().load_state_dict(state_dict)
+        self.best_epoch = None if self.best_model_score is None else state_dict.get("best_epoch")

@@ -53,10 +53,10 @@ class ProgressLine(Callback):
         if (trainer.max_epochs or -1) > 0:
             per_epoch = (time.monotonic() - self._began) / max(done - self._first_epoch, 1)
             parts.append(f"ETA {_clock(per_epoch * (trainer.max_epochs - done))}")  # type: ignore[operator]
-        newest = recorder.history[-1]
-        parts += [
-            f"{name} {newest[name]:.4f}" for name in ("train/loss", "val/loss", "val/acc", "val/mrr") if name in newest
-        ]
+        newest, monitored = recorder.history[-1], getattr(trainer.checkpoint_callback, "monitor", None)
+        scores = [monitored] if monitored else ["val/acc", "val/mrr"]
+        names = dict.fromkeys(["train/loss", "val/loss", *scores])
+        parts += [f"{name} {newest[name]:.4f}" for name in names if name in newest]
         if seconds > 0:
             parts.append(f"{_scaled(self._work * len(recorder.epoch_seconds) / seconds, 1000)}{self._unit}")
             parts.append(f"{_scaled(recorder.counters.bytes_sent / seconds, 1024)}B/s sent")

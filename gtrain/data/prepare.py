@@ -88,6 +88,8 @@ def _prepare_nodes(graph: Data | HeteroData, options: Preparation) -> dict[str, 
         if options.normalize_features and isinstance(store.get("x"), Tensor):
             store["x"] = _rows_to_one(store["x"])
     facts["split"] = None if labelled is None else _split_labels(labelled, options.split, options.unlabelled)
+    if labelled is not None and facts["num_classes"] == 2 and not facts["multilabel"]:
+        facts["train_classes"] = labelled.y[labelled.train_mask].bincount(minlength=2).tolist()
     return facts
 
 

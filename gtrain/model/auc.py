@@ -9,7 +9,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 
 class Auc(Metric):
-    """How often a true edge scores higher than a false one, ties counted as a half; 0 where there are none.
+    """How often a true edge scores higher than a false one, ties counted as a half; NaN where there are none.
 
     Torchmetrics' own turns scores into probabilities batch by batch, and only where a batch has scores beyond 0 .. 1,
     so that scores of different batches or ranks are not compared alike.
@@ -35,4 +35,4 @@ class Auc(Metric):
     def compute(self) -> Tensor:
         true, false = dim_zero_cat(self.true), dim_zero_cat(self.false).sort().values
         below = torch.searchsorted(false, true) + torch.searchsorted(false, true, right=True)
-        return below.double().sum() / (2 * max(true.numel() * false.numel(), 1))
+        return below.double().sum() / (2 * true.numel() * false.numel())  # 0 / 0 is NaN

@@ -17,6 +17,23 @@ from gtrain.metrics import NAMES, classification_metrics, update
 from gtrain.model.configured import MakeOptimizer, configured
 from gtrain.model.mean_loss import MeanLoss, log_mean_loss
 
+UNBALANCED = 1 / 3
+"""Two classes are unbalanced where the smaller has less than this share of the training labels."""
+
+
+def default_score(module: pl.LightningModule, facts: dict[str, Any]) -> str:
+    """Return what the best checkpoint of a node task is best in, unless ``model.score`` says so.
+
+    With two unbalanced classes it is the AUC: guessing the larger class has a high accuracy.
+
+    Args:
+        module: the model; the AUC is that of gtrain's classifiers.
+        facts: of the store; ``train_classes`` has the training labels of each class.
+    """
+    counts = facts.get("train_classes") or [1, 1]
+    unbalanced = isinstance(module, Classifier) and min(counts) < UNBALANCED * sum(counts)
+    return "val/auc" if unbalanced else "val/acc"
+
 
 class Classifier(pl.LightningModule):
     """Cross-entropy over the seeds of a batch; binary cross-entropy where a seed may carry several labels.

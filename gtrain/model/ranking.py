@@ -13,7 +13,7 @@ CHUNK = 1 << 24  # scores held at a time
 
 
 class Ranking(Metric):
-    """Mean reciprocal rank, or the share of ranks up to k.
+    """Mean reciprocal rank, or the share of ranks up to k; NaN of no ranks.
 
     Args:
         name: ``mrr``, ``mean_rank`` or ``hits@<k>``.
@@ -42,7 +42,7 @@ class Ranking(Metric):
         self.count += ranks.numel()
 
     def compute(self) -> Tensor:
-        return self.total / self.count.clamp(min=1)
+        return self.total / self.count
 
 
 def ranks(

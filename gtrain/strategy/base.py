@@ -69,6 +69,9 @@ class GraphStrategy(GroupCollectives):
     reforms: ClassVar[bool] = False
     """Whether :attr:`group` can be formed anew after a rank died and was started again; see :meth:`Group.reform`."""
 
+    loaded_epoch: int | None = None
+    """The epoch of the checkpoint that was loaded last; None without."""
+
     is_distributed = True  # what Lightning asks of a custom strategy
 
     def __init__(self, *, timeout_seconds: float = 1800.0, dropout: str = "exact", **kwargs: Any) -> None:
@@ -431,6 +434,7 @@ class GraphStrategy(GroupCollectives):
         )
         if fitting and self._exact is not None:
             self._exact.seed = int(loaded.checkpoint.get("dropout_seed", self._exact.seed))
+        self.loaded_epoch = loaded.checkpoint.get("epoch")
         folder = checkpoints.find(Path(checkpoint_path))
         if folder.is_dir():
             if self.is_global_zero:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
-from gtrain import backends, cli, config, messages
+from gtrain import backends, build, cli, config, messages
 from gtrain.errors import ConfigError
 
 
@@ -180,3 +183,35 @@ def test_a_typo_in_a_sweep_is_a_mistake() -> None:
     cfg = composed("strategy=ps", "strategy.num_partition=4")
     with pytest.raises(ConfigError, match="strategy has no key num_partition; its keys are"):
         config.fit_strategy(cfg, ["strategy.num_partition"], sweep=True)
+
+
+def documented_models() -> list[tuple[str, list[str]]]:
+    """The first table of docs/models.md: the models of each row, and the keys that are their own."""
+    text = (Path(__file__).parents[2] / "docs/models.md").read_text().split("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| `")]
+    named = {name: keys for row in rows for name in re.findall(r"`(\w+)`", row[0]) for keys in [row[-1]]}
+    own = {name: re.findall(r"`(\w+)`", keys) for name, keys in named.items()}
+    own["gat"] += own["gcn"]  # "the same, and"
+    own["link_gcn"] = [key for key in own["link_gcn"] if key not in ("gcn", "sage")] + own["gcn"]  # "those of"
+    own["link_sage"] = [*own["link_gcn"], "aggr"]
+    for name in ("gcn", "gin", "gat", "link_gcn"):
+        own[name] = [key for key in own[name] if key not in ("sage", "aggr")]
+    return sorted(own.items())
+
+
+@pytest.mark.parametrize(("model", "keys"), documented_models())
+def test_a_documented_setting_of_a_model_is_taken(model: str, keys: list[str]) -> None:
+    common = ["score=val/auc", "monitor=val/acc", "optimizer.lr=0.5", "scheduler={_target_:x}"]
+    common += ["sparse_optimizer._target_=gtrain.nn.RowwiseAdagrad", "sparse_optimizer.lr=0.1"]
+    common += [] if model in ("kg", "link_gcn", "link_sage") else ["class_weights=balanced"]
+    settings = [*common, *(f"{key}=1" for key in keys if not model.startswith("dgl_"))]
+    cfg = compose("config", overrides=["paths.run=here", f"model={model}", *(f"model.{each}" for each in settings)])
+    assert cfg.callbacks.checkpoint.monitor == "val/auc"
+    assert (cfg.model.sparse_optimizer._target_, cfg.model.sparse_optimizer.lr) == ("gtrain.nn.RowwiseAdagrad", 0.1)
+
+
+def test_the_optimizer_of_tables_is_none_unless_it_is_named() -> None:
+    cfg = compose("config", overrides=["paths.run=here", "model=sage", "model.optimizer.lr=0.25"])
+    assert (cfg.model.sparse_optimizer._target_, cfg.model.sparse_optimizer.lr) == (None, 0.25)
+    assert build.optional(config.plain(cfg.model.sparse_optimizer), "model.sparse_optimizer") is None
+    assert cfg.callbacks.checkpoint.monitor == "auto"

@@ -141,6 +141,15 @@ def test_the_malformed_line_is_named(text: str, options: dict[str, Any], message
         read(tmp_path, text, **options)
 
 
+def test_the_training_labels_of_two_classes_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "train").write_text("-1 1:1\n" * 7 + "+1 2:1\n" * 3)
+    (tmp_path / "test").write_text("+1 1:1\n" * 5)
+    where = {"path": "train", "test_path": "test", "root": str(tmp_path), "store": str(tmp_path), "val_fraction": 0.0}
+    module = LibsvmData(**where, num_parts=2)  # type: ignore[arg-type]
+    module.prepare_data()
+    assert module.facts["train_classes"] == [7, 3]
+
+
 def test_more_features_than_a_table_has_rows() -> None:
     with pytest.raises(ConfigError, match=r"num_features=2147483648 was set; 2147483647 is the most"):
         LibsvmData(path="train", num_features=1 << 31)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -195,7 +196,10 @@ def test_auc_of_scores_of_any_size() -> None:
     metric.update(true[:0], false[:0])
     wanted = roc_auc_score([1] * 300 + [0] * 200, torch.cat([true, false]))
     assert float(metric.compute()) == pytest.approx(wanted, abs=1e-12)
-    assert float(of_nothing()) == 0.0
+    assert math.isnan(float(of_nothing()))
+    metric.reset()
+    metric.update(true, false[:0])
+    assert math.isnan(float(metric.compute()))
 
 
 def of_nothing() -> Tensor:

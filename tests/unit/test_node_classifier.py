@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch_geometric.data import Data
 
 from gtrain.errors import ConfigError, DataError
 from gtrain.metrics import classification_metrics, update
+from gtrain.model.classification import default_score
 from gtrain.model.kinds import kind
 from gtrain.model.networks import gat, gcn, mlp, sage
 from gtrain.model.node_classifier import NodeClassifier
@@ -95,6 +98,36 @@ def test_multilabel_metrics_agree_with_scikit_learn(empty_batch_first: bool) -> 
     assert found["acc"] == pytest.approx(float((predicted == b.y).float().mean()))
     assert found["f1"] == pytest.approx(f1_score(b.y, predicted, average="micro"))
     assert found["auc"] == pytest.approx(roc_auc_score(b.y, b.x, average="macro"), abs=1e-6)
+
+
+@pytest.mark.parametrize("label", [0, 1])
+def test_what_one_class_alone_does_not_define_is_nan(label: int) -> None:
+    b = batch(2)
+    b.y = torch.full_like(b.y, label)
+    assert math.isnan(computed(b, 2)["auc"]) and not math.isnan(computed(b, 2)["f1"])
+    b.x = torch.tensor([2.0, -2.0]).expand(len(b.x), 2)  # nothing is predicted to be positive
+    assert math.isnan(computed(b, 2)["f1"]) == (label == 0) and computed(b, 2)["acc"] == 1 - label
+
+
+def test_the_macro_auc_leaves_out_classes_that_do_not_occur() -> None:
+    b = batch(4)
+    b.y = b.y % 3
+    probabilities = b.x.softmax(-1)
+    each = [roc_auc_score(b.y == c, probabilities[:, c]) for c in range(3)]
+    assert computed(b, 4)["auc"] == pytest.approx(sum(each) / 3, abs=1e-6)
+    b = batch(multilabel=True)
+    b.y[:, 1] = 1
+    assert computed(b, 3, True)["auc"] == pytest.approx(roc_auc_score(b.y[:, ::2], b.x[:, ::2]), abs=1e-6)
+    b.y[:] = 0
+    assert math.isnan(computed(b, 3, True)["auc"])
+
+
+def test_the_default_score_of_two_unbalanced_classes_is_auc() -> None:
+    assert default_score(module(), {"train_classes": [70, 30]}) == "val/auc"
+    assert default_score(module(), {"train_classes": [2, 8]}) == "val/auc"
+    assert default_score(module(), {"train_classes": [65, 35]}) == "val/acc"
+    assert default_score(module(), {}) == "val/acc"  # more classes
+    assert default_score(pl.LightningModule(), {"train_classes": [9, 1]}) == "val/acc"  # which need not log an AUC
 
 
 def test_a_network_gets_what_its_forward_names() -> None:

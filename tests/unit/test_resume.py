@@ -1,7 +1,11 @@
-"""Going on from a checkpoint: the batches of the next epoch are those that an unbroken run would have taken."""
+"""Going on from a checkpoint: the batches of the next epoch are those that an unbroken run would have taken.
+
+And what a run remembers of its epochs: which one each metric is of, and which one was the best.
+"""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -9,6 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from gtrain.callbacks.checkpoint import RunCheckpoint
+from gtrain.callbacks.recorder import RunRecorder
 from gtrain.data.planted import PlantedData
 from gtrain.model.decoders import make_decoder
 from gtrain.model.link_predictor import LinkPredictor
@@ -54,3 +60,70 @@ def test_a_resumed_run_takes_the_batches_of_an_unbroken_one(task: str, tmp_path:
     for name, value in straight.state_dict().items():
         if "loss" not in name:
             torch.testing.assert_close(resumed.state_dict()[name], value, rtol=0, atol=0)
+
+
+class Scripted(NodeClassifier):
+    """Logs a score of each epoch that is given beforehand."""
+
+    scores: tuple[float, ...] = ()
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val/score", self.scores[self.current_epoch])
+
+
+def scripted(
+    folder: Path, scores: tuple[float, ...], *, checkpoint: str | None = None, every: int = 1
+) -> tuple[RunRecorder, RunCheckpoint, SingleStrategy]:
+    """Fit as many epochs as there are scores."""
+    strategy = SingleStrategy()
+    recorder = RunRecorder(strategy.counters)
+    best = RunCheckpoint(folder / "c", "best", monitor="val/score", mode="max", save_on_train_epoch_end=True)
+    data = PlantedData(num_nodes=60, num_edges=200, num_features=4, num_classes=2, store=str(folder / "s"))
+    model = Scripted(sage(hidden_channels=4, num_layers=1, in_channels=4, out_channels=2), 2)
+    model.scores = scores
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        max_epochs=len(scores),
+        callbacks=[recorder, best],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        check_val_every_n_epoch=every,
+    )
+    trainer.fit(model, datamodule=data, ckpt_path=checkpoint, weights_only=False)
+    return recorder, best, strategy
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_epoch_of_the_best_score_outlives_the_run(tmp_path: Path) -> None:
+    _, best, _ = scripted(tmp_path, (0.1, 0.7, 0.2))
+    assert (float(best.best_model_score or 0), best.best_epoch) == (pytest.approx(0.7), 1)
+    recorder, resumed, strategy = scripted(tmp_path, (0.1, 0.7, 0.6, 0.5), checkpoint=best.best_model_path)
+    assert strategy.loaded_epoch == 1 and [epoch["epoch"] for epoch in recorder.history] == [2, 3]
+    assert (float(resumed.best_model_score or 0), resumed.best_epoch) == (pytest.approx(0.7), 1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_newest_epoch_is_the_best_while_the_score_is_undefined(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nan = math.nan
+    _, best, _ = scripted(tmp_path, (nan, nan, nan))
+    assert best.best_epoch == 2 and caplog.text.count("val/score is not defined in epoch 1 (NaN)") == 1
+    *_, strategy = scripted(tmp_path, (nan,) * 4, checkpoint=best.best_model_path)
+    assert strategy.loaded_epoch == 2
+    _, best, _ = scripted(tmp_path / "later", (nan, nan, 0.3, nan, 0.7, nan, 0.5))
+    assert (float(best.best_model_score or 0), best.best_epoch) == (pytest.approx(0.7), 4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_metrics_are_of_the_epoch_that_measured_them(tmp_path: Path) -> None:
+    recorder, _, strategy = scripted(tmp_path, (0.1, 0.2, 0.3, 0.4, 0.5), every=2)
+    assert ["val/score" in epoch for epoch in recorder.history] == [False, True, False, True, False]
+    assert recorder.epoch_of["val/score"] == 3 and recorder.epoch_of["train/loss"] == 4
+    again = RunRecorder(strategy.counters)
+    again.load_restart_state(recorder.restart_state())
+    assert (again.history, again.epoch_of) == (recorder.history, recorder.epoch_of)

@@ -31,8 +31,16 @@ def content(tmp_path: Path) -> dict[str, Any]:
     config = {"verb": "train", "trainer": {"num_nodes": 3, "devices": 1}}
     choices = {"strategy": "sar", "data": "planted", "model": "gcn"}
     data = SimpleNamespace(work=(40, "nodes/s"), open_store=lambda: store)  # all that a summary asks of a data module
-    made = report.summary(config, choices, data, recorder, {"test/acc": 0.75, "test/loss": float("inf")}, ranks, 2.5,
-                          {"strategy.matmul": "int8"})  # fmt: skip
+    metrics = {
+        "val/acc": 0.5,
+        "test/acc": 0.75,
+        "test/loss": float("inf"),
+        "test/auc": float("nan"),
+        "data/best_acc": 0.9,
+    }
+    epoch_of = {"val/acc": 11, "test/acc": 6, "test/loss": 6, "test/auc": 6}
+    dated = report.DatedMetrics(metrics, epoch_of, report.Best("val/acc", 0.625, 6))
+    made = report.summary(config, choices, data, recorder, dated, ranks, 2.5, {"strategy.matmul": "int8"})
     report.write(tmp_path / "summary.json", made)
     loaded: dict[str, Any] = json.loads((tmp_path / "summary.json").read_text())
     return loaded
@@ -46,7 +54,10 @@ def test_what_is_written_is_what_is_promised(content: dict[str, Any]) -> None:
     jsonschema.validate(content, SCHEMA)
     assert content["throughput"] == {"value": 40 * 2 / 2.0, "unit": "nodes/s"}
     assert content["resolved"] == {"strategy.matmul": "int8"}
-    assert content["metrics"] == {"test/acc": 0.75, "test/loss": None}
+    undefined = {"test/loss": None, "test/auc": None}
+    assert content["metrics"] == {"val/acc": 0.5, "test/acc": 0.75, **undefined, "data/best_acc": 0.9}
+    assert content["metrics_epoch"] == {"val/acc": 11, "test/acc": 6, "test/loss": 6, "test/auc": 6}
+    assert content["best"] == {"name": "val/acc", "value": 0.625, "epoch": 6}
     assert [epoch["train/loss"] for epoch in content["history"]] == [None, 0.5]
     assert (content["world_size"], len(content["store"]["halo"])) == (3, 3)
     rank = content["ranks"][2]
@@ -67,6 +78,19 @@ def test_a_bound_counts_in_training_alone_and_is_null_until_stated() -> None:
     counters.stop()
     counters.needed(7)
     assert counters.bound_bytes == 5
+
+
+def test_the_closing_table_says_which_epoch_each_value_is_of(
+    content: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    report.print_summary(content, Path("run"))
+    cells = [[cell.strip() for cell in line.split("\u2502")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    rows = {row[0]: row[1:] for row in cells if row}
+    assert rows["val/acc"] == ["0.5000", "12"] and rows["best val/acc"] == ["0.6250", "7"]  # as people count them
+    assert rows["test/acc"] == ["0.7500", "7"] and rows["test/auc"] == ["-", "7"]
+    assert rows["data/best_acc"] == ["0.9000", "expected best"]
+    report.print_summary({**content, "best": None}, Path("run"))
+    assert "best val" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("bound", "shown"), [(3 * 2**20, True), (None, False)])
