@@ -182,6 +182,8 @@ class Backend:
         store: ``package.module:function`` beside ``config``, which says what settings the store of a job has, whatever
             the data's own are: ``num_parts``, ``partitioner``, and ``buckets`` (see ``gtrain.graph.store``). Given the
             composed configuration as a dictionary. Empty: the data's own settings, and one part a rank.
+        table_reader: ``package.module:function`` that reads the rows ``[n, d]`` of a table from a checkpoint of this
+            backend, given its folder, the layer's name and its ``TableSpec``. Empty: rows are in the module's state.
         shortcuts: keys outside of ``strategy`` that its YAML file adds to the configuration, such as ``mode``.
     """
 
@@ -192,7 +194,12 @@ class Backend:
     serves: Serves = field(default_factory=Serves)
     roles: Mapping[str, Role] = field(default_factory=dict)
     store: str = ""
+    table_reader: str = ""
     shortcuts: tuple[str, ...] = ()
+
+    def load_table_reader(self) -> Callable[..., Any] | None:
+        """What :attr:`table_reader` names; imports torch."""
+        return _load(self.table_reader) if self.table_reader else None
 
     def store_settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """What :attr:`store` says.

@@ -69,7 +69,12 @@ def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str])
         return
     strategy.check_start(trainer, sketch.model, data)
     if checkpoint is not None:
-        checkpoints.check_model(checkpoint, sketch.model)
+        if sketch.sized:
+            checkpoints.check_model(checkpoint, sketch.model)
+        elsewhere = type(strategy).making_model is not GraphStrategy.making_model
+        writer = checkpoints.writer_of_tables(checkpoint, sketch.model, strategy.strategy_name, elsewhere)
+        if writer is not None and verb == "train":
+            raise checkpoints.refuse_training(checkpoint, writer, strategy.strategy_name)
 
 
 def _find_checkpoint(job: Any) -> Path | None:
@@ -126,7 +131,7 @@ def check_folder(folder: Path, key: str) -> None:
 def _targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Every part of the configuration that names a ``_target_``, with its key."""
     if isinstance(node, dict):
-        if "_target_" in node:
+        if node.get("_target_") is not None:
             yield path, node
         for key, value in node.items():
             yield from _targets(value, f"{path}.{key}" if path else str(key))
@@ -202,6 +207,7 @@ class _Sketch:
 
     Attributes:
         certain: whether the form of the graph is known; else the model is made for a guess.
+        sized: whether the model has the sizes that it has on this graph.
         model: the model; None where it cannot be made without the graph.
         traits: what the choice of a strategy depends on.
         settings: values of ``trainer`` and ``data`` by key.
@@ -212,6 +218,7 @@ class _Sketch:
         self._store = _open(data)
         facts = dict(self._store.facts) if self._store is not None else data.outline
         self.certain = facts is not None and not facts.get("features")  # a type with bags of features
+        self.sized = self._store is not None and self.certain and _count(facts or {}) <= _MANY
         self.model = self._make_model(dict(facts or {}))
         known = self.model is not None and self.certain
         self.traits = backends.Traits(
@@ -225,7 +232,9 @@ class _Sketch:
         }
 
     def _make_model(self, facts: dict[str, Any]) -> Any:
-        settings = self._config["model"]
+        settings = dict(self._config["model"])
+        if self._store is None:  # lists with a number for each class or relation, of which an outline has few
+            settings |= {key: None for key in ("class_weights", "relation_weight") if key in settings}
         if not self.certain:
             facts = {**OUTLINE, "num_relations": 2, "num_classes": None if self._data.task == "link" else 2}
         small = _smaller(facts)
@@ -275,12 +284,16 @@ def _open(data: GraphDataModule) -> Store | None:
         return None
 
 
+def _count(facts: Mapping[str, Any]) -> int:
+    """Nodes of all types."""
+    nodes = facts["num_nodes"]
+    return int(sum(nodes.values()) if isinstance(nodes, dict) else nodes)
+
+
 def _smaller(facts: dict[str, Any]) -> dict[str, Any]:
     """Facts of a graph of the same form, with few nodes and columns of features if it is large."""
-    nodes = facts["num_nodes"]
-    total = sum(nodes.values()) if isinstance(nodes, dict) else nodes
     few = {}
-    for name in ("num_nodes", "entity_types") if total > _MANY else ():
+    for name in ("num_nodes", "entity_types") if _count(facts) > _MANY else ():
         value = facts.get(name)
         if isinstance(value, dict):
             few[name] = {key: count and min(count, _FEW) for key, count in value.items()}

@@ -26,7 +26,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.backends import FULL_PRECISION, UNEQUAL_STEPS, Serves, Traits, not_honoured, serving
+from gtrain.backends import FULL_PRECISION, UNEQUAL_STEPS, Serves, Traits, get, not_honoured, serving
 from gtrain.config import check_dropout
 from gtrain.data.loader import SeedLoader
 from gtrain.data.module import GraphDataModule
@@ -34,6 +34,7 @@ from gtrain.errors import ConfigError
 from gtrain.graph.store import Store
 from gtrain.launch import slot as slots
 from gtrain.launch.environment import agent_environment, find_environment
+from gtrain.nn import RemoteHome, tables
 from gtrain.nn.dropout import ExactDropout, StepRows, rows_of
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy import trainer_checks
@@ -422,12 +423,25 @@ class GraphStrategy(GroupCollectives):
         if not self.lockstep:
             shard = {"own": {name: checkpoint[name] for name in _OWN if name in checkpoint}, "shard": shard}
         checkpoints.save(
-            self.group, Path(filepath), checkpoint, shard, self.lightning_module, self.shard_files, self._numbering()
+            self.group,
+            Path(filepath),
+            checkpoint,
+            shard,
+            self.lightning_module,
+            self.shard_files,
+            self._numbering(),
+            self.strategy_name,
         )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
         fitting = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
+        folder = checkpoints.find(Path(checkpoint_path))
+        if folder.is_dir():
+            elsewhere = any(isinstance(layer.home, RemoteHome) for _, layer in tables(self.lightning_module))
+            writer = checkpoints.writer_of_tables(folder, self.lightning_module, self.strategy_name, elsewhere)
+            if writer is not None:
+                return self._load_other(folder, writer, fitting)
         place = Group(self.global_rank, self.world_size)  # not that of self.group, which a returning rank is outside of
         loaded = checkpoints.load(
             place, Path(checkpoint_path), self.lightning_module, restore_rng=fitting, numbering=self._numbering()
@@ -435,7 +449,6 @@ class GraphStrategy(GroupCollectives):
         if fitting and self._exact is not None:
             self._exact.seed = int(loaded.checkpoint.get("dropout_seed", self._exact.seed))
         self.loaded_epoch = loaded.checkpoint.get("epoch")
-        folder = checkpoints.find(Path(checkpoint_path))
         if folder.is_dir():
             if self.is_global_zero:
                 checkpoints.verify_files(folder)
@@ -445,6 +458,23 @@ class GraphStrategy(GroupCollectives):
             return loaded.checkpoint
         self.load_shard_state(loaded.shard.get("shard", {}))
         return {**loaded.checkpoint, **loaded.shard.get("own", {})}
+
+    def _load_other(self, folder: Path, writer: str, fitting: bool) -> dict[str, Any]:
+        """Read a checkpoint of another strategy, which keeps the rows of tables in another form."""
+        assert self.lightning_module is not None
+        if fitting:
+            raise checkpoints.refuse_training(folder, writer, self.strategy_name)
+        reader = get(writer).load_table_reader()
+        checkpoint, rows = checkpoints.load_other(folder, self.lightning_module, reader, self._numbering())
+        self.load_tables(rows)
+        self.loaded_epoch = checkpoint.get("epoch")
+        return checkpoint
+
+    def load_tables(self, rows: Mapping[str, Tensor]) -> None:
+        """Take over the rows of tables, by layer, from a checkpoint of another strategy; every rank is asked."""
+        assert self.lightning_module is not None
+        for name, layer in tables(self.lightning_module):
+            layer.weight.data.copy_(rows[name])
 
     def _numbering(self) -> dict[str, Any] | None:
         """What the module's learned rows are numbered by; None: it has none, or the data comes from elsewhere."""

@@ -33,7 +33,7 @@ from gtrain.errors import CheckpointError
 from gtrain.graph.entities import feature_kind
 from gtrain.graph.files import names_file
 from gtrain.graph.store import Store
-from gtrain.nn import tables
+from gtrain.nn import TableSpec, tables
 from gtrain.strategy.group import Group
 
 FORMAT = 1
@@ -58,6 +58,7 @@ def save(
     module: Module,
     write_files: Callable[[Path], None] = lambda folder: None,
     numbering: Mapping[str, Any] | None = None,
+    strategy: str | None = None,
 ) -> None:
     """Write a checkpoint; every rank calls it with the same path.
 
@@ -69,6 +70,7 @@ def save(
         module: the model.
         write_files: writes files of the strategy's own into the folder that it is given.
         numbering: of the data, see :func:`numbering_of`.
+        strategy: the name of the strategy that writes it.
 
     Raises:
         CheckpointError: the checkpoint holds an object that could only be read back by unpickling it.
@@ -84,7 +86,7 @@ def save(
         write_files(temporary)
     group.barrier()
     if group.rank == 0 and not group.passed() and temporary.exists():  # else a former life had renamed it and no more
-        _write_manifest(temporary, group.size, checkpoint, module, numbering)
+        _write_manifest(temporary, group.size, checkpoint, module, numbering, strategy)
         _swap(temporary, path)
     group.barrier()
 
@@ -127,6 +129,71 @@ def load(
     if restore_rng:
         set_rng_state(mine["rng"])
     return Loaded(checkpoint, mine["shard"])
+
+
+def load_other(
+    path: Path, module: Module, read_table: Callable[[Path, str, TableSpec], torch.Tensor] | None, numbering: Any
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Read the parameters of a checkpoint of another strategy, which may keep the rows of tables elsewhere.
+
+    Args:
+        path: the checkpoint's folder.
+        module: the model.
+        read_table: reads the rows ``[n, d]`` of a table that the writer kept elsewhere.
+        numbering: see :func:`load`.
+
+    Returns:
+        Lightning's part, with the module's own (perhaps empty) weights of tables, and the rows of each table by name.
+
+    Raises:
+        CheckpointError: it is damaged, or of another model.
+    """
+    manifest = read_manifest(path)
+    check_model(path, module)
+    if numbering is not None:
+        _check_numbering(path, manifest.get("numbering"), numbering)
+    for name in manifest["files"]:
+        _verify(path, manifest, name)
+    checkpoint = _read(path / TRAINER)
+    state, rows = checkpoint["state_dict"], {}
+    for name, layer in tables(module):
+        saved = state[f"{name}.weight"]
+        if not saved.size(0) and layer.table.rows and read_table is not None:
+            saved = read_table(path, name, layer.table)
+        if saved.size(0) != layer.table.rows:
+            raise CheckpointError(
+                f"ckpt_path={path}: its table {name} has {saved.size(0)} rows, and the data {layer.table.rows}.",
+                hint="choose the data settings that the checkpoint was trained with.",
+            )
+        rows[name], state[f"{name}.weight"] = saved, layer.weight.detach()
+    return checkpoint, rows
+
+
+def writer_of_tables(path: Path, module: Module, strategy: str, elsewhere: bool) -> str | None:
+    """The other strategy that wrote a checkpoint, if one of the two keeps rows of the model's tables elsewhere.
+
+    Args:
+        path: the checkpoint's folder.
+        module: the model.
+        strategy: that reads it.
+        elsewhere: whether that one keeps rows elsewhere.
+    """
+    manifest = read_manifest(path)
+    writer, shapes = manifest.get("strategy"), manifest["model"]["tensors"]
+    saved = [shapes.get(f"{name}.weight") for name, layer in tables(module) if layer.table.rows]
+    if writer in (None, strategy) or not saved:
+        return None
+    there = any(shape is not None and shape[0] == 0 for shape in saved)
+    return str(writer) if elsewhere or there else None
+
+
+def refuse_training(path: Path, writer: str, strategy: str) -> CheckpointError:
+    """The error for training that would continue with another strategy."""
+    return CheckpointError(
+        f"ckpt_path={path} was written by strategy={writer}; strategy={strategy} reads its parameters to test, predict "
+        "and export, and cannot continue the training: the optimizer's state of tables is kept in another form.",
+        hint=f"set strategy={writer} to continue.",
+    )
 
 
 def numbering_of(module: Module, store: Store) -> dict[str, Any] | None:
@@ -317,12 +384,14 @@ def _write_manifest(
     checkpoint: Mapping[str, Any],
     module: Module,
     numbering: Mapping[str, Any] | None,
+    strategy: str | None,
 ) -> None:
     files = {
         p.name: {"bytes": p.stat().st_size, "crc32": _crc32(p)} for p in sorted(folder.iterdir()) if p.name != MANIFEST
     }
     manifest = {
         "format": FORMAT,
+        "strategy": strategy,
         "world_size": world_size,
         "epoch": checkpoint.get("epoch"),
         "global_step": checkpoint.get("global_step"),

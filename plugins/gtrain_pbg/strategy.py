@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from gtrain.backends import Serves
 from gtrain.data.loader import SeedLoader
-from gtrain.errors import ConfigError
+from gtrain.errors import CheckpointError, ConfigError
 from gtrain.graph.store import Store
-from gtrain.nn import deferred
+from gtrain.nn import deferred, tables
 from gtrain.nn.recipe import ModelRecipe
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.forming import form_group
@@ -392,6 +392,21 @@ class PBGStrategy(GraphStrategy):
             text = "%s was trained with strategy.matmul=%s, and the run continues with it. This CPU has no fast "
             text += "instructions for it. HINT: strategy.matmul=%s is faster here, and rounds differently."
             log.warning(text, folder, recorded, fastest)
+
+    def load_tables(self, rows: Mapping[str, Tensor]) -> None:
+        assert self._recipe is not None and self._table is not None
+        if self._machines is not None:
+            raise CheckpointError(
+                f"ckpt_path was written by another strategy, and trainer.num_nodes={self.num_nodes} was set.",
+                hint="set trainer.num_nodes=1; several machines read checkpoints of strategy=pbg alone.",
+            )
+        named = {id(layer): name for name, layer in tables(self.lightning_module)}  # type: ignore[arg-type]
+        self.group.barrier()
+        for layer, table in zip(self._recipe.tables.values(), self._table.tables, strict=True):
+            whole = rows[named[id(layer)]]
+            for partition in range(table.partitions.count) if self._leads else ():
+                table.overwrite(partition, [(torch.arange(len(whole)), whole)])
+        self.group.barrier()
 
     def load_shard_files(self, folder: Path) -> None:
         assert self._table is not None and self._shared is not None and self._store is not None

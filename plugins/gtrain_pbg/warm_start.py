@@ -131,6 +131,38 @@ def warm_start(
     _copy_relations(folder, (saved, said["relations"]), (shared, relations), old, store)
 
 
+def read_table(folder: Path, name: str, table: TableSpec) -> Tensor:
+    """Read the rows of a table from a checkpoint, in the order of the source data's ids.
+
+    Args:
+        folder: the checkpoint.
+        name: of the layer.
+        table: what it is.
+
+    Raises:
+        CheckpointError: it has no such table, or the store that says which node a row belongs to is gone.
+    """
+    said = _description(folder)
+    entry = said["types"].get(table.name)
+    if entry is None:
+        raise CheckpointError(f"{folder} has no table of {table.name} ({name}).", hint="use another checkpoint.")
+    if not Path(said["store"], "manifest.json").is_file():
+        raise CheckpointError(
+            f"{folder} was written by strategy=pbg, and the store {said['store']}, which says which node each row "
+            "belongs to, is gone.",
+            hint="use strategy=pbg, or make the store again with gtrain partition and the settings of that run.",
+        )
+    old = Store.open(said["store"])
+    cut = {cut.name: cut for cut in cuts_of(old, _tables_of(old))}[entry["file"]]
+    rows: Tensor | None = None
+    for partition, orig_id in enumerate(cut.partitions.orig_id):
+        piece = files.mapped(folder / files.file_name(files.ROWS, partition, entry["file"]))
+        rows = torch.empty(entry["rows"], entry["columns"], dtype=piece.dtype) if rows is None else rows
+        rows[orig_id] = piece
+    assert rows is not None
+    return rows
+
+
 def _find(path: Path) -> Path:
     for folder in (path, path / "checkpoints" / "last.ckpt", path.with_name(path.name + ".old")):
         if (folder / "manifest.json").is_file():

@@ -1,4 +1,4 @@
-"""Tables as files, row by row in the order of their ids."""
+"""Tables in the order of their ids: written to files, and read from a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from gtrain.errors import CheckpointError
+from gtrain.nn import TableSpec
+from gtrain_ps.placement import Placement
 from gtrain_ps.worker.home import CHUNK_BYTES, ServedHome
 
 
@@ -23,3 +27,33 @@ def export(folder: Path, homes: Mapping[str, ServedHome]) -> None:
             out[begin:end] = home.read(begin, end).numpy()
         out.flush()
         print(f"written: {folder / f'{name}.npy'}", flush=True)
+
+
+def read_table(folder: Path, name: str, table: TableSpec) -> Tensor:
+    """Read the rows of a table from a checkpoint, in the order of ids.
+
+    Args:
+        folder: the checkpoint.
+        name: of the layer.
+        table: what it is.
+
+    Raises:
+        CheckpointError: a server's block is missing.
+    """
+    rows: Tensor | None = None
+    read = 0
+    for path in sorted(folder.glob("rank-*.pt")):
+        entry = torch.load(path, map_location="cpu", weights_only=True)["shard"].get(name)
+        if entry is None:
+            continue
+        placement = Placement(**entry["placement"])
+        for server, held in entry["servers"].items():
+            block, column = divmod(int(server), placement.column_blocks)
+            first, last = placement.columns(column)
+            piece = held["tensors"]["rows"]
+            rows = torch.empty(placement.rows, placement.dim, dtype=piece.dtype) if rows is None else rows
+            rows[placement.ids(block, 0, len(piece)), first:last] = piece
+            read += piece.numel()
+    if rows is None or read != rows.numel():
+        raise CheckpointError(f"{folder} lacks rows of the table {name}.", hint="use another checkpoint.")
+    return rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -339,6 +339,12 @@ class PsStrategy(ReturningStrategy):
         assert self._trainer is not None
         epochs = self._trainer.fit_loop.epoch_progress.current
         return self._trainer.state.fn == TrainerFn.FITTING and epochs.processed < epochs.started  # type: ignore[attr-defined]
+
+    def load_tables(self, rows: Mapping[str, Tensor]) -> None:
+        if self.is_global_zero:
+            for name, home in self.homes.items():
+                home.write(rows[name])
+        self.group.barrier()
 
     def load_shard_state(self, state: dict[str, Any]) -> None:
         missing = [name for name in self.homes if name not in state]

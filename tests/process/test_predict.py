@@ -78,3 +78,39 @@ def test_the_last_layer_is_the_one_that_makes_the_scores() -> None:
     assert last_layer(SimpleNamespace(network=nn.Sequential(mlp))) is mlp.lins[1]  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no network to look into"):
         last_layer(SimpleNamespace())  # type: ignore[arg-type]
+
+
+KG_TABLE = ("data=planted_kg", "model=kg", "model.dimension=8", "data.num_entities=60", "data.num_positions=10")
+KG_TABLE = (*KG_TABLE, "data.num_triples=400", "trainer.max_epochs=1", "logger=none", "cluster=local")
+
+
+@pytest.mark.parametrize(
+    ("writer", "readers"),
+    [
+        ("ps", ["single"]),
+        pytest.param("ps", ["pbg"], marks=pytest.mark.slow),
+        pytest.param("pbg", ["single", "ps"], marks=pytest.mark.slow),
+        pytest.param("single", ["ps", "pbg"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_table_is_read_from_a_checkpoint_of_another_strategy(writer: str, readers: list[str], tmp_path: Path) -> None:
+    """Whether its rows are in the module, on servers or in partitions; bit for bit."""
+    cut = {"pbg": ["strategy.num_partitions=2"], "ps": ["strategy.servers=2", "strategy.split=row"]}
+    ok(gtrain(f"strategy={writer}", *cut.get(writer, []), *KG_TABLE, "hydra.run.dir=run", cwd=tmp_path))
+    checkpoint = "ckpt_path=run/checkpoints/last.ckpt"
+    found = {}
+    for strategy in (writer, *readers):
+        own = [
+            *cut.get(strategy, []),
+            *KG_TABLE,
+            checkpoint,
+            f"output={strategy}.npy",
+            f"data.store={tmp_path / strategy}",
+        ]
+        ok(gtrain("predict", f"strategy={strategy}", *own, cwd=tmp_path))
+        found[strategy] = np.load(tmp_path / f"{strategy}.npy")
+    assert np.abs(found[writer]).max() > 0
+    for reader in readers:
+        np.testing.assert_array_equal(found[reader], found[writer])
+        done = gtrain(f"strategy={reader}", *cut.get(reader, []), *KG_TABLE, checkpoint, cwd=tmp_path)
+        assert f"was written by strategy={writer}; strategy={reader} reads its parameters to test" in done.stderr
