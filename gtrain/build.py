@@ -7,10 +7,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import hydra.utils
 import lightning.pytorch as pl
 import torch
 from hydra.errors import InstantiationException
-from hydra.utils import get_object, instantiate
+from hydra.utils import get_object
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -24,6 +25,10 @@ from gtrain.model.networks import norm_settings
 from gtrain.model.node_classifier import NodeClassifier
 from gtrain.nn import Csr
 from gtrain.profiler import NoProfiler
+
+# Hydra 1.4 asks which targets a configuration may name. Ours is the user's own and may name any module.
+_UNRESTRICTED = getattr(hydra.utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
+_ANY_TARGET = {} if _UNRESTRICTED is None else {"_execution_whitelist_": _UNRESTRICTED}
 
 # settings that the built-in networks share; a network of another package gets those that it names
 _SHARED = ("hidden_channels", "num_layers", "dropout", "norm", "act", "heads", "aggr", "input_dropout")
@@ -45,20 +50,22 @@ _MODULE = (
 )
 
 
-def make(node: dict[str, Any], key: str, **extra: Any) -> Any:
+def make(node: dict[str, Any], key: str, *args: Any) -> Any:
     """``instantiate`` a part of the configuration; mistakes in it come out as ours.
 
     Args:
-        node: has ``_target_``.
+        node: has ``_target_``; functions in it are handed over as they are, for a configuration cannot hold them.
         key: its place in the configuration, for messages.
-        extra: more arguments.
+        args: positional arguments of the target.
 
     Raises:
         ConfigError: the target does not exist or does not take these arguments.
         GtrainError: as the target raised it.
     """
+    functions = {name: value for name, value in node.items() if callable(value)}
+    settings = {name: value for name, value in node.items() if name not in functions}
     try:
-        return instantiate(node, **extra)
+        return hydra.utils.instantiate(settings, *args, **functions, **_ANY_TARGET)
     except InstantiationException as error:
         cause = error.__cause__ or error
     if isinstance(cause, GtrainError):
@@ -74,7 +81,7 @@ def optional(node: dict[str, Any] | None, key: str) -> Callable[..., Any] | None
     """A factory for a part that is completed later (an optimizer's parameters, a scheduler's optimizer), or None."""
     if node is None or node.get("_target_") is None:
         return None
-    return lambda *args: make({**node, "_args_": list(args)}, key)
+    return lambda *args: make(node, key, *args)
 
 
 def make_model(settings: dict[str, Any], store: Store) -> pl.LightningModule:

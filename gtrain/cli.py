@@ -6,12 +6,14 @@ Hydra composes the configuration; this module adds the verbs, the backends' conf
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
 import hydra
@@ -21,7 +23,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from gtrain import backends, config, messages
 from gtrain.errors import ConfigError, GtrainError, RankFailedError
@@ -43,6 +45,9 @@ def main() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: page faults cost torch more than most operations
     sys.path.insert(0, os.getcwd())  # as with python -m: a model of the user's own lies in the current folder
     try:
+        if "--version" in sys.argv[1:]:  # Hydra would print its own
+            print(version_line())
+            return
         arguments = verb_to_override(sys.argv[1:])
         if "verb=doctor" in arguments:  # before Hydra, which may be part of what is broken
             from gtrain.doctor import report
@@ -64,6 +69,17 @@ def main() -> None:
         _leave(message, exit_code(error))
     finally:
         gc.freeze()  # the interpreter would look for garbage among all that was imported, for a second
+
+
+def version_line() -> str:
+    """The versions of gtrain, torch and Hydra, from the metadata of what is installed."""
+    versions = []
+    for name in ("gtrain", "torch", "hydra-core"):
+        try:
+            versions.append(version(name))
+        except PackageNotFoundError:
+            versions.append("not installed")
+    return "gtrain {} (torch {}, Hydra {})".format(*versions)
 
 
 def verb_to_override(arguments: list[str]) -> list[str]:
@@ -101,14 +117,39 @@ def verb_to_override(arguments: list[str]) -> list[str]:
 
 
 def _prepare_hydra(*, sweep: bool = False) -> None:
+    hydra_main = sys.modules["hydra.main"]
+    hydra_main.get_args_parser = _with_lazy_help(hydra_main.get_args_parser)  # type: ignore[attr-defined]
     Plugins.instance().register(BackendConfigs)
     config.register(sweep=sweep)
     schemas = ConfigStore.instance()  # nobody changes it from here on, yet Hydra copies it for each group in --help
     schemas.__deepcopy__ = lambda memo: schemas  # type: ignore[attr-defined]
-    OmegaConf.register_new_resolver("gtrain.strategies", backends.descriptions, replace=True)
-    OmegaConf.register_new_resolver(
-        "gtrain.verbs", lambda: "\n".join(f"  {verb:<12} {text}" for verb, text in config.VERBS.items()), replace=True
+    config.register_resolver("gtrain.strategies", backends.descriptions)
+    config.register_resolver(
+        "gtrain.verbs", lambda: "\n".join(f"  {verb:<12} {text}" for verb, text in config.VERBS.items())
     )
+
+
+def _with_lazy_help(make_parser: Callable[[], argparse.ArgumentParser]) -> Callable[[], argparse.ArgumentParser]:
+    """Let Hydra 1.3 build its parser on Python 3.14, where argparse expands each help text when it is added.
+
+    The help of ``--shell-completion`` is not a string but an object that renders itself when it is printed.
+    """
+    check = getattr(argparse.ArgumentParser, "_check_help", None)  # since Python 3.14
+    if check is None:
+        return make_parser
+
+    def check_strings(parser: argparse.ArgumentParser, action: argparse.Action) -> None:
+        if isinstance(action.help, str):
+            check(parser, action)
+
+    def make() -> argparse.ArgumentParser:
+        argparse.ArgumentParser._check_help = check_strings  # type: ignore[attr-defined]
+        try:
+            return make_parser()
+        finally:
+            del argparse.ArgumentParser._check_help  # type: ignore[attr-defined]
+
+    return make
 
 
 @contextlib.contextmanager
@@ -122,7 +163,7 @@ def _rank_arguments(arguments: list[str]) -> Iterator[list[str]]:
         yield [*arguments, *quiet, "hydra.job_logging.handlers.file.filename=" + os.path.join(scratch, "log")]
 
 
-@hydra.main(version_base="1.3", config_path="pkg://gtrain.conf", config_name="config")
+@hydra.main(config_path="pkg://gtrain.conf", config_name="config", **config.VERSION_BASE)
 def _hydra_main(cfg: DictConfig) -> Any:
     """One job of the command; returns the value that a sweeper optimises (the best monitored score)."""
     try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import hydra
+import omegaconf
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -23,6 +25,10 @@ VERBS = {
     "key": "make the file cluster.key_file=, by which a job's processes know each other on a network",
     "doctor": "say what this machine and this installation can do, and what is wrong (format=json for programs)",
 }
+
+
+VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
+"""Keyword of Hydra 1.3's entry points; later releases deprecate it and behave so."""
 
 
 @dataclass
@@ -165,8 +171,8 @@ def register(*, sweep: bool = False) -> None:
     """
     from gtrain.data import config as data
 
-    OmegaConf.register_new_resolver("gtrain.score", _score, replace=True)
-    OmegaConf.register_new_resolver("gtrain.fan_out", _fan_out, replace=True)
+    register_resolver("gtrain.score", _score)
+    register_resolver("gtrain.fan_out", _fan_out)
 
     store = ConfigStore.instance()
     store.store(group="schema/trainer", name="trainer", node=TrainerConfig)
@@ -179,6 +185,14 @@ def register(*, sweep: bool = False) -> None:
         store.store(group="schema/strategy", name=name, node=open_schema)
     shortcuts = [key for backend in usable.values() for key in backend.shortcuts] if sweep else []
     store.store(group="schema", name="shortcuts", node=OmegaConf.create(dict.fromkeys(shortcuts)))
+
+
+def register_resolver(name: str, resolver: Callable[..., Any]) -> None:
+    """Register or replace a resolver under the name that this release of OmegaConf has for doing so."""
+    register = OmegaConf.register_new_resolver
+    if not omegaconf.__version__.startswith("2.3."):  # 2.4 renames it; in 2.3 this name is an older function
+        register = OmegaConf.register_resolver  # type: ignore[assignment]
+    register(name, resolver, replace=True)
 
 
 def _score(score: str | None, task: str) -> str:

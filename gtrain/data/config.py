@@ -17,7 +17,7 @@ class DataConfig:
     root: str = "data"
     store: str = "data/stores"
     num_parts: int | None = None
-    partitioner: str = "metis"
+    partitioner: str = "auto"
     partition_path: str | None = None
     split: str = "public"
     split_index: int = 0

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError, DataError
+from gtrain.graph.partition import AUTO
 
 Assignment = Tensor | dict[str, Tensor]
 
@@ -55,7 +56,7 @@ class GivenPartsData(GraphDataModule):
 
     def _check_partitioner(self) -> None:
         """Refuse a partitioner: there is nothing left to cut. The default is taken for none."""
-        if self.partitioner != "metis":
+        if self.partitioner != AUTO:
             raise ConfigError(
                 f"data.partitioner={self.partitioner}, and {self.name} keeps the parts that the data comes in",
                 hint="leave data.partitioner and data.partition_path alone",

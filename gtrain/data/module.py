@@ -21,10 +21,11 @@ from gtrain.data.schema import DataSchema, kept_together
 from gtrain.data.split import SplitOptions
 from gtrain.data.validate_edges import weight_facts
 from gtrain.errors import ConfigError, DataError
+from gtrain.graph import metis
 from gtrain.graph.locality import GROUP_NODES
 from gtrain.graph.lock import ensure_store
 from gtrain.graph.manifest import FORMAT
-from gtrain.graph.partition import METHODS
+from gtrain.graph.partition import AUTO, METHODS, installed_method
 from gtrain.graph.sampling.options import checked_fan_out
 from gtrain.graph.store import Store
 from gtrain.graph.writer import write_store
@@ -89,7 +90,8 @@ class GraphDataModule(pl.LightningDataModule):
         root: folder of the raw files.
         store: folder that the stores are kept in.
         num_parts: parts to cut the graph into; None means one for each rank.
-        partitioner: ``metis``, ``ldg``, ``fennel``, ``random`` or ``file``; see :mod:`gtrain.graph.partition`.
+        partitioner: ``auto``, ``metis``, ``ldg``, ``fennel``, ``random`` or ``file``; see
+            :mod:`gtrain.graph.partition`.
         partition_path: the part of each node, for ``partitioner="file"``.
         split: ``public``, ``random``, ``per_class`` or ``time``; see :class:`~gtrain.data.split.SplitOptions`, which
             explains the next five too.
@@ -138,7 +140,7 @@ class GraphDataModule(pl.LightningDataModule):
         root: str = "data",
         store: str = "data/stores",
         num_parts: int | None = None,
-        partitioner: str = "metis",
+        partitioner: str = AUTO,
         partition_path: str | None = None,
         split: str = "public",
         split_index: int = 0,
@@ -350,10 +352,10 @@ class GraphDataModule(pl.LightningDataModule):
         return SeedLoader(store, split, *settings, task=self.task, sampling=self.sampling)
 
     def _check_options(self) -> None:
-        if self.partitioner not in METHODS:
+        if self.partitioner not in (AUTO, *METHODS):
             raise ConfigError(
                 f"data.partitioner={self.partitioner!r} is not a partitioner",
-                hint=f"choose one of {', '.join(METHODS)}",
+                hint=f"choose one of {', '.join((AUTO, *METHODS))}",
             )
         if (self.partitioner == "file") != (self.partition_path is not None):
             raise ConfigError(
@@ -374,7 +376,7 @@ class GraphDataModule(pl.LightningDataModule):
 
     def _source(self) -> dict[str, Any]:
         """Return everything that the contents of the store depend on."""
-        partition: dict[str, Any] = {"num_parts": self.num_parts, "partitioner": self.partitioner}
+        partition: dict[str, Any] = {"num_parts": self.num_parts, "partitioner": self._method}
         if self.partition_path is not None:
             partition["file"] = file_stamp(Path(self.partition_path))
         else:
@@ -396,9 +398,13 @@ class GraphDataModule(pl.LightningDataModule):
         }
 
     @property
+    def _method(self) -> str:
+        return installed_method(self.partitioner)
+
+    @property
     def _groups_nodes(self) -> bool:
         """Whether neighbours are to be near each other within a part; edge buckets need the source data's order."""
-        return self.partitioner == "metis" and self.num_parts > 1 and not self.edge_buckets
+        return self._method == "metis" and self.num_parts > 1 and not self.edge_buckets
 
     @property
     def _no_label(self) -> int | None:
@@ -414,18 +420,22 @@ class GraphDataModule(pl.LightningDataModule):
         return Store.open(self.store_path)
 
     def _build(self) -> Store:
-        path, num_parts = self.store_path, self.num_parts
+        path, num_parts, method = self.store_path, self.num_parts, self._method
+        if num_parts > 1 and method == "metis":
+            metis.check_available()
         log.info("reading %s", self.name)
         graph = self.read()
         options = (self._no_label, self.num_classes, self.normalize_features, self.origin)
         facts = prepare_graph(graph, Preparation(self.task, self.target, self.split, *options))
-        log.info("partitioning %s into %d (%s)", describe(graph), num_parts, self.partitioner)
+        log.info("partitioning %s into %d (%s)", describe(graph), num_parts, method)
         facts |= weight_facts(graph, self.origin) | self.extra_facts()
         if numbering := self.numbering():
             facts["numbering"] = numbering
         assignment = self.assignment()
         if assignment is None:
-            assignment = cut(graph, num_parts, self.partitioner, self.seed, self.partition_path)
+            if num_parts > 1 and self.partitioner == AUTO and method != "metis":
+                log.warning("pymetis is not installed: data.partitioner=%s instead, which may cut more edges", method)
+            assignment = cut(graph, num_parts, method, self.seed, self.partition_path)
         if isinstance(assignment, Tensor):
             assignment = kept_together(assignment, facts)
         store = write_store(
@@ -436,7 +446,7 @@ class GraphDataModule(pl.LightningDataModule):
             groups=group(graph, assignment, num_parts, self.seed) if self._groups_nodes else None,
             source=self._source(),
             facts=facts,
-            partitioner=self.partitioner,
+            partitioner=method,
             seed=self.seed,
             names=self.names(),
             buckets=self.edge_buckets,

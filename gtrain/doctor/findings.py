@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gtrain.doctor.machine import PINNING_VARIABLES, THREAD_VARIABLES
+from gtrain.doctor.probe import METIS
 
 GIB = 2**30
 
@@ -52,7 +53,12 @@ def _packages(facts: dict[str, Any]) -> Iterator[Finding]:
             essential=True,
         )
     for name, state in facts["dependencies"].items():
-        if state["installed"] is None:
+        if state["installed"] is None and name == METIS:
+            yield Finding(
+                f"{name} is not installed: data.partitioner=auto is ldg, and data.partitioner=metis is refused.",
+                f'pip install "{name}{_bound(state)}".',
+            )
+        elif state["installed"] is None:
             yield Finding(f"{name} is not installed.", f'pip install "{name}{_bound(state)}".', essential=True)
         elif not state["ok"]:
             yield Finding(

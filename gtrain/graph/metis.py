@@ -5,14 +5,33 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pymetis
 from numpy.typing import NDArray
 
-from gtrain.errors import DataError
+from gtrain.errors import ConfigError, DataError
+
+try:
+    import pymetis
+except ModuleNotFoundError:  # it has wheels for x86-64 only
+    pymetis = None  # type: ignore[assignment]
 
 Ints = NDArray[np.int64]
 FEW_PARTS = 8
 """Up to so many parts recursive bisection may cut fewer edges."""
+
+
+def available() -> bool:
+    """Whether pymetis is installed."""
+    return pymetis is not None
+
+
+def check_available() -> None:
+    """Raise a ConfigError unless pymetis is installed."""
+    if not available():
+        raise ConfigError(
+            "data.partitioner=metis was set, and pymetis is not installed.",
+            hint="pip install pymetis (without a wheel for this platform it needs a C++ compiler), or set "
+            "data.partitioner=ldg.",
+        )
 
 
 def metis_partition(
@@ -31,7 +50,11 @@ def metis_partition(
 
     Returns:
         The part of each node, ``[N]``; on tiny graphs a part may have none.
+
+    Raises:
+        ConfigError: pymetis is not installed.
     """
+    check_available()
     starts, adjacent = _adjacency(source, target, num_nodes)
     graph, weights = pymetis.CSRAdjacency(starts, adjacent), _weights(target, num_nodes, train_mask)
     options = pymetis.Options(seed=seed % 2**31)

@@ -14,15 +14,25 @@ from torch import Tensor
 from torch_geometric.data import HeteroData
 
 from gtrain.errors import ConfigError, DataError
+from gtrain.graph import metis
 from gtrain.graph.locality import group_nodes
-from gtrain.graph.metis import metis_partition
 
 METHODS = ("metis", "random", "file", "ldg", "fennel")
+
+AUTO = "auto"
+"""``metis`` where pymetis is installed, else ``ldg``; :func:`installed_method` decides."""
 
 STREAMING = ("ldg", "fennel")
 """Methods for graphs whose edges do not fit in memory."""
 
 Ints = NDArray[np.int64]
+
+
+def installed_method(method: str) -> str:
+    """The method that ``method`` stands for on this machine: :data:`AUTO` is resolved, others are returned as given."""
+    if method != AUTO:
+        return method
+    return "metis" if metis.available() else "ldg"
 
 
 def partition_nodes(
@@ -227,7 +237,7 @@ def _cut(
 ) -> Ints:
     """Run a method that looks at the edges; ``group`` is what the streaming methods balance."""
     if method not in STREAMING:
-        return metis_partition(source, target, num_nodes, num_parts, seed=seed, train_mask=train)
+        return metis.metis_partition(source, target, num_nodes, num_parts, seed=seed, train_mask=train)
     from gtrain.graph.streaming import stream_partition
 
     return stream_partition(source, target, num_nodes, num_parts, method, group=group, seed=seed)

@@ -9,6 +9,7 @@ import ctypes
 import importlib
 import os
 import sys
+import warnings
 
 _DRIVER = "libcuda.so.1"
 
@@ -25,7 +26,9 @@ def import_torch_geometric() -> None:
     show = torch.__config__.show
     torch.__config__.show = lambda: f"USE_MKL={'ON' if torch.backends.mkl.is_available() else 'OFF'}"
     try:
-        importlib.import_module("torch_geometric")
+        with warnings.catch_warnings():  # PyG compiles with torch.jit, which torch 2.15 tells users is deprecated
+            warnings.filterwarnings("ignore", message=".*torch.jit.script", category=FutureWarning)
+            importlib.import_module("torch_geometric")
     finally:
         torch.__config__.show = show
 

@@ -179,6 +179,6 @@ def store_settings(config: Mapping[str, Any]) -> dict[str, Any]:
             hint=f"leave data.num_parts, or set strategy.num_partitions={data['num_parts']}.",
         )
     partitioner, keep = data.get("partitioner"), data.get("keep_parts", False)
-    kept = {"keep_parts": True} if keep is None and partitioner == "metis" else {}
+    kept = {"keep_parts": True} if keep is None and partitioner == "auto" else {}
     given = partitioner in ("file", "given") or keep or kept
     return {"num_parts": partitions, "partitioner": partitioner if given else "random", "buckets": True, **kept}

@@ -23,7 +23,7 @@ from gtrain.data.config import SCHEMAS
 
 EXAMPLE = REPO / "plugins" / "example_backend"
 PAGES = [REPO / "README.md", REPO / "CHANGELOG.md", *sorted((REPO / "docs").glob("*.md")), EXAMPLE / "README.md"]
-NOT_RUN = 12
+NOT_RUN = 13
 """Blocks of commands that are marked as not run; a new one raises this number, which a reviewer sees."""
 SETUP = "python3 -m venv .venv && .venv/bin/pip install --quiet {what} && .venv/bin/{command}"
 
@@ -119,7 +119,7 @@ def test_the_examples_of_the_python_page_run(tmp_path: Path) -> None:
 
 def test_the_two_commands_of_the_readme() -> None:
     """They are what .ci/run does too: install from the project's own files, run pytest."""
-    setups = [block.text for block in blocks(REPO / "README.md") if "pip install" in block.text]
+    setups = [block.text for block in blocks(REPO / "README.md") if block.text.startswith("python3 -m venv")]
     main = SETUP.format(what="-e .", command="gtrain")
     tests = SETUP.format(what='-e ".[test]"', command="python -m pytest -q -n 3")
     assert setups == [main, tests]

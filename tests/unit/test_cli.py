@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -14,13 +17,16 @@ from omegaconf import DictConfig
 from gtrain import backends, build, cli, config, messages
 from gtrain.errors import ConfigError
 
+LAZY = object()
+"""Stands for Hydra 1.3's help of ``--shell-completion``, which is not a string."""
+
 
 @pytest.fixture(autouse=True)
 def composed_by_hydra():
     Plugins.instance().register(cli.BackendConfigs)
     config.register()
     GlobalHydra.instance().clear()
-    with initialize_config_module("gtrain.conf", version_base="1.3"):
+    with initialize_config_module("gtrain.conf", **config.VERSION_BASE):
         yield
 
 
@@ -50,6 +56,37 @@ def message(*overrides: str) -> str:
 )
 def test_a_verb_becomes_an_override(arguments: list[str], expected: list[str]) -> None:
     assert cli.verb_to_override(arguments) == expected
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["strategy=single", "--version"]])
+def test_the_version_is_that_of_gtrain(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gtrain", *arguments])
+    monkeypatch.setattr("sys.path", list(sys.path))
+    cli.main()
+    expected = f"gtrain {version('gtrain')} (torch {version('torch')}, Hydra {version('hydra-core')})\n"
+    assert capsys.readouterr().out == expected
+
+
+def test_a_lazy_help_text_passes_the_check_of_python_3_14(monkeypatch: pytest.MonkeyPatch) -> None:
+    def expand(parser: argparse.ArgumentParser, action: argparse.Action) -> None:
+        if "%" in action.help:  # type: ignore[operator]  # TypeError where it is no container, as in argparse
+            raise ValueError("badly formed help string")
+
+    def parser_with(text: object) -> argparse.ArgumentParser:
+        parser = argparse.ArgumentParser()
+        parser._check_help(parser.add_argument("--shell-completion", help=text))  # as add_argument does since 3.14
+        return parser
+
+    monkeypatch.setattr(argparse._ActionsContainer, "_check_help", expand, raising=False)
+    with pytest.raises(TypeError):
+        parser_with(LAZY)
+    assert cli._with_lazy_help(lambda: parser_with(LAZY))().parse_args([]) is not None
+    with pytest.raises(ValueError, match="badly formed"):  # other help texts are checked
+        cli._with_lazy_help(lambda: parser_with("100 %"))()
+    with pytest.raises(TypeError):  # and so is everything afterwards
+        parser_with(LAZY)
 
 
 def test_an_unknown_verb_lists_the_verbs() -> None:

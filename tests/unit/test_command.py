@@ -37,7 +37,7 @@ def counting() -> Iterator[None]:
     Plugins.instance().register(cli.BackendConfigs)
     config.register()
     GlobalHydra.instance().clear()
-    with initialize_config_module("gtrain.conf", version_base="1.3"):
+    with initialize_config_module("gtrain.conf", **config.VERSION_BASE):
         yield
     sys.path.remove(str(COUNTING))
     backends.installed.cache_clear()

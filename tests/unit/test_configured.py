@@ -7,12 +7,31 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch.nn import Parameter
 
-from gtrain.build import optional
+from gtrain.build import make, optional
 from gtrain.model.configured import optimizer_of
 
 CONFIGURED = optional({"_target_": "torch.optim.Adam", "lr": 0.02}, "model.optimizer")
+
+
+def test_objects_do_not_travel_through_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra 1.4 refuses them there; it takes them as arguments."""
+    given = []
+
+    def instantiate(config: Any, *args: Any, **kwargs: Any) -> None:
+        given.append((OmegaConf.to_container(OmegaConf.create(config)), args, kwargs.get("bags")))
+
+    monkeypatch.setattr("hydra.utils.instantiate", instantiate)
+    weight = Parameter(torch.ones(1))
+    assert CONFIGURED is not None
+    CONFIGURED([weight])
+    make({"_target_": "a.b", "sizes": {"a": 1}, "bags": len}, "model")
+    assert given == [
+        ({"_target_": "torch.optim.Adam", "lr": 0.02}, ([weight],), None),
+        ({"_target_": "a.b", "sizes": {"a": 1}}, (), len),
+    ]
 
 
 @pytest.mark.parametrize("chosen", [None, CONFIGURED, partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)])

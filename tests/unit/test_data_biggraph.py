@@ -155,8 +155,8 @@ def test_buckets_want_as_many_partitions_as_there_are(users: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        ({"keep_parts": None}, {"partitioner": "metis", "keep_parts": True}),  # BigGraphData takes metis for none
-        ({"keep_parts": True}, {"partitioner": "metis"}),
+        ({"keep_parts": None}, {"partitioner": "auto", "keep_parts": True}),
+        ({"keep_parts": True}, {"partitioner": "auto"}),
         ({"keep_parts": False}, {"partitioner": "random"}),
         ({"keep_parts": None, "partitioner": "random"}, {"partitioner": "random"}),
         ({"keep_parts": None, "partitioner": "file"}, {"partitioner": "file"}),
@@ -164,7 +164,7 @@ def test_buckets_want_as_many_partitions_as_there_are(users: Path) -> None:
     ],
 )
 def test_pbg_trains_partitions_as_they_are(given: dict[str, Any], wanted: dict[str, Any]) -> None:
-    found = store_settings({"data": {"partitioner": "metis", **given}, "strategy": {"num_partitions": 2}})
+    found = store_settings({"data": {"partitioner": "auto", **given}, "strategy": {"num_partitions": 2}})
     assert found == {"num_parts": 2, "buckets": True, **wanted}
 
 

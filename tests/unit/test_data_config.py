@@ -18,6 +18,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from gtrain.config import VERSION_BASE
 from gtrain.data.config import SCHEMAS, register
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -42,7 +43,7 @@ def composed() -> Iterator[Any]:
     root = {"defaults": ["_self_", {"data": "planted"}], "seed": 3, "paths": {"data": "raw", "stores": "made"}}
     ConfigStore.instance().store(name="only_data", node=root)
     GlobalHydra.instance().clear()
-    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+    with initialize_config_dir(config_dir=str(CONF), **VERSION_BASE):
         yield lambda *overrides: compose("only_data", overrides=list(overrides)).data
     GlobalHydra.instance().clear()
 

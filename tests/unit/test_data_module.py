@@ -14,6 +14,7 @@ from torch_geometric.data import Data
 
 from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError, DataError, StoreError
+from gtrain.graph import metis
 from gtrain.graph.shard import load_whole
 
 
@@ -96,6 +97,26 @@ def test_own_partition(tmp_path: Path) -> None:
         Counted(partitioner="file")
 
 
+def test_without_pymetis_the_default_is_ldg(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    by_metis = Counted(store=str(tmp_path), num_parts=2, partitioner="metis")
+    if metis.available():
+        by_metis.prepare_data()
+        assert Counted(store=str(tmp_path), num_parts=2).store_path == by_metis.store_path, "auto is metis"
+    monkeypatch.setattr(metis, "pymetis", None)
+    module = Counted(store=str(tmp_path), num_parts=2)
+    module.prepare_data()
+    assert module.open_store().manifest.partition.partitioner == "ldg"
+    said = [record.getMessage() for record in caplog.records if "pymetis" in record.getMessage()]
+    assert said == ["pymetis is not installed: data.partitioner=ldg instead, which may cut more edges"]
+    with pytest.raises(ConfigError, match="pip install pymetis"):
+        Counted(store=str(tmp_path / "other"), num_parts=2, partitioner="metis").prepare_data()
+    if by_metis.store_path.exists():
+        by_metis.prepare_data()
+        assert by_metis.open_store().manifest.partition.partitioner == "metis", "made where METIS was"
+
+
 def test_normalised_rows_and_published_splits(tmp_path: Path) -> None:
     graph = messy_graph()
     graph.x = graph.x.abs()
@@ -131,7 +152,7 @@ def test_several_labels(tmp_path: Path) -> None:
 
 
 def test_options_are_checked_at_once() -> None:
-    with pytest.raises(ConfigError, match="metis, random, file"):
+    with pytest.raises(ConfigError, match="auto, metis, random, file"):
         Counted(partitioner="kahip")
     with pytest.raises(ConfigError, match="batch_size=0"):
         Counted(batch_size=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import requires, version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from packaging.requirements import Requirement
 from gtrain.doctor import findings, machine, packages, probe, report
 from gtrain.doctor.findings import GIB, Finding, judge
 from gtrain.errors import ConfigError
+
+MISSING_METIS = {"installed": None, "needed": ">=2025.2.2", "ok": False}
 
 
 def healthy() -> dict[str, Any]:
@@ -81,6 +83,7 @@ def test_nothing_is_wrong() -> None:
     [
         (put("packages/gtrain", None), True, "is not installed"),
         (put("packages/dependencies/torch/installed", None), True, "torch is not installed"),
+        (put("packages/dependencies/pymetis", MISSING_METIS), False, "data.partitioner=auto is ldg"),
         (put("packages/dependencies/torch/ok", False), False, "torch 2.13.0 is installed; gtrain needs ~=2.13.0"),
         (put("imports/torch", "ImportError: libgomp"), True, "import torch fails: ImportError: libgomp"),
         (put("strategies", {}), True, "no strategy is installed"),
@@ -158,7 +161,9 @@ def test_the_launcher_is_named() -> None:
 def test_packages() -> None:
     facts = packages.facts()
     assert facts["gtrain"] == version("gtrain")
-    assert facts["dependencies"]["torch"] == {"installed": version("torch"), "needed": "~=2.13.0", "ok": True}
+    (torch,) = [need for need in map(Requirement, requires("gtrain") or []) if need.name == "torch"]
+    expected = {"installed": version("torch"), "needed": str(torch.specifier), "ok": True}
+    assert facts["dependencies"]["torch"] == expected
     assert packages.state(Requirement("torch<1"))["ok"] is False
     assert packages.state(Requirement("no-such-package"))["installed"] is None
     needed = [Requirement(text) for text in ('numpy; extra == "a"', 'no-such-package>=2; extra == "a"', "torch<1")]

@@ -251,7 +251,7 @@ def fit(strategy: SingleStrategy, folder: Path, epochs: int, resume: Path | None
         enable_model_summary=False,
         accelerator="cpu",
     )
-    trainer.fit(model, datamodule=data, ckpt_path=resume, weights_only=True)
+    trainer.fit(model, datamodule=data, ckpt_path=resume)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return metrics, folder / f"{name}.ckpt", model.state_dict()
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch_geometric.data import HeteroData
 
 from gtrain.errors import ConfigError, DataError
-from gtrain.graph.partition import partition_hetero, partition_nodes, read_assignment
+from gtrain.graph import metis
+from gtrain.graph.partition import installed_method, partition_hetero, partition_nodes, read_assignment
 
 
 def ring_of_cliques(cliques: int, size: int) -> Tensor:
@@ -52,6 +53,15 @@ def test_metis_balances_the_training_nodes() -> None:
     trained = parts[train].bincount(minlength=2)
     assert trained.max() <= 26, trained
     assert parts.bincount().max() <= 48
+
+
+def test_without_pymetis_its_installation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metis, "pymetis", None)
+    assert installed_method("auto") == "ldg" and installed_method("random") == "random"
+    with pytest.raises(ConfigError, match="data.partitioner=metis was set(.|\n)*pip install pymetis"):
+        partition_nodes(ring_of_cliques(2, 10), 20, 2, "metis")
+    parts = partition_nodes(ring_of_cliques(2, 10), 20, 2, installed_method("auto"))
+    assert cut(ring_of_cliques(2, 10), parts) == 4
 
 
 @pytest.mark.parametrize("method", ["metis", "random"])

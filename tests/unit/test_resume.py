@@ -5,6 +5,7 @@ And what a run remembers of its epochs: which one each metric is of, and which o
 
 from __future__ import annotations
 
+import inspect
 import math
 from pathlib import Path
 
@@ -21,6 +22,9 @@ from gtrain.model.link_predictor import LinkPredictor
 from gtrain.model.networks import sage
 from gtrain.model.node_classifier import NodeClassifier
 from gtrain_single.strategy import SingleStrategy
+
+UNPICKLE = {"weights_only": False} if "weights_only" in inspect.signature(pl.Trainer.fit).parameters else {}
+"""Lightning 2.6 asks for it; earlier releases have no such argument."""
 
 
 def train(folder: Path, epochs: int, task: str, checkpoint: Path | None = None) -> tuple[pl.Trainer, nn.Module]:
@@ -46,7 +50,7 @@ def train(folder: Path, epochs: int, task: str, checkpoint: Path | None = None) 
         enable_model_summary=False,
         limit_val_batches=0,
     )
-    trainer.fit(model, datamodule=data, ckpt_path=checkpoint, weights_only=False)
+    trainer.fit(model, datamodule=data, ckpt_path=checkpoint, **UNPICKLE)
     return trainer, model
 
 
