@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import re
 import sys
 from importlib.metadata import version
@@ -67,6 +68,19 @@ def test_the_version_is_that_of_gtrain(
     cli.main()
     expected = f"gtrain {version('gtrain')} (torch {version('torch')}, Hydra {version('hydra-core')})\n"
     assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_the_last_collection_is_skipped_unless_triton_would_report_leaks(
+    loaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    if loaded:
+        monkeypatch.setitem(sys.modules, "triton", argparse)
+    gc.unfreeze()
+    cli._skip_last_collection()
+    assert (gc.get_freeze_count() > 0) == (not loaded)
+    gc.unfreeze()
 
 
 def test_a_lazy_help_text_passes_the_check_of_python_3_14(monkeypatch: pytest.MonkeyPatch) -> None:
