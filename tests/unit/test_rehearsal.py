@@ -50,7 +50,7 @@ def composed_by_hydra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     Plugins.instance().register(cli.BackendConfigs)
     config.register()
     GlobalHydra.instance().clear()
-    with initialize_config_module("gtrain.conf", version_base="1.3"):
+    with initialize_config_module("gtrain.conf", **config.VERSION_BASE):
         yield
 
 
