@@ -5,10 +5,12 @@ from __future__ import annotations
 import builtins
 import contextlib
 import json
+import logging
 import os
 import select
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -16,9 +18,11 @@ from typing import Any, NoReturn
 
 from gtrain import errors
 from gtrain.data.module import GraphDataModule
-from gtrain.launch import interpreter
+from gtrain.launch import agent, interpreter
 from gtrain.launch.children import GRACE_SECONDS, die_with_parent
 from gtrain.strategy.counters import PeakMemory
+
+log = logging.getLogger("gtrain")
 
 
 def prepare(data: GraphDataModule) -> None:
@@ -27,12 +31,33 @@ def prepare(data: GraphDataModule) -> None:
     Raises:
         GtrainError: as :meth:`~gtrain.data.module.GraphDataModule.prepare_data` raises it.
     """
-    if interpreter.obstacle() is None:
-        data.make_apart = partial(call_apart, what=f"the process that prepares the store of {data.origin}")
+    data.make_apart = partial(call_apart, what=f"the process that prepares the store of {data.origin}")
     data.prepare_data()
 
 
 def call_apart(function: Callable[[], Any], what: str) -> dict[str, int]:
+    """Call a function in a process of its own, and wait for it: a fork, or a clean interpreter where this process has
+    threads or uses CUDA. As :func:`call_in_fork`; what cannot be copied to a clean interpreter is called here."""
+    reason = interpreter.obstacle()
+    return call_in_fork(function, what) if reason is None else call_in_interpreter(function, what, reason)
+
+
+def call_in_interpreter(function: Callable[[], Any], what: str, reason: str) -> dict[str, int]:
+    """Call a function in a clean interpreter; as :func:`call_in_fork`, ``reason`` being why it is not a fork."""
+    with tempfile.TemporaryDirectory(prefix="gtrain-") as logs:
+        try:
+            message = agent.run_local(_measured, function, log_dir=logs)
+        except errors.RankFailedError as error:
+            raise _killed(what, error.message.partition(";")[0]) from error
+        except errors.GtrainError as error:  # the function itself raises none here
+            memory = PeakMemory()
+            log.info("%s is this one: %s, and it cannot be copied: %s", what, reason, error.message)
+            function()
+            return memory.figures()
+    return _taken(message)
+
+
+def call_in_fork(function: Callable[[], Any], what: str) -> dict[str, int]:
     """Call a function in a fork of this process, and wait for it.
 
     Args:
@@ -66,38 +91,53 @@ def call_apart(function: Callable[[], Any], what: str) -> dict[str, int]:
             _end(pid)
     if not said:
         code = os.waitstatus_to_exitcode(status)
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        raise errors.DataError(
-            f"{what} {how}.",
-            hint="the kernel kills with SIGKILL when memory runs out: prepare the store by gtrain partition on a "
-            "machine with more, or in a smaller form."
-            if code == -signal.SIGKILL
-            else "what it said is above.",
+        raise _killed(
+            what, f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         )
-    message: dict[str, Any] = json.loads(said)
+    return _taken(json.loads(said))
+
+
+def _killed(what: str, how: str) -> errors.DataError:
+    return errors.DataError(
+        f"{what} {how}.",
+        hint="the kernel kills with SIGKILL when memory runs out: prepare the store by gtrain partition on a machine "
+        "with more, or give the data in a smaller form.",
+    )
+
+
+def _taken(message: dict[str, Any]) -> dict[str, int]:
+    """The memory that a process reports, unless it reports an error."""
     if message["error"] is not None:
         raise _error(message["error"])
     figures: dict[str, int] = message["memory"]
     return figures
 
 
+def _measured(function: Callable[[], Any]) -> dict[str, Any]:
+    """Call a function; what it raised, described, or None, and the memory of this process."""
+    error, memory = None, PeakMemory()
+    memory.start()
+    try:
+        function()
+    except BaseException as exception:  # noqa: BLE001 - the parent raises it
+        error = _described(exception)
+    return {"error": error, "memory": memory.figures()}
+
+
 def _live(function: Callable[[], Any], write_end: int, parent: int) -> NoReturn:
     """The life of the process: it leaves by ``os._exit``, past the exit handlers of the one that it was forked from."""
-    error, memory = None, PeakMemory()
+    message = None
     try:
         die_with_parent(parent)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # files are removed on the way out
-        memory.start()
-        function()
-    except BaseException as exception:  # noqa: BLE001 - the parent raises it
-        error = _described(exception)
+        message = _measured(function)
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
         with contextlib.suppress(BaseException), open(write_end, "w") as pipe:
-            json.dump({"error": error, "memory": memory.figures()}, pipe)
+            json.dump(message, pipe)
         os._exit(0)
 
 
