@@ -260,6 +260,15 @@ def test_bad_folders(what: str, message: str, users: Path) -> None:
     assert caught.value.hint
 
 
+def test_the_first_negative_weight_is_known_by_its_file(tmp_path: Path) -> None:
+    folder = write_entities(tmp_path, {"node": [3]})
+    write_edges(folder, {(0, 0): columns([0, 1], [0, 0], [2, 0], weight=[1.0, -0.5])})
+    source = BigGraphData(path=str(folder))
+    source.read()
+    where = f"{folder / 'edges_0_0.h5'}, edge 1 (from 0)"
+    assert source.extra_facts()["negative_weight"] == f"{where}: the weight is -0.5"
+
+
 def test_nan_weight(tmp_path: Path) -> None:
     folder = write_entities(tmp_path, {"n": [3]})
     write_edges(folder, {(0, 0): columns([0, 1], [0, 0], [2, 0], weight=[1.0, float("nan")])})

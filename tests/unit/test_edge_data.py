@@ -36,10 +36,10 @@ WITH = {"edge_dim": {"edge_dim": COLUMNS}, "decoder": {"decoder": "distmult"}}
 
 def conditions(model: str) -> dict[str, dict[str, Any]]:
     """Edge data that a model reads with a setting alone, and the setting."""
-    found = {
+    conditional = {
         name: re.match(r"with `\+?model\.(\w+)=", cell) for name, cell in zip(EDGE_DATA, TABLE[model], strict=False)
     }
-    return {name: WITH[match[1]] for name, match in found.items() if match}
+    return {name: WITH[match[1]] for name, match in conditional.items() if match}
 
 
 def edge_data(seed: int) -> dict[str, torch.Tensor]:

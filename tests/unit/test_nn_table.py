@@ -270,3 +270,10 @@ def test_a_strategy_takes_tables_over_and_gives_them_back(tmp_path: Path) -> Non
         fit(kind(), tmp_path, 3, path)[0] for kind, path in zip((SingleStrategy, Elsewhere), halfway, strict=True)
     ]
     assert resumed[1] == pytest.approx(resumed[0], abs=1e-12)
+
+
+def test_a_table_beyond_memory_is_refused_with_its_size() -> None:
+    with pytest.raises(ConfigError, match=r"'features' has 35184372088832 rows of 64 numbers: .* = 8,388,608 GiB"):
+        SparseLinear(1 << 45, 64)
+    with deferred():
+        assert SparseLinear(1 << 45, 64).weight.shape == (0, 64)  # its rows will live elsewhere
