@@ -160,3 +160,21 @@ def test_a_training_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
     said = refused("strategy=single", *data, *rates, cwd=tmp_path)
     assert "the training loss of epoch 0 is nan" in said and "model.sparse_optimizer.lr" in said
     assert not list((tmp_path / "run" / "checkpoints").glob("*.ckpt"))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        ["strategy=sar", "model=mlp"],
+        ["strategy=ps", "model.hidden_channels=8"],
+        ["strategy=single", "trainer.num_nodes=1", "model.optimizer._target_=torch.optim.Adm"],
+        ["strategy=sar", "+model.bogus=1"],
+        ["strategy=sar", "ckpt_path=nowhere.ckpt"],
+    ],
+)
+def test_what_needs_no_data_is_refused_before_a_store_is_made_and_a_rank_started(
+    setting: list[str], tmp_path: Path
+) -> None:
+    refused(*setting, *QUICK, "hydra.run.dir=run", cwd=tmp_path)
+    assert not (tmp_path / "data").exists(), "data were read, and cut"
+    assert not (tmp_path / "run" / "logs").exists(), "ranks were started"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import REPO
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
@@ -228,6 +229,42 @@ def test_a_limit_of_a_strategy_is_refused_and_those_without_it_are_named(name: s
     error = backends.not_honoured(name, key, serves.limits, {key: value}, others)
     assert f"{key}={backends.as_set(value)} was set; strategy={name} " in error.message
     assert name not in others and f"strategy={' or '.join(others)}" in str(error.hint)
+
+
+def columns(first: str) -> list[dict[str, str]]:
+    """The rows of a table of docs/choose-a-strategy.md by its columns' names."""
+    page = (REPO / "docs" / "choose-a-strategy.md").read_text()
+    table = page[page.index(f"| {first} |") :].partition("\n\n")[0].splitlines()
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table]
+    return [dict(zip((name.strip("` ") for name in head), row, strict=True)) for row in rows]
+
+
+@pytest.mark.parametrize("name", ["pbg", "ps", "pyg", "sar", "single"])
+def test_the_documentation_has_the_limits_of_each_strategy(name: str) -> None:
+    rows, limits = columns("setting"), backends.get(name).serves.limits
+    keys = {key for backend in backends.usable().values() for key in backend.serves.limits}
+    for key in keys:
+        (row,) = [row for row in rows if f"`{key}`" in row["setting"]]
+        limit = limits.get(key)
+        text = f"`{backends.as_set(limit.allowed[0])}`" if limit is not None else "any"
+        assert row[name].startswith(text) or (limit is not None and limit.task and text in row[name]), (key, row[name])
+
+
+@pytest.mark.parametrize("name", ["pbg", "ps", "pyg", "sar", "single"])
+def test_the_documentation_says_which_models_each_strategy_trains(name: str) -> None:
+    passing, per_node = "message-passing", "per-node"
+    traits = [  # of the table's rows
+        backends.Traits(passing, "node", False, False),
+        backends.Traits(passing, "node", False, True),
+        backends.Traits(passing, "node", True, True),
+        backends.Traits(passing, "node", False, False),
+        backends.Traits(passing, "link", False, True),
+        backends.Traits("embedding", "link", False, True),
+        backends.Traits("sparse", "node", False, True),
+        backends.Traits(per_node, "node", False, False),
+    ]
+    for row, wanted in zip(columns("model"), traits, strict=True):
+        assert row[name].startswith("yes" if wanted.refusal(backends.get(name).serves) is None else "no"), row
 
 
 # ------------------------------------------------------------------------------------------------- places, sockets
