@@ -205,6 +205,7 @@ def _warm_up() -> None:
     from gtrain.launch import preload
 
     preload.share_compiler()
+    preload.keep_templates_in_memory()  # of programs' parents too: their folder would fill
     find_cache()  # before kernels are imported, which keep the folder that they find
     for name in _IN_RANKS:
         importlib.import_module(name)

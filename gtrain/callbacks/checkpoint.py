@@ -16,13 +16,15 @@ log = logging.getLogger("gtrain")
 
 
 class RunCheckpoint(ModelCheckpoint):
-    """Lightning's ``ModelCheckpoint``, except in three things.
+    """Lightning's ``ModelCheckpoint``, except in four things.
 
     A resumed run still knows the best checkpoint of the run before. Each run has a folder of its own, and Lightning
     forgets the best score as soon as the folder differs; the run would then be tested with the best of its remaining
     epochs, not with the best of all.
 
     ``last.ckpt`` is of the last epoch. Lightning leaves it as it is where an epoch was no better than those before.
+
+    An epoch without validation (``check_val_every_n_epoch``) is not compared: Lightning warns of a missing score.
 
     As long as the monitored score is not defined, the newest epoch is the best. Lightning would keep the first.
 
@@ -64,7 +66,10 @@ class RunCheckpoint(ModelCheckpoint):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save the epoch if it is the best, and in any case as the last."""
-        super().on_train_epoch_end(trainer, pl_module)
+        every = trainer.check_val_every_n_epoch
+        validated = every is None or (trainer.current_epoch + 1) % every == 0
+        if validated or self.monitor is None or self.monitor in trainer.callback_metrics:
+            super().on_train_epoch_end(trainer, pl_module)
         due = self._every_n_epochs >= 1 and (trainer.current_epoch + 1) % self._every_n_epochs == 0
         # what has been saved at this step already is left out here
         skipped = self._should_skip_saving_checkpoint(trainer) or not self._should_save_on_train_epoch_end(trainer)

@@ -52,7 +52,7 @@ class Ranges:
 
     def local(self, ids: Tensor) -> Tensor:
         """Turn ids among all types into ids within the type; -1 for those of other types."""
-        part = torch.bucketize(ids, torch.from_numpy(self.first), right=True) - 1
+        part = torch.bucketize(ids.contiguous(), torch.from_numpy(self.first), right=True) - 1
         safe = part.clamp(min=0)
         before = torch.from_numpy(np.cumsum(self.counts) - self.counts)
         inside = (part >= 0) & (ids < torch.from_numpy(self.last)[safe])

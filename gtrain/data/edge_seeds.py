@@ -99,11 +99,11 @@ class KnownEdges:
 
     def _sorted(self, node: Tensor, relation: Tensor | None, answer: Tensor) -> tuple[Tensor, Tensor]:
         keys, order = self._keys(node, relation).sort()
-        return keys, answer[order]
+        return keys.contiguous(), answer[order]
 
     def _lookup(self, table: tuple[Tensor, Tensor], node: Tensor, relation: Tensor | None) -> tuple[Tensor, Tensor]:
         keys, answers = table
-        wanted = self._keys(node, relation)
+        wanted = self._keys(node, relation).contiguous()
         begin = torch.searchsorted(keys, wanted)
         count = torch.searchsorted(keys, wanted, right=True) - begin
         pointer = torch.cat([count.new_zeros(1), count.cumsum(0)])

@@ -106,7 +106,7 @@ class _End:
     def time_of(self, ids: Tensor) -> Tensor:
         """Times of nodes, of any shape."""
         found = torch.empty_like(ids)
-        part = torch.searchsorted(self._offsets, ids, right=True) - 1
+        part = torch.searchsorted(self._offsets, ids.contiguous(), right=True) - 1
         for number, times in enumerate(self._times):
             mine = part == number
             found[mine] = times[ids[mine] - self._offsets[number]].to(found.dtype)

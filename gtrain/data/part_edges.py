@@ -74,7 +74,7 @@ class PartEdges:
         """Each piece with the places in ``chosen`` that are its edges, and their positions in it."""
         if len(self._pieces) == 1:
             return [(self._pieces[0], torch.arange(chosen.numel()), chosen)]
-        number = torch.searchsorted(self._start, chosen, right=True) - 1
+        number = torch.searchsorted(self._start, chosen.contiguous(), right=True) - 1
         dealt = []
         for i, piece in enumerate(self._pieces):
             place = (number == i).nonzero().flatten()
@@ -96,7 +96,7 @@ class _TrainEdges:
         return self._indices.numel()
 
     def ends(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        target = torch.searchsorted(self._indptr, rows, right=True) - 1 + self._first
+        target = torch.searchsorted(self._indptr, rows.contiguous(), right=True) - 1 + self._first
         return self._indices[rows].long(), target
 
     def edge_id(self, rows: Tensor | slice) -> Tensor:

@@ -27,6 +27,7 @@ class GlobalIds:
 
     def __call__(self, orig_id: Tensor) -> Tensor:
         """Return the global ids of orig ids of any shape, all of which must be in the graph."""
+        orig_id = orig_id.contiguous()  # a column of a table is not, and torch warns of each copy that it makes
         found = torch.empty_like(orig_id)
         for first, ids, sorter in zip(self._first, self.orig_ids, self._sorters, strict=True):
             if ids.numel():

@@ -66,6 +66,7 @@ class ShardNodes:
         """
         if self.num_parts == 1:
             return None, global_id
+        global_id = global_id.contiguous()
         owner = torch.searchsorted(self.offsets, global_id, right=True) - 1
         block = (self.part - owner) % self.num_parts
         order = torch.argsort(block, stable=True)

@@ -22,13 +22,12 @@ from typing import Any
 
 from gtrain.launch import cuda, interpreter, shipping
 from gtrain.launch.blame import died_without_a_cause, ending, error_of, first_cause
-from gtrain.launch.children import GRACE_SECONDS, Child, Post
+from gtrain.launch.children import GRACE_SECONDS, PRELOAD, Child, Post
 from gtrain.launch.job import Job, posts_of, start
 from gtrain.launch.roles import RolePlan, check_shape
 from gtrain.launch.slot import LOOPBACK
 from gtrain.launch.sockets import listen_tcp
 
-PRELOAD = "gtrain.launch.preload"
 LEFT_SECONDS = 10.0  # how long after the others a worker may end that may be lost
 ECHO_SECONDS = 0.5  # how long after the first failure others may still report an earlier cause
 

@@ -23,6 +23,8 @@ from gtrain.launch.slot import JobContext, Slot
 from gtrain.launch.sockets import Listener
 
 GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
+PRELOAD = "gtrain.launch.preload"
+"""What the agent imports before it forks."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -176,6 +178,7 @@ def _live(post: Post, make_context: Callable[[int], JobContext], write_end: int,
         context = make_context(write_end)
         capture(log_path(context.log_dir, post.slot.label), terminal=post.terminal, append=context.restarts > 0)
         slots.enter(context)
+        sys.modules[PRELOAD].keep_templates_in_memory()
         value = resolve(post.task)(*post.args)
         if post.result is not None and value is not None:
             write_result(post.result, value)

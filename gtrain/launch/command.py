@@ -23,7 +23,7 @@ from gtrain import backends, config, errors
 from gtrain.errors import ConfigError, GtrainError
 from gtrain.launch import cluster, keeper, meeting
 from gtrain.launch.agent import preload, run, run_local
-from gtrain.launch.children import die_with_parent
+from gtrain.launch.children import PRELOAD, die_with_parent
 from gtrain.launch.job import Job, posts_of
 from gtrain.launch.logs import capture, log_path
 from gtrain.launch.meeting import Meeting
@@ -179,6 +179,7 @@ def _as_rank(cfg: DictConfig, choices: dict[str, str], launcher: str, given: lis
         die_with_parent(os.getppid())
     with keeper.beside(place, plans, cfg) as servers, contextlib.ExitStack() as at_the_end:
         preload()
+        sys.modules[PRELOAD].keep_templates_in_memory()
         settled = copy.deepcopy(cfg)
         config.validate(settled)
         _rehearse(settled, choices, given)

@@ -8,6 +8,7 @@ arguments travel by value (:mod:`gtrain.launch.shipping`). Imports the standard 
 
 from __future__ import annotations
 
+import atexit
 import codecs
 import contextlib
 import ctypes
@@ -244,6 +245,7 @@ def serve(given: dict[str, Any]) -> NoReturn:
         traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):
+            atexit._run_exitfuncs()  # a folder of kernels that cannot be kept is removed
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)  # past taking apart all that was imported

@@ -33,6 +33,6 @@ class Auc(Metric):
         self.false.append(false.detach().double())
 
     def compute(self) -> Tensor:
-        true, false = dim_zero_cat(self.true), dim_zero_cat(self.false).sort().values
+        true, false = dim_zero_cat(self.true).contiguous(), dim_zero_cat(self.false).sort().values
         below = torch.searchsorted(false, true) + torch.searchsorted(false, true, right=True)
         return below.double().sum() / (2 * true.numel() * false.numel())  # 0 / 0 is NaN

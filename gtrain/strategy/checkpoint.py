@@ -118,10 +118,11 @@ def load(
     _verify(path, manifest, TRAINER)
     checkpoint = _read(path / TRAINER)
     if manifest["world_size"] != group.size:
-        rank_zero_warn(
-            f"{path} was written by {manifest['world_size']} ranks and is read by {group.size}: "
-            "random numbers go on differently (dropout with strategy.dropout=torch)."
-        )
+        if restore_rng:
+            rank_zero_warn(
+                f"{path} was written by {manifest['world_size']} ranks and is read by {group.size}: "
+                "random numbers go on differently (dropout with strategy.dropout=torch)."
+            )
         return Loaded(checkpoint)
     name = f"rank-{group.rank}.pt"
     _verify(path, manifest, name)

@@ -33,7 +33,7 @@ class RowExchange:
     def local(self, ids: Tensor) -> Tensor:
         """Return the rows of global ids, of any shape, in what :meth:`rows` returns."""
         own = ids - self._first
-        remote = torch.searchsorted(self.wanted, ids) + self.num_own
+        remote = torch.searchsorted(self.wanted, ids.contiguous()) + self.num_own
         return torch.where((own >= 0) & (own < self.num_own), own, remote)
 
     def rows(self, own: Tensor) -> Tensor:

@@ -102,7 +102,9 @@ class BucketEdges:
         number, chunk = divmod(chunk, self.chunks)
         first, last = 0, columns["source"].numel()
         if "edge_set" in columns:
-            first, last = torch.searchsorted(columns["edge_set"], torch.tensor([number, number + 1])).tolist()
+            first, last = torch.searchsorted(
+                columns["edge_set"].contiguous(), torch.tensor([number, number + 1])
+            ).tolist()
         count = last - first
         return first + count * chunk // self.chunks, first + count * (chunk + 1) // self.chunks
 

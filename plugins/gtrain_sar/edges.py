@@ -176,7 +176,7 @@ def sort_edges(
         ConfigError: an edge points at a node that is not the rank's own.
     """
     starts = exchange.shard.block_ptr.tolist()
-    source, target = edge_index[0], edge_index[1]
+    source, target = edge_index.contiguous()
     if edge_index.numel() and (int(source.max()) >= starts[-1] or int(target.max()) >= num_targets):
         raise ConfigError(
             "a convolution was given edges that point at nodes of other parts (turned around, perhaps); strategy=sar "
