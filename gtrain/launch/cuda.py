@@ -5,24 +5,29 @@ Imports the standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import os
 import sys
+import tempfile
 import warnings
 
 _DRIVER = "libcuda.so.1"
 
 
 def import_torch_geometric() -> None:
-    """Import it, unless it has been, without the driver.
+    """Import it, unless it has been, without the driver, and without a folder that is left.
 
-    It asks whether torch was built with MKL, by a text that a torch for GPUs begins to use the driver for.
+    It asks whether torch was built with MKL, by a text that a torch for GPUs begins to use the driver for. It imports
+    torch's compiler, which makes its cache folder below the temporary folder; compiling makes it again.
     """
     if "torch_geometric" in sys.modules:
         return
     import torch
 
+    temporary = tempfile.gettempdir()
+    before = os.listdir(temporary)
     show = torch.__config__.show
     torch.__config__.show = lambda: f"USE_MKL={'ON' if torch.backends.mkl.is_available() else 'OFF'}"
     try:
@@ -31,6 +36,10 @@ def import_torch_geometric() -> None:
             importlib.import_module("torch_geometric")
     finally:
         torch.__config__.show = show
+    folder, name = os.path.split(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
+    if folder == temporary and name not in before:
+        with contextlib.suppress(OSError):  # another process compiles into it
+            os.rmdir(os.path.join(folder, name))
 
 
 def in_use() -> bool:
