@@ -100,6 +100,7 @@ def _report_refusal(to_report: int, cfg: DictConfig, choices: dict[str, str], gi
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         os.dup2(silent, 2)
+        sys.modules[PRELOAD].keep_templates_in_memory()
         typed = [override.lstrip("+~").partition("=")[0] for override in given]
         importlib.import_module(REHEARSAL).check(config.plain(cfg), choices, typed)
     except GtrainError as error:
