@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 REPO = Path(__file__).resolve().parents[1]
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for GPUs does not begin to use CUDA: tests fork
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads of two workers on two cores wait for each other
 
 

@@ -1,7 +1,7 @@
 """Python programs in tests, each a fork of one process that has imported what ranks start with.
 
 Importing torch, Lightning and PyG takes longer than most of the runs that tests make. A program starts here as the
-agent starts a rank: as a fork of a process that has imported :data:`gtrain.launch.agent.PRELOAD`, which starts no
+agent starts a rank: as a fork of a process that has imported :data:`gtrain.launch.children.PRELOAD`, which starts no
 thread. It has a session, folder, environment, arguments and ``__main__`` of its own all the same. Whether the command
 works in a process of its own, and what it imports there, is for tests that use :mod:`helpers` alone.
 """
@@ -160,10 +160,8 @@ def _parent() -> bytes:
 def serve() -> dict[str, Any]:
     """Fork for each order, and say the pid and the exit code; returns in the children, with the order."""
     from gtrain.data import config
-    from gtrain.launch.agent import PRELOAD
 
-    importlib.import_module(PRELOAD)
-    _warm_up()
+    load()
     config.register()  # schemas, which take a tenth of a second; those of strategies depend on what is installed
     gc.freeze()  # or each child would copy all of the memory that its garbage collector looks through
     address = f"gtrain-tests-{os.getpid()}"
@@ -191,11 +189,15 @@ _IN_RANKS = (
 )
 
 
-def _warm_up() -> None:
+def load() -> None:
     """Do once what each rank does in its own time, which is longer than most of the runs that tests make.
 
-    That a strategy's modules can be imported in a rank is held by the commands that :mod:`helpers` starts.
+    It uses no GPU, or the programs, being forks, could use none. That a strategy's modules can be imported in a
+    rank is held by the commands that :mod:`helpers` starts.
     """
+    from gtrain.launch import agent
+
+    agent.preload()  # before torch_geometric, whose own import begins to use CUDA
     import torch_geometric.nn as pyg
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from omegaconf import grammar_parser

@@ -10,6 +10,7 @@ import pytest
 
 from gtrain.launch import cuda, interpreter
 
+TESTS = Path(__file__).parents[1]
 QUIETLY = """
 import torch
 
@@ -23,7 +24,12 @@ print(len(asked), torch_geometric.typing.NO_MKL)
 
 @pytest.mark.parametrize(
     ("imports", "asks"),
-    [("", 1), ("from gtrain import PlantedData", 0), ("from gtrain.launch.agent import preload; preload()", 0)],
+    [
+        ("", 1),
+        ("from gtrain import PlantedData", 0),
+        ("from gtrain.launch.agent import preload; preload()", 0),
+        ("import forked; forked.load()", 0),
+    ],
 )
 def test_torch_geometric_is_imported_without_the_driver(imports: str, asks: int) -> None:
     """Its import asks what torch was built with, and a torch for GPUs answers with what the driver says, too."""
@@ -31,7 +37,7 @@ def test_torch_geometric_is_imported_without_the_driver(imports: str, asks: int)
 
     shown = torch.__config__.show()
     program = QUIETLY.format(shown=shown, imports=imports)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, cwd=TESTS)
     assert done.stdout.split() == [str(asks), str("USE_MKL=OFF" in shown)], done.stderr
 
 
