@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gtrain.errors import ConfigError
+from gtrain.graph.files import chunks, row_bytes
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -106,7 +107,8 @@ def class_features(
     means = rng.standard_normal((num_classes, num_features), dtype=np.float32)
     means *= signal / np.linalg.norm(means, axis=1, keepdims=True)
     x = rng.standard_normal((classes.size, num_features), dtype=np.float32)
-    x += means[classes]
+    for rows in chunks(0, len(x), row_bytes(x)):
+        x[rows] += means[classes[rows]]
     # |x - m|^2 = |x|^2 - 2 x.m + |m|^2, where the first and the last are the same for all classes.
     return x, (x @ means.T).astype(np.float64)
 

@@ -12,6 +12,7 @@ from torch_geometric.data import Data, HeteroData
 from gtrain.data.split import MASKS
 from gtrain.data.validate_edges import check_edges, check_integers, check_rows
 from gtrain.errors import DataError
+from gtrain.graph.files import chunks
 
 _BLOCK = 1 << 22
 
@@ -148,13 +149,19 @@ def _check_features(x: object, num_nodes: int, origin: str) -> None:
             "another",
         )
     check_rows("x", x, num_nodes, origin)
-    finite = torch.isfinite(x)
-    if not finite.all():
-        row, column = (~finite).nonzero()[0].tolist()
-        rows = int((~finite).any(dim=1).sum())
+    first: tuple[int, int] | None = None
+    damaged = 0
+    for rows in chunks(0, num_nodes, x.element_size() * x.size(1)):  # isfinite makes a copy of what it looks at
+        infinite = ~torch.isfinite(x[rows])
+        if infinite.any():
+            damaged += int(infinite.any(dim=1).sum())
+            row, column = infinite.nonzero()[0].tolist()
+            first = first or (rows.start + row, column)
+    if first is not None:
+        row, column = first
         raise DataError(
             f"{origin}: x has {float(x[row, column])} at row {row}, column {column} (rows and columns count from 0), "
-            f"and {rows} of {num_nodes} rows are not finite",
+            f"and {damaged} of {num_nodes} rows are not finite",
             hint="replace missing features before training, for example by the column's mean",
         )
 

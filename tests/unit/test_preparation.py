@@ -16,6 +16,7 @@ from small_graphs import messy_graph
 from torch_geometric.data import Data
 
 from gtrain.data.module import GraphDataModule
+from gtrain.data.planted import PlantedData
 from gtrain.errors import ConfigError, DataError, StoreError
 from gtrain.graph.shard import load_whole
 from gtrain.strategy.counters import anonymous_bytes
@@ -58,6 +59,16 @@ def test_what_reading_takes_is_memory_of_another_process(tmp_path: Path) -> None
     assert here.read_here and here.made is None
     made, wanted = (load_whole(module.open_store()).node_data for module in (data, here))
     assert all(torch.equal(made[name], wanted[name]) for name in wanted)
+
+
+def test_a_graph_is_generated_checked_and_stored_in_little_more_than_its_own_size(tmp_path: Path) -> None:
+    """Beside the 128 MiB of features some buffers of 32 MiB, and no second copy."""
+    size = {"num_nodes": 32768, "num_features": 1024, "num_edges": 70000}
+    data = PlantedData(**size, partitioner="random", store=str(tmp_path), num_parts=2)  # type: ignore[arg-type]
+    data.make_apart = apart
+    data.prepare_data()
+    assert data.made is not None
+    assert data.made["peak_anonymous_bytes"] - data.made["baseline_anonymous_bytes"] < 2 * 128 * MIB
 
 
 @pytest.mark.slow
