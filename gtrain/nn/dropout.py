@@ -579,7 +579,7 @@ class ExactDropout:
                     _types(rows.grad_fn)[rows.output_nr] = node_type
         elif isinstance(out, Tensor) and out.dim() and out.grad_fn is not None and _type_of(out, self._step) is None:
             tensors = [t for t in _leaves((args, tuple(kwargs.values()))) if t.dim() and len(t) == len(out)]
-            types = [found for t in reversed(tensors) if (found := _type_of(t, self._step)) is not None]
+            types = [name for t in reversed(tensors) if (name := _type_of(t, self._step)) is not None]
             if types:
                 _types(out.grad_fn)[out.output_nr] = types[0]
 
@@ -654,8 +654,8 @@ def _indexed(node: Any, name: str, count: int, step: StepRows, fitting: Sequence
 
 
 def _type_of(x: Tensor, step: StepRows) -> str | None:
-    found = step.types.get(x.data_ptr())
-    return found if found is not None or x.grad_fn is None else _types(x.grad_fn).get(x.output_nr)
+    node_type = step.types.get(x.data_ptr())
+    return node_type if node_type is not None or x.grad_fn is None else _types(x.grad_fn).get(x.output_nr)
 
 
 def _of_type(node_type: str, count: int, step: StepRows) -> Rows | None:
@@ -696,18 +696,18 @@ _own: dict[tuple[Any, str], Any] = {}
 
 def active() -> ExactDropout | None:
     """What computes dropout now; None: torch does."""
-    found = _active[-1] if _active else None
-    return found if found is not None and found._running else None
+    dropout = _active[-1] if _active else None
+    return dropout if dropout is not None and dropout._running else None
 
 
 @contextmanager
 def made_up() -> Iterator[None]:
     """Have torch compute dropout meanwhile, of values that are made up and whose layers do not count."""
-    found = active()
-    if found is None:
+    dropout = active()
+    if dropout is None:
         yield
     else:
-        with found.suspended():
+        with dropout.suspended():
             yield
 
 

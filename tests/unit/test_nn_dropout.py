@@ -100,22 +100,22 @@ def test_every_way_to_call_it_is_reached_and_evaluation_is_not(exact: Any) -> No
 
 
 def test_masks_differ_between_layers_steps_and_seeds_and_repeat(exact: Any) -> None:
-    batch, found = graph(), []
+    batch, results = graph(), []
     for seed, step in ((1, 0), (1, 1), (2, 0), (1, 0)):
         exact(nn.Identity(), batch, seed, step)
-        found += [F.dropout(torch.ones(N, 6), 0.5) for _ in range(2)]
-    assert torch.equal(found[0], found[6]) and torch.equal(found[1], found[7])
-    assert all(not torch.equal(a, b) for i, a in enumerate(found[:6]) for b in found[:i])
+        results += [F.dropout(torch.ones(N, 6), 0.5) for _ in range(2)]
+    assert torch.equal(results[0], results[6]) and torch.equal(results[1], results[7])
+    assert all(not torch.equal(a, b) for i, a in enumerate(results[:6]) for b in results[:i])
 
 
 def test_empty_tensors_count_as_layers(exact: Any) -> None:
-    batch, found = graph(), []
+    batch, results = graph(), []
     for seeds in (torch.arange(N)[:3], torch.arange(0)):
         batch.seeds = seeds
         exact(nn.Identity(), batch)
         assert F.dropout(batch.x[seeds], 0.5).shape == (len(seeds), 6)
-        found.append(F.dropout(batch.x, 0.5))
-    assert torch.equal(*found)
+        results.append(F.dropout(batch.x, 0.5))
+    assert torch.equal(*results)
 
 
 def test_gradients_are_those_of_the_mask(exact: Any) -> None:
@@ -191,11 +191,11 @@ def test_as_many_seeds_as_nodes_are_told_apart_by_the_index(exact: Any) -> None:
 
 
 def test_a_weight_is_dropped_by_its_own_rows_though_there_are_as_many_nodes(exact: Any) -> None:
-    weight, found = nn.Parameter(torch.ones(N, 4)), []
+    weight, results = nn.Parameter(torch.ones(N, 4)), []
     for order in (None, SHUFFLED):
         exact(nn.Identity(), graph(order))
-        found += [F.dropout(weight, 0.5), F.dropout(weight * 2, 0.5)]
-    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+        results += [F.dropout(weight, 0.5), F.dropout(weight * 2, 0.5)]
+    assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
 
 
 def test_types_of_equally_many_nodes_are_told_apart(exact: Any) -> None:
@@ -226,9 +226,9 @@ def test_types_of_equally_many_nodes_are_told_apart(exact: Any) -> None:
 
 def test_ids_of_edges_are_the_same_in_plain_code() -> None:
     edges, ids = torch.randint(50, (2, 400)), torch.randperm(1 << 20)[:50]
-    found = edge_ids(edges, ids)
-    assert found.unique().numel() > 350 and int(found.min()) >= 0 and int(found.max()) < 1 << 31
-    assert torch.equal(found, _plain_edge_ids(edges, ids, ids))
+    results = edge_ids(edges, ids)
+    assert results.unique().numel() > 350 and int(results.min()) >= 0 and int(results.max()) < 1 << 31
+    assert torch.equal(results, _plain_edge_ids(edges, ids, ids))
 
 
 def test_streams_are_those_of_splitmix64() -> None:
