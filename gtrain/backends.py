@@ -271,7 +271,7 @@ def installed() -> Installed:
             named = {name: point for name, point in theirs.items() if _can_be_found(point)} | named
         points += named.values()
     result = Installed((point.name, point) for point in sorted(points, key=lambda point: point.name))
-    result.outdated = outdated
+    result.outdated = list(dict.fromkeys(outdated))  # a folder may be on the path twice
     return result
 
 

@@ -17,6 +17,8 @@ OURS = ["pbg", "ps", "pyg", "sar", "single"]
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The current folder, first on the path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
     monkeypatch.syspath_prepend(tmp_path)
     backends.installed.cache_clear()
     yield tmp_path
