@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -267,7 +268,7 @@ def installed() -> Installed:
         for other in others:
             theirs = {point.name: point for point in other.entry_points.select(group=GROUP)}
             if {point.name: point.value for point in theirs.values()} != values:
-                outdated.append(str(other.locate_file("")))
+                outdated.append(os.path.abspath(str(other.locate_file(""))))
             named = {name: point for name, point in theirs.items() if _can_be_found(point)} | named
         points += named.values()
     result = Installed((point.name, point) for point in sorted(points, key=lambda point: point.name))
