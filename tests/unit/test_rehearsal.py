@@ -163,6 +163,7 @@ def test_each_experiment_trains_a_step_with_each_strategy_that_serves_it(
         assert error is not None and f"strategy={strategy} does not serve model=kg" in str(error)
         return
     assert error is None, error
-    short = ["trainer.max_epochs=1", "trainer.limit_train_batches=1", "trainer.limit_val_batches=0"]
+    # two batches: the first of strategy=pbg has no edges
+    short = ["trainer.max_epochs=1", "trainer.limit_train_batches=2", "trainer.limit_val_batches=0"]
     small = ["model.dimension=8", "trainer.limit_test_batches=1", "hydra.run.dir=run"]
     ok(gtrain(*given, *short, *small, cwd=tmp_path))
