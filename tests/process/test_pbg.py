@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +139,38 @@ def test_a_run_goes_on_with_the_arithmetic_of_its_checkpoint(tmp_path: Path) -> 
         (tmp_path / "other" / "logs" / "rank-0.log").read_text()
     )
     assert losses(other) != losses(rest)
+
+
+STEP = """
+import hashlib, torch
+from gtrain.model.kg_embedding import KGEmbedding
+from gtrain_pbg.step.batch import EdgeBatch, Rows
+from gtrain_pbg.step.relations import UpdateRule, Weights
+from gtrain_pbg.step.training import TrainingStep
+torch.manual_seed(0)
+recipe = KGEmbedding(1000, 7, dimension=100, init_scale=0.3).recipe().groups[0]
+table = 0.3 * torch.randn(1000, 100)
+rows = Rows(table, torch.zeros(1000, 1), torch.full((1000,), -1, dtype=torch.int32))
+weights = {n: Weights(p.detach().clone(), torch.zeros(len(p), p[0].numel())) for n, p in recipe.parameters.items()}
+step = TrainingStep(recipe, weights, torch.float32, "float32")
+for _ in range(12):
+    head, tail, *drawn = torch.randint(1000, (4, 500))
+    edges = EdgeBatch(head, torch.randint(7, (500,)), tail, None, tuple(drawn))
+    step(edges, rows, rows, UpdateRule("rowwise_adagrad", 0.1), UpdateRule("adagrad", 0.1))
+print(hashlib.sha256(table.numpy().tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_the_process_that_compiles_kernels_rounds_as_those_that_load_them(tmp_path: Path) -> None:
+    """Otherwise a resumed run, which loads them, repeats the losses of a first run to 1e-9 only."""
+    settings = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = [
+        subprocess.run([sys.executable, "-c", STEP], env=settings, capture_output=True, text=True, check=True)
+        for _ in ("compiles", "loads")
+    ]
+    assert any(tmp_path.rglob("*.nbc"))
+    assert done[0].stdout == done[1].stdout
 
 
 def test_a_run_that_was_killed_within_an_epoch_goes_on_from_its_last_chunk(tmp_path: Path) -> None:
