@@ -97,7 +97,7 @@ def scripted(
         num_sanity_val_steps=0,
         check_val_every_n_epoch=every,
     )
-    trainer.fit(model, datamodule=data, ckpt_path=checkpoint, weights_only=False)
+    trainer.fit(model, datamodule=data, ckpt_path=checkpoint, **UNPICKLE)
     return recorder, best, strategy
 
 
