@@ -28,12 +28,14 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any, NoReturn
 
-from helpers import clean_environment, descendants, logs, ok, show, summary
+from helpers import LIMIT, clean_environment, descendants, logs, ok, show, summary
 
 _LONGEST_ORDER = 1 << 20  # bytes
 
 
-def gtrain(*args: str, cwd: Path, timeout: float = 120, env: Mapping[str, str] | None = None) -> CompletedProcess[str]:
+def gtrain(
+    *args: str, cwd: Path, timeout: float = LIMIT, env: Mapping[str, str] | None = None
+) -> CompletedProcess[str]:
     """``python -m gtrain ARGS`` in ``cwd``; as :func:`helpers.gtrain`."""
     return python("-m", "gtrain", *args, cwd=cwd, timeout=timeout, env=env)
 
@@ -52,7 +54,9 @@ def sweep(folder: Path, *overrides: str, timeout: float = 280) -> list[dict[str,
     return [summary(job) for job in jobs]
 
 
-def python(*args: str, cwd: Path, timeout: float = 120, env: Mapping[str, str] | None = None) -> CompletedProcess[str]:
+def python(
+    *args: str, cwd: Path, timeout: float = LIMIT, env: Mapping[str, str] | None = None
+) -> CompletedProcess[str]:
     """``python ARGS`` in ``cwd``, ARGS being ``-m MODULE`` or a file, and arguments; as :func:`helpers.run`."""
     return Program(*args, cwd=cwd, env=env).end(timeout)
 
@@ -105,7 +109,7 @@ class Program:
         self.pid, self._ended = int(self._socket.recv(100)), False
         _RUNNING.add(self)
 
-    def end(self, timeout: float) -> CompletedProcess[str]:
+    def end(self, timeout: float = LIMIT) -> CompletedProcess[str]:
         """Wait until it has ended.
 
         Raises:

@@ -33,8 +33,12 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return environment | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | dict(extra or {})
 
 
+LIMIT = 600.0
+"""Seconds after which a test fails that waits for a state which does not come; no test that passes waits so long."""
+
+
 def run(
-    command: Sequence[str], *, cwd: Path, timeout: float = 120, env: Mapping[str, str] | None = None
+    command: Sequence[str], *, cwd: Path, timeout: float = LIMIT, env: Mapping[str, str] | None = None
 ) -> CompletedProcess[str]:
     """Run a command in its own process group; on a time-out kill the group and fail with its output and logs.
 
@@ -70,7 +74,9 @@ def run(
     return CompletedProcess(list(command), process.returncode, out, err)
 
 
-def gtrain(*args: str, cwd: Path, timeout: float = 120, env: Mapping[str, str] | None = None) -> CompletedProcess[str]:
+def gtrain(
+    *args: str, cwd: Path, timeout: float = LIMIT, env: Mapping[str, str] | None = None
+) -> CompletedProcess[str]:
     """Run ``python -m gtrain ARGS`` in ``cwd``; see :func:`run`. The exit code is the caller's to look at."""
     return run([sys.executable, "-m", "gtrain", *args], cwd=cwd, timeout=timeout, env=env)
 
@@ -94,11 +100,11 @@ def only_run(folder: Path) -> Path:
     return found[0]
 
 
-def until(condition: Callable[[], Any], seconds: float, folder: Path) -> Any:
-    """What ``condition`` returns once it is true; fails with the logs below ``folder`` if it is not in time."""
-    deadline = time.monotonic() + seconds
+def until(condition: Callable[[], Any], folder: Path) -> Any:
+    """What ``condition`` returns once it is true; fails with the logs below ``folder`` if it never is."""
+    deadline = time.monotonic() + LIMIT
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds} s\n{logs(folder)}"
+        assert time.monotonic() < deadline, f"not within {LIMIT} s\n{logs(folder)}"
         time.sleep(0.01)
     return value
 

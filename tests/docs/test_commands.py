@@ -77,7 +77,7 @@ def test_commands_run(page: Path, tmp_path: Path) -> None:
     path = os.pathsep.join([str(quick), str(Path(sys.executable).parent), os.environ["PATH"]])
     for block in blocks(page):
         if block.language == "bash" and block.not_run is None:
-            result = run(["bash", "-euo", "pipefail", "-c", block.text], cwd=tmp_path, env={"PATH": path}, timeout=240)
+            result = run(["bash", "-euo", "pipefail", "-c", block.text], cwd=tmp_path, env={"PATH": path})
             assert result.returncode == 0, f"{name(page)}, line {block.line}\n{show(result)}"
             assert "Traceback" not in result.stderr, show(result)
 

@@ -32,7 +32,7 @@ SMALL = ["data.num_nodes=300", "data.num_edges=3000", "data.num_features=12", "d
 def test_every_convolution_in_every_mode(size: int, cases: str, modes: str, tmp_path: Path) -> None:
     """On a graph with parallel edges, loops and isolated nodes; over three ranks, one of them is in no loss."""
     command = [str(PROGRAM), str(tmp_path), "--world", str(size), "--cases", cases, "--mode", modes]
-    lines = ok(python(*command, cwd=tmp_path, timeout=280)).stdout.splitlines()
+    lines = ok(python(*command, cwd=tmp_path)).stdout.splitlines()
     (line,) = [line for line in lines if line.startswith(f"RESULT {size} ")]
     results: dict[str, Any] = json.loads(line.split(" ", 2)[2])
     assert len(results) > 50 and all(
@@ -62,7 +62,7 @@ def test_the_commands_train_what_one_process_trains(tmp_path: Path) -> None:
     models = "model=dgl_gat,dgl_gatv2,dgl_sage"
     arguments = [models, "model.hidden_channels=16", *SMALL, *SETTINGS, "trainer.precision=64-true"]
     for name, strategy in (("single", ["strategy=single"]), ("sar", ["strategy=sar", "trainer.num_nodes=2"])):
-        ok(gtrain("--multirun", *strategy, *arguments, f"hydra.sweep.dir={name}", cwd=tmp_path, timeout=250))
+        ok(gtrain("--multirun", *strategy, *arguments, f"hydra.sweep.dir={name}", cwd=tmp_path))
     assert [worst(tmp_path / "single" / job, tmp_path / "sar" / job) < 1e-10 for job in "012"] == [True] * 3
 
 

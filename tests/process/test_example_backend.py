@@ -30,7 +30,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     shutil.copytree(EXAMPLE, scratch / "source", ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
     target = scratch / "site"
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--no-build-isolation", "--target"]
-    ok(run([*pip, str(target), str(scratch / "source")], cwd=scratch, timeout=120))
+    ok(run([*pip, str(target), str(scratch / "source")], cwd=scratch))
     return {"PYTHONPATH": str(target)}
 
 

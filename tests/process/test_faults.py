@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -29,6 +28,11 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def command_of(pid: int) -> bytes:
+    """The command line of a process; that of a fork is its parent's."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 def checkpoint_epoch(run_dir: Path) -> int:
     try:
         return int(json.loads((run_dir / "checkpoints" / "last.ckpt" / "manifest.json").read_text())["epoch"])
@@ -40,13 +44,13 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_end(tmp_path: Pa
     # the undisturbed run is kept apart, so that ckpt_path=last cannot find it
     ok(gtrain(*ARGUMENTS, "hydra.run.dir=undisturbed", "paths.runs=other", cwd=tmp_path))
     job = start(*ARGUMENTS, "hydra.run.dir=killed", cwd=tmp_path)
-    until(lambda: checkpoint_epoch(tmp_path / "killed") >= 3, 60, tmp_path)
+    until(lambda: checkpoint_epoch(tmp_path / "killed") >= 3, tmp_path)
     ranks = children(job.pid)
-    assert len(ranks) == 4
-    began = time.monotonic()
+    assert len(ranks) == 4 and {command_of(rank) for rank in ranks} == {
+        command_of(job.pid)
+    }  # forks: they import nothing
     os.kill(ranks[2], signal.SIGKILL)
-    done = job.end(10)
-    assert time.monotonic() - began < 10
+    done = job.end()
     assert done.returncode == 1
     assert "rank 2 of 4 (machine 2) was killed by SIGKILL (signal 9)" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
@@ -66,20 +70,20 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_end(tmp_path: Pa
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_ending_the_command_ends_every_rank(tmp_path: Path, number: signal.Signals, code: int) -> None:
     job = start(*ARGUMENTS, "trainer.max_epochs=10000", "hydra.run.dir=run", cwd=tmp_path)
-    until(lambda: checkpoint_epoch(tmp_path / "run") >= 0, 60, tmp_path)
+    until(lambda: checkpoint_epoch(tmp_path / "run") >= 0, tmp_path)
     ranks = children(job.pid)
     os.kill(job.pid, number)
-    assert job.end(10).returncode == code
-    until(lambda: not any(map(alive, ranks)), 5, tmp_path)
+    assert job.end().returncode == code
+    until(lambda: not any(map(alive, ranks)), tmp_path)
 
 
 def test_a_killed_builder_leaves_no_store_and_the_next_run_makes_it(tmp_path: Path) -> None:
     job = start("partition", "data.num_nodes=20000", "data.num_edges=800000", cwd=tmp_path)
     stores = tmp_path / "data" / "stores"
-    until(lambda: stores.exists() and any(path.is_dir() for path in stores.iterdir()), 60, tmp_path)
+    until(lambda: stores.exists() and any(path.is_dir() for path in stores.iterdir()), tmp_path)
     for pid in children(job.pid):
         os.kill(pid, signal.SIGKILL)
-    job.end(10)
+    job.end()
     assert not list(stores.glob("*/manifest.json"))
     ok(gtrain("partition", "data.num_nodes=20000", "data.num_edges=800000", cwd=tmp_path))
     assert len(list(stores.glob("*/manifest.json"))) == 1

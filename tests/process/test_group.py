@@ -12,7 +12,7 @@ PROGRAM = Path(__file__).parent.parent / "assets" / "group_program.py"
 
 
 def test_a_group_survives_members_that_die_come_back_and_leave(tmp_path: Path) -> None:
-    done = ok(forked.python(str(PROGRAM), cwd=tmp_path, timeout=100))
+    done = ok(forked.python(str(PROGRAM), cwd=tmp_path))
     result = json.loads(done.stdout.split("RESULT ")[1])
     assert result["sums"] == [111.0, 111e3, 101e6]  # all three, all three again, without rank 1
     assert result["gathered"] == [[0, 0], [1, 1], [2, 1]]  # rank and life

@@ -115,5 +115,5 @@ def test_collegemsg(tmp_path: Path, real_data: Callable[[str], Path], strategy: 
     data = f"data.path={real_data('temporal') / 'CollegeMsg.txt'}"
     settings = ["callbacks=none", "logger=none", "trainer.limit_val_batches=0", f"hydra.run.dir={tmp_path}/run"]
     ranks = ["trainer.num_nodes=2", "data.batch_size=null"] if strategy == "pyg" else []
-    ok(gtrain("experiment=collegemsg", f"strategy={strategy}", data, *ranks, *settings, cwd=tmp_path, timeout=280))
+    ok(gtrain("experiment=collegemsg", f"strategy={strategy}", data, *ranks, *settings, cwd=tmp_path))
     assert 0.61 < summary(tmp_path / "run")["metrics"]["test/auc"] < 0.7

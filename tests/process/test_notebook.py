@@ -10,14 +10,14 @@ from queue import Empty
 from typing import Any
 
 import pytest
-from helpers import REPO, alive, clean_environment, until
+from helpers import LIMIT, REPO, alive, clean_environment, until
 
 jupyter_client, nbclient, nbformat = (
     pytest.importorskip(name, reason="install gtrain[test] to run notebooks")
     for name in ("jupyter_client", "nbclient", "nbformat")
 )
 NOTEBOOK = REPO / "docs" / "examples" / "own_module.ipynb"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 PRODUCT = "import torch\na = torch.rand(600, 600) @ torch.rand(600, 600)"
 OWN_LAYER = """
@@ -101,7 +101,7 @@ def test_the_notebook_of_the_docs_runs_after_a_threaded_product(tmp_path: Path) 
     new = nbformat.v4.new_code_cell
     notebook.cells.insert(0, new(PRODUCT))
     notebook.cells.append(new(f"from gtrain import SingleStrategy\n{alone}\nprint('sum of norms', run_local(main))"))
-    client = nbclient.NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}})
+    client = nbclient.NotebookClient(notebook, timeout=int(LIMIT), resources={"metadata": {"path": str(tmp_path)}})
     client.execute(env=clean_environment({"OMP_NUM_THREADS": "2"}))
     several, one = (
         float("".join(output.get("text", "") for output in cell.outputs).rsplit("sum of norms ", 1)[1].split()[0])
@@ -118,7 +118,7 @@ def test_classes_of_cells_work_in_ranks_and_an_interrupt_ends_them(kernel: Any, 
     assert "an error of rank 0" in said["stderr"]
     request = kernel.execute(WAITING)
     files = [tmp_path / f"pid-{rank}" for rank in range(2)]
-    until(lambda: all(file.exists() and file.read_text() for file in files), 100, tmp_path)
+    until(lambda: all(file.exists() and file.read_text() for file in files), tmp_path)
     ranks = [int(file.read_text()) for file in files]
     kernel.kernel.interrupt_kernel()
     assert "KeyboardInterrupt" in collect(kernel, request)["error"]

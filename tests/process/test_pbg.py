@@ -24,9 +24,7 @@ QUIET = ["logger=none", "trainer.enable_progress_bar=false"]
 
 
 def train(folder: Path, name: str, *overrides: str) -> dict[str, Any]:
-    result = gtrain(
-        "strategy=pbg", *SMALL, *QUIET, *overrides, f"hydra.run.dir={folder / name}", cwd=folder, timeout=280
-    )
+    result = gtrain("strategy=pbg", *SMALL, *QUIET, *overrides, f"hydra.run.dir={folder / name}", cwd=folder)
     ok(result)
     return summary(folder / name)
 
@@ -63,9 +61,9 @@ def test_four_partitions_train_what_one_does(tmp_path: Path) -> None:
               "strategy.bucket_order=sequential", "trainer.precision=64-true", "trainer.max_epochs=3",
               *QUIET]  # fmt: skip
     four = ["strategy.num_partitions=4", "data.partitioner=file", f"data.partition_path={tmp_path / 'parts.npy'}"]
-    ok(gtrain(*common, f"hydra.run.dir={tmp_path / 'one'}", cwd=tmp_path, timeout=280))
+    ok(gtrain(*common, f"hydra.run.dir={tmp_path / 'one'}", cwd=tmp_path))
     sweep = ["strategy.buffer_partitions=2,3", f"hydra.sweep.dir={tmp_path / 'four'}"]
-    ok(gtrain("--multirun", *common, *four, *sweep, cwd=tmp_path, timeout=280))
+    ok(gtrain("--multirun", *common, *four, *sweep, cwd=tmp_path))
     one = summary(tmp_path / "one")
     for job in ("0", "1"):
         run = summary(tmp_path / "four" / job)
@@ -91,7 +89,7 @@ def test_workers_on_disk_learn_go_on_and_export(tmp_path: Path) -> None:
     assert losses(second)[0] < 0.8 * losses(first)[0]  # the two workers' order is never the same
     arguments = ["strategy=pbg", *SMALL, *QUIET, *several, f"ckpt_path={checkpoint}"]
     sweep = ["format=npy,parquet,tsv,pbg_hdf5", f"hydra.sweep.dir={tmp_path / 'out'}"]
-    ok(gtrain("--multirun", "export", *arguments, *sweep, cwd=tmp_path, timeout=280))
+    ok(gtrain("--multirun", "export", *arguments, *sweep, cwd=tmp_path))
     out = tmp_path / "out"
     found = {"npy": np.load(out / "0" / "embeddings.npy")}
     table = pq.read_table(out / "1" / "embeddings.parquet")
@@ -191,8 +189,8 @@ def test_a_run_that_was_killed_within_an_epoch_goes_on_from_its_last_chunk(tmp_p
             os.kill(rank, signal.SIGCONT)
         return found
 
-    until(checkpoint.exists, 100, tmp_path)
-    until(stands_within_an_epoch, 100, tmp_path)
+    until(checkpoint.exists, tmp_path)
+    until(stands_within_an_epoch, tmp_path)
     job.kill()
     reached = json.loads((checkpoint / "reached.json").read_text())
     epoch, epochs = reached["epoch"], f"trainer.max_epochs={reached['epoch'] + 2}"

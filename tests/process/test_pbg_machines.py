@@ -26,7 +26,7 @@ FOREVER = "trainer.max_epochs=100000"
 
 
 def train(folder: Path, name: str, *overrides: str) -> dict[str, Any]:
-    ok(gtrain(*SMALL, *overrides, f"hydra.run.dir={folder / name}", cwd=folder, timeout=200))
+    ok(gtrain(*SMALL, *overrides, f"hydra.run.dir={folder / name}", cwd=folder))
     return summary(folder / name)
 
 
@@ -87,10 +87,10 @@ def test_a_killed_trainer_is_named_and_others_train_its_buckets(tmp_path: Path) 
         "strategy.num_partitions=8",
     ]  # with room to read ahead
     job = Program("-m", "gtrain", *SMALL, *heavy, *TWO, "trainer.devices=2", "hydra.run.dir=run", cwd=tmp_path)
-    until(lambda: begun(tmp_path / "run", 1, 2), 100, tmp_path)
+    until(lambda: begun(tmp_path / "run", 1, 2), tmp_path)
     ranks = children(job)[-4:]
     os.kill(ranks[2], signal.SIGKILL)
-    done = ok(job.end(200))
+    done = ok(job.end())
     assert "rank 2 of 4 (machine 1) was killed by SIGKILL (signal 9); the job goes on without machine 1" in done.stderr
     run = summary(tmp_path / "run")
     assert of_epochs(run, "train/edges") == [36000] * 4  # no edge was left out
@@ -106,9 +106,9 @@ def test_a_killed_trainer_is_named_and_others_train_its_buckets(tmp_path: Path) 
 def test_what_the_job_cannot_go_on_without_ends_it(policy: str, victim: int, name: str, tmp_path: Path) -> None:
     wanted = f"strategy.on_trainer_loss={policy}"
     job = Program("-m", "gtrain", *SMALL, *TWO, FOREVER, wanted, "hydra.run.dir=run", cwd=tmp_path)
-    until(lambda: begun(tmp_path / "run", 1, 3), 100, tmp_path)
+    until(lambda: begun(tmp_path / "run", 1, 3), tmp_path)
     os.kill(children(job)[victim], signal.SIGKILL)
-    done = job.end(30)
+    done = job.end()
     assert done.returncode != 0
     assert f"gtrain: {name} was killed by SIGKILL (signal 9)." in done.stderr
 
@@ -117,13 +117,13 @@ def test_a_trainer_that_stands_still_loses_its_bucket_and_is_let_in_no_more(tmp_
     lease = ["strategy.lease_seconds=10"]
     job = Program("-m", "gtrain", *SMALL, *TWO, *lease, "trainer.max_epochs=7", "hydra.run.dir=run", cwd=tmp_path)
     run = tmp_path / "run"
-    until(lambda: begun(run, 1, 3), 100, tmp_path)
+    until(lambda: begun(run, 1, 3), tmp_path)
     stopped = children(job)[-1]
     os.kill(stopped, signal.SIGSTOP)
     now = rounds(run)
-    until(lambda: begun(run, 0, now + 2), 100, tmp_path)  # another has trained what it held
+    until(lambda: begun(run, 0, now + 2), tmp_path)  # another has trained what it held
     os.kill(stopped, signal.SIGCONT)
-    done = ok(job.end(200))
+    done = ok(job.end())
     assert "machine 1 was taken for lost: rank 1 was not heard of for 10 s; the job goes on" in done.stderr
     found = summary(run)
     assert of_epochs(found, "train/edges") == [EDGES] * 7
@@ -141,10 +141,10 @@ def test_a_machine_that_is_lost_with_its_servers_ends_the_job_at_once(lost: int,
     ]
     last = tmp_path / "machine-0" / "checkpoints" / "last.ckpt"
     try:
-        until(lambda: begun(tmp_path / "machine-0", 1, 3), 100, tmp_path)
-        until(lambda: (last / "manifest.json").exists(), 100, tmp_path)
+        until(lambda: begun(tmp_path / "machine-0", 1, 3), tmp_path)
+        until(lambda: (last / "manifest.json").exists(), tmp_path)
         os.kill(jobs[lost].pid, signal.SIGKILL)
-        done = jobs[1 - lost].end(20)
+        done = jobs[1 - lost].end()
     finally:
         for job in jobs:
             job.kill()
@@ -165,16 +165,16 @@ def test_partition_servers_come_back_and_a_full_disk_ends_the_run(tmp_path: Path
     chunks = ["strategy.num_edge_chunks=4", "strategy.checkpoint_chunks=true"]
     job = Program("-m", "gtrain", *SMALL, *TWO, *chunks, FOREVER, "hydra.run.dir=run", cwd=tmp_path)
     run, log = tmp_path / "run", tmp_path / "run" / "logs" / "partition-1.log"
-    until(lambda: begun(run, 0, 3), 100, tmp_path)
+    until(lambda: begun(run, 0, 3), tmp_path)
     lives: list[int] = []
     for number in range(2):
-        lives = until(lambda number=number: server_lives(log, number), 100, tmp_path)
+        lives = until(lambda number=number: server_lives(log, number), tmp_path)
         os.kill(lives[-1], signal.SIGKILL) if number == 0 else None
     later = rounds(run) + 2
-    until(lambda: begun(run, 0, later), 100, tmp_path)
-    until(lambda: (run / "checkpoints" / "last.ckpt" / "manifest.json").exists(), 100, tmp_path)
+    until(lambda: begun(run, 0, later), tmp_path)
+    until(lambda: (run / "checkpoints" / "last.ckpt" / "manifest.json").exists(), tmp_path)
     resource.prlimit(lives[-1], resource.RLIMIT_FSIZE, (1024, 1024))  # a partition has 30 * 64 bytes
-    done = job.end(60)
+    done = job.end()
     assert "partition 1 of 2 (machine 1) was killed by SIGKILL (signal 9); it is started again" in done.stderr
     assert done.returncode != 0 and "could not be written: File too large" in done.stderr, logs(tmp_path)
     assert "go on from the last checkpoint" in done.stderr
@@ -216,9 +216,9 @@ def test_machines_by_hand_with_keys_go_on_without_one_that_kept_nothing(where: s
         by_hand = [*own, f"cluster.rank={rank}", f"hydra.run.dir=machine-{rank}"]
         jobs.append(Program(*command, *SMALL, *heavy, *meet, *by_hand, cwd=tmp_path))
     try:
-        until(lambda: begun(tmp_path / "machine-0", 1, 2), 100, tmp_path)
+        until(lambda: begun(tmp_path / "machine-0", 1, 2), tmp_path)
         os.kill(jobs[-1].pid, signal.SIGKILL)
-        done = [ok(job.end(100)) for job in jobs[:-1]]
+        done = [ok(job.end()) for job in jobs[:-1]]
     finally:
         for job in jobs:
             job.kill()

@@ -94,7 +94,7 @@ def test_several_machines_share_a_type_that_is_not_cut(tmp_path: Path) -> None:
             "model.global_emb=true", "data.batch_size=100", "data.entities={type_1:{num_partitions:1}}",
             "strategy.num_partitions=4", "logger=none", "trainer.enable_progress_bar=false"]  # fmt: skip
     several = [*data, "strategy=pbg", "trainer.num_nodes=2", "trainer.max_epochs=12", f"hydra.run.dir={tmp_path / 'm'}"]
-    ok(gtrain(*several, cwd=tmp_path, timeout=280))
+    ok(gtrain(*several, cwd=tmp_path))
     found = summary(tmp_path / "m")
     assert found["metrics"]["test/mrr"] > 0.45
     assert all(epoch["train/edges"] == 1620 for epoch in found["history"])  # nine tenths train

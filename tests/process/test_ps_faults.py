@@ -61,16 +61,16 @@ def steps(run: Path) -> bool:
 @pytest.mark.slow
 def test_a_run_of_which_twenty_processes_are_killed_is_like_an_undisturbed_one(tmp_path: Path) -> None:
     """Workers and servers, at moments and in an order that a seed decides, and at those that matter most besides."""
-    ok(gtrain(*SMALL, "hydra.run.dir=undisturbed", cwd=tmp_path, timeout=140))
+    ok(gtrain(*SMALL, "hydra.run.dir=undisturbed", cwd=tmp_path))
     run, chance, killed = tmp_path / "run", random.Random(7), set[int]()
     plan = ",".join(f"{moment}:{action}" for moment, action in AIMED.items())
     killer = f"+callbacks.killer={{_target_:ps_killer.Killer,folder:{tmp_path}/aimed,run:{run},plan:{{{plan}}}}}"
     more = (killer, f"strategy.max_restarts={KILLS}", "hydra.run.dir=run")
     job = Program("-m", "gtrain", *SMALL, *more, cwd=tmp_path, env={"PYTHONPATH": str(ASSETS)})
     try:
-        until(lambda: len(processes(job.pid)) == 4, 120, tmp_path)
-        keepers = {int(path.read_text().split()[0]) for path in until(lambda: list(run.glob("*.memory")), 60, tmp_path)}
-        until(lambda: steps(run), 120, tmp_path)
+        until(lambda: len(processes(job.pid)) == 4, tmp_path)
+        keepers = {int(path.read_text().split()[0]) for path in until(lambda: list(run.glob("*.memory")), tmp_path)}
+        until(lambda: steps(run), tmp_path)
         while len(killed) < KILLS and alive(job.pid):
             time.sleep(chance.uniform(0.02, 1.0))  # the moment is what varies; nothing is waited for
             victim = processes(job.pid).get(chance.choice(["parameter-0", "parameter-1", "rank-0", "rank-1"]))
@@ -78,7 +78,7 @@ def test_a_run_of_which_twenty_processes_are_killed_is_like_an_undisturbed_one(t
                 with contextlib.suppress(ProcessLookupError):  # the killer in the run was quicker
                     os.kill(victim, signal.SIGKILL)
                     killed.add(victim)
-        done = job.end(200)
+        done = job.end()
     finally:
         job.kill()
     assert done.returncode == 0, show(done) + logs(tmp_path)
@@ -105,9 +105,9 @@ def test_where_nothing_is_kept_a_killed_process_ends_the_job(
 ) -> None:
     job = Program("-m", "gtrain", *SMALL, setting, "trainer.max_epochs=100000", "hydra.run.dir=run", cwd=tmp_path)
     try:
-        until(lambda: steps(tmp_path / "run"), 120, tmp_path)
+        until(lambda: steps(tmp_path / "run"), tmp_path)
         os.kill(processes(job.pid)[victim], signal.SIGKILL)
-        done = job.end(60)
+        done = job.end()
     finally:
         job.kill()
     assert done.returncode != 0
@@ -151,10 +151,10 @@ def test_a_job_of_which_everything_is_killed_goes_on_where_it_was(tmp_path: Path
     ok(gtrain(*command, "hydra.run.dir=undisturbed", cwd=tmp_path))
     job = Program("-m", "gtrain", *command, "hydra.run.dir=run", cwd=tmp_path)
     try:
-        until(lambda: steps(tmp_path / "run"), 120, tmp_path)
+        until(lambda: steps(tmp_path / "run"), tmp_path)
     finally:
         job.kill()
-        job.end(60)
+        job.end()
     folders = sorted((tmp_path / "run").glob("parameter-*.disk"))
     assert len(folders) == 2
     with open(next(folders[0].glob("log-*")), "ab") as log:
@@ -173,14 +173,14 @@ def test_workers_wait_for_a_server_that_stands_still_and_pile_nothing_up(tmp_pat
     job = Program("-m", "gtrain", *command, "hydra.run.dir=run", cwd=tmp_path)
     log = tmp_path / "run" / "logs" / "rank-1.log"
     try:
-        until(lambda: steps(tmp_path / "run"), 120, tmp_path)
+        until(lambda: steps(tmp_path / "run"), tmp_path)
         found = processes(job.pid)
         os.kill(found["parameter-0"], signal.SIGSTOP)
         before = resident(found["rank-1"])
-        until(lambda: "parameter 0 has not answered" in log.read_text(), 60, tmp_path)
+        until(lambda: "parameter 0 has not answered" in log.read_text(), tmp_path)
         assert resident(found["rank-1"]) - before < 8 << 20
         os.kill(found["parameter-0"], signal.SIGCONT)
-        done = ok(job.end(120))
+        done = ok(job.end())
     finally:
         job.kill()
     assert "started again" not in done.stderr and len(summary(tmp_path / "run")["history"]) == 6

@@ -41,7 +41,7 @@ def test_sparse_features_before_a_gcn_train_as_on_one_process(real_data: Callabl
     arguments = (*data, *model, *PLAIN, "trainer.precision=64-true")
     wide = ("model.sparse_optimizer={_target_:gtrain.nn.Adagrad,lr:0.05}",)
     for strategy in ("single", "ps"):
-        ok(gtrain(f"strategy={strategy}", *arguments, *wide, f"hydra.run.dir={strategy}", cwd=tmp_path, timeout=250))
+        ok(gtrain(f"strategy={strategy}", *arguments, *wide, f"hydra.run.dir={strategy}", cwd=tmp_path))
     assert losses(tmp_path / "ps") == pytest.approx(losses(tmp_path / "single"), rel=1e-12)
     assert summary(tmp_path / "ps")["metrics"]["test/acc"] == summary(tmp_path / "single")["metrics"]["test/acc"]
 
@@ -62,14 +62,14 @@ def test_sampled_neighbours_of_learned_rows_train_as_the_whole_graph(tmp_path: P
         "some": (PS, "data.num_neighbors=[3,2]"),
     }
     for name, way in ways.items():
-        ok(gtrain(*way, *data, *model, *wide, *PLAIN, f"hydra.run.dir={name}", cwd=tmp_path, timeout=140))
+        ok(gtrain(*way, *data, *model, *wide, *PLAIN, f"hydra.run.dir={name}", cwd=tmp_path))
     expected = losses(tmp_path / "single")
     assert losses(tmp_path / "all") == pytest.approx(expected, rel=1e-11)
     assert losses(tmp_path / "all", "val/loss") == pytest.approx(losses(tmp_path / "single", "val/loss"), rel=1e-11)
     some = losses(tmp_path / "some")
     assert some != pytest.approx(expected, rel=1e-3) and some[-1] < some[0]
     other = ("data.num_neighbors=[3,2]", "data.disjoint=true", "hydra.run.dir=refused")
-    refused = gtrain(PS, *data, *model, *wide, *PLAIN, *other, cwd=tmp_path, timeout=140)
+    refused = gtrain(PS, *data, *model, *wide, *PLAIN, *other, cwd=tmp_path)
     assert "data.disjoint=True was set; strategy=ps draws neighbours by" in refused.stderr
 
 
@@ -86,7 +86,7 @@ def test_node_types_with_learned_rows_train_as_on_one_process(tmp_path: Path) ->
     refused = gtrain(PS, *arguments, "hydra.run.dir=refused", cwd=tmp_path)
     (named,) = re.findall("HINT: set '(.*?)'", refused.stderr)
     for strategy in ("single", "ps"):
-        ok(gtrain(f"strategy={strategy}", *arguments, named, f"hydra.run.dir={strategy}", cwd=tmp_path, timeout=140))
+        ok(gtrain(f"strategy={strategy}", *arguments, named, f"hydra.run.dir={strategy}", cwd=tmp_path))
     for name in ("train/loss", "val/loss"):
         assert losses(tmp_path / "ps", name) == pytest.approx(losses(tmp_path / "single", name), rel=1e-12)
 
@@ -103,18 +103,18 @@ def test_a_knowledge_graph_trains_as_on_one_process(tmp_path: Path) -> None:
     model = ("model=kg", "model.dimension=8", "trainer.max_epochs=2", "callbacks=none", "trainer.precision=64-true")
     for arguments in (("strategy=single",), (PS, "trainer.num_nodes=1", "strategy.servers=2")):
         name = arguments[0].rpartition("=")[2]
-        ok(gtrain(*arguments, *data, *model, *PLAIN, f"hydra.run.dir={name}", cwd=tmp_path, timeout=250))
+        ok(gtrain(*arguments, *data, *model, *PLAIN, f"hydra.run.dir={name}", cwd=tmp_path))
     for name in ("train/loss", "val/loss", "val/mrr"):
         assert losses(tmp_path / "ps", name) == pytest.approx(losses(tmp_path / "single", name), rel=1e-11)
 
 
 def test_a_run_goes_on_from_its_checkpoint_and_exports_its_tables(tmp_path: Path) -> None:
     more = ("trainer.max_epochs=4", "hydra.run.dir=single", "strategy=single")
-    ok(gtrain(*ROWS, *more, cwd=tmp_path, timeout=140))
+    ok(gtrain(*ROWS, *more, cwd=tmp_path))
     served = (PS, *ROWS, "strategy.export=tables")
-    ok(gtrain(*served, "trainer.max_epochs=2", "hydra.run.dir=first", cwd=tmp_path, timeout=140))
+    ok(gtrain(*served, "trainer.max_epochs=2", "hydra.run.dir=first", cwd=tmp_path))
     again = ("ckpt_path=first/checkpoints/last.ckpt", "trainer.max_epochs=4", "hydra.run.dir=second")
-    said = ok(gtrain(*served, *again, cwd=tmp_path, timeout=140)).stdout
+    said = ok(gtrain(*served, *again, cwd=tmp_path)).stdout
     expected = losses(tmp_path / "single")
     assert losses(tmp_path / "first") == pytest.approx(expected[:2], rel=1e-12)
     assert losses(tmp_path / "second") == pytest.approx(expected[2:], rel=1e-12)
@@ -124,7 +124,7 @@ def test_a_run_goes_on_from_its_checkpoint_and_exports_its_tables(tmp_path: Path
     assert "written: tables/wide.npy" in said
     metrics = [summary(tmp_path / name)["metrics"]["test/loss"] for name in ("single", "second")]
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-12)  # of the best checkpoint, which was read back
-    refused = gtrain(PS, *ROWS, *again, "strategy.servers=3", cwd=tmp_path, timeout=140)
+    refused = gtrain(PS, *ROWS, *again, "strategy.servers=3", cwd=tmp_path)
     assert refused.returncode != 0 and "the checkpoint's table wide was cut as" in refused.stderr
 
 
@@ -132,9 +132,9 @@ def test_a_run_goes_on_from_its_checkpoint_and_exports_its_tables(tmp_path: Path
 def test_missing_steps_and_short_numbers_cost_little(tmp_path: Path) -> None:
     data = ("data.num_rows=8000", "data.num_features=300", "data.features_per_row=8", "data.batch_size=200")
     sync = (PS, *ROWS, *data, "callbacks=none", "trainer.max_epochs=6", "trainer.precision=32-true")
-    ok(gtrain(*sync, "hydra.run.dir=sync", cwd=tmp_path, timeout=140))
+    ok(gtrain(*sync, "hydra.run.dir=sync", cwd=tmp_path))
     loose = ("strategy.consistency=async", "strategy.staleness=2", "strategy.wire_dtype=bfloat16")
-    said = ok(gtrain(*sync, *loose, "hydra.run.dir=async", cwd=tmp_path, timeout=140)).stdout
+    said = ok(gtrain(*sync, *loose, "hydra.run.dir=async", cwd=tmp_path)).stdout
     (missed,) = re.findall(r"products missed ([0-9.]+) of the last steps on average", said)
     assert 0 < float(missed) <= 2
     found, expected = (summary(tmp_path / name)["metrics"]["test/auc"] for name in ("async", "sync"))
@@ -152,7 +152,7 @@ def test_missing_steps_and_short_numbers_cost_little(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_served_is_refused_in_a_sentence(arguments: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
-    result: Any = gtrain(PS, *ROWS, "callbacks=none", *arguments, cwd=tmp_path, timeout=140)
+    result: Any = gtrain(PS, *ROWS, "callbacks=none", *arguments, cwd=tmp_path)
     assert result.returncode != 0
     assert sentence in result.stderr and "Traceback" not in result.stderr
 
@@ -162,5 +162,5 @@ def test_a9a_is_learned(real_data: Callable[[str], Path], tmp_path: Path) -> Non
     """Logistic regression over 123 features reaches 0.849 to 0.851 in the literature."""
     folder = real_data("sparse")
     data = ("experiment=a9a", f"data.path={folder}/a9a", f"data.test_path={folder}/a9a.t")
-    ok(gtrain(PS, *data, *PLAIN, "hydra.run.dir=run", cwd=tmp_path, timeout=280))
+    ok(gtrain(PS, *data, *PLAIN, "hydra.run.dir=run", cwd=tmp_path))
     assert summary(tmp_path / "run")["metrics"]["test/acc"] >= 0.849

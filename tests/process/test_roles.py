@@ -162,18 +162,18 @@ def test_under_torchrun_local_rank_0_starts_the_servers(undisturbed: Path, tmp_p
 
 @pytest.mark.parametrize("victim", ["counter", "torchrun"])
 def test_what_is_killed_under_torchrun_takes_the_servers_with_it(victim: str, tmp_path: Path) -> None:
-    forever = ("trainer.max_epochs=100000", "strategy.timeout_seconds=2", "hydra.run.dir=run")
+    forever = ("trainer.max_epochs=100000", "strategy.timeout_seconds=30", "hydra.run.dir=run")
     job = Program(*torchrun("--nproc-per-node=2", "-m", "gtrain", *SMALL, *forever), cwd=tmp_path, env=FOUND)
-    until(lambda: counted_at_all(tmp_path / "run"), 120, tmp_path)
+    until(lambda: counted_at_all(tmp_path / "run"), tmp_path)
     server = int((tmp_path / "run" / "counter-0.pid").read_text())
     family = descendants(job.pid)
     assert server in family and len(family) == 4  # two ranks, the keeper, the counter
     os.kill(server if victim == "counter" else job.pid, signal.SIGKILL)
-    done = job.end(timeout=40)
+    done = job.end()
     assert done.returncode != 0
     if victim == "counter":
         assert "gtrain: counter 0 of 1 (machine 0) was killed by SIGKILL (signal 9)." in done.stderr
-    until(lambda: not any(map(alive, family)), 5, tmp_path)
+    until(lambda: not any(map(alive, family)), tmp_path)
 
 
 def test_two_machines_of_torchrun_know_each_other_by_keys(undisturbed: Path, tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def together(commands: list[list[str]], cwd: Path) -> list[str]:
     """Programs that run at the same time, to their ends in success; what each has printed."""
     jobs = [Program(*command, cwd=cwd, env=FOUND) for command in commands]
     try:
-        return [done.stdout for done in map(ok, (job.end(timeout=100) for job in jobs))]
+        return [done.stdout for done in map(ok, (job.end() for job in jobs))]
     finally:
         for job in jobs:
             job.kill()

@@ -28,7 +28,7 @@ Results = dict[int, dict[str, dict[str, Any]]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """By world size and case: the worst relative differences of each mode, or what was raised."""
     folder = tmp_path_factory.mktemp("convs")
-    done = ok(python(str(PROGRAM), str(folder), "--cases", CASES, cwd=folder, timeout=240))
+    done = ok(python(str(PROGRAM), str(folder), "--cases", CASES, cwd=folder))
     lines = [line.split(" ", 2) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     return {int(size): json.loads(body) for _, size, body in lines}
 

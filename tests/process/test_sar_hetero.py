@@ -32,7 +32,7 @@ Results = dict[int, dict[str, dict[str, dict[str, float]]]]
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """By world size, case and mode: the worst relative differences from PyG on the whole graph."""
     folder = tmp_path_factory.mktemp("hetero")
-    done = ok(python(str(PROGRAM), str(folder), "--cases", CASES, cwd=folder, timeout=280))
+    done = ok(python(str(PROGRAM), str(folder), "--cases", CASES, cwd=folder))
     lines = [line.split(" ", 2) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     return {int(size): json.loads(body) for _, size, body in lines}
 
@@ -72,9 +72,9 @@ def test_a_row_is_sent_once_for_all_relations_in_one_message_to_each_peer(result
 def compare(folder: Path, epochs: int, *arguments: str, ranks: str = "2", modes: str = "1,2,3") -> None:
     """Loss curves of sar in some modes beside those of one process."""
     settings = [*arguments, *SETTINGS, f"trainer.max_epochs={epochs}", "trainer.limit_test_batches=0"]
-    ok(gtrain("strategy=single", *settings, f"hydra.run.dir={folder / 'single'}", cwd=folder, timeout=200))
+    ok(gtrain("strategy=single", *settings, f"hydra.run.dir={folder / 'single'}", cwd=folder))
     sharded = ["--multirun", "strategy=sar", f"mode={modes}", f"trainer.num_nodes={ranks}"]
-    ok(gtrain(*sharded, *settings, f"hydra.sweep.dir={folder / 'sar'}", cwd=folder, timeout=280))
+    ok(gtrain(*sharded, *settings, f"hydra.sweep.dir={folder / 'sar'}", cwd=folder))
     expected = curves(folder / "single")
     for run_dir in sorted(path for path in (folder / "sar").iterdir() if path.name.isdigit()):
         assert curves(run_dir) == pytest.approx(expected, rel=1e-10)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import alive, clean_environment, until
+from helpers import LIMIT, alive, clean_environment, until
 
 from gtrain.wire import Client, Limits, PeerRestartedError, SharedTensors, ipc_folder
 
@@ -82,7 +82,7 @@ class Servers:
     def kill(self) -> None:
         """kill -9 the present one."""
         os.kill(self.pid, signal.SIGKILL)
-        until(lambda: not alive(self.pid), 10, self._log.parent)
+        until(lambda: not alive(self.pid), self._log.parent)
 
     def executed(self) -> list[int]:
         """Values that were executed, in order."""
@@ -118,7 +118,7 @@ def test_every_request_is_executed_once_or_raises(kind: str, requests: int, kill
         def kill_and_restart() -> None:
             for place in range(kills):
                 threshold = requests * (place + 1) // (kills + 1) - under_way * kills
-                until(lambda: len(servers.executed()) >= threshold, 60, folder.path)  # noqa: B023
+                until(lambda: len(servers.executed()) >= threshold, folder.path)  # noqa: B023
                 servers.kill()
                 servers.start()
 
@@ -128,8 +128,8 @@ def test_every_request_is_executed_once_or_raises(kind: str, requests: int, kill
             killer.start()
             tensor = torch.arange(100)
             futures = {value: client.submit("record", {"value": value}, [tensor]) for value in range(1, requests)}
-            killer.join(60)
-            wait(futures.values(), timeout=60)
+            killer.join(LIMIT)
+            wait(futures.values(), timeout=LIMIT)
             restarts = client.counters.restarts
         executed = Counter(servers.executed())
     answered = {value for value, future in futures.items() if future.exception(0) is None}
@@ -180,7 +180,7 @@ FORK = """
 
 def test_contexts_are_not_inherited() -> None:
     with script(FORK) as process:
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=LIMIT)
     assert out.split("\n")[0] == "ended well"
 
 
@@ -211,14 +211,14 @@ def test_shared_tensors_leave_nothing_after_a_kill() -> None:
         assert maker.stdout is not None
         folder = Path(maker.stdout.readline().strip())
         memory = maker.stdout.readline().split()[0]
-        shared = SharedTensors.attach(folder, "table", timeout_seconds=30)
-        again = SharedTensors.attach(folder, "table", timeout_seconds=30)
+        shared = SharedTensors.attach(folder, "table", timeout_seconds=LIMIT)
+        again = SharedTensors.attach(folder, "table", timeout_seconds=LIMIT)
         shared["n"][1, 2] = 7
         assert int(again["n"][1, 2]) == 7
         assert float(again["x"].sum()) == 499_500
         maker.kill()
-        maker.wait(10)
-        until(lambda: not folder.exists(), 10, Path("/nowhere"))  # the guard
+        maker.wait(LIMIT)
+        until(lambda: not folder.exists(), Path("/nowhere"))  # the guard
     again["n"][0, 0] = 5
     assert int(shared["n"][0, 0]) == 5
     assert shared_memory() == before
@@ -226,7 +226,7 @@ def test_shared_tensors_leave_nothing_after_a_kill() -> None:
     shared.close()
     again.close()
     del shared, again
-    until(lambda: memory not in maps(), 10, Path("/nowhere"))
+    until(lambda: memory not in maps(), Path("/nowhere"))
 
 
 def maps() -> str:
@@ -250,14 +250,14 @@ def test_a_folder_outlives_its_maker_only_while_a_fork_lives() -> None:
     with script(source) as maker:
         assert maker.stdout is not None and maker.stdin is not None
         path, pid = maker.stdout.readline().split()
-        maker.wait(30)
+        maker.wait(LIMIT)
         assert alive(int(pid))
         assert Path(path).is_dir()
         assert Path(path).stat().st_mode & 0o777 == 0o700
         maker.stdin.write("end\n")
         maker.stdin.flush()
-        until(lambda: not Path(path).exists(), 10, Path("/nowhere"))
-        until(lambda: not guards(path), 10, Path("/nowhere"))
+        until(lambda: not Path(path).exists(), Path("/nowhere"))
+        until(lambda: not guards(path), Path("/nowhere"))
 
 
 def guards(path: str) -> list[int]:
@@ -277,11 +277,11 @@ def test_a_waiting_client_says_so_and_finds_a_late_server(caplog: pytest.LogCapt
         log = folder.path / "executed"
         with Client(folder.address("s"), peer="recorder 3") as client:
             future = client.submit("record", {"value": 1})
-            until(lambda: "waiting for recorder 3" in caplog.text, 20, folder.path)
+            until(lambda: "waiting for recorder 3" in caplog.text, folder.path)
             with script(SERVERS, "0", folder.address("s"), str(log)) as process:
                 servers = Servers(process, log)
                 try:
-                    assert future.result(60).fields["value"] == 1
+                    assert future.result(LIMIT).fields["value"] == 1
                 finally:
                     os.kill(servers.pid, signal.SIGKILL)
     assert caplog.text.count("waiting for recorder 3") == 1

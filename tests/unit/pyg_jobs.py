@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+from helpers import LIMIT
 
 from gtrain.graph.sampling import Columns
 from gtrain.graph.sampling.options import SamplingOptions
@@ -35,9 +36,9 @@ class ThreadGroup:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         self._values[self.rank] = value
-        self._barrier.wait(60)
+        self._barrier.wait(LIMIT)
         gathered = list(self._values)
-        self._barrier.wait(60)
+        self._barrier.wait(LIMIT)
         return gathered
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:

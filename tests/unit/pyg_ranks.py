@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from helpers import LIMIT
 from torch import Tensor
 from torch_geometric.data import HeteroData
 
@@ -61,7 +62,7 @@ class Ranks:
     def rows(self, hosted: Sequence[int], names: Any, **options: Any) -> tuple[Rows, LoopbackPeers]:
         peers = LoopbackPeers()
         for part, server in enumerate(self.servers):
-            peers.clients[part] = Client(server.address, peer=f"rank {part}", timeout_seconds=30)
+            peers.clients[part] = Client(server.address, peer=f"rank {part}", timeout_seconds=LIMIT)
         self.clients += peers.clients.values()
         return Rows(self.store, self.book, hosted, peers, self.pool, names, **options), peers
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import REPO
+from helpers import LIMIT, REPO
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
@@ -145,7 +145,7 @@ def test_a_file_that_a_killed_job_left_is_taken_over(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nothing answered there within 0\.3 s"):
         meeting.find(place, 0.3)
     with meeting.held(place) as held:
-        assert meeting.find(place, 1.0).port == held.port
+        assert meeting.find(place, LIMIT).port == held.port
 
 
 def test_a_file_of_something_else_is_not_touched(tmp_path: Path) -> None:
@@ -159,10 +159,10 @@ def test_a_file_of_something_else_is_not_touched(tmp_path: Path) -> None:
 
 def test_who_comes_before_rank_0_waits_for_it(tmp_path: Path) -> None:
     place, found = meeting.parse(f"file://{tmp_path}/meet"), []
-    early = threading.Thread(target=lambda: found.append(meeting.find(place, 30.0)))
+    early = threading.Thread(target=lambda: found.append(meeting.find(place, LIMIT)))
     early.start()
     with meeting.held(place) as held:
-        early.join(timeout=30.0)
+        early.join(LIMIT)
         assert [each.port for each in found] == [held.port]
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import LIMIT
 
 from gtrain.launch import cuda, interpreter
 
@@ -37,7 +38,7 @@ def test_torch_geometric_is_imported_without_the_driver(imports: str, asks: int)
 
     shown = torch.__config__.show()
     program = QUIETLY.format(shown=shown, imports=imports)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, cwd=TESTS)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT, cwd=TESTS)
     assert done.stdout.split() == [str(asks), str("USE_MKL=OFF" in shown)], done.stderr
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numba
 import pytest
+from helpers import LIMIT
 from numba.core.caching import IndexDataCacheFile
 
 from gtrain import kernel_turns
@@ -73,15 +74,15 @@ def test_one_of_many_processes_compiles() -> None:
 
     def use() -> None:
         module = load()
-        begin.wait(30)
+        begin.wait(LIMIT)
         results.put((module.outer(3), misses(module.outer, module.inner)))
 
     children = [fork.Process(target=use) for _ in range(4)]
     for child in children:
         child.start()
-    found = [results.get(timeout=60) for _ in children]
+    found = [results.get(timeout=LIMIT) for _ in children]
     for child in children:
-        child.join(30)
+        child.join(LIMIT)
     assert [value for value, _ in found] == [8] * 4
     assert sorted(number for _, number in found) == [0, 0, 0, 2], "one compiled both"
 
@@ -98,7 +99,7 @@ def test_a_turn_ends_with_the_process_that_has_it() -> None:
 
     child = fork.Process(target=hold)
     child.start()
-    assert begun.wait(30)
+    assert begun.wait(LIMIT)
     taken = os.open(lock_of(kernel), os.O_RDWR)
     with pytest.raises(BlockingIOError):
         fcntl.flock(taken, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -106,7 +107,7 @@ def test_a_turn_ends_with_the_process_that_has_it() -> None:
     assert kernel(1) == 2 and misses(kernel) == 1
     fcntl.flock(taken, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given back
     os.close(taken)
-    child.join(30)
+    child.join(LIMIT)
 
 
 def test_a_process_that_was_stopped_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import LIMIT
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
@@ -46,7 +47,7 @@ class World:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(LIMIT)
         for value in found:
             if isinstance(value, BaseException) and not isinstance(value, threading.BrokenBarrierError):
                 raise value
@@ -63,9 +64,9 @@ class FakeGroup:
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         self.world.slots[self.rank] = tensor.detach().clone()
-        self.world.barrier.wait(30)
+        self.world.barrier.wait(LIMIT)
         found = list(self.world.slots)
-        self.world.barrier.wait(30)
+        self.world.barrier.wait(LIMIT)
         return found
 
     def all_reduce(self, tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import LIMIT
 from torch import Tensor
 
 from gtrain.data.edges import EdgesData
@@ -277,7 +278,7 @@ def test_rows_that_cannot_be_written_are_not_overwritten(tmp_path: Path, monkeyp
     future = table.swap(visit.before)
     assert future is not None
     with pytest.raises(DataError, match="No space left on device"):
-        future.result(60)
+        future.result(LIMIT)
     rest = slice(5000 // 16 + 1, None)  # of 16 bytes a row
     assert torch.equal(table.rows(1, 1).value[rest], before[rest])
 

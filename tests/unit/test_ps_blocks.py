@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import LIMIT
 from torch import Tensor
 
 from gtrain.errors import ConfigError, DataError
@@ -150,7 +151,10 @@ def test_a_process_that_is_killed_within_an_update_is_followed_by_one_that_does_
     expected, block = made(table), made(table, LastingRegion(place))
     for one in (expected, block):
         one.use("rowwise_adagrad", settings)
-    for step in range(1, 11):
+    step = 0
+    while step < 10 or not inside:  # a busy machine may be late each time
+        step += 1
+        assert step < 200
         expected.update(expected.group([taken(expected, rows)]), gradient, settings, step)
         grouped = block.group([taken(block, rows)])
         child = os.fork()
@@ -159,8 +163,8 @@ def test_a_process_that_is_killed_within_an_update_is_followed_by_one_that_does_
                 block.update(grouped, gradient, settings, step)
             finally:
                 os._exit(0)
-        late = time.monotonic() + 60
-        while block._marker[0] != step or block._marker[1] < step * height // 20:
+        late = time.monotonic() + LIMIT
+        while block._marker[0] != step or block._marker[1] < min(step, 10) * height // 20:
             assert time.monotonic() < late
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -171,7 +175,6 @@ def test_a_process_that_is_killed_within_an_update_is_followed_by_one_that_does_
         block.update(block.group([taken(block, rows)]), gradient, settings, step)
         assert torch.equal(block.table, expected.table) and torch.equal(block.state["sum"], expected.state["sum"])
     region.close()
-    assert inside  # a busy machine may be late now and then
 
 
 def test_rows_that_are_wrong_are_refused_in_a_sentence() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from helpers import alive, until
 
 from gtrain_ps.server.memory import LastingRegion
 
@@ -26,19 +26,6 @@ def forked(work: Callable[[], None]) -> int:
 
 def keeper_of(place: Path) -> int:
     return int(place.read_text().split()[0])
-
-
-def gone(pid: int) -> bool:
-    """Whether a process has ended, at the latest after ten seconds."""
-    for _ in range(1000):
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def test_what_was_written_is_there_after_kill_9_and_nothing_after_close(tmp_path: Path) -> None:
@@ -66,7 +53,8 @@ def test_what_was_written_is_there_after_kill_9_and_nothing_after_close(tmp_path
     assert os.WTERMSIG(forked(first)) == signal.SIGKILL
     keeper = keeper_of(place)
     assert forked(second) == 0
-    assert gone(keeper) and not place.exists()
+    until(lambda: not alive(keeper), tmp_path)
+    assert not place.exists()
 
 
 def test_the_keeper_ends_with_the_launcher(tmp_path: Path) -> None:
@@ -82,7 +70,8 @@ def test_the_keeper_ends_with_the_launcher(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     forked(launcher)
-    assert gone(keeper_of(place))
+    keeper = keeper_of(place)
+    until(lambda: not alive(keeper), tmp_path)
 
 
 def test_a_place_of_an_earlier_job_is_not_taken_for_this_ones(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import LIMIT
 from torch import Tensor, nn
 
 from gtrain.errors import DataError
@@ -148,7 +149,7 @@ def together(
         with ExitStack() as stack:
             address = [f"ipc://{service.socket.getsockname()}" for service in services]
             clients = [
-                stack.enter_context(Client(where, peer=f"parameter {n}", name=f"rank {worker}", timeout_seconds=60))
+                stack.enter_context(Client(where, peer=f"parameter {n}", name=f"rank {worker}", timeout_seconds=LIMIT))
                 for n, where in enumerate(address)
             ]
             servers = ParameterServers(clients, lasting=True)
@@ -241,11 +242,13 @@ def test_servers_that_end_at_any_step_lose_nothing(services: Any, lag: int, disk
 def test_a_worker_gets_no_further_ahead_than_the_lag(services: Any) -> None:
     """Measured where it matters: how many steps the products of a step missed."""
     (service,) = services(1, 2, 2)
-    turns = threading.Event()
+    ahead = threading.Event()
 
     def at(worker: int, step: int) -> None:
+        if worker == 0 and step == 3:
+            ahead.set()
         if worker == 1 and step == 1:
-            turns.wait(1.0)  # the other one goes on meanwhile, as far as it may
+            assert ahead.wait(LIMIT)  # the other one continues meanwhile, as far as it may
 
     together([service], RowwiseAdagrad, (1, 1), lag=2, steps=8, at=at)
     products, missed = service.engine.missed

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from helpers import LIMIT
 
 from gtrain_pyg.epoch import common_shares, num_steps, own_shares
 from gtrain_pyg.pipeline import Pipeline, Stages
@@ -115,7 +116,7 @@ def test_a_consumer_that_leaves_waits_for_nobody() -> None:
 
     def slow(job: int) -> int:
         if job >= 2:
-            release.wait(60)
+            release.wait(LIMIT)
         return sample(job)
 
     recorder.sample = slow  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import until
+from helpers import LIMIT, until
 from pyg_jobs import Rank, job_of, samplers, together
 from small_graphs import messy_graph, random_parts, stored
 from torch_geometric.data import Data
@@ -95,7 +95,7 @@ def test_traffic_is_counted_on_both_sides_while_recording(tmp_path: Path) -> Non
     waiting = threading.Event()
 
     def echo(message: Message) -> Message:
-        assert waiting.wait(60)
+        assert waiting.wait(LIMIT)
         return Message({}, [message.tensors[0].clone()])
 
     def make(group: Any) -> Peers:
@@ -122,12 +122,12 @@ def test_traffic_is_counted_on_both_sides_while_recording(tmp_path: Path) -> Non
 
     made = together(store.num_parts, make)
     made[0].wait(Reply())
-    until(both_sides_agree, 60, tmp_path)
+    until(both_sides_agree, tmp_path)
     waiting.clear()
     for counter in counters:
         counter.start()
     made[0].wait(Reply())
-    until(both_sides_agree, 60, tmp_path)
+    until(both_sides_agree, tmp_path)
     for counter in counters:
         counter.stop()
     for peers in made:
@@ -181,7 +181,7 @@ def test_a_request_waits_for_a_handler_that_is_added_later(tmp_path: Path) -> No
         assert not early.done()
         job[1].peers.handle("later", lambda message: Message({"twice": 2 * message.fields["value"]}))
         assert job[0].peers.wait(early).fields == {"twice": 6}
-        assert job[0].peers.ask(1, "later", {"value": 4}).result(30).fields == {"twice": 8}
+        assert job[0].peers.ask(1, "later", {"value": 4}).result(LIMIT).fields == {"twice": 8}
 
 
 def question(rank: Rank, sizes: list[int] | None = None, node: int = 0) -> tuple[dict[str, Any], list[torch.Tensor]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import LIMIT
 from small_graphs import messy_graph, random_parts, stored
 from torch_geometric.data import Data
 
@@ -155,9 +156,9 @@ def test_the_second_builder_waits_and_says_so(tmp_path: Path) -> None:
     second = threading.Thread(target=lambda: ensure_store(path, lambda: pytest.fail("built twice"), say))
     with file_lock(tmp_path / "s.lock", print):
         second.start()
-        assert waiting.wait(timeout=20)
+        assert waiting.wait(LIMIT)
         stored(path, messy_graph(), random_parts(40, 2))
-    second.join(timeout=20)
+    second.join(LIMIT)
     assert not second.is_alive()
     assert ["preparing the store" in said[0], said[1:]] == [True, [f"using the store {path}"]]
     assert [file.name for file in tmp_path.iterdir()] == ["s"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from helpers import until
+from helpers import LIMIT, until
 
 from gtrain.errors import ConfigError
 from gtrain.wire import Client, Limits, Message, RefusedError, Security, Server, is_local
@@ -109,7 +109,7 @@ def server() -> Iterator[Server]:
 
 
 def test_a_client_with_the_jobs_keys_is_let_in(server: Server) -> None:
-    with Client(server.address, peer="table 1", security=KEYS, timeout_seconds=20) as client:
+    with Client(server.address, peer="table 1", security=KEYS, timeout_seconds=LIMIT) as client:
         assert client.request("echo", {"a": 1}).fields == {"a": 1}
 
 
@@ -118,7 +118,7 @@ def test_a_wildcard_is_named_by_the_machine() -> None:
     with Server(handlers, name="table 1", address="tcp://0.0.0.0:0", security=KEYS) as running:
         host, _, port = running.address.removeprefix("tcp://").rpartition(":")
         assert host == socket.gethostname()
-        with Client(f"tcp://127.0.0.1:{port}", peer="table 1", security=KEYS, timeout_seconds=20) as client:
+        with Client(f"tcp://127.0.0.1:{port}", peer="table 1", security=KEYS, timeout_seconds=LIMIT) as client:
             assert client.request("echo").fields == {"a": 1}
 
 
@@ -128,7 +128,7 @@ def test_an_allowed_key_is_let_in() -> None:
     handlers = {"echo": lambda message, caller: message}
     with (
         Server(handlers, name="table 1", address="tcp://127.0.0.1:0", security=keys) as running,
-        Client(running.address, peer="table 1", security=theirs, timeout_seconds=20) as client,
+        Client(running.address, peer="table 1", security=theirs, timeout_seconds=LIMIT) as client,
     ):
         assert client.request("echo", {"a": 1}).fields == {"a": 1}
 
@@ -159,10 +159,10 @@ def test_strangers_are_refused_and_logged_once(server: Server, case: str, caplog
     def lines() -> list[str]:
         return [record.getMessage() for record in caplog.records if "refused a connection" in record.getMessage()]
 
-    until(lambda: server.counters.refused >= 2 and lines(), 10, NOWHERE)  # one without an address is told of later
+    until(lambda: server.counters.refused >= 2 and lines(), NOWHERE)  # one without an address is told of later
     assert len(lines()) == 1
     assert logged in lines()[0]
-    with Client(server.address, peer="table 1", security=KEYS, timeout_seconds=20) as client:
+    with Client(server.address, peer="table 1", security=KEYS, timeout_seconds=LIMIT) as client:
         assert client.request("echo", {"a": 1}).fields == {"a": 1}
     assert server.counters.requests == 1
 
@@ -171,7 +171,7 @@ def test_a_server_without_keys_is_refused_by_a_client_with_keys() -> None:
     handlers = {"echo": lambda message, caller: message}
     with (
         Server(handlers, name="table 1", address="tcp://127.0.0.1:0") as running,
-        Client(running.address, peer="table 1", security=KEYS, timeout_seconds=5) as client,
+        Client(running.address, peer="table 1", security=KEYS, timeout_seconds=LIMIT) as client,
         pytest.raises(RefusedError, match="this process has keys and it has none"),
     ):
         client.request("echo")
@@ -181,11 +181,11 @@ def test_what_is_no_zmq_is_sent_away(server: Server) -> None:
     host, _, port = server.address.removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(port))) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
-        stranger.settimeout(10)
+        stranger.settimeout(LIMIT)
         with contextlib.suppress(ConnectionResetError):
             while stranger.recv(1000):
                 pass
-    with Client(server.address, peer="table 1", security=KEYS, timeout_seconds=20) as client:
+    with Client(server.address, peer="table 1", security=KEYS, timeout_seconds=LIMIT) as client:
         assert client.request("echo", {"a": 1}).fields == {"a": 1}
 
 
@@ -199,9 +199,9 @@ def test_a_frame_beyond_the_limit_ends_the_connection_and_not_the_server(server:
         monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         dealer.connect(small.address)
         dealer.send(bytes(200_001))
-        assert monitor.poll(10_000)
+        assert monitor.poll(int(1000 * LIMIT))
         dealer.disable_monitor()
         monitor.close()
         dealer.close()
-        with Client(small.address, peer="table 2", timeout_seconds=20) as client:
+        with Client(small.address, peer="table 2", timeout_seconds=LIMIT) as client:
             assert client.request("echo", {"a": 1}).fields == {"a": 1}

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import until
+from helpers import LIMIT, until
 
 from gtrain.wire import Client, IpcFolder, Limits, Message, RefusedError, Security, Server
 from gtrain.wire.stream import MARK, EndedError, ForeignError, Stream
@@ -104,11 +104,14 @@ def test_large_messages_pass_both_ways_at_once(folder: IpcFolder) -> None:
     """Far beyond what the kernel buffers; the server computes meanwhile, and nobody waits for an answer at first."""
     handlers = {"double": lambda message, caller: Message({}, [2 * message.tensors[0]])}
     address = folder.address("large")
-    with Server(handlers, name="table", address=address), Client(address, peer="table", timeout_seconds=60) as client:
+    with (
+        Server(handlers, name="table", address=address),
+        Client(address, peer="table", timeout_seconds=LIMIT) as client,
+    ):
         rows = [torch.full((4_000_000,), float(number)) for number in range(6)]
         futures = [client.submit("double", {}, [row], attended=number % 2 == 0) for number, row in enumerate(rows)]
         for number, future in enumerate(futures):
-            answer = client.result(future) if number % 2 == 0 else future.result(60)
+            answer = client.result(future) if number % 2 == 0 else future.result(LIMIT)
             assert torch.equal(answer.tensors[0], 2 * rows[number])
 
 
@@ -124,7 +127,7 @@ def test_a_request_that_nobody_comes_for_leaves_all_the_same(folder: IpcFolder) 
     with Server({"take": take}, name="table", address=address), Client(address, peer="table") as client:
         client.request("take")
         future = client.submit("take", {}, [torch.zeros(8_000_000)], attended=True)
-        assert arrived.wait(30)
+        assert arrived.wait(LIMIT)
         client.result(future)
 
 
@@ -133,7 +136,7 @@ def test_keys_on_one_side_only_are_told_apart(folder: IpcFolder, server_has_keys
     security, address = Security.create(), folder.address(f"keys{server_has_keys}")
     server = Server({}, name="table", address=address, security=security if server_has_keys else None)
     keys = None if server_has_keys else security
-    client = Client(address, peer="table", security=keys, timeout_seconds=20)
+    client = Client(address, peer="table", security=keys, timeout_seconds=LIMIT)
     with server, client, pytest.raises(RefusedError, match="keys"):
         client.request("x")
 
@@ -147,7 +150,7 @@ def test_a_foreign_peer_is_counted_and_told_of_once(folder: IpcFolder, caplog: p
                 peer.connect(address.removeprefix("ipc://"))
                 peer.sendall(b"hello, is it me?")
                 assert peer.recv(1) == b""
-        until(lambda: server.counters.refused == 3, 10, NOWHERE)
+        until(lambda: server.counters.refused == 3, NOWHERE)
         assert client.request("echo", {"a": 1}).fields == {"a": 1}
     assert [record.message for record in caplog.records] == [
         "table 1 refused a connection from a process of this machine: it does not speak this protocol"
