@@ -189,21 +189,32 @@ def composed(*overrides: str) -> DictConfig:
     return compose("config", overrides=["paths.run=here", *overrides])
 
 
-def test_what_an_experiment_sets_for_another_strategy_is_left_out() -> None:
-    given = ["experiment=fb15k237", "strategy=ps", "data.path=there"]
-    cfg = composed(*given)
-    line = config.fit_strategy(cfg, ["strategy", "data.path"], experiment="fb15k237")
-    assert line.count("\n") == 0 and line.endswith(": strategy.matmul=bfloat16 (experiment=fb15k237)")
+@pytest.fixture
+def own_experiment(tmp_path: Path) -> str:
+    """Settings that find an experiment of the user's own, ``experiment=own``, for ``pbg``."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "own.yaml").write_text(
+        "# @package _global_\n"
+        "defaults:\n  - override /data: kg\n  - override /model: kg\n  - override /strategy: pbg\n"
+        "strategy:\n  matmul: bfloat16\ntrainer:\n  devices: 2\n"
+    )
+    return f"hydra.searchpath=[file://{tmp_path}]"
+
+
+def test_what_an_experiment_sets_for_another_strategy_is_left_out(own_experiment: str) -> None:
+    cfg = composed(own_experiment, "experiment=own", "strategy=ps", "data.path=there")
+    line = config.fit_strategy(cfg, ["strategy", "data.path"], experiment="own")
+    assert line.count("\n") == 0 and line.endswith(": strategy.matmul=bfloat16 (experiment=own)")
     config.validate(cfg)
     assert "matmul" not in cfg.strategy and cfg.trainer.devices == 2  # two workers, which ps has as well
-    cfg = composed("experiment=fb15k237", "strategy=single", "data.path=there")
-    assert "trainer.devices=2" in config.fit_strategy(cfg, experiment="fb15k237") and cfg.trainer.devices == 1
+    cfg = composed(own_experiment, "experiment=own", "strategy=single", "data.path=there")
+    assert "trainer.devices=2" in config.fit_strategy(cfg, experiment="own") and cfg.trainer.devices == 1
 
 
-def test_what_was_typed_beside_an_experiment_is_a_mistake_as_ever() -> None:
-    cfg = composed("experiment=fb15k237", "strategy=ps", "data.path=there", "strategy.matmul=float32")
+def test_what_was_typed_beside_an_experiment_is_a_mistake_as_ever(own_experiment: str) -> None:
+    cfg = composed(own_experiment, "experiment=own", "strategy=ps", "data.path=there", "strategy.matmul=float32")
     with pytest.raises(ConfigError, match=r"strategy.matmul=float32 was set; strategy has no key matmul here"):
-        config.fit_strategy(cfg, ["strategy.matmul"], experiment="fb15k237")
+        config.fit_strategy(cfg, ["strategy.matmul"], experiment="own")
 
 
 @pytest.mark.parametrize(
