@@ -54,7 +54,7 @@ def make(node: dict[str, Any], key: str, *args: Any) -> Any:
     """``instantiate`` a part of the configuration; mistakes in it come out as ours.
 
     Args:
-        node: has ``_target_``; functions in it are handed over as they are, for a configuration cannot hold them.
+        node: has ``_target_``; functions in it are passed as they are, because a configuration cannot hold them.
         key: its place in the configuration, for messages.
         args: positional arguments of the target.
 

@@ -73,7 +73,7 @@ def main() -> None:
 
 def _skip_last_collection() -> None:
     """Keep the interpreter from searching all that was imported for garbage as it ends, which takes a second."""
-    if "triton" in sys.modules:  # nanobind, which it is built with, would report everything of its own as leaked
+    if "triton" in sys.modules:  # triton is built with nanobind, which would report all its objects as leaked
         gc.unfreeze()  # what the agent froze
     else:
         gc.freeze()

@@ -69,7 +69,7 @@ def classification_metrics(num_classes: int, multilabel: bool, names: tuple[str,
 
 
 class _BinaryAuc(BinaryAUROC):
-    """Torchmetrics' own is 0 where there are no positives or no negatives."""
+    """Unlike torchmetrics' AUROC, NaN and not 0 without positives or without negatives."""
 
     def compute(self) -> Tensor:  # type: ignore[override]
         positive = dim_zero_cat(self.target) == 1
@@ -94,7 +94,7 @@ class _MultilabelAuc(MultilabelAUROC):
 
 
 def _defined_mean(metric: Metric, each: Callable[[], Tensor], positives: Tensor, total: int) -> Tensor:
-    """The mean of an AUC for each class, over those that have positives and negatives; NaN where there are none.
+    """The mean of an AUC for each class, over the classes that have positives and negatives; NaN without such a class.
 
     Shapes:
         positives ``[C]``: how many of ``total`` rows are of each class.

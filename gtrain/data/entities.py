@@ -143,10 +143,10 @@ class EntitiesData(PyGData):
 
 
 def _labels(fields: list[str]) -> list[str | None]:
-    """Return the labels of a table in one spelling; None where there is none.
+    """Return the labels of a table in one spelling; None for rows without a label.
 
     Where every label is a number, ``1``, ``1.0`` and ``+1`` are one label, and ``nan`` is none, as in a column that
-    pandas reads. Empty fields are no labels in any table.
+    pandas reads. An empty field is not a label.
     """
     numbers: list[float] = []
     for field in fields:

@@ -161,7 +161,7 @@ class PlantedKGData(GraphDataModule):
 
     @property
     def outline(self) -> dict[str, Any] | None:  # type: ignore[override]
-        """Triples without features; what is said of types and relations by name needs the names."""
+        """Triples without features; settings that name types or relations need the names."""
         return None if self.schema.says_more else TRIPLES_OUTLINE
 
     def identity(self) -> dict[str, Any]:

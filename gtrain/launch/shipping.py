@@ -196,8 +196,10 @@ def _not_sent(
     """Say which argument or variable it was that could not be pickled."""
     named: dict[str, Any] = {f"its argument {index}": value for index, value in enumerate(args)}
     if inspect.isfunction(task):
-        found = inspect.getclosurevars(task)
-        named |= {f"the variable {name}": value for name, value in (*found.nonlocals.items(), *found.globals.items())}
+        variables = inspect.getclosurevars(task)
+        named |= {
+            f"the variable {name}": value for name, value in (*variables.nonlocals.items(), *variables.globals.items())
+        }
     culprits = []
     for name, value in named.items():
         try:
@@ -208,7 +210,7 @@ def _not_sent(
     return GtrainError(
         f"run_local({what}) cannot copy {' and '.join(culprits) or 'the function'} to the ranks: "
         f"{type(error).__name__}: {error}",
-        hint=f"make such objects inside the function; the ranks are no forks of this process, because {reason}.",
+        hint=f"create such objects inside the function; the ranks are not forks of this process, because {reason}.",
     )
 
 

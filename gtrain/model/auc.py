@@ -9,7 +9,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 
 class Auc(Metric):
-    """How often a true edge scores higher than a false one, ties counted as a half; NaN where there are none.
+    """How often a true edge scores higher than a false one, ties counted as a half; NaN without edges of both kinds.
 
     Torchmetrics' own turns scores into probabilities batch by batch, and only where a batch has scores beyond 0 .. 1,
     so that scores of different batches or ranks are not compared alike.

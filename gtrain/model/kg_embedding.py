@@ -341,7 +341,7 @@ class KGEmbedding(EdgeModel):
         self._log_scores(split, self._ranks(batch, edges), true, false)
 
     def _drawn(self, edges: Edges, seeds: Tensor) -> Tensor:
-        """Other tails for the edges, each of its own's type, [B]; they follow from the edges' places in the split."""
+        """False tails, one per edge, of the true tail's type, [B]; they depend on the edges' positions in the split."""
         drawn = torch.empty_like(edges.tail)
         for number, place, _ in self._grouped(edges):
             spec = self._groups[number].ends[1]

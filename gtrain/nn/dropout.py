@@ -61,7 +61,7 @@ class Mask(NamedTuple):
 
     @staticmethod
     def next(p: float, space: str = "edge") -> Mask:
-        """The mask of the next call of dropout, for a strategy that applies it itself; draws none where ``p`` is 0."""
+        """The mask of the next call of dropout, for a strategy that applies it itself. ``p`` = 0 draws nothing."""
         if p <= 0:
             return NO_DROPOUT
         dropout = active()
@@ -214,7 +214,7 @@ class Rows:
         return self.make_ids()
 
     def fit(self, count: int) -> bool:
-        """Whether a tensor of so many rows may have these."""
+        """Whether a tensor with ``count`` rows may have these."""
         return count == self.count or count in self.prefixes
 
 
@@ -272,7 +272,7 @@ def rows_of(batch: Any, node_ids: Mapping[str, Tensor] | None = None) -> StepRow
         if typed:
             step.types.update((t.data_ptr(), node_type) for t in nodes.values() if _in_memory(t))
     seeds = getattr(batch, "seeds", None)
-    seed_type = "node" if not typed else target  # an edge type in a link task, whose seeds are no nodes
+    seed_type = "node" if not typed else target  # in a link task the target is an edge type: its seeds are edges
     scored = [place for place in (batch, *batch.stores) if "edge_label_id" in place]
     if not scored and isinstance(seeds, Tensor) and isinstance(seed_type, str) and seed_type in step.node_ids:
         chosen = step.node_ids[seed_type]
@@ -334,7 +334,7 @@ class Position:
     origin: Position | None = None
 
     def copy(self) -> Position:
-        """The same place with counts of its own."""
+        """A copy with separate counts."""
         return replace(self, counts=dict(self.counts))
 
 
@@ -530,7 +530,7 @@ class ExactDropout:
         return fitting[0] if fitting else None
 
     def _edges(self, count: int) -> Rows | None:
-        """The edges that the running convolution works on, if there are so many."""
+        """The edges that the running convolution works on, if their number is the tensor's."""
         position = self._position
         if position.edges is not None:
             return position.edges if position.edges.count == count else None

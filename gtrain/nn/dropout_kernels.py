@@ -40,7 +40,7 @@ def drop(x: Any, out: Any, ids: Any, stream: Any, threshold: Any, scale: Any) ->
     words = (columns + 1) // 2
     bits, nothing = np.empty(2 * words, np.uint32), scale - scale
     for i in range(ids.size):
-        # two loops, for the compiler turns the second one into vector instructions without branches
+        # two loops: the compiler vectorises the second one, which has no branches
         fill_words(bits, ids[i], words, stream)
         for c in range(columns):
             out[i, c] = x[i, c] * (scale if bits[c] >= threshold else nothing)

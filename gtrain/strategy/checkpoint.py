@@ -215,11 +215,11 @@ def numbering_of(module: Module, store: Store) -> dict[str, Any] | None:
     if not layers and not kinds:
         return None
     manifest = store.manifest
-    found: dict[str, Any] = {}
+    names: dict[str, Any] = {}
     for kind in sorted(kinds & set(manifest.names)):
         sums = "".join(f"{manifest.checksums[names_file(kind, name)]:08x}" for name in ("bytes", "offsets"))
-        found[f"names of {kind}"] = f"{manifest.names[kind]} (checksum {sums})"
-    return {"names": found, "data": store.facts.get("numbering")}
+        names[f"names of {kind}"] = f"{manifest.names[kind]} (checksum {sums})"
+    return {"names": names, "data": store.facts.get("numbering")}
 
 
 def find(path: Path) -> Path:

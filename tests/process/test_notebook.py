@@ -91,7 +91,7 @@ def collect(client: Any, request: str, seconds: float = 200) -> dict[str, str]:
 def test_the_notebook_of_the_docs_runs_after_a_threaded_product(tmp_path: Path) -> None:
     """Its cells are those of the README's example, and several ranks end where one process does.
 
-    With ipywidgets a progress bar of a forked kernel broke off nbclient: ranks are no kernels.
+    With ipywidgets a progress bar of a forked kernel broke off nbclient: ranks are not kernels.
     """
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]

@@ -97,7 +97,7 @@ KG = (
 def test_chunks_and_their_negatives_are_those_of_one_process(
     sweep: Runner, tmp_path: Path, workers: int, servers: int, reciprocal: str
 ) -> None:
-    """Batches are no multiple of a chunk, and an epoch's last one is shorter; a resumed run continues like that."""
+    """Batches are not a multiple of a chunk, and an epoch's last one is shorter; a resumed run continues like that."""
     arguments = (*KG, f"model.reciprocal={reciprocal}", "logger=none", "trainer.limit_test_batches=0")
     (single,) = sweep("strategy=single", *arguments, "trainer.max_epochs=4", name="single")
     served = ("strategy=ps", f"trainer.num_nodes={workers}", f"strategy.servers={servers}", *arguments)

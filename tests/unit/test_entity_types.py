@@ -216,7 +216,7 @@ def test_a_group_is_a_model_of_its_own(reciprocal: bool) -> None:
 
 @pytest.mark.parametrize("reciprocal", [True, False])
 def test_ranks_share_the_chunks_of_all_groups(reciprocal: bool) -> None:
-    """Groups with negatives of their own, a type with features; ranks that get edges of some groups and of none."""
+    """Groups with separate negatives, a type with features; ranks that get edges of some groups and of none."""
     pointer = torch.arange(0, 19, 2)
     bags = Csr(torch.arange(18) % 5, None, pointer)
     model = typed_model(
