@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.graph import locality
+from gtrain.graph import locality, metis
 from gtrain.graph.global_ids import GlobalIds
 from gtrain.graph.locality import group_nodes
 from gtrain.graph.partition import group_hetero
 from gtrain.graph.writer import write_store
+
+needs_metis = pytest.mark.skipif(not metis.available(), reason="pymetis is not installed; ARM has no wheel of it")
 
 
 def cliques(count: int, size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,6 +33,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locality, "GROUP_NODES", 20)
 
 
+@needs_metis
 def test_cliques_become_groups(small_groups: None) -> None:
     edges, clique = cliques(6, 20)
     parts = (clique >= 3).long().numpy()
@@ -52,6 +55,7 @@ def test_a_part_without_inner_edges(small_groups: None) -> None:
     assert groups is not None and not groups.any()
 
 
+@needs_metis
 def test_types_are_grouped_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locality, "GROUP_NODES", 40)
     data = HeteroData()
@@ -66,6 +70,7 @@ def test_types_are_grouped_together(monkeypatch: pytest.MonkeyPatch) -> None:
         assert set(groups["a"][mine]) == set(groups["b"][mine]) and len(set(groups["a"][mine])) == 1
 
 
+@needs_metis
 def test_a_store_of_groups_keeps_its_graph(small_groups: None, tmp_path: Path) -> None:
     edges, clique = cliques(6, 20)
     data = Data(edge_index=edges, x=torch.arange(120.0).unsqueeze(1), num_nodes=120)
