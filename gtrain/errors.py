@@ -29,6 +29,20 @@ class DataError(GtrainError):
     """The input graph, its features or its labels cannot be used."""
 
 
+def negative_weight(weight: str, demand: str) -> DataError:
+    """Return the error that refuses a negative edge weight.
+
+    Args:
+        weight: where it is and what it is, such as ``edges.txt, line 7: the weight is -2``.
+        demand: why it has to be 0 or more; see :func:`gtrain.model.inputs.weight_demand`.
+    """
+    return DataError(
+        f"{weight}, and {demand}.",
+        hint="correct the weight, leave the column out (of data=edges: data.columns=[0,1]), or choose a model that "
+        "takes signed weights; docs/models.md#edge-data lists them.",
+    )
+
+
 class StoreError(DataError):
     """A partitioned store on disk is damaged or of another format."""
 

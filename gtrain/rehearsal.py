@@ -77,6 +77,15 @@ def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str])
             raise checkpoints.refuse_training(checkpoint, writer, strategy.strategy_name)
 
 
+def sketch_model(config: dict[str, Any], data: GraphDataModule) -> pl.LightningModule | None:
+    """The model of a job, with tables without rows and perhaps of other sizes; None where making it takes the graph."""
+    try:
+        model: pl.LightningModule | None = _Sketch(config, data).model
+    except GtrainError:  # a rank raises it, unless the graph itself is refused first
+        return None
+    return model
+
+
 def _find_checkpoint(job: Any) -> Path | None:
     """The checkpoint that the job reads, if it is one of ours."""
     path = job._checkpoint()

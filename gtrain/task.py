@@ -7,6 +7,7 @@ import os
 import time
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from gtrain.kernel_cache import find_cache
 from gtrain.launch import slot as slots
 from gtrain.launch.environment import find_environment, ranks_on_this_machine
 from gtrain.model.classification import default_score
-from gtrain.model.inputs import EDGE_DATA, check_weights, unread_edge_data
+from gtrain.model.inputs import weight_demand
 from gtrain.model.kinds import kind
 from gtrain.nn import tables
 from gtrain.strategy.base import GraphStrategy
@@ -85,6 +86,16 @@ def _data_module(config: dict[str, Any], ranks: int) -> GraphDataModule:
     return module
 
 
+def _weight_demand(config: dict[str, Any], model: str, data: GraphDataModule) -> str | None:
+    """Why the model of a job takes no negative edge weights, while the graph is read; None: it does, or the model needs
+    the graph to be made. Called in the process that makes the store: a rank makes a user's model once."""
+    from gtrain.rehearsal import sketch_model
+
+    with torch.random.fork_rng(devices=[]):
+        module = sketch_model(config, data)
+    return None if module is None else weight_demand(module, model)
+
+
 @dataclass
 class _Task:
     """One job in one rank."""
@@ -98,11 +109,13 @@ class _Task:
             check_output(self._output, config["format"])
         pl.seed_everything(config["seed"], verbose=False)
         strategy, checkpoint = self._strategy(), self._checkpoint()
+        strategy.model_name = f"model={self.choices['model']}"
         memory = PeakMemory()  # the strategy's imports are among those that count
         if slots.restarts() or strategy.outlives_job:
             checkpoint = strategy.restart_checkpoint(run_dir) or checkpoint
         servers = _server_meter(strategy)
         data = _data_module(config, strategy.world_size)
+        data.weight_demand = partial(_weight_demand, config, strategy.model_name)
         prepare(data)
         memory.start()  # now: it is a thread, and a process with threads is not forked
         store = data.open_store()
@@ -112,7 +125,6 @@ class _Task:
         if (reason := traits.refusal(strategy.serves)) is not None:
             others = backends.serving(traits, {"data.task": data.task})
             raise backends.not_served(strategy.strategy_name, f"model={self.choices['model']}", traits, reason, others)
-        self._check_edge_data(strategy, model, data)
         recorder = RunRecorder(strategy.counters)
         trainer = self._trainer(strategy, recorder, model, data)
         if config["verb"] == "train" and strategy.is_global_zero and not slots.restarts():
@@ -168,20 +180,6 @@ class _Task:
         if path is None and self.config["verb"] in ("test", "predict", "export"):
             path = "best"
         return None if path is None else runs.resolve(path, self._runs, self.config)
-
-    def _check_edge_data(self, strategy: GraphStrategy, model: pl.LightningModule, data: GraphDataModule) -> None:
-        """Refuse weights that the model cannot train with, and say which edge data nothing reads."""
-        name, store = self.choices["model"], data.open_store()
-        check_weights(model, store.facts, name)
-        there = {tensor for kind in store.edge_types for tensor in store.edge_tensors(kind)}
-        for unread in unread_edge_data(model, there, data.edge_data_read) if strategy.is_global_zero else []:
-            log.warning(
-                "model=%s does not read %s, so training is the same without it. What reads it: %s "
-                "(docs/models.md#edge-data).",
-                name,
-                unread,
-                EDGE_DATA[unread],
-            )
 
     def _trainer(
         self, strategy: GraphStrategy, recorder: RunRecorder, model: pl.LightningModule, data: GraphDataModule

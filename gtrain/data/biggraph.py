@@ -265,7 +265,8 @@ class BigGraphData(GivenPartsData):
                     hint="set data.relations as in PyTorch-BigGraph's configuration: [{name: N, lhs: TYPE, rhs: TYPE}]",
                 )
             only = next(iter(counts))
-            return EdgeReader(counts, [Relation("edge", only, only)], dynamic, self._books, self._firsts(counts))
+            relations, number = [Relation("edge", only, only)], dynamic
+            return EdgeReader(counts, relations, number, self._books, self._firsts(counts), self.check_negative)
         for relation in self.relations:
             for entity in (relation.lhs, relation.rhs):
                 if entity not in counts:
@@ -281,7 +282,7 @@ class BigGraphData(GivenPartsData):
                 hint="give one entry, with the entity types of all relations",
             )
         number = len(self.relations) if dynamic is None else dynamic
-        return EdgeReader(counts, self.relations, number, self._books, self._firsts(counts))
+        return EdgeReader(counts, self.relations, number, self._books, self._firsts(counts), self.check_negative)
 
     def _read_names(self, place: Path, counts: dict[str, Ints], num_relations: int) -> None:
         found = {entity: files.read_entity_names(place, entity, sizes) for entity, sizes in counts.items()}

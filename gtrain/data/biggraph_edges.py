@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +85,7 @@ class EdgeReader:
         num_relations: int | None,
         books: dict[str, BagBook] | None = None,
         firsts: dict[str, int] | None = None,
+        check_negative: Callable[[str], None] | None = None,
     ) -> None:
         self.relations = relations
         self._books = books or {}
@@ -93,6 +94,7 @@ class EdgeReader:
             side: np.array([(firsts or {}).get(name, 0) for name in names]) for side, names in self._types.items()
         }
         self.num_relations = num_relations
+        self._check_negative = check_negative
         self.negative_weight: str | None = None  # file, edge and value of the first
         self.sides = {
             "lhs": [counts[relation.lhs] for relation in relations],
@@ -135,6 +137,8 @@ class EdgeReader:
         if edges.weight is not None and self.negative_weight is None and (edges.weight < 0).any():
             row = int((edges.weight < 0).argmax())
             self.negative_weight = f"{bucket.path}, edge {begin + row} (from 0): the weight is {edges.weight[row]:g}"
+            if self._check_negative is not None:
+                self._check_negative(self.negative_weight)
         limit = np.iinfo(np.int64).max if self.num_relations is None else self.num_relations
         self._check(bucket, "rel", edges.relation, np.array(limit), "relations", begin)
         kind = edges.relation if len(self.relations) > 1 else np.zeros_like(edges.relation)

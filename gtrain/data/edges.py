@@ -209,13 +209,13 @@ class EdgesData(GraphDataModule):
                     f"data.num_nodes={self.num_nodes}, and the ids are names: the nodes are those that the edges name",
                     hint="leave data.num_nodes, or set data.ids=int",
                 )
-            edges = read_edge_list(paths, options, self.store, edge_sets=sets)
+            edges = read_edge_list(paths, options, self.store, None, sets, self.check_negative)
             x, y = self._node_files.read_named(edges.names)
             num_nodes = edges.num_nodes
         else:
             nodes = self._node_files.read(self.num_nodes)
             limit = Limit(nodes.num_nodes, self._counted_by(nodes.labels))
-            edges = read_edge_list(paths, options, self.store, limit, sets)
+            edges = read_edge_list(paths, options, self.store, limit, sets, self.check_negative)
             num_nodes = nodes.num_nodes or max(edges.num_nodes, nodes.largest_id + 1)
             x, y = nodes.x, nodes.y(num_nodes)
         names = {"node": edges.names, "relation": edges.relations}

@@ -20,7 +20,7 @@ from gtrain.data.sampling import Sampling
 from gtrain.data.schema import DataSchema, kept_together
 from gtrain.data.split import SplitOptions
 from gtrain.data.validate_edges import weight_facts
-from gtrain.errors import ConfigError, DataError
+from gtrain.errors import ConfigError, DataError, negative_weight
 from gtrain.graph import metis
 from gtrain.graph.locality import GROUP_NODES
 from gtrain.graph.lock import ensure_store
@@ -128,6 +128,10 @@ class GraphDataModule(pl.LightningDataModule):
     """Facts that decide a model's form, where the source knows them before it reads the graph; any numbers will do."""
     edge_buckets: bool = False
     """Whether the store holds the edges once more by pairs of parts, for strategies that train in buckets."""
+    weight_demand: str | Callable[[GraphDataModule], str | None] | None = None
+    """Why edge weights have to be 0 or more, as :func:`~gtrain.model.inputs.weight_demand` says it: a negative weight
+    is refused as it is read. None: weights may be negative. A function is called with this DataModule at the first
+    negative weight. Strategies set it for the model that they train."""
     make_apart: Callable[[Callable[[], Store]], dict[str, int]] | None = None
     """Calls a function in a process of its own and returns the peaks of its memory: ranks have the store made there.
     None: the store is made in the process that asks for it."""
@@ -274,6 +278,20 @@ class GraphDataModule(pl.LightningDataModule):
         if type(self).fetch is GraphDataModule.fetch:  # else files may still have to be downloaded
             self.identity()  # has the stamp of each file
 
+    def check_negative(self, weight: str) -> None:
+        """Refuse a negative edge weight where :attr:`weight_demand` says so.
+
+        Args:
+            weight: where it is and what it is, such as ``edges.txt, line 7: the weight is -2``.
+
+        Raises:
+            DataError: with both.
+        """
+        if callable(self.weight_demand):
+            self.weight_demand = self.weight_demand(self)
+        if self.weight_demand is not None:
+            raise negative_weight(weight, self.weight_demand)
+
     def prepare_data(self) -> None:
         """Make the store where there is none; safe to call from any number of processes at once.
 
@@ -316,9 +334,15 @@ class GraphDataModule(pl.LightningDataModule):
 
     @property
     def edge_data_read(self) -> set[str]:
-        """Edge tensors that the split and the sampling read, whatever the model does."""
-        timed = self.split.kind == "time" or self.sampling.temporal_strategy is not None
-        return {*(["edge_time"] if timed else []), *filter(None, [self.sampling.weight_attr])}
+        """Edge tensors, and ``time`` of nodes, that the split and the sampling read, whatever the model does."""
+        used = {self.sampling.weight_attr}
+        seed_time = "edge_time" if self.task == "link" else "time"
+        if self.split.kind == "time":
+            used.add(seed_time)
+        if self.sampling.temporal_strategy is not None:
+            attr = self.sampling.time_attr
+            used |= {seed_time, attr} if attr is not None else {"time", "edge_time"}
+        return {name for name in used if name is not None}
 
     @property
     def work(self) -> tuple[int, str]:
@@ -427,8 +451,10 @@ class GraphDataModule(pl.LightningDataModule):
         graph = self.read()
         options = (self._no_label, self.num_classes, self.normalize_features, self.origin)
         facts = prepare_graph(graph, Preparation(self.task, self.target, self.split, *options))
-        log.info("partitioning %s into %d (%s)", describe(graph), num_parts, method)
         facts |= weight_facts(graph, self.origin) | self.extra_facts()
+        if "negative_weight" in facts:
+            self.check_negative(facts["negative_weight"])
+        log.info("partitioning %s into %d (%s)", describe(graph), num_parts, method)
         if numbering := self.numbering():
             facts["numbering"] = numbering
         assignment = self.assignment()

@@ -12,8 +12,9 @@ from urllib.parse import quote
 
 from gtrain.errors import StoreError
 
-FORMAT = 2
-"""Version of the on-disk layout; it takes part in a store's name, so a new layout never meets an old store."""
+FORMAT = 3
+"""Version of the on-disk layout and of the facts. It takes part in a store's name: where a store of an earlier version
+lies, a new one is made beside it."""
 
 REBUILD = "delete the store's folder ({path}) and run again: it is built anew from the source data"
 """What to do about a store that is damaged or of another format."""

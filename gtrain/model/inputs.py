@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -12,8 +12,11 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
-from gtrain.errors import ConfigError, DataError
+from gtrain.errors import ConfigError, DataError, negative_weight
 from gtrain.model.trim import BY_TYPE, PER_HOP, targets_alone, trimming, without_unread
+
+if TYPE_CHECKING:
+    from gtrain.graph.store import Store
 
 _KNOWN = ("x", "edge_index", "edge_weight", "edge_attr", "edge_type")
 _BY_TYPE = {f"{name}_dict": name for name in _KNOWN}
@@ -106,6 +109,8 @@ EDGE_DATA = {
     "edge_time": "data.split=time and data.temporal_strategy",
 }
 """What edges may have, and what reads it, for messages; docs/models.md has the table."""
+_DATA = {**EDGE_DATA, "time": "data.split=time and data.temporal_strategy"}
+"""The same, and what nodes may have."""
 
 
 def edge_data_read(module: nn.Module) -> frozenset[str] | None:
@@ -130,36 +135,43 @@ def _network_reads(network: nn.Module) -> frozenset[str]:
     return frozenset(name for name, read in reads.items() if read)
 
 
-def check_weights(module: nn.Module, facts: dict[str, Any], model: str) -> None:
+def weight_demand(module: nn.Module, name: str) -> str | None:
+    """Return why edge weights have to be 0 or more, for a message that names a negative one; None: they need not.
+
+    Args:
+        module: the model.
+        name: what the message calls it.
+    """
+    if "edge_weight" not in (edge_data_read(module) or ()):
+        return None
+    normalising = next((type(layer).__name__ for layer in module.modules() if _normalises(layer)), None)
+    if getattr(module, "weighs_loss", False):
+        reason = "an edge's weight is the factor of its loss"
+    elif normalising is not None:
+        reason = f"{normalising} divides by the square roots of sums of weights"
+    else:
+        return None
+    return f"{name} takes weights of 0 or more: {reason}"
+
+
+def check_weights(module: nn.Module, facts: dict[str, Any], name: str) -> None:
     """Refuse edge weights that a model cannot train with: negative ones, or zeros alone where they weigh the loss.
 
     Args:
         module: the model.
         facts: of the store; see :func:`~gtrain.data.validate_edges.weight_facts`.
-        model: its name, for messages.
+        name: what messages call the model.
 
     Raises:
         DataError: names the first such weight, by file and line where the source knows them.
     """
-    read = edge_data_read(module) or frozenset()
-    negative, ends = facts.get("negative_weight"), facts.get("edge_weights")
-    of_loss = getattr(module, "weighs_loss", False)
-    normalising = [type(layer).__name__ for layer in module.modules() if _normalises(layer)]
-    if "edge_weight" in read and negative is not None and (of_loss or normalising):
-        reason = (
-            "an edge's weight is the factor of its loss"
-            if of_loss
-            else f"{normalising[0]} divides by the square roots of sums of weights"
-        )
+    negative, demand = facts.get("negative_weight"), weight_demand(module, name)
+    if negative is not None and demand is not None:
+        raise negative_weight(negative, demand)
+    if getattr(module, "weighs_loss", False) and facts.get("edge_weights") == [0, 0]:
         raise DataError(
-            f"{negative}, and model={model} takes weights of 0 or more: {reason}.",
-            hint="correct the weight, leave the column out (of data=edges: data.columns=[0,1]), or choose a model that "
-            "takes signed weights; docs/models.md#edge-data lists them.",
-        )
-    if of_loss and ends is not None and ends[1] == 0 and ends[0] == 0:
-        raise DataError(
-            f"all edge weights are 0, and with model={model} an edge's weight is the factor of its loss: nothing would "
-            "be learned.",
+            f"all edge weights are 0, and with {name} an edge's weight is the factor of its loss: nothing would be "
+            "learned.",
             hint="correct the weights, or leave the column out (of data=edges: data.columns=[0,1]).",
         )
 
@@ -170,18 +182,26 @@ def _normalises(layer: nn.Module) -> bool:
     return isinstance(layer, MessagePassing) and "gcn_norm" in home and bool(getattr(layer, "normalize", True))
 
 
-def unread_edge_data(module: nn.Module, there: set[str], used: set[str]) -> list[str]:
-    """Return which edge data of a graph nobody reads, in the order of :data:`EDGE_DATA`.
+def tell_unread(module: nn.Module, store: Store, used: set[str], name: str) -> list[str]:
+    """Return a sentence about each tensor of the edges, and the times of nodes, that nothing reads.
 
     Args:
         module: the model; of a module that is not gtrain's nothing is known.
-        there: names of the graph's edge tensors.
-        used: those that the split or the sampling reads.
+        store: the graph.
+        used: names of the tensors that the split or the sampling reads.
+        name: what the sentences call the model.
     """
     read = edge_data_read(module)
     if read is None:
         return []
-    return [name for name in EDGE_DATA if name in there and name not in read | used]
+    there = {tensor for kind in store.edge_types for tensor in store.edge_tensors(kind)}
+    there |= {tensor for kind in store.node_types for tensor in store.node_tensors(kind) if tensor == "time"}
+    return [
+        f"{name} does not read {'the time of nodes' if tensor == 'time' else tensor}, so training is the same without "
+        f"it. What reads it: {readers} (docs/models.md#edge-data)."
+        for tensor, readers in _DATA.items()
+        if tensor in there and tensor not in read | used
+    ]
 
 
 def _collect(batch: Data | HeteroData, names: list[str]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ group of ranks, gradients, metrics, checkpoints and refusals are here.
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,6 +35,7 @@ from gtrain.errors import ConfigError
 from gtrain.graph.store import Store
 from gtrain.launch import slot as slots
 from gtrain.launch.environment import agent_environment, find_environment
+from gtrain.model.inputs import check_weights, tell_unread, weight_demand
 from gtrain.nn import RemoteHome, tables
 from gtrain.nn.dropout import ExactDropout, StepRows, rows_of
 from gtrain.strategy import checkpoint as checkpoints
@@ -46,6 +48,8 @@ from gtrain.strategy.group import Group
 from gtrain.strategy.preparation import prepare
 from gtrain.strategy.servers import Servers
 from gtrain.strategy.statistics import average_statistics
+
+log = logging.getLogger("gtrain")
 
 _OWN = ("loops", "epoch", "global_step", "optimizer_states", "lr_schedulers")  # a rank's, where steps are its own
 _DTYPES = {"64-true": torch.float64, "32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -70,6 +74,8 @@ class GraphStrategy(GroupCollectives):
     reforms: ClassVar[bool] = False
     """Whether :attr:`group` can be formed anew after a rank died and was started again; see :meth:`Group.reform`."""
 
+    model_name: str | None = None
+    """What messages call the model; None: by its class."""
     loaded_epoch: int | None = None
     """The epoch of the checkpoint that was loaded last; None without."""
 
@@ -89,6 +95,7 @@ class GraphStrategy(GroupCollectives):
         self._shards: dict[Path, Any] = {}
         self._trainer: pl.Trainer | None = None
         self._servers: Servers | None = None
+        self._told: set[str] = set()
 
     # ------------------------------------------------------------------------ what a backend says
 
@@ -188,6 +195,8 @@ class GraphStrategy(GroupCollectives):
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
         data = getattr(trainer, "datamodule", None)
         if isinstance(data, GraphDataModule):
+            assert self.lightning_module is not None
+            data.weight_demand = weight_demand(self.lightning_module, self._name_of(self.lightning_module))
             prepare(data)
 
     def make_group(self) -> Group:
@@ -223,6 +232,7 @@ class GraphStrategy(GroupCollectives):
         assert self.lightning_module is not None
         self.check_start(trainer, self.lightning_module, getattr(trainer, "datamodule", None))
         self.check_module(self.lightning_module)
+        self._check_edge_data(self.lightning_module, getattr(trainer, "datamodule", None))
         super().setup(trainer)
         for tensor in (*self.lightning_module.parameters(), *self.lightning_module.buffers()):
             self.group.broadcast(tensor.data)
@@ -232,6 +242,21 @@ class GraphStrategy(GroupCollectives):
             self._install_dropout(self.lightning_module)
             if self.global_rank > 0:
                 torch.manual_seed(torch.initial_seed() + self.global_rank)  # ranks draw different random numbers
+
+    def _check_edge_data(self, module: pl.LightningModule, data: pl.LightningDataModule | None) -> None:
+        """Refuse edge weights that the model cannot train with, and say once what of the graph nothing reads."""
+        if not isinstance(data, GraphDataModule):
+            return
+        name, store = self._name_of(module), data.open_store()
+        check_weights(module, store.facts, name)
+        for sentence in tell_unread(module, store, data.edge_data_read, name) if self.is_global_zero else []:
+            if sentence not in self._told:
+                log.warning("%s", sentence)
+                self._told.add(sentence)
+
+    def _name_of(self, module: Module) -> str:
+        network = getattr(module, "network", None)
+        return self.model_name or type(network if isinstance(network, Module) else module).__name__
 
     watches_edges: ClassVar[bool] = True
     """Whether convolutions run as they are; else the backend says itself which edges it makes messages of."""

@@ -267,6 +267,9 @@ def test_the_first_negative_weight_is_known_by_its_file(tmp_path: Path) -> None:
     source.read()
     where = f"{folder / 'edges_0_0.h5'}, edge 1 (from 0)"
     assert source.extra_facts()["negative_weight"] == f"{where}: the weight is -0.5"
+    source.weight_demand = "kg takes none"
+    with pytest.raises(DataError, match=r"edges_0_0.h5, edge 1 \(from 0\): the weight is -0.5, and kg takes none"):
+        source.read()
 
 
 def test_nan_weight(tmp_path: Path) -> None:

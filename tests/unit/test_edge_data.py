@@ -6,16 +6,17 @@ import re
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from omegaconf import OmegaConf
 from test_graph_models import Given, batches, opened
 from torch_geometric.data import Data, HeteroData
 
-from gtrain import build, config
+from gtrain import SingleStrategy, build, config
 from gtrain.data.edges import EdgesData
 from gtrain.errors import DataError
-from gtrain.model.inputs import EDGE_DATA, check_weights, edge_data_read, unread_edge_data
+from gtrain.model.inputs import EDGE_DATA, check_weights, edge_data_read, tell_unread, weight_demand
 
 ROOT = Path(__file__).parents[2]
 NODES, EDGES, COLUMNS = 24, 120, 3
@@ -113,16 +114,16 @@ def test_negative_weights_are_refused_where_the_table_says_so(model: str, tmp_pa
     made, _ = trained(model, None, tmp_path, {})
     facts = {"negative_weight": "edges.txt, line 7: the weight is -2", "edge_weights": [-2.0, 1.0]}
     if TABLE[model][4] != "refused":
-        check_weights(made, facts, model)
+        check_weights(made, facts, f"model={model}")
         return
     with pytest.raises(DataError, match=rf"edges\.txt, line 7: the weight is -2, and model={model} takes weights of 0"):
-        check_weights(made, facts, model)
-    check_weights(made, {"edge_weights": [0.0, 1.0]}, model)
+        check_weights(made, facts, f"model={model}")
+    check_weights(made, {"edge_weights": [0.0, 1.0]}, f"model={model}")
     if model == "gcn":
-        check_weights(made, {"edge_weights": [0.0, 0.0]}, model)  # each node still has itself
+        check_weights(made, {"edge_weights": [0.0, 0.0]}, f"model={model}")  # each node still has itself
         return
     with pytest.raises(DataError, match="all edge weights are 0"):
-        check_weights(made, {"edge_weights": [0.0, 0.0]}, model)
+        check_weights(made, {"edge_weights": [0.0, 0.0]}, f"model={model}")
 
 
 def test_signed_weights_of_a_convolution_that_sums(tmp_path: Path) -> None:
@@ -130,16 +131,61 @@ def test_signed_weights_of_a_convolution_that_sums(tmp_path: Path) -> None:
     facts = {"negative_weight": "edges.txt, line 7: the weight is -2"}
     for layer in made.network.convs:
         layer.normalize = False
-    check_weights(made, facts, "gcn")
+    check_weights(made, facts, "GCN")
+    assert weight_demand(made, "GCN") is None
 
 
 def test_what_nothing_reads_is_listed(tmp_path: Path) -> None:
     made, _ = trained("sage", None, tmp_path, {})
-    assert unread_edge_data(made, {"edge_id", *EDGE_DATA}, set()) == list(EDGE_DATA)
-    assert unread_edge_data(made, {"edge_weight", "edge_time"}, {"edge_time"}) == ["edge_weight"]
-    assert unread_edge_data(torch.nn.Linear(1, 1), set(EDGE_DATA), set()) == []  # a module of the user's own
-    timed = Given(graph("sage", None), tmp_path, temporal_strategy="last", split="time", task="link")
-    assert timed.edge_data_read == {"edge_time"}
+    given = graph("sage", None)
+    given.time = torch.arange(NODES)
+    store = opened(Given(given, tmp_path / "timed")).open_store()
+    assert [sentence.partition(", so")[0] for sentence in tell_unread(made, store, set(), "SAGE")] == [
+        *(f"SAGE does not read {name}" for name in EDGE_DATA),
+        "SAGE does not read the time of nodes",
+    ]
+    (only,) = tell_unread(made, store, {"edge_attr", "edge_type", "edge_time", "time"}, "SAGE")
+    assert only.startswith("SAGE does not read edge_weight, so")
+    assert tell_unread(torch.nn.Linear(1, 1), store, set(), "Linear") == []  # a module of the user's own
+
+
+@pytest.mark.parametrize(
+    ("options", "read"),
+    [
+        ({}, set()),
+        ({"split": "time"}, {"time"}),
+        ({"split": "time", "task": "link"}, {"edge_time"}),
+        ({"temporal_strategy": "last"}, {"time", "edge_time"}),
+        ({"temporal_strategy": "last", "time_attr": "time"}, {"time"}),
+        ({"temporal_strategy": "last", "time_attr": "time", "task": "link"}, {"time", "edge_time"}),
+        ({"weight_attr": "edge_weight"}, {"edge_weight"}),
+    ],
+)
+def test_what_the_split_and_the_sampling_read(options: dict[str, Any], read: set[str], tmp_path: Path) -> None:
+    assert Given(graph("sage", None), tmp_path, **options).edge_data_read == read
+
+
+def test_a_trainer_of_python_checks_edge_data_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fit(model: str, given: Data) -> None:
+        data = Given(given, tmp_path / "fit")
+        made, _ = trained(model, None, tmp_path / model, {})
+        strategy = SingleStrategy()
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = pl.Trainer(strategy=strategy, accelerator="cpu", max_epochs=1, limit_val_batches=0, **quiet)
+        trainer.fit(made, datamodule=data)
+        trainer.test(made, datamodule=data, verbose=False)
+
+    given = graph("gcn", None)
+    given.edge_weight[5] = -3.0
+    with pytest.raises(DataError, match=r"the weight of edge 5 .* is -3, and GCN takes weights of 0 or more: GCNConv"):
+        fit("gcn", given)
+    assert not list(tmp_path.glob("fit/*")), "no store is made"
+    caplog.clear()
+    fit("sage", given)
+    told = [text for text in caplog.messages if "does not read" in text]
+    assert [text.partition(", so")[0] for text in told] == [f"GraphSAGE does not read {name}" for name in EDGE_DATA]
+    with pytest.raises(DataError, match="GCN takes weights of 0 or more"):
+        fit("gcn", given)  # from the store
 
 
 @pytest.mark.parametrize("suffix", ["txt", "parquet"])
@@ -160,6 +206,10 @@ def test_the_first_negative_weight_is_known_by_its_line(suffix: str, tmp_path: P
         where = "line 4" if suffix == "txt" else r"row 2 \(from 0\)"
         assert re.search(rf"edges\.{suffix}, {where}: the weight is -1\.5", module.facts["negative_weight"])
         assert module.facts["edge_weights"] == [-2.0, 1.0]
+        module = EdgesData(path=str(path), undirected=undirected, store=str(tmp_path / "none"), task="link")
+        module.weight_demand = lambda _: "GCN takes none"
+        with pytest.raises(DataError, match=rf"edges\.{suffix}, {where}: the weight is -1\.5, and GCN takes none\."):
+            module.read()
 
 
 def test_a_source_without_lines_names_the_edge(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,8 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from omegaconf import open_dict
 
-from gtrain import backends, cli, config, rehearsal
-from gtrain.errors import GtrainError
+from gtrain import backends, cli, config, rehearsal, task
+from gtrain.errors import DataError, GtrainError
 
 STRATEGIES = ("pbg", "ps", "pyg", "sar", "single")
 ROWS = "model.sparse_optimizer={_target_:gtrain.nn.RowwiseAdagrad,lr:0.1}"  # which strategy=ps wants of a table
@@ -72,6 +73,27 @@ def refusal(*overrides: str, verb: str = "train") -> GtrainError | None:
     finally:
         assert not Path("data").exists(), "a store was made"
     return None
+
+
+@pytest.mark.parametrize(("model", "refused"), [("gcn", True), ("sage", False), ("link_sage", True)])
+def test_negative_weights_are_refused_as_they_are_read(
+    model: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise RuntimeError("the graph was read")
+
+    monkeypatch.setattr("gtrain.data.module.prepare_graph", stop)
+    Path("edges.txt").write_text("0 1 1\n1 2 -2\n")
+    Path("labels.txt").write_text("0\n1\n0\n")
+    overrides = ["paths.run=here", "verb=train", "data=edges", "data.path=edges.txt", "data.features=degree"]
+    cfg = compose("config", overrides=[*overrides, "data.labels=labels.txt", f"model={model}"])
+    settings = config.plain(cfg)
+    data = task._data_module(settings, 1)
+    data.weight_demand = partial(task._weight_demand, settings, f"model={model}")
+    weight = rf"edges\.txt, line 2: the weight is -2, and model={model} takes weights of 0 or more"
+    error = (DataError, weight) if refused else (RuntimeError, "the graph was read")
+    with pytest.raises(error[0], match=error[1]):
+        data.prepare_data()
 
 
 def named(error: GtrainError) -> list[str]:

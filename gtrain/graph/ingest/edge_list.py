@@ -81,6 +81,7 @@ def read_edge_list(
     folder: Path,
     limit: Limit | None = None,
     edge_sets: Sequence[int] | None = None,
+    check_negative: Callable[[str], None] | None = None,
 ) -> EdgeList:
     """Read the edges of some files, in their order.
 
@@ -93,12 +94,13 @@ def read_edge_list(
         folder: for temporary files.
         limit: how many nodes there are, for integer ids.
         edge_sets: for each file the set that its edges are of; None: there are no sets.
+        check_negative: called with file, line and value of the first negative weight, which it may refuse.
 
     Raises:
         DataError: names the file and the line that is malformed.
     """
     files = _Files(paths, options)
-    sink = _Sink(folder, limit or Limit())
+    sink = _Sink(folder, limit or Limit(), check_negative)
     progress = Progress(paths[0].name if len(paths) == 1 else f"{len(paths)} files", files.total)
     for rows, read, file in ahead(files.rows()):
         sink.add(rows, None if edge_sets is None else edge_sets[file])
@@ -180,9 +182,10 @@ class _Files:
 class _Sink:
     """Numbers the nodes and relations of rows, and puts the edges away."""
 
-    def __init__(self, folder: Path, limit: Limit) -> None:
+    def __init__(self, folder: Path, limit: Limit, check_negative: Callable[[str], None] | None) -> None:
         self._folder = folder
         self._limit = limit
+        self._check_negative = check_negative
         self._columns: dict[str, Column] = {name: Column(folder, np.int32) for name in ("source", "target")}
         self._nodes = Dictionary()
         self._relations = Dictionary()
@@ -211,6 +214,8 @@ class _Sink:
             negative = first_true(rows.weight < 0) if self._negative_weight is None else None
             if negative is not None:
                 self._negative_weight = f"{rows.place(negative)}: the weight is {rows.weight[negative]:g}"
+                if self._check_negative is not None:
+                    self._check_negative(self._negative_weight)
         if rows.time is not None:
             self._append("edge_time", np.int64, rows.time)
         if edge_set is not None:
