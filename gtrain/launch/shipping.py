@@ -197,9 +197,8 @@ def _not_sent(
     named: dict[str, Any] = {f"its argument {index}": value for index, value in enumerate(args)}
     if inspect.isfunction(task):
         variables = inspect.getclosurevars(task)
-        named |= {
-            f"the variable {name}": value for name, value in (*variables.nonlocals.items(), *variables.globals.items())
-        }
+        for scope in (variables.nonlocals, variables.globals):
+            named |= {f"the variable {name}": value for name, value in scope.items()}
     culprits = []
     for name, value in named.items():
         try:
