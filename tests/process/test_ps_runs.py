@@ -70,7 +70,7 @@ def test_sampled_neighbours_of_learned_rows_train_as_the_whole_graph(tmp_path: P
     assert some != pytest.approx(expected, rel=1e-3) and some[-1] < some[0]
     other = ("data.num_neighbors=[3,2]", "data.disjoint=true", "hydra.run.dir=refused")
     refused = gtrain(PS, *data, *model, *wide, *PLAIN, *other, cwd=tmp_path)
-    assert "data.disjoint=True was set; strategy=ps draws neighbours by" in refused.stderr
+    assert "data.disjoint=true was set; strategy=ps draws neighbours by" in refused.stderr
 
 
 def test_node_types_with_learned_rows_train_as_on_one_process(tmp_path: Path) -> None:

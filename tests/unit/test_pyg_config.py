@@ -27,12 +27,12 @@ SHARED = {field.name for field in dataclasses.fields(StrategyConfig)}
 def test_schema_yaml_and_constructor_agree() -> None:
     backend = get("pyg")
     assert backend.load_config() is PygConfig
-    keys = set(OWN) - {"timeout_seconds"}
+    keys = set(OWN) - SHARED
     written = yaml.safe_load(YAML.read_text())["strategy"]
-    assert written == {key: OWN[key] for key in keys}
+    assert written == {key: OWN[key] for key in keys | {"name"}}
     parameters = inspect.signature(backend.load_strategy().__init__).parameters
     taken = {p.name: p.default for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"}
-    assert taken == {key: OWN[key] for key in keys - SHARED}
+    assert taken == {key: OWN[key] for key in keys}
 
 
 def test_the_documentation_has_the_keys_and_defaults() -> None:
