@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import lightning.pytorch as pl
 import numpy as np
@@ -25,6 +26,8 @@ from gtrain.graph.store import Store
 from gtrain.strategy.base import GraphStrategy
 
 FORMATS = ("npy", *formats.WRITERS)
+_COPIED_BYTES = 16 << 20
+"""Rows that are copied at a time."""
 
 
 class PredictionWriter(pl.Callback):
@@ -32,8 +35,8 @@ class PredictionWriter(pl.Callback):
 
     A graph with entity types becomes a folder, with a file for each of them.
 
-    Every rank writes its own rows into a shared memory-mapped file, so no rank ever holds all of them; the file gets
-    its name when it is complete.
+    A rank appends the rows of each batch to a temporary file without a name, and in the end copies them into a
+    memory-mapped file that all ranks share: it holds the rows of one batch. The file gets its name when it is complete.
 
     Args:
         path: the file to write; see :func:`check_output`.
@@ -53,7 +56,8 @@ class PredictionWriter(pl.Callback):
     def __init__(self, path: Path, fmt: str, store: Store, strategy: GraphStrategy, embeddings: bool) -> None:
         self.path, self._format, self._store, self._embeddings = path, fmt, store, embeddings
         self._strategy = strategy  # its group of ranks is formed later
-        self._rows: list[Tensor] = []
+        self._rows: BinaryIO | None = None  # float32, batch after batch
+        self._width = 0
         self._ids: list[Tensor] = []
         self._seen: list[Tensor] = []
         self._hook: RemovableHandle | None = None
@@ -83,25 +87,43 @@ class PredictionWriter(pl.Callback):
                 f"{type(pl_module).__name__}.predict_step returned {found} for {len(batch.seeds)} seeds.",
                 hint="return one row for each of batch.seeds.",
             )
-        self._rows.append(outputs.detach().reshape(len(outputs), -1).cpu())
+        self._append(outputs.detach().reshape(len(outputs), -1).float().cpu())
         self._ids.append(_orig_ids(batch)[batch.seeds])
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._hook is not None:
             self._hook.remove()
         self._dimensions = getattr(pl_module, "dimensions", {})
-        rows, ids = torch.cat(self._rows), torch.cat(self._ids)
-        width = int(self._strategy.group.all_reduce(torch.tensor([rows.size(1)]), "max"))
+        ids = torch.cat(self._ids)
+        width = int(self._strategy.group.all_reduce(torch.tensor([self._width]), "max"))
         shape = (self._store.num_nodes_of(target_type(self._store)), width)
         if self._format == "npy" and "source_nodes" in self._store.facts:
             shape, ids = (self._store.facts["source_nodes"], width), self._source_ids(ids)
         with self._shared_file(shape) as values:
-            if len(ids):
-                values[ids.numpy()] = rows.float().numpy()
+            if len(ids) and width:
+                self._copy_rows(ids.numpy(), values)
         classes = not self._embeddings and width == self._store.facts.get("num_classes")
         if self._strategy.is_global_zero:
             self._finish(shape, classes and not self._store.facts.get("multilabel"))
         self._strategy.barrier()
+
+    def _append(self, rows: Tensor) -> None:
+        """Append rows to the temporary file."""
+        if self._rows is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._rows = tempfile.TemporaryFile(dir=self.path.parent)  # noqa: SIM115 - closed once it is copied
+        self._width = rows.size(1)
+        self._rows.write(rows.contiguous().numpy().data)
+
+    def _copy_rows(self, ids: NDArray[np.int64], values: NDArray[np.float32]) -> None:
+        """Copy the temporary file's rows to their places."""
+        assert self._rows is not None
+        self._rows.flush()
+        rows: NDArray[np.float32] = np.memmap(self._rows, np.float32, "r", shape=(len(ids), values.shape[1]))
+        each = max(1, _COPIED_BYTES // rows[:1].nbytes)
+        for begin in range(0, len(ids), each):
+            values[ids[begin : begin + each]] = rows[begin : begin + each]
+        self._rows.close()
 
     def _embedded(self, batch: Data | HeteroData) -> Tensor:
         """What the last layer read; by node type in turn where it is called for each of them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from gtrain_pbg.tables import Partitions
 
 NODES = 1 << 16
 """Nodes of a batch that are written out."""
+EDGES = 1 << 20
+"""Edges of the data that are compared at a time."""
+_ENDS = ("source", "target")
 _OPTIONAL = ("edge_type", "edge_weight")
 
 
@@ -34,7 +37,7 @@ class EvaluationBatches:
         self, loader: SeedLoader, partitions: Partitions, filtered: bool, worker: int, workers: int, one_batch: bool
     ) -> None:
         self._loader, self._store, self._filtered, self._one_batch = loader, loader.store, filtered, one_batch
-        self._orig_id = torch.cat(partitions.orig_id)
+        self._orig_id = partitions.all_orig_ids
         self._edges = {} if loader.split == "predict" else held_out_edges(loader.store, loader.split)
         total = len(self._orig_id) if loader.split == "predict" else len(self._edges.get("source", ()))
         self._mine = torch.arange(total).tensor_split(workers)[worker]
@@ -72,28 +75,55 @@ class EvaluationBatches:
                 batch[name.replace("edge_", "edge_label_")] = self._edges[name][seeds]
         if self._filtered:
             if self._known is None:
-                self._known = known_edges(self._store)
+                self._known = known_edges(self._store, {name: ids[self._mine] for name, ids in self._edges.items()})
             relation = self._edges["edge_type"][seeds] if "edge_type" in self._edges else None
             batch.known_tail_ptr, batch.known_tail = self._known.tails(source, relation)
             batch.known_head_ptr, batch.known_head = self._known.heads(target, relation)
 
 
-def known_edges(store: Store) -> KnownEdges:
-    """All edges of the data, of all splits, by global ids."""
+def known_edges(store: Store, asked: Mapping[str, Tensor]) -> KnownEdges:
+    """All edges of the data, of all splits, that share the source or the target, and the relation, with some edge.
+
+    Edges are compared a few at a time, and only those that match are kept in memory.
+
+    Args:
+        store: with buckets.
+        asked: ``source``, ``target`` (global ids) and, where edges have relations, ``edge_type`` of these edges, int64
+            ``[B]``.
+    """
+    count = int(store.facts.get("num_relations") or 1)
+    typed = "edge_type" in asked
+    relation = asked["edge_type"].long() if typed else 0
+    keys = [(asked[end].long() * count + relation).unique() for end in _ENDS]
+    ends, relations = [asked["source"][:0].long().expand(2, 0)], [asked["source"][:0].long()]
+    for columns in _all_edges(store):
+        relation = columns["edge_type"].long() if typed else 0
+        matches = [_among(columns[end] * count + relation, some) for end, some in zip(_ENDS, keys, strict=True)]
+        kept = (matches[0] | matches[1]).nonzero().flatten()
+        ends.append(torch.stack([columns[end][kept] for end in _ENDS]))
+        if typed:
+            relations.append(columns["edge_type"][kept].long())
+    return KnownEdges(torch.cat(ends, dim=1), torch.cat(relations) if typed else None, count)
+
+
+def _all_edges(store: Store) -> Iterator[dict[str, Tensor]]:
+    """``source``, ``target`` (global ids, int64) and ``edge_type`` of all edges of all splits, some at a time."""
     offsets = store.offsets
-    ends, relations = [], []
     for i in range(store.num_parts):
         for j in range(store.num_parts):
             columns = store.bucket(i, j)
-            pair = columns["source"].long() + offsets[i], columns["target"].long() + offsets[j]
-            ends.append(torch.stack(pair))
-            if "edge_type" in columns:
-                relations.append(columns["edge_type"].long())
+            for begin in range(0, len(columns["source"]), EDGES):
+                some = {name: column[begin : begin + EDGES] for name, column in columns.items()}
+                ends = {"source": some["source"].long() + offsets[i], "target": some["target"].long() + offsets[j]}
+                yield some | ends
     for split in ("val", "test"):
         found = held_out_edges(store, split)
         if found:
-            ends.append(torch.stack([found["source"], found["target"]]))
-            if "edge_type" in found:
-                relations.append(found["edge_type"].long())
-    count = int(store.facts.get("num_relations") or 1)
-    return KnownEdges(torch.cat(ends, dim=1), torch.cat(relations) if relations else None, count)
+            yield found
+
+
+def _among(values: Tensor, some: Tensor) -> Tensor:
+    """Whether each value is one of ``some``, which ascend; bool ``[n]``."""
+    if not len(some):
+        return torch.zeros_like(values, dtype=torch.bool)
+    return some[torch.searchsorted(some, values).clamp(max=len(some) - 1)] == values

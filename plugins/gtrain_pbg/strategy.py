@@ -240,7 +240,7 @@ class PBGStrategy(GraphStrategy):
         """Memory for the tables and for relations, with what optimizers keep of them; the machine's leader makes it."""
         datamodule = getattr(self._trainer, "datamodule", None)
         self._store = store = self.open_shard(datamodule.open_store())  # type: ignore[union-attr]
-        nodes = Partitions(store.offsets, tuple(store.node("orig_id", part).clone() for part in range(store.num_parts)))
+        nodes = Partitions(store.offsets, tuple(store.node("orig_id", part) for part in range(store.num_parts)))
         layers = list(recipe.tables.values())
         dtype, cuts = layers[0].weight.dtype, cuts_of(store, [layer.table for layer in layers])
         widths = [state_width(rules.table.kind, layer.table.dim) if rules else 0 for layer in layers]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -37,6 +38,11 @@ class Partitions:
     def count(self) -> int:
         """P."""
         return len(self.orig_id)
+
+    @cached_property
+    def all_orig_ids(self) -> Tensor:
+        """Ids of the source data by global id, ``[N]``; all batches of evaluation share this tensor."""
+        return torch.cat(self.orig_id)
 
     def size(self, partition: int) -> int:
         """Rows of a partition."""
@@ -253,14 +259,9 @@ class PartitionedTable:
         return files.mapped(self._source(files.ROWS, partition))
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Ids of the source data and rows, partition by partition."""
+        """Ids of the source data and rows, partition by partition; those without a slot are mapped files."""
         for partition, orig_id in enumerate(self.partitions.orig_id):
-            if partition in self.buffer.place:
-                yield orig_id, self._slot(files.ROWS, partition)
-                continue
-            rows = torch.empty(self.partitions.size(partition), self.spec.dim, dtype=self.dtype)
-            files.read(self._source(files.ROWS, partition), rows)
-            yield orig_id, rows
+            yield orig_id, self.read(partition)
 
     def fetch(self, ids: Tensor) -> Tensor:
         """Rows of ids of the source data, wherever they are."""

@@ -61,7 +61,9 @@ def cuts_of(store: Store, specs: Sequence[TableSpec]) -> list[TypeCut]:
         first, ends = kind.first, torch.tensor([kind.first, kind.first + kind.count])
         spans = [torch.searchsorted(orig_id, ends).tolist() for orig_id in parts]
         held = parts[:1] if spec.name in together else parts
-        own = tuple(ids[low:high] - first for ids, (low, high) in zip(held, spans, strict=False))
+        own = tuple(
+            ids[low:high] - first if first else ids[low:high] for ids, (low, high) in zip(held, spans, strict=False)
+        )
         if spec.name in (store.facts.get("features") or {}):
             own = (torch.arange(spec.rows),)
         sizes = torch.tensor([0, *(len(ids) for ids in own)])

@@ -38,6 +38,7 @@ backend = Backend(
     strategy="gtrain_ps.strategy:PsStrategy",
     conf="gtrain_ps.conf",
     serves=SERVES,
+    store="gtrain_ps.config:store_settings",
     table_reader="gtrain_ps.exports:read_table",
     roles={
         "parameter": Role(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +112,18 @@ class PsConfig(StrategyConfig):
     def lag(self) -> int:
         """Steps that a step may miss."""
         return self.staleness if self.consistency == "async" else 0
+
+
+def store_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """One part, unless the data's settings say otherwise: every worker reads the whole store, and maps the files of a
+    graph in one part into memory; it has to join the tensors of several parts in memory.
+
+    Args:
+        config: the composed configuration.
+    """
+    data = config["data"]
+    given = data.get("num_parts") or data.get("keep_parts") or data.get("partitioner") in ("file", "given")
+    return {} if given else {"num_parts": 1}
 
 
 def _check_word(key: str, value: Any, options: dict[str, str]) -> None:

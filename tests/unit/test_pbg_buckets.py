@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,15 @@ import torch
 from helpers import LIMIT
 from torch import Tensor
 
+from gtrain.data.edge_seeds import KnownEdges
 from gtrain.data.edges import EdgesData
 from gtrain.data.planted_kg import PlantedKGData
 from gtrain.errors import ConfigError, DataError
+from gtrain.graph.whole import held_out_edges
 from gtrain.nn import TableSpec
 from gtrain.wire.addresses import ipc_folder
 from gtrain.wire.shared import SharedTensors
-from gtrain_pbg import files
+from gtrain_pbg import evaluation, files
 from gtrain_pbg.config import ORDERS, PBGConfig
 from gtrain_pbg.edges import BucketEdges, EdgeList, batches_of, passes_of
 from gtrain_pbg.order import Bucket, bucket_order
@@ -281,6 +284,34 @@ def test_rows_that_cannot_be_written_are_not_overwritten(tmp_path: Path, monkeyp
         future.result(LIMIT)
     rest = slice(5000 // 16 + 1, None)  # of 16 bytes a row
     assert torch.equal(table.rows(1, 1).value[rest], before[rest])
+
+
+@pytest.mark.parametrize("compared", [7, 1 << 20])
+def test_known_edges_are_those_of_the_evaluated_ends(
+    graph: PlantedKGData, compared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only these are kept in memory, and the answers are those of an index of all edges."""
+    monkeypatch.setattr(evaluation, "EDGES", compared)
+    store, offsets = graph.open_store(), graph.open_store().offsets
+    asked = {name: ids[:5] for name, ids in held_out_edges(store, "test").items()}
+    buckets = [(i, j, store.bucket(i, j)) for i in range(store.num_parts) for j in range(store.num_parts)]
+    ends = [torch.stack([b["source"] + offsets[i], b["target"] + offsets[j]]) for i, j, b in buckets]
+    relations = [bucket["edge_type"].long() for _, _, bucket in buckets]
+    for split in ("val", "test"):
+        held = held_out_edges(store, split)
+        ends.append(torch.stack([held["source"], held["target"]]))
+        relations.append(held["edge_type"].long())
+    every = KnownEdges(torch.cat(ends, 1), torch.cat(relations), int(store.facts["num_relations"]))
+    known = evaluation.known_edges(store, asked)
+    for lookup in ("tails", "heads"):
+        nodes = asked["source" if lookup == "tails" else "target"]
+        (pointers, found), (expected_pointers, expected) = (
+            getattr(index, lookup)(nodes, asked["edge_type"].long()) for index in (known, every)
+        )
+        assert torch.equal(pointers, expected_pointers) and expected.numel() >= 5
+        for begin, end in pairwise(pointers.tolist()):
+            assert torch.equal(found[begin:end].sort().values, expected[begin:end].sort().values)
+    assert known._by_source[0].numel() < every._by_source[0].numel() / 2
 
 
 def _first(table: PartitionedTable) -> tuple[int, int]:
