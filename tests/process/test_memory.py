@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from forked import gtrain, ok, summary
 
+from gtrain.nn.table import INIT_ROWS
+
 MIB = 1 << 20
 NODES, FEATURES, HIDDEN = 16384, 1024, 16
 GRAPH = (
@@ -56,3 +58,23 @@ def test_a_rank_holds_its_part(arguments: tuple[str, ...], more: int, tmp_path: 
         assert (preparation is None) == (name == "found")
         if preparation is not None:
             assert preparation["peak_anonymous_bytes"] - preparation["baseline_anonymous_bytes"] > WHOLE
+
+
+ENTITIES, DIMENSION = 160_000, 256
+
+
+@pytest.mark.slow
+def test_a_worker_of_pbg_holds_its_buffer(tmp_path: Path) -> None:
+    """Two partitions of eight in training and in ranking; the others are files."""
+    table = ENTITIES * DIMENSION * 4
+    result = gtrain(
+        "strategy=pbg", "data=planted_kg", "model=kg", f"data.num_entities={ENTITIES}", "data.num_positions=1000",
+        "data.num_triples=16000", "data.held_out=0.002", "data.batch_size=500", f"model.dimension={DIMENSION}",
+        "strategy.num_partitions=8", "strategy.buffer_partitions=2", "trainer.max_epochs=1", "hydra.run.dir=run",
+        cwd=tmp_path,
+    )  # fmt: skip
+    ok(result)
+    batch = 3 * 500 * DIMENSION * 4 + 32 * 20_000 * 4  # edges, negatives and gradients; scores in ranking
+    initial = 3 * INIT_ROWS * DIMENSION * 4  # as they are drawn, in order, and a partition's
+    (used,) = held(summary(tmp_path / "run")["ranks"])
+    assert used <= 1.3 * (table // 4 + batch + initial + LIBRARIES) < table
