@@ -89,7 +89,7 @@ def _data_module(config: dict[str, Any], ranks: int) -> GraphDataModule:
 def _weight_demand(config: dict[str, Any], model: str, data: GraphDataModule) -> str | None:
     """Why the model of a job takes no negative edge weights, while the graph is read; None: it does, or the model needs
     the graph to be made. Called in the process that makes the store: a rank makes a user's model once."""
-    from gtrain.rehearsal import sketch_model
+    from gtrain.preflight import sketch_model
 
     with torch.random.fork_rng(devices=[]):
         module = sketch_model(config, data)

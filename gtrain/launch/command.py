@@ -32,8 +32,8 @@ from gtrain.launch.shipping import read_result, result_file
 from gtrain.launch.slot import Roster, set_roster
 
 TASK = "gtrain.task:run"
-REHEARSAL = "gtrain.rehearsal"
-_REHEARSAL_SECONDS = 120.0
+PREFLIGHT = "gtrain.preflight"
+_PREFLIGHT_SECONDS = 120.0
 TASK_BY_HAND = "gtrain.strategy.by_hand:run"
 KEY_NAME = "job.key"
 
@@ -65,7 +65,7 @@ def launch(cfg: DictConfig, choices: dict[str, str], given: list[str]) -> Any:
     return _as_rank(cfg, choices, launcher, given)
 
 
-def _rehearse(cfg: DictConfig, choices: dict[str, str], given: list[str]) -> None:
+def _preflight(cfg: DictConfig, choices: dict[str, str], given: list[str]) -> None:
     """Refuse what needs no data, in a short-lived process: it may start threads and use CUDA, unlike the agent.
 
     Raises:
@@ -82,7 +82,7 @@ def _rehearse(cfg: DictConfig, choices: dict[str, str], given: list[str]) -> Non
     content = b""
     try:
         with open(reports, "rb", buffering=0) as pipe:
-            while select.select([pipe], [], [], _REHEARSAL_SECONDS)[0] and (some := pipe.read(1 << 16)):
+            while select.select([pipe], [], [], _PREFLIGHT_SECONDS)[0] and (some := pipe.read(1 << 16)):
                 content += some
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -102,7 +102,7 @@ def _report_refusal(to_report: int, cfg: DictConfig, choices: dict[str, str], gi
         os.dup2(silent, 2)
         sys.modules[PRELOAD].keep_templates_in_memory()
         typed = [override.lstrip("+~").partition("=")[0] for override in given]
-        importlib.import_module(REHEARSAL).check(config.plain(cfg), choices, typed)
+        importlib.import_module(PREFLIGHT).check(config.plain(cfg), choices, typed)
     except GtrainError as error:
         refusal = {"type": type(error).__name__, "message": error.message, "hint": error.hint}
         with open(to_report, "wb", closefd=False) as pipe:
@@ -118,7 +118,7 @@ def _here(cfg: DictConfig, choices: dict[str, str], given: list[str]) -> Any:
     """All machines are simulated on this one."""
     nodes, devices = (1, 1) if cfg.verb == "partition" else (cfg.trainer.num_nodes, cfg.trainer.devices)
     plans = () if cfg.verb == "partition" else backends.get(cfg.strategy.name).plan(cfg)
-    _rehearse(cfg, choices, given)
+    _preflight(cfg, choices, given)
     return run_local(
         TASK,
         cfg,
@@ -147,7 +147,7 @@ def _by_hand(cfg: DictConfig, choices: dict[str, str], given: list[str]) -> Any:
         _check_secure(place_of_meeting, job.key_file)
     settled = copy.deepcopy(cfg)
     config.validate(settled)
-    _rehearse(settled, choices, given)
+    _preflight(settled, choices, given)
     if job.machine == 0:
         with meeting.held(place_of_meeting) as place:
             return _run_at(job, place, cfg, choices)
@@ -183,7 +183,7 @@ def _as_rank(cfg: DictConfig, choices: dict[str, str], launcher: str, given: lis
         sys.modules[PRELOAD].keep_templates_in_memory()
         settled = copy.deepcopy(cfg)
         config.validate(settled)
-        _rehearse(settled, choices, given)
+        _preflight(settled, choices, given)
         from gtrain import task
         from gtrain.launch.environment import find_environment
 

@@ -15,7 +15,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
-from gtrain import backends, build, cli, config, messages, rehearsal
+from gtrain import backends, build, cli, config, messages, preflight
 from gtrain.errors import ConfigError
 
 LAZY = object()
@@ -276,5 +276,5 @@ def test_the_optimizer_of_tables_is_none_unless_it_is_named() -> None:
     cfg = compose("config", overrides=["paths.run=here", "model=sage", "model.optimizer.lr=0.25"])
     assert (cfg.model.sparse_optimizer._target_, cfg.model.sparse_optimizer.lr) == (None, 0.25)
     assert build.optional(config.plain(cfg.model.sparse_optimizer), "model.sparse_optimizer") is None
-    assert "model.sparse_optimizer" not in dict(rehearsal._targets(config.plain(cfg.copy())))
+    assert "model.sparse_optimizer" not in dict(preflight._targets(config.plain(cfg.copy())))
     assert cfg.callbacks.checkpoint.monitor == "auto"

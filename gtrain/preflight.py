@@ -1,9 +1,9 @@
-"""What can be refused before the data are read and before ranks start: a rehearsal of the job on an empty graph.
+"""Preflight checks: refuse a job before its data are read and before ranks start.
 
-The command runs it in a process of its own, forked from the agent and ended again: importing a user's model may start
-threads, which do not survive the fork of the ranks, and asking torch for GPUs may begin to use CUDA. The model is made
-as a rank makes it, with tables without rows, from the facts of the store where there is one, else from what the source
-knows of its graph before it is read (:attr:`gtrain.data.module.GraphDataModule.outline`).
+The command runs them in a short-lived fork of the agent, because importing a user's model may start threads, which do
+not survive the fork of the ranks, and asking torch for GPUs may initialise CUDA. The model is made as a rank makes it,
+with tables without rows, from the facts of the store if it exists, else from what the source knows of its graph before
+it is read (:attr:`gtrain.data.module.GraphDataModule.outline`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from omegaconf import open_dict
 
-from gtrain import backends, cli, config, rehearsal, task
+from gtrain import backends, cli, config, preflight, task
 from gtrain.errors import DataError, GtrainError
 
 STRATEGIES = ("pbg", "ps", "pyg", "sar", "single")
@@ -67,7 +67,7 @@ def refusal(*overrides: str, verb: str = "train") -> GtrainError | None:
     config.fit_strategy(cfg, typed, experiment=experiment)
     config.validate(cfg)
     try:
-        rehearsal.check(config.plain(cfg), choices, typed)
+        preflight.check(config.plain(cfg), choices, typed)
     except GtrainError as error:
         return error
     finally:
