@@ -270,7 +270,7 @@ def rows_of(batch: Any, node_ids: Mapping[str, Tensor] | None = None) -> StepRow
         if len(ids) > count:
             step.rows.append(Rows(node_type, len(ids), partial(_first, ids, len(ids))))
         if typed:
-            step.types.update((t.data_ptr(), node_type) for t in nodes.values() if _in_memory(t))
+            step.types.update((_address(t), node_type) for t in nodes.values() if isinstance(t, Tensor) and t.numel())
     seeds = getattr(batch, "seeds", None)
     seed_type = "node" if not typed else target  # in a link task the target is an edge type: its seeds are edges
     scored = [place for place in (batch, *batch.stores) if "edge_label_id" in place]
@@ -289,8 +289,11 @@ def rows_of(batch: Any, node_ids: Mapping[str, Tensor] | None = None) -> StepRow
     return step
 
 
-def _in_memory(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and value.numel() > 0
+def _address(x: Tensor) -> int:
+    """Where a tensor's numbers are in memory; of a sparse one, where its values are."""
+    if x.layout == torch.strided:
+        return x.data_ptr()
+    return (x._values() if x.layout == torch.sparse_coo else x.values()).data_ptr()
 
 
 def _scored(place: Any) -> list[Rows]:
@@ -629,7 +632,7 @@ def _evidence(x: Tensor, step: StepRows, fitting: Sequence[Rows]) -> Any:
             after = node.next_functions[_FIRST[name]]
             if after[0] is None and name in _SAVED:  # data without a gradient
                 saved = getattr(node, _SAVED[name])
-                return by_space.get(step.types.get(saved.data_ptr() if saved is not None else 0, ""))
+                return by_space.get(step.types.get(_address(saved) if saved is not None else 0, ""))
             waiting.append(after)
         elif name.removesuffix("0").removesuffix("1").removesuffix("Backward") in _ROWWISE:
             waiting += node.next_functions
@@ -654,7 +657,7 @@ def _indexed(node: Any, name: str, count: int, step: StepRows, fitting: Sequence
 
 
 def _type_of(x: Tensor, step: StepRows) -> str | None:
-    node_type = step.types.get(x.data_ptr())
+    node_type = step.types.get(_address(x))
     return node_type if node_type is not None or x.grad_fn is None else _types(x.grad_fn).get(x.output_nr)
 
 

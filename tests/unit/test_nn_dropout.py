@@ -198,7 +198,19 @@ def test_a_weight_is_dropped_by_its_own_rows_though_there_are_as_many_nodes(exac
     assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
 
 
-def test_types_of_equally_many_nodes_are_told_apart(exact: Any) -> None:
+class Projection(nn.Module):
+    """A linear layer that takes sparse features too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.sparse_csr, torch.sparse_coo])
+def test_types_of_equally_many_nodes_are_told_apart(exact: Any, layout: torch.layout) -> None:
     torch.manual_seed(0)
     conv = HeteroConv(
         {
@@ -206,14 +218,16 @@ def test_types_of_equally_many_nodes_are_told_apart(exact: Any) -> None:
             ("b", "to", "a"): GATConv((6, 6), 5, add_self_loops=False, dropout=0.5),
         }
     )
-    linear = nn.ModuleDict({kind: nn.Linear(6, 6) for kind in "ab"})
+    linear = nn.ModuleDict({kind: Projection() for kind in "ab"})
     plain, results = {kind: graph() for kind in "ab"}, []
     for turned in (False, True):
         batch = HeteroData()
         for kind in ("b", "a") if turned else ("a", "b"):
             order = SHUFFLED if turned and kind == "a" else torch.arange(N)
             batch[kind].rows = torch.eye(N).to_sparse_csr()
-            batch[kind].x, batch[kind].orig_id, batch[kind].num_nodes = plain[kind].x[order], order, N
+            x = plain[kind].x[order]
+            batch[kind].x = x if layout == torch.strided else x.to_sparse(layout=layout)
+            batch[kind].orig_id, batch[kind].num_nodes = order, N
         for source, target in ("ab", "ba"):
             ends = [batch[kind].orig_id.argsort()[plain["a"].edge_index[i]] for i, kind in enumerate((source, target))]
             batch[source, "to", target].edge_index = torch.stack(ends)
