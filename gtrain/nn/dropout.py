@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn.conv import MessagePassing
 
+from gtrain.graph.mixing import key
+
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORD = 1 << 64
 _CHUNK = 1 << 20  # elements whose masks plain torch code holds at once
@@ -35,17 +37,6 @@ _log = logging.getLogger(__name__)
 
 
 # ------------------------------------------------------------------------------------------------------------- masks
-
-
-def mix(*words: int) -> int:
-    """A 64-bit hash of whole numbers, in their order."""
-    x = 0
-    for word in words:
-        x = (x + word + _GOLDEN) % _WORD
-        x = (x ^ (x >> 30)) * _MIX_1 % _WORD
-        x = (x ^ (x >> 27)) * _MIX_2 % _WORD
-        x ^= x >> 31
-    return x
 
 
 class Mask(NamedTuple):
@@ -395,7 +386,7 @@ class ExactDropout:
             batch: number of the batch in the epoch.
             rows: of the batch.
         """
-        self._key, self._step, self._running = mix(self.seed, epoch, batch), rows, True
+        self._key, self._step, self._running = key(self.seed, epoch, batch), rows, True
         self._position = self._root = Position()
         self._stack = []
         self._tokens.clear()
@@ -477,7 +468,7 @@ class ExactDropout:
         else:  # counts from where it was entered
             number = position.counts.get(space, 0)
             position.counts[space] = number + 1
-        return mix(self._key, position.key, number, *space.encode()) >> 2
+        return key(self._key, position.key, number, *space.encode()) >> 2
 
     def _number(self, what: str | int, token: int) -> int:
         """Which call of this it is in the step; a token that was drawn before is an earlier call made again."""
@@ -498,7 +489,7 @@ class ExactDropout:
         ids = None if edge_index is None else self._step.ids_of(edge_index)
         token = int(torch.empty((), dtype=torch.int64).random_())
         self._position = Position(
-            mix(layer, self._number(layer, token), self._position.key), {}, edge_index, ids or self._position.ids
+            key(layer, self._number(layer, token), self._position.key), {}, edge_index, ids or self._position.ids
         )
 
     def _leave(self, *_: Any) -> None:

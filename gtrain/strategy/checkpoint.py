@@ -463,11 +463,15 @@ def _check_shapes(path: Path, saved: Mapping[str, list[int]], wanted: Mapping[st
         if saved.get(name) != wanted.get(name)
     ]
     if differences:
-        more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise CheckpointError(
-            f"ckpt_path={path} holds another model than {_model_name(module)}: {'; '.join(differences[:3])}{more}.",
+            f"ckpt_path={path} holds another model than {_model_name(module)}: {_first_few(differences)}.",
             hint="choose the model and data settings that the checkpoint was trained with.",
         )
+
+
+def _first_few(differences: list[str]) -> str:
+    more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
+    return "; ".join(differences[:3]) + more
 
 
 def _check_numbering(path: Path, saved: Mapping[str, Any] | None, numbering: Mapping[str, Any]) -> None:
@@ -487,9 +491,8 @@ def _check_numbering(path: Path, saved: Mapping[str, Any] | None, numbering: Map
         if there.get(name) != here.get(name)
     ]
     if differences:
-        more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise CheckpointError(
-            f"ckpt_path={path} was trained on other data: {'; '.join(differences[:3])}{more}. Its learned rows would "
+            f"ckpt_path={path} was trained on other data: {_first_few(differences)}. Its learned rows would "
             "be taken for other nodes or features.",
             hint="choose the data settings that the checkpoint was trained with, or train on this data.",
         )

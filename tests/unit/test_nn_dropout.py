@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import APPNP, GATConv, HeteroConv, SAGEConv, TransformerConv
 
-from gtrain.nn.dropout import ExactDropout, Mask, StepRows, _plain_edge_ids, edge_ids, mix, rows_of
+from gtrain.graph.mixing import key
+from gtrain.nn.dropout import ExactDropout, Mask, StepRows, _plain_edge_ids, edge_ids, rows_of
 
 N = 60
 
@@ -58,7 +59,7 @@ def test_torch_is_left_as_it_was(exact: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(7,), (5, 1), (9, 4), (3, 2, 5)])
 def test_compiled_masks_are_those_of_plain_code(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, ids, mask = torch.randn(shape, dtype=dtype), torch.randperm(1000)[: shape[0]], Mask(0.3, mix(5))
+    x, ids, mask = torch.randn(shape, dtype=dtype), torch.randperm(1000)[: shape[0]], Mask(0.3, key(5))
     kept = mask.kept(ids, x[0].numel()).view(shape)
     torch.testing.assert_close(mask.drop(x, ids), x * kept / 0.7)
     torch.testing.assert_close(mask.drop(x.half(), ids), (x.half() * (kept / 0.7).half()))
@@ -68,7 +69,7 @@ def test_compiled_masks_are_those_of_plain_code(shape: tuple[int, ...], dtype: t
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_the_share_that_is_kept_and_independence_of_columns_rows_and_streams(p: float) -> None:
-    masks = [Mask(p, mix(seed)).kept(torch.arange(20_000), 5).double() for seed in (1, 2)]
+    masks = [Mask(p, key(seed)).kept(torch.arange(20_000), 5).double() for seed in (1, 2)]
     values = torch.cat([masks[0], masks[1], masks[0].roll(1, 0)], 1) - (1 - p)
     assert values.mean(0).abs().max() < 5 * (p * (1 - p) / 20_000) ** 0.5
     correlation = values.T @ values / (20_000 * p * (1 - p))
@@ -246,4 +247,4 @@ def test_ids_of_edges_are_the_same_in_plain_code() -> None:
 
 
 def test_streams_are_those_of_splitmix64() -> None:
-    assert mix(0) == 0xE220A8397B1DCDAF  # the first number of the stream that begins at 0
+    assert key(0) == 0xE220A8397B1DCDAF  # the first number of the stream that begins at 0
