@@ -14,7 +14,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from gtrain.nn.dropout import NO_DROPOUT, Mask, mix
+from gtrain.graph.mixing import key
+from gtrain.nn.dropout import NO_DROPOUT, Mask
 from gtrain_sar import kernels
 from gtrain_sar.edges import Compressed, compress
 from gtrain_sar.kernels import plain, threads
@@ -263,7 +264,7 @@ def test_exponentials_of_float32_are_exact_to_rounding() -> None:
 
 @pytest.mark.parametrize(("p", "seed"), [(0.1, 0), (0.5, 2**63 + 5), (0.9, 3)])
 def test_dropout_keeps_its_share(p: float, seed: int) -> None:
-    mask = Mask(p, mix(seed)).kept(torch.arange(50_000), 4).double()
+    mask = Mask(p, key(seed)).kept(torch.arange(50_000), 4).double()
     assert abs(mask.mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / mask.numel())
     per_head = (mask - mask.mean(0)).T @ (mask - mask.mean(0)) / len(mask) / (p * (1 - p))
     assert per_head.fill_diagonal_(0).abs().max() < 5 / math.sqrt(len(mask))
