@@ -12,6 +12,9 @@ from gtrain.model.edge_scores import EdgeScores
 from gtrain.model.ranking import CHUNK, known_of
 from gtrain.nn import Csr, select_rows
 
+_TRANSFORMED = 1 << 20
+"""Numbers of candidates that are transformed for a relation at a time: never a copy of a block."""
+
 Blocks = Callable[[], Iterator[tuple[Tensor, Tensor]]]
 """Begins to go through all entities of a type once: their ids ``[n]`` and embeddings ``[n, D]``, some at a time, in any
 order."""
@@ -155,8 +158,12 @@ class _Side:
         """Scores of some queries and all nodes of a block, ``[b, n]``."""
         if not self._static:
             return self._scores.all_pairs(self._asked[some], rows)
-        found, counts = self._queries.relation[some].unique_consecutive(return_counts=True)
-        asked = self._asked[some].split(counts.tolist())
-        candidates = (self._scores.tail_candidates(rows.unsqueeze(0), one).squeeze(0) for one in found.split(1))
-        pieces = [self._scores.all_pairs(*pair) for pair in zip(asked, candidates, strict=True)]
-        return torch.cat(pieces) if pieces else rows.new_empty(0, len(rows))
+        relations, counts = self._queries.relation[some].unique_consecutive(return_counts=True)
+        scores = self._asked.new_empty(len(some), len(rows))
+        each, end = max(1, _TRANSFORMED // max(1, rows.size(1))), 0
+        for relation, count in zip(relations.split(1), counts.tolist(), strict=True):
+            begin, end = end, end + count
+            for low in range(0, len(rows), each):
+                candidates = self._scores.tail_candidates(rows[None, low : low + each], relation).squeeze(0)
+                scores[begin:end, low : low + each] = self._scores.all_pairs(self._asked[some[begin:end]], candidates)
+        return scores
