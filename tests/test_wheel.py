@@ -36,6 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@pytest.mark.slow
 def test_it_holds_every_module_and_yaml_and_nothing_else(wheel: Path) -> None:
     """Compared with the folders, not with the list in pyproject.toml, from which a new package may be missing."""
     homes = {"gtrain": REPO / "gtrain", "gtrain/conf": REPO / "conf"}
@@ -50,6 +51,7 @@ def test_it_holds_every_module_and_yaml_and_nothing_else(wheel: Path) -> None:
     assert found == expected
 
 
+@pytest.mark.slow
 def test_it_runs_where_it_is_installed(wheel: Path, tmp_path: Path) -> None:
     """With the dependencies of the environment that runs the test, which a path file makes visible."""
     venv.create(tmp_path / "venv", with_pip=False)

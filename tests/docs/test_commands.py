@@ -66,6 +66,7 @@ def with_commands() -> list[Path]:
     return [page for page in PAGES if any(b.language == "bash" and b.not_run is None for b in blocks(page))]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # a page runs a dozen commands; each has a limit of its own
 @pytest.mark.parametrize("page", with_commands(), ids=name)
 def test_commands_run(page: Path, tmp_path: Path) -> None:
@@ -94,6 +95,7 @@ def test_every_block_has_a_language() -> None:
     assert {block.language for page in PAGES for block in blocks(page)} <= known
 
 
+@pytest.mark.slow
 def test_the_python_example_runs(tmp_path: Path) -> None:
     (example,) = [block for block in blocks(REPO / "README.md") if block.language == "python"]
     (tmp_path / "example.py").write_text(example.text)

@@ -58,6 +58,7 @@ def worst(expected: Path, found: Path) -> float:
     return max(abs(a - b) / a for a, b in pairs)
 
 
+@pytest.mark.slow
 def test_the_commands_train_what_one_process_trains(tmp_path: Path) -> None:
     models = "model=dgl_gat,dgl_gatv2,dgl_sage"
     arguments = [models, "model.hidden_channels=16", *SMALL, *SETTINGS, "trainer.precision=64-true"]
@@ -98,6 +99,7 @@ dgl.distributed.partition_graph(graph, "small", 2, "parts", part_method="random"
 """
 
 
+@pytest.mark.slow
 def test_what_partition_graph_writes_is_trained_on(tmp_path: Path) -> None:
     """With as many ranks as parts, with one, and with another number."""
     (tmp_path / "write.py").write_text(WRITE)

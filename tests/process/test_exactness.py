@@ -40,7 +40,9 @@ def worst(expected: dict[str, Any], found: dict[str, Any], name: str = "train/lo
     return max(abs(a[name] - b[name]) / abs(a[name]) for a, b in pairs)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", ["gcn", "gat", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sage mean", "sage max", "gin"))]
+)
 def test_every_mode_and_number_of_ranks_on_a_planted_graph(sweep: Runner, model: str) -> None:
     arguments = [*SMALL, *MODELS[model], *EXACT]
     (single,) = sweep("strategy=single", *arguments, name="single")
@@ -78,7 +80,7 @@ def test_photo_in_single_precision(
         assert worst(single, run) < tolerance
 
 
-@pytest.mark.parametrize("model", ["gcn", "gat"])
+@pytest.mark.parametrize("model", ["gcn", pytest.param("gat", marks=pytest.mark.slow)])
 def test_with_dropout_mode_1_is_mode_2(sweep: Runner, model: str) -> None:
     arguments = [*SMALL, *MODELS[model], "trainer.precision=64-true", "trainer.num_nodes=3", "model.dropout=0.5"]
     first, second, again = sweep("mode=1,2", *arguments, name="both") + sweep("mode=1", *arguments, name="again")

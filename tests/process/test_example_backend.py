@@ -66,7 +66,7 @@ def slow(*overrides: str) -> Any:
     [
         ("strategy=replicated", "trainer.num_nodes=2"),
         slow("strategy=replicated", "trainer.num_nodes=3", "strategy.share=contiguous"),
-        ("strategy=sar_auto", "trainer.num_nodes=2", "strategy.halo_limit=0"),
+        slow("strategy=sar_auto", "trainer.num_nodes=2", "strategy.halo_limit=0"),
         slow("strategy=sar_auto", "trainer.num_nodes=3", "strategy.halo_limit=100"),
     ],
     ids=" ".join,

@@ -30,6 +30,7 @@ def temporary(tmp_path: Path) -> dict[str, str]:
     return {"TMPDIR": str(tmp_path / "tmp")}
 
 
+@pytest.mark.slow
 def test_a_command_of_its_own_leaves_nothing(tmp_path: Path, temporary: dict[str, str]) -> None:
     """It trains with two kinds of convolutions' generated code, validates every second epoch and tests."""
     every = ["trainer.check_val_every_n_epoch=2", "trainer.max_epochs=3", "trainer.num_nodes=2", *SMALL]

@@ -171,6 +171,7 @@ def test_the_process_that_compiles_kernels_rounds_as_those_that_load_them(tmp_pa
     assert done[0].stdout == done[1].stdout
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_within_an_epoch_goes_on_from_its_last_chunk(tmp_path: Path) -> None:
     settings = ["strategy.num_partitions=3", "strategy.buffer_partitions=2", "strategy.num_edge_chunks=4",
                 "strategy.checkpoint_chunks=true", "strategy.checkpoint_preservation_interval=100",

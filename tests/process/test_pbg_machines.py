@@ -113,6 +113,7 @@ def test_what_the_job_cannot_go_on_without_ends_it(policy: str, victim: int, nam
     assert f"gtrain: {name} was killed by SIGKILL (signal 9)." in done.stderr
 
 
+@pytest.mark.slow
 def test_a_trainer_that_stands_still_loses_its_bucket_and_is_let_in_no_more(tmp_path: Path) -> None:
     lease = ["strategy.lease_seconds=10"]
     job = Program("-m", "gtrain", *SMALL, *TWO, *lease, "trainer.max_epochs=7", "hydra.run.dir=run", cwd=tmp_path)
@@ -130,6 +131,7 @@ def test_a_trainer_that_stands_still_loses_its_bucket_and_is_let_in_no_more(tmp_
     assert sum(of_epochs(found, "train/buckets_again")) >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_machine_that_is_lost_with_its_servers_ends_the_job_at_once(lost: int, tmp_path: Path) -> None:
     """All that it ran is killed: its command, trainer, partition and parameter server, and the first's lock server."""
@@ -160,6 +162,7 @@ def test_a_machine_that_is_lost_with_its_servers_ends_the_job_at_once(lost: int,
         assert 1 <= len(rest["history"]) <= 3 and of_epochs(rest, "val/mrr")[0] > 0.1
 
 
+@pytest.mark.slow
 def test_partition_servers_come_back_and_a_full_disk_ends_the_run(tmp_path: Path) -> None:
     """What they had acknowledged is on their disk; the last checkpoint, of an edge chunk, survives."""
     chunks = ["strategy.num_edge_chunks=4", "strategy.checkpoint_chunks=true"]
@@ -199,6 +202,7 @@ def rounds(run: Path) -> int:
     return max(int(text) for text in re.findall(r"round (\d+):", (run / "logs" / "lock-0.log").read_text()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["servers", "folder"])
 def test_machines_by_hand_with_keys_go_on_without_one_that_kept_nothing(where: str, tmp_path: Path) -> None:
     """All of the second machine is killed; partitions are on a server started by hand, or in a shared folder."""

@@ -68,6 +68,7 @@ def test_cut_types_train_what_whole_ones_do(tmp_path: Path) -> None:
     assert tables["one", "tag"]["u1"] != pytest.approx(tables["one", "user"]["u1"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_single_and_pbg_learn_the_same_and_go_on(tmp_path: Path) -> None:
     """Planted types: two workers, partitions on disk, a checkpoint that another run begins with."""
     data = ["data=planted_kg", "data.num_types=3", "data.num_entities=240", "data.num_positions=16",
@@ -87,6 +88,7 @@ def test_single_and_pbg_learn_the_same_and_go_on(tmp_path: Path) -> None:
     assert summary(tmp_path / "w")["metrics"]["test/mrr"] == pytest.approx(pbg["test/mrr"], abs=0.05)
 
 
+@pytest.mark.slow
 def test_several_machines_share_a_type_that_is_not_cut(tmp_path: Path) -> None:
     """Two machines of one worker: leases are of the partitions of two types; the third is on parameter servers."""
     data = ["data=planted_kg", "data.num_types=3", "data.num_entities=240", "data.num_positions=16",
@@ -133,6 +135,7 @@ def test_pytorch_biggraphs_folders_with_types(tmp_path: Path) -> None:
         assert file["embeddings"].shape == (18, 8)
 
 
+@pytest.mark.slow
 def test_featurized_entities(tmp_path: Path) -> None:
     """Items are bags of words, in which the words that users like are: what single learns, pbg does."""
     rng, kg = np.random.default_rng(0), tmp_path / "kg"

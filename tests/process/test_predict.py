@@ -44,6 +44,7 @@ def test_two_ranks_predict_what_one_does(tmp_path: Path) -> None:
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["hidden.npy", "scores.npy", "scores.parquet"]
 
 
+@pytest.mark.slow
 def test_ids_of_the_largest_component_are_those_of_the_data_set(tmp_path: Path) -> None:
     """Every third node is isolated; the others are a ring in Shchur et al.'s format."""
     raw, ring = tmp_path / "amazon" / "Photo" / "raw", np.array([node for node in range(30) if node % 3])

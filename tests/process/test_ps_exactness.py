@@ -116,6 +116,7 @@ def agree(expected: list[dict[str, float]], found: list[dict[str, float]]) -> No
         assert [mine[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_every_protocol_cut_and_rest(sweep: Runner) -> None:
     """Blocks of columns are exact where a zero gradient changes nothing: without weight decay."""
     plain = ("model.sparse_optimizer.weight_decay=0", "trainer.max_epochs=4", "trainer.precision=64-true")

@@ -46,6 +46,7 @@ def test_sparse_features_before_a_gcn_train_as_on_one_process(real_data: Callabl
     assert summary(tmp_path / "ps")["metrics"]["test/acc"] == summary(tmp_path / "single")["metrics"]["test/acc"]
 
 
+@pytest.mark.slow
 def test_sampled_neighbours_of_learned_rows_train_as_the_whole_graph(tmp_path: Path) -> None:
     """Where all neighbours are drawn, a seed's neighbourhood says all that the graph does; fewer teach too."""
     generator = np.random.default_rng(0)
@@ -108,6 +109,7 @@ def test_a_knowledge_graph_trains_as_on_one_process(tmp_path: Path) -> None:
         assert losses(tmp_path / "ps", name) == pytest.approx(losses(tmp_path / "single", name), rel=1e-11)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint_and_exports_its_tables(tmp_path: Path) -> None:
     more = ("trainer.max_epochs=4", "hydra.run.dir=single", "strategy=single")
     ok(gtrain(*ROWS, *more, cwd=tmp_path))

@@ -92,6 +92,7 @@ def test_ranks_without_seeds_take_every_step(sweep: Runner, tmp_path: Path) -> N
     assert all(0 < loss < 10 for loss in losses(local))
 
 
+@pytest.mark.slow
 def test_a_rank_killed_in_an_epoch_is_named_and_the_run_goes_on_in_the_middle_of_it(tmp_path: Path) -> None:
     """The batches are those of an undisturbed run, and so are the losses, dropout included.
 

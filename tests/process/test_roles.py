@@ -160,6 +160,7 @@ def test_under_torchrun_local_rank_0_starts_the_servers(undisturbed: Path, tmp_p
     assert 'counted {"rank 1": 120} in life 0' in (tmp_path / "run" / "logs" / "counter-1.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["counter", "torchrun"])
 def test_what_is_killed_under_torchrun_takes_the_servers_with_it(victim: str, tmp_path: Path) -> None:
     forever = ("trainer.max_epochs=100000", "strategy.timeout_seconds=30", "hydra.run.dir=run")
@@ -176,6 +177,7 @@ def test_what_is_killed_under_torchrun_takes_the_servers_with_it(victim: str, tm
     until(lambda: not any(map(alive, family)), tmp_path)
 
 
+@pytest.mark.slow
 def test_two_machines_of_torchrun_know_each_other_by_keys(undisturbed: Path, tmp_path: Path) -> None:
     """The second counter is on the second machine, and its address is not local."""
     meet = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}")
@@ -191,6 +193,7 @@ def test_two_machines_of_torchrun_know_each_other_by_keys(undisturbed: Path, tmp
 # ------------------------------------------------------------------------------------------------- by hand
 
 
+@pytest.mark.slow
 def test_workers_and_servers_by_hand_with_keys(undisturbed: Path, tmp_path: Path) -> None:
     ok(gtrain("key", "cluster.key_file=job.key", cwd=tmp_path))
     assert (tmp_path / "job.key").stat().st_mode & 0o777 == 0o600

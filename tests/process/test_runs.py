@@ -16,6 +16,7 @@ SMALL = ["data.num_nodes=300", "data.num_edges=2400", "data.num_features=16", "d
 QUICK = [*SMALL, "trainer.max_epochs=3"]
 
 
+@pytest.mark.slow
 def test_the_bare_command_reaches_the_best_possible_accuracy(tmp_path: Path) -> None:
     done = ok(helpers.gtrain("hydra.run.dir=run", cwd=tmp_path))
     found = summary(tmp_path / "run")
@@ -50,6 +51,7 @@ def test_history_and_ranks_add_up(tmp_path: Path) -> None:
     assert found["throughput"]["value"] == pytest.approx(300 * 3 / sum(found["epoch_seconds"]))
 
 
+@pytest.mark.slow
 def test_a_sweep_over_strategies_and_seeds(tmp_path: Path) -> None:
     ok(gtrain("--multirun", "strategy=single,sar", "seed=1,2", *QUICK, "hydra.sweep.dir=sweep", cwd=tmp_path))
     jobs = [summary(tmp_path / "sweep" / str(number)) for number in range(4)]
@@ -77,6 +79,7 @@ def test_one_failing_job_of_a_sweep_leaves_the_others(tmp_path: Path) -> None:
     assert summary(tmp_path / "sweep" / "1")["epochs"] == 3
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_same_command_trains_the_same(tmp_path: Path) -> None:
     arguments = [*QUICK, "model.dropout=0"]
     ok(gtrain(*arguments, "hydra.run.dir=agent", cwd=tmp_path))
@@ -127,6 +130,7 @@ def test_early_stopping(tmp_path: Path) -> None:
     assert 3 <= summary(tmp_path / "run")["epochs"] < 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "sar"])
 def test_trainer_settings_that_work(tmp_path: Path, strategy: str) -> None:
     choose = [f"strategy={strategy}", *SMALL]
@@ -186,6 +190,7 @@ def test_help_info_and_cfg(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_mode_1_needs_a_fraction_of_the_memory_on_four_ranks(tmp_path: Path) -> None:
     wide = ["data.partitioner=random", "data.num_features=64", "model.hidden_channels=256", "trainer.max_epochs=2"]
     extra = {}
@@ -199,6 +204,7 @@ def test_mode_1_needs_a_fraction_of_the_memory_on_four_ranks(tmp_path: Path) -> 
     assert extra["40000-4"] - libraries < 0.6 * (extra["40000-1"] - libraries)
 
 
+@pytest.mark.slow
 def test_cora_reaches_the_published_accuracy(tmp_path: Path, real_data: Callable[[str], Path]) -> None:
     """Kipf and Welling (2017) report 81.5 %; two seeds here, the second over two ranks.
 

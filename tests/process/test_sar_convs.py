@@ -67,6 +67,7 @@ def is_beyond(name: str) -> bool:
     return name.removesuffix(" (silent)") in BEYOND
 
 
+@pytest.mark.slow
 def test_the_convolutions_that_sar_promises_are_exact(results: Results) -> None:
     assert sorted(results) == [1, 2, 3, 4]
     assert not report(results, lambda name: not is_beyond(name) and ": " not in name)
@@ -77,10 +78,12 @@ def test_the_convolutions_that_sar_promises_are_exact(results: Results) -> None:
         assert {"mode 1", "mode 2", "mode 3"} <= set(met) and len(met) >= 4, name
 
 
+@pytest.mark.slow
 def test_other_convolutions_are_exact_or_refused_and_never_wrong(results: Results) -> None:
     assert not report(results, is_beyond)
 
 
+@pytest.mark.slow
 def test_dropout_replays_traffic_is_the_halo_once_each_way_and_batch_norm_is_stable(results: Results) -> None:
     checks = {name for cases in results.values() for name in cases if ": " in name or name == "batch norm"}
     assert len(checks) > 15

@@ -50,6 +50,7 @@ def wrong(results: Results, wanted: Callable[[str], bool]) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_networks_over_types_and_relations_are_exact(results: Results) -> None:
     assert sorted(results) == [1, 2, 3, 4]
     assert {len([case for case in cases if ": " not in case]) for cases in results.values()} == {21}
@@ -58,10 +59,12 @@ def test_networks_over_types_and_relations_are_exact(results: Results) -> None:
     assert not wrong(results, lambda case: ": " not in case)
 
 
+@pytest.mark.slow
 def test_what_is_kept_of_constant_inputs_and_replayed_dropout_change_nothing(results: Results) -> None:
     assert not wrong(results, lambda case: case.startswith(("constants: ", "dropout: ")))
 
 
+@pytest.mark.slow
 def test_a_row_is_sent_once_for_all_relations_in_one_message_to_each_peer(results: Results) -> None:
     assert not wrong(results, lambda case: case.startswith("traffic: "))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from forked import python
 from helpers import ok
 
@@ -17,6 +18,7 @@ def test_pieces_of_a_round_come_to_the_same_as_one_message(tmp_path: Path) -> No
     assert_exact(tmp_path, "sar_pieces_program.py", 3, CASES)
 
 
+@pytest.mark.slow
 def test_no_operation_mixes_tensors_of_a_device_with_others(tmp_path: Path) -> None:
     assert_exact(tmp_path, "sar_device_program.py", 2, ON_A_DEVICE)
 

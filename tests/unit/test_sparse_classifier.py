@@ -132,6 +132,7 @@ def test_logistic_regression_comes_near_the_best_possible_scores(tmp_path: Path)
     assert metrics["data/best_auc"] - 0.02 < metrics["test/auc"] < metrics["data/best_auc"] + 0.02
 
 
+@pytest.mark.slow
 def test_a9a(real_data: Callable[[str], Path], tmp_path: Path) -> None:
     """Linear models reach 0.850 on it."""
     folder = real_data("sparse")
