@@ -10,11 +10,13 @@ from gtrain.nn.recipe import ModelRecipe
 
 
 def check_training(trainer: Any, model: ModelRecipe) -> None:
-    """Refuse batches that do not come out even.
+    """Refuse batches that do not come out even, and a limit of an epoch that cannot be kept.
 
     Raises:
         ConfigError: with the setting.
     """
+    if trainer is not None:
+        _check_limit(trainer)
     size = getattr(getattr(trainer, "datamodule", None), "batch_size", None)
     recipe = next((group for group in model.groups if not group.all_negs), None)  # without chunks any size will do
     if size is not None and recipe is not None and size > recipe.places and size % recipe.places:
@@ -23,6 +25,22 @@ def check_training(trainer: Any, model: ModelRecipe) -> None:
             f"data.batch_size={size} is no multiple of model.{key}={recipe.places}, the edges of a chunk: "
             f"{size} = {size // recipe.places} * {recipe.places} + {size % recipe.places}.",
             hint=f"set data.batch_size={size // recipe.places * recipe.places}.",
+        )
+
+
+def _check_limit(trainer: Any) -> None:
+    limit = trainer.limit_train_batches
+    if not isinstance(limit, int) and 0 < limit < 1:
+        raise ConfigError(
+            f"trainer.limit_train_batches={limit} was set; strategy=pbg makes the batches of an epoch as it trains, and "
+            "cannot train a fraction of them.",
+            hint="set a whole number of batches of about 50,000 edges.",
+        )
+    if isinstance(limit, int) and limit and trainer.num_nodes > 1:
+        raise ConfigError(
+            f"trainer.limit_train_batches={limit} was set with trainer.num_nodes={trainer.num_nodes}; strategy=pbg "
+            "leases buckets to several machines, whose epoch ends when all buckets are trained.",
+            hint="leave trainer.limit_train_batches out, or set trainer.num_nodes=1.",
         )
 
 

@@ -79,6 +79,11 @@ class BucketEdges:
         """Edges over all buckets, with those that are held back."""
         return self.store.num_edges
 
+    def size(self, bucket: Bucket, chunk: int) -> int:
+        """Edges of a chunk of a bucket, without those that are held back."""
+        begin, end = self._span(self.store.bucket(*bucket), chunk)
+        return end - begin - int((end - begin) * self.eval_fraction)
+
     def share(self, bucket: Bucket, chunk: int, epoch: int, worker: int, workers: int) -> tuple[EdgeList, EdgeList]:
         """One worker's edges of a chunk of a bucket, in their order, and those that are held back from all.
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ class Span:
     """Some batches of one bucket, what Lightning takes for one.
 
     Attributes:
-        visit: the bucket; None: an epoch begins, and there is nothing to train yet.
+        visit: the bucket.
         first, last: whether a worker's training of the bucket begins, and ends, with it.
         final: whether it is the last of the epoch.
         behind: the last bucket of the edge chunk before, where a chunk begins with it that is not the epoch's first.
@@ -36,7 +38,7 @@ class Span:
         held: edges that are held back.
     """
 
-    def __init__(self, visit: Visit | None, batches: list[EdgeList], held: EdgeList) -> None:
+    def __init__(self, visit: Visit, batches: list[EdgeList], held: EdgeList) -> None:
         self.visit, self.batches, self.held = visit, batches, held
         self.first = self.last = self.final = False
         self.behind: Visit | None = None
@@ -57,33 +59,81 @@ class Cut:
         self._worker, self._workers = worker, workers
 
     def pieces(self, bucket: tuple[int, int], chunk: int, epoch: int) -> tuple[list[list[EdgeList]], EdgeList]:
-        """The spans of a bucket, at least one, perhaps without edges; and this worker's edges that are held back."""
+        """The spans of a bucket, perhaps without edges; and this worker's edges that are held back."""
         mine, held = self.edges.share(bucket, chunk, epoch, self._worker, self._workers)
         generator = torch.Generator().manual_seed(mixed(self.edges.seed, epoch, chunk, *bucket, self._worker))
         batches = list(batches_of(mine, self._batch_size, self._kinds, generator))
-        each = max(1, SPAN_EDGES // self._batch_size)
-        pieces = [batches[begin : begin + each] for begin in range(0, len(batches), each)] or [[]]
+        count = self.count(bucket, chunk)
+        borders = [len(batches) * number // count for number in range(count + 1)]
+        pieces = [batches[begin:end] for begin, end in pairwise(borders)]
         return pieces, held.select(torch.arange(len(held)).tensor_split(self._workers)[self._worker])
+
+    def count(self, bucket: tuple[int, int], chunk: int) -> int:
+        """Spans of a chunk of a bucket, the same number on all workers."""
+        share = -(-self.edges.size(bucket, chunk) // self._workers)
+        return max(1, -(-share // max(SPAN_EDGES, self._batch_size)))
+
+    def within(self, buckets: Sequence[tuple[Bucket, int]], limit: int) -> list[tuple[Bucket, int]]:
+        """The first buckets, with their chunks, that have ``limit`` spans together; the last may have more."""
+        taken, spans = [], 0
+        for bucket, chunk in buckets:
+            if spans >= limit:
+                break
+            taken.append((bucket, chunk))
+            spans += self.count(bucket, chunk)
+        return taken
+
+
+class EpochStart:
+    """The first span of an epoch, made when it is trained or when the second is fetched.
+
+    Lightning fetches one batch before a resumed run knows its epoch.
+
+    Args:
+        spans: of the epoch.
+    """
+
+    def __init__(self, spans: Iterator[Span]) -> None:
+        self._spans = spans
+
+    @cached_property
+    def span(self) -> Span | None:
+        """The span; None if the epoch has none."""
+        return next(self._spans, None)
 
 
 class Spans:
-    """An epoch of one worker: one span to begin with, and at least one for each bucket, perhaps without edges.
+    """An epoch of one worker: at least one span for each bucket, perhaps without edges.
 
     Args:
         cut: makes them.
         epoch: says which epoch begins.
         visits: the buckets of an epoch, the same on all workers.
+        limit: ``trainer.limit_train_batches``: spans of an epoch; None: all. The buckets of an epoch end with it on
+            all workers, which have the same number of spans in each bucket.
     """
 
-    def __init__(self, cut: Cut, epoch: Callable[[], int], visits: Callable[[int], list[Visit]]) -> None:
-        self._cut, self._epoch, self._visits = cut, epoch, visits
+    def __init__(
+        self, cut: Cut, epoch: Callable[[], int], visits: Callable[[int], list[Visit]], limit: int | None = None
+    ) -> None:
+        self._cut, self._epoch, self._visits, self._limit = cut, epoch, visits, limit
 
-    def __iter__(self) -> Iterator[Span]:
-        yield Span(None, [], EdgeList.empty())  # Lightning asks for one before a resumed run knows its epoch
+    def __iter__(self) -> Iterator[EpochStart | Span]:
+        spans = self._spans()
+        first = EpochStart(spans)
+        yield first
+        if first.span is not None:
+            yield from spans
+
+    def _spans(self) -> Iterator[Span]:
         epoch = self._epoch()
         visits = self._visits(epoch)
+        left = self._limit
         for number, visit in enumerate(visits):
             pieces, held = self._cut.pieces(visit.bucket, visit.chunk, epoch)
+            if left is not None:
+                pieces = pieces[:left]
+                left -= len(pieces)
             for place, piece in enumerate(pieces):
                 span = Span(visit, piece, held)
                 span.first, span.last = place == 0, place + 1 == len(pieces)
@@ -135,8 +185,6 @@ class Trainee:
             The weighted sum of the losses, that of the weights, and what is to be logged.
         """
         visit = span.visit
-        if visit is None:
-            return 0.0, 0.0, {}
         if span.first:
             self._enter(visit)
         if span.first:

@@ -39,7 +39,8 @@ from gtrain_pbg.machines.trainee import MachineTrainee, Turn, Turns
 from gtrain_pbg.machines.typed import SpreadTypes
 from gtrain_pbg.memory import fill_relations, in_memory_of_all, load_states, relations_layout, save_states
 from gtrain_pbg.optimizers import StepRules
-from gtrain_pbg.spans import Cut, Span, Spans, Trainee, buckets_of
+from gtrain_pbg.order import Bucket
+from gtrain_pbg.spans import Cut, EpochStart, Span, Spans, Trainee, buckets_of
 from gtrain_pbg.step.arithmetic import FORMATS, choose, fastest_of_cpu
 from gtrain_pbg.step.relations import state_width
 from gtrain_pbg.swaps import Visit
@@ -305,19 +306,26 @@ class PBGStrategy(GraphStrategy):
         cut = Cut(edges, loader.batch_size or max(1, shard.num_edges), kinds_of(self._recipe), *place)
         if isinstance(self._trainee, MachineTrainee):
             return Turns(self._trainee, cut)
-        return Spans(cut, lambda: trainer.current_epoch, lambda epoch: self.visits(epoch, loader.seed))
+        limit = trainer.limit_train_batches if isinstance(trainer.limit_train_batches, int) else None
 
-    def visits(self, epoch: int, seed: int) -> list[Visit]:
-        """The buckets of an epoch on one machine, and what must be swapped for them; the same on all workers."""
-        assert self._table is not None and self._store is not None
-        first = self._reached.first(epoch)
-        return self._table.buffer.plan(buckets_of(self._store, self.settings, self._slots, (seed, epoch), first))
+        def visits(epoch: int) -> list[Visit]:
+            buckets = self.buckets(epoch, loader.seed)
+            return table.buffer.plan(buckets if limit is None else cut.within(buckets, limit))
+
+        return Spans(cut, lambda: trainer.current_epoch, visits, limit)
+
+    def buckets(self, epoch: int, seed: int) -> list[tuple[Bucket, int]]:
+        """The buckets of an epoch on one machine, with their edge chunks; the same on all workers."""
+        assert self._store is not None
+        return buckets_of(self._store, self.settings, self._slots, (seed, epoch), self._reached.first(epoch))
 
     # ------------------------------------------------------------------------------------------ steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Train on a span of batches; the module's own step is not run."""
         span, module, trainee = args[0], self.lightning_module, self._trainee
+        if isinstance(span, EpochStart):
+            span = span.span
         assert module is not None and isinstance(span, (Span, Turn))
         if isinstance(trainee, MachineTrainee):
             total, weight, said = trainee.train()

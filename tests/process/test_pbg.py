@@ -203,6 +203,13 @@ def test_a_run_that_was_killed_within_an_epoch_goes_on_from_its_last_chunk(tmp_p
     assert losses(rest)[1] == losses(whole)[epoch + 1]
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_limited_epochs_train_and_write_their_partitions_back(tmp_path: Path, workers: int) -> None:
+    limit = ["trainer.limit_train_batches=1", "trainer.max_epochs=2", f"trainer.devices={workers}"]
+    run = train(tmp_path, "run", *limit, "strategy.num_partitions=4", "strategy.buffer_partitions=2")
+    assert len(losses(run)) == 2 and losses(run)[1] < losses(run)[0]
+
+
 def test_what_does_not_suit_is_said_in_a_sentence(tmp_path: Path) -> None:
     train(tmp_path, "four", "strategy.num_partitions=4", "trainer.max_epochs=1")
     checkpoint = tmp_path / "four" / "checkpoints" / "last.ckpt"
@@ -211,6 +218,11 @@ def test_what_does_not_suit_is_said_in_a_sentence(tmp_path: Path) -> None:
         (["trainer.num_nodes=2", "strategy.num_partitions=3"], "2 * 2 = 4 > 3"),
         (["data.num_parts=3"], "strategy.num_partitions=1"),
         (["data.batch_size=210"], "210 = 4 * 50 + 10"),
+        (["trainer.limit_train_batches=0.5"], "cannot train a fraction"),
+        (
+            ["trainer.num_nodes=2", "strategy.num_partitions=4", "trainer.limit_train_batches=1"],
+            "leases buckets to several machines",
+        ),
         (["model.dimension=15"], "15 / 2 = 7.5 complex numbers"),
         (["model.optimizer._target_=torch.optim.Adam"], "RowwiseAdagrad"),
         (["model.sparse_optimizer.lr=1e38"], "no numbers|is nan|is inf"),

@@ -26,6 +26,7 @@ from gtrain_pbg import evaluation, files
 from gtrain_pbg.config import ORDERS, PBGConfig
 from gtrain_pbg.edges import BucketEdges, EdgeList, batches_of, passes_of
 from gtrain_pbg.order import Bucket, bucket_order
+from gtrain_pbg.spans import Cut, EpochStart, Spans
 from gtrain_pbg.swaps import Buffer
 from gtrain_pbg.tables import PartitionedTable, Partitions
 
@@ -137,6 +138,30 @@ def test_an_epoch_trains_every_edge_once(graph: PlantedKGData) -> None:
         assert len(held) == pytest.approx(0.1 * len(everything), rel=0.1)
         assert epoch == 0 or held == held_before
         held_before = held
+
+
+def test_a_limited_epoch_ends_at_the_same_bucket_on_all_workers(
+    graph: PlantedKGData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``trainer.limit_train_batches``: the first batch has edges, and the last one leaves its bucket."""
+    monkeypatch.setattr("gtrain_pbg.spans.SPAN_EDGES", 20)
+    edges = BucketEdges(graph.open_store(), 1, 0.0, True, 5, torch.float32)
+    buckets = [(bucket, 0) for bucket in bucket_order("inside_out", 3, 2, 0)]
+    plans = []
+    for worker in range(2):
+        cut = Cut(edges, 10, torch.arange(4), worker, 2)
+        counts = [cut.count(bucket, chunk) for bucket, chunk in buckets]
+        limit = counts[0] + counts[1] - 1  # ends within the second bucket
+        assert limit > 2
+        plan = Buffer(2).plan(cut.within(buckets, limit))
+        taken = list(Spans(cut, lambda: 0, lambda _, plan=plan: plan, limit))  # type: ignore[misc]
+        spans = [item.span if isinstance(item, EpochStart) else item for item in taken]
+        assert len(spans) == limit and all(span is not None and span.batches for span in spans)
+        plans.append([(span.visit.bucket, span.first, span.last, span.final) for span in spans if span is not None])
+        assert plans[-1][-1][2:] == (True, True) and sum(final for *_, final in plans[-1]) == 1
+        (alone,) = Spans(cut, lambda: 0, lambda _: Buffer(2).plan(buckets[:1]), 1)
+        assert isinstance(alone, EpochStart) and alone.span is not None and alone.span.final and alone.span.batches
+    assert plans[0] == plans[1]
 
 
 def test_edge_sets_come_one_after_the_other(tmp_path: Path) -> None:
