@@ -22,6 +22,7 @@ from gtrain.graph.store import Store
 from gtrain.nn import deferred, tables
 from gtrain.nn.recipe import ModelRecipe
 from gtrain.strategy.base import GraphStrategy
+from gtrain.strategy.checkpoint import SavedRows
 from gtrain.strategy.forming import form_group
 from gtrain.strategy.group import Group
 from gtrain.wire.shared import SharedTensors
@@ -402,7 +403,7 @@ class PBGStrategy(GraphStrategy):
             text += "have fast instructions for it. HINT: strategy.matmul=%s is faster here, and rounds differently."
             log.warning(text, folder, recorded, slowest)
 
-    def load_tables(self, rows: Mapping[str, Tensor]) -> None:
+    def load_tables(self, rows: Mapping[str, SavedRows]) -> None:
         assert self._recipe is not None and self._table is not None
         if self._machines is not None:
             raise CheckpointError(
@@ -412,9 +413,8 @@ class PBGStrategy(GraphStrategy):
         named = {id(layer): name for name, layer in tables(self.lightning_module)}  # type: ignore[arg-type]
         self.group.barrier()
         for layer, table in zip(self._recipe.tables.values(), self._table.tables, strict=True):
-            whole = rows[named[id(layer)]]
             for partition in range(table.partitions.count) if self._leads else ():
-                table.overwrite(partition, [(torch.arange(len(whole)), whole)])
+                table.overwrite(partition, rows[named[id(layer)]].pieces())
         self.group.barrier()
 
     def load_shard_files(self, folder: Path) -> None:
