@@ -19,7 +19,7 @@ from gtrain_ps.placement import Placement
 from gtrain_ps.worker.cuts import Cut, cut_ids, cut_rows
 from gtrain_ps.worker.servers import ParameterServers, Request
 
-PIECE_BYTES = 2 << 20
+PIECE_BYTES = 1 << 19
 """Rows are read and written in messages of about this size: server and worker hold some of them at a time."""
 _ID_BYTES = 32  # an id, its block and place, and the order of blocks
 _UNDER_WAY = 2  # of such messages: the next one is made while this one is used
