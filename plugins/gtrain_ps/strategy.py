@@ -351,23 +351,26 @@ class PsStrategy(ReturningStrategy):
         self.group.barrier()
 
     def load_shard_files(self, folder: Path) -> None:
+        """Read blocks as they were cut; to test, predict and export also into blocks that are cut differently."""
         saved = read_blocks(folder)
         fitting = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
         for name, home in self.homes.items():
             if name not in saved:
                 raise CheckpointError(f"{folder} lacks rows of the table {name}.", hint="use another checkpoint.")
-            if saved[name].placement != home.placement:
+            table = saved[name]
+            if table.placement == home.placement:
+                for server in self._answered_for:
+                    block = table.blocks[server]
+                    tensors = block.tensors if fitting else {"rows": block.tensors["rows"]}
+                    home.write_block(server, block.rule if fitting else None, tensors)
+            elif fitting:
                 raise CheckpointError(
-                    f"{folder} has the table {name} cut as {saved[name].placement.fields()}, and it is cut as "
-                    f"{home.placement.fields()} now.",
+                    f"ckpt_path={folder}: the checkpoint's table {name} was cut as {table.placement.fields()}, and is "
+                    f"now cut as {home.placement.fields()}.",
                     hint="set strategy.servers, strategy.split and strategy.blocks as in the run that wrote it.",
                 )
-            for server in self._answered_for:
-                block = saved[name].blocks[server]
-                if fitting:
-                    home.write_block(server, block.rule, block.tensors)
-                else:
-                    home.write_block(server, None, {"rows": block.tensors["rows"]})
+            elif self.is_global_zero:
+                home.write(table.pieces())
         self.group.barrier()
 
     def load_shard_state(self, state: dict[str, Any]) -> None:

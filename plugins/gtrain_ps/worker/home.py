@@ -22,6 +22,7 @@ from gtrain_ps.worker.servers import ParameterServers, Request
 PIECE_BYTES = 1 << 19
 """Rows are read and written in messages of about this size: server and worker hold some of them at a time."""
 _ID_BYTES = 32  # an id, its block and place, and the order of blocks
+_BLOCK_PIECES = 4  # that blocks() hands out at a time: a model does something with each
 _UNDER_WAY = 2  # of such messages: the next one is made while this one is used
 
 
@@ -167,7 +168,7 @@ class ServedHome(RemoteHome):
         return rows
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        step = piece_rows(self.table.dim, self.dtype)
+        step = _BLOCK_PIECES * piece_rows(self.table.dim, self.dtype)
         for begin in range(0, self.num_rows, step):
             end = min(begin + step, self.num_rows)
             yield torch.arange(begin, end), self.read(begin, end)
