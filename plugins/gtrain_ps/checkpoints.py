@@ -128,8 +128,9 @@ def export(folder: Path, homes: Mapping[str, ServedHome]) -> None:
     for name, home in homes.items():
         path = folder / f"{name}.npy"
         writing = Writing(path, (home.table.rows, home.table.dim), home.dtype)
-        for _, rows in home.blocks():
-            writing.add(rows)
+        step = piece_rows(home.table.dim, home.dtype)
+        for begin in range(0, home.table.rows, step):
+            writing.add(home.read(begin, min(begin + step, home.table.rows)))
         writing.done()
         print(f"written: {path}", flush=True)
 
