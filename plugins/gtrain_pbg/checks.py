@@ -32,8 +32,8 @@ def _check_limit(trainer: Any) -> None:
     limit = trainer.limit_train_batches
     if not isinstance(limit, int) and 0 < limit < 1:
         raise ConfigError(
-            f"trainer.limit_train_batches={limit} was set; strategy=pbg makes the batches of an epoch as it trains, and "
-            "cannot train a fraction of them.",
+            f"trainer.limit_train_batches={limit} was set; strategy=pbg makes the batches of an epoch as it trains, "
+            "and cannot train a fraction of them.",
             hint="set a whole number of batches of about 50,000 edges.",
         )
     if isinstance(limit, int) and limit and trainer.num_nodes > 1:
