@@ -13,11 +13,11 @@ from torch_geometric.data import Data, HeteroData
 
 from gtrain.data import biggraph_files as files
 from gtrain.data.biggraph_bags import BagBook, bag_tensor
-from gtrain.data.biggraph_edges import EdgeReader, Relation, require_h5py
+from gtrain.data.biggraph_edges import EdgeReader, Relation, find_buckets, require_h5py
 from gtrain.data.biggraph_files import Ints
 from gtrain.data.edge_sets import facts_of_sets
 from gtrain.data.given_parts import GivenPartsData
-from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp
+from gtrain.data.module import TRIPLES_OUTLINE, CommonOptions, GraphDataModule, file_stamp
 from gtrain.data.schema import DataSchema, places
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.entities import feature_kind
@@ -106,6 +106,34 @@ class BigGraphData(GivenPartsData):
     def origin(self) -> str:
         """Where the graph comes from, for messages."""
         return f"data.path={self.path}"
+
+    @property
+    def outline(self) -> dict[str, Any] | None:  # type: ignore[override]
+        """The counts of entities and relations; None where the edges tell the entities (of featurized types)."""
+        place = self._folder("data.path", self.path)
+        counts = files.read_counts(place)
+        if self._featurized(counts):
+            return None
+        reader = self._reader(place, counts)
+        number, totals = reader.num_relations or 2, {name: int(sizes.sum()) for name, sizes in counts.items()}
+        facts = {**TRIPLES_OUTLINE, "num_relations": number, "num_nodes": sum(totals.values())}
+        if self._is_joint(counts):
+            return {**facts, **self._typed(counts, reader.relations).facts(totals, _ends(reader.relations, number))}
+        if len(counts) == 1:
+            return facts
+        edge_types = tuple((relation.lhs, relation.name, relation.rhs) for relation in reader.relations)
+        more: dict[str, Any] = {"sparse_features": [], "target": None, "edge_types": edge_types}
+        return {**facts, **more, "num_nodes": totals, "num_features": dict.fromkeys(totals)}
+
+    def check_inputs(self) -> None:
+        """Refuse folders and files that are missing, and files of edges that cannot be."""
+        super().check_inputs()
+        place = self._folder("data.path", self.path)
+        sides = self._reader(place, files.read_counts(place)).sides.values()
+        sources, targets = (max(sizes.size for sizes in side) for side in sides)
+        for key, names in self.edges.items():
+            for name in names:
+                find_buckets(self._folder(f"data.{key}", name), sources, targets)
 
     @property
     def num_parts(self) -> int:
@@ -218,20 +246,23 @@ class BigGraphData(GivenPartsData):
         self, counts: dict[str, Ints], relations: Sequence[Relation], columns: dict[str, dict[str, Any]], number: int
     ) -> None:
         """Say which types there are, and let ids run through all of them where they did not before."""
-        entities = {name: {"num_partitions": 1} if name in self._together(counts) else {} for name in counts}
-        schema = self.schema = DataSchema(entities, [vars(relation) for relation in relations])
+        schema = self.schema = self._typed(counts, relations)
         totals = {name: int(sizes.sum()) for name, sizes in counts.items()}
         totals |= {name: len(book.bags) for name, book in self._books.items()}
         firsts = np.cumsum([0, *totals.values()])
-        ends = [(relation.lhs, relation.rhs) for relation in relations]
-        of = places(schema.types, ends)
+        of = places(schema.types, [(relation.lhs, relation.rhs) for relation in relations])
         for found in columns.values() if self._books else ():
             kind = found["rel"] if len(relations) > 1 else np.zeros_like(found["rel"])
             for side, name in enumerate(("source", "target")):
                 found[name] = found[name] + firsts[of[side][kind]]
-        self._facts = schema.facts(totals, ends * number if len(relations) == 1 else ends)
+        self._facts = schema.facts(totals, _ends(relations, number))
         if self._books:
             self._facts["features"] = {name: book.features for name, book in self._books.items()}
+
+    def _typed(self, counts: dict[str, Ints], relations: Sequence[Relation]) -> DataSchema:
+        """Return the types, of which some are not cut, and what the relations join."""
+        entities = {name: {"num_partitions": 1} if name in self._together(counts) else {} for name in counts}
+        return DataSchema(entities, [vars(relation) for relation in relations])
 
     def names(self) -> Mapping[str, Sequence[str]]:
         """Return the names of entities by type, and of relations, where there are files of them."""
@@ -300,6 +331,12 @@ class BigGraphData(GivenPartsData):
         """Whether the configuration has the names of the relations that are numbered in the edges."""
         one = len(counts) == 1 and number > 1
         return self.relations is not None and len(self.relations) == number and (one or self.joint_types)
+
+
+def _ends(relations: Sequence[Relation], number: int) -> list[tuple[str, str]]:
+    """Return the types that each of ``number`` relations joins; one entry stands for all dynamic relations."""
+    ends = [(relation.lhs, relation.rhs) for relation in relations]
+    return ends * number if len(ends) == 1 else ends
 
 
 def _put(

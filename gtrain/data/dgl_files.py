@@ -66,6 +66,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return stream.named_tensors()
 
 
+def tensor_names(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of what ``dgl.data.utils.save_tensors`` wrote; contents are skipped."""
+    stream = _Stream(path)
+    stream.expect(TENSORS, "a file of tensors")
+    stream.number()
+    return {name: array.shape for name, array in stream.many(lambda stream: (stream.text(), stream.array(copy=False)))}
+
+
 def read_graph(path: Path) -> DGLGraph:
     """Read the first graph of what ``dgl.save_graphs`` wrote."""
     stream = _Stream(path)
@@ -147,8 +155,8 @@ class _Stream:
         """Return the next string."""
         return self.take(self.number()).tobytes().decode(errors="replace")
 
-    def array(self) -> NDArray[Any]:
-        """Return a copy of the next array."""
+    def array(self, *, copy: bool = True) -> NDArray[Any]:
+        """Return the next array: a copy, or a view of the file."""
         self.expect(ARRAY, "an array")
         self.take(16)  # reserved, and the device
         dims, code, bits, lanes = (self.number(form) for form in ("<i", "<B", "<B", "<H"))
@@ -162,7 +170,7 @@ class _Stream:
         data = self.take(self.number("<q"))
         if min(shape, default=0) < 0 or data.size != int(np.prod(shape, dtype=object)) * dtype.itemsize:
             raise DataError(f"{self.path}: an array of shape {shape} has {data.size} bytes", hint=AGAIN)
-        return np.array(data, subok=False).view(dtype).reshape(shape)
+        return (np.array(data, subok=False) if copy else data).view(dtype).reshape(shape)
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Return a list of names and arrays."""

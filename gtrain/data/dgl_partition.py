@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -10,10 +11,10 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.data.dgl_book import Book, EdgeType, Ranges, read_book
-from gtrain.data.dgl_files import DGLGraph, read_graph, read_tensors
+from gtrain.data.dgl_files import DGLGraph, read_graph, read_tensors, tensor_names
 from gtrain.data.files import find_file
 from gtrain.data.given_parts import GivenPartsData
-from gtrain.data.module import CommonOptions, file_stamp
+from gtrain.data.module import OUTLINE, CommonOptions, file_stamp
 from gtrain.errors import DataError
 
 ANEW = "copy all files of the folder again, or partition the graph anew with dgl.distributed.partition_graph"
@@ -71,6 +72,49 @@ class DGLPartitionData(GivenPartsData):
         """Where the graph comes from, for messages."""
         return f"data.path={self.path}"
 
+    @property
+    def outline(self) -> dict[str, Any]:  # type: ignore[override]
+        """The types of the partition book, and the names and shapes of the tensors of part 0."""
+        book = self._read_book()
+        nodes = self._shapes(book, "node_feats", {name: r.key for name, r in book.nodes.items()}, self.renamed_nodes)
+        edges = self._shapes(book, "edge_feats", {name: r.key for name, r in book.edges.items()}, self.renamed_edges)
+        widths = {name: OUTLINE["num_features"] if "x" in found else None for name, found in nodes.items()}
+        labelled = [name for name, found in nodes.items() if "y" in found]
+        y = nodes[labelled[0]]["y"] if labelled else ()
+        classes = OUTLINE["num_classes"] if labelled else None
+        facts = {**OUTLINE, "num_classes": classes, "multilabel": len(y) == 2 and y[1] > 1}
+        if book.is_hetero:
+            sizes = dict.fromkeys(book.nodes, OUTLINE["num_nodes"])
+            target = (self.target or labelled[0]) if labelled and self.task == "node" else None
+            more: dict[str, Any] = {"sparse_features": [], "target": target, "edge_types": tuple(book.edges)}
+            return {**facts, **more, "num_nodes": sizes, "num_features": widths}
+        relations = 2 if any("edge_type" in found for found in edges.values()) else None
+        return {**facts, "num_features": next(iter(widths.values())), "num_relations": relations}
+
+    def check_inputs(self) -> None:
+        """Refuse missing files of the parts, and features that are named and not there."""
+        super().check_inputs()
+        book = self._read_book()
+        for part in book.files:
+            for path in part.values():
+                if not path.is_file():
+                    raise DataError(f"there is no {path}", hint="copy all files that DGL's partition_graph wrote")
+        nodes = self._shapes(book, "node_feats", {name: r.key for name, r in book.nodes.items()}, self.renamed_nodes)
+        edges = self._shapes(book, "edge_feats", {name: r.key for name, r in book.edges.items()}, self.renamed_edges)
+        self._check_named(set().union(*nodes.values()), set().union(*edges.values()))
+
+    def _shapes(
+        self, book: Book, kind: str, keys: Mapping[Any, str], renamed: Mapping[str, str]
+    ) -> dict[Any, dict[str, tuple[int, ...]]]:
+        """Return the shapes of part 0's tensors by type and, under their new names, by name."""
+        found: dict[Any, dict[str, tuple[int, ...]]] = {name: {} for name in keys}
+        of = {key: name for name, key in keys.items()}
+        for path, shape in tensor_names(book.files[0][kind]).items():
+            key, _, name = path.rpartition("/")
+            if key in of:
+                found[of[key]][renamed.get(name, name)] = shape
+        return found
+
     def given_parts(self) -> int:
         """Return the number of parts of the folder."""
         return self._read_book().num_parts
@@ -114,17 +158,19 @@ class DGLPartitionData(GivenPartsData):
             store = graph[edge_type] if isinstance(graph, HeteroData) else graph
             for name, value in _join(pieces, f"{book.path}: edges of {','.join(edge_type)}").items():
                 store[name] = value
-        self._check_named(nodes, edges)
+        theirs = {name for pieces in edges.values() for name in pieces[0]} - {"edge_index"}
+        self._check_named({name for pieces in nodes.values() for name in pieces[0]}, theirs)
         parts = {node_type: ranges.parts for node_type, ranges in book.nodes.items()}
         self.given = parts if book.is_hetero else next(iter(parts.values()))
         return graph
 
-    def _check_named(
-        self, nodes: dict[str, list[dict[str, Tensor]]], edges: dict[EdgeType, list[dict[str, Tensor]]]
-    ) -> None:
-        """Refuse an option that names a feature which no type has; the defaults may be missing."""
-        own = {name for pieces in nodes.values() for name in pieces[0]}
-        theirs = {name for pieces in edges.values() for name in pieces[0]} - {"edge_index"}
+    def _check_named(self, own: set[str], theirs: set[str]) -> None:
+        """Refuse an option that names a feature which no type has; the defaults may be missing.
+
+        Args:
+            own: names of the tensors of nodes.
+            theirs: of edges.
+        """
         there = {"data.features": {"x"} & own | {"edge_attr"} & theirs, "data.labels": {"y"} & own}
         there["data.edge_weights"] = {"edge_weight"} & theirs
         for key, (name, default) in self._named.items():

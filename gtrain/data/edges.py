@@ -146,18 +146,24 @@ class EdgesData(GraphDataModule):
         features = self._node_files.features
         if self.schema.says_more:
             return None
-        if (
-            features is not None
-            and features not in GENERATED
-            and not features.endswith((".npy", ".csv", ".tsv", ".txt"))
-        ):
-            return None  # may be sparse
         return {
             **OUTLINE,
             "num_features": None if features is None else OUTLINE["num_features"],
             "num_relations": None if self.format.relation is None else 2,
             "num_classes": None if self._node_files.labels is None else OUTLINE["num_classes"],
         }
+
+    def check_inputs(self) -> None:
+        """Refuse missing files, and columns that the first lines, or the schemas of Parquet files, do not have."""
+        super().check_inputs()
+        from gtrain.graph.ingest.layout import text_layout
+        from gtrain.graph.ingest.parquet import ParquetReader, is_parquet
+
+        for path in self._files()[0]:
+            if is_parquet(path):
+                ParquetReader(path, self.format, None)
+            else:
+                text_layout(path, self.format, None)
 
     def extra_facts(self) -> dict[str, Any]:
         """Return the entity types, the number of edge sets and the first negative weight, where there are any."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from gtrain.data.module import CommonOptions
+from gtrain.data.module import OUTLINE, CommonOptions
 from gtrain.data.pyg import PyGData, known_name
 from gtrain.data.rdf import RDFGraph, read_ntriples
 from gtrain.data.rows import row_masks
@@ -43,6 +43,8 @@ class EntitiesData(PyGData):
             published figures use all for training, and so does the default, 0.
         **common: see :class:`~gtrain.data.module.GraphDataModule`; nodes without a label have the label -1.
     """
+
+    outline = {**OUTLINE, "num_features": None, "num_relations": 2}
 
     def __init__(self, *, name: str = "AIFB", **common: Unpack[CommonOptions]) -> None:
         name = known_name("Entities", name, tuple(COLUMNS))

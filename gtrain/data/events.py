@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from gtrain.data.table import unpacked
 from gtrain.errors import ConfigError, DataError
+from gtrain.graph.ingest.blocks import first_lines
 
 _COMMENT = re.compile(rb"^[ \t]*[#%][^\n]*\n?", re.MULTILINE)
 
@@ -62,13 +63,7 @@ def read_events(path: Path, time_column: int, features: slice | None) -> Events:
         DataError: names the file and the line that is malformed.
     """
     text = unpacked(path)
-    first = next(_data_lines(text), None)
-    if first is None:
-        raise DataError(f"{path} is empty", hint="name a file with one event in each line: source target time")
-    separator = "," if "," in first[1] else ";" if ";" in first[1] else "\t" if "\t" in first[1] else " "
-    skipped = int(not any(_is_number(field) for field in _split(first[1], separator)))
-    second = _line(text, skipped, path)[1] if skipped else first[1]
-    width = len(_split(second, separator))
+    separator, skipped, width = _layout(text, path)
     wanted = _columns(width, time_column, features, path)
     table = _parse(text, separator, width, wanted, skipped, path)
     names = [str(column) for column in wanted]
@@ -76,6 +71,27 @@ def read_events(path: Path, time_column: int, features: slice | None) -> Events:
     events = Events(path, table["0"], table["1"], table[names[2]].to_numpy().copy(), matrix, skipped)
     _check(events)
     return events
+
+
+def check_columns(path: Path, time_column: int, features: slice | None) -> None:
+    """Check the columns of the first event; the rest of the file is not read.
+
+    Raises:
+        ConfigError, DataError: as :func:`read_events`.
+    """
+    text = b"".join(f"{line}\n".encode() for _, line in first_lines(path, b"#%", 2))
+    _columns(_layout(text, path)[2], time_column, features, path)
+
+
+def _layout(text: bytes, path: Path) -> tuple[str, int, int]:
+    """Return the separator, the number of lines that name columns, and the number of columns."""
+    first = next(_data_lines(text), None)
+    if first is None:
+        raise DataError(f"{path} is empty", hint="name a file with one event in each line: source target time")
+    separator = "," if "," in first[1] else ";" if ";" in first[1] else "\t" if "\t" in first[1] else " "
+    skipped = int(not any(_is_number(field) for field in _split(first[1], separator)))
+    second = _line(text, skipped, path)[1] if skipped else first[1]
+    return separator, skipped, len(_split(second, separator))
 
 
 def _data_lines(text: bytes) -> Iterator[tuple[int, str]]:

@@ -7,6 +7,7 @@ import glob
 import pickle
 import re
 import warnings
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -99,12 +100,13 @@ def read_array(key: str, path: Path) -> Tensor:
     return torch.from_numpy(np.stack(columns, axis=1))
 
 
-def load_tensors(path: Path, anew: str) -> Any:
+def load_tensors(path: Path, anew: str, *, mapped: bool = False) -> Any:
     """Load what ``torch.save`` wrote: tensors and plain containers; nothing else is unpickled.
 
     Args:
         path: the file.
         anew: the hint where it is damaged or holds other things.
+        mapped: whether to map the tensors' contents instead of reading them; files of torch before 1.6 are read.
 
     Raises:
         DataError: it cannot be loaded.
@@ -112,7 +114,8 @@ def load_tensors(path: Path, anew: str) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
-            return torch.load(path, weights_only=True)
+            mapped = mapped and zipfile.is_zipfile(path)
+            return torch.load(path, weights_only=True, mmap=mapped)
     except OSError as err:
         raise DataError(f"{path} cannot be read: {err.strerror or err}", hint=anew) from err
     except Exception as err:  # the unpickler of a garbled file may stumble in any way

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch_geometric.data import HeteroData
 
-from gtrain.data.heco_files import Arrays, Folder, OneFile
-from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp
+from gtrain.data.heco_files import Arrays, Folder, OneFile, names_of, no_array
+from gtrain.data.module import OUTLINE, CommonOptions, GraphDataModule, file_stamp
 from gtrain.errors import ConfigError, DataError
 
 PER_CLASS = (20, 40, 60)
@@ -81,6 +81,32 @@ class HeCoData(GraphDataModule):
         files = [place] if place.is_file() else sorted([*place.glob("*.txt"), *place.glob("*.np[yz]")])
         per_class = self.per_class if self.split.kind == "public" else None
         return {"dataset": self._dataset, "files": [file_stamp(file) for file in files], "per_class": per_class}
+
+    @property
+    def outline(self) -> dict[str, Any]:  # type: ignore[override]
+        """The types of the data set; the names of the arrays say which have features."""
+        layout, there = LAYOUTS[self._dataset], names_of(self._find())
+        sparse = [name for letter, name in layout.types.items() if f"{letter}_feat" in there]
+        ends = [(layout.types[edge[0]], layout.types[edge[1]]) for edge in layout.edges]
+        return {
+            **OUTLINE,
+            "num_nodes": dict.fromkeys(layout.types.values(), OUTLINE["num_nodes"]),
+            "num_features": {name: 16 if name in sparse else None for name in layout.types.values()},
+            "sparse_features": sparse,
+            "target": next(iter(layout.types.values())),
+            "edge_types": tuple(pair for a, b in ends for pair in ((a, "to", b), (b, "to", a))),
+        }
+
+    def check_inputs(self) -> None:
+        """Refuse missing files, and missing arrays of edges, labels and the published split."""
+        super().check_inputs()
+        place = self._find()
+        there = names_of(place)
+        splits = ("train", "val", "test") if self.split.kind == "public" else ()
+        lists = (f"edge_{edge}" for edge in LAYOUTS[self._dataset].edges)
+        for name in ("labels", *lists, *(f"{split}_{self.per_class}" for split in splits)):
+            if name not in there:
+                raise no_array(place, name, there)
 
     @property
     def origin(self) -> str:

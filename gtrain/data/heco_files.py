@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zipfile
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +63,7 @@ class OneFile(Arrays):
 
     def array(self, name: str) -> Any:
         if name not in self._arrays:
-            raise DataError(
-                f"{self._path} has no array {name!r}; it has {', '.join(list(self._arrays)[:12])}",
-                hint="set data.path to the file of this data set, or correct data.name",
-            )
+            raise no_array(self._path, name, list(self._arrays))
         return self._arrays[name]
 
     def where(self, name: str) -> str:
@@ -126,6 +125,36 @@ class Folder(Arrays):
     def features(self, letter: str) -> Tensor | None:
         path = self._path / f"{letter}_feat.npz"
         return _csr(load_npz(path), str(path)) if path.is_file() else None
+
+
+def names_of(place: Path) -> list[str]:
+    """Return the names of the arrays of a file or a folder, and ``p_feat`` of type p with features; reads no array.
+
+    Raises:
+        DataError: the file is not a ``.npz``.
+    """
+    if place.is_dir():
+        pairs = [f"edge_{file.stem}" for file in place.glob("*.txt")]
+        return [*pairs, *(file.stem for file in place.glob("*.np[yz]"))]
+    try:
+        with zipfile.ZipFile(place) as file:
+            names = [name.removesuffix(".npy") for name in file.namelist()]
+    except (zipfile.BadZipFile, OSError) as err:
+        raise DataError(
+            f"{place} cannot be read: it is no .npy or .npz file", hint="copy or download the file again"
+        ) from err
+    return [*names, *dict.fromkeys(name.rpartition("_")[0] for name in names if "_feat_" in name)]
+
+
+def no_array(place: Path, name: str, there: Sequence[str]) -> DataError:
+    """Return the error for an array that is missing."""
+    if place.is_dir():
+        file = place / (f"{name.removeprefix('edge_')}.txt" if name.startswith("edge_") else f"{name}.npy")
+        return DataError(f"there is no {file}", hint="copy the whole folder of the data set again")
+    return DataError(
+        f"{place} has no array {name!r}; it has {', '.join(there[:12])}",
+        hint="set data.path to the file of this data set, or correct data.name",
+    )
 
 
 def load_npz(path: Path) -> dict[str, Any]:

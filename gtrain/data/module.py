@@ -40,6 +40,7 @@ OUTLINE: dict[str, Any] = {
 """The outline of a graph with dense features and labels; see :attr:`GraphDataModule.outline`."""
 SPARSE_OUTLINE = {**OUTLINE, "sparse_features": True}
 TRIPLES_OUTLINE = {**OUTLINE, "num_features": None, "num_classes": None, "num_relations": 2}
+EVENTS_OUTLINE = {**TRIPLES_OUTLINE, "num_relations": None}
 
 
 class SharedOptions(TypedDict):

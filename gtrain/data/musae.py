@@ -6,7 +6,7 @@ import csv
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.utils import to_undirected
 
-from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp
+from gtrain.data.module import SPARSE_OUTLINE, CommonOptions, GraphDataModule, file_stamp
 from gtrain.data.table import read_table
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.tables import csr_tensor
@@ -51,6 +51,8 @@ class MusaeData(GraphDataModule):
         **common: see :class:`~gtrain.data.module.GraphDataModule`; the split is random unless it is set.
     """
 
+    outline = SPARSE_OUTLINE
+
     def __init__(
         self,
         *,
@@ -73,6 +75,13 @@ class MusaeData(GraphDataModule):
     def identity(self) -> dict[str, Any]:
         """Return the stamps of the files, and the column of labels."""
         return {**{kind: file_stamp(file) for kind, file in self._find().items()}, "label": self.label}
+
+    def check_inputs(self) -> None:
+        """Refuse missing files, and labels whose file has no such column."""
+        super().check_inputs()
+        path = self._find()["target"]
+        if (first := next(_records(path), None)) is not None:
+            self._label_columns(path, first[1])
 
     @property
     def origin(self) -> str:
@@ -117,16 +126,10 @@ class MusaeData(GraphDataModule):
             f"{folders[0]}, or set data.path to their folder",
         )
 
-    def _match(self, ending: str, files: list[Path]) -> Path | None:
-        pattern = re.compile(rf"(musae_)?{re.escape(self._dataset)}{ending}", re.IGNORECASE)
-        return next((file for file in files if pattern.fullmatch(file.name)), None)
-
-    def _targets(self, path: Path) -> tuple[Ints, Tensor]:
-        """Return the ids of the nodes in their order, and their classes."""
-        table = _csv(path)
-        columns = table.column_names
+    def _label_columns(self, path: Path, columns: Sequence[str]) -> tuple[str, str]:
+        """Return the columns of ids and of labels."""
         key = "new_id" if "new_id" in columns else "id"
-        label = self.label or next((name for name in LABELS if name in columns), None)
+        label = self.label or next((name for name in LABELS if name in columns), "")
         wanted = "labels (page_type, mature, ml_target)" if self.label is None else f"data.label={self.label}"
         for option, name in (("ids (id, new_id)", key), (wanted, label)):
             if name not in columns:
@@ -134,6 +137,16 @@ class MusaeData(GraphDataModule):
                     f"{path}: there is no column for {option}; it has {', '.join(columns)}",
                     hint=f"set data.label to one of {', '.join(columns)}; the ids are in a column id or new_id",
                 )
+        return key, label
+
+    def _match(self, ending: str, files: list[Path]) -> Path | None:
+        pattern = re.compile(rf"(musae_)?{re.escape(self._dataset)}{ending}", re.IGNORECASE)
+        return next((file for file in files if pattern.fullmatch(file.name)), None)
+
+    def _targets(self, path: Path) -> tuple[Ints, Tensor]:
+        """Return the ids of the nodes in their order, and their classes."""
+        table = _csv(path)
+        key, label = self._label_columns(path, table.column_names)
         if not len(table):
             raise DataError(f"{path} has no line below the names of its columns", hint="give each node a line")
         for column in (key, label):

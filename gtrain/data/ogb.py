@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp, log
-from gtrain.data.ogb_files import download, read_csv, read_edges, read_masks, read_optional, read_split
+from gtrain.data.module import OUTLINE, CommonOptions, GraphDataModule, file_stamp, log
+from gtrain.data.ogb_files import download, first_width, read_csv, read_edges, read_masks, read_optional, read_split
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.lock import file_lock
 
@@ -31,24 +31,38 @@ class Meta:
         split: the folder of the published split.
         inverse: whether the raw edges are listed once for both directions.
         hetero: whether there are several types of nodes.
+        features: whether nodes have features.
+        relations: whether edges have relations.
+        multilabel: whether a node has several labels.
     """
 
     archive: str
     split: str
     inverse: bool = False
     hetero: bool = False
+    features: bool = True
+    relations: bool = False
+    multilabel: bool = False
 
 
+MAG: dict[str, int | None] = {"author": None, "field_of_study": None, "institution": None, "paper": 16}
+"""Node types of ogbn-mag, and how many features they have in its outline."""
+MAG_EDGES = (
+    ("author", "affiliated_with", "institution"),
+    ("author", "writes", "paper"),
+    ("paper", "cites", "paper"),
+    ("paper", "has_topic", "field_of_study"),
+)
 DATASETS = {
     "ogbn-arxiv": Meta("nodeproppred/arxiv", "time"),
     "ogbn-products": Meta("nodeproppred/products", "sales_ranking", inverse=True),
-    "ogbn-proteins": Meta("nodeproppred/proteins", "species", inverse=True),
+    "ogbn-proteins": Meta("nodeproppred/proteins", "species", inverse=True, features=False, multilabel=True),
     "ogbn-mag": Meta("nodeproppred/mag", "time", hetero=True),
     "ogbl-ppa": Meta("linkproppred/ppassoc", "throughput", inverse=True),
     "ogbl-collab": Meta("linkproppred/collab", "time", inverse=True),
-    "ogbl-ddi": Meta("linkproppred/ddi", "target", inverse=True),
+    "ogbl-ddi": Meta("linkproppred/ddi", "target", inverse=True, features=False),
     "ogbl-citation2": Meta("linkproppred/citation-v2", "time"),
-    "ogbl-wikikg2": Meta("linkproppred/wikikg-v2", "time"),
+    "ogbl-wikikg2": Meta("linkproppred/wikikg-v2", "time", features=False, relations=True),
 }
 
 
@@ -92,6 +106,65 @@ class OGBData(GraphDataModule):
         stamps = [[str(file.relative_to(folder)), *file_stamp(file)[1:]] for file in files]
         return {"dataset": self.name, "files": stamps, "undirected": self.undirected}
 
+    @property
+    def outline(self) -> dict[str, Any]:  # type: ignore[override]
+        """What the data set is known to have; where its files are there, their names say it."""
+        meta, raw = self._meta, self._find() / "raw"
+        node = self.task == "node"
+        if meta.hetero:
+            sizes, edges, labelled = MAG, list(MAG_EDGES), ["paper"]
+            if raw.is_dir():
+                sizes, edges = _hetero_outline(raw)
+                labelled = [name for name in sizes if (raw / "node-label" / name / "node-label.csv.gz").is_file()]
+            back = [(target, f"rev_{name}", source) for source, name, target in edges]
+            return {
+                **OUTLINE,
+                "num_nodes": dict.fromkeys(sizes, OUTLINE["num_nodes"]),
+                "num_features": sizes,
+                "sparse_features": [],
+                "num_classes": OUTLINE["num_classes"] if node and labelled else None,
+                "target": labelled[0] if node and labelled else None,
+                "edge_types": tuple(edges if self.undirected is False else [*edges, *back]),
+            }
+        there = {"features": meta.features, "relations": meta.relations, "labels": node, "multilabel": meta.multilabel}
+        if raw.is_dir():
+            files = {"features": "node-feat", "relations": "edge_reltype", "labels": "node-label"}
+            there |= {name: (raw / f"{file}.csv.gz").is_file() for name, file in files.items()}
+            if there["labels"]:
+                there["multilabel"] = first_width(raw / "node-label.csv.gz") > 1
+        return {
+            **OUTLINE,
+            "num_features": OUTLINE["num_features"] if there["features"] else None,
+            "num_relations": 2 if there["relations"] else None,
+            "num_classes": OUTLINE["num_classes"] if there["labels"] and node else None,
+            "multilabel": there["multilabel"],
+        }
+
+    def check_inputs(self) -> None:
+        """Refuse files that are missing from a data set that is here, and edges that are not pairs."""
+        super().check_inputs()
+        folder = self._find()
+        raw, split = folder / "raw", folder / "split" / self._meta.split
+        if not folder.is_dir():  # it will be downloaded
+            return
+        if self._meta.hetero:
+            relations = [raw / "relations" / "___".join(edge) for edge in _hetero_outline(raw)[1]]
+            needed = [place / "edge.csv.gz" for place in relations]
+            splits: list[Path] = []
+        else:
+            needed = [raw / "num-node-list.csv.gz", raw / "edge.csv.gz"]
+            splits = [split / f"{name}.csv.gz" for name in ("train", "valid", "test")]
+        if self.name.startswith("ogbl"):
+            splits = [split / f"{name}.pt" for name in ("valid", "test")]
+        elif self.task == "node" and not self._meta.hetero:
+            needed.append(raw / "node-label.csv.gz")
+            splits = splits if self.split.kind == "public" else []
+        for path in (*needed, *splits):
+            if not path.is_file():
+                raise DataError(f"there is no {path}", hint="unpack the whole archive of the data set again")
+            if path.name == "edge.csv.gz" and (width := first_width(path)) not in (0, 2):
+                raise DataError(f"{path}, line 1: {width} columns, and 2 were expected", hint="download it again")
+
     def fetch(self) -> None:
         """Download the data set where it is missing."""
         if self._find().is_dir():
@@ -128,26 +201,14 @@ class OGBData(GraphDataModule):
 
     def _read_hetero(self, folder: Path) -> HeteroData:
         raw, graph = folder / "raw", HeteroData()
-        sizes = _node_counts(raw / "num-node-dict.csv.gz")
+        sizes, edge_types = _node_counts(raw / "num-node-dict.csv.gz"), _edge_types(raw)
         for node_type, size in sizes.items():
             graph[node_type].num_nodes = size
             _read_node_tensors(graph[node_type], raw / "node-feat" / node_type, raw / "node-label" / node_type)
             split = folder / "split" / self._meta.split / node_type
             if "y" in graph[node_type] and self.split.kind == "public" and split.is_dir():
                 graph[node_type].update(read_masks(split, size))
-        lines = _text(raw / "triplet-type-list.csv.gz").split()
-        if not lines or any(line.count(",") != 2 for line in lines):
-            raise DataError(
-                f"{raw / 'triplet-type-list.csv.gz'} should have lines of source type, relation and target type",
-                hint="download the data set again",
-            )
-        for line in lines:
-            source, relation, target = line.split(",")
-            if source not in sizes or target not in sizes:
-                raise DataError(
-                    f"{raw / 'triplet-type-list.csv.gz'}: {line} names a type that num-node-dict.csv.gz does not",
-                    hint="download the data set again",
-                )
+        for source, relation, target in edge_types:
             place = raw / "relations" / "___".join((source, relation, target))
             edges = read_edges(place / "edge.csv.gz", (sizes[source], sizes[target]))
             graph[source, relation, target].edge_index = edges
@@ -168,6 +229,32 @@ class OGBData(GraphDataModule):
             ):
                 if key in found:
                     data[f"{prefix}{tensor}"] = torch.as_tensor(found[key]).to(kind).flatten()
+
+
+def _edge_types(raw: Path) -> list[tuple[str, str, str]]:
+    """Return the edge types, between types of nodes that are there."""
+    path, sizes = raw / "triplet-type-list.csv.gz", _node_counts(raw / "num-node-dict.csv.gz")
+    lines = _text(path).split()
+    if not lines or any(line.count(",") != 2 for line in lines):
+        raise DataError(
+            f"{path} should have lines of source type, relation and target type", hint="download the data set again"
+        )
+    edge_types = []
+    for line in lines:
+        source, relation, target = line.split(",")
+        if source not in sizes or target not in sizes:
+            raise DataError(
+                f"{path}: {line} names a type that num-node-dict.csv.gz does not", hint="download the data set again"
+            )
+        edge_types.append((source, relation, target))
+    return edge_types
+
+
+def _hetero_outline(raw: Path) -> tuple[dict[str, int | None], list[tuple[str, str, str]]]:
+    """Return the node types, with a number of features where they have any, and the edge types."""
+    sizes = _node_counts(raw / "num-node-dict.csv.gz")
+    features = {name: 16 if (raw / "node-feat" / name / "node-feat.csv.gz").is_file() else None for name in sizes}
+    return features, _edge_types(raw)
 
 
 def _read_node_tensors(nodes: Any, features: Path, labels: Path) -> None:

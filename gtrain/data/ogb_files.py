@@ -70,6 +70,20 @@ def read_csv(path: Path, dtype: type[np.generic]) -> NDArray[Any]:
     return np.concatenate(blocks).astype(dtype, copy=False) if blocks else np.empty((0, width), dtype)
 
 
+def first_width(path: Path) -> int:
+    """Return the number of columns of the first line of a ``.csv.gz``; 0 where it has none.
+
+    Raises:
+        DataError: it cannot be unpacked.
+    """
+    try:
+        with gzip.open(path) as file:
+            line = file.readline(1 << 20)
+    except (OSError, EOFError, zlib.error) as err:
+        raise DataError(f"{path} cannot be unpacked: {err}", hint="download the data set again") from err
+    return line.count(b",") + 1 if line.strip() else 0
+
+
 def read_optional(path: Path, dtype: type[np.generic]) -> NDArray[Any] | None:
     """Read a ``.csv.gz`` that some data sets do not have."""
     return read_csv(path, dtype) if path.is_file() else None

@@ -10,10 +10,10 @@ import torch
 from torch_geometric.data import Data
 
 from gtrain.data.files import find_file
-from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp
+from gtrain.data.module import SPARSE_OUTLINE, CommonOptions, GraphDataModule, file_stamp
 from gtrain.data.parquet_columns import Entries, Layout, Source, dense_entries, hashed_entries, list_entries
 from gtrain.data.parquet_files import ParquetFiles, column_names
-from gtrain.data.parquet_labels import Labels
+from gtrain.data.parquet_labels import Labels, check_label
 from gtrain.data.rows import RowColumns, no_label, row_masks
 from gtrain.errors import ConfigError, DataError
 
@@ -46,6 +46,7 @@ class ParquetData(GraphDataModule):
     """
 
     name = "parquet"
+    outline = SPARSE_OUTLINE
 
     def __init__(
         self,
@@ -93,6 +94,14 @@ class ParquetData(GraphDataModule):
         masks = [self.split.val_fraction, self.split.seed] if self.split.kind == "public" else None
         files = {key: [file_stamp(file) for file in files] for key, files in self._files().items()}
         return {**files, **{key: getattr(self, key) for key in keys}, "public": masks}
+
+    def check_inputs(self) -> None:
+        """Refuse missing files, and columns that are missing or of other types in the files' schemas."""
+        super().check_inputs()
+        files, source = self._open_files(), Source(self.origin, self.nulls == "zero")
+        table = files.schema.empty_table()
+        self._blocks(table, source)
+        check_label(table[self.label].type, self.label, source)
 
     @property
     def origin(self) -> str:

@@ -33,6 +33,7 @@ class ParquetFiles:
 
     Attributes:
         counts: rows of the files of each option.
+        schema: of the columns, a ``pyarrow.Schema``.
 
     Raises:
         DataError: a file is none of Parquet's, or lacks a column, or the files do not fit each other.
@@ -50,7 +51,7 @@ class ParquetFiles:
         for key, count in self.counts.items():
             if not count:
                 raise DataError(f"data.{key}={named[key]} has no rows", hint=f"correct data.{key}")
-        self._schema = _together({key: self._one(key, found) for key, found in schemas.items()})
+        self.schema = _together({key: self._one(key, found) for key, found in schemas.items()})
 
     def __len__(self) -> int:
         return sum(self.counts.values())
@@ -65,7 +66,7 @@ class ParquetFiles:
             DataError: a file is damaged.
         """
         first = 0
-        schema = pa.schema([self._schema.field(name) for name in columns])
+        schema = pa.schema([self.schema.field(name) for name in columns])
         for key, file in self._files:
             opened = _opened(key, file)
             try:

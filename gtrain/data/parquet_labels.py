@@ -16,6 +16,18 @@ from gtrain.data.rows import among_unlabelled, number_labels
 from gtrain.errors import DataError
 
 
+def check_label(kind: Any, name: str, source: Source) -> None:
+    """Refuse a column whose type cannot be that of labels; numbers with fractions show as they are read.
+
+    Raises:
+        DataError: names the column and its type.
+    """
+    types = pa.types
+    suited = (types.is_integer, types.is_floating, types.is_boolean, types.is_string, types.is_large_string)
+    if not (types.is_null(kind) or any(suits(kind) for suits in suited)):
+        raise source.wrong_type(name, kind, "whole numbers or strings")
+
+
 class Labels:
     """A column of whole numbers, booleans or strings, of which 8 bytes a row are kept.
 
@@ -48,6 +60,7 @@ class Labels:
                 hint="leave these rows out, or set data.unlabelled=-1 to have them in no split",
             )
         known = pc.filter(column, pc.invert(lacking))
+        check_label(column.type, self._name, source)
         if pa.types.is_floating(known.type) and pc.all(pc.equal(known, pc.round(known))).as_py() is not False:
             known = pc.cast(known, pa.int64())
         if pa.types.is_boolean(known.type):

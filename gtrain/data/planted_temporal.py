@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch_geometric.data import Data
 
-from gtrain.data.module import TRIPLES_OUTLINE, CommonOptions, GraphDataModule
+from gtrain.data.module import EVENTS_OUTLINE, CommonOptions, GraphDataModule
 from gtrain.data.planted_common import (
     Ints,
     check_exponent,
@@ -96,7 +96,7 @@ class PlantedTemporalData(GraphDataModule):
     """
 
     name = "planted_temporal"
-    outline = {**TRIPLES_OUTLINE, "num_relations": None}
+    outline = EVENTS_OUTLINE
 
     def __init__(
         self,

@@ -11,8 +11,19 @@ from torch_geometric.data import Data, HeteroData
 
 from gtrain.data.files import find_file, read_array
 from gtrain.data.given_parts import GivenPartsData
-from gtrain.data.module import CommonOptions, file_stamp
-from gtrain.data.pyg_partition_files import NODE, EdgeType, Meta, Rows, edge_maps, node_maps, read_meta, read_part
+from gtrain.data.module import OUTLINE, CommonOptions, file_stamp
+from gtrain.data.pyg_partition_files import (
+    NODE,
+    EdgeType,
+    Meta,
+    Rows,
+    edge_maps,
+    map_files,
+    no_file,
+    node_maps,
+    read_meta,
+    read_part,
+)
 from gtrain.errors import ConfigError, DataError
 
 
@@ -56,6 +67,36 @@ class PyGPartitionData(GivenPartsData):
     def origin(self) -> str:
         """Where the graph comes from, for messages."""
         return f"data.path={self.path}"
+
+    @property
+    def outline(self) -> dict[str, Any]:  # type: ignore[override]
+        """The types of the folder, and the tensors that part 0 has; their contents are not read."""
+        meta = self._read_meta()
+        nodes, edges = (_names_of(meta, kind) for kind in ("node_feats", "edge_feats"))
+        widths = {name: OUTLINE["num_features"] if "x" in nodes.get(name, {}) else None for name in meta.node_types}
+        labelled = [name for name in meta.node_types if "y" in nodes.get(name, {})]
+        if self.labels is not None:
+            labelled = [self._labels_of()[0]]
+        y = nodes.get(labelled[0], {}).get("y") if labelled and self.labels is None else None
+        facts = {
+            **OUTLINE,
+            "num_classes": OUTLINE["num_classes"] if labelled else None,
+            "multilabel": y is not None and y.dim() == 2 and y.size(1) > 1,
+        }
+        if meta.is_hetero:
+            sizes = dict.fromkeys(meta.node_types, OUTLINE["num_nodes"])
+            target = (self.target or labelled[0]) if labelled and self.task == "node" else None
+            more: dict[str, Any] = {"sparse_features": [], "target": target, "edge_types": meta.edge_types}
+            return {**facts, **more, "num_nodes": sizes, "num_features": widths}
+        relations = 2 if any("edge_type" in found for found in edges.values()) else None
+        return {**facts, "num_features": widths[NODE], "num_relations": relations}
+
+    def check_inputs(self) -> None:
+        """Refuse missing files of the folder, and of labels."""
+        super().check_inputs()
+        for path in map_files(self._read_meta()):
+            if not path.is_file():
+                raise no_file(path)
 
     def given_parts(self) -> int:
         """Return the number of parts of the folder."""
@@ -119,6 +160,15 @@ class PyGPartitionData(GivenPartsData):
                 hint="give one row for each node, in the order of the original ids",
             )
         (graph[node_type] if isinstance(graph, HeteroData) else graph).y = y
+
+
+def _names_of(meta: Meta, kind: str) -> dict[Any, dict[str, Tensor]]:
+    """Return the tensors that part 0 has of nodes or of edges, by type and name, mapped."""
+    found = read_part(meta, 0, kind, mapped=True)
+    return {
+        name: {key: value for key, value in (tensors.get("feats") or {}).items() if isinstance(value, Tensor)}
+        for name, tensors in found.items()
+    }
 
 
 def _read_nodes(meta: Meta, node_type: str, parts: Tensor, node_parts: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -82,18 +82,27 @@ def edge_maps(meta: Meta) -> dict[EdgeType, Tensor]:
     return {name: _map(meta, meta.folder / "edge_map" / f"{'__'.join(name)}.pt") for name in meta.edge_types}
 
 
-def read_part(meta: Meta, part: int, kind: str) -> dict[Any, dict[str, Any]]:
+def map_files(meta: Meta) -> list[Path]:
+    """Return the files that say the part of each node and of each edge."""
+    if not meta.is_hetero:
+        return [meta.folder / "node_map.pt", meta.folder / "edge_map.pt"]
+    names = [("node_map", name) for name in meta.node_types] + [("edge_map", "__".join(e)) for e in meta.edge_types]
+    return [meta.folder / kind / f"{name}.pt" for kind, name in names]
+
+
+def read_part(meta: Meta, part: int, kind: str, *, mapped: bool = False) -> dict[Any, dict[str, Any]]:
     """Return a file of a part by type; nothing where it is missing.
 
     Args:
         meta: the folder.
         part: which part.
         kind: ``graph``, ``node_feats`` or ``edge_feats``.
+        mapped: whether to map the tensors instead of reading them.
     """
     path = meta.folder / f"part_{part}" / f"{kind}.pt"
     if kind != "graph" and not path.is_file():
         return {}
-    found = load(path)
+    found = load(path, mapped=mapped)
     if not isinstance(found, dict) or (meta.is_hetero and not all(isinstance(v, dict) for v in found.values())):
         raise DataError(f"{path} holds no dictionary of tensors", hint=ANEW)
     if meta.is_hetero:
@@ -101,12 +110,17 @@ def read_part(meta: Meta, part: int, kind: str) -> dict[Any, dict[str, Any]]:
     return {NODE if kind == "node_feats" else EDGE: found}
 
 
-def load(path: Path) -> Any:
+def load(path: Path, *, mapped: bool = False) -> Any:
     """Load a file that holds tensors in dictionaries and lists, and refuse all else."""
     if not path.is_file():
-        raise DataError(f"there is no {path}", hint=ANEW)
+        raise no_file(path)
     with _containers_only():
-        return load_tensors(path, ANEW)
+        return load_tensors(path, ANEW, mapped=mapped)
+
+
+def no_file(path: Path) -> DataError:
+    """Return the error for a file that is missing."""
+    return DataError(f"there is no {path}", hint=ANEW)
 
 
 class Rows:

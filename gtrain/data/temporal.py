@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch_geometric.data import Data
 
-from gtrain.data.events import Events, read_events
+from gtrain.data.events import Events, check_columns, read_events
 from gtrain.data.files import find_file
-from gtrain.data.module import CommonOptions, GraphDataModule, file_stamp, log
+from gtrain.data.module import EVENTS_OUTLINE, CommonOptions, GraphDataModule, file_stamp, log
 from gtrain.errors import ConfigError, DataError
 
 Ints = NDArray[np.int64]
@@ -39,6 +39,7 @@ class TemporalData(GraphDataModule):
     """
 
     name = "temporal"
+    outline = EVENTS_OUTLINE
 
     def __init__(
         self,
@@ -72,6 +73,11 @@ class TemporalData(GraphDataModule):
         """Return the stamp of the file, and how it is read."""
         options = {name: getattr(self, name) for name in ("time_column", "time_scale", "features", "bipartite")}
         return {"path": file_stamp(find_file("data.path", self.path, self.root)), **options}
+
+    def check_inputs(self) -> None:
+        """Refuse a missing file, and columns that its first event does not have."""
+        super().check_inputs()
+        check_columns(find_file("data.path", self.path, self.root), self.time_column, self._columns)
 
     @property
     def origin(self) -> str:

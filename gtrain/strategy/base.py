@@ -495,12 +495,11 @@ class GraphStrategy(GroupCollectives):
         self.loaded_epoch = checkpoint.get("epoch")
         return checkpoint
 
-    def load_tables(self, rows: Mapping[str, checkpoints.SavedRows]) -> None:
+    def load_tables(self, rows: Mapping[str, Tensor]) -> None:
         """Take over the rows of tables, by layer, from a checkpoint of another strategy; every rank is asked."""
         assert self.lightning_module is not None
         for name, layer in tables(self.lightning_module):
-            for ids, piece in rows[name].pieces():
-                layer.weight.data[ids] = piece.to(layer.weight)
+            layer.weight.data.copy_(rows[name])
 
     def _numbering(self) -> dict[str, Any] | None:
         """What the module's learned rows are numbered by; None: it has none, or the data comes from elsewhere."""

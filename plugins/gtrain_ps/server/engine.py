@@ -274,7 +274,5 @@ class Engine:
 def _settle(answer: Answer, action: Callable[[], Message | None]) -> None:
     try:
         answer.set_result(action())
-    except BaseException as error:
+    except GtrainError as error:
         answer.set_exception(error)
-        if not isinstance(error, GtrainError):
-            raise
