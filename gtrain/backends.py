@@ -183,8 +183,9 @@ class Backend:
         store: ``package.module:function`` beside ``config``, which says what settings the store of a job has, whatever
             the data's own are: ``num_parts``, ``partitioner``, and ``buckets`` (see ``gtrain.graph.store``). Given the
             composed configuration as a dictionary. Empty: the data's own settings, and one part a rank.
-        table_reader: ``package.module:function`` that reads the rows ``[n, d]`` of a table from a checkpoint of this
-            backend, given its folder, the layer's name and its ``TableSpec``. Empty: rows are in the module's state.
+        table_reader: ``package.module:function`` that finds the rows of a table in a checkpoint of this backend
+            (``gtrain.strategy.checkpoint.SavedRows``), given its folder, the layer's name and its ``TableSpec``. Empty:
+            rows are in the module's state.
         shortcuts: keys outside of ``strategy`` that its YAML file adds to the configuration, such as ``mode``.
     """
 

@@ -495,11 +495,12 @@ class GraphStrategy(GroupCollectives):
         self.loaded_epoch = checkpoint.get("epoch")
         return checkpoint
 
-    def load_tables(self, rows: Mapping[str, Tensor]) -> None:
+    def load_tables(self, rows: Mapping[str, checkpoints.SavedRows]) -> None:
         """Take over the rows of tables, by layer, from a checkpoint of another strategy; every rank is asked."""
         assert self.lightning_module is not None
         for name, layer in tables(self.lightning_module):
-            layer.weight.data.copy_(rows[name])
+            for ids, piece in rows[name].pieces():
+                layer.weight.data[ids] = piece.to(layer.weight)
 
     def _numbering(self) -> dict[str, Any] | None:
         """What the module's learned rows are numbered by; None: it has none, or the data comes from elsewhere."""

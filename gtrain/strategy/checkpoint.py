@@ -19,8 +19,9 @@ import os
 import random
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from gtrain.graph.entities import feature_kind
 from gtrain.graph.files import names_file
 from gtrain.graph.store import Store
 from gtrain.nn import TableSpec, tables
+from gtrain.nn.table import BLOCK_ROWS
 from gtrain.strategy.group import Group
 
 FORMAT = 1
@@ -48,6 +50,20 @@ class Loaded:
 
     checkpoint: dict[str, Any]
     shard: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SavedRows:
+    """The rows of a table in a checkpoint, which may be larger than memory.
+
+    Attributes:
+        count: rows, n.
+        pieces: goes through all of them once, some at a time: ids int64 [m] and rows [m, d]. A piece is valid until the
+            next is asked for, and is not to be written to.
+    """
+
+    count: int
+    pieces: Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]
 
 
 def save(
@@ -133,14 +149,14 @@ def load(
 
 
 def load_other(
-    path: Path, module: Module, read_table: Callable[[Path, str, TableSpec], torch.Tensor] | None, numbering: Any
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    path: Path, module: Module, read_table: Callable[[Path, str, TableSpec], SavedRows] | None, numbering: Any
+) -> tuple[dict[str, Any], dict[str, SavedRows]]:
     """Read the parameters of a checkpoint of another strategy, which may keep the rows of tables elsewhere.
 
     Args:
         path: the checkpoint's folder.
         module: the model.
-        read_table: reads the rows ``[n, d]`` of a table that the writer kept elsewhere.
+        read_table: finds the rows of a table that the writer kept elsewhere.
         numbering: see :func:`load`.
 
     Returns:
@@ -155,15 +171,16 @@ def load_other(
         _check_numbering(path, manifest.get("numbering"), numbering)
     for name in manifest["files"]:
         _verify(path, manifest, name)
-    checkpoint = _read(path / TRAINER)
+    checkpoint = _read(path / TRAINER, mapped=True)
     state, rows = checkpoint["state_dict"], {}
     for name, layer in tables(module):
-        saved = state[f"{name}.weight"]
-        if not saved.size(0) and layer.table.rows and read_table is not None:
+        weight = state[f"{name}.weight"]
+        saved = SavedRows(weight.size(0), partial(_pieces, weight))
+        if not saved.count and layer.table.rows and read_table is not None:
             saved = read_table(path, name, layer.table)
-        if saved.size(0) != layer.table.rows:
+        if saved.count != layer.table.rows:
             raise CheckpointError(
-                f"ckpt_path={path}: its table {name} has {saved.size(0)} rows, and the data {layer.table.rows}.",
+                f"ckpt_path={path}: its table {name} has {saved.count} rows, and the data {layer.table.rows}.",
                 hint="choose the data settings that the checkpoint was trained with.",
             )
         rows[name], state[f"{name}.weight"] = saved, layer.weight.detach()
@@ -416,9 +433,16 @@ def _swap(temporary: Path, path: Path) -> None:
     remove(old)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _pieces(weight: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for begin in range(0, len(weight), BLOCK_ROWS):
+        end = min(begin + BLOCK_ROWS, len(weight))
+        yield torch.arange(begin, end), weight[begin:end]
+
+
+def _read(path: Path, mapped: bool = False) -> dict[str, Any]:
+    """Read a file of plain tensors, or leave these in the file, where nothing is to overwrite it."""
     try:
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:
         raise CheckpointError(
             f"{path} cannot be read: {str(error).splitlines()[0]}", hint="checkpoints of plain tensors alone are read."

@@ -22,6 +22,7 @@ from gtrain.graph.store import Store
 from gtrain.nn import deferred, tables
 from gtrain.nn.recipe import ModelRecipe
 from gtrain.strategy.base import GraphStrategy
+from gtrain.strategy.checkpoint import SavedRows
 from gtrain.strategy.forming import form_group
 from gtrain.strategy.group import Group
 from gtrain.wire.shared import SharedTensors
@@ -124,6 +125,7 @@ class PBGStrategy(GraphStrategy):
         self._machines: Machines | None = None
         self._trainee: Trainee | MachineTrainee | None = None
         self._training: BucketTraining | None = None
+        self._cpus: list[str] = []  # the fastest number format of each rank's CPU
         self._now: Reached | None = None  # while a checkpoint is written within an epoch
         self._reached = Reached(0, 0)
 
@@ -228,8 +230,8 @@ class PBGStrategy(GraphStrategy):
 
     def _choose_matmul(self, recipe: ModelRecipe, dtype: torch.dtype) -> str:
         """What ``strategy.matmul=auto`` stands for, the same on all ranks, whose CPUs may differ."""
-        cpus = self.group.all_gather_object(fastest_of_cpu())
-        chosen = choose(recipe, dtype, cpus)
+        self._cpus = self.group.all_gather_object(fastest_of_cpu())
+        chosen = choose(recipe, dtype, self._cpus)
         if self.is_global_zero:
             log.info("strategy.matmul=auto: matrix products in %s", chosen)
         return chosen
@@ -395,13 +397,13 @@ class PBGStrategy(GraphStrategy):
                 log.warning(text, folder, recorded, training.matmul)
             return
         training.use(recorded)
-        fastest = fastest_of_cpu()
-        if warns and FORMATS.index(recorded) > FORMATS.index(fastest):
-            text = "%s was trained with strategy.matmul=%s, and the run continues with it. This CPU has no fast "
-            text += "instructions for it. HINT: strategy.matmul=%s is faster here, and rounds differently."
-            log.warning(text, folder, recorded, fastest)
+        slowest = min(self._cpus, key=FORMATS.index)
+        if warns and FORMATS.index(recorded) > FORMATS.index(slowest):
+            text = "%s was trained with strategy.matmul=%s, and the run continues with it. Not all CPUs of this run "
+            text += "have fast instructions for it. HINT: strategy.matmul=%s is faster here, and rounds differently."
+            log.warning(text, folder, recorded, slowest)
 
-    def load_tables(self, rows: Mapping[str, Tensor]) -> None:
+    def load_tables(self, rows: Mapping[str, SavedRows]) -> None:
         assert self._recipe is not None and self._table is not None
         if self._machines is not None:
             raise CheckpointError(
@@ -411,9 +413,8 @@ class PBGStrategy(GraphStrategy):
         named = {id(layer): name for name, layer in tables(self.lightning_module)}  # type: ignore[arg-type]
         self.group.barrier()
         for layer, table in zip(self._recipe.tables.values(), self._table.tables, strict=True):
-            whole = rows[named[id(layer)]]
             for partition in range(table.partitions.count) if self._leads else ():
-                table.overwrite(partition, [(torch.arange(len(whole)), whole)])
+                table.overwrite(partition, rows[named[id(layer)]].pieces())
         self.group.barrier()
 
     def load_shard_files(self, folder: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from gtrain.graph.entities import entity_types, feature_kind
 from gtrain.graph.store import Store
 from gtrain.nn import TableSpec
 from gtrain.nn.recipe import ModelRecipe
+from gtrain.nn.table import BLOCK_ROWS
+from gtrain.strategy.checkpoint import SavedRows
 from gtrain_pbg import files
 from gtrain_pbg.tables import PartitionedTable
 from gtrain_pbg.typed import TypedTables, cuts_of
@@ -131,8 +134,8 @@ def warm_start(
     _copy_relations(folder, (saved, said["relations"]), (shared, relations), old, store)
 
 
-def read_table(folder: Path, name: str, table: TableSpec) -> Tensor:
-    """Read the rows of a table from a checkpoint, in the order of the source data's ids.
+def read_table(folder: Path, name: str, table: TableSpec) -> SavedRows:
+    """The rows of a table in a checkpoint by the source data's ids, for other strategies.
 
     Args:
         folder: the checkpoint.
@@ -154,13 +157,14 @@ def read_table(folder: Path, name: str, table: TableSpec) -> Tensor:
         )
     old = Store.open(said["store"])
     cut = {cut.name: cut for cut in cuts_of(old, _tables_of(old))}[entry["file"]]
-    rows: Tensor | None = None
-    for partition, orig_id in enumerate(cut.partitions.orig_id):
-        piece = files.mapped(folder / files.file_name(files.ROWS, partition, entry["file"]))
-        rows = torch.empty(entry["rows"], entry["columns"], dtype=piece.dtype) if rows is None else rows
-        rows[orig_id] = piece
-    assert rows is not None
-    return rows
+
+    def pieces() -> Iterator[tuple[Tensor, Tensor]]:
+        for partition, orig_id in enumerate(cut.partitions.orig_id):
+            rows = files.mapped(folder / files.file_name(files.ROWS, partition, entry["file"]))
+            for begin in range(0, len(rows), BLOCK_ROWS):
+                yield orig_id[begin : begin + BLOCK_ROWS], rows[begin : begin + BLOCK_ROWS]
+
+    return SavedRows(entry["rows"], pieces)
 
 
 def _find(path: Path) -> Path:

@@ -39,7 +39,7 @@ backend = Backend(
     conf="gtrain_ps.conf",
     serves=SERVES,
     store="gtrain_ps.config:store_settings",
-    table_reader="gtrain_ps.exports:read_table",
+    table_reader="gtrain_ps.checkpoints:read_table",
     roles={
         "parameter": Role(
             target="gtrain_ps.server.service:main",

@@ -24,12 +24,13 @@ from gtrain.graph.store import Store
 from gtrain.graph.whole import load_whole_hetero
 from gtrain.nn import deferred, tables
 from gtrain.strategy.base import GraphStrategy
+from gtrain.strategy.checkpoint import SavedRows
 from gtrain.strategy.gradients import sum_gradients
 from gtrain_ps import SERVES
+from gtrain_ps.checkpoints import export, read_blocks, write_blocks
 from gtrain_ps.checks import check_training
 from gtrain_ps.config import PsConfig
 from gtrain_ps.costs import Load
-from gtrain_ps.exports import export
 from gtrain_ps.folders import make_folder
 from gtrain_ps.server.service import DTYPES
 from gtrain_ps.worker import meters
@@ -41,7 +42,7 @@ from gtrain_ps.worker.returning import ROLE, ReturningStrategy
 from gtrain_ps.worker.rows import RowTable, is_rows
 from gtrain_ps.worker.steps import flat, send_step, take_flat
 
-METERS = "@meters"  # among the tables of a checkpoint; no layer has such a name
+METERS = "@meters"  # in a worker's state of a checkpoint
 
 
 class PsStrategy(ReturningStrategy):
@@ -203,7 +204,7 @@ class PsStrategy(ReturningStrategy):
                 if not layer.weight.size(0) and layer.table.rows:
                     self._deferred.add(name)
                 elif new and self.is_global_zero:
-                    home.write(layer.weight.detach())
+                    home.write([(torch.arange(layer.table.rows), layer.weight.detach())])
             layer.move(self.homes[name])
         self._trained = None
         self.group.barrier()
@@ -320,13 +321,16 @@ class PsStrategy(ReturningStrategy):
     # --------------------------------------------------------------------------------------- checkpoints, exports
 
     def shard_state(self) -> dict[str, Any]:
-        """The blocks of the servers that this rank answers for: server p of P is rank p mod K's."""
         self._catch_up()
-        if self.group.passed(2):  # it was written in a former life
-            return {}
-        mine = range(self.global_rank, self.servers.count(ROLE), self.world_size)
-        state = {name: home.server_state(mine) for name, home in self.homes.items()}
-        return {**state, METERS: meters.of_module(meters.metrics_of(self._module)) if self._within_epoch else {}}
+        return {METERS: meters.of_module(meters.metrics_of(self._module)) if self._within_epoch else {}}
+
+    def shard_files(self, folder: Path) -> None:
+        write_blocks(folder, self.homes, self._answered_for)
+
+    @property
+    def _answered_for(self) -> range:
+        """The servers whose blocks this worker writes and reads: server p of P is worker p mod K's."""
+        return range(self.global_rank, self.servers.count(ROLE), self.world_size)
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -340,22 +344,41 @@ class PsStrategy(ReturningStrategy):
         epochs = self._trainer.fit_loop.epoch_progress.current
         return self._trainer.state.fn == TrainerFn.FITTING and epochs.processed < epochs.started  # type: ignore[attr-defined]
 
-    def load_tables(self, rows: Mapping[str, Tensor]) -> None:
+    def load_tables(self, rows: Mapping[str, SavedRows]) -> None:
         if self.is_global_zero:
             for name, home in self.homes.items():
-                home.write(rows[name])
+                home.write(rows[name].pieces())
+        self.group.barrier()
+
+    def load_shard_files(self, folder: Path) -> None:
+        """Read blocks as they were cut; to test, predict and export also into blocks that are cut differently."""
+        saved = read_blocks(folder)
+        fitting = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
+        for name, home in self.homes.items():
+            if name not in saved:
+                raise CheckpointError(f"{folder} lacks rows of the table {name}.", hint="use another checkpoint.")
+            table = saved[name]
+            if table.placement == home.placement:
+                for server in self._answered_for:
+                    block = table.blocks[server]
+                    tensors = block.tensors if fitting else {"rows": block.tensors["rows"]}
+                    home.write_block(server, block.rule if fitting else None, tensors)
+            elif fitting:
+                raise CheckpointError(
+                    f"ckpt_path={folder}: the checkpoint's table {name} was cut as {table.placement.fields()}, and is "
+                    f"now cut as {home.placement.fields()}.",
+                    hint="set strategy.servers, strategy.split and strategy.blocks as in the run that wrote it.",
+                )
+            elif self.is_global_zero:
+                home.write(table.pieces())
         self.group.barrier()
 
     def load_shard_state(self, state: dict[str, Any]) -> None:
-        missing = [name for name in self.homes if name not in state]
-        if missing:
+        if self._trainer is None or self._trainer.state.fn != TrainerFn.FITTING:
+            return
+        if METERS not in state:
             raise CheckpointError(
-                f"the checkpoint has no rows of the table {missing[0]} for worker {self.global_rank} of "
-                f"{self.world_size}.",
-                hint="go on with strategy=ps and the same trainer.num_nodes and strategy.servers.",
+                f"the checkpoint has no state of worker {self.global_rank} of {self.world_size}.",
+                hint="set trainer.num_nodes and trainer.devices as in the run that wrote it.",
             )
-        for name, home in self.homes.items():
-            home.load_state(state[name])
-        if self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING:
-            meters.prepare(meters.metrics_of(self._module), state.get(METERS, {}))
-        self.group.barrier()
+        meters.prepare(meters.metrics_of(self._module), state[METERS])

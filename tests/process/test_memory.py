@@ -5,15 +5,20 @@ Memory is ``peak_anonymous_bytes`` of ``summary.json`` above what imports took: 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from forked import gtrain, ok, summary
+from helpers import REPO
 
 from gtrain.nn.table import INIT_ROWS
+from gtrain_ps.worker.home import PIECE_BYTES
 
+ASSETS = REPO / "tests" / "assets"
 MIB = 1 << 20
 NODES, FEATURES, HIDDEN = 16384, 1024, 16
 GRAPH = (
@@ -82,3 +87,42 @@ def test_a_worker_of_pbg_holds_its_buffer(tmp_path: Path) -> None:
     scores = 2 * 32 * ENTITIES // 8 * 4  # of the 32 edges that are ranked, and what is compared with them
     initial = 3 * INIT_ROWS * DIMENSION * 4  # rows as they are drawn, in their order, and in a partition's
     assert large - small <= 1.3 * (table // 4 + scores + initial) < table // 2
+
+
+WIDE, WIDTH, BATCH, ENTRIES = 400_000, 64, 200, 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rule", "state", "readers"), [("LazyAdam", 2 * WIDTH + 1, 2), ("RowwiseAdagrad", 1, 1)])
+def test_processes_of_ps_hold_their_share(rule: str, state: int, readers: int, tmp_path: Path) -> None:
+    """Training with checkpoints, validation, test and export; a prediction, with one or two workers and servers."""
+    common = (
+        "strategy=ps", "data=planted_sparse", f"data.num_features={WIDE}", "data.num_rows=3000",
+        f"data.features_per_row={ENTRIES}", f"data.batch_size={BATCH}", "model=sparse",
+        f"model.hidden_channels={WIDTH}", f"model.sparse_optimizer._target_=gtrain.nn.{rule}", "trainer.max_epochs=1",
+    )  # fmt: skip
+    two = ("trainer.num_nodes=2", "strategy.servers=2")
+    ok(gtrain(*common, *two, "trainer.enable_checkpointing=false", cwd=tmp_path))  # compiling takes memory, too
+    ok(gtrain(*common, *two, "hydra.run.dir=run", "strategy.export=tables", cwd=tmp_path))
+    _check_ps(summary(tmp_path / "run")["ranks"], WIDTH + state)
+    assert np.load(tmp_path / "tables" / "wide.npy", mmap_mode="r").shape == (WIDE, WIDTH)
+    processes = (f"trainer.num_nodes={readers}", f"strategy.servers={readers}")
+    meter = ("+callbacks.meter._target_=memory_meter.MemoryMeter", "+callbacks.meter.folder=memory")
+    predict = ("predict", *common, *processes, *meter, "ckpt_path=run/checkpoints/best.ckpt", "output=scores.npy")
+    ok(gtrain(*predict, cwd=tmp_path, env={"PYTHONPATH": str(ASSETS)}))
+    ranks = [json.loads(path.read_text()) for path in (tmp_path / "memory").iterdir()]
+    assert len(ranks) == 2 * readers
+    _check_ps(ranks, WIDTH)
+
+
+def _check_ps(ranks: list[dict[str, Any]], numbers: int) -> None:
+    """Check all processes of a run of which the servers have so many numbers (4 bytes) for each row of the table."""
+    pieces = 8 * PIECE_BYTES  # of rows on their way to a file: four that a worker puts together, and those under way
+    step = BATCH * (ENTRIES * (4 + 4 + 8) + 2 * WIDTH * 4)  # ids, values, their grouping; products, gradients
+    libraries = 12 * MIB
+    servers = [rank for rank in ranks if rank["role"] == "parameter"]
+    share = WIDE // len(servers) * 4 * (numbers + 1)  # one more: where a row's entries end in a step
+    bounds = {"worker": 3 * step + pieces + libraries, "parameter": share + 8 * step + pieces + libraries}
+    for rank in ranks:
+        used = rank["peak_anonymous_bytes"] - rank["baseline_anonymous_bytes"]
+        assert used <= 1.3 * bounds[rank["role"]], (rank["role"], rank["rank"])

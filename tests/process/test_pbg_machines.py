@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import Program, gtrain
+from forked import Program, gtrain, python
 from helpers import alive, logs, ok, summary, until
 
 from gtrain_pbg.checkpoints import Reached
@@ -76,6 +77,54 @@ def test_two_machines_learn_and_any_number_goes_on(tmp_path: Path) -> None:
     ok(gtrain("test", *arguments, "hydra.run.dir=tested", cwd=tmp_path))
     found = summary(tmp_path / "tested")["metrics"]["test/mrr"]  # two workers deal the edges, and not four
     assert found == pytest.approx(two["metrics"]["test/mrr"], rel=1e-12)
+
+
+MIXED_CPUS = """
+import os, sys
+from pathlib import Path
+import gtrain_pbg.strategy
+from gtrain.cli import main
+from gtrain.launch.environment import find_environment
+from gtrain_pbg.training import BucketTraining
+
+formats = os.environ["TEST_FORMATS"].split(",")
+gtrain_pbg.strategy.fastest_of_cpu = lambda: formats[find_environment().node_rank()]
+train = BucketTraining.train
+
+def recorded(self, batches, visit):
+    work = self._steps[0].work
+    used = "int8" if work.rounded else "bfloat16" if work.low else "float32"
+    with open(f"{os.environ['TEST_USED']}-{find_environment().node_rank()}", "a") as lines:
+        lines.write(used + chr(10))
+    return train(self, batches, visit)
+
+BucketTraining.train = recorded
+main()
+"""
+"""gtrain on machines whose CPUs differ: TEST_FORMATS has the fastest format of each, TEST_USED-<machine> those used."""
+
+
+def test_machines_with_different_cpus_multiply_in_one_format_and_keep_it(tmp_path: Path) -> None:
+    program = tmp_path / "mixed_cpus.py"
+    program.write_text(MIXED_CPUS)
+
+    def train_on(formats: str, name: str, *overrides: str) -> tuple[str, str, set[str]]:
+        """The format in summary.json, that in the last checkpoint, and those that the machines' steps used."""
+        env = {"TEST_FORMATS": formats, "TEST_USED": str(tmp_path / f"used-{name}")}
+        arguments = [*SMALL, *TWO, "model.dimension=32", f"hydra.run.dir={tmp_path / name}", *overrides]
+        ok(python(str(program), *arguments, cwd=tmp_path, env=env))
+        checkpoint = json.loads((tmp_path / name / "checkpoints" / "last.ckpt" / "pbg.json").read_text())
+        used = [set((tmp_path / f"used-{name}-{machine}").read_text().split()) for machine in (0, 1)]
+        assert all(used)
+        return summary(tmp_path / name)["resolved"]["strategy.matmul"], checkpoint["matmul"], used[0] | used[1]
+
+    first = train_on("int8,bfloat16", "first", "trainer.max_epochs=1")
+    assert first == ("bfloat16", "bfloat16", {"bfloat16"})  # the slower machine's
+    resumed = ["trainer.max_epochs=2", f"ckpt_path={tmp_path / 'first' / 'checkpoints' / 'last.ckpt'}"]
+    for formats in ("int8,int8", "int8,float32"):  # alone, these machines would take int8 and float32
+        assert train_on(formats, formats.replace(",", "-"), *resumed) == first
+    warning = "Not all CPUs of this run have fast instructions for it. HINT: strategy.matmul=float32 is faster here"
+    assert warning in (tmp_path / "int8-float32" / "logs" / "rank-0.log").read_text()
 
 
 def test_a_killed_trainer_is_named_and_others_train_its_buckets(tmp_path: Path) -> None:

@@ -128,6 +128,9 @@ def test_a_run_goes_on_from_its_checkpoint_and_exports_its_tables(tmp_path: Path
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-12)  # of the best checkpoint, which was read back
     refused = gtrain(PS, *ROWS, *again, "strategy.servers=3", cwd=tmp_path)
     assert refused.returncode != 0 and "the checkpoint's table wide was cut as" in refused.stderr
+    other = ("ckpt_path=second/checkpoints/best.ckpt", "strategy.servers=3", "trainer.num_nodes=1")
+    ok(gtrain("test", PS, *ROWS, *other, "hydra.run.dir=third", cwd=tmp_path))
+    assert summary(tmp_path / "third")["metrics"]["test/loss"] == pytest.approx(metrics[1], rel=1e-12)
 
 
 @pytest.mark.slow

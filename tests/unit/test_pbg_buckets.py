@@ -267,7 +267,9 @@ def test_what_was_trained_survives_swaps_and_checkpoints(tmp_path: Path) -> None
 
 
 def test_a_slot_is_filled_behind_what_leaves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gtrain_pbg.files._BYTES", 1000)  # of partitions of some 27,000 bytes, of different sizes
+    monkeypatch.setattr(
+        "gtrain.strategy.tensor_files._BYTES", 1000
+    )  # of partitions of some 27,000 bytes, of different sizes
     table = make_table(tmp_path, 2)
     write, names = files.Writing.add, []
 
@@ -287,7 +289,7 @@ def test_a_slot_is_filled_behind_what_leaves_it(tmp_path: Path, monkeypatch: pyt
 
 
 def test_rows_that_cannot_be_written_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gtrain_pbg.files._BYTES", 1000)
+    monkeypatch.setattr("gtrain.strategy.tensor_files._BYTES", 1000)
     table = make_table(tmp_path, 2)
     visit = table.buffer.plan([((0, 1), 0), ((0, 2), 0)])[1]
     table.trained((0, 1))
@@ -351,7 +353,7 @@ def test_a_full_disk_is_said_and_leaves_the_file_as_it_was(tmp_path: Path, monke
     def full(descriptor: int) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr("gtrain_pbg.files.os.fsync", full)
+    monkeypatch.setattr("gtrain.strategy.tensor_files.os.fsync", full)
     with pytest.raises(DataError, match="No space left on device"):
         files.write(path, torch.zeros(3, 2))
     monkeypatch.undo()

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from helpers import LIMIT
 from torch import Tensor, nn
 
-from gtrain.errors import DataError
+from gtrain.errors import CheckpointError, DataError
 from gtrain.nn import Adagrad, Csr, Embedding, LazyAdam, RowwiseAdagrad, SparseLinear, select_rows
 from gtrain.wire import Client, Server
+from gtrain_ps.checkpoints import read_blocks, read_table, write_blocks
 from gtrain_ps.costs import Load, Plan
 from gtrain_ps.placement import Placement, spread
 from gtrain_ps.server.engine import Engine
@@ -213,6 +214,90 @@ def test_workers_train_what_one_process_trains(
     assert losses == pytest.approx(expected, rel=1e-12)
     for found, wanted in zip(rows, tables_of(net), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-13)
+
+
+@pytest.fixture
+def homes(services: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[tuple[int, int]], ServedHome]]:
+    """A table of float64 rows on new servers, whose pieces have a few rows."""
+    monkeypatch.setattr("gtrain_ps.worker.home.PIECE_BYTES", 500)
+    with ExitStack() as stack:
+
+        def start(shape: tuple[int, int]) -> ServedHome:
+            count = shape[0] * shape[1]
+            addresses = [f"ipc://{service.socket.getsockname()}" for service in services(count, 1)]
+            clients = [
+                stack.enter_context(Client(address, peer="a server", name="rank 0", timeout_seconds=LIMIT))
+                for address in addresses
+            ]
+            table = SparseLinear(FEATURES, HIDDEN, sparse=True, dtype=torch.float64).table
+            placement = Placement(FEATURES, HIDDEN, *shape, spread(FEATURES))
+            servers = ParameterServers(clients, lasting=True)
+            home = ServedHome("wide", table, placement, servers, torch.float64, torch.float64, False)
+            home.open()
+            return home
+
+        yield start
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (2, 2)])
+def test_blocks_go_through_files_piece_by_piece(homes: Any, tmp_path: Path, shape: tuple[int, int]) -> None:
+    home = homes(shape)
+    rows = torch.randn(FEATURES, HIDDEN, dtype=torch.float64)
+    shuffled = torch.randperm(FEATURES)
+    home.write([(shuffled[:40], rows[shuffled[:40]]), (shuffled[40:], rows[shuffled[40:]])])
+    torch.testing.assert_close(home.read(3, FEATURES), rows[3:], rtol=0, atol=0)
+    states = []
+    for server in range(home.placement.servers):
+        rule, shapes = home.describe_block(server)
+        assert rule is None and list(shapes) == ["rows"]
+        height, width = shapes["rows"]
+        states.append({name: torch.randn(height, width, dtype=torch.float64) for name in ("mean", "square")})
+        states[-1]["step"] = torch.arange(height, dtype=torch.float64)
+        home.write_block(server, "lazy_adam", states[-1])
+    write_blocks(tmp_path, {"wide": home}, range(home.placement.servers))
+    found = read_blocks(tmp_path)["wide"]
+    assert found.placement == home.placement
+    for server, state in enumerate(states):
+        assert found.blocks[server].rule == "lazy_adam"
+        for name, tensor in state.items():
+            torch.testing.assert_close(found.blocks[server].tensors[name], tensor, rtol=0, atol=0)
+    again = torch.full_like(rows, torch.nan)
+    for ids, piece in read_table(tmp_path, "wide", home.table).pieces():
+        assert len(ids) < 10
+        again[ids] = piece
+    torch.testing.assert_close(again, rows, rtol=0, atol=0)
+    for server, block in found.blocks.items():
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in block.tensors.items()}
+        for tensors in (zeros, block.tensors):
+            home.write_block(server, block.rule, tensors)
+            for name, tensor in tensors.items():
+                torch.testing.assert_close(torch.cat(list(home.read_block(server, name))), tensor, rtol=0, atol=0)
+    (tmp_path / "parameter-0.json").unlink()
+    with pytest.raises(CheckpointError, match="of the table wide|rows of the table wide"):
+        read_table(tmp_path, "wide", home.table)
+
+
+def test_a_server_that_ends_while_its_block_is_read_goes_on(services: Any, homes: Any) -> None:
+    home = homes((1, 1))
+    rows = home.read(0, FEATURES)
+    pieces = home.read_block(0, "rows")
+    first = next(pieces)
+    (started,) = services(0, 1)
+    started.restart()
+    torch.testing.assert_close(torch.cat([first, *pieces])[home.placement.places(torch.arange(FEATURES))[1]], rows)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read(homes: Any, tmp_path: Path) -> None:
+    """Its blocks are in the workers' states."""
+    home = homes((2, 1))
+    blocks = [{"rule": None, "tensors": {"rows": torch.cat(list(home.read_block(n, "rows")))}} for n in range(2)]
+    for worker, block in enumerate(blocks):
+        entry = {"placement": home.placement.fields(), "servers": {str(worker): block}}
+        torch.save({"rng": {}, "shard": {"wide": entry, "@meters": {}}}, tmp_path / f"rank-{worker}.pt")
+    found = torch.empty(FEATURES, HIDDEN, dtype=torch.float64)
+    for ids, piece in read_table(tmp_path, "wide", home.table).pieces():
+        found[ids] = piece
+    torch.testing.assert_close(found, home.read(0, FEATURES), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("lag", "disk"), [(0, 0), (2, 0), (0, 1 << 30), (0, 20_000)])

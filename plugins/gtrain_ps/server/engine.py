@@ -274,5 +274,7 @@ class Engine:
 def _settle(answer: Answer, action: Callable[[], Message | None]) -> None:
     try:
         answer.set_result(action())
-    except GtrainError as error:
+    except BaseException as error:
         answer.set_exception(error)
+        if not isinstance(error, GtrainError):
+            raise

@@ -152,14 +152,17 @@ class Handlers:
     def write(self, message: Message, caller: Caller) -> Answer:
         """Overwrite rows of a block as it is after ``step`` steps. Fields: ``key``, ``begin``, ``step``.
 
+        Tensors: rows, and the places of these in the block where they do not follow each other from ``begin``.
+
         A worker that was started again may ask once more when the block has been trained further: too late, then.
         """
         block, begin, rows = self._block(message.fields["key"]), message.fields["begin"], message.tensors[0]
         step = message.fields["step"]
+        places = message.tensors[1] if len(message.tensors) > 1 else slice(begin, begin + len(rows))
 
         def write() -> None:
             if self.engine.version == step:
-                block.table[begin : begin + len(rows)] = rows
+                block.table[places] = rows
 
         return self.engine.after(step, write, ("write", 0, message.fields, message.tensors))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from gtrain.errors import ConfigError
 from gtrain.nn import Csr, RemoteHome, TableSpec
 from gtrain.nn.product import product
-from gtrain.nn.rules import Rule, Settings
+from gtrain.nn.rules import RULES, Rule, Settings
 from gtrain_ps.placement import Placement
 from gtrain_ps.worker.cuts import Cut, cut_ids, cut_rows
 from gtrain_ps.worker.servers import ParameterServers, Request
 
-CHUNK_BYTES = 64 << 20
-"""Rows are read and written in messages of about this size."""
+PIECE_BYTES = 1 << 19
+"""Rows are read and written in messages of about this size: server and worker hold some of them at a time."""
+_ID_BYTES = 32  # an id, its block and place, and the order of blocks
+_BLOCK_PIECES = 4  # that blocks() hands out at a time: a model does something with each
+_UNDER_WAY = 2  # of such messages: the next one is made while this one is used
 
 
 @dataclass(frozen=True)
@@ -156,78 +159,92 @@ class ServedHome(RemoteHome):
     # --------------------------------------------------------------------------------------- reading and writing
 
     def read(self, begin: int, end: int) -> Tensor:
-        ids, found = torch.arange(begin, end), []
-        for some in ids.split(max(1, CHUNK_BYTES // (self.table.dim * self.dtype.itemsize))):
-            found.append(self._collect(self._send_ids(some, training=False, exact=True)))
-        return torch.cat(found) if found else torch.empty(0, self.table.dim, dtype=self.dtype)
+        rows = torch.empty(end - begin, self.table.dim, dtype=self.dtype)
+        step = piece_rows(self.table.dim, self.dtype)
+        for low in range(begin, end, step):
+            high = min(low + step, end)
+            ticket = self._send_ids(torch.arange(low, high), training=False, exact=True)
+            rows[low - begin : high - begin] = self._collect(ticket)
+        return rows
 
-    def write(self, rows: Tensor) -> None:
-        """Overwrite all rows ``[n, d]``."""
-        for server, block, first, last in self._blocks():
-            for begin, end in self._chunks(block, last - first):
-                piece = rows[self.placement.ids(block, begin, end), first:last].to(self.dtype).contiguous()
-                self.servers.submit(
-                    server, "write", {"key": self.key, "begin": begin, "step": self.servers.step}, [piece]
-                ).result()
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        step = _BLOCK_PIECES * piece_rows(self.table.dim, self.dtype)
+        for begin in range(0, self.num_rows, step):
+            end = min(begin + step, self.num_rows)
+            yield torch.arange(begin, end), self.read(begin, end)
+
+    def write(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Overwrite rows.
+
+        Args:
+            pieces: ids int64 [m] and rows [m, d]; large ones are sent in smaller pieces.
+        """
+        cut, step = self.placement, piece_rows(self.table.dim, self.dtype)
+        for ids, rows in pieces:
+            for begin in range(0, len(ids), step):
+                some = rows[begin : begin + step].to(self.dtype)
+                block, place = cut.places(ids[begin : begin + step])
+                written = []
+                for server, row_block, first, last in self._blocks():
+                    mine = (block == row_block).nonzero().flatten()
+                    fields = {"key": self.key, "begin": 0, "step": self.servers.step}
+                    tensors = [some[mine, first:last].contiguous(), place[mine]]
+                    written.append(self.servers.submit(server, "write", fields, tensors))
+                for request in written:
+                    request.result()
 
     def state(self) -> dict[str, Any]:
-        return self.server_state(range(len(self.servers)))
-
-    def server_state(self, chosen: Iterable[int]) -> dict[str, Any]:
-        """Rows and optimizer state of some servers' blocks."""
-        found: dict[str, Any] = {"placement": self.placement.fields(), "servers": {}}
-        for server, block, first, last in self._blocks():
-            if server not in chosen:
-                continue
-            asked = {"key": self.key, "name": None, "begin": 0, "end": 0, "step": self.servers.step}
-            said = self.servers.submit(server, "read_state", asked).result().fields
-            chunks = list(self._chunks(block, last - first))
-            pieces = {"rows": self._read_pieces(server, "read", chunks, {})}
-            for name in said["names"]:
-                pieces[name] = self._read_pieces(server, "read_state", chunks, {"name": name})
-            found["servers"][str(server)] = {"rule": said["rule"], "tensors": pieces}
-        return found
+        return {}  # blocks are files of the checkpoint, see gtrain_ps.checkpoints
 
     def load_state(self, state: dict[str, Any]) -> None:
-        if state["placement"] != self.placement.fields():
-            raise ConfigError(
-                f"the checkpoint's table {self.key} was cut as {state['placement']}, and is now as "
-                f"{self.placement.fields()}.",
-                hint="go on with the same strategy.servers, strategy.split and strategy.blocks.",
-            )
-        now = self.servers.step
-        for server, block, first, last in self._blocks():
-            if str(server) not in state["servers"]:
-                continue
-            entry = state["servers"][str(server)]
-            for begin, end in self._chunks(block, last - first):
-                for name, tensor in entry["tensors"].items():
-                    piece = tensor[begin:end].contiguous()
-                    if name == "rows":
-                        asked = {"key": self.key, "begin": begin, "step": self.servers.step}
-                        self.servers.submit(server, "write", asked, [piece]).result()
-                    else:
-                        asked = {"key": self.key, "rule": entry["rule"], "name": name, "begin": begin, "step": now}
-                        self.servers.submit(server, "write_state", asked, [piece]).result()
-            if entry["rule"] is not None:
-                asked = {"key": self.key, "rule": entry["rule"], "name": "", "begin": 0, "step": now}
-                self.servers.submit(server, "write_state", asked).result()
+        assert not state
 
-    def _read_pieces(self, server: int, method: str, chunks: list[tuple[int, int]], more: dict[str, Any]) -> Tensor:
-        asked = [{"key": self.key, "begin": b, "end": e, "step": self.servers.step, **more} for b, e in chunks]
-        return torch.cat([self.servers.submit(server, method, one).result().tensors[0] for one in asked])
+    def describe_block(self, server: int) -> tuple[str | None, dict[str, tuple[int, ...]]]:
+        """A server's block as it is after this step: the optimizer's name, and the shapes of ``rows`` and its state."""
+        asked = {"key": self.key, "name": None, "begin": 0, "end": 0, "step": self.servers.step}
+        said = self.servers.submit(server, "read_state", asked).result().fields
+        height, width = self._shape(server)
+        wide = {} if said["rule"] is None else RULES[said["rule"]].state
+        return said["rule"], {"rows": (height, width)} | {
+            name: (height, width) if wide[name] else (height,) for name in said["names"]
+        }
+
+    def read_block(self, server: int, name: str) -> Iterator[Tensor]:
+        """``rows`` or a tensor of the optimizer state of a server's block, from its first row to its last."""
+        height, width = self._shape(server)
+        step, method = piece_rows(width, self.dtype), "read" if name == "rows" else "read_state"
+        asked: deque[Request] = deque()
+        for begin in range(0, height, step):
+            fields = {"key": self.key, "begin": begin, "end": min(begin + step, height), "step": self.servers.step}
+            asked.append(self.servers.submit(server, method, {**fields, "name": name}))
+            if len(asked) == _UNDER_WAY:
+                yield asked.popleft().result().tensors[0]
+        while asked:
+            yield asked.popleft().result().tensors[0]
+
+    def write_block(self, server: int, rule: str | None, tensors: Mapping[str, Tensor]) -> None:
+        """Overwrite a server's block: ``rows`` and the optimizer's state by name, which may be mapped files."""
+        height, width = self._shape(server)
+        step, common = piece_rows(width, self.dtype), {"key": self.key, "step": self.servers.step}
+        for name, tensor in tensors.items():
+            method, more = ("write", {}) if name == "rows" else ("write_state", {"rule": rule, "name": name})
+            for begin in range(0, height, step):
+                piece = tensor[begin : begin + step].contiguous()
+                self.servers.submit(server, method, {**common, **more, "begin": begin}, [piece]).result()
+        if rule is not None:
+            self.servers.submit(server, "write_state", {**common, "rule": rule, "name": "", "begin": 0}).result()
+
+    def _shape(self, server: int) -> tuple[int, int]:
+        """Rows and columns of a server's block."""
+        block, column = divmod(server, self.placement.column_blocks)
+        first, last = self.placement.columns(column)
+        return self.placement.block_rows(block), last - first
 
     def _blocks(self) -> Iterator[tuple[int, int, int, int]]:
         """Each server, its row block, its first column and the one behind its last."""
         for server in range(self.placement.servers):
             block, column = divmod(server, self.placement.column_blocks)
             yield server, block, *self.placement.columns(column)
-
-    def _chunks(self, block: int, width: int) -> Iterator[tuple[int, int]]:
-        height = self.placement.block_rows(block)
-        step = max(1, CHUNK_BYTES // max(1, width * self.dtype.itemsize))
-        for begin in range(0, max(1, height), step):
-            yield begin, min(begin + step, height)
 
     # -------------------------------------------------------------------------------------------------- the wire
 
@@ -286,6 +303,11 @@ class _Pull(Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.home.push_product(ctx.ticket, gradients[0])
         return None, None, None, None
+
+
+def piece_rows(width: int, dtype: torch.dtype) -> int:
+    """Rows of a piece of about :data:`PIECE_BYTES`, with their ids and where these are."""
+    return max(1, PIECE_BYTES // (width * dtype.itemsize + _ID_BYTES))
 
 
 def _name(dtype: torch.dtype) -> str:
