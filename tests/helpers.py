@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
+
+import pytest
 
 REPO = Path(__file__).resolve().parents[1]
 LOG_LINES = 40
@@ -31,6 +33,12 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         if not name.startswith(_LAUNCHER_PREFIXES) and name not in _LAUNCHER_NAMES
     }
     return environment | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | dict(extra or {})
+
+
+def some_slow(cases: Iterable[tuple[Any, ...]], each: int) -> list[Any]:
+    """Parameters of a test, of which all but every ``each``-th are marked slow."""
+    every = enumerate(cases)
+    return [case if not number % each else pytest.param(*case, marks=pytest.mark.slow) for number, case in every]
 
 
 LIMIT = 600.0

@@ -53,6 +53,7 @@ def test_a_report_for_programs(tmp_path: Path, broken: dict[str, str]) -> None:
     assert len(named) == 2 and not any(problem["essential"] for problem in named)
 
 
+@pytest.mark.slow
 def test_a_report_for_people_about_a_broken_strategy(tmp_path: Path, broken: dict[str, str]) -> None:
     result = gtrain("doctor", "strategy=absent", "trainer.num_nodes=64", cwd=tmp_path, env=broken)
     assert result.returncode == 1

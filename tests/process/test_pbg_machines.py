@@ -127,6 +127,7 @@ def test_machines_with_different_cpus_multiply_in_one_format_and_keep_it(tmp_pat
     assert warning in (tmp_path / "int8-float32" / "logs" / "rank-0.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_is_named_and_others_train_its_buckets(tmp_path: Path) -> None:
     heavy = [
         "data.num_entities=2000",

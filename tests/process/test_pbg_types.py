@@ -41,6 +41,7 @@ def write_graph(folder: Path, each: int, names: tuple[str, ...]) -> tuple[list[s
     return ["data=kg", f"data.path={kg}", *QUIET], folder / "parts.npy"
 
 
+@pytest.mark.slow
 def test_cut_types_train_what_whole_ones_do(tmp_path: Path) -> None:
     """In a fixed order: users in two partitions and tags in one, against everything in one; and what is written."""
     graph, parts = write_graph(tmp_path, 80, ("likes",))

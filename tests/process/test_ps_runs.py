@@ -34,6 +34,7 @@ def losses(run: Path, name: str = "train/loss") -> list[float]:
     return [epoch[name] for epoch in summary(run)["history"]]
 
 
+@pytest.mark.slow
 def test_sparse_features_before_a_gcn_train_as_on_one_process(real_data: Callable[[str], Path], tmp_path: Path) -> None:
     """Facebook Page-Page; every worker has the whole graph, and a share of the seeds."""
     data = ("data=musae", f"data.root={real_data('musae')}", "data.num_parts=1", "data.partitioner=random")

@@ -74,6 +74,7 @@ def test_what_is_sampled_depends_on_no_transport_halo_or_thread(sweep: Runner) -
         assert losses(run) == pytest.approx(losses(found[0]), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_ranks_without_seeds_take_every_step(sweep: Runner, tmp_path: Path) -> None:
     """Only the first half of a graph of two halves has training nodes."""
     edges = [(i, i + 1) for i in range(9)] + [(i, i + 1) for i in range(10, 19)]

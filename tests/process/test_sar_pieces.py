@@ -14,6 +14,7 @@ CASES = ["gat", "gat one head", "gat residual", "dropout: gat", "sage mean", "sa
 ON_A_DEVICE = ["gat", "gatv2", "sage mean", "sage max", "gcn learned weights", "nn mean"]
 
 
+@pytest.mark.slow
 def test_pieces_of_a_round_come_to_the_same_as_one_message(tmp_path: Path) -> None:
     assert_exact(tmp_path, "sar_pieces_program.py", 3, CASES)
 

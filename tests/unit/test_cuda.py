@@ -26,7 +26,7 @@ print(len(asked), torch_geometric.typing.NO_MKL)
 @pytest.mark.parametrize(
     ("imports", "asks"),
     [
-        ("", 1),
+        pytest.param("", 1, marks=pytest.mark.slow),
         ("from gtrain import PlantedData", 0),
         pytest.param("from gtrain.launch.agent import preload; preload()", 0, marks=pytest.mark.slow),
         pytest.param("import forked; forked.load()", 0, marks=pytest.mark.slow),

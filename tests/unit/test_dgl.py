@@ -85,6 +85,7 @@ def test_self_loops_are_there_once() -> None:
     assert torch.equal(torch.stack(loops.edges(order="eid")), torch.stack(same.edges(order="eid")))
 
 
+@pytest.mark.slow
 def test_dgl_is_loaded_by_its_models_only_and_writes_no_settings(tmp_path: Path) -> None:
     home = {"HOME": str(tmp_path / "home")}
     program = """

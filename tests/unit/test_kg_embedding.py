@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forked import gtrain
-from helpers import ok, show
+from helpers import ok, show, some_slow
 from torch import Tensor
 from torch_geometric.data import Data
 
@@ -139,9 +140,7 @@ def losses(model: KGEmbedding, b: Data) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("reciprocal", [True, False])
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("comparator", COMPARATORS)
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize(("operator", "comparator", "loss"), some_slow(product(OPERATORS, COMPARATORS, LOSSES), 5))
 def test_losses_and_gradients_are_those_of_a_loop(operator: str, comparator: str, loss: str, reciprocal: bool) -> None:
     b = batch()
     model = module(operator=operator, comparator=comparator, loss=loss, reciprocal=reciprocal)

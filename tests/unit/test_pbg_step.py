@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import some_slow
 from torch import Tensor
 
 from gtrain.model.kg_embedding import KGEmbedding
@@ -145,7 +146,9 @@ def tolerance_of(operator: str, comparator: str) -> float:
 
 
 @pytest.mark.parametrize("reciprocal", [True, False], ids=["reciprocal", "static"])
-@pytest.mark.parametrize(("operator", "comparator", "loss"), list(itertools.product(OPERATORS, COMPARATORS, LOSSES)))
+@pytest.mark.parametrize(
+    ("operator", "comparator", "loss"), some_slow(itertools.product(OPERATORS, COMPARATORS, LOSSES), 5)
+)
 def test_every_combination_trains_as_autograd_does(operator: str, comparator: str, loss: str, reciprocal: bool) -> None:
     """In float64, rows and parameters after two plain steps, which are the gradients of each.
 
@@ -159,6 +162,7 @@ EVERY = bool(os.environ.get("GTRAIN_ALL"))
 PAIRS = list(itertools.product(OPERATORS, COMPARATORS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(PAIRS)), ids=["-".join(pair) for pair in PAIRS])
 def test_losses_of_200_batches(number: int) -> None:
     """With the optimizers that are the default. Losses and kinds of relations take turns.

@@ -216,6 +216,7 @@ def deviations(sampled: Sampled, conv: Taken, batches: int) -> tuple[Tensor, Ten
     return found[0], found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "replace"), [("gcn", False), ("gcn", True), ("gcn_without_loops", False), ("sg", False)]
 )

@@ -55,7 +55,7 @@ def train(folder: Path, epochs: int, task: str, checkpoint: Path | None = None) 
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("task", ["node", "link"])
+@pytest.mark.parametrize("task", ["node", pytest.param("link", marks=pytest.mark.slow)])
 def test_a_resumed_run_takes_the_batches_of_an_unbroken_one(task: str, tmp_path: Path) -> None:
     _, straight = train(tmp_path, 4, task)
     halted, _ = train(tmp_path, 2, task)
