@@ -184,18 +184,23 @@ def kinds_of(recipe: ModelRecipe) -> Tensor | None:
 
 
 def batches_of(edges: EdgeList, size: int, kinds: Tensor | None, generator: torch.Generator) -> Iterator[EdgeList]:
-    """Cut edges into batches.
+    """Cut edges into as few batches as possible, whose sizes differ by one edge at most.
+
+    The loss is a batch's mean, so a short last batch would move rows as far as a full one does, on few edges.
 
     Args:
         edges: in their order.
-        size: edges of a batch.
+        size: edges of a batch at most.
         kinds: of each relation; each batch has edges of one kind: it is drawn with a probability proportional to the
             edges of each kind that are left, and the next of its edges are taken. None: all are of one.
         generator: draws kinds.
     """
     if kinds is None or not len(edges):
-        for begin in range(0, len(edges), size):
-            yield edges.select(slice(begin, begin + size))
+        begin = 0
+        while begin < len(edges):
+            end = begin + _next_size(len(edges) - begin, size)
+            yield edges.select(slice(begin, end))
+            begin = end
         return
     kind = kinds[edges.relation]
     order = kind.argsort(stable=True)
@@ -205,8 +210,13 @@ def batches_of(edges: EdgeList, size: int, kinds: Tensor | None, generator: torc
     left = counts.clone()
     while int(left.sum()):
         drawn = int(torch.multinomial(left.double(), 1, generator=generator))
-        take = min(size, int(left[drawn]))
+        take = _next_size(int(left[drawn]), size)
         begin = int(at[drawn])
         yield edges.select(slice(begin, begin + take))
         at[drawn] += take
         left[drawn] -= take
+
+
+def _next_size(left: int, size: int) -> int:
+    """Edges of the next of the fewest batches of at most ``size`` that the edges left fill evenly."""
+    return -(-left // -(-left // size))

@@ -202,8 +202,21 @@ def test_batches_of_one_relation_follow_what_is_left() -> None:
         assert sorted(torch.cat([batch.heads for batch in batches]).tolist()) == list(range(1000))
         firsts += int(batches[0].relation[0])
     assert 8 <= firsts <= 35  # of 200, with probability 0.1
-    plain = list(batches_of(edges, 300, None, torch.Generator()))
-    assert [len(batch) for batch in plain] == [300, 300, 300, 100]
+
+
+@pytest.mark.parametrize(("count", "size", "sizes"), [
+    (1000, 300, [250] * 4),
+    (1001, 300, [251, 250, 250, 250]),  # the last batch would have 101 edges, and as large a step as the others
+    (900, 300, [300] * 3),
+    (7, 300, [7]),
+    (0, 300, []),
+])  # fmt: skip
+def test_batches_are_few_and_of_one_size(count: int, size: int, sizes: list[int]) -> None:
+    edges = EdgeList(torch.arange(count), torch.zeros(count, dtype=torch.int64), torch.arange(count), torch.rand(count))
+    for kinds in (None, torch.zeros(1, dtype=torch.int64)):
+        batches = list(batches_of(edges, size, kinds, torch.Generator().manual_seed(0)))
+        assert [len(batch) for batch in batches] == sizes
+        assert [node for batch in batches for node in batch.heads.tolist()] == list(range(count))
 
 
 # ------------------------------------------------------------------------------------------------------ partitions

@@ -293,6 +293,71 @@ def test_products_in_tiles(dtype: torch.dtype, rows: int, columns: int, steps: i
     assert torch.equal(found, wanted)
 
 
+def biggraph_step(
+    values: dict[str, Tensor], sums: dict[str, Tensor], edges: Tensor, drawn: tuple[Tensor, Tensor]
+) -> None:
+    """A batch of PyTorch-BigGraph (``model.py``, ``losses.py``, ``row_adagrad.py``), with lr 0.1 and eps 1e-10.
+
+    The loss is the sum over edges of both sides' softmax; a chunk's edges are each other's negatives.
+
+    Args:
+        values: the table and the operators of both directions; changed.
+        sums: Adagrad's sums of squares, one for each row of the table; changed.
+        edges: ``[B, 3]``, heads, relations and tails.
+        drawn: uniform negatives, heads and tails, ``[chunks * uniform]`` each.
+    """
+    leaves = {name: value.requires_grad_() for name, value in values.items()}
+    table, chunks = leaves["table"], len(drawn[0]) // 4
+    loss = table.new_zeros(())
+    for given, answer, direction in ((0, 2, "forwards"), (2, 0, "backwards")):
+        real, imaginary = (leaves[f"{direction}.{part}"][edges[:, 1]] for part in ("real", "imaginary"))
+        x, y = table[edges[:, given]].chunk(2, dim=1)
+        queries = torch.cat([x * real - y * imaginary, x * imaginary + y * real], dim=1)
+        every = queries.split(6), edges[:, answer].split(6), drawn[answer == 2].view(chunks, -1)
+        for query, true, more in zip(*every, strict=True):
+            scores = query @ table[torch.cat([true, more])].T
+            loss = loss + torch.nn.functional.cross_entropy(scores, torch.arange(len(query)), reduction="sum")
+    gradients = torch.autograd.grad(loss, list(leaves.values()))
+    for (name, value), gradient in zip(values.items(), gradients, strict=True):
+        square = gradient.square()
+        sums[name] += square.mean(dim=1, keepdim=True) if name == "table" else square
+        value.detach_().sub_(0.1 * gradient / (sums[name].sqrt() + 1e-10))
+
+
+def test_full_batches_are_those_of_biggraph_with_eps_by_batch_size() -> None:
+    """The mean of a batch's losses where torchbiggraph has their sum: Adagrad sees no constant factor but by eps."""
+    model = KGEmbedding(NODES, RELATIONS, dimension=DIM, num_batch_negs=6, num_uniform_negs=4).double()
+    torch.manual_seed(0)
+    table, count = 1e-3 * torch.randn(NODES, DIM, dtype=torch.float64), 24
+    recipe = model.recipe().groups[0]
+    values = {"table": table.clone()} | {name: value.detach().clone() for name, value in recipe.parameters.items()}
+    sums = {name: torch.zeros_like(value) for name, value in values.items()}
+    sums["table"] = sums["table"][:, :1].clone()
+    results = {}
+    for eps in (1e-10, 1e-10 / count):
+        rows = Rows(table.clone(), table.new_zeros(NODES, 1), torch.full((NODES,), -1, dtype=torch.int32))
+        weights = {name: Weights(value.clone(), torch.zeros_like(value)) for name, value in values.items()}
+        del weights["table"]
+        rules = UpdateRule("rowwise_adagrad", 0.1, eps), UpdateRule("adagrad", 0.1, eps)
+        results[eps] = TrainingStep(recipe, weights, torch.float64, "float32"), rows, weights, rules
+    far = []
+    for _ in range(3):
+        edges = torch.stack([torch.randint(size, (count,)) for size in (NODES, RELATIONS, NODES)], dim=1)
+        drawn = torch.randint(NODES, (count // 6 * 4,)), torch.randint(NODES, (count // 6 * 4,))
+        biggraph_step(values, sums, edges, drawn)
+        heads, relation, tails = (column.contiguous() for column in edges.T)
+        for step, rows, _, rules in results.values():
+            step(EdgeBatch(heads, relation, tails, None, drawn), rows, rows, *rules)
+        for eps, (_, rows, weights, _) in results.items():
+            ours = {"table": rows.value} | {name: weight.value for name, weight in weights.items()}
+            worst = max(float((ours[name] - value).norm() / value.norm()) for name, value in values.items())
+            if eps == 1e-10:
+                far.append(worst)
+            else:
+                assert worst < 1e-6
+    assert min(far) > 1e-6  # operators begin with gradients of 1e-8, which the larger eps holds back
+
+
 @pytest.mark.parametrize(("features", "fastest"), [
     ({}, "float32"),
     ({"avx512vnni": True}, "float32"),  # without bfloat16, small chunks and rows would be converted
