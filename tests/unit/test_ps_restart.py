@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from gtrain.errors import ConfigError
 from gtrain.strategy import checkpoint as checkpoints
+from gtrain.strategy.counters import Counters
 from gtrain.strategy.group import Group
 from gtrain_ps.packing import pack, unpack
 from gtrain_ps.server.exchanges import Exchanges, place
@@ -19,6 +21,8 @@ from gtrain_ps.server.gathers import Gathers
 from gtrain_ps.server.journal import Journal
 from gtrain_ps.server.memory import Region
 from gtrain_ps.server.slots import Slots
+from gtrain_ps.strategy import METERS, PsStrategy
+from gtrain_ps.worker.collect import ServedGroup
 from gtrain_ps.worker.loops import moved
 from gtrain_ps.worker.progress import _numpy_state
 
@@ -170,6 +174,17 @@ def test_a_checkpoint_whose_writer_died_is_complete_wherever_it_was(before: int,
     checkpoints.save(Replaying(before), path, state, {"mine": 1}, module)
     loaded = checkpoints.load(Group(), path, module, restore_rng=False)
     assert loaded.shard == {"mine": 1} and loaded.checkpoint["global_step"] == 2 and not part.exists()
+
+
+def test_a_writer_that_returns_still_skips_what_was_written_after_it_gave_its_state() -> None:
+    """All had met once over the checkpoint: its folder is there, and may have files of the others."""
+    servers = SimpleNamespace(step=4, passed=lambda: place(4, 0) + 1)
+    group = ServedGroup(0, 2, servers, Counters())  # type: ignore[arg-type]
+    group.again = True
+    strategy = SimpleNamespace(group=group, _within_epoch=False, _catch_up=lambda: None, homes={}, global_rank=0)
+    strategy.world_size, strategy.servers = 2, SimpleNamespace(count=lambda role: 2)
+    assert PsStrategy.shard_state(strategy) == {METERS: {}}  # type: ignore[arg-type]
+    assert group.passed()
 
 
 def test_a_log_is_read_up_to_what_was_cut_off(tmp_path: Path) -> None:
