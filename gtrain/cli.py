@@ -200,7 +200,9 @@ def exit_code(error: Exception) -> int:
 
 
 def _leave(message: str, code: int) -> NoReturn:
-    if sys.stderr.isatty():
-        print(file=sys.stderr)  # the live line may still be open
-    print(f"gtrain: {message}", file=sys.stderr)
+    with contextlib.nullcontext(True) if command.ranks_meet else cluster.printing_once() as prints:
+        if prints:
+            if sys.stderr.isatty():
+                print(file=sys.stderr)  # the live line may still be open
+            print(f"gtrain: {message}", file=sys.stderr, flush=True)
     sys.exit(code)

@@ -101,15 +101,20 @@ def _find_checkpoint(job: Any) -> Path | None:
 def _check_strategy(strategy: GraphStrategy, sketch: _Sketch, choices: Mapping[str, str], typed: Sequence[str]) -> None:
     """Refuse a model, optimizers or settings that a strategy does not serve; hints name strategies that do."""
     name, serves, settings = strategy.strategy_name, strategy.serves, sketch.settings
-    reason = sketch.traits.refusal(serves)
+    reason, broken, error = sketch.traits.refusal(serves), serves.violated(settings), None
     if reason is None:
-        sketch.check_optimizers(strategy)
-    broken = serves.violated(settings)
-    if reason is None and not broken:
+        try:
+            sketch.check_optimizers(strategy)
+        except ConfigError as wrong:
+            error = wrong
+    if reason is None and error is None and not broken:
         return
     own = _set_by(name)
     chosen = {key: value for key, value in settings.items() if key in typed or key.startswith("data.")}
     others = sketch.served_by({key: value for key, value in chosen.items() if key in typed or key not in own})
+    if error is not None:
+        advice = f"; or choose strategy={' or '.join(others)}." if others else "."
+        raise ConfigError(error.message, hint=f"{(error.hint or 'choose another optimizer').rstrip('.')}{advice}")
     if reason is not None:
         raise backends.not_served(name, f"model={choices['model']}", sketch.traits, reason, others)
     raise backends.not_honoured(name, next(iter(broken)), broken, settings, others)

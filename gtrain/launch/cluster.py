@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+import socket
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from gtrain.errors import ConfigError
@@ -12,6 +15,11 @@ LOCAL = "local"
 MANUAL = "manual"
 KINDS = ("auto", LOCAL, "torchrun", "slurm", MANUAL)
 _INTERACTIVE = ("bash", "interactive")
+_JOB_NAMES = (
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT", "GROUP_RANK"),
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID"),
+)
+_REFUSAL_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -93,3 +101,40 @@ def external_place(kind: str, environ: Mapping[str, str] = os.environ) -> Extern
     machine = int(environ.get(names[2]) or 0)
     local = int(environ.get(names[0]) or (rank if machines == 1 else rank % local_size))
     return External(rank, size, local, local_size, machine, machines)
+
+
+@contextlib.contextmanager
+def printing_once(environ: Mapping[str, str] = os.environ) -> Iterator[bool]:
+    """Elect one of this machine's ranks to print why the job is refused; all of them find the same mistake.
+
+    The first rank to come holds a socket without a file. The others connect to it and stay silent; it ends when all
+    have, for then none comes later and prints again.
+
+    Yields:
+        Whether this process prints: a rank of another launcher that was elected, or the command itself.
+    """
+    try:
+        launcher = detect(environ)
+        others = 0 if launcher == LOCAL else external_place(launcher, environ).local_size - 1
+    except (KeyError, ValueError):
+        others = 0
+    if others < 1:
+        yield True
+        return
+    job = "/".join(environ.get(name, "") for name in _JOB_NAMES)
+    address = f"\0gtrain-refusal/{os.getuid()}/{job}"[:100]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+        try:
+            line.bind(address)
+            line.listen(others)
+        except OSError:
+            with contextlib.suppress(OSError):
+                line.connect(address)
+            yield False
+            return
+        yield True
+        deadline = time.monotonic() + _REFUSAL_SECONDS
+        with contextlib.suppress(TimeoutError):
+            for _ in range(others):
+                line.settimeout(max(0.001, deadline - time.monotonic()))
+                line.accept()[0].close()

@@ -36,6 +36,8 @@ PREFLIGHT = "gtrain.preflight"
 _PREFLIGHT_SECONDS = 120.0
 TASK_BY_HAND = "gtrain.strategy.by_hand:run"
 KEY_NAME = "job.key"
+ranks_meet = False
+"""Whether this process is a rank that meets the others: from then on, each rank prints errors of its own."""
 
 
 def launch(cfg: DictConfig, choices: dict[str, str], given: list[str]) -> Any:
@@ -190,6 +192,8 @@ def _as_rank(cfg: DictConfig, choices: dict[str, str], launcher: str, given: lis
         own_keys = key_file is None and place.machines > 1 and bool(counts_of(plans))
         if own_keys and place.rank == 0:
             at_the_end.callback(_job_key(cfg).unlink, missing_ok=True)
+        global ranks_meet
+        ranks_meet = True
         cfg.paths.run = task.shared_run_dir(cfg.paths.run)
         if own_keys:
             key_file = str(Path(cfg.paths.run, KEY_NAME).absolute())

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+from helpers import LIMIT, clean_environment
 
 from gtrain.errors import ConfigError
 from gtrain.launch import cluster
@@ -41,3 +47,33 @@ def test_a_launcher_that_did_not_start_the_process_is_refused() -> None:
 def test_rank_and_size_come_from_the_launcher() -> None:
     assert cluster.external_rank_and_size("torchrun", TORCHRUN) == (1, 4)
     assert cluster.external_rank_and_size("slurm", SLURM) == (2, 3)
+
+
+SPEAKS = """
+from gtrain.launch import cluster
+with cluster.printing_once() as prints:
+    if prints:
+        print("refused", flush=True)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
+def test_one_rank_of_a_machine_prints_a_refusal(launcher: str, tmp_path: Path) -> None:
+    """And ends when the others have been silent; two machines that are played on one have one each."""
+    names = {
+        "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+        "slurm": tuple(
+            f"SLURM_{name}" for name in ("PROCID", "NTASKS", "LOCALID", "NTASKS_PER_NODE", "NODEID", "NNODES")
+        ),
+    }[launcher]
+    job = {"TORCHELASTIC_RUN_ID" if launcher == "torchrun" else "SLURM_JOB_ID": tmp_path.name + str(os.getpid())}
+    ranks = []
+    for rank in range(6):
+        place = (rank, 6, rank % 3, 3, rank // 3, 2)
+        environment = clean_environment({**job, **dict(zip(names, map(str, place), strict=True))})
+        ranks.append(
+            subprocess.Popen([sys.executable, "-c", SPEAKS], env=environment, stdout=subprocess.PIPE, text=True)
+        )
+    said = [rank.communicate(timeout=LIMIT)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * 6
+    assert [sum(bool(text) for text in said[machine : machine + 3]) for machine in (0, 3)] == [1, 1], said
