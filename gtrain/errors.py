@@ -29,6 +29,19 @@ class DataError(GtrainError):
     """The input graph, its features or its labels cannot be used."""
 
 
+def zero_weights(origin: str, demand: str) -> DataError:
+    """Return the error that refuses a graph all of whose edge weights are 0.
+
+    Args:
+        origin: the files or the data set.
+        demand: what weights are for; see :func:`gtrain.model.inputs.zero_demand`.
+    """
+    return DataError(
+        f"{origin}: all edge weights are 0, and {demand}.",
+        hint="correct the weights, or leave the column out (of data=edges: data.columns=[0,1]).",
+    )
+
+
 def negative_weight(weight: str, demand: str) -> DataError:
     """Return the error that refuses a negative edge weight.
 

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from gtrain.kernel_cache import find_cache
 from gtrain.launch import slot as slots
 from gtrain.launch.environment import find_environment, ranks_on_this_machine
 from gtrain.model.classification import default_score
-from gtrain.model.inputs import weight_demand
+from gtrain.model.inputs import weight_demand, zero_demand
 from gtrain.model.kinds import kind
 from gtrain.nn import tables
 from gtrain.strategy.base import GraphStrategy
@@ -86,14 +87,17 @@ def _data_module(config: dict[str, Any], ranks: int) -> GraphDataModule:
     return module
 
 
-def _weight_demand(config: dict[str, Any], model: str, data: GraphDataModule) -> str | None:
-    """Why the model of a job takes no negative edge weights, while the graph is read; None: it does, or the model needs
-    the graph to be made. Called in the process that makes the store: a rank makes a user's model once."""
+def _weight_demand(
+    config: dict[str, Any], model: str, data: GraphDataModule, *, demand: Callable[..., str | None] = weight_demand
+) -> str | None:
+    """What the model of a job demands of edge weights, while the graph is read: ``weight_demand`` or ``zero_demand``;
+    None: nothing, or the model needs the graph to be made. Called in the process that makes the store: a rank makes a
+    user's model once."""
     from gtrain.preflight import sketch_model
 
     with torch.random.fork_rng(devices=[]):
         module = sketch_model(config, data)
-    return None if module is None else weight_demand(module, model)
+    return None if module is None else demand(module, model)
 
 
 @dataclass
@@ -116,6 +120,7 @@ class _Task:
         servers = _server_meter(strategy)
         data = _data_module(config, strategy.world_size)
         data.weight_demand = partial(_weight_demand, config, strategy.model_name)
+        data.zero_demand = partial(_weight_demand, config, strategy.model_name, demand=zero_demand)
         prepare(data)
         memory.start()  # now: it is a thread, and a process with threads is not forked
         store = data.open_store()

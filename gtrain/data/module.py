@@ -20,7 +20,7 @@ from gtrain.data.sampling import Sampling
 from gtrain.data.schema import DataSchema, kept_together
 from gtrain.data.split import SplitOptions
 from gtrain.data.validate_edges import weight_facts
-from gtrain.errors import ConfigError, DataError, negative_weight
+from gtrain.errors import ConfigError, DataError, negative_weight, zero_weights
 from gtrain.graph import metis
 from gtrain.graph.locality import GROUP_NODES
 from gtrain.graph.lock import ensure_store
@@ -133,6 +133,9 @@ class GraphDataModule(pl.LightningDataModule):
     """Why edge weights have to be 0 or more, as :func:`~gtrain.model.inputs.weight_demand` says it: a negative weight
     is refused as it is read. None: weights may be negative. A function is called with this DataModule at the first
     negative weight. Strategies set it for the model that they train."""
+    zero_demand: str | Callable[[GraphDataModule], str | None] | None = None
+    """The same of a graph all of whose edge weights are 0, as :func:`~gtrain.model.inputs.zero_demand` says it: it is
+    refused before it is partitioned."""
     make_apart: Callable[[Callable[[], Store]], dict[str, int]] | None = None
     """Calls a function in a process of its own and returns the peaks of its memory: ranks have the store made there.
     None: the store is made in the process that asks for it."""
@@ -455,6 +458,10 @@ class GraphDataModule(pl.LightningDataModule):
         facts |= weight_facts(graph, self.origin) | self.extra_facts()
         if "negative_weight" in facts:
             self.check_negative(facts["negative_weight"])
+        if facts.get("edge_weights") == [0, 0]:
+            demand = self.zero_demand(self) if callable(self.zero_demand) else self.zero_demand
+            if demand is not None:
+                raise zero_weights(self.origin, demand)
         log.info("partitioning %s into %d (%s)", describe(graph), num_parts, method)
         if numbering := self.numbering():
             facts["numbering"] = numbering

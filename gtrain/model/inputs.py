@@ -12,7 +12,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
-from gtrain.errors import ConfigError, DataError, negative_weight
+from gtrain.errors import ConfigError, DataError, negative_weight, zero_weights
 from gtrain.model.trim import BY_TYPE, PER_HOP, targets_alone, trimming, without_unread
 
 if TYPE_CHECKING:
@@ -154,6 +154,18 @@ def weight_demand(module: nn.Module, name: str) -> str | None:
     return f"{name} takes weights of 0 or more: {reason}"
 
 
+def zero_demand(module: nn.Module, name: str) -> str | None:
+    """Return why some edge weight has to be above 0, for a message that refuses zeros alone; None: none has to.
+
+    Args:
+        module: the model.
+        name: what the message calls it.
+    """
+    if not getattr(module, "weighs_loss", False) or "edge_weight" not in (edge_data_read(module) or ()):
+        return None
+    return f"with {name} an edge's weight is the factor of its loss: nothing would be learned"
+
+
 def check_weights(module: nn.Module, facts: dict[str, Any], name: str) -> None:
     """Refuse edge weights that a model cannot train with: negative ones, or zeros alone where they weigh the loss.
 
@@ -168,12 +180,9 @@ def check_weights(module: nn.Module, facts: dict[str, Any], name: str) -> None:
     negative, demand = facts.get("negative_weight"), weight_demand(module, name)
     if negative is not None and demand is not None:
         raise negative_weight(negative, demand)
-    if getattr(module, "weighs_loss", False) and facts.get("edge_weights") == [0, 0]:
-        raise DataError(
-            f"all edge weights are 0, and with {name} an edge's weight is the factor of its loss: nothing would be "
-            "learned.",
-            hint="correct the weights, or leave the column out (of data=edges: data.columns=[0,1]).",
-        )
+    demand = zero_demand(module, name)
+    if demand is not None and facts.get("edge_weights") == [0, 0]:
+        raise zero_weights("the graph", demand)
 
 
 def _normalises(layer: nn.Module) -> bool:

@@ -35,7 +35,7 @@ from gtrain.errors import ConfigError
 from gtrain.graph.store import Store
 from gtrain.launch import slot as slots
 from gtrain.launch.environment import agent_environment, find_environment
-from gtrain.model.inputs import check_weights, tell_unread, weight_demand
+from gtrain.model.inputs import check_weights, tell_unread, weight_demand, zero_demand
 from gtrain.nn import RemoteHome, tables
 from gtrain.nn.dropout import ExactDropout, StepRows, rows_of
 from gtrain.strategy import checkpoint as checkpoints
@@ -196,7 +196,8 @@ class GraphStrategy(GroupCollectives):
         data = getattr(trainer, "datamodule", None)
         if isinstance(data, GraphDataModule):
             assert self.lightning_module is not None
-            data.weight_demand = weight_demand(self.lightning_module, self._name_of(self.lightning_module))
+            model, name = self.lightning_module, self._name_of(self.lightning_module)
+            data.weight_demand, data.zero_demand = weight_demand(model, name), zero_demand(model, name)
             prepare(data)
 
     def make_group(self) -> Group:

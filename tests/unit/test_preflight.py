@@ -18,6 +18,7 @@ from omegaconf import open_dict
 
 from gtrain import backends, cli, config, preflight, task
 from gtrain.errors import DataError, GtrainError
+from gtrain.model.inputs import zero_demand
 
 STRATEGIES = ("pbg", "ps", "pyg", "sar", "single")
 ROWS = "model.sparse_optimizer={_target_:gtrain.nn.RowwiseAdagrad,lr:0.1}"  # which strategy=ps wants of a table
@@ -144,6 +145,26 @@ def test_negative_weights_are_refused_as_they_are_read(
     weight = rf"edges\.txt, line 2: the weight is -2, and model={model} takes weights of 0 or more"
     error = (DataError, weight) if refused else (RuntimeError, "the graph was read")
     with pytest.raises(error[0], match=error[1]):
+        data.prepare_data()
+
+
+@pytest.mark.parametrize(("model", "refused"), [("gcn", False), ("kg", True), ("link_sage", True)])
+def test_weights_that_are_all_zero_are_refused_before_the_graph_is_cut(
+    model: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise RuntimeError("the graph was cut")
+
+    monkeypatch.setattr("gtrain.data.module.cut", stop)
+    Path("edges.txt").write_text("".join(f"{node} {(node + 1) % 20} 0\n" for node in range(20)))
+    Path("labels.txt").write_text("".join(f"{node % 2}\n" for node in range(20)))
+    overrides = ["paths.run=here", "verb=train", "data=edges", "data.path=edges.txt", "data.labels=labels.txt"]
+    settings = config.plain(compose("config", overrides=[*overrides, "data.features=degree", f"model={model}"]))
+    data = task._data_module(settings, 1)
+    data.zero_demand = partial(task._weight_demand, settings, f"model={model}", demand=zero_demand)
+    sentence = rf"data.path=edges\.txt.*: all edge weights are 0, and with model={model} an edge's weight is the factor"
+    error, message = (DataError, sentence) if refused else (RuntimeError, "the graph was cut")
+    with pytest.raises(error, match=message):
         data.prepare_data()
 
 
