@@ -4,7 +4,8 @@
 
 It runs in an environment that has both (``pip install torchbiggraph==1.0.0 "setuptools<81"`` beside gtrain), and prints
 after each batch by how much tables and operators differ. The loss is the sum over a batch's edges there, their mean
-here. Adagrad does not see a constant factor but for ``eps``, so ``eps / batch_size`` makes full batches equal.
+here. Adagrad does not see a constant factor but for ``eps``, so ``eps / batch_size`` makes full batches equal. The
+last batch here is shorter: ``strategy=pbg`` itself cuts batches of equal size.
 """
 
 from __future__ import annotations
