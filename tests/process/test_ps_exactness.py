@@ -109,6 +109,21 @@ def test_chunks_and_their_negatives_are_those_of_one_process(
     agree(single["history"][2:], resumed["history"])
 
 
+@pytest.mark.slow
+def test_a_weighted_graph_with_learned_features(sweep: Runner, tmp_path: Path) -> None:
+    """Weights of edges count: with all of them 1 the losses are others."""
+    edges = [(node, (7 * node + step) % 60) for node in range(60) for step in range(1, 9)]
+    for name, weights in (("weighted", (0.25, 1.0, 3.0)), ("ones", (1.0,))):
+        lines = (f"{a} {b} {weights[(a + b) % len(weights)]}\n" for a, b in edges)
+        (tmp_path / f"{name}.txt").write_text("".join(lines))
+    (tmp_path / "labels.txt").write_text("".join(f"{node % 3}\n" for node in range(60)))
+    data = ("data=edges", "data.labels=labels.txt", "data.root=.", "data.num_nodes=60", "trainer.precision=64-true")
+    model = ("model=gcn", "model.learn_features=true", *optimizer("RowwiseAdagrad"), *SETTINGS)
+    single, ones = sweep("strategy=single", "data.path=weighted.txt,ones.txt", *data, *model, name="single")
+    (run,) = sweep("strategy=ps", "data.path=weighted.txt", *data, *model, name="served")
+    assert worst(single, run) < 1e-12 and worst(single, run, "val/loss") < 1e-12 and worst(single, ones) > 1e-3
+
+
 def agree(expected: list[dict[str, float]], found: list[dict[str, float]]) -> None:
     """Epochs of a model of embeddings are the same."""
     names = ("train/loss", "val/loss", "val/mrr", "val/auc")
