@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK = 2**64 - 1
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_FIRST, _SECOND, _STEP = int(_MIX_1), int(_MIX_2), int(GOLDEN)  # for Python's own arithmetic
 
 
 def mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -22,8 +23,8 @@ def mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def mix_one(value: int) -> int:
     """:func:`mix` of one number, modulo 2**64."""
     value &= _MASK
-    value = (value ^ (value >> 30)) * int(_MIX_1) & _MASK
-    value = (value ^ (value >> 27)) * int(_MIX_2) & _MASK
+    value = (value ^ (value >> 30)) * _FIRST & _MASK
+    value = (value ^ (value >> 27)) * _SECOND & _MASK
     return value ^ (value >> 31)
 
 
@@ -31,7 +32,7 @@ def key(*words: int) -> int:
     """A hash of a few whole numbers, in their order, below 2**64."""
     hashed = 0
     for word in words:
-        hashed = mix_one(hashed + word + int(GOLDEN))
+        hashed = mix_one(hashed + word + _STEP)
     return hashed
 
 

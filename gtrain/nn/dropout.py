@@ -87,14 +87,16 @@ class Mask(NamedTuple):
         rows = x.detach()
         if not rows.is_contiguous():
             rows = rows.contiguous()
-        out = rows if inplace or rows.data_ptr() != x.data_ptr() else torch.empty_like(rows)
+        copied = rows.data_ptr() != x.data_ptr()
+        out = rows if inplace or copied else torch.empty_like(rows)
         if rows.device.type == "cpu" and rows.dtype in _COMPILED:
             from gtrain.nn.dropout_kernels import drop
 
-            count, threshold = len(ids), np.uint32(min(self.threshold, (1 << 32) - 1))
+            count, threshold = ids.size(0), np.uint32(min(self.threshold, (1 << 32) - 1))
+            read = rows.numpy() if rows.dim() == 2 else rows.numpy().reshape(count, -1)
             drop(
-                rows.numpy().reshape(count, -1),
-                out.numpy().reshape(count, -1),
+                read,
+                read if out is rows else out.numpy().reshape(count, -1),
                 ids.numpy(),
                 np.uint64(self.stream),
                 threshold,
@@ -102,7 +104,7 @@ class Mask(NamedTuple):
             )
         else:
             self._plainly(rows.view(len(ids), -1), out.view(len(ids), -1), ids)
-        return x.detach().copy_(out) if inplace and out.data_ptr() != x.data_ptr() else out
+        return x.detach().copy_(out) if inplace and copied else out
 
     def _plainly(self, x: Tensor, out: Tensor, ids: Tensor) -> None:
         """As the compiled loop, in chunks of rows."""
@@ -129,7 +131,10 @@ class _Drop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        gradient: Tensor = _Drop.apply(gradients[0], ctx.mask, ctx.ids, False)
+        if torch.is_grad_enabled():  # create_graph=True
+            gradient: Tensor = _Drop.apply(gradients[0], ctx.mask, ctx.ids, False)
+        else:
+            gradient = ctx.mask.drop(gradients[0], ctx.ids)
         return gradient, None, None, None
 
 
@@ -246,33 +251,35 @@ def rows_of(batch: Any, node_ids: Mapping[str, Tensor] | None = None) -> StepRow
     if not isinstance(batch, (Data, HeteroData)):
         return step
     typed = isinstance(batch, HeteroData)
-    target = getattr(batch, "target", None)
+    # looking up what a Data does not have is slow; its one store has all that there is
+    flat: Any = batch.stores[0] if type(batch) is Data else batch
+    target = getattr(batch, "target", None) if typed else None
     for node_type in batch.node_types if isinstance(batch, HeteroData) else ("node",):
-        nodes = batch[node_type] if typed else batch
+        nodes = batch[node_type] if typed else flat
         own = nodes.get("orig_id") if hasattr(nodes, "get") else getattr(nodes, "orig_id", None)
         ids = own if node_ids is None else node_ids.get(node_type, own)
         if not isinstance(ids, Tensor):
             continue
         step.node_ids[node_type] = ids
         count = int(nodes.num_nodes or 0) if own is None else len(own)
-        hops = getattr(nodes, "num_sampled_nodes", None)
+        hops = nodes.get("num_sampled_nodes") if hasattr(nodes, "get") else getattr(nodes, "num_sampled_nodes", None)
         prefixes = frozenset(np.cumsum(list(hops))[:-1].tolist()) if hops is not None else frozenset()
         step.rows.append(Rows(node_type, count, partial(_first, ids, count), prefixes))
         if len(ids) > count:
             step.rows.append(Rows(node_type, len(ids), partial(_first, ids, len(ids))))
         if typed:
             step.types.update((_address(t), node_type) for t in nodes.values() if isinstance(t, Tensor) and t.numel())
-    seeds = getattr(batch, "seeds", None)
+    seeds = flat.get("seeds") if flat is not batch else getattr(batch, "seeds", None)
     seed_type = "node" if not typed else target  # in a link task the target is an edge type: its seeds are edges
-    scored = [place for place in (batch, *batch.stores) if "edge_label_id" in place]
+    scored = [place for place in ((batch, *batch.stores) if typed else batch.stores) if "edge_label_id" in place]
     if not scored and isinstance(seeds, Tensor) and isinstance(seed_type, str) and seed_type in step.node_ids:
         chosen = step.node_ids[seed_type]
         step.rows.append(Rows(seed_type, len(seeds), partial(torch.index_select, chosen, 0, seeds), index=seeds))
     if scored:
         step.rows += _scored(scored[0])
     for edge_type in batch.edge_types if isinstance(batch, HeteroData) else (("node", "to", "node"),):
-        edges = batch[edge_type] if typed else batch
-        index = getattr(edges, "edge_index", None)
+        edges = batch[edge_type] if typed else flat
+        index = edges.get("edge_index") if hasattr(edges, "get") else getattr(edges, "edge_index", None)
         if isinstance(index, Tensor) and edge_type[0] in step.node_ids and edge_type[2] in step.node_ids:
             step.ends[index.data_ptr()] = edge_type[0], edge_type[2]
             ends = step.node_ids[edge_type[0]], step.node_ids[edge_type[2]]
@@ -299,7 +306,7 @@ def _scored(place: Any) -> list[Rows]:
 
 
 def _first(ids: Tensor, count: int) -> Tensor:
-    return ids[:count].contiguous()
+    return (ids if ids.size(0) == count else ids[:count]).contiguous()
 
 
 # ------------------------------------------------------------------------------------------------------------- layers
@@ -449,7 +456,7 @@ class ExactDropout:
         mask = Mask(p, self._stream("other" if rows is None else rows.space))
         if not x.numel():  # nothing to drop, but the layer counts
             return None
-        ids = torch.arange(len(x), device=x.device) if rows is None else self._ids(rows, len(x), x.device)
+        ids = torch.arange(x.size(0), device=x.device) if rows is None else self._ids(rows, x.size(0), x.device)
         if torch.is_grad_enabled() and x.requires_grad:
             out: Tensor = _Drop.apply(x, mask, ids, inplace)
             return out
@@ -457,7 +464,7 @@ class ExactDropout:
         return x if inplace else dropped
 
     def _ids(self, rows: Rows, count: int, device: torch.device) -> Tensor:
-        ids = rows.ids[:count]
+        ids = rows.ids if rows.ids.size(0) == count else rows.ids[:count]
         return ids if ids.device == device else ids.to(device)
 
     def _stream(self, space: str) -> int:
