@@ -77,6 +77,7 @@ class BigGraphData(GivenPartsData):
         self.edges = {"edges": _listed(edges) or [path], "val_edges": _listed(val_edges)}
         self.edges["test_edges"] = _listed(test_edges)
         self.relations = None if relations is None else [_relation(entry) for entry in relations]
+        self._set_by_name = any(set(entry) - set(vars(_relation(entry))) for entry in relations or ())
         self.keep_parts, self.joint_types = bool(keep_parts), joint_types
         self._entities = entities or {}
         self.schema = DataSchema(entities, None)  # until the folders were read
@@ -109,10 +110,14 @@ class BigGraphData(GivenPartsData):
 
     @property
     def outline(self) -> dict[str, Any] | None:  # type: ignore[override]
-        """The counts of entities and relations; None where the edges tell the entities (of featurized types)."""
+        """The counts of entities and relations.
+
+        None where the edges tell the entities (of featurized types), and where the model has settings by relation,
+        which need the names.
+        """
         place = self._folder("data.path", self.path)
         counts = files.read_counts(place)
-        if self._featurized(counts):
+        if self._set_by_name or self._featurized(counts):
             return None
         reader = self._reader(place, counts)
         number, totals = reader.num_relations or 2, {name: int(sizes.sum()) for name, sizes in counts.items()}

@@ -107,6 +107,7 @@ def test_the_python_example_runs(tmp_path: Path) -> None:
     assert values[0] == values[1] > 0, "the same seed, the same weights"
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_python_page_run(tmp_path: Path) -> None:
     examples = [block for block in blocks(REPO / "docs" / "python.md") if block.language == "python"]
     assert len(examples) >= 5

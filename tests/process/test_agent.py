@@ -195,6 +195,7 @@ def test_importing_gtrain_starts_no_process_and_no_thread(tmp_path: Path) -> Non
     assert done.stdout == "1 []\n", done.stderr
 
 
+@pytest.mark.slow
 def test_what_the_agent_imports_starts_no_thread_pool_and_ranks_share_what_numba_loads(tmp_path: Path) -> None:
     """A pool does not survive a fork: OpenMP kills the child that inherits one. One rank may need no kernel at all."""
     code = (

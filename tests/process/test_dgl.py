@@ -28,7 +28,9 @@ SETTINGS = [
 SMALL = ["data.num_nodes=300", "data.num_edges=3000", "data.num_features=12", "data.num_classes=4"]
 
 
-@pytest.mark.parametrize(("size", "cases", "modes"), [(2, "listed", "2"), (3, "silent", "1,3")])
+@pytest.mark.parametrize(
+    ("size", "cases", "modes"), [(2, "listed", "2"), pytest.param(3, "silent", "1,3", marks=pytest.mark.slow)]
+)
 def test_every_convolution_in_every_mode(size: int, cases: str, modes: str, tmp_path: Path) -> None:
     """On a graph with parallel edges, loops and isolated nodes; over three ranks, one of them is in no loss."""
     command = [str(PROGRAM), str(tmp_path), "--world", str(size), "--cases", cases, "--mode", modes]

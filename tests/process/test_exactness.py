@@ -80,7 +80,8 @@ def test_photo_in_single_precision(
         assert worst(single, run) < tolerance
 
 
-@pytest.mark.parametrize("model", ["gcn", pytest.param("gat", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gcn", "gat"])
 def test_with_dropout_mode_1_is_mode_2(sweep: Runner, model: str) -> None:
     arguments = [*SMALL, *MODELS[model], "trainer.precision=64-true", "trainer.num_nodes=3", "model.dropout=0.5"]
     first, second, again = sweep("mode=1,2", *arguments, name="both") + sweep("mode=1", *arguments, name="again")

@@ -104,6 +104,7 @@ main()
 """gtrain on machines whose CPUs differ: TEST_FORMATS has the fastest format of each, TEST_USED-<machine> those used."""
 
 
+@pytest.mark.slow
 def test_machines_with_different_cpus_multiply_in_one_format_and_keep_it(tmp_path: Path) -> None:
     program = tmp_path / "mixed_cpus.py"
     program.write_text(MIXED_CPUS)

@@ -70,7 +70,7 @@ def test_no_timeline_unless_asked_and_what_is_wrong_is_named(tmp_path: Path) -> 
     assert wrong.returncode == 1 and "callbacks.timeline.epochs=0 was set" in wrong.stdout + wrong.stderr
 
 
-@pytest.mark.parametrize("mode", [1, 2, 3])
+@pytest.mark.parametrize("mode", [1, *(pytest.param(mode, marks=pytest.mark.slow) for mode in (2, 3))])
 def test_bytes_are_reported_beside_their_lower_bound(tmp_path: Path, mode: int) -> None:
     """One set of halo rows forward and one backward, but for the first layer, whose input needs no gradient."""
     quick = ["model=sage", "trainer.max_epochs=3", "strategy.cache_inputs=false", f"mode={mode}"]

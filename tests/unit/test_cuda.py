@@ -23,13 +23,14 @@ print(len(asked), torch_geometric.typing.NO_MKL)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("imports", "asks"),
     [
-        pytest.param("", 1, marks=pytest.mark.slow),
+        ("", 1),
         ("from gtrain import PlantedData", 0),
-        pytest.param("from gtrain.launch.agent import preload; preload()", 0, marks=pytest.mark.slow),
-        pytest.param("import forked; forked.load()", 0, marks=pytest.mark.slow),
+        ("from gtrain.launch.agent import preload; preload()", 0),
+        ("import forked; forked.load()", 0),
     ],
 )
 def test_torch_geometric_is_imported_without_the_driver(imports: str, asks: int) -> None:

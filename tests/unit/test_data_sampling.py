@@ -190,6 +190,7 @@ def test_false_edges_are_for_links() -> None:
     assert PlantedData(neg_sampling="triplet", neg_sampling_ratio=2, task="link").sampling.neg_sampling_ratio == 2
 
 
+@pytest.mark.slow
 def test_options_are_light() -> None:
     """The data module imports them, and the agent the data module."""
     code = "import sys, gtrain.data.module; print('gtrain.graph.sampling.spans' in sys.modules)"

@@ -246,7 +246,7 @@ def test_large_chunks_train_as_autograd_does(
     compare(2, 1e-10, plain=True, operator=operator, loss=loss, reciprocal=reciprocal)
 
 
-@pytest.mark.parametrize("matmul", ["float32", "bfloat16"])
+@pytest.mark.parametrize("matmul", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("places", "uniform", "dimension", "operator"), [
     (6, 4, 8, "complex_diagonal"),
     (7, 0, 9, "diagonal"),
@@ -396,6 +396,7 @@ def test_single_precision(operator: str) -> None:
     compare(50, 1e-4, dtype=torch.float32, operator=operator, loss="softmax")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("matmul", ["bfloat16", "int8"])
 def test_products_of_few_bits_stay_near(matmul: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have 8 bits, so that each loss differs by less than a percent, and so does what is learned."""
@@ -408,6 +409,7 @@ def test_products_of_few_bits_stay_near(matmul: str, monkeypatch: pytest.MonkeyP
         assert low.train(edges, number) == pytest.approx(reference.train(edges, number), rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

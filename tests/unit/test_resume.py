@@ -101,6 +101,7 @@ def scripted(
     return recorder, best, strategy
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_epoch_of_the_best_score_outlives_the_run(tmp_path: Path) -> None:
     _, best, _ = scripted(tmp_path, (0.1, 0.7, 0.2))
