@@ -34,7 +34,12 @@ DATA = {  # a generated graph that each model trains on
 }
 SMALL = {
     "planted": ["data.num_nodes=60", "data.num_edges=400", "data.num_classes=3"],
-    "planted_hetero": ["data.num_papers=80", "data.num_authors=40", "data.num_terms=20"],
+    "planted_hetero": [
+        "data.num_papers=80",
+        "data.num_authors=40",
+        "data.num_terms=20",
+        *(f"data.num_{kind}=300" for kind in ("writes", "cites", "mentions")),
+    ],
     "planted_temporal": ["data.num_nodes=40", "data.num_events=300", "data.num_communities=4"],
     "planted_kg": ["data.num_entities=60", "data.num_positions=10", "data.num_triples=500"],
     "planted_sparse": ["data.num_rows=300", "data.num_features=50", "data.features_per_row=5"],
