@@ -149,8 +149,8 @@ class _Side:
             scores[of_row[there], place[ids[there]]] = -torch.inf
         scores[row[here], answer[here]] = -torch.inf
         worse_or_same = scores <= own  # a score that is no number counts against the answer
-        self._better[some] += (~worse_or_same).sum(1)
-        same = (scores == own).sum(1)
+        self._better[some] += (~worse_or_same).count_nonzero(1)  # sum would copy to int64
+        same = (scores == own).count_nonzero(1)
         minus = own.squeeze(1) == -torch.inf  # an answer so bad that it shares its place with what was left out
         self._equal[some] += torch.where(minus, torch.zeros_like(same), same)
 
