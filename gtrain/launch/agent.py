@@ -130,6 +130,8 @@ def run(job: Job, make_posts: Callable[[], Sequence[Post]]) -> None:
             _end(job)
             for listener in job.listeners:
                 listener.close()
+            for memory in job.memories:
+                os.close(memory)
             if job.line is not None:
                 job.line.close()
     if failed and (child := first_cause(job.children)) is not None:

@@ -39,6 +39,8 @@ class Post:
         restarts: how many times it is started again after it died.
         stop_seconds: between SIGTERM and SIGKILL.
         listener: a server's socket.
+        lasting_file: an anonymous file (``memfd``) that the agent keeps open, for what a server's next life needs; None
+            where it is not restarted.
         serves_store: whether the job's key-value store is in this process.
         has_end: whether its task comes to an end, for which the agent waits; a server's goes on until it is asked to.
         terminal: whether the process speaks to the terminal too.
@@ -51,6 +53,7 @@ class Post:
     restarts: int = 0
     stop_seconds: float = GRACE_SECONDS
     listener: Listener | None = None
+    lasting_file: int | None = None
     serves_store: bool = False
     has_end: bool = False
     terminal: bool = False
@@ -105,6 +108,8 @@ class Child:
             self.done = True
         elif message["kind"] == "may be lost":
             self.may_be_lost = message["value"]
+        elif message["kind"] == "say":
+            print(f"gtrain: {message['text']}", file=sys.stderr, flush=True)
         else:
             self.failure = self.failure or message
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ class Job:
         line: a connection to the job's key-value store, which ends with the job.
         result: a file for what rank 0 returns, or None.
         listeners: the servers' sockets.
+        memories: files that outlive the servers which have them.
         children: the processes, one a post.
         roster: what the processes know of the servers.
     """
@@ -57,6 +59,7 @@ class Job:
     line: socket.socket | None = None
     result: int | None = None
     listeners: list[Listener] = field(default_factory=list)
+    memories: list[int] = field(default_factory=list)
     children: list[Child] = field(default_factory=list)
     roster: Roster = field(default_factory=Roster)
 
@@ -97,11 +100,20 @@ def server_posts(job: Job) -> list[Post]:
 
 
 def server_post(job: Job, slot: Slot, plan: RolePlan) -> Post:
-    """A server's post, with its socket: on the network if there are keys, else within the machine."""
+    """A server's post, with its socket: on the network if there are keys, else within the machine.
+
+    A server that is restarted finds what its former life left in memory of the agent's, not in a process of its own:
+    whatever ends the agent ends its servers, so nothing else has to be watched.
+    """
     listener = listen_tcp(own_address(job.route, job.port)) if job.key_file else listen_here()
     job.listeners.append(listener)
-    task = (plan.target, job.config)
-    return Post(slot, SERVER, task, plan.restarts, stop_seconds=plan.stop_seconds, listener=listener)
+    task, lasting = (plan.target, job.config), None
+    if plan.restarts:
+        lasting = os.memfd_create(f"gtrain-{slot.role}-{slot.rank}")
+        job.memories.append(lasting)
+    return Post(
+        slot, SERVER, task, plan.restarts, stop_seconds=plan.stop_seconds, listener=listener, lasting_file=lasting
+    )
 
 
 def start(job: Job, post: Post, restarts: int, *not_inherited: int) -> Child:
@@ -116,6 +128,7 @@ def start(job: Job, post: Post, restarts: int, *not_inherited: int) -> Child:
     store_fd = job.store.fileno() if job.store is not None and job.store.fileno() >= 0 else None
     to_close = [fd for child in job.children if not child.closed for fd in (child.reports, child.pidfd)]
     to_close += [listener.descriptor for listener in job.listeners if listener is not post.listener]
+    to_close += [file for file in job.memories if file != post.lasting_file]
     if store_fd is not None and not post.serves_store:
         to_close.append(store_fd)
 
@@ -134,6 +147,7 @@ def start(job: Job, post: Post, restarts: int, *not_inherited: int) -> Child:
             restarts=restarts,
             descriptor=post.listener.descriptor if post.listener is not None else None,
             address=post.listener.address if post.listener is not None else None,
+            lasting_file=post.lasting_file,
             roster=job.roster,
         )
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gtrain.errors import GtrainError
+from gtrain.errors import GtrainError, RankFailedError
 from gtrain.launch.agent import run
 from gtrain.launch.children import GRACE_SECONDS, die_with_parent
 from gtrain.launch.cluster import External
@@ -27,8 +27,27 @@ from gtrain.launch.roles import RolePlan, server_slots
 class Keeper:
     """The rank's end of the line to its keeper; one without a keeper where the machine has no servers."""
 
-    def __init__(self, pid: int | None = None, line: int = -1) -> None:
-        self._pid, self._line = pid, line
+    def __init__(self, pid: int | None = None, line: int = -1, machine: int = 0) -> None:
+        self._pid, self._line, self._machine = pid, line, machine
+        if pid is not None:
+            signal.signal(signal.SIGCHLD, self._check)  # no thread, with which the rank could not be forked
+
+    def _check(self, *_: Any) -> None:
+        """End the rank when its keeper was killed: the kernel kills the servers with it, and nobody else is told.
+
+        Raises:
+            RankFailedError: names the keeper.
+        """
+        with contextlib.suppress(ChildProcessError):
+            ended = os.waitid(os.P_PID, self._pid or 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            if ended is not None and ended.si_code != os.CLD_EXITED:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                raise RankFailedError(
+                    f"the process that watches the servers of machine {self._machine} (process {self._pid}) was killed "
+                    f"by {signal.Signals(ended.si_status).name}, and its servers with it.",
+                    hint="the kernel kills with SIGKILL when memory runs out; ckpt_path=last goes on from the last "
+                    "checkpoint.",
+                )
 
     def go(self, log_dir: Path, key_file: str | None, host: str, port: int) -> None:
         """Start the servers, now that the run's folder is known, and the job's key-value store at ``host:port``."""
@@ -38,6 +57,7 @@ class Keeper:
         """End the servers in order and wait until they have."""
         if self._pid is None:
             return
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._say({})
         os.close(self._line)
         with contextlib.suppress(ChildProcessError):
@@ -64,7 +84,7 @@ def beside(place: External, plans: Sequence[RolePlan], config: Any) -> Iterator[
         os.close(write_end)
         _live(rank, read_end, place, plans, config)
     os.close(read_end)
-    keeper = Keeper(pid, write_end)
+    keeper = Keeper(pid, write_end, place.machine)
     try:
         yield keeper
     finally:

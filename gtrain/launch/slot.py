@@ -72,6 +72,7 @@ class JobContext:
         restarts: how many times the slot was started again before this process.
         descriptor: a server's listening socket, bound before the fork; None for a worker.
         address: what to connect to in order to reach that socket; None for a worker.
+        lasting_file: an anonymous file that outlives this process, see :class:`gtrain.launch.children.Post`.
         roster: the servers of the job.
     """
 
@@ -88,6 +89,7 @@ class JobContext:
     restarts: int = 0
     descriptor: int | None = None
     address: str | None = None
+    lasting_file: int | None = None
     roster: Roster = field(default_factory=Roster)
 
     @property
@@ -137,6 +139,11 @@ def report(kind: str, **fields: Any) -> None:
 def may_be_lost(may: bool = True) -> None:
     """Tell the agent whether the job goes on, should this process die, without its machine's workers."""
     report("may be lost", value=may)
+
+
+def say(text: str) -> None:
+    """Have the agent print a line to the terminal, which only rank 0 writes to itself."""
+    report("say", text=text)
 
 
 def report_failure(exception: BaseException) -> None:

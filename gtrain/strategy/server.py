@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import struct
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,6 +41,36 @@ from gtrain.wire import Caller, Client, Message, Security, Server
 Handler = Callable[[Message, Caller], Message | None]
 
 
+class LastingState:
+    """A value that outlives the process, in the file of :attr:`ServerContext.lasting_file`.
+
+    A process that is killed while it saves leaves the value before: the new one is written beside it, and one write of
+    16 bytes then says where the value is.
+
+    Args:
+        descriptor: of the file.
+    """
+
+    _HEAD = struct.Struct("<qq")  # where the value begins, and its bytes
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        head = os.pread(descriptor, self._HEAD.size, 0)
+        self._begin, self._length = self._HEAD.unpack(head) if head else (self._HEAD.size, 0)
+
+    def load(self) -> bytes:
+        """What was saved last; empty if nothing was."""
+        return os.pread(self._descriptor, self._length, self._begin)
+
+    def save(self, value: bytes) -> None:
+        """Have this value from now on."""
+        first = self._HEAD.size
+        begin = first if self._begin >= first + len(value) else self._begin + self._length
+        os.pwrite(self._descriptor, value, begin)
+        os.pwrite(self._descriptor, self._HEAD.pack(begin, len(value)), 0)
+        self._begin, self._length = begin, len(value)
+
+
 @dataclass
 class ServerContext:
     """A server's place in its job, and what it serves with.
@@ -55,6 +86,8 @@ class ServerContext:
         stop: set when the server is asked to end, because the job is over or was interrupted.
         known: whether workers know the address already; else it is told them through the job's key-value store.
         memory: what the server has had since its imports.
+        lasting_file: an anonymous file, empty in the first life, which the agent keeps open over all of them; None
+            where the role is not restarted. :class:`LastingState` keeps a value in it.
     """
 
     slot: Slot
@@ -67,6 +100,7 @@ class ServerContext:
     stop: threading.Event
     known: bool
     memory: PeakMemory
+    lasting_file: int | None = None
 
     @property
     def store(self) -> Store:
@@ -164,4 +198,5 @@ def _context(job: JobContext, config: Any, stop: threading.Event) -> ServerConte
         stop=stop,
         memory=memory,
         known=job.slot.role in job.roster.addresses,
+        lasting_file=job.lasting_file,
     )

@@ -47,7 +47,7 @@ def processes(root: int) -> dict[str, int]:
     for pid in descendants(root):
         with contextlib.suppress(OSError):
             for number in os.listdir(f"/proc/{pid}/fd"):
-                name = re.search(r"logs/((?:rank|parameter)-\d+)\.log$", os.readlink(f"/proc/{pid}/fd/{number}"))
+                name = re.search(r"logs/((?:rank|parameter|store)-\d+)\.log$", os.readlink(f"/proc/{pid}/fd/{number}"))
                 if name:
                     found.setdefault(name[1], pid)
     return found
@@ -68,8 +68,7 @@ def test_a_run_of_which_twenty_processes_are_killed_is_like_an_undisturbed_one(t
     more = (killer, f"strategy.max_restarts={KILLS}", "hydra.run.dir=run")
     job = Program("-m", "gtrain", *SMALL, *more, cwd=tmp_path, env={"PYTHONPATH": str(ASSETS)})
     try:
-        until(lambda: len(processes(job.pid)) == 4, tmp_path)
-        keepers = {int(path.read_text().split()[0]) for path in until(lambda: list(run.glob("*.memory")), tmp_path)}
+        until(lambda: len(processes(job.pid)) == 5, tmp_path)
         until(lambda: steps(run), tmp_path)
         while len(killed) < KILLS and alive(job.pid):
             time.sleep(chance.uniform(0.02, 1.0))  # the moment is what varies; nothing is waited for
@@ -89,7 +88,25 @@ def test_a_run_of_which_twenty_processes_are_killed_is_like_an_undisturbed_one(t
     expected, found_there = summary(tmp_path / "undisturbed"), summary(run)
     assert found_there["history"] == expected["history"]
     assert found_there["metrics"] == expected["metrics"]
-    assert keepers and not any(map(alive, keepers)) and not list(run.glob("*.memory"))
+
+
+def test_every_process_of_a_job_has_a_log_and_killed_servers_have_what_they_had(tmp_path: Path) -> None:
+    """What servers survive by is memory of the command's own process: there is nobody else whom to kill."""
+    command = (*SMALL, "trainer.max_epochs=8", "trainer.limit_test_batches=0")
+    ok(gtrain(*command, "hydra.run.dir=undisturbed", cwd=tmp_path))
+    job = Program("-m", "gtrain", *command, "hydra.run.dir=run", cwd=tmp_path)
+    try:
+        until(lambda: steps(tmp_path / "run"), tmp_path)
+        logged = processes(job.pid)
+        assert set(descendants(job.pid)) == set(logged.values()) and len(logged) == 5
+        for name in ("parameter-0", "parameter-1"):
+            os.kill(logged[name], signal.SIGKILL)
+        done = ok(job.end())
+    finally:
+        job.kill()
+    for number in range(2):
+        assert f"parameter {number} of 2 (machine {number}) was killed by SIGKILL (signal 9); it is" in done.stderr
+    assert summary(tmp_path / "run")["history"] == summary(tmp_path / "undisturbed")["history"]
 
 
 @pytest.mark.parametrize(

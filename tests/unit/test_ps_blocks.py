@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,13 +141,14 @@ def test_a_step_that_was_cut_off_is_applied_once(name: str) -> None:
         torch.testing.assert_close(again.state[key], expected.state[key], rtol=1e-14, atol=1e-14)
 
 
-def test_a_process_that_is_killed_within_an_update_is_followed_by_one_that_does_the_rest(tmp_path: Path) -> None:
+def test_a_process_that_is_killed_within_an_update_is_followed_by_one_that_does_the_rest() -> None:
     """Real kills, aimed at more and more of a step's rows; the result has the very bits of an undisturbed one."""
-    height, width, settings, place = 90_000, 100, SETTINGS["rowwise_adagrad"], tmp_path / "memory"
+    height, width, settings = 90_000, 100, SETTINGS["rowwise_adagrad"]
+    lasting = os.memfd_create("test")
     rows = Csr(torch.randperm(height), torch.randn(height), torch.arange(0, height + 1, 100))
     assert widths.deserves_own(torch.empty(height, width))
     table, gradient, inside = torch.randn(height, width), torch.randn(len(rows.offsets) - 1, width), 0
-    expected, block = made(table), made(table, LastingRegion(place))
+    expected, block = made(table), made(table, LastingRegion(lasting))
     for one in (expected, block):
         one.use("rowwise_adagrad", settings)
     step = 0
@@ -169,12 +169,12 @@ def test_a_process_that_is_killed_within_an_update_is_followed_by_one_that_does_
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         inside += bool(block._marker[1] < height)
-        region = LastingRegion(place)
+        region = LastingRegion(lasting)
         region.set_version(step - 1)
         block = Block("wide", height, width, torch.float32, region)
         block.update(block.group([taken(block, rows)]), gradient, settings, step)
         assert torch.equal(block.table, expected.table) and torch.equal(block.state["sum"], expected.state["sum"])
-    region.close()
+    os.close(lasting)
 
 
 def test_rows_that_are_wrong_are_refused_in_a_sentence() -> None:

@@ -5,11 +5,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import secrets
-import select
-import signal
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +15,6 @@ from gtrain_ps.server import pages
 
 HEADER_BYTES = 1 << 20
 PAGE = mmap.ALLOCATIONGRANULARITY
-ORPHAN_SECONDS = 120.0
-"""A keeper ends when its job's launcher does, or when no life of its server has been there for so long."""
 _SLOTS = 2  # of the directory: one is whole while the other is written
 
 
@@ -59,35 +52,32 @@ class Region:
         """Note how many steps the tensors have seen."""
         self.version = version
 
-    def close(self) -> None:
-        """The job is over: nothing needs to survive any more."""
-
     def _make(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return pages.own(torch.Size(shape).numel() * dtype.itemsize).view(dtype).view(shape)
 
 
 class LastingRegion(Region):
-    """Tensors in an anonymous file of the kernel, which a small process besides keeps open.
+    """Tensors in an anonymous file of the kernel, which the agent keeps open.
 
     A server that is killed at any moment finds them again: what it had written is there, in the order in which it was
-    written. When server and keeper are gone, so is the memory; nothing is left in a file system.
+    written. The memory ends with the job, and nothing is left in a file system.
 
     Args:
-        place: a small file that says where the memory is.
+        descriptor: of the file; an empty one becomes a region without tensors.
     """
 
     survives = True
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, descriptor: int) -> None:
         super().__init__()
-        self._place = place
-        self._descriptor, self._keeper = _found(place) or _made(place)
+        self._descriptor = descriptor
+        if os.fstat(descriptor).st_size < HEADER_BYTES:
+            os.ftruncate(descriptor, HEADER_BYTES)
         self._header = mmap.mmap(self._descriptor, HEADER_BYTES)
-        self._numbers = np.frombuffer(self._header, np.int64, count=8)
+        self._numbers = np.frombuffer(self._header, np.int64, count=8)  # directories written; -; version; -; lengths
         self._layout: dict[str, tuple[int, tuple[int, ...], str]] = {}
         if int(self._numbers[0]):
             self._read_directory()
-        self._numbers[1] = os.getpid()
         self.version = int(self._numbers[2])
 
     def note(self, name: str, value: Any) -> None:
@@ -97,11 +87,6 @@ class LastingRegion(Region):
     def set_version(self, version: int) -> None:
         super().set_version(version)
         self._numbers[2] = version
-
-    def close(self) -> None:
-        self._place.unlink(missing_ok=True)
-        with suppress(ProcessLookupError):
-            os.kill(self._keeper, signal.SIGKILL)
 
     def _make(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if name not in self._layout:
@@ -134,50 +119,3 @@ class LastingRegion(Region):
         found = json.loads(self._header[begin : begin + int(self._numbers[4 + slot])])
         self._layout = {name: (at, tuple(shape), kind) for name, (at, shape, kind) in found["layout"].items()}
         self.notes = found["notes"]
-
-
-def _found(place: Path) -> tuple[int, int] | None:
-    """The memory of the life before, and its keeper; None where there is none."""
-    try:
-        keeper, number, token = place.read_text().split()
-        if token not in os.readlink(f"/proc/{keeper}/fd/{number}"):
-            return None
-        return os.open(f"/proc/{keeper}/fd/{number}", os.O_RDWR | os.O_CLOEXEC), int(keeper)
-    except (OSError, ValueError):
-        return None
-
-
-def _made(place: Path) -> tuple[int, int]:
-    """New memory, and a process that keeps it."""
-    token = f"gtrain-{secrets.token_hex(8)}"
-    descriptor = os.memfd_create(token, os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, HEADER_BYTES)
-    launcher = os.pidfd_open(os.getppid())
-    keeper = os.fork()
-    if keeper == 0:
-        try:
-            _keep(descriptor, launcher)
-        finally:
-            os._exit(0)
-    os.close(launcher)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    part = place.with_name(f"{place.name}.part")
-    part.write_text(f"{keeper} {descriptor} {token}")
-    part.rename(place)
-    return descriptor, keeper
-
-
-def _keep(descriptor: int, launcher: int) -> None:
-    """Hold the memory until the launcher has ended, or the server is gone for good."""
-    os.setsid()
-    for number in (int(name) for name in os.listdir("/proc/self/fd")):
-        if number not in (descriptor, launcher):
-            with suppress(OSError):
-                os.close(number)
-    header = mmap.mmap(descriptor, PAGE)
-    gone = 0.0
-    over = select.poll()
-    over.register(launcher, select.POLLIN)
-    while gone < ORPHAN_SECONDS and not over.poll(1000):
-        server = int.from_bytes(header[8:16], "little")
-        gone = 0.0 if server == 0 or Path(f"/proc/{server}").exists() else gone + 1.0

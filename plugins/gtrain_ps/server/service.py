@@ -33,10 +33,8 @@ def main(context: ServerContext) -> None:
     """Serve until asked to end."""
     keep_freed()
     settings, trainer = PsConfig(**context.config["strategy"]), context.config["trainer"]
-    place = context.run_dir / f"parameter-{context.slot.rank}.memory"
-    if not context.restarts:
-        place.unlink(missing_ok=True)  # of an earlier job in the same folder
-    region = LastingRegion(place) if settings.durability == "process" else Region()
+    lasting = context.lasting_file if settings.durability == "process" else None
+    region = Region() if lasting is None else LastingRegion(lasting)
     journal = _journal(context, settings) if settings.durability == "disk" else None
     if journal is not None:
         journal.load(region)
@@ -47,10 +45,7 @@ def main(context: ServerContext) -> None:
     print(f"process {os.getpid()} serves", flush=True)
     if context.restarts or engine.version:
         print(f"started again at step {engine.version}, with {len(engine.blocks)} tables", flush=True)
-    try:
-        context.serve(handlers.methods(), engine.work)
-    finally:
-        region.close()
+    context.serve(handlers.methods(), engine.work)
     if journal is not None and (handlers.over or not engine.version):
         journal.remove()
 
