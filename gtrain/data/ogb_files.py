@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import gzip
 import shutil
 import tempfile
@@ -23,20 +22,11 @@ from torch import Tensor
 from gtrain.data.files import load_tensors
 from gtrain.data.module import log
 from gtrain.data.table import read_table
+from gtrain.data.unpickling import NUMPY_GLOBALS
 from gtrain.errors import DataError
 from gtrain.graph.lock import made_folder
 
 _BLOCK_BYTES = 1 << 24
-_reconstruct = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
-_NUMPY: list[Any] = [
-    (_reconstruct, "numpy.core.multiarray._reconstruct"),
-    (_reconstruct, "numpy._core.multiarray._reconstruct"),
-    np.ndarray,
-    np.dtype,
-    codecs.encode,
-    *(type(np.dtype(kind)) for kind in ("i8", "i4", "i2", "i1", "u1", "f8", "f4", "?")),
-]
-"""What a pickled numpy array of numbers is made of; none of it runs code that a file names."""
 
 
 def read_csv(path: Path, dtype: type[np.generic]) -> NDArray[Any]:
@@ -146,7 +136,7 @@ def read_split(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise DataError(f"there is no {path}", hint="unpack the whole archive of the data set again")
-    with torch.serialization.safe_globals(_NUMPY):
+    with torch.serialization.safe_globals(NUMPY_GLOBALS):
         loaded = load_tensors(path, "download the data set again from ogb.stanford.edu")
     if not isinstance(loaded, dict):
         raise DataError(f"{path} holds a {type(loaded).__name__}", hint="download the data set again")

@@ -17,6 +17,7 @@ from gtrain.data.components import largest_component
 from gtrain.data.module import OUTLINE, CommonOptions, GraphDataModule, file_stamp, log
 from gtrain.data.pyg_graph import tidy_graph
 from gtrain.data.raw import Missing, construct, download, mirror, probe
+from gtrain.data.unpickling import plain_pickles
 from gtrain.errors import ConfigError, DataError, GtrainError
 from gtrain.graph.lock import file_lock
 
@@ -30,7 +31,7 @@ class PyGData(GraphDataModule):
     Raw files are looked for in ``<root>/<preset>`` (such as ``planetoid``), ``<root>/<class name>`` and ``root``
     itself, laid out as PyG lays them out (``Cora/raw/...``). These folders stay clean: PyG works in a temporary mirror.
     Files that have to be downloaded go to the first of them that exists, and otherwise to ``<root>/<class name>``.
-    PyG's own readers of some raw formats, Planetoid's among them, unpickle: use files from a source that you trust.
+    Of pickles among the raw files, as Planetoid's are, only arrays, sparse matrices and plain containers are read.
 
     Args:
         name: the data set class, such as ``Planetoid`` or ``KarateClub``.
@@ -81,7 +82,8 @@ class PyGData(GraphDataModule):
         with tempfile.TemporaryDirectory(prefix="gtrain-") as scratch:
             mirror(place, Path(scratch), skip=self.store)
             try:
-                return _single_graph(construct(self._class, scratch, self.options), self.name)
+                with plain_pickles(scratch):
+                    return _single_graph(construct(self._class, scratch, self.options), self.name)
             except GtrainError:
                 raise
             except Exception as err:  # a damaged file shows in whatever its reader trips over
@@ -252,8 +254,17 @@ def dataset_class(name: str) -> type[Dataset]:
         near = [lower[match] for match in difflib.get_close_matches(name.lower(), lower, n=3, cutoff=0.5)]
         hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(sorted(names))}"
         raise ConfigError(f"data.name={name!r} is not a data set of torch_geometric.datasets", hint=hint)
+    if name in _EVALUATING:
+        raise ConfigError(
+            f"data.name={name}: PyG's reader evaluates text of its files as Python code, so gtrain does not run it",
+            hint="convert the graph to an edge list and use data=edges",
+        )
     found: type[Dataset] = getattr(torch_geometric.datasets, name)
     return found
+
+
+_EVALUATING = ("CornellTemporalHyperGraphDataset",)
+"""Data sets whose reader calls ``eval`` on what the files hold."""
 
 
 def known_name(family: str, name: str, options: tuple[str, ...]) -> str:

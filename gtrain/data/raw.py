@@ -7,11 +7,13 @@ import inspect
 import io
 import os
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
 from torch_geometric.data import Dataset
 
+from gtrain.data.unpickling import plain_pickles
 from gtrain.errors import ConfigError, DataError, GtrainError
 
 _INSTALL = {
@@ -74,7 +76,7 @@ def download(cls: type[Dataset], root: Path, options: dict[str, Any]) -> None:
 
 
 def construct(cls: type[Dataset], root: str | Path, options: dict[str, Any]) -> Dataset:
-    """Construct a data set quietly, its root at ``root`` where it takes one.
+    """Construct a data set quietly, its root at ``root`` where it takes one; of its pickles only plain ones are read.
 
     Raises:
         ConfigError: an option is not one of the class's, or has a value that it does not know.
@@ -87,7 +89,9 @@ def construct(cls: type[Dataset], root: str | Path, options: dict[str, Any]) -> 
         raise ConfigError(f"data.options.{unknown[0]} is not an option of {cls.__name__}", hint=f"it takes {known}")
     place = {"root": str(root)} if "root" in parameters else {}
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # PyG reports each step there
+        # PyG reports each step to stderr, and warns that it is about to unpickle what plain_pickles then refuses
+        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings(), plain_pickles(root):
+            warnings.filterwarnings("ignore", message="Weights only load failed")
             return cls(**place, **options)
     except (Missing, _Complete, GtrainError, OSError):
         raise
