@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
 import hydra
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -25,9 +26,12 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from gtrain import backends, config, messages
+from gtrain import backends, config, messages, targets
 from gtrain.errors import ConfigError, GtrainError, RankFailedError
 from gtrain.launch import cluster, command
+
+_typed: list[str] = []
+"""The command line as the user typed it; Hydra's own list of overrides also holds those that a sweeper's file sets."""
 
 
 class BackendConfigs(SearchPathPlugin):
@@ -48,11 +52,17 @@ def main() -> None:
         if "--version" in sys.argv[1:]:  # Hydra would print its own
             print(version_line())
             return
+        if any(len(a) > 2 and "--experimental-rerun".startswith(a.partition("=")[0]) for a in sys.argv[1:]):
+            raise ConfigError(
+                "--experimental-rerun was given; Hydra would unpickle the file, which runs what it holds.",
+                hint="type the settings of the run; .hydra/overrides.yaml in its folder lists them.",
+            )
         arguments = verb_to_override(sys.argv[1:])
         if "verb=doctor" in arguments:  # before Hydra, which may be part of what is broken
             from gtrain.doctor import report
 
             sys.exit(report.main([argument for argument in arguments if argument != "verb=doctor"]))
+        _typed[:] = arguments
         _prepare_hydra(sweep=any(a in ("-m", "--multirun", "hydra.mode=MULTIRUN") for a in arguments))
         for folder in backends.installed().outdated:
             said = "gtrain: the .egg-info or .dist-info of an older build, with other strategies, is in"
@@ -131,10 +141,22 @@ def _prepare_hydra(*, sweep: bool = False) -> None:
     config.register(sweep=sweep)
     schemas = ConfigStore.instance()  # nobody changes it from here on, yet Hydra copies it for each group in --help
     schemas.__deepcopy__ = lambda memo: schemas  # type: ignore[attr-defined]
+    ConfigLoaderImpl.load_configuration = _with_check(ConfigLoaderImpl.load_configuration)  # type: ignore[method-assign]
     config.register_resolver("gtrain.strategies", backends.descriptions)
     config.register_resolver(
         "gtrain.verbs", lambda: "\n".join(f"  {verb:<12} {text}" for verb, text in config.VERBS.items())
     )
+
+
+def _with_check(load: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
+    """Check Hydra's own settings as soon as they are composed: its callbacks and loggers are made right after that."""
+
+    def load_and_check(*args: Any, **keywords: Any) -> DictConfig:
+        cfg = load(*args, **keywords)
+        targets.check_hydra(cfg.hydra, _typed)
+        return cfg
+
+    return load_and_check
 
 
 def _with_lazy_help(make_parser: Callable[[], argparse.ArgumentParser]) -> Callable[[], argparse.ArgumentParser]:
@@ -190,6 +212,7 @@ def _job(cfg: DictConfig) -> Any:
     left_out = config.fit_strategy(cfg, typed, sweep=sweep, experiment=hydra_config.runtime.choices.get("experiment"))
     if left_out and cluster.is_first():
         print(left_out, file=sys.stderr)
+    targets.settle(cfg, _typed)
     choices = {group: str(hydra_config.runtime.choices[group]) for group in ("strategy", "data", "model")}
     return command.launch(cfg, choices, overrides)
 

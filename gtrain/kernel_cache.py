@@ -62,7 +62,9 @@ def kept(home: Path | None = None) -> str | None:
         if not folder.exists():
             folder.mkdir(parents=True, mode=0o700, exist_ok=True)  # ranks begin at the same time
             _forget(kernels)
-        return str(folder) if os.access(folder, os.W_OK) else None
+        entry = folder.stat()
+        mine = entry.st_uid == os.geteuid() and not entry.st_mode & 0o022  # numba unpickles what it finds there
+        return str(folder) if mine and os.access(folder, os.W_OK) else None
     except (OSError, RuntimeError):  # the user has no home
         return None
 

@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import OmegaConf
 
-from gtrain import backends, build, task
+from gtrain import backends, build, targets, task
 from gtrain.callbacks.predictions import check_output
 from gtrain.data.module import OUTLINE, GraphDataModule
 from gtrain.errors import ConfigError, GtrainError
@@ -48,6 +48,7 @@ def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str])
         GtrainError: as a rank would raise it later.
     """
     job, verb = task._Task(config, choices), config["verb"]
+    targets.check_objects(config, build.find_target, ["data"])  # before objects are made of it
     ranks = config["trainer"]["num_nodes"] * config["trainer"]["devices"]
     if verb in ("predict", "export"):
         check_output(job._output, config["format"])
@@ -58,6 +59,7 @@ def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str])
     if verb == "partition":
         return
     strategy, checkpoint = job._strategy(), _find_checkpoint(job)
+    targets.check_objects(config, build.find_target)
     for key, node in _targets({key: config[key] for key in ("model", "callbacks", "logger")}):
         _check_target(key, node)
     sketch = _Sketch(config, data)

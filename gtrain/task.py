@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig
 
-from gtrain import backends, build, report, runs
+from gtrain import backends, build, report, runs, targets
 from gtrain.callbacks.predictions import PredictionWriter, check_output
 from gtrain.callbacks.progress import ProgressLine
 from gtrain.callbacks.recorder import RunRecorder
@@ -55,8 +55,10 @@ def run(cfg: DictConfig, choices: dict[str, str]) -> float | None:
     find_cache()
     config = plain(cfg)
     if config["verb"] == "partition":
+        targets.check_objects(config, build.find_target, ["data"])
         _partition(config)
         return None
+    targets.check_objects(config, build.find_target)
     return _Task(config, choices).run()
 
 

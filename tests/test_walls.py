@@ -38,6 +38,7 @@ LIGHT = (
     "gtrain.launch.slot",
     "gtrain.launch.sockets",
     "gtrain.messages",
+    "gtrain.targets",
 )
 """Modules that the command imports before a rank exists; each imports the standard library, hydra and each other."""
 LIGHT_PACKAGES = ("gtrain.data", "gtrain.launch")  # their __init__ imports nothing

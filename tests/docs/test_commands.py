@@ -22,7 +22,13 @@ from gtrain.config import TrainerConfig
 from gtrain.data.config import SCHEMAS
 
 EXAMPLE = REPO / "plugins" / "example_backend"
-PAGES = [REPO / "README.md", REPO / "CHANGELOG.md", *sorted((REPO / "docs").glob("*.md")), EXAMPLE / "README.md"]
+PAGES = [
+    REPO / "README.md",
+    REPO / "CHANGELOG.md",
+    REPO / "SECURITY.md",
+    *sorted((REPO / "docs").glob("*.md")),
+    EXAMPLE / "README.md",
+]
 NOT_RUN = 13
 """Blocks of commands that are marked as not run; a new one raises this number, which a reviewer sees."""
 SETUP = "python3 -m venv .venv && .venv/bin/pip install --quiet {what} && .venv/bin/{command}"

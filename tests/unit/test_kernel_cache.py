@@ -25,6 +25,20 @@ def test_kernels_are_kept_below_the_users_cache(tmp_path: Path) -> None:
     assert kernel_cache.find_cache(tmp_path) is None, "there is one now"
 
 
+@pytest.mark.parametrize("hole", ["writable", "of another"])
+def test_a_folder_that_others_may_write_to_is_not_used(
+    hole: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """numba unpickles what it finds there."""
+    folder = kernel_cache.kept(tmp_path)
+    assert folder is not None
+    if hole == "writable":
+        os.chmod(folder, 0o777)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert kernel_cache.kept(tmp_path) is None
+
+
 def test_processes_that_begin_at_the_same_time_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_cache, "version_of", lambda packages: "now")
     folder = kernel_cache.kept(tmp_path)

@@ -16,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from omegaconf import open_dict
 
-from gtrain import backends, cli, config, preflight, task
+from gtrain import backends, cli, config, preflight, targets, task
 from gtrain.errors import DataError, GtrainError
 from gtrain.model.inputs import zero_demand
 
@@ -82,6 +82,7 @@ class Job:
             del cfg["hydra"]
         self.typed = [override.lstrip("+").partition("=")[0] for override in overrides]
         self.left_out = config.fit_strategy(cfg, self.typed, experiment=chosen.get("experiment"))
+        targets.settle(cfg, overrides)
         config.validate(cfg)
         self.settings = config.plain(cfg)
 
