@@ -219,7 +219,7 @@ def _heed(selector: selectors.BaseSelector, child: Child, descriptor: int) -> No
 def _refill(job: Job, selector: selectors.BaseSelector) -> None:
     """Fill the posts of those who died and may be started again; an error of a process's own would repeat itself."""
     for index, child in enumerate(job.children):
-        if not child.failed or child.restarts >= child.post.restarts or not died_without_a_cause(child):
+        if child.joined or child.restarts >= child.post.restarts or not died_without_a_cause(child):
             continue
         with contextlib.suppress(KeyError):
             selector.unregister(child.reports)

@@ -75,6 +75,7 @@ class Child:
     done: bool = False
     failure: dict[str, Any] | None = None
     stopping: bool = False  # the agent has asked it to end
+    joined: bool = False  # it has a part in the job that no other process could take
     may_be_lost: bool = False  # it has said that the job goes on without its machine
     lost: bool = False  # it died, or another worker of its machine did, and the job goes on without them
     closed: bool = field(default=False, repr=False)
@@ -108,6 +109,8 @@ class Child:
             self.done = True
         elif message["kind"] == "may be lost":
             self.may_be_lost = message["value"]
+        elif message["kind"] == "joined":
+            self.joined = True
         elif message["kind"] == "say":
             print(f"gtrain: {message['text']}", file=sys.stderr, flush=True)
         else:

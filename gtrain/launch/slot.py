@@ -141,6 +141,11 @@ def may_be_lost(may: bool = True) -> None:
     report("may be lost", value=may)
 
 
+def joined() -> None:
+    """Tell the agent that this process has a part in the job by now: if it dies, no other takes its place."""
+    report("joined")
+
+
 def say(text: str) -> None:
     """Have the agent print a line to the terminal, which only rank 0 writes to itself."""
     report("say", text=text)

@@ -323,6 +323,10 @@ class GraphStrategy(GroupCollectives):
         path = run_dir / "checkpoints" / "last.ckpt"
         return path if path.exists() or path.with_name("last.ckpt.old").exists() else None
 
+    def joined(self) -> None:
+        """Say that this rank has a part in the job by now, and is not to be restarted if it dies."""
+        slots.joined()
+
     def may_be_lost(self, may: bool = True) -> None:
         """Say whether the job goes on without this rank's machine from now on, should one of its workers die.
 

@@ -116,6 +116,10 @@ class ServerContext:
         address = Servers(find_environment(), Counters(), START_SECONDS).address(role, rank)
         return Client(address, peer=f"{role} {rank}", name=self.slot.label, security=self.security)
 
+    def say(self, text: str) -> None:
+        """Have the agent print a line to the terminal."""
+        slots.say(text)
+
     def serve(self, handlers: Mapping[str, Handler], work: Callable[[], bool] | None = None) -> None:
         """Answer requests until :attr:`stop` is set.
 

@@ -24,12 +24,11 @@ backend = Backend(
     conf="gtrain_pbg.conf",
     serves=SERVES,
     roles={
-        "lock": Role("gtrain_pbg.machines.lock_server:main", config.count_locks),
+        "lock": Role("gtrain_pbg.machines.lock_server:main", config.count_locks, restarts=config.max_restarts),
         "partition": Role(
-            "gtrain_pbg.machines.partition_server:main",
-            config.count_partition_servers,
-            restarts=lambda cfg: cfg.strategy.max_restarts,
+            "gtrain_pbg.machines.partition_server:main", config.count_partition_servers, restarts=config.max_restarts
         ),
+        "worker": Role(restarts=config.worker_restarts),
         "parameter": Role("gtrain_pbg.machines.parameter_server:main", config.count_parameter_servers),
     },
     store="gtrain_pbg.config:store_settings",

@@ -40,7 +40,8 @@ class PBGConfig(StrategyConfig):
         sync_interval: seconds between the exchanges of relation parameters among machines.
         lease_seconds: after how long a machine that is silent is taken for lost.
         on_trainer_loss: ``continue`` trains its buckets on other machines, ``stop`` ends the job.
-        max_restarts: how often a partition server that died is started again.
+        max_restarts: how often the lock server or a partition server that died is restarted, or a worker that died
+            before it had a part in the job.
         checkpoint_preservation_interval: every so many epochs, the checkpoint is kept for good; None: never.
         checkpoint_chunks: whether the last checkpoint is written after each edge chunk too; all machines wait for it.
     """
@@ -145,6 +146,16 @@ def count_locks(cfg: Any) -> int:
     strategy = cfg.strategy
     check_machines(cfg.trainer.num_nodes, strategy)
     return int(cfg.trainer.num_nodes > 1)
+
+
+def max_restarts(cfg: Any) -> int:
+    """How often a process of a job is restarted that has lost nothing by its end."""
+    return int(cfg.strategy.max_restarts)
+
+
+def worker_restarts(cfg: Any) -> int:
+    """How often a worker is restarted that died before it had a part in a job of several machines."""
+    return max_restarts(cfg) if cfg.trainer.num_nodes > 1 else 0
 
 
 def count_partition_servers(cfg: Any) -> int:

@@ -140,15 +140,25 @@ class PBGStrategy(GraphStrategy):
         if self.num_nodes == 1:
             self._machine = super().make_group()
             return self._machine
-        place = self.cluster_environment, self.local_rank, self.num_processes
-        name = f" of machine {self.node_rank}"
-        self._machine = form_group(*place, self.timeout_seconds, self.counters, name=name)
         rank = self.global_rank, self.world_size
         environment = self.cluster_environment
         assert environment is not None
         store = (environment.main_address, environment.main_port) if self.node_rank else None
-        self._machines = Machines(self.settings, self.servers, *rank, self.counters, store)
-        return self._machines.group
+        self._machines = machines = Machines(self.settings, self.servers, *rank, self.counters, store)
+        fitting = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
+        if fitting and self.settings.on_trainer_loss == "continue" and self.node_rank > 0:  # all meet on machine 0
+            self.may_be_lost()
+            machines.lock.on_loss(lambda error: self.may_be_lost(not isinstance(error, JobEndedError)))
+        self.joined()
+        machines.lock.ask("stay", {})
+        place = environment, self.local_rank, self.num_processes
+        name = f" of machine {self.node_rank}"
+        self._machine = form_group(*place, self.timeout_seconds, self.counters, name=name)
+        return machines.group
+
+    def restart_checkpoint(self, run_dir: Path) -> Path | None:
+        """None: a rank is restarted before it has a part in the job, and begins with the others."""
+        return None
 
     @property
     def _leads(self) -> bool:
@@ -210,9 +220,6 @@ class PBGStrategy(GraphStrategy):
         if self._machines is None:
             return Trainee(table, self.group, training, held_out)
         assert isinstance(table, SpreadTypes)
-        if settings.on_trainer_loss == "continue" and self.node_rank > 0:  # all others meet on machine 0
-            self.may_be_lost()
-            self._machines.lock.on_loss(lambda error: self.may_be_lost(not isinstance(error, JobEndedError)))
         fresh = settings.distributed_tree_init_order and settings.warm_start is None
         return MachineTrainee(
             table,

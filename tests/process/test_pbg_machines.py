@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -40,10 +41,18 @@ def children(job: Program) -> list[int]:
     return [int(word) for word in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
 
 
+def lock_server(job: Program) -> int:
+    """The process of the lock server: the one that has its log."""
+    for pid in children(job):
+        with contextlib.suppress(OSError):
+            if any(os.readlink(f"/proc/{pid}/fd/{number}").endswith("/lock-0.log") for number in (1, 2)):
+                return pid
+    raise AssertionError("there is no lock server")
+
+
 def begun(run: Path, machine: int, rounds: int) -> bool:
     """Whether a machine has begun to train a bucket of that epoch."""
-    log = run / "logs" / "lock-0.log"
-    return log.exists() and f"round {rounds}: machine {machine} begins" in log.read_text()
+    return f"round {rounds}: machine {machine} begins" in log_of_lock(run)
 
 
 @pytest.mark.slow
@@ -152,16 +161,55 @@ def test_a_killed_trainer_is_named_and_others_train_its_buckets(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("policy", "victim", "name"), [("stop", -1, "rank 1 of 2 (machine 1)"), ("continue", 0, "lock 0 of 1 (machine 0)")]
+    ("setting", "victim", "name"),
+    [
+        ("strategy.on_trainer_loss=stop", -1, "rank 1 of 2 (machine 1)"),
+        ("strategy.max_restarts=0", 0, "lock 0 of 1 (machine 0)"),
+    ],
 )
-def test_what_the_job_cannot_go_on_without_ends_it(policy: str, victim: int, name: str, tmp_path: Path) -> None:
-    wanted = f"strategy.on_trainer_loss={policy}"
-    job = Program("-m", "gtrain", *SMALL, *TWO, FOREVER, wanted, "hydra.run.dir=run", cwd=tmp_path)
+def test_what_the_job_cannot_go_on_without_ends_it(setting: str, victim: int, name: str, tmp_path: Path) -> None:
+    job = Program("-m", "gtrain", *SMALL, *TWO, FOREVER, setting, "hydra.run.dir=run", cwd=tmp_path)
     until(lambda: begun(tmp_path / "run", 1, 3), tmp_path)
     os.kill(children(job)[victim], signal.SIGKILL)
     done = job.end()
     assert done.returncode != 0
     assert f"gtrain: {name} was killed by SIGKILL (signal 9)." in done.stderr
+
+
+def test_a_killed_lock_server_is_restarted_and_every_bucket_is_trained_once(tmp_path: Path) -> None:
+    epochs = 25
+    more = [f"trainer.max_epochs={epochs}", "callbacks=none", "hydra.run.dir=run"]
+    job = Program("-m", "gtrain", *SMALL, *TWO, *more, cwd=tmp_path)
+    run = tmp_path / "run"
+    for number in range(3):
+        until(lambda number=number: rounds(run) > 5 * number or not alive(job.pid), tmp_path)
+        os.kill(lock_server(job), signal.SIGKILL)
+        until(lambda number=number: log_of_lock(run).count("started again") > number or not alive(job.pid), tmp_path)
+    done = ok(job.end())
+    assert done.stderr.count("lock 0 of 1 (machine 0) was killed by SIGKILL (signal 9); it is started again") == 3
+    found = summary(run)
+    assert of_epochs(found, "train/edges") == [EDGES] * epochs
+    assert of_epochs(found, "train/buckets_again") == [0] * epochs
+
+
+@pytest.mark.parametrize("has_joined", [False, True])
+def test_a_rank_killed_before_the_first_epoch_is_restarted_or_missed(has_joined: bool, tmp_path: Path) -> None:
+    """Before it has met the others, another process takes its place; later the job goes on without its machine."""
+    job = Program("-m", "gtrain", *SMALL, *TWO, "trainer.max_epochs=2", "hydra.run.dir=run", cwd=tmp_path)
+    run = tmp_path / "run"
+    if has_joined:
+        until(lambda: "rank 1 has joined" in log_of_lock(run), tmp_path)
+    else:
+        until(lambda: (run / "logs" / "rank-1.log").exists(), tmp_path)
+    os.kill(children(job)[-1], signal.SIGKILL)
+    done = ok(job.end())
+    killed = "rank 1 of 2 (machine 1) was killed by SIGKILL (signal 9); "
+    assert (
+        killed + ("the job goes on without machine 1" if has_joined else "it is started again (1 of 3)") in done.stderr
+    )
+    found = summary(run)
+    assert found["world_size"] == (1 if has_joined else 2)
+    assert of_epochs(found, "train/edges") == [EDGES] * 2
 
 
 @pytest.mark.slow
@@ -176,6 +224,7 @@ def test_a_trainer_that_stands_still_loses_its_bucket_and_is_let_in_no_more(tmp_
     until(lambda: begun(run, 0, now + 2), tmp_path)  # another has trained what it held
     os.kill(stopped, signal.SIGCONT)
     done = ok(job.end())
+    assert "machine 1 is lost (rank 1 was not heard of for 10 s); the job goes on without it; its " in done.stderr
     assert "machine 1 was taken for lost: rank 1 was not heard of for 10 s; the job goes on" in done.stderr
     found = summary(run)
     assert of_epochs(found, "train/edges") == [EDGES] * 7
@@ -250,7 +299,13 @@ def server_lives(log: Path, number: int) -> list[int]:
 
 def rounds(run: Path) -> int:
     """Epochs that have begun."""
-    return max(int(text) for text in re.findall(r"round (\d+):", (run / "logs" / "lock-0.log").read_text()))
+    return max((int(text) for text in re.findall(r"round (\d+):", log_of_lock(run))), default=0)
+
+
+def log_of_lock(run: Path) -> str:
+    """What the lock server has said so far."""
+    log = run / "logs" / "lock-0.log"
+    return log.read_text() if log.exists() else ""
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import random
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from gtrain.errors import ConfigError, DataError, PeerLostError
 from gtrain.nn import TableSpec
+from gtrain.strategy.server import LastingState
 from gtrain.wire import Caller, Client, Message, Server
 from gtrain_pbg import files
 from gtrain_pbg.checkpoints import preserve
@@ -226,6 +228,8 @@ def test_buckets_without_edges_are_left_out_and_what_they_part_grows_by_itself(s
 
 
 def ask(server: LockServer, method: str, rank: int, **fields: object) -> object:
+    if method == "acquire":
+        fields.setdefault("turn", 1)
     tensors = [torch.ones(4, 4, dtype=torch.bool)] if method == "begin" else []
     return server.methods()[method](Message(fields, tensors), Caller(f"rank {rank}", 1, 1))
 
@@ -237,6 +241,134 @@ def test_an_epoch_has_the_buckets_that_the_store_has_edges_for() -> None:
     server.methods()["begin"](Message(fields, [there]), Caller("rank 0", 1, 1))
     granted = [ask(server, "acquire", rank, edges=None).fields["bucket"] for rank in (0, 2)]  # type: ignore[attr-defined]
     assert sorted(granted) == [[0, 0], [2, 3]]
+
+
+class Killed:
+    """A lock server that is killed after a request at random, before or after its answer leaves.
+
+    Who asks does as :class:`LockClient` does: a request without an answer is made again.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.rng, self.lives, self.descriptor = random.Random(seed), 0, os.memfd_create("test")
+        self.begin_life()
+
+    def begin_life(self) -> None:
+        settings = PBGConfig(name="pbg", num_partitions=6, lease_seconds=10.0)
+        self.server, self.lives = LockServer(settings, 3, 1, state=LastingState(self.descriptor)), self.lives + 1
+
+    def ask(self, method: str, rank: int, tensors: list[torch.Tensor], **fields: object) -> Message | None:
+        """The answer; None: none yet, or this life was killed."""
+        found = self.server.methods()[method](Message(dict(fields), tensors), Caller(f"rank {rank}", 1, 1))
+        if self.rng.random() < 0.2:
+            self.begin_life()
+            return None
+        if isinstance(found, Future):
+            return found.result() if found.done() else None
+        return found or Message()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_lock_server_that_is_killed_goes_on_where_it_was(seed: int) -> None:
+    """Three machines play an epoch and meet; each asks until it is answered, whichever life it is that answers."""
+    lock = Killed(seed)
+
+    def machine(rank: int) -> Iterator[None]:
+        def insist(method: str, tensors: list[torch.Tensor], **fields: object) -> Iterator[Message | None]:
+            while (answer := lock.ask(method, rank, tensors, **fields)) is None:
+                yield None
+            yield answer
+
+        def asked(method: str, *tensors: torch.Tensor, **fields: object) -> Iterator[None]:
+            for answer in insist(method, list(tensors), **fields):
+                if answer is None:
+                    yield
+                else:
+                    answers[rank] = answer
+
+        yield from asked(
+            "begin", torch.ones(6, 6, dtype=torch.bool), **{**BEGIN, "chunks": 2, "as_tree": seed % 2 == 0}
+        )
+        edges, held, turn = None, set[str](), 0
+        while True:
+            turn += 1
+            yield from asked("acquire", edges=edges, turn=turn)
+            fields = answers[rank].fields
+            if "over" in fields:
+                break
+            edges = None
+            keep = set(fields["leases"]) if "bucket" in fields else set()
+            for key in sorted(held - keep):
+                yield from asked("release", keys=[key])
+            held = keep
+            if "bucket" in fields:
+                edges = 1
+                trained.append((fields["chunk"], *fields["bucket"]))
+        totals.append((fields["edges"], fields["again"]))
+        for number in (1, 2, 3):
+            yield from asked("meet", torch.tensor([float(number * rank)]), number=number, value=f"{rank} at {number}")
+            answer = answers[rank]
+            met.setdefault(number, []).append((answer.fields["values"], [float(tensor) for tensor in answer.tensors]))
+
+    answers: dict[int, Message] = {}
+    trained: list[tuple[int, int, int]] = []
+    totals: list[tuple[int, int]] = []
+    met: dict[int, list[object]] = {}
+    running = {rank: machine(rank) for rank in range(3)}
+    for _ in range(20_000):
+        if not running:
+            break
+        rank = lock.rng.choice(list(running))
+        if next(running[rank], "over") == "over":
+            del running[rank]
+    assert not running and lock.lives > 10
+    assert sorted(trained) == [(chunk, i, j) for chunk in range(2) for i in range(6) for j in range(6)]
+    assert totals == [(72, 0)] * 3
+    for number, found in met.items():
+        values = [f"{rank} at {number}" for rank in range(3)]
+        assert found == [(values, [0.0, 1.0 * number, 2.0 * number])] * 3
+    os.close(lock.descriptor)
+
+
+def test_a_lock_server_that_was_killed_knows_who_is_lost_and_whom_to_hear_of() -> None:
+    now, state, said = [0.0], LastingState(os.memfd_create("test")), list[str]()
+    settings = PBGConfig(name="pbg", num_partitions=4, lease_seconds=30.0)
+
+    def life() -> LockServer:
+        return LockServer(settings, 3, 1, lambda: now[0], state, said.append)
+
+    server = life()
+    for rank in range(3):
+        ask(server, "join", rank, place="elsewhere", pid=0)
+        ask(server, "stay", rank)
+    ask(server, "begin", 0, **BEGIN)
+    granted = ask(server, "acquire", 1, edges=None).fields  # type: ignore[attr-defined]
+    now[0] = 11.0
+    for rank in (0, 2):
+        ask(server, "beat", rank)
+    server.look()
+    server.look()
+    assert said == ["rank 1 (machine 1): no answer for 10 s; who is silent for 30 s is taken for lost"]
+    now[0] = 31.0
+    for rank in (0, 2):
+        ask(server, "beat", rank)
+    server.look()
+    assert said[1:] == [
+        "machine 1 is lost (rank 1 was not heard of for 30 s); the job goes on without it; its bucket is trained again"
+    ]
+    server = life()
+    with pytest.raises(PeerLostError, match="machine 1 was taken for lost: rank 1 was not heard of for 30 s"):
+        ask(server, "beat", 1)
+    again = [ask(server, "acquire", rank, edges=None).fields for rank in (0, 2)]  # type: ignore[attr-defined]
+    assert granted["bucket"] in [fields.get("bucket") for fields in again]
+    now[0] = 63.0  # rank 2 was heard of by the former life alone
+    ask(server, "beat", 0)
+    server.look()
+    assert list(server.members.lost) == [1, 2] and "its bucket is trained again" in said[-1]
+    server._pulses.forgive(100.0)  # it was stopped itself
+    now[0] = 150.0
+    server.look()
+    assert list(server.members.lost) == [1, 2]
 
 
 def make_lock(policy: str = "continue", clock: object = None, servers: int = -1) -> LockServer:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from gtrain_pbg.machines.choice import Outlook
 from gtrain_pbg.order import Bucket, components
@@ -143,7 +144,8 @@ class Board:
         """A machine has written partitions back, and holds them no longer."""
         mine = self._of(machine)
         for key in keys:
-            del mine.leases[key]
+            if mine.leases.pop(key, None) is None:
+                continue  # told again, for the lock server was restarted before it answered
             for work, missing in list(mine.unsaved.items()):
                 if key in missing:
                     missing.discard(key)
@@ -158,6 +160,40 @@ class Board:
         mine = self._machines.pop(machine, _Machine())
         self._pending[:0] = mine.works
         self.again += len(mine.works)
+
+    def state(self) -> dict[str, Any]:
+        """What a later life of the lock server needs: plain lists and dictionaries."""
+        machines = {
+            number: {
+                "leases": dict(machine.leases),
+                "active": machine.active,
+                "ahead": machine.ahead,
+                "unsaved": [(work, sorted(keys)) for work, keys in machine.unsaved.items()],
+            }
+            for number, machine in self._machines.items()
+        }
+        return {
+            "chunk": self._chunk,
+            "pending": self._pending,
+            "machines": machines,
+            "known": sorted(self._known),
+            "rooted": sorted(self._rooted),
+            "trained": list(self._trained_edges.items()),
+            "edges": list(self.edges.items()),
+            "again": self.again,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state` returned, of a board that was made with the same arguments."""
+        self._chunk, self.again = state["chunk"], state["again"]
+        self._pending = [_work(work) for work in state["pending"]]
+        self._known, self._rooted = set(state["known"]), set(state["rooted"])
+        self._trained_edges = {_work(work): edges for work, edges in state["trained"]}
+        self.edges = {_work(work): edges for work, edges in state["edges"]}
+        for number, found in state["machines"].items():
+            active = None if found["active"] is None else _work(found["active"])
+            unsaved = {_work(work): set(keys) for work, keys in found["unsaved"]}
+            self._machines[number] = _Machine(found["leases"], active, found["ahead"], unsaved)
 
     @property
     def _busy(self) -> bool:
@@ -227,3 +263,9 @@ class Board:
         if not self._pending and not self._busy and self._chunk + 1 < self._chunks:
             self._chunk += 1
             self._pending = [(self._chunk, bucket) for bucket in self._order(self._chunk)]
+
+
+def _work(packed: Any) -> Work:
+    """A work whose tuples were packed as lists."""
+    chunk, (head, tail) = packed
+    return chunk, (head, tail)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from contextlib import suppress
 
 from gtrain.errors import GtrainError
 from gtrain.strategy.server import ServerContext
+from gtrain.wire import Client, DeadlineError, PeerRestartedError
 
 BEATS = 4
 """Heartbeats, at least, in the time after which a member of the job is taken for lost."""
@@ -24,12 +26,20 @@ def _beat(context: ServerContext) -> None:
     seconds: float = context.config["strategy"]["lease_seconds"]
     try:
         with context.client("lock", 0) as lock:
-            lock.request("serve", {"place": place(), "pid": os.getpid()})
+            _join(context, lock)
             while not context.stop.wait(pause(seconds)):
-                lock.request("pulse", timeout_seconds=seconds)
-    except GtrainError as error:  # the job ends without the lock server, and this server with the job
+                with suppress(PeerRestartedError, DeadlineError):  # the lock server is restarted, or stands still
+                    lock.request("pulse", timeout_seconds=seconds)
+    except GtrainError as error:
         if not context.stop.is_set():
             print(f"the lock server is gone: {error.message}", flush=True)
+
+
+def _join(context: ServerContext, lock: Client) -> None:
+    while not context.stop.is_set():
+        with suppress(PeerRestartedError, DeadlineError):
+            lock.request("serve", {"place": place(), "pid": os.getpid()})
+            return
 
 
 def pause(lease_seconds: float) -> float:

@@ -12,12 +12,14 @@ from torch import Tensor
 
 from gtrain.errors import PeerLostError
 from gtrain.strategy.rendezvous import await_end
-from gtrain.wire import Client, Message, RemoteError, WireError
+from gtrain.wire import Client, Message, PeerRestartedError, RemoteError, WireError
 from gtrain_pbg.machines.heart import pause, place
 from gtrain_pbg.machines.members import JobEndedError
 
 FOREVER = 1e7
 """Seconds: who waits for a bucket or a meeting waits until it comes, or until it is known that it cannot."""
+RESTART_SECONDS = 15.0
+"""The lock server may be away for so long at least, however short the leases are: it may be restarted."""
 
 
 class LockClient:
@@ -57,19 +59,22 @@ class LockClient:
             hook(lost)
 
     def ask(self, method: str, fields: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Message:
-        """Ask, and wait for as long as it takes.
+        """Ask, again where the lock server was restarted, and wait for as long as it takes.
 
         Raises:
             PeerLostError: the lock server is gone, this machine was taken for lost, or the job cannot go on.
         """
-        try:
-            return self._client.request(method, fields, tensors, timeout_seconds=FOREVER)
-        except WireError as error:
-            lost = _told(error)
-            if lost is None:
-                raise
-            self._lose(lost)
-            raise lost from error
+        while True:
+            try:
+                return self._client.request(method, fields, tensors, timeout_seconds=FOREVER)
+            except PeerRestartedError:
+                continue
+            except WireError as error:
+                lost = _told(error)
+                if lost is None:
+                    raise
+                self._lose(lost)
+                raise lost from error
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
@@ -91,9 +96,11 @@ class LockClient:
     def _beat(self) -> None:
         while not self._over.wait(pause(self._lease_seconds)):
             try:
-                answer = self._client.request("beat", timeout_seconds=self._lease_seconds)
+                answer = self._client.request("beat", timeout_seconds=max(self._lease_seconds, RESTART_SECONDS))
                 for name in answer.fields["missing"]:
                     self._miss(name)
+            except PeerRestartedError:
+                continue
             except (WireError, PeerLostError) as error:
                 self._lose(_told(error) or JobEndedError(f"the lock server is lost: {error.message}"))
                 return

@@ -1,4 +1,9 @@
-"""The lock server: grants buckets by leases, notices machines that are lost, and is where all ranks meet."""
+"""The lock server: grants buckets by leases, notices machines that are lost, and is where all ranks meet.
+
+It may be killed at any moment. Its state is saved before anybody is answered, in memory that the agent keeps; its next
+life goes on from there. Whoever waits asks again, and every request may be executed twice without harm: meetings,
+epochs and the turns in which machines ask for buckets are numbered.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +11,37 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
+import msgpack
+import torch
+
 from gtrain.errors import PeerLostError
-from gtrain.strategy.server import ServerContext
+from gtrain.strategy.server import LastingState, ServerContext
 from gtrain.wire import Caller, Message
 from gtrain_pbg.config import EACH, PBGConfig
 from gtrain_pbg.edges import mixed
 from gtrain_pbg.machines.board import Board
 from gtrain_pbg.machines.heart import place
-from gtrain_pbg.machines.members import JobEndedError, Members, Reply
+from gtrain_pbg.machines.members import JobEndedError, Members, Reply, Settled
 from gtrain_pbg.machines.pulses import ENDED, Pulses, is_rank
 from gtrain_pbg.order import bucket_order
 
 LOOK_SECONDS = 0.1
+TELL_SECONDS = 10.0
+"""The terminal is told of a member that is silent for so long, where its lease is longer."""
+STOOD_STILL_SECONDS = 1.0
+"""Between two looks: this process was stopped, or its machine was."""
 
 
 def main(context: ServerContext) -> None:
     """Serve until asked to end."""
     settings, trainer = PBGConfig(**context.config["strategy"]), context.config["trainer"]
-    lock = LockServer(settings, trainer["num_nodes"], trainer["devices"])
+    state = None if context.lasting_file is None else LastingState(context.lasting_file)
+    lock = LockServer(settings, trainer["num_nodes"], trainer["devices"], state=state, tell=context.say)
+    if context.restarts:
+        print(f"started again in round {lock.round}", flush=True)
     watch = threading.Thread(target=lock.watch, args=(context.stop,), name="gtrain-leases", daemon=True)
     watch.start()
     context.serve(lock.methods())
@@ -40,44 +56,113 @@ class LockServer:
         machines: how many there are.
         devices: workers on each.
         clock: seconds.
+        state: what outlives this process; where it has a value, an earlier life's, this one goes on from there.
+        tell: prints a line to the terminal.
+
+    Attributes:
+        round: epochs, or parts of them between checkpoints, that have begun.
     """
 
     def __init__(
-        self, settings: PBGConfig, machines: int, devices: int, clock: Callable[[], float] = time.monotonic
+        self,
+        settings: PBGConfig,
+        machines: int,
+        devices: int,
+        clock: Callable[[], float] = time.monotonic,
+        state: LastingState | None = None,
+        tell: Callable[[str], None] = print,
     ) -> None:
-        self._settings, self._lock = settings, threading.RLock()
-        self.members = Members(machines, devices)
+        self._settings, self._lock, self._clock = settings, threading.RLock(), clock
+        self._state, self._tell = state, tell
+        self._settled: Settled = []
+        self.members = Members(machines, devices, self._settled)
         self._pulses = Pulses(settings.lease_seconds, place(), clock)
         self._board: Board | None = None
-        self._round, self._number = 0, 0
+        self._board_fields: dict[str, Any] = {}  # by which it was made
+        self.round, self._number = 0, 0
+        self._turns: dict[int, int] = {}  # of each machine, in which it asked for a bucket last
+        self._granted: dict[int, dict[str, Any]] = {}  # what each machine was answered in that turn
         self._begun: set[int] = set()  # machines that have had a bucket in this epoch
         self._waiting: dict[int, Reply] = {}
         self._ended = ""
         self._holding: set[int] | None = None  # parameter servers that keep something; None: not yet known
+        self._stay: set[int] = set()  # ranks that are not restarted if they die
         self._missing: list[str] = []  # servers that are lost, and that the job goes on without
+        saved = state.load() if state is not None else b""
+        if saved:
+            self._restore(msgpack.unpackb(saved, strict_map_key=False))
 
     def methods(self) -> dict[str, Any]:
         """The handlers by the names of their methods."""
-        names = ("join", "beat", "meet", "number", "begin", "acquire", "release")
-        own = {name: self._checked(getattr(self, name)) for name in names}
-        return own | {"serve": self.serve, "pulse": self.pulse}
+        names = ("join", "stay", "meet", "number", "begin", "acquire", "release")
+        own = {name: self._checked(getattr(self, name), saves=True) for name in names}
+        return own | {"beat": self._checked(self.beat), "serve": self.serve, "pulse": self.pulse}
 
-    def _checked(self, handler: Callable[[Message, int], Any]) -> Callable[[Message, Caller], Any]:
+    def _checked(self, handler: Callable[[Message, int], Any], saves: bool = False) -> Callable[[Message, Caller], Any]:
         def answer(message: Message, caller: Caller) -> Message | Future[Message | None] | None:
             with self._lock:
                 rank = _rank(caller.client)
                 self.members.check(rank)
                 if self._ended:
                     raise JobEndedError(self._ended)
-                return handler(message, rank)
+                found: Message | Future[Message | None] | None = handler(message, rank)
+                if saves:
+                    self._commit()
+                return found
 
         return answer
+
+    # ------------------------------------------------------------------------------------------ its next life
+
+    def _commit(self) -> None:
+        """Save the state, and then let replies have what was decided."""
+        if self._state is not None:
+            self._state.save(msgpack.packb(self._saved()))
+        settled = list(self._settled)
+        self._settled.clear()
+        for settle in settled:
+            settle()
+
+    def _saved(self) -> dict[str, Any]:
+        return {
+            "members": self.members.state(),
+            "pulses": self._pulses.state(),
+            "made": self._board_fields,
+            "board": None if self._board is None else self._board.state(),
+            "numbers": [self.round, self._number],
+            "turns": self._turns,
+            "granted": self._granted,
+            "begun": sorted(self._begun),
+            "ended": self._ended,
+            "holding": None if self._holding is None else sorted(self._holding),
+            "missing": self._missing,
+            "stay": sorted(self._stay),
+        }
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        self.members.restore(saved["members"])
+        self._pulses.restore(saved["pulses"])
+        self.round, self._number = saved["numbers"]
+        self._turns, self._granted, self._begun = saved["turns"], saved["granted"], set(saved["begun"])
+        self._ended, self._missing = saved["ended"], saved["missing"]
+        self._stay = set(saved["stay"])
+        self._holding = None if saved["holding"] is None else set(saved["holding"])
+        if saved["board"] is not None:
+            self._board_fields = saved["made"]
+            self._board = self._make_board(self._board_fields)
+            self._board.restore(saved["board"])
 
     # ------------------------------------------------------------------------------------------ who is there
 
     def join(self, message: Message, rank: int) -> None:
         """A rank is there. Fields: ``place`` and ``pid``, its process's."""
         self._pulses.join(f"rank {rank}", message.fields["place"], message.fields["pid"])
+
+    def stay(self, message: Message, rank: int) -> None:
+        """A rank is not restarted from now on: its end is the loss of its machine."""
+        if rank not in self._stay:
+            print(f"rank {rank} has joined", flush=True)
+            self._stay.add(rank)
 
     def beat(self, message: Message, rank: int) -> Message:
         """A rank is still there. The answer has ``missing``: servers that the job goes on without."""
@@ -88,6 +173,7 @@ class LockServer:
         """A server is there, perhaps started again. Fields: as of :meth:`join`."""
         with self._lock:
             self._pulses.join(caller.client, message.fields["place"], message.fields["pid"])
+            self._commit()
 
     def pulse(self, message: Message, caller: Caller) -> None:
         """A server is still there."""
@@ -104,20 +190,50 @@ class LockServer:
 
     def watch(self, stop: threading.Event) -> None:
         """Look for machines that are lost until asked to end."""
+        looked = self._clock()
         while not stop.wait(LOOK_SECONDS):
+            stood_still = self._clock() - looked - LOOK_SECONDS
+            if stood_still > STOOD_STILL_SECONDS:
+                with self._lock:
+                    self._pulses.forgive(stood_still)
+            looked = self._clock()
             self.look()
 
     def look(self) -> None:
         """Take machines for lost whose processes have ended here, or that were not heard of; end without servers."""
         with self._lock:
-            for name, how in self._pulses.gone().items():
-                if is_rank(name):
+            if self._settings.lease_seconds > TELL_SECONDS:
+                self._tell_of_silence()
+            gone = self._pulses.gone()
+            for name, how in gone.items():
+                if is_rank(name) and how == ENDED and _rank(name) not in self._stay:
+                    self._pulses.await_return(name)  # it had no part in the job yet: its agent starts it again
+                elif is_rank(name):
                     self._lose(self.members.machine_of(_rank(name)), f"{name} {how}")
                 elif name.startswith("partition ") and how == ENDED:
                     self._pulses.await_return(name)  # its agent starts it again, or ends the job
                 else:
                     self._pulses.forget(name)
                     self._miss(name, how)
+            if gone:
+                self._commit()
+
+    def _tell_of_silence(self) -> None:
+        """Name members that do not answer before their leases end, and those that answer again."""
+        silent, back = self._pulses.late(TELL_SECONDS)
+        if silent and not self._ended:
+            self._tell(
+                f"{self._named(silent)}: no answer for {TELL_SECONDS:g} s; who is silent for "
+                f"{self._settings.lease_seconds:g} s is taken for lost"
+            )
+        if back and not self._ended:
+            self._tell(f"{self._named(back)}: here again")
+
+    def _named(self, names: list[str]) -> str:
+        """``rank 1 (machine 1), partition 1``."""
+        return ", ".join(
+            f"{name} (machine {self.members.machine_of(_rank(name))})" if is_rank(name) else name for name in names
+        )
 
     def _miss(self, name: str, how: str) -> None:
         """A server is lost, and with a parameter server its machine: go on if nothing is lost with it."""
@@ -140,12 +256,18 @@ class LockServer:
         self.members.lose(machine, reason)
         waiting = self._waiting.pop(machine, None)
         if waiting is not None:
-            waiting.set_exception(PeerLostError(reason))
+            self._settled.append(partial(waiting.set_exception, PeerLostError(reason)))
         if machine == 0 or self._settings.on_trainer_loss == "stop":
             self._end(f"machine {machine} is lost: {reason}")
-        elif self._board is not None:
+            return
+        again = 0
+        if self._board is not None:
+            before = self._board.again
             self._board.lose(machine)
+            again = self._board.again - before
             self._look_again()
+        trained = {0: "", 1: "; its bucket is trained again"}.get(again, f"; its {again} buckets are trained again")
+        self._tell(f"machine {machine} is lost ({reason}); the job goes on without it{trained}")
 
     def _end(self, reason: str) -> None:
         if self._ended:
@@ -154,7 +276,7 @@ class LockServer:
         self._ended = reason
         self.members.end(reason)
         for reply in self._waiting.values():
-            reply.set_exception(JobEndedError(reason))
+            self._settled.append(partial(reply.set_exception, JobEndedError(reason)))
         self._waiting.clear()
 
     # ------------------------------------------------------------------------------------------ buckets
@@ -166,11 +288,16 @@ class LockServer:
         the buckets, ``first``, from which on, and ``holding``, the parameter servers that keep something. A tensor bool
         ``[P, P]``: which buckets have edges.
         """
-        fields, settings = message.fields, self._settings
-        if fields["round"] <= self._round:
+        fields = message.fields
+        if fields["round"] <= self.round:
             return
-        self._round, self._begun, self._holding = fields["round"], set(), set(fields["holding"])
-        there = set(map(tuple, message.tensors[0].nonzero().tolist()))
+        self.round, self._begun, self._holding = fields["round"], set(), set(fields["holding"])
+        self._board_fields = fields | {"filled": message.tensors[0].tolist()}
+        self._board = self._make_board(self._board_fields)
+
+    def _make_board(self, fields: dict[str, Any]) -> Board:
+        settings, filled = self._settings, torch.tensor(fields["filled"], dtype=torch.bool)
+        there = set(map(tuple, filled.nonzero().tolist()))
 
         def order(chunk: int) -> list[tuple[int, int]]:
             seed = mixed(fields["seed"], fields["epoch"], chunk)
@@ -178,17 +305,24 @@ class LockServer:
             return [bucket for bucket in found if bucket in there]
 
         place = fields["chunks"], fields["as_tree"], fields["first"]
-        self._board = Board(fields["table"], order, *place, settings.buffer_partitions != 2)
+        return Board(fields["table"], order, *place, settings.buffer_partitions != 2)
 
     def acquire(self, message: Message, rank: int) -> Message | Reply:
-        """A machine wants a bucket. Fields: ``edges`` that it trained of its last one; None: it has none.
+        """A machine wants a bucket.
+
+        Fields: ``turn``, from 1, and ``edges`` that it trained of its last bucket; None: it has none.
 
         The answer has ``bucket``, ``chunk``, ``leases`` and ``ahead``; or ``give_back``: others may need what it holds;
         or ``over`` with ``edges`` and ``again`` of the epoch. It comes when one of these is the case.
         """
-        board, machine = self._epoch, self.members.machine_of(rank)
-        if message.fields["edges"] is not None:
-            board.trained(machine, message.fields["edges"])
+        board, machine, fields = self._epoch, self.members.machine_of(rank), message.fields
+        if fields["turn"] > self._turns.get(machine, 0):
+            self._turns[machine] = fields["turn"]
+            self._granted.pop(machine, None)
+            if fields["edges"] is not None:
+                board.trained(machine, fields["edges"])
+        elif machine in self._granted:  # it asks again, for the lock server was restarted before it heard
+            return Message(self._granted[machine])
         answer = self._answer(machine)
         if answer is not None:
             self._look_again()
@@ -213,9 +347,10 @@ class LockServer:
         if grant is not None:
             if machine not in self._begun:
                 self._begun.add(machine)
-                print(f"round {self._round}: machine {machine} begins with bucket {grant.bucket}", flush=True)
+                print(f"round {self.round}: machine {machine} begins with bucket {grant.bucket}", flush=True)
             fields = {"bucket": list(grant.bucket), "chunk": grant.chunk, "ahead": grant.ahead}
-            return Message({**fields, "leases": grant.leases})
+            self._granted[machine] = {**fields, "leases": grant.leases}
+            return Message(self._granted[machine])
         if board.holds(machine):
             return Message({"give_back": True})
         if board.over:
@@ -228,7 +363,7 @@ class LockServer:
             answer = self._answer(machine)
             if answer is not None:
                 del self._waiting[machine]
-                reply.set_result(answer)
+                self._settled.append(partial(reply.set_result, answer))
 
     def _next(self) -> int:
         self._number += 1

@@ -22,6 +22,8 @@ class Pulses:
         self._lease_seconds, self._here, self._clock = lease_seconds, here, clock
         self._heard: dict[str, float] = {}
         self._processes: dict[str, int] = {}  # descriptors
+        self._joined: dict[str, tuple[str, int]] = {}  # place and process id
+        self._late: set[str] = set()  # members of which it was said that they are silent
 
     def join(self, name: str, place: str, pid: int) -> None:
         """A member is there, perhaps started again.
@@ -32,6 +34,7 @@ class Pulses:
             pid: its process id.
         """
         self.forget(name)
+        self._joined[name] = place, pid
         self.beat(name)
         if place == self._here:
             try:
@@ -46,7 +49,30 @@ class Pulses:
     def forget(self, name: str) -> None:
         """Look for a member no more."""
         self._heard.pop(name, None)
+        self._joined.pop(name, None)
+        self._late.discard(name)
         self.await_return(name)
+
+    def state(self) -> dict[str, tuple[str, int]]:
+        """Members with their places and process ids."""
+        return dict(self._joined)
+
+    def restore(self, state: dict[str, tuple[str, int]]) -> None:
+        """Go on from what :meth:`state` returned: members were heard of just now."""
+        for name, (place, pid) in state.items():
+            self.join(name, place, pid)
+
+    def forgive(self, seconds: float) -> None:
+        """The lock server itself stood still for so long, and could hear of nobody."""
+        self._heard = {name: heard + seconds for name, heard in self._heard.items()}
+
+    def late(self, seconds: float) -> tuple[list[str], list[str]]:
+        """Members that have become silent for so long, and those that are not any more; each is returned once."""
+        limit = self._clock() - seconds
+        silent = {name for name, heard in self._heard.items() if heard < limit}
+        new, back = silent - self._late, self._late - silent
+        self._late = silent
+        return sorted(new), sorted(back)
 
     def await_return(self, name: str) -> None:
         """Do not look at a member's process, but wait to hear of it."""

@@ -59,7 +59,7 @@ class MachineTrainee:
         self._table, self._lock, self._machine, self._everyone = table, lock, machine, everyone
         self._training, self._parameters, self._clock = training, parameters, clock
         self._first, self._held_out, self._fresh, self._pauses = first, held_out, fresh, pauses
-        self._leads, self._rounds = machine.rank == 0, 0
+        self._leads, self._rounds, self._turns = machine.rank == 0, 0, 0
         self._work: Iterator[Trained] = iter(())
         self._counts: dict[str, float] = {}
         self.over, self.done = True, 0
@@ -138,7 +138,8 @@ class MachineTrainee:
     def _acquire(self, edges: int | None) -> Grant | None:
         self._table.settle()  # what is written back may be granted again, under another lease
         while True:
-            found = self._lock.ask("acquire", {"edges": edges}).fields
+            self._turns += 1
+            found = self._lock.ask("acquire", {"edges": edges, "turn": self._turns}).fields
             if "over" in found:
                 self._counts = {"edges": float(found["edges"]), "buckets_again": float(found["again"])}
                 return None
