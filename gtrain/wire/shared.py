@@ -1,9 +1,9 @@
 """Tensors that several processes of one machine have in the same memory.
 
 **Where the memory is.** In an anonymous file of the kernel (``memfd_create``). Others open it through
-``/proc/<creator>/fd/<n>``, and find these numbers in a small file in the job's 0700 folder. So nothing is ever in
-``/dev/shm``: when the last process that has the memory is gone, also by ``kill -9``, the kernel frees it, and the small
-file goes with the folder. (POSIX shared memory, which ``multiprocessing`` and ``torch`` use, stays in ``/dev/shm`` when
+``/proc/<creator>/fd/<n>``, and find these numbers in a :class:`SharedDirectory`, an anonymous file as well. So nothing
+is ever in a file system: when the last process that has the memory is gone, also by ``kill -9``, the kernel frees it.
+(POSIX shared memory, which ``multiprocessing`` and ``torch`` use, stays in ``/dev/shm`` when
 its owner is killed, and is limited by that file system's size, 64 MB in many containers. Passing descriptors over a
 unix socket would need the creator to answer.) Only processes of the same user can open it.
 
@@ -19,7 +19,6 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -35,6 +34,25 @@ _POLL_SECONDS = 0.01
 _Layout = list[tuple[str, str, tuple[int, ...], int]]
 
 
+class SharedDirectory:
+    """Where processes of one user and machine find each other's shared tensors: a line of text for each.
+
+    Attributes:
+        name: by which other processes find it as long as this one lives.
+    """
+
+    def __init__(self) -> None:
+        token = _token()
+        self._descriptor = os.memfd_create(token, os.MFD_CLOEXEC)
+        self.name = f"{os.getpid()} {self._descriptor} {token}"
+
+    def close(self) -> None:
+        """Let go; nothing more is found in it."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
 class SharedTensors(Mapping[str, Tensor]):
     """Named tensors in shared memory: ``shared["x"]`` is the same memory in every process that attached.
 
@@ -42,34 +60,37 @@ class SharedTensors(Mapping[str, Tensor]):
     stay valid after :meth:`close` as long as they are referenced.
     """
 
-    def __init__(self, path: Path, descriptor: int, layout: _Layout, owner: int | None) -> None:
-        self._path, self._descriptor, self._owner = path, descriptor, owner
+    def __init__(self, descriptor: int, layout: _Layout, owner: int | None) -> None:
+        self._descriptor, self._owner = descriptor, owner
         self._tensors = _tensors(descriptor, layout)
 
     @classmethod
     def create(
         cls,
-        folder: str | os.PathLike[str],
+        directory: str,
         name: str,
         tensors: Mapping[str, Tensor | tuple[Sequence[int], torch.dtype]],
     ) -> SharedTensors:
         """Make tensors that others can attach to.
 
         Args:
-            folder: the job's private folder, such as ``ipc_folder().path``.
+            directory: name of a :class:`SharedDirectory`.
             name: what others attach to.
             tensors: for each name a tensor to copy, or a shape and dtype, which begins as zeros.
 
         Raises:
-            WireError: the name is taken by a process that lives, or the memory cannot be had.
+            WireError: the name is taken by a process that lives, the maker of the directory is gone, or the memory
+                cannot be had.
         """
-        path = _path(folder, name)
-        if path.exists() and _is_open(json.loads(path.read_text())):
+        found = _lines(directory)
+        if found is None:
             raise WireError(
-                f"shared tensors {name!r} exist in {path.parent}", hint="use another name, or attach to them"
+                "the process that made the directory of shared tensors is gone", hint="look into the log of its machine"
             )
+        if any(line["name"] == name and _is_open(line) for line in found):
+            raise WireError(f"shared tensors {name!r} are there already", hint="use another name, or attach to them")
         layout, nbytes = _plan(tensors)
-        token = f"gtrain-{secrets.token_hex(8)}"
+        token = _token()
         try:
             descriptor = os.memfd_create(token, os.MFD_CLOEXEC)
             os.ftruncate(descriptor, nbytes)
@@ -77,48 +98,43 @@ class SharedTensors(Mapping[str, Tensor]):
             raise WireError(
                 f"no {nbytes:,} bytes of shared memory: {err.strerror}", hint="use smaller tensors, or more memory"
             ) from err
-        shared = cls(path, descriptor, layout, os.getpid())
+        shared = cls(descriptor, layout, os.getpid())
         for key, value in tensors.items():
             if isinstance(value, Tensor):
                 shared[key].copy_(value)
-        content = {"pid": os.getpid(), "fd": descriptor, "token": token, "nbytes": nbytes, "layout": layout}
-        temporary = path.with_name(f".{path.name}.{token}")
-        temporary.write_text(json.dumps(content))
-        temporary.replace(path)  # at once, and after the tensors are filled
-        return shared
+        _add_line(directory, {"name": name, "pid": os.getpid(), "fd": descriptor, "token": token, "layout": layout})
+        return shared  # others find it from now on, when the tensors are filled
 
     @classmethod
-    def attach(cls, folder: str | os.PathLike[str], name: str, timeout_seconds: float = 60.0) -> SharedTensors:
+    def attach(cls, directory: str, name: str, timeout_seconds: float = 60.0) -> SharedTensors:
         """Find tensors that another process made.
 
         Args:
-            folder: where they were made.
+            directory: where they were made.
             name: their name.
             timeout_seconds: how long to wait for them.
 
         Raises:
             DeadlineError: they were not there in time.
-            WireError: what describes them is damaged.
+            WireError: they are of another user.
         """
-        path, deadline = _path(folder, name), time.monotonic() + timeout_seconds
-        while (found := _open(path)) is None:
+        deadline = time.monotonic() + timeout_seconds
+        while (found := _open(directory, name)) is None:
             if time.monotonic() >= deadline:
                 raise DeadlineError(
-                    f"no process that lives has shared tensors {name!r} in {path.parent} after {timeout_seconds:g} s",
+                    f"no process that lives has shared tensors {name!r} after {timeout_seconds:g} s",
                     hint="look into the log of the process that makes them",
-                    peer=str(path),
+                    peer=name,
                     method="attach",
                     seconds=timeout_seconds,
                 )
             time.sleep(_POLL_SECONDS)
-        return cls(path, *found, None)
+        return cls(*found, None)
 
     def close(self) -> None:
         """Let go; if this process made them, nobody can attach any more. Those attached keep the memory."""
         self._tensors = {}
         if self._descriptor >= 0 and self._owner in (None, os.getpid()):
-            if self._owner is not None:
-                self._path.unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = -1
 
@@ -143,13 +159,6 @@ class SharedTensors(Mapping[str, Tensor]):
     ) -> None:
         """Close."""
         self.close()
-
-
-def _path(folder: str | os.PathLike[str], name: str) -> Path:
-    """The file that describes shared tensors."""
-    if not name or "/" in name or name.startswith("."):
-        raise WireError(f"{name!r} is no name for shared tensors", hint="use letters, digits and dashes")
-    return Path(folder) / f"{name}.tensors"
 
 
 def _plan(tensors: Mapping[str, Tensor | tuple[Sequence[int], torch.dtype]]) -> tuple[_Layout, int]:
@@ -179,34 +188,68 @@ def _tensors(descriptor: int, layout: _Layout) -> dict[str, Tensor]:
     return tensors
 
 
-def _open(path: Path) -> tuple[int, _Layout] | None:
-    """The descriptor and layout that a file describes; None if there is none, or its maker is gone."""
+def _open(directory: str, name: str) -> tuple[int, _Layout] | None:
+    """The descriptor and layout of tensors; None if there are none, or their maker is gone."""
+    for line in reversed(_lines(directory) or ()):
+        if line["name"] == name and (descriptor := _opened(line, os.O_RDWR)) is not None:
+            return descriptor, [(key, dtype, tuple(shape), begin) for key, dtype, shape, begin in line["layout"]]
+    return None
+
+
+def _lines(directory: str) -> list[dict[str, Any]] | None:
+    """What is in a directory; None where its maker is gone."""
+    descriptor = _opened(_place(directory), os.O_RDONLY)
+    if descriptor is None:
+        return None
+    with open(descriptor) as file:
+        return [json.loads(line) for line in file if line.endswith("\n")]
+
+
+def _add_line(directory: str, line: dict[str, Any]) -> None:
+    descriptor = _opened(_place(directory), os.O_WRONLY | os.O_APPEND)
+    if descriptor is not None:
+        os.write(descriptor, (json.dumps(line) + "\n").encode())  # at once: lines of two processes do not mix
+        os.close(descriptor)
+
+
+def _place(directory: str) -> dict[str, Any]:
+    pid, descriptor, token = directory.split()
+    return {"pid": int(pid), "fd": int(descriptor), "token": token}
+
+
+def _opened(place: dict[str, Any], flags: int) -> int | None:
+    """Another process's anonymous file; None where it is gone, whoever has its numbers now.
+
+    Raises:
+        WireError: it is of another user.
+    """
     try:
-        content = json.loads(path.read_text())
-        if not _is_open(content):
-            return None
-        descriptor = os.open(_link(content), os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(_link(place), flags | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as err:
-        raise WireError(f"{path} describes no shared tensors: {err}", hint="end processes of an earlier job") from err
-    if not os.readlink(f"/proc/self/fd/{descriptor}").startswith(_target(content)):  # its number was used again
-        os.close(descriptor)
-        return None
-    return descriptor, [(key, dtype, tuple(shape), begin) for key, dtype, shape, begin in content["layout"]]
+    except PermissionError as err:
+        raise WireError("shared tensors are of another user", hint="start all ranks of a machine as one user") from err
+    if os.readlink(f"/proc/self/fd/{descriptor}").startswith(_target(place)):
+        return descriptor
+    os.close(descriptor)
+    return None
 
 
-def _is_open(content: dict[str, Any]) -> bool:
+def _is_open(place: dict[str, Any]) -> bool:
     """Whether the maker lives and has it open: process ids and descriptors are used again, the token is not."""
     try:
-        return os.readlink(_link(content)).startswith(_target(content))
+        return os.readlink(_link(place)).startswith(_target(place))
     except OSError:
         return False
 
 
-def _target(content: dict[str, Any]) -> str:
-    return f"/memfd:{content['token']} "
+def _token() -> str:
+    return f"gtrain-{secrets.token_hex(8)}"
 
 
-def _link(content: dict[str, Any]) -> str:
-    return f"/proc/{int(content['pid'])}/fd/{int(content['fd'])}"
+def _target(place: dict[str, Any]) -> str:
+    return f"/memfd:{place['token']} "
+
+
+def _link(place: dict[str, Any]) -> str:
+    return f"/proc/{place['pid']}/fd/{place['fd']}"

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from gtrain.nn.recipe import ModelRecipe
 from gtrain.strategy.group import Group
-from gtrain.wire.addresses import ipc_folder
-from gtrain.wire.shared import SharedTensors
+from gtrain.wire.shared import SharedDirectory, SharedTensors
 from gtrain_pbg.optimizers import StepRules
 from gtrain_pbg.step.relations import state_width
 from gtrain_pbg.tables import Layout
@@ -41,9 +40,9 @@ def in_memory_of_all(machine: Group, layout: Layout, timeout_seconds: float) -> 
     """
     if machine.rank > 0:
         return SharedTensors.attach(machine.broadcast_object(None), NAME, timeout_seconds)
-    folder = ipc_folder()
-    shared = SharedTensors.create(folder.path, NAME, layout)
-    machine.broadcast_object(str(folder.path))
+    directory = SharedDirectory()
+    shared = SharedTensors.create(directory.name, NAME, layout)
+    machine.broadcast_object(directory.name)
     return shared
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import forked
 import pytest
-from helpers import gtrain, ok
+from helpers import gtrain, ok, until
 
 SMALL = ["data.num_nodes=300", "data.num_edges=2000"]
 TRAININGS = {
@@ -49,3 +49,20 @@ def test_trainings_leave_nothing(name: str, tmp_path: Path, temporary: dict[str,
     arguments = [*TRAININGS[name], "trainer.max_epochs=1", "hydra.run.dir=run"]
     done = ok(forked.gtrain(*arguments, cwd=tmp_path, env=temporary))
     check(tmp_path, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("name", ["pbg", "pyg"])
+def test_a_job_that_is_killed_has_nothing_in_the_temporary_folder(
+    name: str, tmp_path: Path, temporary: dict[str, str]
+) -> None:
+    """What ranks of a machine share is in no file system while they train, so that nobody has to remove it."""
+    small = ["data.num_entities=200", "data.num_triples=2000", "trainer.limit_val_batches=0"] if name == "pbg" else []
+    more = [*small, "trainer.num_nodes=1", "trainer.devices=2", "trainer.max_epochs=100000", "hydra.run.dir=run"]
+    job = forked.Program("-m", "gtrain", *TRAININGS[name], *more, cwd=tmp_path, env=temporary)
+    try:
+        until(lambda: [path for path in tmp_path.rglob("metrics.csv") if path.stat().st_size], tmp_path)
+        assert [path.name for path in (tmp_path / "tmp").iterdir()] == []
+    finally:
+        job.kill()
+        job.end()
+    assert [path.name for path in (tmp_path / "tmp").iterdir()] == []

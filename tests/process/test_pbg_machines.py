@@ -177,7 +177,7 @@ def test_what_the_job_cannot_go_on_without_ends_it(setting: str, victim: int, na
 
 
 def test_a_killed_lock_server_is_restarted_and_every_bucket_is_trained_once(tmp_path: Path) -> None:
-    epochs = 25
+    epochs = 16
     more = [f"trainer.max_epochs={epochs}", "callbacks=none", "hydra.run.dir=run"]
     job = Program("-m", "gtrain", *SMALL, *TWO, *more, cwd=tmp_path)
     run = tmp_path / "run"

@@ -19,7 +19,7 @@ import pytest
 import torch
 from helpers import LIMIT, alive, clean_environment, until
 
-from gtrain.wire import Client, Limits, PeerRestartedError, SharedTensors, ipc_folder
+from gtrain.wire import Client, DeadlineError, Limits, PeerRestartedError, SharedTensors, WireError, ipc_folder
 
 SERVERS = """
     import os, signal, sys
@@ -189,11 +189,12 @@ def test_contexts_are_not_inherited() -> None:
 
 MAKER = """
     import os, sys, time, torch
-    from gtrain.wire import SharedTensors, ipc_folder
+    from gtrain.wire import SharedTensors
+    from gtrain.wire.shared import SharedDirectory
 
-    folder = ipc_folder()
-    shared = SharedTensors.create(folder.path, "table", {"x": torch.arange(1000.0), "n": ((3, 4), torch.int64)})
-    print(folder.path, flush=True)
+    directory = SharedDirectory()
+    shared = SharedTensors.create(directory.name, "table", {"x": torch.arange(1000.0), "n": ((3, 4), torch.int64)})
+    print(directory.name, flush=True)
     print(os.readlink(f"/proc/self/fd/{shared._descriptor}"), flush=True)
     sys.stdin.readline()
 """
@@ -205,20 +206,28 @@ def shared_memory() -> set[str]:
 
 
 def test_shared_tensors_leave_nothing_after_a_kill() -> None:
-    """The memory is the same, outlives its maker in those attached, and is gone with them; so is the folder."""
+    """The memory is the same, outlives its maker in those attached, and is gone with them; so is the directory."""
     before = shared_memory()
     with script(MAKER) as maker:
         assert maker.stdout is not None
-        folder = Path(maker.stdout.readline().strip())
+        directory = maker.stdout.readline().strip()
         memory = maker.stdout.readline().split()[0]
-        shared = SharedTensors.attach(folder, "table", timeout_seconds=LIMIT)
-        again = SharedTensors.attach(folder, "table", timeout_seconds=LIMIT)
+        shared = SharedTensors.attach(directory, "table", timeout_seconds=LIMIT)
+        again = SharedTensors.attach(directory, "table", timeout_seconds=LIMIT)
+        with pytest.raises(WireError, match="shared tensors 'table' are there already"):
+            SharedTensors.create(directory, "table", {})
+        made = SharedTensors.create(directory, "mine", {"x": torch.ones(2)})
+        with made, SharedTensors.attach(directory, "mine", timeout_seconds=LIMIT) as mine:
+            assert float(mine["x"].sum()) == 2
         shared["n"][1, 2] = 7
         assert int(again["n"][1, 2]) == 7
         assert float(again["x"].sum()) == 499_500
         maker.kill()
         maker.wait(LIMIT)
-        until(lambda: not folder.exists(), Path("/nowhere"))  # the guard
+        with pytest.raises(DeadlineError, match="no process that lives has shared tensors 'table'"):
+            SharedTensors.attach(directory, "table", timeout_seconds=0.1)
+        with pytest.raises(WireError, match="the process that made the directory of shared tensors is gone"):
+            SharedTensors.create(directory, "more", {})
     again["n"][0, 0] = 5
     assert int(shared["n"][0, 0]) == 5
     assert shared_memory() == before

@@ -20,8 +20,7 @@ from gtrain.data.planted_kg import PlantedKGData
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.whole import held_out_edges
 from gtrain.nn import TableSpec
-from gtrain.wire.addresses import ipc_folder
-from gtrain.wire.shared import SharedTensors
+from gtrain.wire.shared import SharedDirectory, SharedTensors
 from gtrain_pbg import evaluation, files
 from gtrain_pbg.config import ORDERS, PBGConfig
 from gtrain_pbg.edges import BucketEdges, EdgeList, batches_of, passes_of
@@ -229,7 +228,7 @@ def make_table(folder: Path, slots: int, rows: int = 5000, parts: int = 3) -> Pa
     partitions = Partitions(offsets, orig)
     spec = TableSpec("node", rows, 4, scale=0.1, seed=7)
     shared = SharedTensors.create(
-        ipc_folder().path, "table", PartitionedTable.tensors(slots, partitions, 4, 1, torch.float32)
+        SharedDirectory().name, "table", PartitionedTable.tensors(slots, partitions, 4, 1, torch.float32)
     )
     table = PartitionedTable(spec, partitions, Buffer(slots), 1, torch.float32, folder, shared, leader=True)
     table.initialize(0.5)

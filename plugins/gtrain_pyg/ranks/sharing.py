@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from gtrain.graph.sampling.scratch import read_only
 from gtrain.strategy.group import Group
-from gtrain.wire import IpcFolder, SharedTensors, ipc_folder
+from gtrain.wire import SharedTensors
+from gtrain.wire.shared import SharedDirectory
 from gtrain_pyg.ranks.hosting import Hosting
 
 Array = NDArray[Any]
@@ -23,26 +24,26 @@ class Sharing:
 
     Args:
         rank: this rank.
-        folder: the job's private folder on this machine; None: nothing is shared.
-        owned: the folder, in the rank that made it.
+        directory: name of the machine's directory; None: nothing is shared.
+        owned: the directory, in the rank that made it.
     """
 
-    def __init__(self, rank: int, folder: str | None = None, owned: IpcFolder | None = None) -> None:
-        self._rank, self._folder, self._owned = rank, folder, owned
+    def __init__(self, rank: int, directory: str | None = None, owned: SharedDirectory | None = None) -> None:
+        self._rank, self._directory, self._owned = rank, directory, owned
         self._kept: list[SharedTensors] = []
         self._arrays: dict[str, dict[str, Array]] = {}
 
     @classmethod
     def meet(cls, group: Group, hosting: Hosting) -> Sharing:
-        """Agree on a folder with the other ranks of the machine; every rank of the group calls it.
+        """Agree on a directory with the other ranks of the machine; every rank of the group calls it.
 
         Ranks that host nothing together share nothing: theirs are machines of their own.
         """
         alone = len(hosting.parts) < 2 or hosting.complete and hosting.world == 1
         first = hosting.machines[hosting.rank] == hosting.rank
-        owned = ipc_folder() if first and not alone else None
-        folders = group.all_gather_object(None if owned is None else str(owned.path))
-        return cls(hosting.rank, folders[hosting.machines[hosting.rank]], owned)
+        owned = SharedDirectory() if first and not alone else None
+        names = group.all_gather_object(None if owned is None else owned.name)
+        return cls(hosting.rank, names[hosting.machines[hosting.rank]], owned)
 
     def arrays(self, name: str, maker: int, make: Callable[[], dict[str, Array]]) -> dict[str, Array]:
         """Arrays that rank ``maker`` makes and the other ranks of its machine read; read-only, and made once.
@@ -61,13 +62,13 @@ class Sharing:
         return self._arrays[name]
 
     def _made(self, name: str, maker: int, make: Callable[[], dict[str, Array]]) -> dict[str, Array]:
-        if self._folder is None:
+        if self._directory is None:
             return {key: read_only(array) for key, array in make().items()}
         if maker == self._rank:
             made = {key: torch.from_numpy(array) for key, array in make().items()}
-            shared = SharedTensors.create(self._folder, name, made)
+            shared = SharedTensors.create(self._directory, name, made)
         else:
-            shared = SharedTensors.attach(self._folder, name, WAIT_SECONDS)
+            shared = SharedTensors.attach(self._directory, name, WAIT_SECONDS)
         self._kept.append(shared)
         return {key: read_only(tensor.numpy()) for key, tensor in shared.items()}
 
@@ -77,4 +78,4 @@ class Sharing:
             shared.close()
         self._kept, self._arrays = [], {}
         if self._owned is not None:
-            self._owned.remove()
+            self._owned.close()
