@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
@@ -22,11 +23,12 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
+from hydra.experimental.callback import Callback
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from gtrain import backends, config, messages, targets
+from gtrain import backends, config, messages, runs, targets
 from gtrain.errors import ConfigError, GtrainError, RankFailedError
 from gtrain.launch import cluster, command
 
@@ -40,6 +42,24 @@ class BackendConfigs(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for name, backend in backends.usable().items():
             search_path.append(provider=f"gtrain-{name}", path=f"pkg://{backend.conf}")
+
+
+class RunFolder(Callback):
+    """Keeps two runs out of one folder: Hydra calls this before it writes to the folder."""
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """Hydra reports what a callback raises as a warning, so that this leaves."""
+        try:
+            _hold_folder(config, Path(config.hydra.run.dir))
+        except ConfigError as error:
+            _leave(str(error), 1)
+
+
+def _hold_folder(cfg: DictConfig, folder: Path) -> None:
+    """Lock a run's folder, which the machines of a job that is started by hand may share: rank 0 holds it."""
+    shared = cfg.cluster.kind == cluster.MANUAL and cfg.cluster.rank not in (None, 0)
+    if not shared and cfg.verb not in ("serve", "key"):
+        runs.hold(folder)
 
 
 def main() -> None:
@@ -206,6 +226,7 @@ def _hydra_main(cfg: DictConfig) -> Any:
 
 def _job(cfg: DictConfig) -> Any:
     hydra_config = HydraConfig.get()
+    _hold_folder(cfg, Path(hydra_config.runtime.output_dir))
     overrides = list(hydra_config.overrides.task)
     typed = [override.lstrip("+~").partition("=")[0].partition("@")[0] for override in overrides]
     sweep = hydra_config.mode == RunMode.MULTIRUN

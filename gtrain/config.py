@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.resources
+import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,9 +93,9 @@ class ClusterConfig:
     standalone: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.timeout_seconds <= 0:
+        if not 0 < self.timeout_seconds < math.inf:
             raise ConfigError(
-                f"cluster.timeout_seconds={self.timeout_seconds} was set; it must be above 0.",
+                f"cluster.timeout_seconds={self.timeout_seconds} was set; it must be a number above 0.",
                 hint="300 is the default.",
             )
         if self.rank is not None and self.rank < 0:
@@ -109,6 +112,7 @@ class PathsConfig:
     run: str = MISSING
 
 
+ACCELERATORS = ("cpu", "gpu", "cuda", "auto")
 DROPOUT = {
     "exact": "a mask depends on seed, step, layer and row, and on no rank or partitioning",
     "torch": "torch's own random numbers, which differ from rank to rank",
@@ -142,9 +146,9 @@ class StrategyConfig:
 
     def __post_init__(self) -> None:
         check_dropout(self.dropout)
-        if self.timeout_seconds <= 0:
+        if not 0 < self.timeout_seconds < math.inf:
             raise ConfigError(
-                f"strategy.timeout_seconds={self.timeout_seconds} was set; it must be above 0.",
+                f"strategy.timeout_seconds={self.timeout_seconds} was set; it must be a number above 0.",
                 hint="1800 is the default.",
             )
 
@@ -290,6 +294,7 @@ def validate(cfg: DictConfig) -> None:
         ConfigError: what was set, what is allowed, and what to do.
     """
     fit_strategy(cfg)
+    _check_top(cfg)
     _check_seed(cfg)  # other settings refer to it
     try:
         OmegaConf.resolve(cfg)
@@ -303,8 +308,46 @@ def validate(cfg: DictConfig) -> None:
         raise ConfigError(f"{', '.join(missing)} must be set.", hint=f"add {missing[0]}=... to the command.")
     if cfg.verb not in VERBS:
         raise ConfigError(f"verb={cfg.verb} was set.", hint=f"the verbs are {', '.join(VERBS)}.")
+    _check_finite(plain(cfg))
     _check_trainer(cfg)
     _check_model(cfg.model)
+
+
+def _check_top(cfg: DictConfig) -> None:
+    """Refuse keys at the top that gtrain does not have, unless another setting refers to them.
+
+    Raises:
+        ConfigError: lists the keys that there are.
+    """
+    known = {*_top_keys(), *_shortcuts()}
+    unknown = [str(key) for key in cfg if key not in known]
+    if not unknown:
+        return
+    text = str(OmegaConf.to_container(cfg, resolve=False))
+    for key in unknown:
+        if not re.search(rf"\$\{{{re.escape(key)}[.}}\[]", text):
+            raise messages.unknown_top_key(key, plain(cfg)[key], sorted(known))
+
+
+def _top_keys() -> set[str]:
+    """The keys of ``conf/config.yaml``: its own, and the groups that it chooses from."""
+    content = OmegaConf.create((importlib.resources.files("gtrain.conf") / "config.yaml").read_text())
+    groups = {str(group) for entry in content.defaults if not isinstance(entry, str) for group in entry}
+    return {str(key) for key in content} | groups - {"/schema/shortcuts@_global_"}
+
+
+def _check_finite(node: Any, key: str = "") -> None:
+    """Refuse numbers that are infinite or none (NaN): most of them would be taken without a word.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if isinstance(node, float) and not math.isfinite(node):
+        raise ConfigError(f"{key}={node} was set; it must be a finite number.", hint=f"correct or leave out {key}.")
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for name, value in items:
+        if key or name not in ("callbacks", "logger"):  # theirs may be open ends, such as a threshold
+            _check_finite(value, f"{key}.{name}" if key else str(name))
 
 
 def _check_seed(cfg: DictConfig) -> None:
@@ -328,6 +371,21 @@ def _check_trainer(cfg: DictConfig) -> None:
         raise ConfigError(
             f"trainer.max_epochs={epochs} was set; it must be -1 (no limit), 0 or more.", hint="set a number of epochs."
         )
+    if cfg.trainer.accelerator not in ACCELERATORS:
+        raise ConfigError(
+            f"trainer.accelerator={cfg.trainer.accelerator} was set; gtrain trains on {', '.join(ACCELERATORS)}.",
+            hint="set trainer.accelerator=cpu, or gpu where torch finds one (gtrain doctor says so).",
+        )
+    clip, algorithm = cfg.trainer.gradient_clip_val, cfg.trainer.gradient_clip_algorithm
+    if clip is not None and clip < 0:
+        raise ConfigError(
+            f"trainer.gradient_clip_val={clip} was set; it must be 0 or more, or null.",
+            hint="it bounds the gradients' norm (or each value); 0 and null switch clipping off.",
+        )
+    if algorithm not in (None, "norm", "value"):
+        raise ConfigError(
+            f"trainer.gradient_clip_algorithm={algorithm} was set.", hint="set norm (the default) or value."
+        )
     if cfg.trainer.accumulate_grad_batches < 1:
         raise ConfigError(
             f"trainer.accumulate_grad_batches={cfg.trainer.accumulate_grad_batches} was set; it must be at least 1.",
@@ -349,6 +407,13 @@ def _check_model(model: DictConfig) -> None:
         value = OmegaConf.select(model, key, default=1)
         if value < 1:
             raise ConfigError(f"model.{key}={value} was set; it must be at least 1.", hint=f"raise model.{key}.")
+    for key in ("optimizer", "sparse_optimizer"):
+        for name in ("lr", "weight_decay"):
+            value = OmegaConf.select(model, f"{key}.{name}", default=None)
+            if isinstance(value, (int, float)) and value < 0:
+                raise ConfigError(
+                    f"model.{key}.{name}={value} was set; it must be 0 or more.", hint=f"correct model.{key}.{name}."
+                )
     dropout = OmegaConf.select(model, "dropout", default=0.0)
     if not 0 <= dropout < 1:
         raise ConfigError(

@@ -80,6 +80,11 @@ def unknown_key(cfg: DictConfig, full_key: str, value: Any) -> ConfigError:
     return _unknown(full_key, f"{full_key}={backends.as_set(value)}", sorted(fields))
 
 
+def unknown_top_key(key: str, value: Any, options: Sequence[str]) -> ConfigError:
+    """The error for a key at the top of the configuration that nothing reads."""
+    return _unknown(key, f"{key}={backends.as_set(value)}", options)
+
+
 def _unknown(full_key: str, setting: str, options: Sequence[str]) -> ConfigError:
     where, _, key = full_key.rpartition(".")
     known = f"{where or 'the configuration'} has no key {key}"

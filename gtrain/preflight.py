@@ -19,8 +19,10 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import OmegaConf
+from torchmetrics import MetricCollection
 
 from gtrain import backends, build, targets, task
+from gtrain.callbacks.checkpoint import unknown_monitor
 from gtrain.callbacks.predictions import check_output
 from gtrain.data.module import OUTLINE, GraphDataModule
 from gtrain.errors import ConfigError, GtrainError
@@ -66,6 +68,7 @@ def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str])
     _check_strategy(strategy, sketch, choices, typed)
     strategy.serves.check_parts(strategy.strategy_name, data.num_parts, ranks)
     _check_accelerator(config["trainer"]["accelerator"])
+    _check_monitors(config, sketch)
     trainer = _make_trainer(config, strategy, data)
     if sketch.model is None or not sketch.certain:
         return
@@ -188,6 +191,32 @@ def _check_accelerator(name: str) -> None:
             f"trainer.accelerator={name} was set; torch finds no GPU on this machine.",
             hint="set trainer.accelerator=cpu; gtrain doctor says what torch and the driver lack.",
         )
+
+
+def _check_monitors(config: dict[str, Any], sketch: _Sketch) -> None:
+    """Refuse callbacks and schedulers that look at a value which a model of ours does not log.
+
+    Raises:
+        ConfigError: lists what it logs.
+    """
+    if config["verb"] != "train" or sketch.model is None or not sketch.certain or not _is_ours(type(sketch.model)):
+        return
+    collections = [module for module in sketch.model.modules() if isinstance(module, MetricCollection)]
+    names = {str(name) for collection in collections for name in collection.keys(keep_base=False)}
+    logged = {"train/loss", "val/loss", *(name for name in names if name.startswith("val/"))}
+    logged |= {"val/auc"} if sketch.traits.task == "link" or not sketch.sized else set()  # of two classes, or of edges
+    for key, node in [(f"callbacks.{name}", node) for name, node in config["callbacks"].items()]:
+        monitor = node.get("monitor") if isinstance(node, dict) else None
+        if (
+            isinstance(monitor, str)
+            and monitor not in ("auto", *logged)
+            and _is_known(build.find_target(node["_target_"], key))
+        ):
+            raise unknown_monitor(f"{key}.monitor", monitor, logged)
+
+
+def _is_ours(target: type) -> bool:
+    return target.__module__.startswith("gtrain.")
 
 
 # ---------------------------------------------------------------------------------------------------- model

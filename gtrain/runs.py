@@ -5,18 +5,64 @@ Every training run leaves a line in ``<paths.runs>/index.txt``, also one whose f
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-from gtrain.errors import CheckpointError
+from gtrain.errors import CheckpointError, ConfigError
 
 INDEX = "index.txt"
 RUN = "run.json"
 NAMES = ("last", "best")
 _PLACES = ("root", "store")  # where data lie does not make them other data
+
+
+def hold(folder: Path) -> None:
+    """Make a run's folder, and keep every other run out of it as long as this process lives.
+
+    The lock is one of the kernel's on the folder itself: it ends with the process, however that ends, and leaves no
+    file. Processes that are forked from here on do not hold it. Where folders cannot be locked nothing is held.
+
+    Raises:
+        ConfigError: it cannot be made, or another run that is still alive holds it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = str(folder.resolve())
+        if path in _held:
+            return
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(
+            f"a run's folder cannot be made: {error}.", hint="set hydra.run.dir to one that can be written to."
+        ) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            return  # such as ENOLCK of a network file system
+        raise ConfigError(
+            f"hydra.run.dir={folder}: another run that has not ended yet writes to this folder.",
+            hint="wait until it has ended, or give this run a folder of its own: leave out hydra.run.dir.",
+        ) from error
+    if not _held:
+        os.register_at_fork(after_in_child=_let_go)
+    _held[path] = descriptor
+
+
+def _let_go() -> None:
+    for descriptor in _held.values():
+        os.close(descriptor)
+    _held.clear()
+
+
+_held: dict[str, int] = {}
+"""Descriptors of the folders that this process holds; a sweep holds those of its jobs."""
 
 
 def identity(config: dict[str, Any]) -> str:

@@ -38,7 +38,9 @@ ALLOWED = (
 """Modules whose classes a file may name."""
 _FACTORIES = ("gtrain.model",)  # functions too
 _EXCLUDED = ("torch_geometric.nn.sequential", "torch_geometric.nn.nlp")  # evaluate text; download language models
-_HYDRA_TARGET = re.compile(r"(hydra\._internal\.core_plugins|hydra\.experimental\.callbacks|hydra_plugins|optuna)\.")
+_HYDRA_TARGET = re.compile(
+    r"gtrain\.cli\.RunFolder$|(hydra\._internal\.core_plugins|hydra\.experimental\.callbacks|hydra_plugins|optuna)\."
+)
 _LOG_CLASS = re.compile(r"(logging\.(handlers\.)?|rich\.logging\.|colorlog\.)[A-Z]\w*$")
 _PARTS = ("data", "model", "callbacks", "logger")
 """Parts of the configuration of which objects are made."""

@@ -76,7 +76,8 @@ def _partition(config: dict[str, Any]) -> None:
 
 def _data_module(config: dict[str, Any], ranks: int) -> GraphDataModule:
     """The DataModule, cut into one part a rank unless the configuration or the strategy says otherwise."""
-    parts = config["data"].get("num_parts") or ranks
+    parts = config["data"].get("num_parts")
+    parts = ranks if parts is None else parts  # 0 is refused
     wanted = backends.get(config["strategy"]["name"]).store_settings(config)
     buckets = wanted.pop("buckets", False)
     module = build.make({**config["data"], "num_parts": parts, **wanted}, "data")

@@ -38,6 +38,7 @@ LIGHT = (
     "gtrain.launch.slot",
     "gtrain.launch.sockets",
     "gtrain.messages",
+    "gtrain.runs",
     "gtrain.targets",
 )
 """Modules that the command imports before a rank exists; each imports the standard library, hydra and each other."""
@@ -243,9 +244,9 @@ def test_nothing_unpickles_files() -> None:
 
 
 def test_pickle_is_imported_in_few_files(everything: list[Import]) -> None:
-    """``data/files.py`` names the error that torch.load refuses with; ``unpickling.py`` restricts PyG's readers."""
+    """``data/unpickling.py`` restricts PyG's readers, and explains what torch.load refused."""
     found = {found.importer for found in everything if top(found.imported) in ("pickle", "cloudpickle", "dill")}
-    assert found == {*UNPICKLERS, "gtrain.data.files", "gtrain.data.unpickling"}
+    assert found == {*UNPICKLERS, "gtrain.data.unpickling"}
 
 
 def test_the_wire_stands_alone(everything: list[Import]) -> None:

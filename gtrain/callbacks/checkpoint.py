@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,17 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from gtrain.errors import ConfigError
+
 log = logging.getLogger("gtrain")
+
+
+def unknown_monitor(key: str, monitor: str, logged: Iterable[str]) -> ConfigError:
+    """The error for a monitored value that the model does not log."""
+    return ConfigError(
+        f"{key}={monitor} was set; the model does not log {monitor}. It logs {', '.join(sorted(logged))}.",
+        hint=f"set {key} to one of these.",
+    )
 
 
 class RunCheckpoint(ModelCheckpoint):
@@ -66,6 +77,7 @@ class RunCheckpoint(ModelCheckpoint):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save the epoch if it is the best, and in any case as the last."""
+        self._check_monitor(trainer)
         every = trainer.check_val_every_n_epoch
         validated = every is None or (trainer.current_epoch + 1) % every == 0
         if validated or self.monitor is None or self.monitor in trainer.callback_metrics:
@@ -75,6 +87,17 @@ class RunCheckpoint(ModelCheckpoint):
         skipped = self._should_skip_saving_checkpoint(trainer) or not self._should_save_on_train_epoch_end(trainer)
         if self.save_last and due and not skipped:
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+
+    def _check_monitor(self, trainer: pl.Trainer) -> None:
+        """Refuse a score that the first validated epoch did not log.
+
+        Raises:
+            ConfigError: lists what was logged.
+        """
+        logged = trainer.callback_metrics
+        if self.monitor in (None, *logged) or not any(name.startswith("val") for name in logged):
+            return
+        raise unknown_monitor("callbacks.checkpoint.monitor", str(self.monitor), logged)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back score and path of the best checkpoint, as long as it is there."""

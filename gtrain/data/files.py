@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import glob
-import pickle
-import re
+import gzip
 import warnings
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,8 @@ import torch
 from torch import Tensor
 
 from gtrain.data.table import read_table
+from gtrain.data.unpickling import foreign_content
 from gtrain.errors import DataError, GtrainError
-
-_FOREIGN = re.compile(r"not an allowed global|blocklist|call reduce|unsupported class|allowlisted")
-"""What torch's loader says of objects that it does not make, apart from garbled files."""
 
 
 def find_file(key: str, name: str, root: Path) -> Path:
@@ -37,7 +36,13 @@ def find_file(key: str, name: str, root: Path) -> Path:
     path = Path(name).expanduser()
     for candidate in (path, root / path):
         if candidate.is_file():
+            check_encoding(candidate)
             return candidate
+        if candidate.exists() and not candidate.is_dir():
+            raise DataError(
+                f"{key}={name}: {candidate} is a device, a pipe or a socket, not a regular file",
+                hint=f"set {key} to a file on disk; files are read more than once, so write a pipe's contents to one",
+            )
     if path.is_dir():
         raise DataError(f"{key}={name} is a folder", hint=f"set {key} to a file{_nearby('', path)}")
     places = f"there is no such file, nor {root / path}" if not path.is_absolute() else "there is no such file"
@@ -65,16 +70,56 @@ def find_files(key: str, names: str | Sequence[str], root: Path) -> list[Path]:
         return [path for name in names for path in find_files(key, name, root)]
     for candidate in (Path(names).expanduser(), root / Path(names).expanduser()):
         if candidate.is_file():
+            check_encoding(candidate)
             return [candidate]
         pattern = str(candidate / "*") if candidate.is_dir() else str(candidate)
         found = [Path(name) for name in sorted(glob.glob(pattern))]
         if files := [path for path in found if path.is_file() and path.name[0] not in "._"]:
+            for path in files:
+                check_encoding(path)
             return files
         if candidate.is_dir():
             raise DataError(f"{key}={names}: there are no files in the folder", hint=f"set {key} to a folder of files")
     if any(mark in names for mark in "*?["):
         raise DataError(f"{key}={names}: no file fits the pattern, here or in {root}", hint=f"correct {key}")
     return [find_file(key, names, root)]
+
+
+def check_encoding(path: Path) -> None:
+    """Refuse text in UTF-16 or UTF-32, whose bytes are not those of digits and separators.
+
+    Raises:
+        DataError: names the file and the encoding.
+    """
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            head = file.read(64)
+    except (OSError, EOFError, zlib.error):  # its reader says what is wrong with it
+        return
+    if (encoding := _wide_encoding(head)) is not None:
+        raise DataError(
+            f"{path} is text in {encoding}, and UTF-8 (or ASCII) is read",
+            hint=f"convert it: iconv -f {encoding} -t UTF-8 {path.name} > converted.txt",
+        )
+
+
+def _wide_encoding(head: bytes) -> str | None:
+    """UTF-16 or UTF-32, by the mark at the beginning, or by every other byte being zero; None for other contents."""
+    for mark, encoding in (
+        (codecs.BOM_UTF32_LE, "UTF-32"),
+        (codecs.BOM_UTF16_LE, "UTF-16"),
+        (codecs.BOM_UTF16_BE, "UTF-16"),
+    ):
+        if head.startswith(mark):
+            return encoding
+    for first, encoding in ((0, "UTF-16LE"), (1, "UTF-16BE")):
+        shown, zeros = head[first::2], head[1 - first :: 2]
+        if len(head) >= 8 and not any(zeros) and all(byte in _TEXT for byte in shown):
+            return encoding
+    return None
+
+
+_TEXT = frozenset(b"\t\n\r" + bytes(range(32, 127)))
 
 
 def read_array(key: str, path: Path) -> Tensor:
@@ -119,10 +164,10 @@ def load_tensors(path: Path, anew: str, *, mapped: bool = False) -> Any:
     except OSError as err:
         raise DataError(f"{path} cannot be read: {err.strerror or err}", hint=anew) from err
     except Exception as err:  # the unpickler of a garbled file may stumble in any way
-        if isinstance(err, pickle.UnpicklingError) and _FOREIGN.search(str(err)):
+        if (found := foreign_content(path, err)) is not None:
             raise DataError(
                 f"{path} holds Python objects other than tensors and plain containers, which are never unpickled, "
-                "since that would run their code",
+                f"since that would run their code: {found}",
                 hint=anew,
             ) from err
         raise DataError(f"{path} cannot be loaded: it is damaged, or not written by torch.save", hint=anew) from err

@@ -81,7 +81,7 @@ class NodeFiles:
                 f"data.features={path} has shape {list(x.shape)}, and [N, F] is expected",
                 hint="save one row of numbers for each node: array.reshape(num_nodes, -1)",
             )
-        return x.reshape(x.size(0), -1).float()
+        return (x if x.dim() == 2 else x.unsqueeze(1)).float()
 
     def _labels(self) -> Tensor | Table | None:
         """Return one label for each node, or the table of ids and labels."""

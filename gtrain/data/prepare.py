@@ -15,7 +15,7 @@ from gtrain.data.edge_order import tell_unsorted
 from gtrain.data.prepare_arrays import node_part, num_relations, split_arrays, take_nodes
 from gtrain.data.split import MASKS, SplitOptions, split_nodes
 from gtrain.data.split_edges import drop_held_out, split_edges
-from gtrain.data.validate import labelled_nodes, validate_graph
+from gtrain.data.validate import check_distinct, labelled_nodes, validate_graph
 from gtrain.errors import ConfigError
 from gtrain.graph import partition as partitions
 from gtrain.graph.locality import group_nodes
@@ -81,6 +81,8 @@ def _prepare_nodes(graph: Data | HeteroData, options: Preparation) -> dict[str, 
         _choose_labels(graph, options.target)
     facts = validate_graph(graph, unlabelled=options.unlabelled, num_classes=options.num_classes, origin=options.origin)
     labelled = _labelled(graph, facts) if options.task == "node" else None
+    if labelled is not None:
+        check_distinct(labelled.y, options.unlabelled, options.origin)
     for store in graph.node_stores:
         if store is not labelled:  # without labels, or for another task, masks mean nothing
             for name in MASKS:

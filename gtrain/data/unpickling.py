@@ -39,7 +39,8 @@ NUMPY_GLOBALS: list[Any] = [
 """What ``torch.load(weights_only=True)`` needs in ``safe_globals`` to read arrays of numbers in a ``.pt`` file."""
 
 _ALLOWED = "arrays, scipy's sparse matrices and plain containers"
-_TORCH_GLOBAL = re.compile(r"(?:GLOBAL|function|class) ([\w.]+)")
+_TORCH_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+_TORCH_FOREIGN = re.compile(r"not an allowed global|blocklist|is blocked|call reduce|unsupported class|allowlisted")
 _HINT = "delete the file and get the data set again, from a source that you trust."
 
 
@@ -95,6 +96,26 @@ def refusal(path: str | os.PathLike[str], content: str) -> DataError:
     return DataError(
         f"{path} holds {content}; only {_ALLOWED} are unpickled, since other objects can run code", hint=_HINT
     )
+
+
+def foreign_content(path: Path, error: Exception) -> str | None:
+    """What torch's safe loader refused in a file; None where the file is damaged instead.
+
+    Args:
+        path: the file.
+        error: of ``torch.load(path, weights_only=True)``.
+    """
+    if not isinstance(error, pickle.UnpicklingError):
+        return None
+    if named := _TORCH_GLOBAL.search(str(error)):
+        return named.group(1)
+    if _TORCH_FOREIGN.search(str(error)):
+        return "objects"
+    with open(path, "rb") as file:
+        head = file.read(2)
+    if "Unsupported operand" in str(error) and head[:1] == pickle.PROTO and 2 < head[1] <= pickle.HIGHEST_PROTOCOL:
+        return f"a pickle of protocol {head[1]}, not what torch.save writes by default"
+    return None
 
 
 @contextlib.contextmanager
@@ -189,10 +210,8 @@ def _refuse(content: str) -> NoReturn:
 
 def _as_refusal(error: Exception) -> DataError | None:
     """The error for what torch's safe loader refused, in place of its advice to do without it; None for others."""
-    if not isinstance(error, pickle.UnpicklingError) or "Weights only load failed" not in str(error):
-        return None
-    named = _TORCH_GLOBAL.search(str(error))
-    return refusal(_current_file(), named.group(1) if named else "objects other than tensors")
+    found = None if _reading.file is None else foreign_content(Path(_reading.file), error)
+    return None if found is None else refusal(_current_file(), found)
 
 
 def _current_file() -> str:

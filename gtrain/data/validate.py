@@ -134,11 +134,28 @@ def labelled_nodes(y: Tensor, unlabelled: int | None) -> Tensor:
     return y != unlabelled
 
 
+def check_distinct(y: Tensor, unlabelled: int | None, origin: str) -> None:
+    """Refuse labels that are all the same: there is nothing to learn.
+
+    Raises:
+        DataError: names the label.
+    """
+    if y.dim() == 2 and y.size(1) > 1:
+        return
+    known = y.flatten()[labelled_nodes(y.flatten(), unlabelled)]
+    if known.numel() and bool((known == known[0]).all()):
+        raise DataError(
+            f"{origin}: all {known.numel()} labels are {int(known[0])}, and a classifier needs two classes at least",
+            hint="correct the labels, or the column or file that they are read from (data.labels)",
+        )
+
+
 def _check_features(x: object, num_nodes: int, origin: str) -> None:
     if x is None:
         return
     if isinstance(x, Tensor) and x.layout == torch.sparse_csr and x.dim() == 2:
         check_rows("x", x, num_nodes, origin)
+        _check_columns(x, origin)
         _check_sparse(x, origin)
         return
     if not isinstance(x, Tensor) or x.dim() != 2 or x.layout != torch.strided:
@@ -149,6 +166,7 @@ def _check_features(x: object, num_nodes: int, origin: str) -> None:
             "another",
         )
     check_rows("x", x, num_nodes, origin)
+    _check_columns(x, origin)
     first: tuple[int, int] | None = None
     damaged = 0
     for rows in chunks(0, num_nodes, x.element_size() * x.size(1)):  # isfinite makes a copy of what it looks at
@@ -163,6 +181,15 @@ def _check_features(x: object, num_nodes: int, origin: str) -> None:
             f"{origin}: x has {float(x[row, column])} at row {row}, column {column} (rows and columns count from 0), "
             f"and {damaged} of {num_nodes} rows are not finite",
             hint="replace missing features before training, for example by the column's mean",
+        )
+
+
+def _check_columns(x: Tensor, origin: str) -> None:
+    if not x.size(1):
+        raise DataError(
+            f"{origin}: x has the shape {list(x.shape)}: its rows have no columns",
+            hint="give each node at least one feature, or leave the features out (data.features=null, degree or "
+            "constant for an edge list)",
         )
 
 

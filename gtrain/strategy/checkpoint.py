@@ -18,6 +18,7 @@ import json
 import os
 import random
 import shutil
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn import Module
 
+from gtrain.data.unpickling import foreign_content
 from gtrain.errors import CheckpointError
 from gtrain.graph.entities import feature_kind
 from gtrain.graph.files import names_file
@@ -255,6 +257,11 @@ def find(path: Path) -> Path:
             + (f"; the folder holds {', '.join(found)}." if found else "."),
             hint="give the path of a checkpoint, or ckpt_path=last or best.",
         )
+    if path.exists() and not path.is_dir() and not _is_saved(path):
+        raise CheckpointError(
+            f"ckpt_path={path} was set, which is neither a checkpoint folder nor a file of torch.save.",
+            hint="give the path of a checkpoint, such as <run>/checkpoints/last.ckpt, or ckpt_path=last or best.",
+        )
     inside = sorted((path / "checkpoints").glob("*.ckpt"))
     if inside and not (path / MANIFEST).exists():
         raise CheckpointError(
@@ -262,6 +269,14 @@ def find(path: Path) -> Path:
             hint=f"set ckpt_path={' or '.join(map(str, inside))}.",
         )
     return path
+
+
+def _is_saved(path: Path) -> bool:
+    """Whether a file begins as torch.save's do: a ZIP archive, or (before torch 1.6) a pickle."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(1) == b"\x80" or zipfile.is_zipfile(file)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -273,7 +288,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
         version = manifest["format"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} is no complete checkpoint: {MANIFEST} is missing or damaged ({error}).",
             hint="use another checkpoint of the run; this one was not finished.",
@@ -282,6 +297,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} has checkpoint format {version}; this version of gtrain reads format {FORMAT}.",
             hint="use the version of gtrain that wrote it.",
+        )
+    checksum = manifest.pop("checksum", None)
+    if checksum != _checksum(manifest) and (checksum is not None or set(manifest) - _UNSIGNED):
+        raise CheckpointError(
+            f"{path / MANIFEST} is damaged: its checksum is not that of its contents.", hint="use another checkpoint."
         )
     return manifest
 
@@ -418,9 +438,18 @@ def _write_manifest(
         "files": files,
     }
     with open(folder / MANIFEST, "w") as handle:
-        json.dump(manifest, handle, indent=1)
+        json.dump({**manifest, "checksum": _checksum(manifest)}, handle, indent=1)
         handle.flush()
         os.fsync(handle.fileno())
+
+
+def _checksum(manifest: Mapping[str, Any]) -> int:
+    """CRC-32 of the entries, in an order and form of their own: that of the file's text may differ."""
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+
+
+_UNSIGNED = {"format", "strategy", "world_size", "epoch", "global_step", "model", "numbering", "files"}
+"""Entries of a manifest without a checksum, as earlier versions wrote it: another one is a damaged ``checksum``."""
 
 
 def _swap(temporary: Path, path: Path) -> None:
@@ -444,8 +473,14 @@ def _read(path: Path, mapped: bool = False) -> dict[str, Any]:
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:
+        if (found := foreign_content(path, error)) is not None:
+            raise CheckpointError(
+                f"{path} holds {found}: tensors, numbers, texts and plain containers are read, and other objects "
+                "are never unpickled, since that would run their code.",
+                hint="save it again with plain values, such as torch.save({'state_dict': model.state_dict()}, file).",
+            ) from error
         raise CheckpointError(
-            f"{path} cannot be read: {str(error).splitlines()[0]}", hint="checkpoints of plain tensors alone are read."
+            f"{path} cannot be read: it is damaged, or not a checkpoint.", hint="use another checkpoint."
         ) from error
     return content
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -215,3 +217,36 @@ def test_cora_reaches_the_published_accuracy(tmp_path: Path, real_data: Callable
     ok(gtrain("trainer.num_nodes=2", "seed=2", *arguments, "hydra.run.dir=sar", cwd=tmp_path))
     accuracy = [summary(tmp_path / name)["metrics"]["test/acc"] for name in ("single", "sar")]
     assert sum(accuracy) / 2 >= 0.805
+
+
+def test_a_second_run_in_the_folder_of_one_that_lives_is_refused(tmp_path: Path) -> None:
+    """The lock is the kernel's, so that a killed run leaves none; a run that goes on takes the folder again."""
+    setting = ("strategy=single", "hydra.run.dir=run", "data.num_nodes=60", "data.num_edges=300")
+    long = (*setting, "trainer.max_epochs=100000", "trainer.enable_progress_bar=false")
+    first = subprocess.Popen([sys.executable, "-m", "gtrain", *long], cwd=tmp_path, env=helpers.clean_environment())
+    try:
+        helpers.until(lambda: (tmp_path / "run" / "checkpoints" / "last.ckpt").exists(), tmp_path)
+        composed = (tmp_path / "run" / ".hydra" / "overrides.yaml").read_text()
+        for verb in ("train", "test"):
+            second = gtrain(verb, *setting, "trainer.max_epochs=1", cwd=tmp_path)
+            assert second.returncode == 1 and "Traceback" not in second.stderr
+            assert "hydra.run.dir=run: another run that has not ended yet writes to this folder." in second.stderr
+        assert (tmp_path / "run" / ".hydra" / "overrides.yaml").read_text() == composed
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.wait()
+    ok(gtrain(*setting, "trainer.max_epochs=2", cwd=tmp_path))
+    ok(gtrain(*setting, "trainer.max_epochs=3", "ckpt_path=last", cwd=tmp_path))
+
+
+def test_machines_that_share_a_run_folder(tmp_path: Path) -> None:
+    common = ["cluster=manual", f"cluster.rendezvous=file://{tmp_path}/meet", "hydra.run.dir=run", *QUICK]
+    command = [sys.executable, "-m", "gtrain", *common, "strategy=sar", "trainer.num_nodes=2"]
+    other = subprocess.Popen([*command, "cluster.rank=1"], cwd=tmp_path, env=helpers.clean_environment())
+    try:
+        ok(gtrain(*command[3:], "cluster.rank=0", cwd=tmp_path))
+        assert other.wait(60) == 0
+    finally:
+        other.kill()
+        other.wait()

@@ -145,8 +145,28 @@ def test_a_single_file_of_lightnings_loads_without_unpickling(tmp_path: Path, mo
     torch.save({"state_dict": model.state_dict()}, tmp_path / "plain.ckpt")
     assert "state_dict" in load(tmp_path / "plain.ckpt", model).checkpoint
     torch.save({"state_dict": model.state_dict(), "evil": model}, tmp_path / "evil.ckpt")
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match=r"evil\.ckpt holds torch\.nn\.\S+Linear: .* never unpickled") as refused:
         load(tmp_path / "evil.ckpt", model)
+    assert "weights_only" not in str(refused.value)
+    (tmp_path / "metrics.csv").write_text("epoch,loss\n")
+    with pytest.raises(CheckpointError, match="neither a checkpoint folder nor a file of torch.save"):
+        load(tmp_path / "metrics.csv", model)
+
+
+def test_any_changed_byte_of_a_manifest_is_damage(tmp_path: Path, model: nn.Module) -> None:
+    save(tmp_path / "a.ckpt", model)
+    path = tmp_path / "a.ckpt" / "manifest.json"
+    text, before = path.read_bytes(), checkpoints.read_manifest(tmp_path / "a.ckpt")
+    for place in range(len(text)):
+        for flip in (1, 2, 4, 16, 32):
+            path.write_bytes(text[:place] + bytes([text[place] ^ flip]) + text[place + 1 :])
+            try:
+                assert checkpoints.read_manifest(tmp_path / "a.ckpt") == before  # white space
+            except CheckpointError as error:
+                assert "damaged" in str(error) or "checkpoint format" in str(error)
+    older = {name: value for name, value in json.loads(text).items() if name != "checksum"}
+    path.write_text(json.dumps(older))
+    assert checkpoints.read_manifest(tmp_path / "a.ckpt") == before, "written before there was a checksum"
 
 
 def test_another_format_is_named(tmp_path: Path, model: nn.Module) -> None:

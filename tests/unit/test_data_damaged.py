@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import os
+import pickle
 import random
 from pathlib import Path
 
@@ -66,8 +67,21 @@ def test_files_that_may_not_be_read_or_written(tmp_path: Path, monkeypatch: pyte
 
 def test_objects_are_told_from_noise(tmp_path: Path) -> None:
     torch.save({"edge": print}, tmp_path / "code.pt")
-    with pytest.raises(DataError, match=r"code\.pt holds Python objects other than tensors"):
+    with pytest.raises(DataError, match=r"code\.pt holds Python objects other than tensors.*: print"):
         load_tensors(tmp_path / "code.pt", "write it again")
+
+
+@pytest.mark.parametrize("how", ["zip", "legacy", "pickle"])
+@pytest.mark.parametrize("value", [np.eye(3), torch.nn.Linear(2, 2), [np.eye(2)], print, os.system])
+def test_objects_are_named(value: object, how: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    if how == "pickle":
+        path.write_bytes(pickle.dumps(value))
+    else:
+        torch.save(value, path, _use_new_zipfile_serialization=how == "zip")
+    with pytest.raises(DataError, match=r"x\.pt holds Python objects .* are never unpickled.*: .") as refused:
+        read_array("data.features", path)
+    assert "weights_only" not in str(refused.value) and "not written by torch.save" not in str(refused.value)
 
 
 @pytest.mark.parametrize("kind", ["array", "archive", "parts"])

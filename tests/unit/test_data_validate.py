@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch_geometric.data import Data
 
-from gtrain.data.validate import labelled_nodes, validate_graph
+from gtrain.data.validate import check_distinct, labelled_nodes, validate_graph
 from gtrain.errors import DataError
 
 
@@ -89,3 +89,16 @@ def test_unlabelled() -> None:
 def test_no_nodes() -> None:
     with pytest.raises(DataError, match="no nodes"):
         validate_graph(Data(edge_index=torch.empty(2, 0, dtype=torch.int64), num_nodes=0))
+
+
+def test_features_of_no_column_and_labels_of_one_class() -> None:
+    graph = Data(edge_index=torch.tensor([[0, 1], [1, 2]]), num_nodes=3)
+    for empty in (torch.ones(3, 0), torch.ones(3, 0).to_sparse_csr()):
+        graph.x = empty
+        with pytest.raises(DataError, match=r"x has the shape \[3, 0\]: its rows have no columns"):
+            validate_graph(graph)
+    check_distinct(torch.tensor([2, -1, 3]), -1, "the data")
+    check_distinct(torch.ones(3, 2), None, "the data")
+    for y, unlabelled in ((torch.tensor([2, 2, 2]), None), (torch.tensor([-1, 0, 0]), -1)):
+        with pytest.raises(DataError, match=r"all \d labels are \d, and a classifier needs two classes"):
+            check_distinct(y, unlabelled, "the data")

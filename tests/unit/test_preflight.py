@@ -218,6 +218,51 @@ def test_a_mistake_is_refused_before_the_data_are_read(overrides: list[str], sai
         assert refusal(f"strategy={strategy}", *others) is None
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["model.optimizer.lr=inf"], "model.optimizer.lr=inf was set; it must be a finite number"),
+        (["model.optimizer.lr=nan"], "model.optimizer.lr=nan was set"),
+        (["model.optimizer.lr=-0.1"], "model.optimizer.lr=-0.1 was set; it must be 0 or more"),
+        (["strategy.timeout_seconds=nan"], "strategy.timeout_seconds=nan was set; it must be a number above 0"),
+        (["cluster.timeout_seconds=inf"], "cluster.timeout_seconds=inf was set"),
+        (["trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val=-1.0 was set; it must be 0 or more"),
+        (["trainer.gradient_clip_val=nan"], "trainer.gradient_clip_val=nan was set; it must be a finite number"),
+        (["trainer.gradient_clip_algorithm=sum"], "trainer.gradient_clip_algorithm=sum was set"),
+        (["trainer.accelerator=tpu"], "trainer.accelerator=tpu was set; gtrain trains on cpu, gpu, cuda, auto"),
+        (["+bogus=1"], "bogus=1 was set; the configuration has no key bogus"),
+        (["+verbs=test"], "did you mean verb?"),
+        (["data.num_parts=0"], "data.num_parts=0 is too small"),
+        (["callbacks.checkpoint.monitor=nosuch"], "It logs train/loss, val/acc, "),
+        (["callbacks=early_stopping", "callbacks.early_stopping.monitor=val/los"], "monitor=val/los was set"),
+        (["data=edges", "data.path=/dev/null"], "/dev/null is a device, a pipe or a socket"),
+        (["ckpt_path=/dev/null"], "ckpt_path=/dev/null was set, which is neither a checkpoint folder nor a file"),
+    ],
+)
+def test_a_value_without_a_meaning_is_refused(overrides: list[str], said: str) -> None:
+    assert said in refused_when_typed("strategy=single", *overrides)
+
+
+def test_keys_of_the_users_own_that_others_refer_to() -> None:
+    assert refusal("strategy=single", "+rate=0.1", "model.optimizer.lr=${rate}") is None
+    assert refusal("strategy=single", "callbacks.checkpoint.monitor=val/f1") is None
+
+
+def test_text_in_utf_16_and_other_files_are_named_before_they_are_read() -> None:
+    lines = "".join(f"{node} {node + 1}\n" for node in range(200))
+    for encoding, name in (
+        ("utf-16", "UTF-16"),
+        ("utf-16-le", "UTF-16LE"),
+        ("utf-16-be", "UTF-16BE"),
+        ("utf-32", "UTF-32"),
+    ):
+        Path("edges.txt").write_bytes(lines.encode(encoding))
+        said = refused_when_typed("strategy=single", "data=edges", "data.path=edges.txt")
+        assert f"edges.txt is text in {name}, and UTF-8" in said
+    Path("metrics.csv").write_text("epoch,loss\n0,1.0\n")
+    assert "metrics.csv was set, which is neither" in refused_when_typed("strategy=single", "ckpt_path=metrics.csv")
+
+
 def test_a_gpu_that_is_absent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     error = refusal("strategy=single", "trainer.accelerator=gpu")
