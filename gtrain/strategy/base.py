@@ -327,6 +327,10 @@ class GraphStrategy(GroupCollectives):
         """Say that this rank has a part in the job by now, and is not to be restarted if it dies."""
         slots.joined()
 
+    def say(self, text: str) -> None:
+        """Have the agent print a line to the terminal."""
+        slots.say(text)
+
     def may_be_lost(self, may: bool = True) -> None:
         """Say whether the job goes on without this rank's machine from now on, should one of its workers die.
 

@@ -143,8 +143,9 @@ class PBGStrategy(GraphStrategy):
         rank = self.global_rank, self.world_size
         environment = self.cluster_environment
         assert environment is not None
+        tell = self.say if self.local_rank == 0 else None
         store = (environment.main_address, environment.main_port) if self.node_rank else None
-        self._machines = machines = Machines(self.settings, self.servers, *rank, self.counters, store)
+        self._machines = machines = Machines(self.settings, self.servers, *rank, self.counters, store, tell)
         fitting = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
         if fitting and self.settings.on_trainer_loss == "continue" and self.node_rank > 0:  # all meet on machine 0
             self.may_be_lost()

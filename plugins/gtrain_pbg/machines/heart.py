@@ -13,6 +13,8 @@ from gtrain.wire import Client, DeadlineError, PeerRestartedError
 
 BEATS = 4
 """Heartbeats, at least, in the time after which a member of the job is taken for lost."""
+TELL_SECONDS = 10.0
+"""The terminal is told of a member of the job that is silent for so long, where its lease is longer."""
 LONGEST_PAUSE = 1.0
 """Seconds between heartbeats, at most: by their answers a rank learns that the job cannot go on."""
 

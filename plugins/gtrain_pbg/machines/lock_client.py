@@ -13,7 +13,7 @@ from torch import Tensor
 from gtrain.errors import PeerLostError
 from gtrain.strategy.rendezvous import await_end
 from gtrain.wire import Client, Message, PeerRestartedError, RemoteError, WireError
-from gtrain_pbg.machines.heart import pause, place
+from gtrain_pbg.machines.heart import TELL_SECONDS, pause, place
 from gtrain_pbg.machines.members import JobEndedError
 
 FOREVER = 1e7
@@ -31,6 +31,7 @@ class LockClient:
         store: host and port of the job's key-value store, which ends with the job; None for a rank of the machine
             that has it.
         miss: told the name of each server that is lost and that the job goes on without.
+        tell: prints a line to the terminal; None: another rank of the machine does so.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class LockClient:
         lease_seconds: float,
         store: tuple[str, int] | None = None,
         miss: Callable[[str], None] = lambda name: None,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         self._client, self._lease_seconds, self._miss = client, lease_seconds, miss
+        self._tell = tell
         self._over = threading.Event()
         self._lost: PeerLostError | None = None
         self._losing = threading.Lock()
@@ -96,14 +99,29 @@ class LockClient:
     def _beat(self) -> None:
         while not self._over.wait(pause(self._lease_seconds)):
             try:
-                answer = self._client.request("beat", timeout_seconds=max(self._lease_seconds, RESTART_SECONDS))
-                for name in answer.fields["missing"]:
+                for name in self._answer_to_beat().fields["missing"]:
                     self._miss(name)
             except PeerRestartedError:
                 continue
             except (WireError, PeerLostError) as error:
                 self._lose(_told(error) or JobEndedError(f"the lock server is lost: {error.message}"))
                 return
+
+    def _answer_to_beat(self) -> Message:
+        """The lock server's answer; the terminal is told if it takes long."""
+        patience = max(self._lease_seconds, RESTART_SECONDS)
+        beat = self._client.submit("beat", timeout_seconds=patience, attended=True)
+        try:
+            return self._client.result(beat, TELL_SECONDS)
+        except TimeoutError:
+            if self._tell is None:
+                return self._client.result(beat)
+        self._tell(
+            f"the lock server: no answer for {TELL_SECONDS:g} s; the job ends if it is silent for {patience:g} s"
+        )
+        answer = self._client.result(beat)
+        self._tell("the lock server: here again")
+        return answer
 
     def _watch(self, host: str, port: int) -> None:
         await_end(host, port)

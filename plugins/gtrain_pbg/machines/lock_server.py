@@ -23,14 +23,12 @@ from gtrain.wire import Caller, Message
 from gtrain_pbg.config import EACH, PBGConfig
 from gtrain_pbg.edges import mixed
 from gtrain_pbg.machines.board import Board
-from gtrain_pbg.machines.heart import place
+from gtrain_pbg.machines.heart import TELL_SECONDS, place
 from gtrain_pbg.machines.members import JobEndedError, Members, Reply, Settled
 from gtrain_pbg.machines.pulses import ENDED, Pulses, is_rank
 from gtrain_pbg.order import bucket_order
 
 LOOK_SECONDS = 0.1
-TELL_SECONDS = 10.0
-"""The terminal is told of a member that is silent for so long, where its lease is longer."""
 STOOD_STILL_SECONDS = 1.0
 """Between two looks: this process was stopped, or its machine was."""
 
@@ -86,6 +84,7 @@ class LockServer:
         self._waiting: dict[int, Reply] = {}
         self._ended = ""
         self._holding: set[int] | None = None  # parameter servers that keep something; None: not yet known
+        self._untold: list[str] = []  # losses, to be told of as soon as it shows that the job is not over
         self._stay: set[int] = set()  # ranks that are not restarted if they die
         self._missing: list[str] = []  # servers that are lost, and that the job goes on without
         saved = state.load() if state is not None else b""
@@ -182,6 +181,9 @@ class LockServer:
 
     def meet(self, message: Message, rank: int) -> Reply:
         """See :class:`Members`. Fields: ``number`` and ``value``."""
+        for said in self._untold:
+            self._tell(said)
+        self._untold.clear()
         return self.members.meet(rank, message.fields["number"], message)
 
     def number(self, message: Message, rank: int) -> Message:
@@ -267,7 +269,11 @@ class LockServer:
             again = self._board.again - before
             self._look_again()
         trained = {0: "", 1: "; its bucket is trained again"}.get(again, f"; its {again} buckets are trained again")
-        self._tell(f"machine {machine} is lost ({reason}); the job goes on without it{trained}")
+        said = f"machine {machine} is lost ({reason}); the job goes on without it{trained}"
+        if reason.endswith(ENDED) and (self._board is None or self._board.over):
+            self._untold.append(said)  # a rank that has come to the end of the job has ended as well
+        else:
+            self._tell(said)
 
     def _end(self, reason: str) -> None:
         if self._ended:

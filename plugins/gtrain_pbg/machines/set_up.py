@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -59,6 +59,7 @@ class Machines:
         rank: this worker; size: number of workers.
         counters: where traffic is counted.
         store: host and port of the job's key-value store; None on the machine that has it.
+        tell: see :class:`~gtrain_pbg.machines.lock_client.LockClient`.
 
     Raises:
         ConfigError: the job has no lock server.
@@ -72,6 +73,7 @@ class Machines:
         size: int,
         counters: Counters,
         store: tuple[str, int] | None,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         if not servers.count("lock"):
             raise ConfigError(
@@ -80,7 +82,7 @@ class Machines:
             )
         self._settings, self._servers = settings, servers
         self._silent_seconds = max(SILENT_SECONDS, 2 * settings.lease_seconds)
-        self.lock = LockClient(servers.client("lock", 0), settings.lease_seconds, store, self._miss)
+        self.lock = LockClient(servers.client("lock", 0), settings.lease_seconds, store, self._miss, tell)
         self.group = MachinesGroup(rank, size, self.lock, counters)
 
     def depot(self, run_dir: Path) -> Depot:
