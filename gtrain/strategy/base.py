@@ -331,6 +331,13 @@ class GraphStrategy(GroupCollectives):
         """Have the agent print a line to the terminal."""
         slots.say(text)
 
+    @property
+    def speaks(self) -> bool:
+        """Whether this is the first of the ranks that share a terminal."""
+        agent = agent_environment()
+        simulated = agent is not None and agent.context.simulated
+        return self.is_global_zero if simulated else self.local_rank == 0
+
     def may_be_lost(self, may: bool = True) -> None:
         """Say whether the job goes on without this rank's machine from now on, should one of its workers die.
 

@@ -143,7 +143,7 @@ class PBGStrategy(GraphStrategy):
         rank = self.global_rank, self.world_size
         environment = self.cluster_environment
         assert environment is not None
-        tell = self.say if self.local_rank == 0 else None
+        tell = self.say if self.speaks else None
         store = (environment.main_address, environment.main_port) if self.node_rank else None
         self._machines = machines = Machines(self.settings, self.servers, *rank, self.counters, store, tell)
         fitting = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING

@@ -31,7 +31,7 @@ class LockClient:
         store: host and port of the job's key-value store, which ends with the job; None for a rank of the machine
             that has it.
         miss: told the name of each server that is lost and that the job goes on without.
-        tell: prints a line to the terminal; None: another rank of the machine does so.
+        tell: prints a line to the terminal; None: another rank of that terminal does so.
     """
 
     def __init__(

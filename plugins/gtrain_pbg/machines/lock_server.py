@@ -256,6 +256,8 @@ class LockServer:
         for rank in self.members.ranks_of(machine):
             self._pulses.forget(f"rank {rank}")
         self.members.lose(machine, reason)
+        if self._ended:
+            return
         waiting = self._waiting.pop(machine, None)
         if waiting is not None:
             self._settled.append(partial(waiting.set_exception, PeerLostError(reason)))
