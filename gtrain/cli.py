@@ -90,8 +90,8 @@ def main() -> None:
         with _rank_arguments(arguments) as rank_arguments:
             sys.argv[1:] = rank_arguments
             _hydra_main()
-    except KeyboardInterrupt:
-        _leave("interrupted", 130)
+    except KeyboardInterrupt as interrupt:
+        _leave("\ngtrain: ".join(["interrupted", *getattr(interrupt, "__notes__", ())]), 130)
     except Exception as error:
         message = messages.readable(error, sys.argv[1:])
         if message is None or show_traceback:

@@ -6,6 +6,11 @@ message alone, without a traceback; anything that is not a :class:`GtrainError` 
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+
 
 class GtrainError(Exception):
     """Base of all errors that gtrain raises on purpose.
@@ -19,6 +24,42 @@ class GtrainError(Exception):
         self.message = message
         self.hint = hint
         super().__init__(f"{message}\nHINT: {hint}" if hint else message)
+
+    def add_hint(self, hint: str) -> None:
+        """Add a line to what to do."""
+        self.hint = f"{self.hint}\n{hint}" if self.hint else hint
+        self.args = (f"{self.message}\nHINT: {self.hint}",)
+
+
+class DiskFullError(GtrainError):
+    """A file cannot be written because its disk, or this user's quota of it, is full."""
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Let an OSError that names no file, as those of ``write`` and ``fsync``, name the one that is written."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
+def disk_full(error: BaseException, advice: str = "") -> DiskFullError | None:
+    """The error for an OSError of a full disk, with its file; None for any other exception.
+
+    Args:
+        error: what was raised.
+        advice: what to do besides, for the hint.
+    """
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    reason = (os.strerror(error.errno) if error.errno is not None else "").lower()
+    return DiskFullError(
+        f"{error.filename or 'a file of the run'} cannot be written: {reason}.",
+        hint=advice or "free space on that disk, or choose another (hydra.run.dir, data.store, paths.stores).",
+    )
 
 
 class ConfigError(GtrainError):

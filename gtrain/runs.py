@@ -108,6 +108,19 @@ def resolve(ckpt_path: str, runs: Path, config: dict[str, Any]) -> Path:
     )
 
 
+def how_to_go_on(run_dir: Path) -> str:
+    """One sentence for a training that was ended: from which checkpoint the same command goes on."""
+    for name in NAMES:
+        for suffix in ("", ".old"):
+            try:
+                manifest = json.loads((run_dir / "checkpoints" / f"{name}.ckpt{suffix}" / "manifest.json").read_text())
+                epoch = int(manifest["epoch"]) + 1
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+            return f"the same command with ckpt_path={name} goes on after epoch {epoch}"
+    return "there is no checkpoint yet: the same command starts from the beginning"
+
+
 def _known(runs: Path) -> list[Path]:
     index = runs / INDEX
     if not index.is_file():

@@ -282,8 +282,10 @@ def _await_end(child: Child, deadline: float) -> None:
 def _terminate_on_signals() -> Iterator[None]:
     """Turn SIGTERM and SIGHUP into an exception, so that the ranks are ended on the way out (Ctrl-C is one already)."""
 
+    received: list[int] = []
+
     def stop(number: int, _: Any) -> None:
-        print(f"gtrain: ended by {signal.Signals(number).name}", file=sys.stderr)
+        received.append(number)
         raise SystemExit(128 + number)
 
     try:
@@ -296,3 +298,5 @@ def _terminate_on_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        if received:  # said last: until here ranks may have spoken
+            print(f"gtrain: ended by {signal.Signals(received[0]).name}", file=sys.stderr, flush=True)

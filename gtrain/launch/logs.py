@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -44,11 +45,13 @@ class _Tee:
         self._terminal, self._log = terminal, log
 
     def write(self, text: str) -> int:
-        self._log.write(text)
+        with contextlib.suppress(OSError):  # a full disk: what fails for want of space says so
+            self._log.write(text)
         return self._terminal.write(text)
 
     def flush(self) -> None:
-        self._log.flush()
+        with contextlib.suppress(OSError):
+            self._log.flush()
         self._terminal.flush()
 
     def __getattr__(self, name: str) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gtrain.errors import GtrainError, PeerLostError
+from gtrain.errors import GtrainError, PeerLostError, disk_full
 
 WORKER = "worker"
 LOOPBACK = "127.0.0.1"
@@ -162,6 +162,7 @@ def report_failure(exception: BaseException) -> None:
 
 def describe(exception: BaseException) -> dict[str, Any]:
     """What the agent needs to name a failure: type, message, hint, and whether it is a user's mistake or an echo."""
+    exception = disk_full(exception) or exception
     user = isinstance(exception, GtrainError)
     return {
         "type": type(exception).__name__,

@@ -14,10 +14,12 @@ renamed, so that a killed run leaves the one before intact.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import shutil
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +34,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn import Module
 
 from gtrain.data.unpickling import foreign_content
-from gtrain.errors import CheckpointError
+from gtrain.errors import CheckpointError, disk_full, naming
 from gtrain.graph.entities import feature_kind
 from gtrain.graph.files import names_file
 from gtrain.graph.store import Store
@@ -92,19 +94,24 @@ def save(
 
     Raises:
         CheckpointError: the checkpoint holds an object that could only be read back by unpickling it.
+        DiskFullError: names the file that did not fit.
     """
     temporary = path.with_name(path.name + ".part")
     if group.rank == 0 and not group.passed():
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        torch.save(_plain(checkpoint, "checkpoint"), temporary / TRAINER)
+        with _writing(temporary / TRAINER, path):
+            torch.save(_plain(checkpoint, "checkpoint"), temporary / TRAINER)
     group.barrier()
     if not group.passed():
-        torch.save({"rng": rng_state(), "shard": _plain(shard, "shard")}, temporary / f"rank-{group.rank}.pt")
-        write_files(temporary)
+        with _writing(temporary / f"rank-{group.rank}.pt", path):
+            torch.save({"rng": rng_state(), "shard": _plain(shard, "shard")}, temporary / f"rank-{group.rank}.pt")
+        with _writing(temporary, path):
+            write_files(temporary)
     group.barrier()
     if group.rank == 0 and not group.passed() and temporary.exists():  # else a former life had renamed it and no more
-        _write_manifest(temporary, group.size, checkpoint, module, numbering, strategy)
+        with _writing(temporary / MANIFEST, path):
+            _write_manifest(temporary, group.size, checkpoint, module, numbering, strategy)
         _swap(temporary, path)
     group.barrier()
 
@@ -414,6 +421,45 @@ def _is_plain(value: Any, where: str) -> bool:
         rank_zero_warn(f"left out of the checkpoint: {error.message}")
         return False
     return True
+
+
+@contextlib.contextmanager
+def _writing(file: Path, checkpoint: Path) -> Iterator[None]:
+    """Name the file, and the disk being full, where a part of a checkpoint cannot be written; its rest is removed.
+
+    torch's writer says that a position in the file was not expected; why, a write of our own finds out.
+    """
+    try:
+        with naming(file):
+            yield
+    except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, OSError) else _write_error(file)
+        newest = find_newest(checkpoint.parent)
+        kept = f" {newest} is complete: ckpt_path={newest} goes on from it." if newest is not None else ""
+        advice = f"free space on that disk, or write to another (hydra.run.dir).{kept}"
+        if cause is None or (full := disk_full(cause, advice)) is None:
+            raise
+        shutil.rmtree(file.parent if file.suffix != ".part" else file, ignore_errors=True)
+        raise full from error
+
+
+def _write_error(file: Path) -> OSError | None:
+    """What the system answers to a write beside a file; None where it is possible."""
+    try:
+        with naming(file), tempfile.TemporaryFile(dir=file.parent) as probe:
+            probe.write(bytes(1 << 16))
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as error:
+        error.filename = str(file)
+        return error
+    return None
+
+
+def find_newest(folder: Path) -> Path | None:
+    """The complete checkpoint of a run's folder of checkpoints that was written last; None where there is none."""
+    complete = [path for path in folder.glob("*.ckpt*") if path.suffix != ".part" and (path / MANIFEST).is_file()]
+    return max(complete, key=lambda path: (path / MANIFEST).stat().st_mtime, default=None)
 
 
 def _write_manifest(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from forked import Program, gtrain
-from helpers import alive, ok, summary, until
+from helpers import alive, clean_environment, descendants, ok, summary, until
 
 ARGUMENTS = [
     "trainer.num_nodes=4",
@@ -88,3 +91,50 @@ def test_a_killed_builder_leaves_no_store_and_the_next_run_makes_it(tmp_path: Pa
     ok(gtrain("partition", "data.num_nodes=20000", "data.num_edges=800000", cwd=tmp_path))
     assert len(list(stores.glob("*/manifest.json"))) == 1
     assert len([path for path in stores.iterdir() if path.is_dir()]) == 1
+
+
+TINY = ("data.num_nodes=300", "data.num_edges=2000")
+
+
+def test_a_disk_that_is_full_when_a_checkpoint_is_written(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", run]).returncode:
+        pytest.skip("mounting a small file system takes root, and the right to mount")
+    try:
+        done = gtrain("strategy=sar", "hydra.run.dir=run", "trainer.max_epochs=3", *TINY, cwd=tmp_path)
+    finally:
+        subprocess.run(["umount", "-l", run], check=True)
+    assert done.returncode == 1 and "inline_container" not in done.stderr and "Traceback" not in done.stderr
+    assert f"{run}/checkpoints/best.ckpt.part/trainer.pt cannot be written: no space left on device." in done.stderr
+    assert "HINT: free space on that disk" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["SIGTERM", pytest.param("killed rank", marks=pytest.mark.slow), pytest.param("SIGINT", marks=pytest.mark.slow)],
+)
+def test_the_last_line_says_how_to_go_on(fault: str, tmp_path: Path) -> None:
+    setting = ["strategy=sar", "hydra.run.dir=run", *TINY]
+    command = [sys.executable, "-m", "gtrain", *setting, "trainer.max_epochs=100000"]
+    with open(tmp_path / "said", "w") as said:  # both outputs in their order
+        job = subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), stdout=said, stderr=said)
+        try:
+            until(lambda: (tmp_path / "run" / "checkpoints" / "last.ckpt" / "manifest.json").exists(), tmp_path)
+            if fault == "killed rank":
+                os.kill(descendants(job.pid)[-1], signal.SIGKILL)
+            else:
+                job.send_signal(getattr(signal, fault))
+            code = job.wait(60)
+        finally:
+            job.kill()
+            job.wait()
+    lines = (tmp_path / "said").read_text().splitlines()
+    assert code == {"killed rank": 1, "SIGTERM": 143, "SIGINT": 130}[fault]
+    assert re.fullmatch(r"(gtrain: )?the same command with ckpt_path=last goes on after epoch \d+", lines[-1]), lines
+    first = {"killed rank": "was killed by SIGKILL", "SIGTERM": "ended by SIGTERM", "SIGINT": "interrupted"}[fault]
+    at = next(number for number, line in enumerate(lines) if first in line)
+    assert not any(line.startswith("epoch ") for line in lines[at:]), "no progress after the end"
+    epoch = int(lines[-1].rpartition(" ")[2])
+    ok(gtrain(*setting, f"trainer.max_epochs={epoch + 1}", "ckpt_path=last", cwd=tmp_path))
+    assert summary(tmp_path / "run")["history"][-1]["epoch"] >= epoch

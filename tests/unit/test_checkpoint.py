@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from torch import nn
 from gtrain.data.kg import KGData
 from gtrain.data.libsvm import LibsvmData
 from gtrain.data.planted_kg import PlantedKGData
-from gtrain.errors import CheckpointError
+from gtrain.errors import CheckpointError, DiskFullError
 from gtrain.graph.store import Store
 from gtrain.model.kg_embedding import KGEmbedding
 from gtrain.nn import Embedding, SparseLinear
@@ -151,6 +153,41 @@ def test_a_single_file_of_lightnings_loads_without_unpickling(tmp_path: Path, mo
     (tmp_path / "metrics.csv").write_text("epoch,loss\n")
     with pytest.raises(CheckpointError, match="neither a checkpoint folder nor a file of torch.save"):
         load(tmp_path / "metrics.csv", model)
+
+
+@pytest.mark.parametrize("place", ["trainer.pt", "rank-0.pt", "own.bin", "manifest.json"])
+def test_a_full_disk_is_named_with_the_file(
+    place: str, tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's writer says "unexpected pos"; files of the strategy's own and the manifest fail without a name."""
+    save(tmp_path / "last.ckpt", model)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    write, fsync = torch.save, os.fsync
+
+    def torch_save(value: object, path: Path) -> None:
+        if path.name == place:
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 23872 vs 23764")
+        write(value, path)
+
+    def no_space(descriptor: int) -> None:
+        raise full
+
+    def write_files(folder: Path) -> None:
+        if place == "own.bin":
+            raise full
+
+    monkeypatch.setattr(torch, "save", torch_save)
+    monkeypatch.setattr(os, "fsync", no_space)  # of the manifest, and of the write that finds out why torch's failed
+    with pytest.raises(DiskFullError, match="cannot be written: no space left on device") as failed:
+        checkpoints.save(Group(), tmp_path / "last.ckpt", content(model), {}, model, write_files)
+    where = "last.ckpt.part" if place == "own.bin" else f"last.ckpt.part/{place}"
+    assert f"{tmp_path}/{where} cannot" in failed.value.message
+    assert f"ckpt_path={tmp_path}/last.ckpt goes on" in str(failed.value)
+    assert not (tmp_path / "last.ckpt.part").exists(), "it would fill the disk"
+    if place == "trainer.pt":
+        monkeypatch.setattr(os, "fsync", fsync)
+        with pytest.raises(RuntimeError, match="unexpected pos"):  # the disk is not full: another error stays as it is
+            checkpoints.save(Group(), tmp_path / "last.ckpt", content(model), {}, model)
 
 
 def test_any_changed_byte_of_a_manifest_is_damage(tmp_path: Path, model: nn.Module) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from gtrain.errors import ConfigError
+from gtrain.launch.slot import describe
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy.counters import Counters
 from gtrain.strategy.group import Group
@@ -185,6 +188,24 @@ def test_a_writer_that_returns_still_skips_what_was_written_after_it_gave_its_st
     strategy.world_size, strategy.servers = 2, SimpleNamespace(count=lambda role: 2)
     assert PsStrategy.shard_state(strategy) == {METERS: {}}  # type: ignore[arg-type]
     assert group.passed()
+
+
+def test_a_full_disk_is_named_with_the_file_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    region, journal = Region(), Journal(tmp_path / "disk", {}, log_bytes=500)
+    journal.load(region)
+    assert list(journal.records()) == []
+
+    def no_space(descriptor: int, *_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for name, step in (("log-0", lambda: journal.append({"number": 1})), ("part", lambda: journal.cut(region))):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", no_space)
+            patch.setattr(os, "fsync", no_space)
+            with pytest.raises(OSError, match="No space left on device") as failed:
+                step()
+        told = describe(failed.value)
+        assert told["message"] == f"{tmp_path}/disk/{name} cannot be written: no space left on device." and told["user"]
 
 
 def test_a_log_is_read_up_to_what_was_cut_off(tmp_path: Path) -> None:

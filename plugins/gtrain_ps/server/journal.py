@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gtrain.errors import ConfigError
+from gtrain.errors import ConfigError, naming
 from gtrain_ps.folders import make_folder
 from gtrain_ps.packing import Packed, pack, prepare, unpack
 from gtrain_ps.server.memory import Region
@@ -91,9 +91,10 @@ class Journal:
         """Have a record on the disk when this returns."""
         content = pack(value).numpy()
         head = HEAD.pack(content.nbytes, zlib.crc32(content.data))
-        _write_all(self._log, head)
-        _write_all(self._log, content.data)
-        os.fdatasync(self._log)
+        with naming(self._path("log")):
+            _write_all(self._log, head)
+            _write_all(self._log, content.data)
+            os.fdatasync(self._log)
         self._length += len(head) + content.nbytes
 
     @property
@@ -105,7 +106,7 @@ class Journal:
         """Take a snapshot, of all that the log says, and begin a new log."""
         packed = prepare({"tensors": region.tensors, "notes": region.notes, "version": region.version})
         part = self._folder / "part"
-        with open(part, "wb") as file:
+        with naming(part), open(part, "wb") as file:
             _write_packed(file, packed)
             file.flush()
             os.fsync(file.fileno())
