@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.resources
 import math
 import re
@@ -329,11 +330,13 @@ def _check_top(cfg: DictConfig) -> None:
             raise messages.unknown_top_key(key, plain(cfg)[key], sorted(known))
 
 
-def _top_keys() -> set[str]:
+@functools.cache
+def _top_keys() -> frozenset[str]:
     """The keys of ``conf/config.yaml``: its own, and the groups that it chooses from."""
     content = OmegaConf.create((importlib.resources.files("gtrain.conf") / "config.yaml").read_text())
-    groups = {str(group) for entry in content.defaults if not isinstance(entry, str) for group in entry}
-    return {str(key) for key in content} | groups - {"/schema/shortcuts@_global_"}
+    chosen = [entry for entry in content.defaults if not isinstance(entry, str)]
+    groups = {str(group) for entry in chosen for group, option in entry.items() if option is not None}
+    return frozenset({*map(str, content), *groups} - {"defaults", "hydra"})
 
 
 def _check_finite(node: Any, key: str = "") -> None:

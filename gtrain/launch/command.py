@@ -313,6 +313,11 @@ def _key_file(cfg: DictConfig) -> str | None:
     if cfg.cluster.key_file is None:
         return None
     path = Path(cfg.cluster.key_file).absolute()
+    if path.exists() and not path.is_file():
+        raise ConfigError(
+            f"cluster.key_file={cfg.cluster.key_file} was set; it is not a regular file.",
+            hint="make a key file with gtrain key cluster.key_file=job.key.",
+        )
     if not path.is_file():
         raise ConfigError(
             f"cluster.key_file={cfg.cluster.key_file} was set; there is no such file.",

@@ -111,8 +111,7 @@ def test_a_disk_that_is_full_when_a_checkpoint_is_written(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "fault",
-    ["SIGTERM", pytest.param("killed rank", marks=pytest.mark.slow), pytest.param("SIGINT", marks=pytest.mark.slow)],
+    "fault", ["SIGTERM", *(pytest.param(f, marks=pytest.mark.slow) for f in ("SIGINT", "killed rank"))]
 )
 def test_the_last_line_says_how_to_go_on(fault: str, tmp_path: Path) -> None:
     setting = ["strategy=sar", "hydra.run.dir=run", *TINY]
