@@ -145,7 +145,9 @@ class PBGStrategy(GraphStrategy):
         assert environment is not None
         tell = self.say if self.speaks else None
         store = (environment.main_address, environment.main_port) if self.node_rank else None
-        self._machines = machines = Machines(self.settings, self.servers, *rank, self.counters, store, tell)
+        self._machines = machines = Machines(
+            self.settings, self.servers, *rank, self.counters, store, tell, self.timeout_seconds
+        )
         fitting = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
         if fitting and self.settings.on_trainer_loss == "continue" and self.node_rank > 0:  # all meet on machine 0
             self.may_be_lost()

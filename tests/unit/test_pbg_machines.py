@@ -421,12 +421,13 @@ def test_a_server_that_is_lost_ends_the_job_and_one_that_comes_back_does_not() -
     server = make_lock(clock=lambda: now[0])
 
     def serve(name: str, method: str, pid: int = 0) -> None:
-        server.methods()[method](Message({"place": place(), "pid": pid}), Caller(name, 1, 1))
+        where = place() if pid else "elsewhere"
+        server.methods()[method](Message({"place": where, "pid": pid}), Caller(name, 1, 1))
 
     ask(server, "join", 0, place="elsewhere", pid=0)
     dead = subprocess.Popen(["sleep", "100"])
     serve("partition 1", "serve", dead.pid)
-    serve("parameter 1", "serve", os.getpid())
+    serve("parameter 1", "serve")
     dead.kill()
     dead.wait()
     server.look()
@@ -445,6 +446,24 @@ def test_a_server_that_is_lost_ends_the_job_and_one_that_comes_back_does_not() -
     with pytest.raises(
         JobEndedError, match="parameter 1 is lost: it was not heard of for 10 s, and what parameter 1 kept"
     ):
+        ask(server, "beat", 0)
+
+
+def test_who_is_silent_is_waited_for_where_its_process_is_there_and_the_job_needs_it() -> None:
+    now, said = [0.0], list[str]()
+    settings = PBGConfig(name="pbg", num_partitions=4, lease_seconds=30.0, timeout_seconds=100.0)
+    server = LockServer(settings, 2, 1, lambda: now[0], tell=said.append)
+    for rank in range(2):
+        ask(server, "join", rank, place=place(), pid=os.getpid())
+    server.methods()["serve"](Message({"place": place(), "pid": os.getpid()}), Caller("parameter 0", 1, 1))
+    now[0] = 60.0
+    server.look()
+    assert list(server.members.lost) == [1]  # others train what it had; without rank 0 the job would be over
+    assert said[0] == "parameter 0, rank 0 (machine 0): no answer for 10 s; who is silent for 100 s is taken for lost"
+    ask(server, "beat", 0)
+    now[0] = 101.0
+    with pytest.raises(JobEndedError, match="parameter 0 is lost: it was not heard of for 100 s"):
+        server.look()
         ask(server, "beat", 0)
 
 

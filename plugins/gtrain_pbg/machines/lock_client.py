@@ -28,6 +28,7 @@ class LockClient:
     Args:
         client: of the lock server.
         lease_seconds: after how long a rank, or the lock server, that is silent is taken for lost.
+        timeout_seconds: the same for a lock server on this machine, whose end would be known: it may be stopped.
         store: host and port of the job's key-value store, which ends with the job; None for a rank of the machine
             that has it.
         miss: told the name of each server that is lost and that the job goes on without.
@@ -41,6 +42,7 @@ class LockClient:
         store: tuple[str, int] | None = None,
         miss: Callable[[str], None] = lambda name: None,
         tell: Callable[[str], None] | None = None,
+        timeout_seconds: float = 0.0,
     ) -> None:
         self._client, self._lease_seconds, self._miss = client, lease_seconds, miss
         self._tell = tell
@@ -48,7 +50,8 @@ class LockClient:
         self._lost: PeerLostError | None = None
         self._losing = threading.Lock()
         self._hooks: list[Callable[[PeerLostError], None]] = []
-        self.ask("join", {"place": place(), "pid": os.getpid()})
+        here = self.ask("join", {"place": place(), "pid": os.getpid()}).fields["place"] == place()
+        self._patience = max(lease_seconds, timeout_seconds if here else RESTART_SECONDS)
         threading.Thread(target=self._beat, name="gtrain-heart", daemon=True).start()
         if store is not None:
             threading.Thread(target=self._watch, args=store, name="gtrain-store", daemon=True).start()
@@ -109,15 +112,14 @@ class LockClient:
 
     def _answer_to_beat(self) -> Message:
         """The lock server's answer; the terminal is told if it takes long."""
-        patience = max(self._lease_seconds, RESTART_SECONDS)
-        beat = self._client.submit("beat", timeout_seconds=patience, attended=True)
+        beat = self._client.submit("beat", timeout_seconds=self._patience, attended=True)
         try:
             return self._client.result(beat, TELL_SECONDS)
         except TimeoutError:
             if self._tell is None:
                 return self._client.result(beat)
         self._tell(
-            f"the lock server: no answer for {TELL_SECONDS:g} s; the job ends if it is silent for {patience:g} s"
+            f"the lock server: no answer for {TELL_SECONDS:g} s; the job ends if it is silent for {self._patience:g} s"
         )
         answer = self._client.result(beat)
         self._tell("the lock server: here again")

@@ -153,9 +153,10 @@ class LockServer:
 
     # ------------------------------------------------------------------------------------------ who is there
 
-    def join(self, message: Message, rank: int) -> None:
-        """A rank is there. Fields: ``place`` and ``pid``, its process's."""
+    def join(self, message: Message, rank: int) -> Message:
+        """A rank is there. Fields: ``place`` and ``pid``, its process's. The answer has this process's ``place``."""
         self._pulses.join(f"rank {rank}", message.fields["place"], message.fields["pid"])
+        return Message({"place": place()})
 
     def stay(self, message: Message, rank: int) -> None:
         """A rank is not restarted from now on: its end is the loss of its machine."""
@@ -207,7 +208,12 @@ class LockServer:
             if self._settings.lease_seconds > TELL_SECONDS:
                 self._tell_of_silence()
             gone = self._pulses.gone()
+            waited_for = {name for name in gone if self._is_waited_for(name)}
             for name, how in gone.items():
+                if how != ENDED and name in waited_for:
+                    if self._pulses.silence(name) < self._patience:
+                        continue
+                    how = f"was not heard of for {self._patience:g} s"
                 if is_rank(name) and how == ENDED and _rank(name) not in self._stay:
                     self._pulses.await_return(name)  # it had no part in the job yet: its agent starts it again
                 elif is_rank(name):
@@ -223,13 +229,26 @@ class LockServer:
     def _tell_of_silence(self) -> None:
         """Name members that do not answer before their leases end, and those that answer again."""
         silent, back = self._pulses.late(TELL_SECONDS)
-        if silent and not self._ended:
-            self._tell(
-                f"{self._named(silent)}: no answer for {TELL_SECONDS:g} s; who is silent for "
-                f"{self._settings.lease_seconds:g} s is taken for lost"
-            )
+        for waited_for, seconds in ((True, self._patience), (False, self._settings.lease_seconds)):
+            names = [name for name in silent if self._is_waited_for(name) == waited_for]
+            if names and not self._ended:
+                self._tell(
+                    f"{self._named(names)}: no answer for {TELL_SECONDS:g} s; who is silent for {seconds:g} s is taken "
+                    "for lost"
+                )
         if back and not self._ended:
             self._tell(f"{self._named(back)}: here again")
+
+    @property
+    def _patience(self) -> float:
+        return max(self._settings.lease_seconds, self._settings.timeout_seconds)
+
+    def _is_waited_for(self, name: str) -> bool:
+        """Whether a member may be silent for longer than its lease.
+
+        Its process is there, so it was stopped or is slow, and the job would end without it.
+        """
+        return self._pulses.watches(name) and not (is_rank(name) and self.members.machine_of(_rank(name)) > 0)
 
     def _named(self, names: list[str]) -> str:
         """``rank 1 (machine 1), partition 1``."""

@@ -66,6 +66,14 @@ class Pulses:
         """The lock server itself stood still for so long, and could hear of nobody."""
         self._heard = {name: heard + seconds for name, heard in self._heard.items()}
 
+    def watches(self, name: str) -> bool:
+        """Whether a member's process can be watched, so that its end would be known at once."""
+        return name in self._processes
+
+    def silence(self, name: str) -> float:
+        """Seconds since a member was heard of."""
+        return self._clock() - self._heard[name]
+
     def late(self, seconds: float) -> tuple[list[str], list[str]]:
         """Members that have become silent for so long, and those that are not any more; each is returned once."""
         limit = self._clock() - seconds

@@ -59,7 +59,7 @@ class Machines:
         rank: this worker; size: number of workers.
         counters: where traffic is counted.
         store: host and port of the job's key-value store; None on the machine that has it.
-        tell: see :class:`~gtrain_pbg.machines.lock_client.LockClient`.
+        tell, timeout_seconds: see :class:`~gtrain_pbg.machines.lock_client.LockClient`.
 
     Raises:
         ConfigError: the job has no lock server.
@@ -74,6 +74,7 @@ class Machines:
         counters: Counters,
         store: tuple[str, int] | None,
         tell: Callable[[str], None] | None = None,
+        timeout_seconds: float = 0.0,
     ) -> None:
         if not servers.count("lock"):
             raise ConfigError(
@@ -81,8 +82,10 @@ class Machines:
                 hint="start it with the gtrain command, or set num_nodes=1.",
             )
         self._settings, self._servers = settings, servers
-        self._silent_seconds = max(SILENT_SECONDS, 2 * settings.lease_seconds)
-        self.lock = LockClient(servers.client("lock", 0), settings.lease_seconds, store, self._miss, tell)
+        self._silent_seconds = max(SILENT_SECONDS, 2 * settings.lease_seconds, timeout_seconds)
+        self.lock = LockClient(
+            servers.client("lock", 0), settings.lease_seconds, store, self._miss, tell, timeout_seconds
+        )
         self.group = MachinesGroup(rank, size, self.lock, counters)
 
     def depot(self, run_dir: Path) -> Depot:
