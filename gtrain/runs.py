@@ -108,8 +108,8 @@ def resolve(ckpt_path: str, runs: Path, config: dict[str, Any]) -> Path:
     )
 
 
-def how_to_go_on(run_dir: Path) -> str:
-    """One sentence for a training that was ended: from which checkpoint the same command goes on."""
+def how_to_resume(run_dir: Path) -> str:
+    """One sentence for a run that was ended: the checkpoint from which the same command resumes."""
     for name in NAMES:
         for suffix in ("", ".old"):
             try:
@@ -117,7 +117,7 @@ def how_to_go_on(run_dir: Path) -> str:
                 epoch = int(manifest["epoch"]) + 1
             except (OSError, ValueError, KeyError, TypeError):
                 continue
-            return f"the same command with ckpt_path={name} goes on after epoch {epoch}"
+            return f"to resume after epoch {epoch}, run the same command with ckpt_path={name}"
     return "there is no checkpoint yet: the same command starts from the beginning"
 
 

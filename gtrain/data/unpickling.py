@@ -271,7 +271,7 @@ def _no_bytes() -> bytes:
 @functools.cache
 def _sparse_classes() -> dict[tuple[str, str], type]:
     """By module and name, stand-ins for scipy's sparse classes, which make an object without attributes: its state
-    follows. scipy is no dependency, and is imported when a file has one of them.
+    follows. scipy is not a dependency: it is imported for files that hold one of them.
 
     Raises:
         DataError: scipy is not installed.

@@ -115,22 +115,22 @@ def _report_refusal(to_report: int, cfg: DictConfig, choices: dict[str, str], gi
 
 
 @contextlib.contextmanager
-def _telling_how_to_go_on(cfg: DictConfig) -> Iterator[None]:
-    """After a kill or a signal, say from which checkpoint the training goes on; machine 0 knows the run's folder."""
+def _hinting_at_resume(cfg: DictConfig) -> Iterator[None]:
+    """After a kill or a signal, say how to resume; machine 0 knows the run's folder."""
     trains = cfg.verb == "train" and cfg.cluster.rank in (None, 0)
     try:
         yield
     except (RankFailedError, PeerLostError) as error:
         if trains:
-            error.add_hint(runs.how_to_go_on(Path(cfg.paths.run)))
+            error.add_hint(runs.how_to_resume(Path(cfg.paths.run)))
         raise
     except SystemExit as error:
         if trains and isinstance(error.code, int) and error.code > 128:
-            print(f"gtrain: {runs.how_to_go_on(Path(cfg.paths.run))}", file=sys.stderr, flush=True)
+            print(f"gtrain: {runs.how_to_resume(Path(cfg.paths.run))}", file=sys.stderr, flush=True)
         raise
     except KeyboardInterrupt as error:
         if trains:
-            error.add_note(runs.how_to_go_on(Path(cfg.paths.run)))
+            error.add_note(runs.how_to_resume(Path(cfg.paths.run)))
         raise
 
 
@@ -142,7 +142,7 @@ def _here(cfg: DictConfig, choices: dict[str, str], given: list[str]) -> Any:
     nodes, devices = (1, 1) if cfg.verb == "partition" else (cfg.trainer.num_nodes, cfg.trainer.devices)
     plans = () if cfg.verb == "partition" else backends.get(cfg.strategy.name).plan(cfg)
     _preflight(cfg, choices, given)
-    with _telling_how_to_go_on(cfg):
+    with _hinting_at_resume(cfg):
         return run_local(
             TASK,
             cfg,
@@ -180,7 +180,7 @@ def _by_hand(cfg: DictConfig, choices: dict[str, str], given: list[str]) -> Any:
 
 def _run_at(job: Job, place: meeting.Place, cfg: DictConfig, choices: dict[str, str]) -> Any:
     job.host, job.port, job.route, job.store = place.host, place.port, place.route, place.socket
-    with result_file() as job.result, _telling_how_to_go_on(cfg):
+    with result_file() as job.result, _hinting_at_resume(cfg):
         run(job, lambda: posts_of(job, TASK_BY_HAND, (cfg, choices)))
         return read_result(job.result)
 
@@ -224,7 +224,7 @@ def _as_rank(cfg: DictConfig, choices: dict[str, str], launcher: str, given: lis
         set_roster(Roster(counts_of(plans), {}, key_file))
         environment = find_environment()
         servers.go(_logs(cfg), key_file, environment.main_address, environment.main_port)
-        with _telling_how_to_go_on(cfg) if place.rank == 0 else contextlib.nullcontext():
+        with _hinting_at_resume(cfg) if place.rank == 0 else contextlib.nullcontext():
             return task.run(cfg, choices)
 
 

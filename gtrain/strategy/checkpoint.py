@@ -435,7 +435,7 @@ def _writing(file: Path, checkpoint: Path) -> Iterator[None]:
     except (OSError, RuntimeError) as error:
         cause = error if isinstance(error, OSError) else _write_error(file)
         newest = find_newest(checkpoint.parent)
-        kept = f" {newest} is complete: ckpt_path={newest} goes on from it." if newest is not None else ""
+        kept = f" {newest} is complete: resume with ckpt_path={newest}." if newest is not None else ""
         advice = f"free space on that disk, or write to another (hydra.run.dir).{kept}"
         if cause is None or (full := disk_full(cause, advice)) is None:
             raise

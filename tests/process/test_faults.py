@@ -113,7 +113,7 @@ def test_a_disk_that_is_full_when_a_checkpoint_is_written(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "fault", ["SIGTERM", *(pytest.param(f, marks=pytest.mark.slow) for f in ("SIGINT", "killed rank"))]
 )
-def test_the_last_line_says_how_to_go_on(fault: str, tmp_path: Path) -> None:
+def test_the_last_line_says_how_to_resume(fault: str, tmp_path: Path) -> None:
     setting = ["strategy=sar", "hydra.run.dir=run", *TINY]
     command = [sys.executable, "-m", "gtrain", *setting, "trainer.max_epochs=100000"]
     with open(tmp_path / "said", "w") as said:  # both outputs in their order
@@ -130,10 +130,12 @@ def test_the_last_line_says_how_to_go_on(fault: str, tmp_path: Path) -> None:
             job.wait()
     lines = (tmp_path / "said").read_text().splitlines()
     assert code == {"killed rank": 1, "SIGTERM": 143, "SIGINT": 130}[fault]
-    assert re.fullmatch(r"(gtrain: )?the same command with ckpt_path=last goes on after epoch \d+", lines[-1]), lines
+    assert re.fullmatch(r"(gtrain: )?to resume after epoch \d+, run the same command with ckpt_path=last", lines[-1]), (
+        lines
+    )
     first = {"killed rank": "was killed by SIGKILL", "SIGTERM": "ended by SIGTERM", "SIGINT": "interrupted"}[fault]
     at = next(number for number, line in enumerate(lines) if first in line)
     assert not any(line.startswith("epoch ") for line in lines[at:]), "no progress after the end"
-    epoch = int(lines[-1].rpartition(" ")[2])
+    epoch = int(lines[-1].partition("epoch ")[2].partition(",")[0])
     ok(gtrain(*setting, f"trainer.max_epochs={epoch + 1}", "ckpt_path=last", cwd=tmp_path))
     assert summary(tmp_path / "run")["history"][-1]["epoch"] >= epoch

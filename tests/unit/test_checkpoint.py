@@ -182,7 +182,7 @@ def test_a_full_disk_is_named_with_the_file(
         checkpoints.save(Group(), tmp_path / "last.ckpt", content(model), {}, model, write_files)
     where = "last.ckpt.part" if place == "own.bin" else f"last.ckpt.part/{place}"
     assert f"{tmp_path}/{where} cannot" in failed.value.message
-    assert f"ckpt_path={tmp_path}/last.ckpt goes on" in str(failed.value)
+    assert f"resume with ckpt_path={tmp_path}/last.ckpt" in str(failed.value)
     assert not (tmp_path / "last.ckpt.part").exists(), "it would fill the disk"
     if place == "trainer.pt":
         monkeypatch.setattr(os, "fsync", fsync)

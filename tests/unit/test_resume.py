@@ -21,7 +21,7 @@ from gtrain.model.decoders import make_decoder
 from gtrain.model.link_predictor import LinkPredictor
 from gtrain.model.networks import sage
 from gtrain.model.node_classifier import NodeClassifier
-from gtrain.runs import how_to_go_on
+from gtrain.runs import how_to_resume
 from gtrain_single.strategy import SingleStrategy
 
 UNPICKLE = {"weights_only": False} if "weights_only" in inspect.signature(pl.Trainer.fit).parameters else {}
@@ -135,10 +135,12 @@ def test_metrics_are_of_the_epoch_that_measured_them(tmp_path: Path) -> None:
     assert (again.history, again.epoch_of) == (recorder.history, recorder.epoch_of)
 
 
-def test_how_to_go_on(tmp_path: Path) -> None:
-    assert how_to_go_on(tmp_path) == "there is no checkpoint yet: the same command starts from the beginning"
+def test_how_to_resume(tmp_path: Path) -> None:
+    assert how_to_resume(tmp_path) == "there is no checkpoint yet: the same command starts from the beginning"
     for name, epoch in (("best", 3), ("last", 6)):
         (tmp_path / "checkpoints" / f"{name}.ckpt").mkdir(parents=True)
-        assert f"ckpt_path={name}" not in how_to_go_on(tmp_path), "not complete"
+        assert f"ckpt_path={name}" not in how_to_resume(tmp_path), "not complete"
         (tmp_path / "checkpoints" / f"{name}.ckpt" / "manifest.json").write_text(f'{{"epoch": {epoch}}}')
-        assert how_to_go_on(tmp_path) == f"the same command with ckpt_path={name} goes on after epoch {epoch + 1}"
+        assert (
+            how_to_resume(tmp_path) == f"to resume after epoch {epoch + 1}, run the same command with ckpt_path={name}"
+        )
