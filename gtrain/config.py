@@ -82,6 +82,8 @@ class ClusterConfig:
             server's number within its role, None for the next that is free.
         rendezvous: where processes that are started by hand meet: ``tcp://host:port`` or ``file:///path``.
         key_file: the keys by which a job's processes know each other on a network, made by ``gtrain key``.
+        isolated: whether a job of several machines may do without: its network is private, and whoever reaches it can
+            take part in the job.
         timeout_seconds: how long to wait for the others at the rendezvous.
         standalone: roles whose servers are started by hand with ``gtrain serve``.
     """
@@ -90,6 +92,7 @@ class ClusterConfig:
     rank: int | None = None
     rendezvous: str | None = None
     key_file: str | None = None
+    isolated: bool = False
     timeout_seconds: float = 300.0
     standalone: list[str] = field(default_factory=list)
 
@@ -98,6 +101,11 @@ class ClusterConfig:
             raise ConfigError(
                 f"cluster.timeout_seconds={self.timeout_seconds} was set; it must be a number above 0.",
                 hint="300 is the default.",
+            )
+        if self.isolated and self.key_file is not None:
+            raise ConfigError(
+                f"cluster.isolated=true and cluster.key_file={self.key_file} were set; a job with keys uses them.",
+                hint="leave out one of the two.",
             )
         if self.rank is not None and self.rank < 0:
             raise ConfigError(f"cluster.rank={self.rank} was set; it must be 0 or more.", hint="ranks count from 0.")
@@ -142,7 +150,7 @@ class StrategyConfig:
     """
 
     name: str = MISSING
-    timeout_seconds: float = 1800.0
+    timeout_seconds: float = 300.0
     dropout: str = "exact"
 
     def __post_init__(self) -> None:
@@ -150,7 +158,7 @@ class StrategyConfig:
         if not 0 < self.timeout_seconds < math.inf:
             raise ConfigError(
                 f"strategy.timeout_seconds={self.timeout_seconds} was set; it must be a number above 0.",
-                hint="1800 is the default.",
+                hint="300 is the default.",
             )
 
 

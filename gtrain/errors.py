@@ -109,6 +109,10 @@ class PeerLostError(GtrainError):
     """Communication failed because another rank is gone: an echo of a failure, never its first cause."""
 
 
+class SilentRankError(PeerLostError):
+    """Another rank has given no sign of life for so long that it is taken for lost; the message names it."""
+
+
 class RankFailedError(GtrainError):
     """A rank of the job ended early; the message names the first rank that did, and why.
 

@@ -13,20 +13,19 @@ import importlib
 import os
 import selectors
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gtrain.launch import cuda, interpreter, shipping
+from gtrain.errors import GtrainError
+from gtrain.launch import cuda, interpreter, links, shipping
 from gtrain.launch.blame import died_without_a_cause, ending, error_of, first_cause
 from gtrain.launch.children import GRACE_SECONDS, PRELOAD, Child, Post
 from gtrain.launch.job import Job, posts_of, start
 from gtrain.launch.roles import RolePlan, check_shape
-from gtrain.launch.slot import LOOPBACK
-from gtrain.launch.sockets import listen_tcp
+from gtrain.launch.sockets import listen_here
 
 LEFT_SECONDS = 10.0  # how long after the others a worker may end that may be lost
 ECHO_SECONDS = 0.5  # how long after the first failure others may still report an earlier cause
@@ -98,9 +97,12 @@ def start_and_watch(
         settings: of :class:`Job`.
         result: a file for what rank 0 returns.
     """
-    with listen_tcp(LOOPBACK).socket as store:
-        job = Job(**settings, port=store.getsockname()[1], store=store, result=result)
+    store = listen_here()
+    try:
+        job = Job(**settings, store=(store,), store_address=store.address, result=result)
         run(job, lambda: posts_of(job, task, args))
+    finally:
+        store.close()
 
 
 def run(job: Job, make_posts: Callable[[], Sequence[Post]]) -> None:
@@ -238,8 +240,8 @@ def _go_on_without(job: Job, selector: selectors.BaseSelector) -> None:
             continue
         if job.machine is not None and job.leash is None:  # no worker is left here, by which to know the job's end
             try:
-                job.line = socket.create_connection((job.host, job.port))
-            except OSError:
+                job.line = links.connect(job.store_address, job.key_file, 0.0)
+            except (GtrainError, OSError):
                 return  # the job has ended too
             job.leash = job.line.fileno()
             selector.register(job.leash, selectors.EVENT_READ)

@@ -22,6 +22,7 @@ from gtrain.launch.shipping import write_result
 from gtrain.launch.slot import JobContext, Slot
 from gtrain.launch.sockets import Listener
 
+SAY_AGAIN_SECONDS = 15.0
 GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
 PRELOAD = "gtrain.launch.preload"
 """What the agent imports before it forks."""
@@ -113,6 +114,8 @@ class Child:
             self.joined = True
         elif message["kind"] == "say":
             print(f"gtrain: {message['text']}", file=sys.stderr, flush=True)
+        elif message["kind"] == "waiting":
+            _say_waiting(message["sentence"])
         else:
             self.failure = self.failure or message
 
@@ -149,6 +152,17 @@ class Child:
             os.close(self.reports)
             os.close(self.pidfd)
             self.closed = True
+
+
+_said_waiting: dict[str, float] = {}
+
+
+def _say_waiting(sentence: str) -> None:
+    """Print for whom processes wait: once, however many wait for the same."""
+    whom, now = sentence.rpartition(",")[0], time.monotonic()
+    if now - _said_waiting.get(whom, -SAY_AGAIN_SECONDS) >= SAY_AGAIN_SECONDS:
+        _said_waiting[whom] = now
+        print(f"gtrain: {sentence}", file=sys.stderr, flush=True)
 
 
 def fork(post: Post, context: Callable[[int], JobContext], to_close: Iterable[int], restarts: int) -> Child:

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, open_dict
 
 from gtrain import backends, config, errors, runs
 from gtrain.errors import ConfigError, GtrainError, PeerLostError, RankFailedError
-from gtrain.launch import cluster, keeper, meeting
+from gtrain.launch import cluster, keeper, links, meeting
 from gtrain.launch.agent import preload, run, run_local
 from gtrain.launch.children import PRELOAD, die_with_parent
 from gtrain.launch.job import Job, posts_of
@@ -31,12 +31,12 @@ from gtrain.launch.meeting import Meeting
 from gtrain.launch.roles import RolePlan, check_shape, counts_of
 from gtrain.launch.shipping import read_result, result_file
 from gtrain.launch.slot import Roster, set_roster
+from gtrain.launch.sockets import Listener, listen_here
 
 TASK = "gtrain.task:run"
 PREFLIGHT = "gtrain.preflight"
 _PREFLIGHT_SECONDS = 120.0
 TASK_BY_HAND = "gtrain.strategy.by_hand:run"
-KEY_NAME = "job.key"
 ranks_meet = False
 """Whether this process is a rank that meets the others: from then on, each rank prints errors of its own."""
 
@@ -167,20 +167,27 @@ def _by_hand(cfg: DictConfig, choices: dict[str, str], given: list[str]) -> Any:
     check_shape(nodes, devices, cfg.cluster.rank)
     plans = backends.get(cfg.strategy.name).plan(cfg)
     job = Job(nodes, devices, _logs(cfg), cfg.cluster.rank, roles=plans, config=cfg, key_file=_key_file(cfg))
-    if counts_of(plans) and nodes > 1:
-        _check_secure(place_of_meeting, job.key_file)
+    _check_secure(place_of_meeting, job.key_file)
     settled = copy.deepcopy(cfg)
     config.validate(settled)
     _preflight(settled, choices, given)
     if job.machine == 0:
-        with meeting.held(place_of_meeting) as place:
+        with meeting.held(place_of_meeting, job.key_file is not None) as place:
             return _run_at(job, place, cfg, choices)
-    return _run_at(job, meeting.find(place_of_meeting, cfg.cluster.timeout_seconds), cfg, choices)
+    return _run_at(
+        job, meeting.find(place_of_meeting, cfg.cluster.timeout_seconds, job.key_file is not None), cfg, choices
+    )
 
 
 def _run_at(job: Job, place: meeting.Place, cfg: DictConfig, choices: dict[str, str]) -> Any:
-    job.host, job.port, job.route, job.store = place.host, place.port, place.route, place.socket
-    with result_file() as job.result, _hinting_at_resume(cfg):
+    job.host, job.port, job.route, job.store_address = place.host, place.port, place.route, place.address
+    with contextlib.ExitStack() as at_the_end:
+        if place.socket is not None:
+            inside = listen_here()  # what this machine's processes connect to, and all that have no keys
+            at_the_end.callback(inside.close)
+            job.store, job.store_address = (inside, Listener(place.socket, place.address)), inside.address
+        job.result = at_the_end.enter_context(result_file())
+        at_the_end.enter_context(_hinting_at_resume(cfg))
         run(job, lambda: posts_of(job, TASK_BY_HAND, (cfg, choices)))
         return read_result(job.result)
 
@@ -200,9 +207,16 @@ def _as_rank(cfg: DictConfig, choices: dict[str, str], launcher: str, given: lis
             hint="leave it empty: local rank 0 of each machine starts its machine's servers.",
         )
     key_file = _key_file(cfg)
+    if key_file is None and place.machines > 1:
+        raise ConfigError(
+            f"{launcher} started ranks on {place.machines} machines, and cluster.key_file is not set.",
+            hint="make keys with gtrain key cluster.key_file=job.key in a folder that all machines share; or, where "
+            "nobody else can reach the network, set cluster.isolated=true.",
+        )
+    set_roster(Roster(counts_of(plans), {}, key_file))
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun waits for its ranks; killed, it would leave them behind
         die_with_parent(os.getppid())
-    with keeper.beside(place, plans, cfg) as servers, contextlib.ExitStack() as at_the_end:
+    with keeper.beside(place, plans, cfg) as servers:
         preload()
         sys.modules[PRELOAD].keep_templates_in_memory()
         settled = copy.deepcopy(cfg)
@@ -211,31 +225,17 @@ def _as_rank(cfg: DictConfig, choices: dict[str, str], launcher: str, given: lis
         from gtrain import task
         from gtrain.launch.environment import find_environment
 
-        own_keys = key_file is None and place.machines > 1 and bool(counts_of(plans))
-        if own_keys and place.rank == 0:
-            at_the_end.callback(_job_key(cfg).unlink, missing_ok=True)
         global ranks_meet
         ranks_meet = True
         cfg.paths.run = task.shared_run_dir(cfg.paths.run)
-        if own_keys:
-            key_file = str(Path(cfg.paths.run, KEY_NAME).absolute())
         config.validate(cfg)
         capture(log_path(_logs(cfg), f"rank {place.rank}"), terminal=True)
-        set_roster(Roster(counts_of(plans), {}, key_file))
+        from gtrain.strategy.rendezvous import store_address
+
         environment = find_environment()
-        servers.go(_logs(cfg), key_file, environment.main_address, environment.main_port)
+        servers.go(_logs(cfg), key_file, environment.main_address, store_address(environment))
         with _hinting_at_resume(cfg) if place.rank == 0 else contextlib.nullcontext():
             return task.run(cfg, choices)
-
-
-def _job_key(cfg: DictConfig) -> Path:
-    """Make the job's keys in the run's folder, which all machines share, before the others are told where that is.
-
-    They do not go through the key-value store, which anyone on the network may read.
-    """
-    path = Path(cfg.paths.run, KEY_NAME).absolute()
-    _create_key(path)
-    return path
 
 
 def _take_world(cfg: DictConfig, launcher: str, place: cluster.External, given: list[str]) -> None:
@@ -280,7 +280,7 @@ def _serve(cfg: DictConfig) -> None:
         )
     place_of_meeting, key_file = meeting.parse(cfg.cluster.rendezvous), _key_file(cfg)
     _check_secure(place_of_meeting, key_file)
-    place = meeting.find(place_of_meeting, cfg.cluster.timeout_seconds)
+    place = meeting.find(place_of_meeting, cfg.cluster.timeout_seconds, key_file is not None)
     from gtrain.strategy import by_hand
 
     by_hand.serve(cfg, plan, place, key_file)
@@ -305,11 +305,16 @@ def _create_key(path: Path) -> None:
 
 
 def _key_file(cfg: DictConfig) -> str | None:
-    """``cluster.key_file``, absolute.
+    """``cluster.key_file``, absolute, or what stands for it with ``cluster.isolated``.
 
     Raises:
         ConfigError: the file is not there, or others may read it.
     """
+    if cfg.cluster.isolated:
+        print(
+            "gtrain: cluster.isolated=true: no key protects this job; whoever reaches its network can take part in it"
+        )
+        return links.ISOLATED
     if cfg.cluster.key_file is None:
         return None
     path = Path(cfg.cluster.key_file).absolute()
@@ -333,12 +338,9 @@ def _key_file(cfg: DictConfig) -> str | None:
 
 
 def _check_secure(place: Meeting, key_file: str | None) -> None:
-    """Without keys, servers are reached within one machine alone."""
+    """Without keys, processes of one machine alone speak with each other."""
     if key_file is None and place.path is None and not place.local:
-        raise ConfigError(
-            f"cluster.rendezvous={place.text} is not of this machine alone, and cluster.key_file is not set.",
-            hint="make keys with gtrain key cluster.key_file=job.key, and give all processes of the job the file.",
-        )
+        raise meeting.unsecured(place)
 
 
 def _check_hand_keys(cfg: DictConfig) -> None:

@@ -31,7 +31,8 @@ class Job:
         host: where the job's key-value store is.
         port: its port.
         route: how other machines reach it; their own addresses lie on the same network.
-        store: its listening socket, if it is served here.
+        store: its listening sockets, if it is served here.
+        store_address: how this machine's processes reach it.
         roles: the servers, and how often a worker is started again.
         config: what servers get as their configuration.
         key_file: the keys of the job.
@@ -51,7 +52,8 @@ class Job:
     host: str = LOOPBACK
     port: int = 0
     route: str = LOOPBACK
-    store: socket.socket | None = None
+    store: Sequence[Listener] = ()
+    store_address: str = ""
     roles: Sequence[RolePlan] = ()
     config: Any = None
     key_file: str | None = None
@@ -77,10 +79,10 @@ def posts_of(job: Job, task: str | Callable[..., Any], args: Sequence[Any]) -> l
     """What one agent is to fill: servers, whose sockets are bound here, the store where rank 0 may die, workers."""
     posts = server_posts(job)
     restarts = role_plans.restarts_of(job.roles, WORKER)
-    if restarts and job.store is not None:  # rank 0 may die; what all ranks meet at must not
+    if restarts and job.store:  # rank 0 may die; what all ranks meet at must not
         posts.append(Post(Slot(STORE, 0, job.machine or 0, 0), STORE_SERVER, serves_store=True))
     for slot in role_plans.worker_slots(job.num_nodes, job.devices, job.machine):
-        serves = slot.rank == 0 and not restarts and job.store is not None
+        serves = slot.rank == 0 and not restarts and bool(job.store)
         first = slot.rank == 0
         result = job.result if first else None
         posts.append(Post(slot, task, args, restarts, serves_store=serves, has_end=True, terminal=first, result=result))
@@ -125,12 +127,12 @@ def start(job: Job, post: Post, restarts: int, *not_inherited: int) -> Child:
         restarts: how many times the post was filled before.
         not_inherited: descriptors of the agent's that the process closes, besides its siblings'.
     """
-    store_fd = job.store.fileno() if job.store is not None and job.store.fileno() >= 0 else None
+    store_fds = tuple(listener.descriptor for listener in job.store if listener.descriptor >= 0)
     to_close = [fd for child in job.children if not child.closed for fd in (child.reports, child.pidfd)]
     to_close += [listener.descriptor for listener in job.listeners if listener is not post.listener]
     to_close += [file for file in job.memories if file != post.lasting_file]
-    if store_fd is not None and not post.serves_store:
-        to_close.append(store_fd)
+    if not post.serves_store:
+        to_close += store_fds
 
     def context(report_fd: int) -> JobContext:
         return JobContext(
@@ -138,7 +140,8 @@ def start(job: Job, post: Post, restarts: int, *not_inherited: int) -> Child:
             num_nodes=job.num_nodes,
             devices=job.devices,
             port=job.port,
-            store_fd=store_fd if post.serves_store else None,
+            store_fds=store_fds if post.serves_store else (),
+            store_address=job.store_address,
             report_fd=report_fd,
             log_dir=job.log_dir,
             host=job.host,

@@ -49,9 +49,9 @@ class Keeper:
                     "checkpoint.",
                 )
 
-    def go(self, log_dir: Path, key_file: str | None, host: str, port: int) -> None:
-        """Start the servers, now that the run's folder is known, and the job's key-value store at ``host:port``."""
-        self._say({"log_dir": str(log_dir), "key_file": key_file, "host": host, "port": port})
+    def go(self, log_dir: Path, key_file: str | None, host: str, store_address: str) -> None:
+        """Start the servers, now that the run's folder is known, and the job's key-value store, of machine ``host``."""
+        self._say({"log_dir": str(log_dir), "key_file": key_file, "host": host, "store": store_address})
 
     def over(self) -> None:
         """End the servers in order and wait until they have."""
@@ -119,7 +119,7 @@ def _job(place: External, plans: Sequence[RolePlan], config: Any, message: dict[
         log_dir=Path(message["log_dir"]),
         machine=place.machine,
         host=message["host"],
-        port=message["port"],
+        store_address=message["store"],
         route=message["host"],
         roles=plans,
         config=config,

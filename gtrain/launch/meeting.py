@@ -67,6 +67,11 @@ class Place:
     route: str
     socket: socket.socket | None = None
 
+    @property
+    def address(self) -> str:
+        """How this machine's processes connect to it."""
+        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
+
 
 def parse(text: str | None) -> Meeting:
     """Read ``cluster.rendezvous``.
@@ -88,29 +93,37 @@ def parse(text: str | None) -> Meeting:
 
 
 @contextlib.contextmanager
-def held(meeting: Meeting) -> Iterator[Place]:
+def held(meeting: Meeting, secured: bool) -> Iterator[Place]:
     """Listen at the meeting place, for the machine with ``cluster.rank=0``; let others find it while this lasts.
+
+    Args:
+        meeting: where; a file is written with this machine's address, or without keys with its loopback address.
+        secured: whether this process has keys.
 
     Raises:
         ConfigError: someone else is there, or it cannot be there.
     """
-    with _bound(meeting) as listening:
+    with _bound(meeting, secured) as listening:
         host, port = listening.getsockname()[:2]
         if meeting.path is None:
             yield Place(meeting.host, port, meeting.host, listening)
             return
-        route = own_address(socket.gethostname(), port)
-        written = _write(meeting, route, port)
+        written = _write(meeting, host, port)
         try:
-            yield Place(LOOPBACK, port, route, listening)
+            yield Place(host, port, host, listening)
         finally:
             with contextlib.suppress(OSError):
                 if meeting.path.read_text() == written:  # and not that of a later job
                     meeting.path.unlink()
 
 
-def find(meeting: Meeting, timeout_seconds: float) -> Place:
+def find(meeting: Meeting, timeout_seconds: float, secured: bool) -> Place:
     """Wait until the machine with ``cluster.rank=0`` is there.
+
+    Args:
+        meeting: where.
+        timeout_seconds: how long.
+        secured: whether this process has keys; without, it speaks to its own machine alone.
 
     Raises:
         ConfigError: it did not come in time, or the file is of something else.
@@ -118,6 +131,8 @@ def find(meeting: Meeting, timeout_seconds: float) -> Place:
     deadline, told = time.monotonic() + timeout_seconds, time.monotonic() + TELL_SECONDS
     while True:
         place = Place(meeting.host, meeting.port, meeting.host) if meeting.path is None else _read(meeting)
+        if place is not None and not secured and not is_loopback(place.host):
+            raise unsecured(meeting)
         if place is not None and _answers(place):
             return place
         now = time.monotonic()
@@ -133,12 +148,21 @@ def find(meeting: Meeting, timeout_seconds: float) -> Place:
         time.sleep(POLL_SECONDS)
 
 
-def _bound(meeting: Meeting) -> socket.socket:
+def unsecured(meeting: Meeting) -> ConfigError:
+    """The error of a job of several machines without keys."""
+    return ConfigError(
+        f"cluster.rendezvous={meeting.text} is not of this machine alone, and cluster.key_file is not set.",
+        hint="make keys with gtrain key cluster.key_file=job.key, and give all processes of the job the file; or, "
+        "where nobody else can reach the network, set cluster.isolated=true.",
+    )
+
+
+def _bound(meeting: Meeting, secured: bool) -> socket.socket:
     if meeting.path is not None:
         existing = _read(meeting)
         if existing is not None and _answers(existing):
             raise _taken(meeting)
-        return listen_tcp("0.0.0.0").socket
+        return listen_tcp(own_address(socket.gethostname(), 1) if secured else LOOPBACK).socket
     try:
         return listen_tcp(meeting.host, meeting.port).socket
     except OSError as error:
@@ -181,8 +205,10 @@ def _read(meeting: Meeting) -> Place | None:
     assert meeting.path is not None
     try:
         content = json.loads(meeting.path.read_text())
-        here = content["machine"] == socket.gethostname()
-        return Place(LOOPBACK if here else str(content["host"]), int(content["port"]), str(content["host"]))
+        host, port = str(content["host"]), int(content["port"])
+        if is_loopback(host) and content["machine"] != socket.gethostname():
+            raise unsecured(meeting)
+        return Place(host, port, host)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

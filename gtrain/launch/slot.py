@@ -63,10 +63,11 @@ class JobContext:
         num_nodes: machines of the job.
         devices: workers of each machine.
         port: port of the job's key-value store.
-        store_fd: listening socket of that store in the process that serves it, elsewhere None.
+        store_fds: listening sockets of that store in the process that serves it, elsewhere none.
         report_fd: write end of the pipe to the agent; one JSON object a line.
         log_dir: folder of the logs.
-        host: how this process reaches the store.
+        store_address: how this process reaches the store; see :func:`gtrain.launch.links.connect`.
+        host: machine of the store.
         route: how other machines reach it; a loopback address where the whole job is on this machine.
         simulated: whether all machines of the job are simulated by processes of this one.
         restarts: how many times the slot was started again before this process.
@@ -80,9 +81,10 @@ class JobContext:
     num_nodes: int
     devices: int
     port: int
-    store_fd: int | None
+    store_fds: tuple[int, ...]
     report_fd: int
     log_dir: Path
+    store_address: str = ""
     host: str = LOOPBACK
     route: str = LOOPBACK
     simulated: bool = True
@@ -134,6 +136,14 @@ def report(kind: str, **fields: Any) -> None:
     """Send one line to the agent; does nothing outside of an agent's job."""
     if _context is not None:
         os.write(_context.report_fd, (json.dumps({"kind": kind, **fields}) + "\n").encode())
+
+
+def say_waiting(sentence: str) -> None:
+    """Say on the terminal for whom this process waits: the agent does, or rank 0 where another launcher started it."""
+    if _context is not None:
+        report("waiting", sentence=sentence)
+    elif os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0" or "rank 0 " in sentence:
+        os.write(2, f"gtrain: {sentence}\n".encode())
 
 
 def may_be_lost(may: bool = True) -> None:

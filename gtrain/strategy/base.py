@@ -81,7 +81,7 @@ class GraphStrategy(GroupCollectives):
 
     is_distributed = True  # what Lightning asks of a custom strategy
 
-    def __init__(self, *, timeout_seconds: float = 1800.0, dropout: str = "exact", **kwargs: Any) -> None:
+    def __init__(self, *, timeout_seconds: float = 300.0, dropout: str = "exact", **kwargs: Any) -> None:
         check_dropout(dropout)
         kwargs.setdefault("cluster_environment", find_environment())
         super().__init__(**kwargs)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import signal
 import threading
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
-from torch.distributed import PrefixStore, Store
 
 from gtrain import backends
 from gtrain.errors import ConfigError
@@ -23,7 +21,8 @@ from gtrain.launch.meeting import Place
 from gtrain.launch.roles import RolePlan
 from gtrain.launch.slot import Roster, Slot
 from gtrain.strategy import server
-from gtrain.strategy.rendezvous import await_end, connect, job_store
+from gtrain.strategy.key_value import KeyValueStore, await_end
+from gtrain.strategy.rendezvous import job_store
 from gtrain.strategy.stopping import stop_event
 
 BY_HAND, BY_AGENT = "by hand", "by the agents"
@@ -57,7 +56,7 @@ def serve(cfg: DictConfig, plan: RolePlan, place: Place, key_file: str | None) -
     Raises:
         ConfigError: its rank is taken, or all are.
     """
-    store = _signs(connect(place.host, place.port, timedelta(seconds=cfg.cluster.timeout_seconds)))
+    store = _signs(KeyValueStore(place.address, key_file, cfg.cluster.timeout_seconds))
     _check_wanted(store, plan)
     rank = _free_rank(store, plan, cfg.cluster.rank)
     job = Job(
@@ -67,6 +66,7 @@ def serve(cfg: DictConfig, plan: RolePlan, place: Place, key_file: str | None) -
         machine=0,
         host=place.host,
         port=place.port,
+        store_address=place.address,
         route=place.route,
         roles=(plan,),
         config=cfg,
@@ -92,27 +92,29 @@ def serve_here(target: str, config: Any) -> None:
     stop = stop_event()
     job = slots.current()
     assert job is not None
-    watch = threading.Thread(target=_watch, args=(job.host, job.port, stop), name="gtrain-job", daemon=True)
+    watch = threading.Thread(
+        target=_watch, args=(job.store_address, job.roster.key_file, stop), name="gtrain-job", daemon=True
+    )
     watch.start()
     print(f"{job.slot.label} listens at {job.address}", flush=True)
     server.serve_role(target, job, config, stop)
 
 
-def _watch(host: str, port: int, stop: threading.Event) -> None:
+def _watch(address: str, key_file: str | None, stop: threading.Event) -> None:
     """Set ``stop`` once the job's key-value store is gone: it ends with rank 0, and a connection to it does as well."""
-    error = await_end(host, port)
+    error = await_end(address, key_file)
     if error is not None:
-        print(f"the job's key-value store is lost: {error.strerror}", flush=True)
+        print(f"the job's key-value store is lost: {error.message}", flush=True)
     print("the job is over", flush=True)
     stop.set()
 
 
-def _signs(store: Store) -> Store:
+def _signs(store: KeyValueStore) -> KeyValueStore:
     """The part of the store in which processes that were started by hand tell of themselves."""
-    return PrefixStore("gtrain-by-hand", store)
+    return store.prefixed("gtrain-by-hand")
 
 
-def _check_shape(store: Store, shape: str) -> None:
+def _check_shape(store: KeyValueStore, shape: str) -> None:
     """All machines must have been given the same numbers."""
     first = store.compare_set("shape", "", shape).decode()
     if first != shape:
@@ -122,7 +124,7 @@ def _check_shape(store: Store, shape: str) -> None:
         )
 
 
-def _claim(store: Store, slot: Slot, restarts: int) -> None:
+def _claim(store: KeyValueStore, slot: Slot, restarts: int) -> None:
     """Refuse a second worker of the same rank; one that was started again is no second one."""
     if restarts == 0 and store.add(f"worker/{slot.rank}", 1) > 1:
         raise ConfigError(
@@ -131,7 +133,7 @@ def _claim(store: Store, slot: Slot, restarts: int) -> None:
         )
 
 
-def _check_wanted(store: Store, plan: RolePlan) -> None:
+def _check_wanted(store: KeyValueStore, plan: RolePlan) -> None:
     """Rank 0 says which servers are to be started by hand; the agents start all others."""
     if store.get(f"role/{plan.name}").decode() != BY_HAND:
         raise ConfigError(
@@ -140,7 +142,7 @@ def _check_wanted(store: Store, plan: RolePlan) -> None:
         )
 
 
-def _free_rank(store: Store, plan: RolePlan, wanted: int | None) -> int:
+def _free_rank(store: KeyValueStore, plan: RolePlan, wanted: int | None) -> int:
     """The rank of a new server: the one that was asked for, or the first that is free."""
     for rank in range(plan.count) if wanted is None else (wanted,):
         if store.add(f"server/{plan.name}/{rank}", 1) == 1:

@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 import time
-from datetime import timedelta
 from typing import Any
-
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 from gtrain.errors import PeerLostError
 from gtrain.launch import slot as slots
 from gtrain.launch.environment import AgentEnvironment
-from gtrain.launch.sockets import is_loopback
+from gtrain.launch.sockets import listen_here, listen_tcp
 from gtrain.strategy.counters import Counters
 from gtrain.strategy.group import Group, Membership
-from gtrain.strategy.rendezvous import job_store
+from gtrain.strategy.mesh import SAY_SECONDS, Mesh
+from gtrain.strategy.rendezvous import Meeting, job_store, meeting_of
 
 POLL_SECONDS = 0.02
 CONNECT_SECONDS = 60.0
@@ -41,6 +38,7 @@ def form_group(
     *,
     again: bool = False,
     name: str = "",
+    first: int = 0,
 ) -> Group:
     """Form a group of a job's workers; every rank calls it the same number of times, in the same order.
 
@@ -53,12 +51,13 @@ def form_group(
         again: whether the group can be formed anew by :meth:`Group.reform`, where our agent started the ranks: no other
             launcher starts one of them again. A rank that was is then alone in its group until it calls that.
         name: tells groups of different workers apart, such as those of each machine; empty: of all workers.
+        first: which of the job's workers is number 0 of these.
     """
     global _groups_formed
     if size == 1:
         return Group(counters=counters)
     _groups_formed += 1
-    forming = Forming(environment, f"{_groups_formed}{name}", rank, size, timeout_seconds)
+    forming = Forming(environment, f"{_groups_formed}{name}", rank, size, timeout_seconds, first)
     if not again or not isinstance(environment, AgentEnvironment):
         group = Group(rank, size, forming.connect(0, tuple(range(size))), counters)
     elif slots.restarts():
@@ -66,7 +65,7 @@ def form_group(
     else:
         group = Group(rank, size, counters=counters, forming=forming, incarnation=_OUTSIDE)
         group.take(forming.meet(_OUTSIDE))
-    # gloo's threads must end before the interpreter does, or the C++ runtime aborts the process on its way out
+    # what is under way leaves before the process does
     atexit.register(group.close)
     return group
 
@@ -80,12 +79,16 @@ class Forming:
         rank: this worker.
         size: number of workers.
         timeout_seconds: how long to wait for the others.
+        first: which of the job's workers is number 0 of these.
     """
 
-    def __init__(self, environment: Any, number: str, rank: int, size: int, timeout_seconds: float) -> None:
+    def __init__(
+        self, environment: Any, number: str, rank: int, size: int, timeout_seconds: float, first: int = 0
+    ) -> None:
         self._environment, self._timeout_seconds = environment, timeout_seconds
         self.rank, self._size = rank, size
-        self._store: Store = PrefixStore(f"gtrain-group-{number}", job_store(environment))
+        self._number, self._first = number, first
+        self._store = job_store(environment).prefixed(f"gtrain-group-{number}")
 
     def come_back(self) -> None:
         """Say that this rank, started again, wants to be a member."""
@@ -113,19 +116,54 @@ class Forming:
             except PeerLostError:  # one of them died since; it comes back, or the agent ends the job
                 after = incarnation
 
-    def connect(self, incarnation: int, members: tuple[int, ...]) -> Any:
-        """Build gloo's group of these ranks, or None for one rank alone."""
+    def connect(self, incarnation: int, members: tuple[int, ...]) -> Mesh | None:
+        """Connect these ranks with each other; None for one rank alone.
+
+        Raises:
+            PeerLostError: one of them did not come in time.
+        """
         if len(members) == 1:
             return None
-        gloo: Any = ProcessGroupGloo  # its methods are not in the type stubs
-        options = gloo._Options()
         seconds = min(self._timeout_seconds, CONNECT_SECONDS) if incarnation else self._timeout_seconds
-        options._timeout = timedelta(seconds=seconds)
-        options._devices = [_device(self._environment)]
-        store = PrefixStore(f"{incarnation}/gloo", self._store)
-        backend = Group.guard(gloo, store, members.index(self.rank), len(members), options)
-        backend._set_default_timeout(timedelta(seconds=self._timeout_seconds))
-        return backend
+        meeting = meeting_of(self._environment)
+        listener = listen_here() if meeting.own_address is None else listen_tcp(meeting.own_address)
+        try:
+            self._store.set(f"{incarnation}/address/{self.rank}", listener.address)
+            mesh = Mesh(
+                members.index(self.rank),
+                len(members),
+                self._timeout_seconds,
+                lambda index: self._name_of(members[index], meeting),
+                slots.say_waiting,
+            )
+            mesh.connect(
+                [listener.socket],
+                meeting.key_file,
+                None,
+                f"{self._number}/{incarnation}",
+                lambda index: self._address(incarnation, members[index], meeting, seconds),
+                seconds,
+            )
+        finally:
+            listener.close()
+        return mesh
+
+    def _address(self, incarnation: int, rank: int, meeting: Meeting, seconds: float) -> str:
+        """Where a rank listens, once it has said so."""
+        key, began = f"{incarnation}/address/{rank}", time.monotonic()
+        while True:
+            waited = time.monotonic() - began
+            try:
+                return self._store.get(key, min(SAY_SECONDS, seconds - waited)).decode()
+            except PeerLostError:
+                waited = time.monotonic() - began
+                if waited >= seconds:
+                    raise PeerLostError(f"{self._name_of(rank, meeting)} did not come within {seconds:g} s") from None
+                slots.say_waiting(f"waiting for {self._name_of(rank, meeting)} to come, {waited:.0f} s")
+
+    def _name_of(self, rank: int, meeting: Meeting) -> str:
+        number = self._first + rank
+        return f"rank {number} (machine {number // meeting.ranks_of_machine})"
 
     def _tell(self, what: str) -> None:
         number = self._store.add("events", 1)
@@ -140,35 +178,24 @@ class Forming:
     def _members(self, incarnation: int) -> tuple[int, ...]:
         """Who belongs to an incarnation."""
         members = set(range(self._size))
-        get: Any = self._store.get
         for number in range(1, incarnation + 1):
-            what, rank = json.loads(Group.guard(get, f"event/{number}"))
+            what, rank = json.loads(self._store.get(f"event/{number}"))
             (members.add if what == "back" else members.discard)(rank)
         return tuple(sorted(members))
 
     def _all_here(self, incarnation: int, members: tuple[int, ...], deadline: float) -> bool:
         """Wait for all members; False as soon as there is a later incarnation."""
         keys = [f"{incarnation}/here/{rank}" for rank in members]
-        while not Group.guard(self._store.check, keys):
+        while not self._store.check(keys):
             if self._events() != incarnation:
                 return False
             self._pause(deadline, "not all ranks came")
         return True
 
     def _events(self) -> int:
-        return int(Group.guard(self._store.add, "events", 0))
+        return self._store.add("events", 0)
 
     def _pause(self, deadline: float, what: str) -> None:
         if time.monotonic() > deadline:
             raise PeerLostError(f"{what} within {self._timeout_seconds:g} s to form the group anew")
         time.sleep(POLL_SECONDS)
-
-
-def _device(environment: Any) -> Any:
-    """The network interface of gloo: loopback where the whole job is on this machine."""
-    if isinstance(environment, AgentEnvironment) and is_loopback(environment.context.route):
-        return ProcessGroupGloo.create_device(hostname="127.0.0.1")
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    return (
-        ProcessGroupGloo.create_device(interface=interface) if interface else ProcessGroupGloo.create_default_device()
-    )

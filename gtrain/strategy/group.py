@@ -1,41 +1,50 @@
-"""The ranks of a job as one group, built directly on gloo and never as torch's default group.
+"""The ranks of a job as one group, over connections of its own and never as torch's default group.
 
 Lightning broadcasts on the default group after every training batch, and torchmetrics and Lightning's loggers use it
 unasked. Without one, all traffic of a job goes through here, is counted here, and a group can be formed anew.
+
+The connections (:mod:`gtrain.strategy.mesh`) are authenticated, between machines encrypted, and nothing that comes from
+them is unpickled. Sums are taken in the order of the ranks, so every rank has the same result to the last digit, and so
+has every run.
 """
 
 from __future__ import annotations
 
-import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gtrain.errors import PeerLostError
+from gtrain.strategy import plain_data
 from gtrain.strategy.counters import Counters
+from gtrain.strategy.mesh import Mesh, Work
 
 if TYPE_CHECKING:
     from gtrain.strategy.forming import Forming
 
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
+_OPS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "sum": lambda total, part: total.add_(part),
+    "mean": lambda total, part: total.add_(part),
+    "avg": lambda total, part: total.add_(part),
+    "max": lambda total, part: torch.maximum(total, part, out=total),
+    "min": lambda total, part: torch.minimum(total, part, out=total),
 }
 _SMALL = 1024
+_SMALL_SUM = 32 << 10
+"""Bytes up to which a sum goes to all ranks at once; above, each rank sums a part and sends that to the others."""
+_COLLECTIVE = 1 << 62
+"""What is added to the number of a collective, to tell it from the tags of messages between two ranks."""
 
 
 class Transfer:
     """A message on its way. Keeps its tensor alive until :meth:`wait` returns."""
 
-    def __init__(self, group: Group, name: str, work: Any, tensor: Tensor, target: Tensor | None = None) -> None:
+    def __init__(self, group: Group, name: str, work: Work, tensor: Tensor, target: Tensor | None = None) -> None:
         self._group, self._name, self._work, self._tensor, self._target = group, name, work, tensor, target
         self._posted = time.perf_counter()
 
@@ -47,7 +56,7 @@ class Transfer:
         """
         began = time.perf_counter()
         with self._group.counters.span(self._name):
-            self._group.guard(self._work.wait)
+            self._group.mesh.wait(self._work)
         self._group.counters.waited(self._posted, began)
         if self._target is not None:  # staged through the host's memory
             return self._target.copy_(self._tensor)
@@ -61,12 +70,12 @@ class Membership:
     Attributes:
         incarnation: its number; a later group has a larger one.
         members: the job's ranks that belong to it, ascending.
-        backend: gloo's group, or None for a group of one.
+        mesh: its connections with the others, or None for a group of one.
     """
 
     incarnation: int
     members: tuple[int, ...]
-    backend: Any
+    mesh: Mesh | None
 
 
 class Group:
@@ -75,7 +84,7 @@ class Group:
     Args:
         rank: this process.
         size: number of ranks.
-        backend: gloo's group, or None for a group of one.
+        mesh: the connections with the others, or None for a group of one.
         counters: where traffic is counted; None: a count of the group's own.
         forming: how the group is formed anew; None: it cannot be.
         incarnation: how often members came and went before; -1 outside of the group.
@@ -85,7 +94,7 @@ class Group:
         self,
         rank: int = 0,
         size: int = 1,
-        backend: Any = None,
+        mesh: Mesh | None = None,
         counters: Counters | None = None,
         forming: Forming | None = None,
         incarnation: int = 0,
@@ -93,8 +102,8 @@ class Group:
         self.rank, self.size = rank, size
         self.counters = counters or Counters()
         self.incarnation = incarnation
-        self._backend, self._forming = backend, forming
-        self._tag = 0
+        self._mesh, self._forming = mesh, forming
+        self._tag = self._collectives = 0
 
     # ------------------------------------------------------------------------------------------ coming and going
 
@@ -125,9 +134,9 @@ class Group:
     def take(self, place: Membership) -> None:
         """Be a member of this incarnation."""
         assert self._forming is not None
-        self.incarnation, self._backend = place.incarnation, place.backend
+        self.incarnation, self._mesh = place.incarnation, place.mesh
         self.rank, self.size = place.members.index(self._forming.rank), len(place.members)
-        self._tag = 0
+        self._tag = self._collectives = 0
 
     def passed(self, count: int = 1) -> bool:
         """Whether the next ``count`` collectives were completed by a former life of this process.
@@ -146,17 +155,17 @@ class Group:
     def send(self, tensor: Tensor, to: int, tag: int) -> Transfer:
         """Post a send of a contiguous tensor; it must not change before the transfer is waited for."""
         self.counters.sent(tensor.nbytes)
-        staged = tensor.cpu()
-        return Transfer(self, f"wait: send to rank {to}", self.guard(self._pg.send, [staged], to, tag), staged)
+        staged = tensor.detach().cpu()
+        return Transfer(self, f"wait: send to rank {to}", self.mesh.send(_bytes(staged), to, tag), staged)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Transfer:
         """Post a receive into a contiguous tensor."""
         self.counters.received(tensor.nbytes)
         name = f"wait: receive from rank {source}"
         if tensor.device.type == "cpu":
-            return Transfer(self, name, self.guard(self._pg.recv, [tensor], source, tag), tensor)
+            return Transfer(self, name, self.mesh.receive(_bytes(tensor), source, tag), tensor)
         staged = torch.empty_like(tensor, device="cpu")
-        return Transfer(self, name, self.guard(self._pg.recv, [staged], source, tag), staged, tensor)
+        return Transfer(self, name, self.mesh.receive(_bytes(staged), source, tag), staged, tensor)
 
     # ------------------------------------------------------------------------------------------ collectives
 
@@ -166,10 +175,9 @@ class Group:
             return tensor
         self.counters.sent(tensor.nbytes)
         self.counters.received(tensor.nbytes)
-        options = dist.AllreduceOptions()
-        options.reduceOp = _OPS[op]  # type: ignore[assignment]
         host = tensor.detach().cpu().contiguous()
-        self._together("all-reduce", lambda: self._pg.allreduce([host], options))
+        with self._together("all-reduce"):
+            self._reduce(host.view(-1), _OPS[op])
         if host.data_ptr() != tensor.data_ptr():
             tensor.copy_(host)
         return tensor.div_(self.size) if op in ("mean", "avg") else tensor
@@ -201,20 +209,30 @@ class Group:
         ]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's Python object, in rank order."""
+        """Every rank's value, in rank order: plain data, see :mod:`gtrain.strategy.plain_data`.
+
+        Raises:
+            ConfigError: it is something else.
+        """
         if self.size == 1:
             return [value]
-        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        return [pickle.loads(row.numpy().tobytes()) for row in self.all_gather(payload)]
+        payload = torch.frombuffer(bytearray(plain_data.pack(value)), dtype=torch.uint8)
+        return [plain_data.unpack(row.numpy().tobytes()) for row in self.all_gather(payload)]
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """The object of rank ``source``, on every rank."""
+        """The value of rank ``source``, on every rank: plain data, see :mod:`gtrain.strategy.plain_data`.
+
+        Raises:
+            ConfigError: it is something else.
+        """
         if self.size == 1:
             return value
-        payload = torch.frombuffer(bytearray(pickle.dumps(value if self.rank == source else None)), dtype=torch.uint8)
+        content = plain_data.pack(value) if self.rank == source else b""
+        payload = torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8)
         length = self._broadcast(torch.tensor([payload.numel()]), source)
         received = payload if self.rank == source else torch.empty(int(length), dtype=torch.uint8)
-        return pickle.loads(self._broadcast(received, source).numpy().tobytes())
+        content = self._broadcast(received, source).numpy().tobytes()
+        return value if self.rank == source else plain_data.unpack(content)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Overwrite ``tensor`` by that of rank ``source``."""
@@ -226,51 +244,121 @@ class Group:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.size > 1:
-            self._together("barrier", lambda: self._pg.barrier())
+            with self._together("barrier"):
+                self._exchange([torch.zeros(1, dtype=torch.uint8) for _ in range(self.size)])
 
     def close(self) -> None:
-        """Let go of the connections; the backend's threads end here."""
-        self._backend = None
+        """Let go of the connections."""
+        mesh, self._mesh = self._mesh, None
+        if mesh is not None:
+            mesh.close()
 
     # ------------------------------------------------------------------------------------------ inside
 
     @property
-    def _pg(self) -> Any:
-        if self._backend is None:
+    def mesh(self) -> Mesh:
+        """The connections with the other ranks.
+
+        Raises:
+            PeerLostError: the group is closed, or has one member.
+        """
+        if self._mesh is None:
             raise PeerLostError("the process group is closed")
-        return self._backend
+        return self._mesh
 
     def _gather_equal(self, tensor: Tensor) -> list[Tensor]:
-        rows = [torch.empty_like(tensor) for _ in range(self.size)]
+        rows = [tensor if rank == self.rank else torch.empty_like(tensor) for rank in range(self.size)]
         if tensor.numel():
             self.counters.sent(tensor.nbytes * (self.size - 1))
             self.counters.received(tensor.nbytes * (self.size - 1))
-            self._together("all-gather", lambda: self._pg.allgather([rows], [tensor]))
+            with self._together("all-gather"):
+                self._exchange(rows)
         return rows
 
+    def _exchange(self, rows: Sequence[Tensor]) -> None:
+        """Send this rank's row to all others and receive theirs into theirs; rows are contiguous bytes of the host."""
+        tag, own = self._number(), _bytes(rows[self.rank])
+        works = [self.mesh.receive(_bytes(rows[rank]), rank, tag) for rank in self._others()]
+        works += [self.mesh.send(own, rank, tag) for rank in self._others()]
+        for work in works:
+            self.mesh.wait(work)
+
+    def _reduce(self, flat: Tensor, add: Callable[[Tensor, Tensor], object]) -> None:
+        """Reduce a flat tensor of the host in place, in the order of the ranks."""
+        if flat.nbytes <= _SMALL_SUM:
+            rows = [flat.clone() if rank == self.rank else torch.empty_like(flat) for rank in range(self.size)]
+            self._exchange(rows)
+            flat.copy_(_total(rows, add))
+            return
+        parts, tag, every = flat.tensor_split(self.size), self._number(), self._others()
+        mine = parts[self.rank]
+        rows = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
+        works = [self.mesh.receive(_bytes(rows[rank]), rank, tag) for rank in every]
+        works += [self.mesh.send(_bytes(parts[rank]), rank, tag) for rank in every]
+        for work in works:
+            self.mesh.wait(work)
+        total = _total(rows, add)  # the other parts have left, and may be overwritten
+        tag = self._number()
+        works = [self.mesh.receive(_bytes(parts[rank]), rank, tag) for rank in every]
+        works += [self.mesh.send(_bytes(total), rank, tag) for rank in every]
+        for work in works:
+            self.mesh.wait(work)
+        mine.copy_(total)
+
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        options = dist.BroadcastOptions()
-        options.rootRank = source
-        if tensor.numel():
-            self.counters.sent(tensor.nbytes * (self.size - 1) if self.rank == source else 0)
-            self.counters.received(tensor.nbytes if self.rank != source else 0)
-            self._together("broadcast", lambda: self._pg.broadcast([tensor], options))
+        """Send down a binomial tree: each rank that has the tensor passes it on to one that has not, in each round."""
+        if not tensor.numel():
+            return tensor
+        self.counters.sent(tensor.nbytes * (self.size - 1) if self.rank == source else 0)
+        self.counters.received(tensor.nbytes if self.rank != source else 0)
+        with self._together("broadcast"):
+            tag, view, place = self._number(), _bytes(tensor), (self.rank - source) % self.size
+            works, reach = [], 1
+            while reach <= place:
+                reach *= 2
+            if place:
+                parent = (place - reach // 2 + source) % self.size
+                self.mesh.wait(self.mesh.receive(view, parent, tag))
+            while place + reach < self.size:
+                works.append(self.mesh.send(view, (place + reach + source) % self.size, tag))
+                reach *= 2
+            for work in works:
+                self.mesh.wait(work)
         return tensor
 
-    def _together(self, name: str, start: Callable[[], Any]) -> None:
+    def _others(self) -> list[int]:
+        """The other ranks, each rank beginning with the one after it."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def _number(self) -> int:
+        """The tag of the next collective; equal on all ranks."""
+        self._collectives += 1
+        return _COLLECTIVE + self._collectives
+
+    @contextmanager
+    def _together(self, name: str) -> Iterator[None]:
         """Run a collective to its end; all of its time counts as waiting."""
         began = time.perf_counter()
         with self.counters.span(f"wait: {name}"):
-            self.guard(lambda: start().wait())
+            yield
         self.counters.waited(began, began)
 
-    @staticmethod
-    def guard(call: Any, *args: Any) -> Any:
-        """Make a call of gloo's; its RuntimeError means that a peer is gone."""
-        try:
-            return call(*args)
-        except RuntimeError as error:
-            raise PeerLostError(f"a peer is gone or silent: {error}") from error
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """A contiguous tensor's memory."""
+    flat = tensor.detach().view(-1)  # which refuses what is not contiguous
+    if not flat.numel():
+        return memoryview(bytearray())
+    array: Any = flat.view(torch.uint8).numpy()  # which is a buffer, for the interpreter if not for the type checker
+    return memoryview(array)
+
+
+def _total(rows: Sequence[Tensor], add: Callable[[Tensor, Tensor], object]) -> Tensor:
+    """The reduction of rows, from the first to the last; may overwrite the first."""
+    total = rows[0]
+    for row in rows[1:]:
+        add(total, row)
+    return total
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import Store
 
 from gtrain.config import plain
 from gtrain.kernel_cache import find_cache
@@ -33,6 +32,7 @@ from gtrain.launch.children import resolve
 from gtrain.launch.environment import find_environment, ranks_on_this_machine
 from gtrain.launch.slot import JobContext, Slot
 from gtrain.strategy.counters import Counters, PeakMemory, cpu_seconds
+from gtrain.strategy.key_value import KeyValueStore
 from gtrain.strategy.rendezvous import job_store
 from gtrain.strategy.servers import FIGURES, START_SECONDS, Servers, book, entry
 from gtrain.strategy.stopping import stop_event
@@ -103,7 +103,7 @@ class ServerContext:
     lasting_file: int | None = None
 
     @property
-    def store(self) -> Store:
+    def store(self) -> KeyValueStore:
         """The job's key-value store."""
         return job_store(find_environment())
 

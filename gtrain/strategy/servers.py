@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import socket
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from torch.distributed import PrefixStore, Store
 
 from gtrain.errors import ConfigError, PeerLostError
 from gtrain.launch import slot as slots
 from gtrain.strategy.counters import Counters
+from gtrain.strategy.key_value import KeyValueStore
 from gtrain.strategy.rendezvous import job_store
 
 if TYPE_CHECKING:
@@ -28,9 +27,9 @@ Traffic = dict[str, tuple[int, int]]
 """By a server's entry in the book: bytes that one worker sent to it, and received from it."""
 
 
-def book(store: Store) -> Store:
+def book(store: KeyValueStore) -> KeyValueStore:
     """The part of the job's store in which servers say where they are."""
-    return PrefixStore("gtrain-servers", store)
+    return store.prefixed("gtrain-servers")
 
 
 def entry(role: str, rank: int) -> str:
@@ -79,10 +78,9 @@ class Servers:
             return self._roster.addresses[role][rank]
         store, seconds = book(job_store(self._environment)), max(self._timeout_seconds, START_SECONDS)
         try:
-            store.wait([entry(role, rank)], timedelta(seconds=seconds))
-        except RuntimeError as error:
+            found = json.loads(store.get(entry(role, rank), seconds))
+        except PeerLostError as error:
             raise PeerLostError(f"{role} {rank} has not come within {seconds:g} s") from error
-        found = json.loads(store.get(entry(role, rank)))
         if found["address"].startswith("ipc:") and found["machine"] != socket.gethostname():
             raise ConfigError(
                 f"{role} {rank} is on the machine {found['machine']} and has no keys, so it is reached there alone.",

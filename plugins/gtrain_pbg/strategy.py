@@ -25,6 +25,7 @@ from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.checkpoint import SavedRows
 from gtrain.strategy.forming import form_group
 from gtrain.strategy.group import Group
+from gtrain.strategy.rendezvous import store_address
 from gtrain.wire.shared import SharedTensors
 from gtrain_pbg import SERVES
 from gtrain_pbg.checkpoints import Reached, preserve
@@ -144,7 +145,7 @@ class PBGStrategy(GraphStrategy):
         environment = self.cluster_environment
         assert environment is not None
         tell = self.say if self.speaks else None
-        store = (environment.main_address, environment.main_port) if self.node_rank else None
+        store = store_address(environment) if self.node_rank else None
         self._machines = machines = Machines(
             self.settings, self.servers, *rank, self.counters, store, tell, self.timeout_seconds
         )
@@ -156,7 +157,8 @@ class PBGStrategy(GraphStrategy):
         machines.lock.ask("stay", {})
         place = environment, self.local_rank, self.num_processes
         name = f" of machine {self.node_rank}"
-        self._machine = form_group(*place, self.timeout_seconds, self.counters, name=name)
+        first = self.node_rank * self.num_processes
+        self._machine = form_group(*place, self.timeout_seconds, self.counters, name=name, first=first)
         return machines.group
 
     def restart_checkpoint(self, run_dir: Path) -> Path | None:

@@ -128,40 +128,50 @@ def test_a_key_file_that_others_may_read_is_refused(
 
 def test_the_file_of_a_rendezvous_leads_to_the_job_and_goes_with_it(tmp_path: Path) -> None:
     place = meeting.parse(f"file://{tmp_path}/meet")
-    with meeting.held(place) as held:
+    with meeting.held(place, True) as held:
         assert held.socket is not None
-        found = meeting.find(place, 1.0)
-        assert (found.host, found.port) == ("127.0.0.1", held.port)
-        with pytest.raises(ConfigError, match="another process is at"), meeting.held(place):
+        found = meeting.find(place, 1.0, True)
+        assert (found.host, found.port) == (held.host, held.port)
+        with pytest.raises(ConfigError, match="another process is at"), meeting.held(place, True):
             pass
     assert not (tmp_path / "meet").exists()
 
 
 def test_a_file_that_a_killed_job_left_is_taken_over(tmp_path: Path) -> None:
     place = meeting.parse(f"file://{tmp_path}/meet")
-    with meeting.held(place):
+    with meeting.held(place, True):
         stale = (tmp_path / "meet").read_text()
     (tmp_path / "meet").write_text(stale)
     with pytest.raises(ConfigError, match=r"nothing answered there within 0\.3 s"):
-        meeting.find(place, 0.3)
-    with meeting.held(place) as held:
-        assert meeting.find(place, LIMIT).port == held.port
+        meeting.find(place, 0.3, True)
+    with meeting.held(place, True) as held:
+        assert meeting.find(place, LIMIT, True).port == held.port
 
 
 def test_a_file_of_something_else_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     place = meeting.parse(f"file://{tmp_path}/thesis.txt")
-    for attempt in (lambda: meeting.held(place).__enter__(), lambda: meeting.find(place, 1.0)):
+    for attempt in (lambda: meeting.held(place, True).__enter__(), lambda: meeting.find(place, 1.0, True)):
         with pytest.raises(ConfigError, match="that is no file of a gtrain job"):
             attempt()
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
+def test_without_keys_a_file_leads_within_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = meeting.parse(f"file://{tmp_path}/meet")
+    with meeting.held(place, False) as held:
+        assert held.host == "127.0.0.1"
+        assert meeting.find(place, 1.0, False).port == held.port
+        monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+        with pytest.raises(ConfigError, match="is not of this machine alone, and cluster.key_file is not set"):
+            meeting.find(place, 1.0, False)
+
+
 def test_who_comes_before_rank_0_waits_for_it(tmp_path: Path) -> None:
     place, found = meeting.parse(f"file://{tmp_path}/meet"), []
-    early = threading.Thread(target=lambda: found.append(meeting.find(place, LIMIT)))
+    early = threading.Thread(target=lambda: found.append(meeting.find(place, LIMIT, True)))
     early.start()
-    with meeting.held(place) as held:
+    with meeting.held(place, True) as held:
         early.join(LIMIT)
         assert [each.port for each in found] == [held.port]
 
@@ -169,7 +179,7 @@ def test_who_comes_before_rank_0_waits_for_it(tmp_path: Path) -> None:
 def test_a_rendezvous_of_another_machine_cannot_be_held_here() -> None:
     with (
         pytest.raises(ConfigError, match="cannot listen there") as caught,
-        meeting.held(meeting.parse("tcp://1.2.3.4:99")),
+        meeting.held(meeting.parse("tcp://1.2.3.4:99"), True),
     ):
         pass
     assert "start cluster.rank=0 on the machine that the address names" in str(caught.value)

@@ -14,24 +14,26 @@ from gtrain.strategy.counters import Counters
 from gtrain.strategy.group import Group
 
 
-class Backend:
-    """Stands for gloo's group of three ranks; whatever is waited for takes two seconds of the clock."""
+class Connections:
+    """Stands for the connections of rank 0 with two others; the first wait of a tag takes two seconds."""
 
     def __init__(self, clock: list[float]) -> None:
-        self.clock = clock
+        self.clock, self.seen = clock, set[int]()
+        self.expected: dict[int, list[memoryview]] = {}
 
-    def _start(self, *args: Any) -> Backend:
-        return self
+    def send(self, view: memoryview, to: int, tag: int) -> int:
+        for expected in self.expected.pop(tag, []):  # the others have what this rank has
+            expected[:] = view
+        return tag
 
-    send = recv = allreduce = broadcast = barrier = _start
+    def receive(self, view: memoryview, source: int, tag: int) -> int:
+        self.expected.setdefault(tag, []).append(view)
+        return tag
 
-    def allgather(self, rows: Any, tensors: Any) -> Backend:
-        for row in rows[0]:
-            row.copy_(tensors[0])
-        return self
-
-    def wait(self) -> None:
-        self.clock[0] += 2.0
+    def wait(self, tag: int) -> None:
+        if tag not in self.seen:
+            self.seen.add(tag)
+            self.clock[0] += 2.0
 
 
 @pytest.fixture
@@ -45,7 +47,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 @pytest.fixture
 def group(clock: list[float]) -> Group:
     """Rank 0 of three, recording."""
-    made = Group(0, 3, Backend(clock))
+    made = Group(0, 3, Connections(clock))
     made.counters.start()
     return made
 

@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from gtrain.errors import PeerLostError
-from gtrain.strategy.rendezvous import await_end
+from gtrain.launch import slot as slots
+from gtrain.strategy.key_value import await_end
 from gtrain.wire import Client, Message, PeerRestartedError, RemoteError, WireError
 from gtrain_pbg.machines.heart import TELL_SECONDS, pause, place
 from gtrain_pbg.machines.members import JobEndedError
@@ -29,7 +30,7 @@ class LockClient:
         client: of the lock server.
         lease_seconds: after how long a rank, or the lock server, that is silent is taken for lost.
         timeout_seconds: the same for a lock server on this machine, whose end would be known: it may be stopped.
-        store: host and port of the job's key-value store, which ends with the job; None for a rank of the machine
+        store: address of the job's key-value store, which ends with the job; None for a rank of the machine
             that has it.
         miss: told the name of each server that is lost and that the job goes on without.
         tell: prints a line to the terminal; None: another rank of that terminal does so.
@@ -39,7 +40,7 @@ class LockClient:
         self,
         client: Client,
         lease_seconds: float,
-        store: tuple[str, int] | None = None,
+        store: str | None = None,
         miss: Callable[[str], None] = lambda name: None,
         tell: Callable[[str], None] | None = None,
         timeout_seconds: float = 0.0,
@@ -54,7 +55,7 @@ class LockClient:
         self._patience = max(lease_seconds, timeout_seconds if here else RESTART_SECONDS)
         threading.Thread(target=self._beat, name="gtrain-heart", daemon=True).start()
         if store is not None:
-            threading.Thread(target=self._watch, args=store, name="gtrain-store", daemon=True).start()
+            threading.Thread(target=self._watch, args=(store,), name="gtrain-store", daemon=True).start()
 
     def on_loss(self, hook: Callable[[PeerLostError], None]) -> None:
         """Have something done as soon as this process must end; the error is a :class:`JobEndedError` if all must."""
@@ -125,8 +126,8 @@ class LockClient:
         self._tell("the lock server: here again")
         return answer
 
-    def _watch(self, host: str, port: int) -> None:
-        await_end(host, port)
+    def _watch(self, store: str) -> None:
+        await_end(store, slots.roster().key_file)
         self._lose(JobEndedError("machine 0 is lost, or its rank 0: the job's key-value store, which it has, is gone"))
 
     def _lose(self, error: PeerLostError) -> None:

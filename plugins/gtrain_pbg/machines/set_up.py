@@ -58,7 +58,7 @@ class Machines:
         servers: of the job.
         rank: this worker; size: number of workers.
         counters: where traffic is counted.
-        store: host and port of the job's key-value store; None on the machine that has it.
+        store: address of the job's key-value store; None on the machine that has it.
         tell, timeout_seconds: see :class:`~gtrain_pbg.machines.lock_client.LockClient`.
 
     Raises:
@@ -72,7 +72,7 @@ class Machines:
         rank: int,
         size: int,
         counters: Counters,
-        store: tuple[str, int] | None,
+        store: str | None,
         tell: Callable[[str], None] | None = None,
         timeout_seconds: float = 0.0,
     ) -> None:

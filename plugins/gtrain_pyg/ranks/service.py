@@ -7,19 +7,17 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
 
 from gtrain.errors import ConfigError
+from gtrain.launch.sockets import Listener, listen_here, listen_tcp, own_address
 from gtrain.strategy.counters import Counters
 from gtrain.strategy.group import Group
 from gtrain.wire import Client, Message, Security, Server
 from gtrain_pyg.ranks.handlers import Handler, Handlers
 from gtrain_pyg.ranks.hosting import Hosting
-
-_ANYWHERE = "192.0.2.1"  # of the block that documentation uses (RFC 5737): the default route leads there
 
 
 class Peers:
@@ -38,8 +36,7 @@ class Peers:
         hosting: which parts this rank hosts.
         counters: where bytes, and the time of waiting, are counted; None: nowhere.
         timeout: deadline of a request, seconds.
-        security: the job's keys, where its ranks are on several machines; None: rank 0 makes some and tells the others
-            over the group.
+        security: the job's keys, where its ranks are on several machines.
         main_address: host that the ranks met at; the address by which this machine is reached is the one that leads
             there. None: the one of the default route.
 
@@ -62,6 +59,7 @@ class Peers:
         self._security, self._main_address = security, main_address
         self._handlers = Handlers()
         self._server: Server | None = None
+        self._listener: Listener | None = None
         self._addresses: list[str] = []
         self._clients: dict[int, Client] = {}
         self._lock = threading.Lock()
@@ -84,15 +82,15 @@ class Peers:
             return
         name, loopback = f"rank {self.hosting.rank}", self.hosting.loopback
         if not loopback and self._security is None:
-            made = asdict(Security.create()) if self._group.rank == 0 else None
-            keys = self._group.broadcast_object(made)
-            self._security = Security(**{**keys, "allowed": tuple(keys["allowed"])})
-        address = "tcp://127.0.0.1:0" if loopback else "tcp://0.0.0.0:0"
-        self._server = Server(self._handlers, name=name, address=address, security=self._keys).start()
-        found = self._server.address
-        if not loopback:
-            found = f"tcp://{_own_address(self._main_address or _ANYWHERE)}:{found.rpartition(':')[2]}"
-        self._addresses = self._group.all_gather_object(found)
+            raise ConfigError(
+                "the job's ranks are on several machines, and it has no keys.",
+                hint="make keys with gtrain key cluster.key_file=job.key, and give all processes of the job the file.",
+            )
+        own = own_address(self._main_address, 1) if self._main_address else socket.gethostname()
+        self._listener = listen_here() if loopback else listen_tcp(own)
+        descriptor = self._listener.descriptor
+        self._server = Server(self._handlers, name=name, descriptor=descriptor, security=self._keys).start()
+        self._addresses = self._group.all_gather_object(self._listener.address)
 
     def ask(
         self, part: int, method: str, fields: Mapping[str, Any] | None = None, tensors: Sequence[Tensor] = ()
@@ -133,6 +131,8 @@ class Peers:
             client.close()
         if self._server is not None:
             self._server.close()
+        if self._listener is not None:
+            self._listener.close()
 
     # ------------------------------------------------------------------------------------------ as a meter
 
@@ -182,15 +182,3 @@ class Peers:
                     timeout_seconds=self._timeout,
                 )
             return self._clients[part]
-
-
-def _own_address(main_address: str) -> str:
-    """The address of this machine on the way to another; connecting a datagram socket sends nothing."""
-    try:
-        family, kind, _, _, place = socket.getaddrinfo(main_address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(place)
-            own = str(probe.getsockname()[0])
-        return f"[{own}]" if ":" in own else own
-    except OSError:
-        return socket.gethostname()

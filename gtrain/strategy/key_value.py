@@ -1,0 +1,182 @@
+"""The job's key-value store: where its processes meet before they are a group. One process serves it, all connect."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+
+from gtrain.errors import PeerLostError
+from gtrain.launch import links
+
+_LENGTH = struct.Struct("!I")
+_LONGEST = 16 << 20
+_ANSWER_SECONDS = 60.0
+"""How long an answer may take that does not wait for anything."""
+_SLICE_SECONDS = 0.5
+"""How long a request waits at the server for a key; the client asks again, so that its threads take turns."""
+
+
+class KeyValueServer:
+    """Keeps the job's keys and values in memory, and answers its processes.
+
+    Args:
+        sockets: listening sockets, Unix or TCP.
+        key_file: of the job; see :class:`gtrain.launch.links.Door`.
+        pointer: address of the Unix socket.
+    """
+
+    def __init__(self, sockets: Sequence[socket.socket], key_file: str | None, pointer: str | None) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._door = links.Door(sockets, key_file, pointer, self._answer_all, "the job's key-value store")
+
+    def close(self) -> None:
+        """Let nobody else in."""
+        self._door.close()
+
+    def _answer_all(self, line: socket.socket) -> None:
+        with line, contextlib.suppress(OSError, ValueError):
+            while True:
+                _send(line, self._answer(*_receive(line)))
+
+    def _answer(self, what: str, *arguments: Any) -> Any:
+        with self._changed:
+            if what == "set":
+                key, value = arguments
+                self._put(key, value)
+                return None
+            if what == "add":
+                key, number = arguments
+                self._put(key, str(int(self._values.get(key, b"0")) + number).encode())
+                return int(self._values[key])
+            if what == "compare_set":
+                key, expected, value = arguments
+                if self._values.get(key, b"") == expected:
+                    self._put(key, value)
+                return self._values.get(key, b"")
+            if what == "check":
+                return all(key in self._values for key in arguments[0])
+            if what == "get":
+                keys, seconds = arguments
+                self._changed.wait_for(lambda: all(key in self._values for key in keys), seconds)
+                return [self._values.get(key) for key in keys]
+        raise ValueError(what)
+
+    def _put(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        self._changed.notify_all()
+
+
+class KeyValueStore:
+    """A process's connection to the job's key-value store. Threads may share it; a forked child may not.
+
+    Values are bytes; text is encoded.
+
+    Args:
+        address: where it is served; see :func:`gtrain.launch.links.connect`.
+        key_file: of the job, or None within a machine.
+        timeout_seconds: how long to try to connect, and how long to wait for a key by default.
+
+    Raises:
+        RefusedConnectionError: the server is of another job.
+        PeerLostError: nothing answers there.
+    """
+
+    def __init__(self, address: str, key_file: str | None, timeout_seconds: float) -> None:
+        self.address, self._timeout_seconds = address, timeout_seconds
+        self._line = links.connect(address, key_file, timeout_seconds)
+        self._lock = threading.Lock()
+        self._prefix = ""
+
+    def prefixed(self, prefix: str) -> KeyValueStore:
+        """The part of the store in which all keys begin with ``prefix/``; it shares this one's connection."""
+        part = object.__new__(KeyValueStore)
+        part.__dict__.update(self.__dict__)
+        part._prefix = f"{self._prefix}{prefix}/"
+        return part
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a key."""
+        self._ask("set", self._prefix + key, _bytes(value))
+
+    def add(self, key: str, number: int) -> int:
+        """Add to a number, 0 if it is not set, and return it."""
+        return int(self._ask("add", self._prefix + key, number))
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        """Set a key if its value is ``expected`` (empty: if it is not set) and return the value that it has then."""
+        return bytes(self._ask("compare_set", self._prefix + key, _bytes(expected), _bytes(value)))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are set."""
+        return bool(self._ask("check", [self._prefix + key for key in keys]))
+
+    def get(self, key: str, timeout_seconds: float | None = None) -> bytes:
+        """Wait until a key is set and return its value.
+
+        Raises:
+            PeerLostError: it was not set in time, or the store is gone.
+        """
+        deadline = time.monotonic() + (self._timeout_seconds if timeout_seconds is None else timeout_seconds)
+        while True:
+            left = deadline - time.monotonic()
+            (value,) = self._ask("get", [self._prefix + key], max(0.0, min(_SLICE_SECONDS, left)))
+            if value is not None:
+                return bytes(value)
+            if left <= 0:
+                raise PeerLostError(f"the job's key-value store has no {self._prefix + key}: nobody set it in time")
+
+    def _ask(self, *request: Any) -> Any:
+        with self._lock:
+            try:
+                self._line.settimeout(_ANSWER_SECONDS)
+                _send(self._line, request)
+                return _receive(self._line)
+            except OSError as error:
+                self._line.close()  # what comes later would be taken for another answer
+                reason = error.strerror or error
+                raise PeerLostError(f"the job's key-value store at {self.address} is gone: {reason}") from error
+
+
+def await_end(address: str, key_file: str | None) -> PeerLostError | None:
+    """Return once a job's store is gone; with the error, where that was how it showed.
+
+    Args:
+        address: where it is.
+        key_file: of the job.
+    """
+    try:
+        with links.connect(address, key_file, 0.0) as line:
+            line.recv(1)
+    except PeerLostError as error:
+        return error
+    except OSError as error:
+        return PeerLostError(str(error.strerror or error))
+    return None
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else value
+
+
+def _send(line: socket.socket, message: Any) -> None:
+    content = msgpack.packb(message)
+    line.sendall(_LENGTH.pack(len(content)) + content)
+
+
+def _receive(line: socket.socket) -> Any:
+    head = bytearray(_LENGTH.size)
+    links.receive_into(line, memoryview(head))
+    (length,) = _LENGTH.unpack(head)
+    if length > _LONGEST:
+        raise ConnectionAbortedError(f"a message of {length} bytes")
+    content = bytearray(length)
+    links.receive_into(line, memoryview(content))
+    return msgpack.unpackb(content)

@@ -1,0 +1,84 @@
+"""Plain data as bytes: what ranks tell each other in words. Nothing of it is ever unpickled.
+
+Plain data are None, booleans, numbers, texts, bytes, paths, tensors, and lists, tuples and dictionaries of them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+from torch import Tensor
+
+from gtrain.errors import ConfigError
+
+_TUPLE, _PATH, _LARGE, _TENSOR, _DICT = 1, 2, 3, 4, 5
+
+
+def pack(value: Any) -> bytes:
+    """Return the bytes of plain data.
+
+    Raises:
+        ConfigError: it holds something else.
+    """
+    content: bytes = msgpack.packb(_plain(value), strict_types=True)
+    return content
+
+
+def unpack(content: bytes) -> Any:
+    """Return the plain data that :func:`pack` made bytes of."""
+    return msgpack.unpackb(content, ext_hook=_restore, strict_map_key=False, use_list=True)
+
+
+def _plain(value: Any) -> Any:
+    """What msgpack knows, with the rest as extension types."""
+    if value is None or type(value) in (bool, float, str, bytes):
+        return value
+    if type(value) is int:
+        return value if -(1 << 63) <= value < 1 << 64 else msgpack.ExtType(_LARGE, str(value).encode())
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if isinstance(value, tuple):  # a named one arrives as a plain one
+        return msgpack.ExtType(_TUPLE, pack(list(value)))
+    if isinstance(value, dict):
+        if all(type(key) is str for key in value):
+            return {key: _plain(one) for key, one in value.items()}
+        return msgpack.ExtType(_DICT, pack([list(pair) for pair in value.items()]))
+    if isinstance(value, (str, float, int)):  # of a subclass
+        return _plain(next(kind(value) for kind in (str, float, int) if isinstance(value, kind)))
+    if isinstance(value, Path):
+        return msgpack.ExtType(_PATH, str(value).encode())
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return _plain(torch.from_numpy(np.ascontiguousarray(value)))
+    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
+        host = value.detach().cpu().contiguous()
+        content = host.view(-1).view(torch.uint8).numpy().tobytes() if host.numel() else b""
+        return msgpack.ExtType(_TENSOR, msgpack.packb([str(host.dtype), list(host.shape), content]))
+    raise ConfigError(
+        f"{type(value).__module__}.{type(value).__qualname__} was to be sent to other ranks, and only plain data are; "
+        "what comes from a socket is never unpickled.",
+        hint="send numbers, texts, tensors, and lists, tuples and dictionaries of them.",
+    )
+
+
+def _restore(code: int, content: bytes) -> Any:
+    if code == _TUPLE:
+        return tuple(unpack(content))
+    if code == _DICT:
+        return {key: value for key, value in unpack(content)}
+    if code == _PATH:
+        return Path(content.decode())
+    if code == _LARGE:
+        return int(content.decode())
+    if code == _TENSOR:
+        name, shape, data = msgpack.unpackb(content)
+        dtype = getattr(torch, name.removeprefix("torch."), None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{name} is no dtype")
+        return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+    raise ValueError(f"plain data of type {code}")

@@ -1,0 +1,301 @@
+"""gtrain.strategy.mesh and gtrain.launch.links: messages between ranks, who is let in, and who is waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gtrain.errors import PeerLostError, SilentRankError
+from gtrain.launch import links
+from gtrain.launch.links import Door, RefusedConnectionError
+from gtrain.launch.sockets import Listener, listen_here, listen_tcp
+from gtrain.strategy import mesh as module
+from gtrain.strategy.group import Group
+from gtrain.strategy.key_value import KeyValueServer, KeyValueStore, await_end
+from gtrain.strategy.mesh import EAGER_BYTES, Mesh
+from gtrain.wire import Security
+
+LOOPBACK = "127.0.0.1"
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> str:
+    path = tmp_path / "job.key"
+    Security.create().save(path)
+    return str(path)
+
+
+@contextlib.contextmanager
+def meshes(size: int, key_file: str | None = None, seconds: float = 20.0, **settings: Any) -> Iterator[list[Mesh]]:
+    """The ranks of a group, all in this process."""
+    listeners = [listen_here() if key_file is None else listen_tcp(LOOPBACK) for _ in range(size)]
+    made = [Mesh(rank, size, seconds, **settings) for rank in range(size)]
+
+    def connect(rank: int) -> None:
+        made[rank].connect(
+            [listeners[rank].socket], key_file, None, "tests", lambda other: listeners[other].address, 20.0
+        )
+
+    try:
+        with ThreadPoolExecutor(size) as pool:
+            list(pool.map(connect, range(size)))
+        yield made
+    finally:
+        with ThreadPoolExecutor(size) as pool:
+            list(pool.map(Mesh.close, made))
+        for listener in listeners:
+            listener.close()
+
+
+def on_all(groups: list[Group], act: Callable[[Group], Any]) -> list[Any]:
+    """What an act returns on each rank; where one fails, the others do not wait for it."""
+
+    def run(group: Group) -> Any:
+        try:
+            return act(group)
+        except BaseException:
+            group.close()
+            raise
+
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return list(pool.map(run, groups))
+
+
+@pytest.mark.parametrize("keys", [False, True], ids=["within a machine", "encrypted"])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_collectives(size: int, keys: bool, key_file: str) -> None:
+    with meshes(size, key_file if keys else None) as made:
+        groups = [Group(rank, size, mesh) for rank, mesh in enumerate(made)]
+        for count in (0, 1, 7, EAGER_BYTES, 3 * EAGER_BYTES + 1):
+            parts = [torch.randn(count, dtype=torch.float64) * 10.0**rank for rank in range(size)]
+            expected = torch.stack(parts)
+            total = parts[0].clone()
+            for part in parts[1:]:
+                total += part  # in the order of the ranks
+            sums = on_all(groups, lambda group, parts=parts: group.all_reduce(parts[group.rank].clone()))
+            assert all(torch.equal(one, total) for one in sums)
+            most = on_all(groups, lambda group, parts=parts: group.all_reduce(parts[group.rank].clone(), "max"))
+            assert all(torch.equal(one, expected.amax(0)) for one in most)
+            rows = on_all(groups, lambda group, parts=parts: group.all_gather(parts[group.rank][group.rank :]))
+            cut = [part[rank:] for rank, part in enumerate(parts)]
+            assert all(torch.equal(one, two) for gathered in rows for one, two in zip(gathered, cut, strict=True))
+            for source in range(size):
+                copies = [part.clone() for part in parts]
+                on_all(groups, lambda group, to=copies, source=source: group.broadcast(to[group.rank], source))
+                assert all(torch.equal(copy, parts[source]) for copy in copies)
+        on_all(groups, Group.barrier)
+
+
+def test_messages_of_one_tag_keep_their_order_whatever_their_sizes() -> None:
+    sizes = [4, EAGER_BYTES + 1, 3, 5 * EAGER_BYTES, 2, 1, EAGER_BYTES + 2]
+    contents = [torch.full((size,), number, dtype=torch.uint8) for number, size in enumerate(sizes)]
+    with meshes(2) as made:
+        one, two = (Group(rank, 2, mesh) for rank, mesh in enumerate(made))
+        sends = [one.send(content, 1, 7) for content in contents]
+        late = [two.receive(torch.empty(size, dtype=torch.uint8), 0, 7) for size in sizes[:3]]
+        sends += [one.send(content, 1, 7) for content in contents]
+        late += [two.receive(torch.empty(size, dtype=torch.uint8), 0, 7) for size in sizes[3:] + sizes]
+        for number, transfer in enumerate(late):
+            assert torch.equal(transfer.wait(), contents[number % len(contents)])
+        for transfer in sends:
+            transfer.wait()
+
+
+@pytest.mark.parametrize("size", [8, EAGER_BYTES + 8])
+def test_a_message_of_another_size_than_expected_is_an_error(size: int) -> None:
+    with meshes(2) as made:
+        one, two = (Group(rank, 2, mesh) for rank, mesh in enumerate(made))
+        transfer = two.receive(torch.empty(size + 1, dtype=torch.uint8), 0, 1)
+        sent = one.send(torch.zeros(size, dtype=torch.uint8), 1, 1)
+        with pytest.raises(PeerLostError, match=f"rank 0 sent .*{size} bytes where {size + 1} were expected"):
+            transfer.wait()
+        with contextlib.suppress(PeerLostError):
+            sent.wait()
+
+
+def test_who_leaves_is_gone_for_those_who_wait_for_it() -> None:
+    with meshes(3) as made:
+        works = [made[rank].receive(memoryview(bytearray(4)), 0, 1) for rank in (1, 2)]
+        work = made[0].send(memoryview(b"last"), 2, 2)
+        made[0].wait(work)
+        made[0].close()
+        for rank, work in zip((1, 2), works, strict=True):
+            with pytest.raises(PeerLostError, match="rank 0 is gone: it has left"):
+                made[rank].wait(work)
+        last = bytearray(4)
+        made[2].wait(made[2].receive(memoryview(last), 0, 2))  # what it had sent before has arrived
+        assert last == b"last"
+        made[1].wait(made[1].send(memoryview(b"more"), 2, 1))  # and the others go on
+
+
+def test_a_silent_rank_is_named_by_all_who_wait_for_it_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits for rank 1, which waits for rank 2, which says nothing."""
+    for name, seconds in (("_ASK_SECONDS", 0.05), ("_LOOK_SECONDS", 0.05), ("SAY_SECONDS", 0.5)):
+        monkeypatch.setattr(module, name, seconds)
+    said: list[str] = []
+    with meshes(3, seconds=3.0, say=said.append, name_of=lambda rank: f"rank {rank} (machine {rank})") as made:
+        for peer in made[2]._peers.values():
+            monkeypatch.setattr(peer, "say", lambda *_: None)  # rank 2 is stopped
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(lambda: made[0].wait(made[0].receive(memoryview(bytearray(4)), 1, 1)))
+            second = pool.submit(lambda: made[1].wait(made[1].receive(memoryview(bytearray(4)), 2, 1)))
+            with pytest.raises(SilentRankError, match=r"rank 2 \(machine 2\) has given no sign of life for 3 s"):
+                second.result()
+            made[1].send(memoryview(b"late"), 0, 1)
+            first.result()  # rank 1 gave signs of life, and was waited for
+    assert said
+    assert {sentence.rpartition(",")[0] for sentence in said} == {"waiting for rank 2 (machine 2)"}
+
+
+# ---------------------------------------------------------------------------------------------------- who is let in
+
+
+@contextlib.contextmanager
+def door(listener: Listener, key_file: str | None, pointer: str | None = None) -> Iterator[list[socket.socket]]:
+    """A door, and the connections that it let in."""
+    entered: list[socket.socket] = []
+    made = Door([listener.socket], key_file, pointer, entered.append, "the test")
+    try:
+        yield entered
+    finally:
+        made.close()
+        for line in entered:
+            line.close()
+        listener.close()
+
+
+def test_who_lacks_the_key_is_refused_at_once_on_both_sides(
+    key_file: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.key"
+    Security.create().save(other)
+    listener = listen_tcp(LOOPBACK)
+    with door(listener, key_file) as entered:
+        for wrong in (str(other), None, links.ISOLATED):
+            with pytest.raises(RefusedConnectionError, match="has another key"):
+                links.connect(listener.address, wrong, 60.0)
+        assert not entered
+        links.connect(listener.address, key_file, 60.0).close()
+    assert capfd.readouterr().err.count("the test refused a connection from 127.0.0.1: it lacks the job's key") == 1
+
+
+def test_a_process_with_a_key_does_not_speak_to_one_without(key_file: str) -> None:
+    inside = listen_here()
+    listener = listen_tcp(LOOPBACK)
+    with door(inside, None), door(listener, None, inside.address):
+        with pytest.raises(RefusedConnectionError, match="has another key"):
+            links.connect(listener.address, key_file, 60.0)
+        links.connect(listener.address, None, 60.0).close()  # it is told where the Unix socket is
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user can be played by root alone")
+def test_another_user_of_this_machine_is_refused() -> None:
+    """At a Unix socket that he can reach, and at one that he set up in the job's place."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as bound:
+        os.chmod(folder, 0o777)
+        ours, theirs = f"{folder}/ours", f"{folder}/theirs"
+        bound.bind(ours)
+        bound.listen()
+        os.chmod(ours, 0o777)
+        with door(Listener(bound, f"ipc://{ours}"), None) as entered:
+            assert _ended(_as_nobody(lambda: links.connect(f"ipc://{ours}", None, 0.0))) != 0
+            assert not entered
+        pid = _as_nobody(lambda: _listen_once(theirs))
+        with pytest.raises(RefusedConnectionError, match="is of user 65534"):
+            links.connect(f"ipc://{theirs}", None, 20.0)
+        assert _ended(pid) == 0
+
+
+def _listen_once(path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        listener.accept()[0].recv(1)
+
+
+def _as_nobody(act: Callable[[], object]) -> int:
+    """Start a process of another user that does this; returns its number."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setuid(65534)
+            act()
+        except BaseException:  # noqa: BLE001 - whatever it is, the exit code tells
+            os._exit(1)
+        os._exit(0)
+    return pid
+
+
+def _ended(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_strangers_do_not_keep_the_job_out(key_file: str) -> None:
+    """Who connects and is silent, sends garbage, or says that something endless comes."""
+    listener = listen_tcp(LOOPBACK)
+    port = listener.socket.getsockname()[1]
+    with door(listener, key_file) as entered, contextlib.ExitStack() as strangers:
+        for number in range(600):
+            line = strangers.enter_context(socket.create_connection((LOOPBACK, port)))
+            with contextlib.suppress(OSError):
+                if number % 3 == 1:
+                    line.sendall(os.urandom(200))
+                elif number % 3 == 2:
+                    line.sendall(b"\x16\x03\x01\xff\xff" + bytes(100))
+        with links.connect(listener.address, key_file, 20.0):
+            while not entered:  # it is let in a moment after it was welcomed
+                time.sleep(0.001)
+        assert len(entered) == 1
+
+
+# ---------------------------------------------------------------------------------------------------- the store
+
+
+def test_the_key_value_store() -> None:
+    listener = listen_here()
+    server = KeyValueServer([listener.socket], None, None)
+    stores = [KeyValueStore(listener.address, None, 20.0) for _ in range(2)]
+    one, two = stores[0].prefixed("part"), stores[1]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(two.get, "part/key")
+        assert not one.check(["key"])
+        one.set("key", "value")
+        assert waiting.result() == b"value"
+    assert [one.add("count", 2), two.add("part/count", 3), one.add("count", 0)] == [2, 5, 5]
+    assert [one.compare_set("once", "", text) for text in ("first", "second")] == [b"first", b"first"]
+    assert two.compare_set("nothing", "something", "other") == b""
+    assert one.check(["key", "count", "once"])
+    with pytest.raises(PeerLostError, match="has no part/never"):
+        one.get("never", 0.1)
+    server.close()
+    listener.close()
+
+
+def test_the_end_of_the_store_is_noticed() -> None:
+    listener = listen_here()
+    lines: list[socket.socket] = []
+    made = Door([listener.socket], None, None, lines.append, "the store")
+    ended: list[object] = []
+    thread = threading.Thread(target=lambda: ended.append(await_end(listener.address, None)))
+    thread.start()
+    links.connect(listener.address, None, 20.0).close()
+    while len(lines) < 2:
+        thread.join(0.01)
+    assert thread.is_alive()
+    for line in lines:
+        line.shutdown(socket.SHUT_RDWR)
+    thread.join(20.0)
+    assert ended == [None]
+    made.close()
+    listener.close()
