@@ -145,7 +145,7 @@ class StrategyConfig:
 
     Attributes:
         name: the name of its entry point.
-        timeout_seconds: how long a rank waits for another before it gives up.
+        timeout_seconds: how long a rank may give no sign of life before the others give it up.
         dropout: see :data:`DROPOUT`.
     """
 

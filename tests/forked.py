@@ -109,6 +109,11 @@ class Program:
         self.pid, self._ended = int(self._socket.recv(100)), False
         _RUNNING.add(self)
 
+    def errors(self) -> str:
+        """What it has written to the standard error stream so far."""
+        path = Path(self._said.name, "err")
+        return path.read_text(errors="replace") if path.exists() else ""
+
     def end(self, timeout: float = LIMIT) -> CompletedProcess[str]:
         """Wait until it has ended.
 

@@ -59,7 +59,7 @@ class GraphStrategy(GroupCollectives):
     """A Lightning strategy whose ranks each hold a part of a partitioned graph.
 
     Args:
-        timeout_seconds: how long a rank waits for another before it gives up, seconds.
+        timeout_seconds: how long a rank may give no sign of life before the others give it up, seconds.
         dropout: ``exact`` or ``torch``, see :data:`gtrain.config.DROPOUT`.
         kwargs: passed on to Lightning's ``ParallelStrategy``.
     """

@@ -60,7 +60,7 @@ Fill = Callable[[int], object]
 class InFlight:
     """One round's messages on their way: what this rank sends and what it receives.
 
-    Its receives are posted first: gloo's word that there is room would else wait behind the rows that go the same way.
+    Its receives are posted first: the word that there is room would else wait behind the rows that go the same way.
 
     Args:
         group: the ranks.

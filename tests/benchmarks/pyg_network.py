@@ -50,8 +50,16 @@ class SlowNetwork(Network):
 
     def train(self, settings: list[str], run: Path, folder: Path) -> None:
         """One run whose ranks are started by hand, as on two machines."""
-        common = [sys.executable, "-m", "gtrain", *settings, "trainer.devices=1", "cluster=manual"]
-        common += [f"cluster.rendezvous=tcp://{address(0)}:{PORT}"]
+        common = [
+            sys.executable,
+            "-m",
+            "gtrain",
+            *settings,
+            "trainer.devices=1",
+            "cluster=manual",
+            "cluster.isolated=true",
+        ]
+        common += ["cluster.isolated=true", f"cluster.rendezvous=tcp://{address(0)}:{PORT}"]
         folders = [run, Path(f"{run}-1")]
         self.run([[*common, f"cluster.rank={r}", f"hydra.run.dir={f}"] for r, f in enumerate(folders)], folder)
 

@@ -15,6 +15,8 @@ import torch
 from forked import Program, command, gtrain, python
 from helpers import REPO, alive, descendants, ok, summary, until
 
+from gtrain.wire import Security
+
 ASSETS = REPO / "tests" / "assets"
 FOUND = {"PYTHONPATH": str(ASSETS / "counting")}
 SMALL = (
@@ -182,14 +184,16 @@ def test_what_is_killed_under_torchrun_takes_the_servers_with_it(victim: str, tm
 
 
 @pytest.mark.slow
-def test_two_machines_of_torchrun_know_each_other_by_keys(undisturbed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("keys", ["cluster.key_file=job.key", "cluster.isolated=true"])
+def test_two_machines_of_torchrun_know_each_other_by_keys(keys: str, undisturbed: Path, tmp_path: Path) -> None:
     """The second counter is on the second machine, and its address is not local."""
+    Security.create().save(tmp_path / "job.key")
     meet = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}")
     machine = torchrun(*meet, *quick(tmp_path), *SMALL)
     more = ("strategy.steps=[20,30]", "strategy.servers=2", "hydra.run.dir=run", "trainer.num_nodes=2")
-    together([[*machine, *more]] * 2, tmp_path)
+    said = together([[*machine, *more, keys]] * 2, tmp_path)
+    assert all(("gtrain: cluster.isolated=true: no key protects" in one) == ("isolated" in keys) for one in said)
     assert losses(tmp_path / "run") == pytest.approx(losses(undisturbed), rel=1e-12)
-    assert not (tmp_path / "run" / "job.key").exists()
     for rank in range(2):
         assert "in life 0" in (tmp_path / "run" / "logs" / f"counter-{rank}.log").read_text()
 

@@ -87,7 +87,7 @@ class Peers:
                 hint="make keys with gtrain key cluster.key_file=job.key, and give all processes of the job the file.",
             )
         own = own_address(self._main_address, 1) if self._main_address else socket.gethostname()
-        self._listener = listen_here() if loopback else listen_tcp(own)
+        self._listener = listen_here() if self._keys is None else listen_tcp(own)
         descriptor = self._listener.descriptor
         self._server = Server(self._handlers, name=name, descriptor=descriptor, security=self._keys).start()
         self._addresses = self._group.all_gather_object(self._listener.address)
@@ -160,7 +160,7 @@ class Peers:
 
     @property
     def _keys(self) -> Security | None:
-        return None if self.hosting.loopback else self._security
+        return self._security
 
     def _client(self, part: int) -> Client:
         client = self._clients.get(part)
