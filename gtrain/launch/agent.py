@@ -240,7 +240,7 @@ def _go_on_without(job: Job, selector: selectors.BaseSelector) -> None:
             continue
         if job.machine is not None and job.leash is None:  # no worker is left here, by which to know the job's end
             try:
-                job.line = links.connect(job.store_address, job.key_file, 0.0)
+                job.line = links.connect(job.store_address, job.key_file, LEFT_SECONDS, listens=True)
             except (GtrainError, OSError):
                 return  # the job has ended too
             job.leash = job.line.fileno()

@@ -153,7 +153,7 @@ def await_end(address: str, key_file: str | None) -> PeerLostError | None:
         key_file: of the job.
     """
     try:
-        with links.connect(address, key_file, 0.0) as line:
+        with links.connect(address, key_file, _ANSWER_SECONDS, listens=True) as line:
             line.recv(1)
     except PeerLostError as error:
         return error
