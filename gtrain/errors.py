@@ -58,7 +58,8 @@ def disk_full(error: BaseException, advice: str = "") -> DiskFullError | None:
     reason = (os.strerror(error.errno) if error.errno is not None else "").lower()
     return DiskFullError(
         f"{error.filename or 'a file of the run'} cannot be written: {reason}.",
-        hint=advice or "free space on that disk, or choose another (hydra.run.dir, data.store, paths.stores).",
+        hint=advice
+        or "free space on that disk, or choose another (hydra.run.dir, strategy.folder, data.store, paths.stores).",
     )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from types import TracebackType
 
-from gtrain.errors import ConfigError, GtrainError
+from gtrain.errors import ConfigError, GtrainError, disk_full
 from gtrain.wire.addresses import reachable
 from gtrain.wire.answers import Answer, failure, success
 from gtrain.wire.counters import Counters
@@ -343,6 +343,7 @@ class Server:
     def _failure(self, header: Header, error: BaseException) -> Answer:
         """The answer that raises at the asker; a defect is logged here with its traceback."""
         self.counters.errors += 1
+        error = disk_full(error) or error
         if not isinstance(error, GtrainError):
             log.error("%s failed to answer %r of %s", self.name, header.method, header.client, exc_info=error)
         return failure(header.method, error, self._limits)

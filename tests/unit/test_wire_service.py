@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import platform
@@ -61,6 +62,8 @@ def fail(message: Message, caller: Caller) -> Message:
     """Raise what was asked for."""
     if message.fields["kind"] == "data":
         raise DataError("the table has no row 7", hint="ask for rows below 7")
+    if message.fields["kind"] == "disk":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "log")
     return Message({"result": 1 / 0})
 
 
@@ -328,10 +331,12 @@ def test_what_a_handler_raises_is_raised_at_the_asker(folder: IpcFolder, caplog:
             client.request("fail", {"kind": "data"})
         with pytest.raises(RemoteError, match="table 1 failed to answer 'fail': ZeroDivisionError: division by zero"):
             client.request("fail", {"kind": "zero"})
+        with pytest.raises(RemoteError, match="log cannot be written: no space left on device.\nHINT: free space"):
+            client.request("fail", {"kind": "disk"})
         with pytest.raises(RemoteError, match="'ecko'.*\nHINT: use one of: echo, fail"):
             client.request("ecko")
         assert client.request("echo", {"a": 1}).fields == {"a": 1}
-        assert (client.counters.errors, server.counters.errors) == (3, 3)
+        assert (client.counters.errors, server.counters.errors) == (4, 4)
     error = planned.value
     assert (error.peer, error.method, error.kind, error.remote_message, error.hint) == (
         *("table 1", "fail", "DataError", "the table has no row 7"),
