@@ -125,9 +125,11 @@ def _hinting_at_resume(cfg: DictConfig) -> Iterator[None]:
             error.add_hint(runs.how_to_resume(Path(cfg.paths.run)))
         raise
     except SystemExit as error:
-        if trains and isinstance(error.code, int) and error.code > 128:
+        by_lightning = type(error).__name__ == "SIGTERMException"  # has no code, and Lightning isn't imported here
+        code = 128 + signal.SIGTERM if by_lightning else error.code
+        if trains and isinstance(code, int) and code > 128:
             print(f"gtrain: {runs.how_to_resume(Path(cfg.paths.run))}", file=sys.stderr, flush=True)
-        raise
+        sys.exit(code)
     except KeyboardInterrupt as error:
         if trains:
             error.add_note(runs.how_to_resume(Path(cfg.paths.run)))

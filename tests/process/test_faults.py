@@ -139,3 +139,18 @@ def test_the_last_line_says_how_to_resume(fault: str, tmp_path: Path) -> None:
     epoch = int(lines[-1].partition("epoch ")[2].partition(",")[0])
     ok(gtrain(*setting, f"trainer.max_epochs={epoch + 1}", "ckpt_path=last", cwd=tmp_path))
     assert summary(tmp_path / "run")["history"][-1]["epoch"] >= epoch
+
+
+@pytest.mark.slow
+def test_torchrun_that_is_ended_says_how_to_resume(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "gtrain"]
+    command = [*torchrun, "strategy=sar", "hydra.run.dir=run", *TINY, "trainer.max_epochs=100000"]
+    job = subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        until(lambda: (tmp_path / "run" / "checkpoints" / "last.ckpt" / "manifest.json").exists(), tmp_path)
+        job.terminate()
+        said = job.communicate(timeout=60)[1]
+    finally:
+        job.kill()
+        job.wait()
+    assert len(re.findall(r"gtrain: to resume after epoch \d+, run the same command with ckpt_path=last", said)) == 1
