@@ -22,6 +22,7 @@ LIGHT = (
     "gtrain.config",
     "gtrain.data.config",
     "gtrain.errors",
+    "gtrain.keys",
     "gtrain.launch.agent",
     "gtrain.launch.blame",
     "gtrain.launch.children",
@@ -31,6 +32,7 @@ LIGHT = (
     "gtrain.launch.interpreter",
     "gtrain.launch.job",
     "gtrain.launch.keeper",
+    "gtrain.launch.links",
     "gtrain.launch.logs",
     "gtrain.launch.meeting",
     "gtrain.launch.roles",
@@ -48,10 +50,21 @@ LATE = {
     "gtrain.launch.cuda": {"torch"},
     "gtrain.launch.interpreter": {"gtrain.kernel_cache"},
     "gtrain.launch.shipping": {"cloudpickle", "numpy", "torch"},
-    "gtrain.launch.command": {"gtrain.task", "gtrain.launch.environment", "gtrain.strategy.by_hand", "gtrain.wire"},
+    "gtrain.launch.links": {
+        "cryptography",
+        "cryptography.hazmat.primitives",
+        "cryptography.hazmat.primitives.asymmetric.ed25519",
+    },
+    "gtrain.launch.command": {
+        "gtrain.task",
+        "gtrain.launch.environment",
+        "gtrain.strategy.by_hand",
+        "gtrain.strategy.rendezvous",
+        "gtrain.wire",
+    },
 }
-"""Imported inside a function: where the process is a rank already, or becomes no launcher."""
-PLUGIN_MAY_USE = ("strategy", "graph", "data", "nn", "wire", "config", "errors", "backends")
+"""Imported inside a function: where the process is a rank already or becomes no launcher, or where keys are in use."""
+PLUGIN_MAY_USE = ("strategy", "graph", "data", "nn", "wire", "config", "errors", "backends", "launch.sockets")
 
 
 @dataclass(frozen=True)
@@ -218,14 +231,23 @@ def keyword(call: ast.Call, name: str) -> object:
     return values[0].value if values and isinstance(values[0], ast.Constant) else None
 
 
-UNPICKLERS = {"gtrain.strategy.group", "gtrain.launch.shipping"}
+UNPICKLERS = {"gtrain.launch.shipping"}
 
 
-def test_nothing_unpickles_files() -> None:
-    """What a rank of the same job has just sent is unpickled, and what a parent and its children pass on in memory.
+SENDS_OBJECTS = {
+    "send_pyobj",
+    "recv_pyobj",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+    "dist.all_gather_object",
+    "torch.distributed.all_gather_object",
+}
+"""Functions of zmq and torch.distributed that unpickle what comes from a socket."""
 
-    Files are never unpickled.
-    """
+
+def test_nothing_unpickles_files_or_messages() -> None:
+    """Unpickled is what a parent and its children pass on in memory; nothing that comes from a socket or a file."""
     wrong, loads = [], 0
     unpicklers = ("pickle.load", "pickle.loads", "pickle.Unpickler", "cloudpickle.load", "dill", "joblib.load")
     for package in ("gtrain", *PLUGINS, EXAMPLE):
@@ -235,7 +257,12 @@ def test_nothing_unpickles_files() -> None:
                     loads += 1
                     if keyword(call, "weights_only") is not True:
                         wrong.append(f"{place}: torch.load without weights_only=True")
-                elif function.startswith(unpicklers) and name not in UNPICKLERS:
+                elif (
+                    function.startswith(unpicklers)
+                    and name not in UNPICKLERS
+                    or function.rpartition(".")[2] in SENDS_OBJECTS
+                    or function.endswith("dist.all_gather_object")
+                ):
                     wrong.append(f"{place}: {function}")
                 elif function in ("np.load", "numpy.load") and keyword(call, "allow_pickle"):
                     wrong.append(f"{place}: numpy.load with allow_pickle=True")
@@ -247,6 +274,8 @@ def test_pickle_is_imported_in_few_files(everything: list[Import]) -> None:
     """``data/unpickling.py`` restricts PyG's readers, and explains what torch.load refused."""
     found = {found.importer for found in everything if top(found.imported) in ("pickle", "cloudpickle", "dill")}
     assert found == {*UNPICKLERS, "gtrain.data.unpickling"}
+    networks = {"socket", "zmq", "ssl", "asyncio", "http", "urllib", "socketserver"}
+    assert places([one for one in everything if one.importer in found and top(one.imported) in networks]) == []
 
 
 def test_the_wire_stands_alone(everything: list[Import]) -> None:
@@ -256,7 +285,8 @@ def test_the_wire_stands_alone(everything: list[Import]) -> None:
     wrong = [
         found
         for found in mine
-        if top(found.imported) not in allowed and not within(found.imported, "gtrain.wire", "gtrain.errors")
+        if top(found.imported) not in allowed
+        and not within(found.imported, "gtrain.wire", "gtrain.errors", "gtrain.keys")
     ]
     assert places(wrong) == []
     assert len({found.importer for found in mine}) > 10

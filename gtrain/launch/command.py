@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 
 from omegaconf import DictConfig, open_dict
 
-from gtrain import backends, config, errors, runs
+from gtrain import backends, config, errors, keys, runs
 from gtrain.errors import ConfigError, GtrainError, PeerLostError, RankFailedError
-from gtrain.launch import cluster, keeper, links, meeting
+from gtrain.launch import cluster, keeper, meeting
 from gtrain.launch.agent import preload, run, run_local
 from gtrain.launch.children import PRELOAD, die_with_parent
 from gtrain.launch.job import Job, posts_of
@@ -316,7 +316,7 @@ def _key_file(cfg: DictConfig) -> str | None:
         print(
             "gtrain: cluster.isolated=true: no key protects this job; whoever reaches its network can take part in it"
         )
-        return links.ISOLATED
+        return keys.ISOLATED
     if cfg.cluster.key_file is None:
         return None
     path = Path(cfg.cluster.key_file).absolute()

@@ -14,7 +14,6 @@ import contextlib
 import datetime
 import functools
 import hashlib
-import json
 import os
 import socket
 import ssl
@@ -23,12 +22,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from gtrain.errors import ConfigError, PeerLostError
+from gtrain.keys import secret_of
 
-ISOLATED = "isolated network"
-"""In place of a key file, with ``cluster.isolated=true``: the key that everybody knows, so anybody can connect."""
 HANDSHAKE_SECONDS = 10.0
 """How long a peer may take to prove who it is."""
 RETRY_SECONDS = 0.05
@@ -39,28 +36,10 @@ _LONGEST_POINTER = 256
 _HANDSHAKES = 128
 _REMEMBERED = 256
 _CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of SO_PEERCRED
-_ISOLATED_SECRET = "every process of an isolated network has this key"
 
 
 class RefusedConnectionError(ConfigError):
     """The other end of a connection is not of this job: it has another key, or is another user's."""
-
-
-def secret_of(key_file: str) -> str:
-    """The secret in a key file that :meth:`gtrain.wire.Security.save` wrote, or the one of :data:`ISOLATED`.
-
-    Raises:
-        ConfigError: the file cannot be read, or has no secret.
-    """
-    if key_file == ISOLATED:
-        return _ISOLATED_SECRET
-    try:
-        content = json.loads(Path(key_file).read_bytes())
-        return "/".join((content["server_secret"], content["client_secret"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"the key file {key_file} cannot be read: {error}", hint="copy the key file of the job to this machine"
-        ) from error
 
 
 def connect(address: str, key_file: str | None, timeout_seconds: float, *, listens: bool = False) -> socket.socket:

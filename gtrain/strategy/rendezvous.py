@@ -15,7 +15,7 @@ from gtrain.launch import cluster
 from gtrain.launch import slot as slots
 from gtrain.launch.environment import AgentEnvironment, find_environment
 from gtrain.launch.sockets import Listener, is_loopback, listen_here, listen_tcp, own_address
-from gtrain.strategy.key_value import KeyValueServer, KeyValueStore
+from gtrain.strategy.key_value import KeyValueServer, KeyValueStore, await_end
 from gtrain.strategy.stopping import stop_event
 
 TIMEOUT_SECONDS = 1800.0
@@ -68,6 +68,11 @@ def job_store(environment: ClusterEnvironment) -> KeyValueStore:
         address = store_address(environment)
         _store = KeyValueStore(address, slots.roster().key_file, TIMEOUT_SECONDS)
     return _store
+
+
+def await_end_of_store(address: str) -> PeerLostError | None:
+    """Return once this job's store is gone; see :func:`gtrain.strategy.key_value.await_end`."""
+    return await_end(address, slots.roster().key_file)
 
 
 def store_address(environment: ClusterEnvironment) -> str:

@@ -14,7 +14,7 @@ import zmq
 from zmq.utils import z85
 
 from gtrain.errors import ConfigError
-from gtrain.launch.links import ISOLATED
+from gtrain.keys import ISOLATED
 
 _FORMAT = "gtrain-keys-1"
 _KEY_LENGTH = 40  # Z85 text of 32 bytes
@@ -70,7 +70,7 @@ class Security:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Security:
-        """Read what :meth:`save` wrote; of :data:`gtrain.launch.links.ISOLATED` the keys that everybody has.
+        """Read what :meth:`save` wrote; of :data:`gtrain.keys.ISOLATED` the keys that everybody has.
 
         Raises:
             ConfigError: the file is missing, open to other users, or no key file.

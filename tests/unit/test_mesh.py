@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from gtrain.errors import PeerLostError, SilentRankError
+from gtrain.keys import ISOLATED
 from gtrain.launch import links
 from gtrain.launch.links import Door, RefusedConnectionError
 from gtrain.launch.sockets import Listener, listen_here, listen_tcp
@@ -182,7 +183,7 @@ def test_who_lacks_the_key_is_refused_at_once_on_both_sides(
     Security.create().save(other)
     listener = listen_tcp(LOOPBACK)
     with door(listener, key_file) as entered:
-        for wrong in (str(other), None, links.ISOLATED):
+        for wrong in (str(other), None, ISOLATED):
             with pytest.raises(RefusedConnectionError, match="has another key"):
                 links.connect(listener.address, wrong, 60.0)
         assert not entered

@@ -113,7 +113,10 @@ def settled(model: dict[str, Any], *arguments: str) -> dict[str, Any]:
 def test_the_shipped_configurations_name_what_is_allowed(request: pytest.FixtureRequest) -> None:
     names: set[str] = set()
     for path in (request.config.rootpath / "conf").rglob("*.yaml"):
-        names |= {str(target) for _, target in targets.found_in(OmegaConf.to_container(OmegaConf.load(path)))}
+        content = OmegaConf.load(path)
+        if "hydra" in content:
+            targets.check_hydra(content.pop("hydra"), [])
+        names |= {str(target) for _, target in targets.found_in(OmegaConf.to_container(content))}
     names |= {
         "gtrain.PlantedData",
         "torch_geometric.nn.GAT",

@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from gtrain.errors import PeerLostError
-from gtrain.launch import slot as slots
-from gtrain.strategy.key_value import await_end
+from gtrain.strategy.rendezvous import await_end_of_store
 from gtrain.wire import Client, Message, PeerRestartedError, RemoteError, WireError
 from gtrain_pbg.machines.heart import TELL_SECONDS, pause, place
 from gtrain_pbg.machines.members import JobEndedError
@@ -127,7 +126,7 @@ class LockClient:
         return answer
 
     def _watch(self, store: str) -> None:
-        await_end(store, slots.roster().key_file)
+        await_end_of_store(store)
         self._lose(JobEndedError("machine 0 is lost, or its rank 0: the job's key-value store, which it has, is gone"))
 
     def _lose(self, error: PeerLostError) -> None:
