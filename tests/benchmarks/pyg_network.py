@@ -57,7 +57,6 @@ class SlowNetwork(Network):
             *settings,
             "trainer.devices=1",
             "cluster=manual",
-            "cluster.isolated=true",
         ]
         common += ["cluster.isolated=true", f"cluster.rendezvous=tcp://{address(0)}:{PORT}"]
         folders = [run, Path(f"{run}-1")]

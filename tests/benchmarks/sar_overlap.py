@@ -82,7 +82,7 @@ class Network:
 
     def run(self, commands: list[list[str]], folder: Path) -> list[str]:
         """Run one command in each namespace, and return what they printed."""
-        env = environment({"GLOO_SOCKET_IFNAME": "eth0"})
+        env = environment()
         started = [
             subprocess.Popen(
                 ["ip", "netns", "exec", name, *command],
@@ -127,7 +127,7 @@ def train(bench: Bench, net: Network, name: str, model: str, mode: int, settings
     """A run whose ranks are started by hand, each in its namespace."""
     run = bench.folder / "runs" / re.sub(r"\W+", "-", name)
     common = [sys.executable, "-m", "gtrain", "strategy=sar", f"mode={mode}", *MODELS[model], *settings, *QUIET]
-    common += [*bench.probe(run), f"trainer.num_nodes={net.ranks}", "trainer.devices=1", "cluster=manual"]
+    common += [*bench.probe(run), f"trainer.num_nodes={net.ranks}", "trainer.devices=1", "cluster=manual", KEYS]
     common += [f"cluster.rendezvous=tcp://{address(0)}:{PORT}"]
     # each machine of a job by hand has a folder of its own for logs; results are in that of the first
     folders = [run if rank == 0 else Path(f"{run}-{rank}") for rank in range(net.ranks)]
