@@ -10,14 +10,23 @@ import fcntl
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gtrain import __version__
 from gtrain.errors import CheckpointError, ConfigError
 
 INDEX = "index.txt"
 RUN = "run.json"
 NAMES = ("last", "best")
+_GROUPS = ("data", "model", "strategy")
 _PLACES = ("root", "store")  # where data lie does not make them other data
 
 
@@ -67,7 +76,7 @@ _held: dict[str, int] = {}
 
 def identity(config: dict[str, Any]) -> str:
     """A digest of the data, model and strategy settings: runs with equal ones can continue each other."""
-    parts = {name: config[name] for name in ("data", "model", "strategy")}
+    parts = {name: config[name] for name in _GROUPS}
     parts["data"] = {key: value for key, value in parts["data"].items() if key not in _PLACES}
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -75,7 +84,7 @@ def identity(config: dict[str, Any]) -> str:
 def register(runs: Path, run_dir: Path, config: dict[str, Any]) -> None:
     """Note a run that is about to train."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / RUN).write_text(json.dumps({"identity": identity(config)}) + "\n")
+    (run_dir / RUN).write_text(json.dumps({"identity": identity(config), "gtrain": __version__}) + "\n")
     runs.mkdir(parents=True, exist_ok=True)
     line = os.path.relpath(run_dir, runs) if run_dir.is_relative_to(runs) else str(run_dir)
     with open(runs / INDEX, "a") as index:  # one short write: lines of concurrent jobs do not mix
@@ -98,9 +107,8 @@ def resolve(ckpt_path: str, runs: Path, config: dict[str, Any]) -> Path:
     wanted = identity(config)
     for run_dir in reversed(_known(runs)):
         checkpoint = run_dir / "checkpoints" / f"{ckpt_path}.ckpt"
-        if _identity_of(run_dir) == wanted and (
-            checkpoint.exists() or checkpoint.with_name(f"{ckpt_path}.ckpt.old").exists()
-        ):
+        there = checkpoint.exists() or checkpoint.with_name(f"{ckpt_path}.ckpt.old").exists()
+        if there and wanted in _identities_of(run_dir):
             return checkpoint
     raise CheckpointError(
         f"ckpt_path={ckpt_path} was set; no run under {runs} with the same data, model and strategy has a checkpoint.",
@@ -128,9 +136,19 @@ def _known(runs: Path) -> list[Path]:
     return [runs / line for line in index.read_text().splitlines() if line]
 
 
-def _identity_of(run_dir: Path) -> str | None:
+def _identities_of(run_dir: Path) -> Iterator[str]:
+    """The identity that a run noted, and the one that its command line has today if another release noted it."""
     try:
-        value: str = json.loads((run_dir / RUN).read_text())["identity"]
-    except (OSError, ValueError, KeyError):
-        return None
-    return value
+        noted = json.loads((run_dir / RUN).read_text())
+        yield noted["identity"]
+        if noted.get("gtrain") != __version__ and GlobalHydra.instance().is_initialized():
+            yield identity(_composed_again(run_dir))
+    except (OSError, ValueError, KeyError, HydraException, OmegaConfBaseException):
+        return  # not a run's folder, or settings that this release does not have
+
+
+def _composed_again(run_dir: Path) -> dict[str, Any]:
+    """What a run's command line means today: keys and defaults of releases differ."""
+    overrides = [str(override) for override in OmegaConf.load(run_dir / ".hydra" / "overrides.yaml")]
+    cfg = compose("config", overrides)
+    return {group: OmegaConf.to_container(cfg[group], resolve=True) for group in _GROUPS}

@@ -24,7 +24,7 @@ from gtrain.errors import ConfigError, DataError, negative_weight, zero_weights
 from gtrain.graph import metis
 from gtrain.graph.locality import GROUP_NODES
 from gtrain.graph.lock import ensure_store
-from gtrain.graph.manifest import FORMAT
+from gtrain.graph.manifest import FORMAT, READABLE
 from gtrain.graph.partition import AUTO, METHODS, installed_method
 from gtrain.graph.sampling.options import checked_fan_out
 from gtrain.graph.store import Store
@@ -256,8 +256,13 @@ class GraphDataModule(pl.LightningDataModule):
 
     @property
     def store_path(self) -> Path:
-        """Folder of this graph's store; other options have another folder."""
-        text = json.dumps(self._source(), sort_keys=True, default=str)
+        """Folder of this graph's store; other options have another folder. A store of an earlier format that is there
+        already is used as it is."""
+        paths = [self._store_path({**self._source(), "format": version}) for version in READABLE]
+        return next((path for path in paths if path.exists()), paths[0])
+
+    def _store_path(self, source: dict[str, Any]) -> Path:
+        text = json.dumps(source, sort_keys=True, default=str)
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         return self.store / f"{self.name}-{self.num_parts}parts-{digest}"
 

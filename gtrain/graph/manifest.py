@@ -13,8 +13,11 @@ from urllib.parse import quote
 from gtrain.errors import StoreError
 
 FORMAT = 3
-"""Version of the on-disk layout and of the facts. It takes part in a store's name: where a store of an earlier version
-lies, a new one is made beside it."""
+"""Version of the on-disk layout and of the facts that stores are written with; it takes part in a store's name."""
+
+READABLE = (3, 2)
+"""Formats that are read, the newest first. Format 2 lacks the facts ``train_classes``, ``numbering``, ``edge_weights``
+and ``negative_weight``; :meth:`~gtrain.graph.store.Store.open` computes the last two."""
 
 REBUILD = "delete the store's folder ({path}) and run again: it is built anew from the source data"
 """What to do about a store that is damaged or of another format."""
@@ -149,7 +152,7 @@ class Manifest:
     """The contents of ``manifest.json``.
 
     Attributes:
-        format: version of the on-disk layout, :data:`FORMAT` when it was written.
+        format: version of the on-disk layout, one of :data:`READABLE`.
         gtrain: version of gtrain that wrote the store, for people; it is not compared.
         num_parts: P, the number of parts.
         node_types: node types by name; ``{"node": ...}`` for a homogeneous graph.
@@ -203,9 +206,10 @@ class Manifest:
             crc, version = body.pop("crc32"), body["format"]
         except (ValueError, KeyError, AttributeError, TypeError) as err:
             raise StoreError(f"{path}: manifest.json is not a manifest ({err})", hint=hint) from err
-        if version != FORMAT:
+        if version not in READABLE:
+            formats = " and ".join(map(str, sorted(READABLE)))
             raise StoreError(
-                f"{path}: the store has format {version}, and this gtrain reads format {FORMAT}", hint=hint
+                f"{path}: the store has format {version}, and this gtrain reads formats {formats}", hint=hint
             )
         if crc != _crc(body):
             raise StoreError(f"{path}: manifest.json does not match its own checksum", hint=hint)

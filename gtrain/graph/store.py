@@ -42,6 +42,8 @@ from gtrain.errors import StoreError
 from gtrain.graph.files import bucket_file, edge_file, file_crc, held_out_file, names_file, node_file
 from gtrain.graph.manifest import (
     EDGE_TYPE,
+    FORMAT,
+    HELD_OUT,
     NODE_TYPE,
     REBUILD,
     EdgeType,
@@ -92,6 +94,8 @@ class Store:
             )
         store = cls(path, Manifest.from_json((path / "manifest.json").read_bytes(), path))
         store._check_sizes()
+        if store.manifest.format < FORMAT:
+            store.facts.update(store._weight_facts())
         return store
 
     @property
@@ -299,6 +303,22 @@ class Store:
             if found != size:
                 state = "is missing" if found is None else f"has {found} bytes and the manifest says {size}"
                 raise StoreError(f"{file} {state}", hint=REBUILD.format(path=self.path))
+
+    def _weight_facts(self) -> dict[str, Any]:
+        """The facts ``edge_weights`` and ``negative_weight``, which stores of format 2 do not have."""
+        weights = []
+        for edge_type in self.edge_types:
+            for part in range(self.num_parts):
+                if "edge_weight" in self.edge_tensors(edge_type):
+                    weights.append(self.edge("edge_weight", part, edge_type))
+                for split in HELD_OUT:
+                    if "edge_weight" in self.held_out_tensors(split, edge_type):
+                        weights.append(self.held_out("edge_weight", part, split, edge_type))
+        ends = [float(end) for values in weights if values.numel() for end in values.aminmax()]
+        if not ends:
+            return {}
+        facts: dict[str, Any] = {"edge_weights": [min(ends), max(ends)]}
+        return facts if min(ends) >= 0 else {**facts, "negative_weight": f"{self.path}: the weight is {min(ends):g}"}
 
     def _map(self, name: str) -> Tensor:
         return torch.from_numpy(self._load(name))
