@@ -34,8 +34,9 @@ from gtrain.nn import tables
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.counters import PeakMemory
 from gtrain.strategy.preparation import prepare
-from gtrain.strategy.rendezvous import agree
+from gtrain.strategy.rendezvous import agree, job_store
 from gtrain.strategy.servers import ServerMeter
+from gtrain.strategy.settings_check import check_same, comparable
 
 log = logging.getLogger("gtrain")
 
@@ -65,6 +66,11 @@ def run(cfg: DictConfig, choices: dict[str, str]) -> float | None:
 def shared_run_dir(run_dir: str) -> str:
     """Rank 0's run folder, on every rank of a job that another launcher started."""
     return agree(find_environment(), run_dir)
+
+
+def check_same_settings(cfg: DictConfig, rank: int) -> None:
+    """Refuse this rank if its settings or release are not those of rank 0; another launcher started it."""
+    check_same(job_store(find_environment()), rank, f"rank {rank}", comparable(cfg))
 
 
 def _partition(config: dict[str, Any]) -> None:

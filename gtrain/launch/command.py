@@ -230,6 +230,7 @@ def _as_rank(cfg: DictConfig, choices: dict[str, str], launcher: str, given: lis
         global ranks_meet
         ranks_meet = True
         cfg.paths.run = task.shared_run_dir(cfg.paths.run)
+        task.check_same_settings(cfg, place.rank)
         config.validate(cfg)
         capture(log_path(_logs(cfg), f"rank {place.rank}"), terminal=True)
         from gtrain.strategy.rendezvous import store_address

@@ -134,8 +134,10 @@ def _expect_welcome(line: socket.socket) -> None:
             raise ConnectionResetError("the connection was closed")
         content += some
     if content != _WELCOME:
+        theirs, mine = (text.decode("ascii", "replace").strip() for text in (content, _WELCOME))
         raise RefusedConnectionError(
-            "another version of gtrain answered.", hint="install the same version on all machines."
+            f"another version of gtrain answered: its connections are {theirs!r}, and those of this process {mine!r}.",
+            hint="install the same release on all machines.",
         )
 
 

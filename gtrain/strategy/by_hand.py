@@ -23,6 +23,7 @@ from gtrain.launch.slot import Roster, Slot
 from gtrain.strategy import server
 from gtrain.strategy.key_value import KeyValueStore, await_end
 from gtrain.strategy.rendezvous import job_store
+from gtrain.strategy.settings_check import check_release, check_same, comparable
 from gtrain.strategy.stopping import stop_event
 
 BY_HAND, BY_AGENT = "by hand", "by the agents"
@@ -34,9 +35,11 @@ def run(cfg: DictConfig, choices: dict[str, str]) -> Any:
 
     job = slots.current()
     assert job is not None
-    store = _signs(job_store(find_environment()))
+    job_values = job_store(find_environment())
+    store = _signs(job_values)
     _check_shape(store, f"{job.num_nodes} machines with {job.devices} workers each")
     _claim(store, job.slot, job.restarts)
+    check_same(job_values, job.slot.rank, f"machine {job.slot.node}", comparable(cfg))
     if job.slot.rank == 0:
         for plan in backends.get(choices["strategy"]).plan(cfg):
             store.set(f"role/{plan.name}", BY_HAND if plan.by_hand else BY_AGENT)
@@ -56,8 +59,10 @@ def serve(cfg: DictConfig, plan: RolePlan, place: Place, key_file: str | None) -
     Raises:
         ConfigError: its rank is taken, or all are.
     """
-    store = _signs(KeyValueStore(place.address, key_file, cfg.cluster.timeout_seconds))
+    job_values = KeyValueStore(place.address, key_file, cfg.cluster.timeout_seconds)
+    store = _signs(job_values)
     _check_wanted(store, plan)
+    check_release(job_values, f"gtrain serve role={plan.name}")
     rank = _free_rank(store, plan, cfg.cluster.rank)
     job = Job(
         num_nodes=cfg.trainer.num_nodes,

@@ -3,7 +3,7 @@
 ::
 
     last.ckpt/
-        manifest.json   format, world size, model, numbering of its rows, checksums; written last
+        manifest.json   format, release, world size, model, numbering of its rows, checksums; written last
         trainer.pt      Lightning's checkpoint: weights, optimizers, schedulers, loops, callbacks
         rank-<r>.pt     that rank's random number generators and shard state
         ...             files that the strategy writes itself, for what is larger than memory
@@ -33,6 +33,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn import Module
 
+from gtrain import __version__
 from gtrain.data.unpickling import foreign_content
 from gtrain.errors import CheckpointError, disk_full, naming
 from gtrain.graph.entities import feature_kind
@@ -302,8 +303,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         ) from error
     if version != FORMAT:
         raise CheckpointError(
-            f"{path} has checkpoint format {version}; this version of gtrain reads format {FORMAT}.",
-            hint="use the version of gtrain that wrote it.",
+            f"{path} has checkpoint format {version}; gtrain {__version__} reads format {FORMAT}.",
+            hint=f"use the version of gtrain that wrote it: {manifest.get('gtrain', 'an earlier one')}.",
         )
     checksum = manifest.pop("checksum", None)
     if checksum != _checksum(manifest) and (checksum is not None or set(manifest) - _UNSIGNED):
@@ -475,6 +476,7 @@ def _write_manifest(
     }
     manifest = {
         "format": FORMAT,
+        "gtrain": __version__,
         "strategy": strategy,
         "world_size": world_size,
         "epoch": checkpoint.get("epoch"),

@@ -9,6 +9,7 @@ group before can reach it. Who belongs to an incarnation is read from the job's 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import time
 from typing import Any
@@ -21,6 +22,7 @@ from gtrain.strategy.counters import Counters
 from gtrain.strategy.group import Group, Membership
 from gtrain.strategy.mesh import SAY_SECONDS, Mesh
 from gtrain.strategy.rendezvous import Meeting, job_store, meeting_of
+from gtrain.strategy.settings_check import LOOK_SECONDS, check_refused
 
 POLL_SECONDS = 0.02
 CONNECT_SECONDS = 60.0
@@ -88,7 +90,8 @@ class Forming:
         self._environment, self._timeout_seconds = environment, timeout_seconds
         self.rank, self._size = rank, size
         self._number, self._first = number, first
-        self._store = job_store(environment).prefixed(f"gtrain-group-{number}")
+        self._job = job_store(environment)
+        self._store = self._job.prefixed(f"gtrain-group-{number}")
 
     def come_back(self) -> None:
         """Say that this rank, started again, wants to be a member."""
@@ -150,15 +153,16 @@ class Forming:
 
     def _address(self, incarnation: int, rank: int, meeting: Meeting, seconds: float) -> str:
         """Where a rank listens, once it has said so."""
-        key, began = f"{incarnation}/address/{rank}", time.monotonic()
+        key, began, said = f"{incarnation}/address/{rank}", time.monotonic(), 0.0
         while True:
+            with contextlib.suppress(PeerLostError):
+                return self._store.get(key, min(LOOK_SECONDS, began + seconds - time.monotonic())).decode()
+            check_refused(self._job, self.rank)
             waited = time.monotonic() - began
-            try:
-                return self._store.get(key, min(SAY_SECONDS, seconds - waited)).decode()
-            except PeerLostError:
-                waited = time.monotonic() - began
-                if waited >= seconds:
-                    raise PeerLostError(f"{self._name_of(rank, meeting)} did not come within {seconds:g} s") from None
+            if waited >= seconds:
+                raise PeerLostError(f"{self._name_of(rank, meeting)} did not come within {seconds:g} s")
+            if waited >= said + SAY_SECONDS:
+                said = waited
                 slots.say_waiting(f"waiting for {self._name_of(rank, meeting)} to come, {waited:.0f} s")
 
     def _name_of(self, rank: int, meeting: Meeting) -> str:
@@ -196,6 +200,7 @@ class Forming:
         return self._store.add("events", 0)
 
     def _pause(self, deadline: float, what: str) -> None:
+        check_refused(self._job, self.rank)
         if time.monotonic() > deadline:
             raise PeerLostError(f"{what} within {self._timeout_seconds:g} s to form the group anew")
         time.sleep(POLL_SECONDS)

@@ -6,14 +6,16 @@ import os
 import re
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import pytest
-from forked import Program, gtrain
-from helpers import ok, summary, until
+from forked import Program, gtrain, python
+from helpers import ok, run, summary, until
 
 from gtrain.wire import Security
 
+OTHER_RELEASE = Path(__file__).parent.parent / "assets" / "other_release.py"
 SMALL = ("strategy=sar", "data.num_nodes=600", "data.num_edges=4000", "model.dropout=0", "trainer.max_epochs=4")
 
 
@@ -39,8 +41,7 @@ def test_who_lacks_the_key_is_refused_at_once_and_the_job_goes_on(tmp_path: Path
     ok(gtrain(*SMALL, "trainer.num_nodes=2", "hydra.run.dir=local", cwd=tmp_path))
     for name in ("job", "other"):
         Security.create().save(tmp_path / f"{name}.key")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     first = machine(0, port, "cluster.key_file=job.key", "hydra.run.dir=run", cwd=tmp_path)
     for wrong in (("cluster.key_file=other.key",), ()):
         stranger = machine(1, port, *wrong, "cluster.timeout_seconds=60", cwd=tmp_path).end()
@@ -52,6 +53,46 @@ def test_who_lacks_the_key_is_refused_at_once_and_the_job_goes_on(tmp_path: Path
     done = first.end()
     assert (done.returncode, second.returncode) == (0, 0), done.stderr + second.stderr
     assert losses(tmp_path / "run") == losses(tmp_path / "local")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_machines_of_other_settings_are_refused_in_one_line(first: int, tmp_path: Path) -> None:
+    """Whichever comes first; paths and folders may differ."""
+    port = free_port()
+    own = [("model.optimizer.lr=0.02", "hydra.run.dir=zero"), ("model.optimizer.lr=0.5", f"data.root={tmp_path}/one")]
+    jobs = {rank: machine(rank, port, *own[rank], cwd=tmp_path) for rank in (first, 1 - first)}
+    for rank in (0, 1):
+        done = jobs[rank].end()
+        assert done.returncode == 1
+        lines = done.stderr.splitlines()
+        assert "gtrain: machine 1 has model.optimizer.lr=0.5, and machine 0 has model.optimizer.lr=0.02." in lines
+        assert "HINT: give all machines of a job the same settings" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_machine_with_another_release_is_refused_in_one_line(tmp_path: Path) -> None:
+    port = free_port()
+    mine = machine(0, port, "hydra.run.dir=run", cwd=tmp_path)
+    until(lambda: (tmp_path / "run" / "logs" / "rank-0.log").exists(), tmp_path)
+    place = f"cluster.rendezvous=tcp://127.0.0.1:{port}"
+    arguments = (*SMALL, "trainer.num_nodes=2", "cluster=manual", "cluster.rank=1", place)
+    other = run([sys.executable, str(OTHER_RELEASE), "9.9", *arguments], cwd=tmp_path)
+    for done in (other, mine.end()):
+        assert done.returncode == 1 and "Traceback" not in done.stderr
+        assert re.search(
+            r"^gtrain: machine 1 has gtrain=9.9, and machine 0 has gtrain=\S+\.$", done.stderr, re.MULTILINE
+        )
+
+
+def test_ranks_of_other_settings_under_torchrun_are_refused_in_one_line(tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "gtrain"]
+    done = python(*torchrun, *SMALL, "model.optimizer.lr='${oc.decode:${oc.env:RANK}}'", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "gtrain: rank 1 has model.optimizer.lr=1, and rank 0 has model.optimizer.lr=0." in done.stderr.splitlines()
 
 
 @pytest.mark.slow

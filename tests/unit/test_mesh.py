@@ -300,3 +300,19 @@ def test_the_end_of_the_store_is_noticed() -> None:
     assert ended == [None]
     made.close()
     listener.close()
+
+
+def test_another_version_of_connections_is_refused_by_both_names() -> None:
+    listener = listen_here()
+
+    def answer() -> None:
+        line, _ = listener.socket.accept()
+        with line:
+            line.sendall(b"gtrain 2\n")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with pytest.raises(RefusedConnectionError, match="its connections are 'gtrain 2', and those of .* 'gtrain 1'"):
+        links.connect(listener.address, None, 10.0)
+    thread.join()
+    listener.close()

@@ -1,0 +1,123 @@
+"""Ranks that different commands started compare release and settings when they meet, before any of them reads data.
+
+Rank 0 writes its settings to the job's key-value store, and each other rank compares its own. A rank that differs says
+so in one line and ends; the others read that line where they wait for it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from gtrain import __version__
+from gtrain.config import plain
+from gtrain.errors import ConfigError
+from gtrain.strategy.key_value import KeyValueStore
+
+LOOK_SECONDS = 1.0
+"""How often a rank that waits for another one calls :func:`check_refused`."""
+_RELEASE = "gtrain"
+_OWN = ("cluster", "logger", "output", "paths", "role")
+"""Groups and keys that may differ between machines."""
+_FOLDERS = ("data.root", "data.store")
+_PATH = "/"
+"""Stands for a value with a slash: a path, which may differ between machines."""
+_SHOWN = 3
+
+
+def comparable(cfg: DictConfig) -> dict[str, str]:
+    """The settings that all ranks of a job must share, as text by key, and the release of gtrain.
+
+    What is derived from another setting is left out; values of environment variables are not.
+    """
+    settings = {_RELEASE: __version__}
+    raw = OmegaConf.to_container(cfg, resolve=False)
+    assert isinstance(raw, dict)
+    for group, node in plain(cfg).items():
+        if group not in _OWN:
+            _flatten(str(group), node, raw[group], settings)
+    return settings
+
+
+def check_same(job: KeyValueStore, rank: int, name: str, settings: Mapping[str, str]) -> None:
+    """Compare this process with rank 0 of the job, which does not wait for the others.
+
+    Args:
+        job: the job's store.
+        rank: this process.
+        name: what messages call it.
+        settings: see :func:`comparable`.
+
+    Raises:
+        ConfigError: a setting or the release differs; names the key and both values.
+    """
+    store = job.prefixed("gtrain-settings")
+    if rank == 0:
+        store.set("rank 0", json.dumps({"name": name, "settings": settings}))
+        return
+    first = json.loads(store.get("rank 0"))
+    different = _differences(settings, first["settings"])
+    if different:
+        error = _refusal(f"{name} has {_listed(different, 0)}, and {first['name']} has {_listed(different, 1)}.")
+        store.set("refused", error.message)
+        raise error
+
+
+def check_release(job: KeyValueStore, name: str) -> None:
+    """Compare the release of a server that was started by hand with that of rank 0.
+
+    Raises:
+        ConfigError: it differs; names both.
+    """
+    first = json.loads(job.prefixed("gtrain-settings").get("rank 0"))
+    release = first["settings"][_RELEASE]
+    if release != __version__:
+        raise _refusal(f"{name} has gtrain={__version__}, and {first['name']} has gtrain={release}.")
+
+
+def check_refused(job: KeyValueStore, rank: int) -> None:
+    """Raise what a rank of the job that differs from rank 0 has said. Rank 0, with whom the store ends, raises last.
+
+    Raises:
+        ConfigError: as :func:`check_same` raised it there.
+    """
+    store = job.prefixed("gtrain-settings")
+    if store.check(["refused"]):
+        time.sleep(2 * LOOK_SECONDS if rank == 0 else 0.0)
+        raise _refusal(store.get("refused").decode())
+
+
+def _refusal(message: str) -> ConfigError:
+    return ConfigError(
+        message, hint="give all machines of a job the same settings, and install the same release of gtrain on them."
+    )
+
+
+def _flatten(key: str, node: Any, raw: Any, settings: dict[str, str]) -> None:
+    """Add a setting, or all those of a group; ``raw`` has interpolations where ``node`` has their values."""
+    derived = isinstance(raw, str) and "${" in raw and "oc.env" not in raw
+    if derived or key in _FOLDERS:
+        return
+    if isinstance(node, dict) and isinstance(raw, dict):
+        for name, value in node.items():
+            _flatten(f"{key}.{name}", value, raw[name], settings)
+    else:
+        text = node if isinstance(node, str) else json.dumps(node, default=str)
+        settings[key] = _PATH if "/" in text else text
+
+
+def _differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Both values of each setting that differs, as ``key=value``; of another release only that."""
+    keys = [key for key in {**theirs, **mine} if _PATH not in (mine.get(key), theirs.get(key))]
+    different = [key for key in keys if mine.get(key) != theirs.get(key)]
+    shown = [_RELEASE] if _RELEASE in different else different
+    return [(f"{key}={mine.get(key, '(absent)')}", f"{key}={theirs.get(key, '(absent)')}") for key in shown]
+
+
+def _listed(different: list[tuple[str, str]], side: int) -> str:
+    more = f" and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
+    return ", ".join(pair[side] for pair in different[:_SHOWN]) + more
