@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -23,23 +23,34 @@ _OPTIONAL = ("edge_type", "edge_weight")
 
 
 class EvaluationBatches:
-    """A worker's share of a split's edges; of all nodes for ``predict``.
+    """A worker's share of a split's edges; of all nodes for ``predict``. Each pass shares among the workers left.
 
     Args:
         loader: what to evaluate.
         partitions: how the table is cut.
         filtered: whether the model leaves out what is known.
-        worker: number of this worker; workers: how many there are.
+        share: this worker's number among those that are left, and how many these are.
         one_batch: whether all edges come at once, because going through the table is dear.
     """
 
     def __init__(
-        self, loader: SeedLoader, partitions: Partitions, filtered: bool, worker: int, workers: int, one_batch: bool
+        self,
+        loader: SeedLoader,
+        partitions: Partitions,
+        filtered: bool,
+        share: Callable[[], tuple[int, int]],
+        one_batch: bool,
     ) -> None:
         self._loader, self._store, self._filtered, self._one_batch = loader, loader.store, filtered, one_batch
         self._orig_id = partitions.all_orig_ids
         self._edges = {} if loader.split == "predict" else held_out_edges(loader.store, loader.split)
-        total = len(self._orig_id) if loader.split == "predict" else len(self._edges.get("source", ()))
+        self._share = share
+        self._take_share()
+
+    def _take_share(self) -> None:
+        """Choose this worker's edges, or nodes."""
+        total = len(self._orig_id) if self._loader.split == "predict" else len(self._edges.get("source", ()))
+        self._taken = worker, workers = self._share()
         self._mine = torch.arange(total).tensor_split(workers)[worker]
         self._known: KnownEdges | None = None
 
@@ -55,6 +66,8 @@ class EvaluationBatches:
         return max(1, self._loader.batch_size)
 
     def __iter__(self) -> Iterator[Data]:
+        if self._share() != self._taken:
+            self._take_share()
         for seeds in self._mine.split(self._size) or [self._mine]:
             batch = Data(orig_id=self._orig_id, num_nodes=len(self._orig_id))
             if self._loader.split == "predict":

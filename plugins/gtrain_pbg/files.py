@@ -20,6 +20,7 @@ __all__ = [
     "file_name",
     "keep",
     "mapped",
+    "partition_key",
     "read",
     "write",
 ]
@@ -31,7 +32,12 @@ PIECE = 1 << 18
 
 def file_name(kind: str, partition: int, table: str = "table") -> str:
     """Name of the file of a table's partition."""
-    return f"{safe_name(table)}-{partition}.{kind}.npy"
+    return f"{partition_key(safe_name(table), partition)}.{kind}.npy"
+
+
+def partition_key(table: str, partition: int) -> str:
+    """What a partition is called in a store, and its lease on the wire."""
+    return f"{table}-{partition}"
 
 
 def check_count(folder: Path, table: str, partitions: int) -> None:

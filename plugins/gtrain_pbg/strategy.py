@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,25 +31,21 @@ from gtrain_pbg import SERVES
 from gtrain_pbg.checkpoints import Reached, preserve
 from gtrain_pbg.checks import check_store, check_training
 from gtrain_pbg.config import PBGConfig, check_machines
+from gtrain_pbg.deployment import Deployment, OneMachine
 from gtrain_pbg.edges import BucketEdges, kinds_of
 from gtrain_pbg.evaluation import EvaluationBatches
 from gtrain_pbg.home import PartitionedHome
-from gtrain_pbg.machines.evaluation import DealtAnew
+from gtrain_pbg.machines.deployment import SeveralMachines
 from gtrain_pbg.machines.members import JobEndedError
-from gtrain_pbg.machines.set_up import Machines, check_spread
-from gtrain_pbg.machines.trainee import MachineTrainee, Turn, Turns
-from gtrain_pbg.machines.typed import SpreadTypes
 from gtrain_pbg.memory import fill_relations, in_memory_of_all, load_states, relations_layout, save_states
 from gtrain_pbg.optimizers import StepRules
-from gtrain_pbg.order import Bucket
-from gtrain_pbg.spans import Cut, EpochStart, Span, Spans, Trainee, buckets_of
 from gtrain_pbg.step.arithmetic import FORMATS, choose, fastest_of_cpu
 from gtrain_pbg.step.relations import state_width
-from gtrain_pbg.swaps import Visit
 from gtrain_pbg.tables import Partitions
 from gtrain_pbg.training import BucketTraining
 from gtrain_pbg.typed import TypedTables, cuts_of
 from gtrain_pbg.warm_start import check_numbering, describe, matmul_of, relations_of, warm_start
+from gtrain_pbg.worker import BucketWorker, Cut, Turns
 
 log = logging.getLogger("gtrain")
 
@@ -122,9 +118,8 @@ class PBGStrategy(GraphStrategy):
         self._recipe: ModelRecipe | None = None
         self._table: TypedTables | None = None
         self._shared: SharedTensors | None = None
-        self._machine = self.group
-        self._machines: Machines | None = None
-        self._trainee: Trainee | MachineTrainee | None = None
+        self._deployment: Deployment = OneMachine(self.settings, self.group)
+        self._worker: BucketWorker | None = None
         self._training: BucketTraining | None = None
         self._cpus: list[str] = []  # the fastest number format of each rank's CPU
         self._now: Reached | None = None  # while a checkpoint is written within an epoch
@@ -139,18 +134,19 @@ class PBGStrategy(GraphStrategy):
     def make_group(self) -> Group:
         """The group of all workers, and that of this machine's."""
         if self.num_nodes == 1:
-            self._machine = super().make_group()
-            return self._machine
+            self._deployment = OneMachine(self.settings, super().make_group())
+            return self._deployment.group
         rank = self.global_rank, self.world_size
         environment = self.cluster_environment
         assert environment is not None
         tell = self.say if self.speaks else None
         store = store_address(environment) if self.node_rank else None
-        self._machines = machines = Machines(
+        self._deployment = machines = SeveralMachines(
             self.settings, self.servers, *rank, self.counters, store, tell, self.timeout_seconds
         )
-        fitting = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
-        if fitting and self.settings.on_trainer_loss == "continue" and self.node_rank > 0:  # all meet on machine 0
+        if (
+            self._fitting and self.settings.on_trainer_loss == "continue" and self.node_rank > 0
+        ):  # all meet on machine 0
             self.may_be_lost()
             machines.lock.on_loss(lambda error: self.may_be_lost(not isinstance(error, JobEndedError)))
         self.joined()
@@ -158,8 +154,13 @@ class PBGStrategy(GraphStrategy):
         place = environment, self.local_rank, self.num_processes
         name = f" of machine {self.node_rank}"
         first = self.node_rank * self.num_processes
-        self._machine = form_group(*place, self.timeout_seconds, self.counters, name=name, first=first)
+        machines.machine = form_group(*place, self.timeout_seconds, self.counters, name=name, first=first)
         return machines.group
+
+    @property
+    def _fitting(self) -> bool:
+        """Whether the run trains."""
+        return self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
 
     def restart_checkpoint(self, run_dir: Path) -> Path | None:
         """None: a rank is restarted before it has a part in the job, and begins with the others."""
@@ -168,14 +169,7 @@ class PBGStrategy(GraphStrategy):
     @property
     def _leads(self) -> bool:
         """Whether this worker moves the machine's partitions."""
-        return self._machine.rank == 0
-
-    @property
-    def _slots(self) -> int:
-        settings = self.settings
-        if self._machines is not None:
-            return settings.buffer_partitions or 3
-        return min(settings.num_partitions, settings.buffer_partitions or settings.num_partitions)
+        return self._deployment.machine.rank == 0
 
     def making_model(self) -> AbstractContextManager[None]:
         return deferred()
@@ -197,14 +191,12 @@ class PBGStrategy(GraphStrategy):
 
     def install(self, module: Module) -> None:
         """Let the table live in partitions, and relations where all workers have them."""
-        fitting = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
         self._recipe = recipe = module.recipe()  # type: ignore[operator]
+        rules = StepRules(self.optimizers, recipe) if self._fitting else None
         if self._table is None:
-            rules = StepRules(self.optimizers, recipe) if fitting else None
             self._table = self._make_table(recipe, rules)
-            start = rules.starts if rules else (0.0, 0.0)
             if self._leads:
-                self._fill(recipe, start)
+                self._fill(recipe, rules.starts if rules else (0.0, 0.0))
             self._table.place_first()
             self.group.barrier()
         assert self._shared is not None
@@ -212,33 +204,18 @@ class PBGStrategy(GraphStrategy):
             parameter.data = self._shared[name]
         for layer, table in zip(recipe.tables.values(), self._table.tables, strict=True):
             layer.move(PartitionedHome(table))
-        if fitting:
-            self._trainee = self._make_trainee(recipe)
+        if rules is not None:
+            self._worker = self._make_worker(recipe, rules)
 
-    def _make_trainee(self, recipe: ModelRecipe) -> Trainee | MachineTrainee:
+    def _make_worker(self, recipe: ModelRecipe, rules: StepRules) -> BucketWorker:
         table, shared, settings, trainer = self._table, self._shared, self.settings, self._trainer
-        assert table is not None and shared is not None and trainer is not None
-        rules = StepRules(self.optimizers, recipe)
+        assert table is not None and shared is not None and trainer is not None and self._store is not None
         matmul = settings.matmul if settings.matmul != "auto" else self._choose_matmul(recipe, table.dtype)
         self._training = training = BucketTraining(self.lightning_module, recipe, rules, shared, table, matmul)
-        held_out = settings.eval_fraction > 0
-        if self._machines is None:
-            return Trainee(table, self.group, training, held_out)
-        assert isinstance(table, SpreadTypes)
-        fresh = settings.distributed_tree_init_order and settings.warm_start is None
-        return MachineTrainee(
-            table,
-            self._machines.lock,
-            self._machine,
-            self._machines.group,
-            training,
-            self._machines.parameters(table.in_common(shared)),
-            lambda: trainer.current_epoch,
-            lambda epoch: self._reached.first(epoch),
-            held_out,
-            fresh,
-            settings.checkpoint_chunks,
-        )
+        limit = trainer.limit_train_batches if isinstance(trainer.limit_train_batches, int) else None
+        source = self._deployment.source(table, shared, self._store, lambda epoch: self._reached.first(epoch), limit)
+        groups = self._deployment.machine, self._deployment.group
+        return BucketWorker(source, training, *groups, lambda: trainer.current_epoch, settings.eval_fraction > 0, limit)
 
     def _choose_matmul(self, recipe: ModelRecipe, dtype: torch.dtype) -> str:
         """What ``strategy.matmul=auto`` stands for, the same on all ranks, whose CPUs may differ."""
@@ -259,16 +236,15 @@ class PBGStrategy(GraphStrategy):
         layers = list(recipe.tables.values())
         dtype, cuts = layers[0].weight.dtype, cuts_of(store, [layer.table for layer in layers])
         widths = [state_width(rules.table.kind, layer.table.dim) if rules else 0 for layer in layers]
-        layout = TypedTables.tensors(cuts, self._slots, widths, dtype) | relations_layout(recipe, rules)
-        self._shared = in_memory_of_all(self._machine, layout, self.timeout_seconds)
-        place = cuts, nodes, self._slots, widths, dtype, self._scratch, self._shared, self._leads
-        if self._machines is None:
-            return TypedTables(*place)
-        check_spread(cuts, dtype, self.is_global_zero)
-        table = SpreadTypes(*place)
-        depot = self._machines.depot(Path(self._scratch).parent)
-        table.connect(depot, self.is_global_zero, self._machines.next_lease)
-        return table
+        slots, machine = self._deployment.slots, self._deployment.machine
+        layout = TypedTables.tensors(cuts, slots, widths, dtype) | relations_layout(recipe, rules)
+        self._shared = in_memory_of_all(machine, layout, self.timeout_seconds)
+        assert self._trainer is not None
+        run_dir = Path(self._trainer.default_root_dir)
+        folder = run_dir / self._deployment.folder
+        tables = TypedTables(cuts, nodes, slots, widths, dtype, folder, self._shared, self._leads)
+        self._deployment.connect(tables, run_dir, self.is_global_zero)
+        return tables
 
     def _fill(self, recipe: ModelRecipe, start: tuple[float, float]) -> None:
         """Fill the machine's memory with initial values, and the table."""
@@ -284,14 +260,7 @@ class PBGStrategy(GraphStrategy):
             shared = {name: known[id(parameter)] for name, parameter in named if id(parameter) in known}
             relations = relations_of(self.lightning_module, recipe)
             warm_start(Path(self.settings.warm_start), self._store, self._table, shared, relations)
-        if isinstance(self._table, SpreadTypes):
-            self._table.publish()
-
-    @property
-    def _scratch(self) -> Path:
-        """Where partitions are that have no slot."""
-        assert self._trainer is not None
-        return Path(self._trainer.default_root_dir) / ("partitions" if self._machines is None else "initial-partitions")
+        self._table.publish()
 
     def uninstall(self, module: Module) -> None:
         if self._recipe is None or self._table is None:
@@ -301,52 +270,32 @@ class PBGStrategy(GraphStrategy):
         for layer, table in zip(self._recipe.tables.values(), self._table.tables, strict=True):
             whole = table.partitions.count == 1  # in the order of the source data: the module may have it as it is
             layer.move_back(table.read(0) if whole else layer.weight.new_empty(0, layer.table.dim))
-        self._trainee = None
+        self._worker = None
 
     # ------------------------------------------------------------------------------------------ batches
 
     def batches(self, shard: Store, loader: SeedLoader) -> Iterable[Any]:
-        settings, table, trainer = self.settings, self._table, self._trainer
-        assert table is not None and trainer is not None and self._recipe is not None
+        settings, table = self.settings, self._table
+        assert table is not None and self._recipe is not None
         if loader.split != "train":
             filtered = bool(getattr(self.lightning_module, "filtered", True))
-            if self._machines is not None:
-                return DealtAnew(loader, table.nodes, filtered, self._machines.group)
-            return EvaluationBatches(loader, table.nodes, filtered, self.global_rank, self.world_size, not table.whole)
+            return EvaluationBatches(loader, table.nodes, filtered, self._deployment.share, not table.whole)
         edges = BucketEdges(
             shard, settings.num_edge_chunks, settings.eval_fraction, settings.shuffle, loader.seed, self.dtype
         )
-        place = self._machine.rank, self._machine.size
-        cut = Cut(edges, loader.batch_size or max(1, shard.num_edges), kinds_of(self._recipe), *place)
-        if isinstance(self._trainee, MachineTrainee):
-            return Turns(self._trainee, cut)
-        limit = trainer.limit_train_batches if isinstance(trainer.limit_train_batches, int) else None
-
-        def visits(epoch: int) -> list[Visit]:
-            buckets = self.buckets(epoch, loader.seed)
-            return table.buffer.plan(buckets if limit is None else cut.within(buckets, limit))
-
-        return Spans(cut, lambda: trainer.current_epoch, visits, limit)
-
-    def buckets(self, epoch: int, seed: int) -> list[tuple[Bucket, int]]:
-        """The buckets of an epoch on one machine, with their edge chunks; the same on all workers."""
-        assert self._store is not None
-        return buckets_of(self._store, self.settings, self._slots, (seed, epoch), self._reached.first(epoch))
+        machine = self._deployment.machine
+        size = loader.batch_size or max(1, shard.num_edges)
+        assert self._worker is not None
+        return Turns(self._worker, Cut(edges, size, kinds_of(self._recipe), machine.rank, machine.size))
 
     # ------------------------------------------------------------------------------------------ steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Train on a span of batches; the module's own step is not run."""
-        span, module, trainee = args[0], self.lightning_module, self._trainee
-        if isinstance(span, EpochStart):
-            span = span.span
-        assert module is not None and isinstance(span, (Span, Turn))
-        if isinstance(trainee, MachineTrainee):
-            total, weight, said = trainee.train()
-        else:
-            assert trainee is not None and isinstance(span, Span)
-            total, weight, said = trainee.train(span)
-        for name, value in said.items():
+        """Train on the batches of a turn; the module's own step is not run."""
+        module = self.lightning_module
+        assert module is not None and self._worker is not None
+        total, weight, logged = self._worker.train()
+        for name, value in logged.items():
             module.log(f"train/{name}", value, on_step=False, on_epoch=True, batch_size=1)
         pair = torch.tensor([total, weight], dtype=torch.float64)
         return {"loss": module.log_training(pair[0], pair[1])}  # type: ignore[operator]
@@ -369,16 +318,13 @@ class PBGStrategy(GraphStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Write the last checkpoint where an edge chunk is trained, if that is wished for."""
-        trainer, trainee = self._trainer, self._trainee
-        behind = batch.behind if isinstance(batch, Span) else None
-        chunk = trainee.done if isinstance(trainee, MachineTrainee) else behind.chunk + 1 if behind is not None else 0
+        trainer, chunk = self._trainer, self._worker.done if self._worker is not None else 0
         folder = getattr(trainer and trainer.checkpoint_callback, "dirpath", None)
         if not self.settings.checkpoint_chunks or not chunk or trainer is None or folder is None:
             return
         self._now = Reached(trainer.current_epoch, chunk)
         try:
-            with self._table.placed(behind.after) if self._table and behind is not None else nullcontext():
-                trainer.save_checkpoint(Path(folder) / "last.ckpt")
+            trainer.save_checkpoint(Path(folder) / "last.ckpt")
         finally:
             self._now = None
 
@@ -417,7 +363,7 @@ class PBGStrategy(GraphStrategy):
 
     def load_tables(self, rows: Mapping[str, SavedRows]) -> None:
         assert self._recipe is not None and self._table is not None
-        if self._machines is not None:
+        if self._table.in_shared_store:
             raise CheckpointError(
                 f"ckpt_path was written by another strategy, and trainer.num_nodes={self.num_nodes} was set.",
                 hint="set trainer.num_nodes=1; several machines read checkpoints of strategy=pbg alone.",
@@ -434,8 +380,7 @@ class PBGStrategy(GraphStrategy):
         self.group.barrier()
         self._table.load(folder)
         check_numbering(folder, self._store)
-        fitting = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
-        if fitting and self._training is not None:
+        if self._fitting and self._training is not None:
             self._keep_matmul(folder, self._training)
         self._reached = Reached.read(folder) or self._reached
         if self._leads:

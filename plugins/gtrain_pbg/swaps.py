@@ -22,12 +22,12 @@ class Swap:
     Attributes:
         slot: the slot.
         out: the partition that leaves it; None: it was empty.
-        into: the partition that comes.
+        into: the partition that comes; None: it stays empty.
     """
 
     slot: int
     out: int | None
-    into: int
+    into: int | None
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class Visit:
         during: what may be done while it is trained, for the next.
         after: slot of each partition that is in one after that.
         soon: what will be done before the next, whose files may be read into the kernel's memory meanwhile.
+        ends_chunk: whether the plan has no other bucket of this chunk after it.
+        last: whether the epoch ends with it, where that is known.
     """
 
     bucket: Bucket
@@ -51,6 +53,8 @@ class Visit:
     during: tuple[Swap, ...]
     after: Mapping[int, int] = field(default_factory=dict)
     soon: tuple[Swap, ...] = ()
+    ends_chunk: bool = False
+    last: bool = False
 
 
 @dataclass
@@ -81,9 +85,39 @@ class Buffer:
             after = dict(self.place)
             if number + 1 < len(visits):
                 later = self._bring(needed[number + 1], set(), needed, number + 1)
-            found.append(Visit(bucket, chunk, slots, tuple(now), tuple(during), after, tuple(later)))
+            last = number + 1 == len(visits)
+            ends_chunk = last or visits[number + 1][1] > chunk
+            found.append(Visit(bucket, chunk, slots, tuple(now), tuple(during), after, tuple(later), ends_chunk, last))
             now = later
         return found
+
+    def exchange(self, bucket: Bucket, ahead: int | None) -> tuple[tuple[Swap, ...], tuple[Swap, ...]]:
+        """Plan for a bucket that was not known before: all partitions leave but its own and the next one's.
+
+        Args:
+            bucket: the bucket.
+            ahead: a partition that the next bucket needs; None: it is not known.
+
+        Returns:
+            What must be done before the bucket is trained, and what may be done while it is.
+        """
+        kept = {*bucket, *(() if ahead is None else (ahead,))}
+        leaving = {slot: partition for partition, slot in self.place.items() if partition not in kept}
+        self.place = {partition: slot for partition, slot in self.place.items() if partition in kept}
+        free = sorted(set(range(self.slots)) - set(self.place.values()) - leaving.keys())
+
+        def bring(partition: int) -> Swap:
+            slot = self.place[partition] = free.pop(0) if free else next(iter(leaving))
+            return Swap(slot, leaving.pop(slot, None), partition)
+
+        before = tuple(bring(partition) for partition in sorted(set(bucket) - self.place.keys()))
+        during = (bring(ahead),) if ahead is not None and ahead not in self.place else ()
+        return before, (*(Swap(slot, partition, None) for slot, partition in leaving.items()), *during)
+
+    def leave_all(self) -> tuple[Swap, ...]:
+        """Plan that nothing is in a slot any more."""
+        place, self.place = self.place, {}
+        return tuple(Swap(slot, partition, None) for partition, slot in place.items())
 
     def _bring(self, wanted: set[int], kept: set[int], needed: list[set[int]], at: int) -> list[Swap]:
         """Bring partitions in, as far as there is room without those that are wanted or must be kept."""

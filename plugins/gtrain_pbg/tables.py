@@ -1,9 +1,8 @@
-"""The table in partitions: those in memory, which the workers of a machine share, and those on disk."""
+"""A table in partitions: those in slots of memory, which the workers of a machine share, and those in a store."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,13 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gtrain.graph.manifest import safe_name
 from gtrain.nn import TableSpec
 from gtrain.nn.table import INIT_ROWS
 from gtrain.wire.shared import SharedTensors
 from gtrain_pbg import files
-from gtrain_pbg.landing import Departure, Landings
+from gtrain_pbg.partition_store import Free, LocalPartitions, PartitionStore
 from gtrain_pbg.step.batch import Rows
-from gtrain_pbg.swaps import Buffer, Swap
+from gtrain_pbg.swaps import Buffer
 
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -55,21 +55,22 @@ class Partitions:
 
 
 class PartitionedTable:
-    """Rows and optimizer state of one table, in slots of shared memory and in files.
+    """Rows and optimizer state of one table, in slots of shared memory and in a store.
 
-    One process, the leader, reads and writes files. Which partition is in which slot follows from the plan of an epoch
-    (:class:`~gtrain_pbg.swaps.Buffer`), which every process makes alike.
+    It begins in files of the machine. Where machines share a store, :meth:`publish` moves it there.
 
     Args:
         spec: what the table is.
         partitions: how it is cut.
-        buffer: which partitions are in memory; of all tables that are cut alike.
+        buffer: which partitions are in which slots; of all tables that are cut alike.
         state_width: numbers of optimizer state for each row.
         dtype: of rows and state.
-        folder: where the leader keeps partitions that have no slot.
+        folder: where the files are.
         shared: rows ``[slots, largest, width]`` and state ``[slots, largest, state_width]``.
-        leader: whether this process reads and writes files.
         name: what its files and its shared memory are called after.
+
+    Attributes:
+        store: where partitions are that have no slot.
     """
 
     def __init__(
@@ -81,17 +82,14 @@ class PartitionedTable:
         dtype: torch.dtype,
         folder: Path,
         shared: SharedTensors,
-        leader: bool,
         name: str = "table",
     ) -> None:
         self.spec, self.partitions, self.dtype = spec, partitions, dtype
         self.buffer, self.name = buffer, name
-        self._state_width, self._folder, self._shared, self._leader = state_width, folder, shared, leader
-        self._sources: dict[int, Path] = {}
-        self._changed: set[int] = set()
+        self._state_width, self._shared = state_width, shared
+        self._local = LocalPartitions(folder)
+        self.store: PartitionStore = self._local
         self._heads: dict[int, Tensor] = {}
-        self._thread = ThreadPoolExecutor(1, "gtrain-pbg-swap") if leader else None
-        self._landings = Landings()
         self._global: Tensor | None = None
 
     @staticmethod
@@ -104,8 +102,8 @@ class PartitionedTable:
 
     @property
     def whole(self) -> bool:
-        """Whether every partition has a slot."""
-        return self.buffer.slots >= self.partitions.count
+        """Whether every partition has a slot, and stays there."""
+        return not self.store.shared and self.buffer.slots >= self.partitions.count
 
     # ------------------------------------------------------------------------------------------ contents
 
@@ -115,12 +113,12 @@ class PartitionedTable:
         Args:
             start: what the optimizer's state begins with.
         """
-        self.place_first()
-        away = [p for p in range(self.partitions.count) if p not in self.buffer.place]
-        if away:
-            self._folder.mkdir(parents=True, exist_ok=True)
         size, width = self.partitions.size, self.spec.dim
-        writing = {p: files.Writing(self._path(files.ROWS, p), (size(p), width), self.dtype) for p in away}
+        writing = {
+            p: self._local.create(self._file_key(p), files.ROWS, (size(p), width), self.dtype)
+            for p in range(self.partitions.count)
+            if p not in self.buffer.place
+        }
         for begin in range(0, self.spec.rows, INIT_ROWS):
             end = min(begin + INIT_ROWS, self.spec.rows)
             made = self.spec.initial(begin, end).to(self.dtype)
@@ -130,20 +128,14 @@ class PartitionedTable:
                 if partition in writing:
                     writing[partition].add(some)
                 else:
-                    self._slot(files.ROWS, partition)[low:high] = some
+                    self._slot(partition)[files.ROWS][low:high] = some
         for partition in range(self.partitions.count):
             if partition in writing:
                 writing[partition].done()
                 state = torch.full((size(partition), self._state_width), start, dtype=self.dtype)
-                files.write(self._path(files.STATE, partition), state)
+                files.write(self._local.path(self._file_key(partition), files.STATE), state)
             else:
-                self._slot(files.STATE, partition).fill_(start)
-        self._changed = set(self.buffer.place)
-
-    def place_first(self) -> None:
-        """Let the first partitions have the slots; :meth:`initialize` fills them, in the leader."""
-        self.buffer.place = {p: p for p in range(min(self.buffer.slots, self.partitions.count))}
-        self._sources = {}
+                self._slot(partition)[files.STATE].fill_(start)
 
     def overwrite(self, partition: int, sources: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Overwrite rows of a partition; on the leader, before training.
@@ -152,53 +144,61 @@ class PartitionedTable:
             partition: the partition.
             sources: ids of the source data (-1: none) and rows, ``[n]`` and ``[n, width]``.
         """
-        here = partition in self.buffer.place
-        rows = self._slot(files.ROWS, partition) if here else files.mapped(self._source(files.ROWS, partition)).clone()
+        here, path = partition in self.buffer.place, self._local.path(self._file_key(partition), files.ROWS)
+        rows = self._slot(partition)[files.ROWS] if here else files.mapped(path).clone()
         first, last = (int(self.partitions.offsets[partition + end]) for end in (0, 1))
         for ids, values in sources:
             place = torch.where(ids >= 0, self.global_ids[ids.clamp(min=0)].long(), -1)
             chosen = ((place >= first) & (place < last)).nonzero().flatten()
             rows[place[chosen] - first] = values[chosen].to(self.dtype)
         if not here:
-            files.write(self._path(files.ROWS, partition), rows)
+            files.write(path, rows)
 
-    def save(self, folder: Path) -> list[str]:
-        """Write all partitions into a checkpoint; files that lie on disk already get a second name there."""
-        self.settle()
+    def publish(self, next_lease: Callable[[], int]) -> None:
+        """Move all partitions from the machine's files to the shared store. One process of the job calls it, once."""
+        for partition in range(self.partitions.count):
+            key = self._file_key(partition)
+            paths = {kind: self._local.path(key, kind) for kind in files.KINDS}
+            self.store.adopt(self._key(partition), next_lease(), paths)
+            self._local.discard(key)
+
+    def save(self, folder: Path, changed: Collection[int]) -> list[str]:
+        """Write all partitions into a checkpoint; files that lie on a disk already get a second name there.
+
+        Args:
+            folder: the checkpoint.
+            changed: partitions in slots that differ from the store.
+        """
         names = []
         for partition in range(self.partitions.count):
-            if partition in self.buffer.place and partition in self._changed and not self.whole:
-                self._depart(partition, self.buffer.place[partition])
-                self._landings.wait(partition)
-                self._changed.discard(partition)
-            for kind in files.KINDS:
-                target = folder / files.file_name(kind, partition, self.name)
-                if self.whole:
-                    files.write(target, self._slot(kind, partition))
-                else:
-                    files.keep(self._source(kind, partition), target)
-                names.append(target.name)
+            targets = self._files(folder, partition)
+            if self.whole:
+                for kind, tensor in self._slot(partition).items():
+                    files.write(targets[kind], tensor)
+            else:
+                if partition in changed and partition in self.buffer.place:
+                    self.leave(partition, self.buffer.place[partition])
+                self.store.keep(self._key(partition), targets, self._tensors(0, partition))
+            names += [path.name for path in targets.values()]
         return names
 
-    def load(self, folder: Path) -> None:
-        """Take the partitions of a checkpoint; those without a slot stay there until they change.
+    def load(self, folder: Path, next_lease: Callable[[], int], adopts: bool, fills: bool) -> None:
+        """Take the partitions of a checkpoint.
+
+        Args:
+            folder: the checkpoint.
+            next_lease: numbers the versions.
+            adopts: whether this process gives them to the store.
+            fills: whether it reads those that have slots.
 
         Raises:
             CheckpointError: it has another number of them.
         """
         files.check_count(folder, self.name, self.partitions.count)
-        self.place_first()
-        self._sources = {p: folder for p in range(self.partitions.count)}
-        self._changed = set()
-        if not self._leader:
-            return
-        for partition in range(self.partitions.count):  # what is there is of another moment
-            for kind in files.KINDS:
-                self._path(kind, partition).unlink(missing_ok=True)
-        for partition in self.buffer.place:
-            files.read(self._source(files.ROWS, partition), self._slot(files.ROWS, partition))
-            if self._state_width:
-                files.read(self._source(files.STATE, partition), self._slot(files.STATE, partition))
+        for partition in range(self.partitions.count if adopts else 0):
+            self.store.adopt(self._key(partition), next_lease(), self._files(folder, partition))
+        for partition, slot in self.buffer.place.items() if fills else ():
+            self.fill(partition, slot)
 
     # ------------------------------------------------------------------------------------------ training
 
@@ -206,60 +206,32 @@ class PartitionedTable:
         """A partition that is in a slot, for the training step."""
         if slot not in self._heads:
             self._heads[slot] = torch.full((self.partitions.largest,), -1, dtype=torch.int32)
-        size = self.partitions.size(partition)
-        value, state = (self._memory(kind)[slot, :size] for kind in files.KINDS)
-        return Rows(value, state, self._heads[slot][:size])
+        tensors = self._tensors(slot, partition)
+        return Rows(tensors[files.ROWS], tensors[files.STATE], self._heads[slot][: self.partitions.size(partition)])
 
-    def swap(self, swaps: tuple[Swap, ...]) -> Future[None] | None:
-        """Begin to write what leaves slots and to read what comes, on the leader; None where there is nothing to do."""
-        if self._thread is None or not swaps:
-            return None
-        return self._thread.submit(self._swap, swaps)
+    def leave(self, partition: int, slot: int, lease: int = 0) -> Free:
+        """Save a partition that is in a slot; see :meth:`PartitionStore.save`."""
+        return self.store.save(self._key(partition), lease, self._tensors(slot, partition))
 
-    def announce(self, swaps: tuple[Swap, ...]) -> Future[None] | None:
-        """Begin to read what will come into the kernel's memory, on the leader: there is no slot for it yet."""
-        if self._thread is None or not swaps:
-            return None
-        return self._thread.submit(self._announce, swaps)
+    def fill(self, partition: int, slot: int, lease: int = 0, free: Free | None = None) -> None:
+        """Load a partition into a slot, behind what leaves it: both are copies, and each has a core of its own."""
+        tensors = {kind: tensor for kind, tensor in self._tensors(slot, partition).items() if tensor.shape[1]}
+        self.store.load(self._key(partition), tensors, lease, free)
 
-    def _announce(self, swaps: tuple[Swap, ...]) -> None:
-        for swap in swaps:
-            self._landings.wait(swap.into)
-            for kind in files.KINDS:
-                files.announce(self._source(kind, swap.into))
-
-    def _swap(self, swaps: tuple[Swap, ...]) -> None:
-        """Read into each slot behind what is written from it: both are copies, and each has a core of its own."""
-        for swap in swaps:
-            leaving: dict[str, Departure] = {}
-            if swap.out is not None and swap.out in self._changed:
-                leaving = self._depart(swap.out, swap.slot)
-                self._changed.discard(swap.out)
-            self._landings.wait(swap.into)
-            size = self.partitions.size(swap.into)
-            for kind in files.KINDS:
-                target = self._memory(kind)[swap.slot, :size]
-                files.read(self._source(kind, swap.into), target, leaving[kind].wait if leaving else None)
-
-    def trained(self, bucket: tuple[int, int]) -> None:
-        """Note that partitions differ from their files."""
-        self._changed |= set(bucket)
-
-    def settle(self) -> None:
-        """Wait for what is under way to memory and to the disk."""
-        if self._thread is not None:
-            self._thread.submit(self._landings.settle).result()
+    def read_ahead(self, partition: int) -> None:
+        """A partition will be loaded soon: there is no slot for it yet."""
+        self.store.read_ahead(self._key(partition))
 
     # ------------------------------------------------------------------------------------------ reading
 
     def read(self, partition: int) -> Tensor:
         """Rows of a partition as they are, in memory or mapped from its file."""
         if partition in self.buffer.place:
-            return self._slot(files.ROWS, partition)
-        return files.mapped(self._source(files.ROWS, partition))
+            return self._slot(partition)[files.ROWS]
+        return self.store.read(self._key(partition), self._tensors(0, partition)[files.ROWS])
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Ids of the source data and rows, partition by partition; those without a slot are mapped files."""
+        """Ids of the source data and rows, partition by partition."""
         for partition, orig_id in enumerate(self.partitions.orig_id):
             yield orig_id, self.read(partition)
 
@@ -270,7 +242,13 @@ class PartitionedTable:
         owner = torch.searchsorted(self.partitions.offsets, place, right=True) - 1
         for partition in owner.unique().tolist():
             here = (owner == partition).nonzero().flatten()
-            found[here] = self.read(partition)[place[here] - self.partitions.offsets[partition]]
+            local = place[here] - self.partitions.offsets[partition]
+            if partition in self.buffer.place:
+                found[here] = self._slot(partition)[files.ROWS][local]
+            else:
+                rows = torch.empty(len(here), self.spec.dim, dtype=self.dtype)
+                self.store.select(self._key(partition), local, rows)
+                found[here] = rows
         return found
 
     @property
@@ -283,37 +261,24 @@ class PartitionedTable:
                 self._global[orig_id] = torch.arange(first, first + len(orig_id), dtype=self._global.dtype)
         return self._global
 
-    def close(self) -> None:
-        """Let go of the thread; what is in memory stays as long as it is referenced."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=True)
-            self._landings.close()
-            self._thread = None
-
     # ------------------------------------------------------------------------------------------ inside
 
-    def _slot(self, kind: str, partition: int) -> Tensor:
-        return self._memory(kind)[self.buffer.place[partition], : self.partitions.size(partition)]
+    def _key(self, partition: int) -> str:
+        """What a partition is called in the store."""
+        return files.partition_key(safe_name(self.spec.name if self.store.shared else self.name), partition)
 
-    def _memory(self, kind: str) -> Tensor:
-        return self._shared[f"{self.name}.{kind}"]
+    def _file_key(self, partition: int) -> str:
+        """What it is called among the machine's files."""
+        return files.partition_key(safe_name(self.name), partition)
 
-    def _path(self, kind: str, partition: int) -> Path:
-        return self._folder / files.file_name(kind, partition, self.name)
+    def _files(self, folder: Path, partition: int) -> dict[str, Path]:
+        """A partition's files in a checkpoint, by kind."""
+        return {kind: folder / files.file_name(kind, partition, self.name) for kind in files.KINDS}
 
-    def _source(self, kind: str, partition: int) -> Path:
-        """The newest file of a partition: the leader's own, or that of the checkpoint that was loaded."""
-        own = self._path(kind, partition)
-        folder = self._sources.get(partition)
-        return own if folder is None or own.exists() else folder / own.name
+    def _slot(self, partition: int) -> dict[str, Tensor]:
+        return self._tensors(self.buffer.place[partition], partition)
 
-    def _depart(self, partition: int, slot: int) -> dict[str, Departure]:
-        """Begin to write what a slot has of a partition, by kind."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        size, found = self.partitions.size(partition), {}
-        for kind in files.KINDS:
-            tensor = self._memory(kind)[slot, :size]
-            writing = files.Writing(self._path(kind, partition), tuple(tensor.shape), tensor.dtype)
-            found[kind] = Departure(writing, tensor)
-        self._landings.begin(partition, list(found.values()))
-        return found
+    def _tensors(self, slot: int, partition: int) -> dict[str, Tensor]:
+        """What a slot has of a partition, by kind."""
+        size = self.partitions.size(partition)
+        return {kind: self._shared[f"{self.name}.{kind}"][slot, :size] for kind in files.KINDS}

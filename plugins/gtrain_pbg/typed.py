@@ -6,11 +6,12 @@ not cut lies in partition 0, as PyTorch-BigGraph has it, and its table is in mem
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -20,9 +21,16 @@ from gtrain.nn import TableSpec
 from gtrain.wire.shared import SharedTensors
 from gtrain_pbg import files
 from gtrain_pbg.order import Bucket
+from gtrain_pbg.partition_store import Free, PartitionStore
 from gtrain_pbg.step.batch import Rows
 from gtrain_pbg.swaps import Buffer, Swap, Visit
 from gtrain_pbg.tables import Layout, PartitionedTable, Partitions
+
+T = TypeVar("T")
+Released = Callable[[int], None]
+"""Called with a partition that is saved, whose lease may end."""
+BUNDLE = "types"
+"""What the lock server calls the partitions of several tables."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +83,18 @@ def cuts_of(store: Store, specs: Sequence[TableSpec]) -> list[TypeCut]:
 class TypedTables:
     """Rows and optimizer state of the tables of all types.
 
+    Which partition is in which slot follows from a plan, which all processes of a machine know. One of them, the
+    leader, moves partitions between slots and the store.
+
     Args:
         cuts: the types.
         nodes: how the nodes of all types are cut.
         slots: partitions in memory at a time.
         state_widths: numbers of optimizer state for each row, by type.
         dtype: of rows and state.
-        folder: where the leader keeps partitions that have no slot.
+        folder: where files of partitions are that have no slot.
         shared: what :meth:`tensors` asks for.
-        leader: whether this process reads and writes files.
+        leader: whether this process moves partitions.
 
     Attributes:
         tables: by type.
@@ -103,17 +114,38 @@ class TypedTables:
         leader: bool,
     ) -> None:
         self.cuts, self.nodes, self.dtype, self.buffer = cuts, nodes, dtype, Buffer(slots)
-        place = dtype, folder, shared, leader
+        self._folder, self._leader = folder, leader
         self.tables = [
-            self._make(cut, width, place)
-            if cut.is_cut
-            else PartitionedTable(cut.spec, cut.partitions, Buffer(1), width, *place, cut.name)
+            PartitionedTable(
+                cut.spec,
+                cut.partitions,
+                self.buffer if cut.is_cut else Buffer(1),
+                width,
+                dtype,
+                folder,
+                shared,
+                cut.name,
+            )
             for cut, width in zip(cuts, state_widths, strict=True)
         ]
+        self._cut = [table for table, cut in zip(self.tables, cuts, strict=True) if cut.is_cut]
+        self._store: PartitionStore | None = None
+        self._publishes, self._next_lease = True, lambda: 0
+        self._changed: set[int] = set()  # partitions in slots that differ from the store
+        self._mover = ThreadPoolExecutor(1, "gtrain-pbg-swap")
+        self._each = ThreadPoolExecutor(max(1, len(self._cut)), "gtrain-pbg-table")
 
-    def _make(self, cut: TypeCut, width: int, place: tuple[torch.dtype, Path, SharedTensors, bool]) -> PartitionedTable:
-        """The table of a type that is cut."""
-        return PartitionedTable(cut.spec, cut.partitions, self.buffer, width, *place, cut.name)
+    def connect(self, store: PartitionStore, publishes: bool, next_lease: Callable[[], int]) -> None:
+        """Keep the partitions of types that are cut in a store that machines share.
+
+        Args:
+            store: the store.
+            publishes: whether this process is the one of the job that fills it.
+            next_lease: gives a number larger than that of any lease so far.
+        """
+        self._store, self._publishes, self._next_lease = store, publishes, next_lease
+        for table in self._cut:
+            table.store = store
 
     @staticmethod
     def tensors(cuts: Sequence[TypeCut], slots: int, state_widths: Sequence[int], dtype: torch.dtype) -> Layout:
@@ -124,43 +156,68 @@ class TypedTables:
             found |= PartitionedTable.tensors(number, cut.partitions, cut.spec.dim, width, dtype, cut.name)
         return found
 
+    @property
+    def whole(self) -> bool:
+        """Whether every partition has a slot, and stays there."""
+        return all(table.whole for table in self.tables)
+
+    @property
+    def in_shared_store(self) -> bool:
+        """Whether machines share the partitions; slots are then empty outside of training."""
+        return self._store is not None
+
+    @property
+    def bundle(self) -> str:
+        """Name under which partitions of all tables that are cut are leased together."""
+        return self._cut[0].spec.name if len(self._cut) == 1 else BUNDLE
+
+    # ------------------------------------------------------------------------------------------ contents
+
+    def initialize(self, start: float) -> None:
+        """Give all rows their initial values; see :meth:`PartitionedTable.initialize`."""
+        self.place_first()
+        for table in self.tables:
+            table.initialize(start)
+        self._changed = set(self.buffer.place)
+
+    def place_first(self) -> None:
+        """Let the first partitions have the slots, or none of those that machines share."""
+        for table in self.tables:
+            count = 0 if table.store.shared else min(table.buffer.slots, table.partitions.count)
+            table.buffer.place = {partition: partition for partition in range(count)}
+
+    def publish(self) -> None:
+        """Let the shared store, if there is one, have all partitions and nothing else. One process calls it, once."""
+        if self._store is None:
+            return
+        self._store.clear()
+        for table in self._cut:
+            table.publish(self._next_lease)
+        with suppress(OSError):  # the folder was not made
+            self._folder.rmdir()
+
+    def save(self, folder: Path) -> list[str]:
+        """Write all partitions into a checkpoint."""
+        self.settle()
+        names = [name for table in self.tables for name in table.save(folder, self._changed)]
+        if not self.whole:
+            self._changed = set()
+        return names
+
+    def load(self, folder: Path) -> None:
+        """Take the partitions of a checkpoint."""
+        self.place_first()
+        self._changed = set()
+        for table in self.tables:
+            adopts = self._publishes or not table.store.shared
+            table.load(folder, self._next_lease, adopts, self._leader)
+
     def in_common(self, shared: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What of the shared memory belongs to no table that is cut: parameters, and tables that are always there."""
         moved = {f"{cut.name}.{kind}" for cut in self.cuts if cut.is_cut for kind in files.KINDS}
         return {name: shared[name] for name in shared if name not in moved}
 
-    @property
-    def whole(self) -> bool:
-        """Whether every partition has a slot."""
-        return all(table.whole for table in self.tables)
-
-    def initialize(self, start: float) -> None:
-        """Give all rows their initial values; see :meth:`PartitionedTable.initialize`."""
-        for table in self.tables:
-            table.initialize(start)
-
-    def place_first(self) -> None:
-        """Let the first partitions have the slots."""
-        for table in self.tables:
-            table.place_first()
-
-    def save(self, folder: Path) -> list[str]:
-        """Write all partitions into a checkpoint."""
-        return [name for table in self.tables for name in table.save(folder)]
-
-    @contextmanager
-    def placed(self, place: Mapping[int, int]) -> Iterator[None]:
-        """In the middle of an epoch: take these partitions for those in slots, and not those that it ends with."""
-        planned, self.buffer.place = self.buffer.place, dict(place)
-        try:
-            yield
-        finally:
-            self.buffer.place = planned
-
-    def load(self, folder: Path) -> None:
-        """Take the partitions of a checkpoint."""
-        for table in self.tables:
-            table.load(folder)
+    # ------------------------------------------------------------------------------------------ training
 
     def rows(self, number: int, end: int, visit: Visit) -> Rows:
         """A type's rows at the heads' end (0) or the tails' end (1) of a bucket."""
@@ -172,26 +229,56 @@ class TypedTables:
         """The row of the bucket's partition at which a type's rows begin."""
         return self.cuts[number].begins[visit.bucket[end]]
 
-    def swap(self, swaps: tuple[Swap, ...]) -> list[Future[None]]:
-        """Begin to write what leaves slots and to read what comes."""
-        futures = [table.swap(swaps) for table in self._cut]
-        return [future for future in futures if future is not None]
+    def trained(self, bucket: Bucket) -> None:
+        """Note that partitions differ from the store."""
+        self._changed |= set(bucket)
 
-    def announce(self, swaps: tuple[Swap, ...]) -> list[Future[None]]:
-        """Let the kernel read what will come into slots."""
-        futures = [table.announce(swaps) for table in self._cut]
-        return [future for future in futures if future is not None]
+    def begin_swaps(
+        self, swaps: Sequence[Swap], leases: Mapping[int, int] | None = None, released: Released | None = None
+    ) -> Future[None]:
+        """Begin :meth:`swap`, which goes on beside training."""
+        return self._mover.submit(self.swap, swaps, leases, released)
 
-    @property
-    def _cut(self) -> list[PartitionedTable]:
-        return [table for table, how in zip(self.tables, self.cuts, strict=True) if how.is_cut]
+    def swap(
+        self, swaps: Sequence[Swap], leases: Mapping[int, int] | None = None, released: Released | None = None
+    ) -> None:
+        """Save what leaves slots and load what comes, one slot after the other; on the leader.
+
+        Args:
+            swaps: the slots.
+            leases: of the partitions; None: they have none.
+            released: called with each partition that all tables have saved.
+        """
+        for swap in swaps:
+            self._swap(swap, leases or {}, released or (lambda partition: None))
+
+    def _swap(self, swap: Swap, leases: Mapping[int, int], released: Released) -> None:
+        slot, out, into = swap.slot, swap.out, swap.into
+        free: list[Free] = [{} for _ in self._cut]
+        if out is not None and (out in self._changed or self.in_shared_store):
+            free = self._all(lambda table, _: table.leave(out, slot, leases.get(out, 0)), free)
+            self._changed.discard(out)
+            released(out)
+        if into is not None:
+            self._all(lambda table, own: table.fill(into, slot, leases.get(into, 0), own), free)
+
+    def _all(self, move: Callable[[PartitionedTable, Free], T], free: list[Free]) -> list[T]:
+        """Move a partition of all tables that are cut, at the same time."""
+        if len(self._cut) == 1:
+            return [move(self._cut[0], free[0])]
+        return list(self._each.map(move, self._cut, free))
+
+    def begin_reading_ahead(self, swaps: Sequence[Swap]) -> Future[None]:
+        """Let the kernel read what will come into slots; on the leader."""
+        return self._mover.submit(self._read_ahead, [swap.into for swap in swaps if swap.into is not None])
+
+    def _read_ahead(self, partitions: Sequence[int]) -> None:
+        for table in self._cut:
+            for partition in partitions:
+                table.read_ahead(partition)
 
     def settle(self) -> None:
         """Wait for what is under way to memory and to the disk."""
+        self._mover.submit(lambda: None).result()
         for table in self.tables:
-            table.settle()
-
-    def trained(self, bucket: Bucket) -> None:
-        """Note that partitions differ from their files."""
-        for table, cut in zip(self.tables, self.cuts, strict=True):
-            table.trained(bucket if cut.is_cut else (0, 0))
+            table.store.settle()

@@ -20,14 +20,17 @@ from gtrain.data.planted_kg import PlantedKGData
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.whole import held_out_edges
 from gtrain.nn import TableSpec
+from gtrain.strategy.group import Group
 from gtrain.wire.shared import SharedDirectory, SharedTensors
 from gtrain_pbg import evaluation, files
 from gtrain_pbg.config import ORDERS, PBGConfig
 from gtrain_pbg.edges import BucketEdges, EdgeList, batches_of, passes_of
 from gtrain_pbg.order import Bucket, bucket_order
-from gtrain_pbg.spans import Cut, EpochStart, Spans
-from gtrain_pbg.swaps import Buffer
+from gtrain_pbg.planned import PlannedBuckets
+from gtrain_pbg.swaps import Buffer, Visit
 from gtrain_pbg.tables import PartitionedTable, Partitions
+from gtrain_pbg.typed import TypeCut, TypedTables
+from gtrain_pbg.worker import BucketWorker, Cut, Turns
 
 
 def swaps_of(order: list[Bucket], slots: int) -> int:
@@ -139,27 +142,57 @@ def test_an_epoch_trains_every_edge_once(graph: PlantedKGData) -> None:
         held_before = held
 
 
+class Recorder:
+    """In place of training: the buckets and batches of each turn, and when a bucket is left."""
+
+    def __init__(self) -> None:
+        self.turns: list[tuple[Bucket, int]] = []
+        self.left: list[tuple[int, bool]] = []  # after how many turns, and whether the epoch ends with it
+
+    def score_before(self, held: EdgeList, visit: Visit) -> None:
+        self.begins = visit
+
+    def train(self, batches: list[EdgeList], visit: Visit) -> tuple[float, float]:
+        assert visit is self.begins
+        self.turns.append((visit.bucket, len(batches)))
+        return 1.0, 1.0
+
+    def score_after(self, held: EdgeList, visit: Visit) -> None:
+        self.left.append((len(self.turns), visit.last))
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["fetched when trained", "fetched ahead"])
 def test_a_limited_epoch_ends_at_the_same_bucket_on_all_workers(
-    graph: PlantedKGData, monkeypatch: pytest.MonkeyPatch
+    graph: PlantedKGData, tmp_path: Path, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``trainer.limit_train_batches``: the first batch has edges, and the last one leaves its bucket."""
-    monkeypatch.setattr("gtrain_pbg.spans.SPAN_EDGES", 20)
+    monkeypatch.setattr("gtrain_pbg.worker.TURN_EDGES", 20)
     edges = BucketEdges(graph.open_store(), 1, 0.0, True, 5, torch.float32)
     buckets = [(bucket, 0) for bucket in bucket_order("inside_out", 3, 2, 0)]
+
+    def turns_of(worker: int, limit: int) -> Recorder:
+        tables, recorder, group = make_tables(tmp_path / f"{worker}-{limit}", 2), Recorder(), Group(0, 1)
+        source = PlannedBuckets(tables, group, lambda epoch, seed: buckets, limit)
+        trainee = BucketWorker(source, recorder, group, group, lambda: 0, False, limit)  # type: ignore[arg-type]
+        turns = iter(Turns(trainee, Cut(edges, 10, torch.arange(4), worker, 2)))
+        fetched = next(turns, None)
+        while fetched is not None:
+            following = next(turns, None) if ahead else None  # Lightning knows the last one, or counts to the limit
+            trainee.train()
+            fetched = following if ahead else next(turns, None)
+        assert len(recorder.turns) == limit and all(count for _, count in recorder.turns) and trainee.over
+        assert recorder.left[-1] == (limit, True) and sum(last for _, last in recorder.left) == 1
+        return recorder
+
     plans = []
     for worker in range(2):
         cut = Cut(edges, 10, torch.arange(4), worker, 2)
         counts = [cut.count(bucket, chunk) for bucket, chunk in buckets]
         limit = counts[0] + counts[1] - 1  # ends within the second bucket
         assert limit > 2
-        plan = Buffer(2).plan(cut.within(buckets, limit))
-        taken = list(Spans(cut, lambda: 0, lambda _, plan=plan: plan, limit))  # type: ignore[misc]
-        spans = [item.span if isinstance(item, EpochStart) else item for item in taken]
-        assert len(spans) == limit and all(span is not None and span.batches for span in spans)
-        plans.append([(span.visit.bucket, span.first, span.last, span.final) for span in spans if span is not None])
-        assert plans[-1][-1][2:] == (True, True) and sum(final for *_, final in plans[-1]) == 1
-        (alone,) = Spans(cut, lambda: 0, lambda _: Buffer(2).plan(buckets[:1]), 1)
-        assert isinstance(alone, EpochStart) and alone.span is not None and alone.span.final and alone.span.batches
+        found = turns_of(worker, limit)
+        plans.append(([bucket for bucket, _ in found.turns], found.left))
+        turns_of(worker, 1)
     assert plans[0] == plans[1]
 
 
@@ -221,40 +254,37 @@ def test_batches_are_few_and_of_one_size(count: int, size: int, sizes: list[int]
 # ------------------------------------------------------------------------------------------------------ partitions
 
 
-def make_table(folder: Path, slots: int, rows: int = 5000, parts: int = 3) -> PartitionedTable:
+def make_tables(folder: Path, slots: int, rows: int = 5000, parts: int = 3) -> TypedTables:
     owner = torch.from_numpy(np.random.default_rng(0).integers(parts, size=rows))
     orig = tuple((owner == part).nonzero().flatten() for part in range(parts))
     offsets = torch.tensor([0, *np.cumsum([len(some) for some in orig])])
     partitions = Partitions(offsets, orig)
-    spec = TableSpec("node", rows, 4, scale=0.1, seed=7)
-    shared = SharedTensors.create(
-        SharedDirectory().name, "table", PartitionedTable.tensors(slots, partitions, 4, 1, torch.float32)
-    )
-    table = PartitionedTable(spec, partitions, Buffer(slots), 1, torch.float32, folder, shared, leader=True)
-    table.initialize(0.5)
-    return table
+    cuts = [TypeCut("table", TableSpec("node", rows, 4, scale=0.1, seed=7), partitions, (0,) * parts)]
+    shared = SharedTensors.create(SharedDirectory().name, "table", TypedTables.tensors(cuts, slots, [1], torch.float32))
+    tables = TypedTables(cuts, partitions, slots, [1], torch.float32, folder, shared, leader=True)
+    tables.initialize(0.5)
+    return tables
 
 
-def _train(table: PartitionedTable, buckets: list[Bucket]) -> Tensor:
+def _train(tables: TypedTables, buckets: list[Bucket]) -> Tensor:
     """Add 1 to all rows of each bucket's partitions in turn, and return what all rows are to be then."""
+    (table,) = tables.tables
     expected = table.spec.initial(0, table.spec.rows)
-    for visit in table.buffer.plan([(bucket, 0) for bucket in buckets]):
-        future = table.swap(visit.before)
-        if future is not None:
-            future.result()
+    for visit in tables.buffer.plan([(bucket, 0) for bucket in buckets]):
+        tables.begin_swaps(visit.before).result()
         for slot, partition in zip(visit.slots, visit.bucket, strict=True):
             rows = table.rows(slot, partition)
             rows.value += 1
             rows.state += 2
             expected[table.partitions.orig_id[partition]] += 1
-        table.trained(visit.bucket)
-    table.settle()
+        tables.trained(visit.bucket)
+    tables.settle()
     return expected
 
 
 @pytest.mark.parametrize("slots", [2, 3])
 def test_partitions_begin_as_the_whole_table_does(tmp_path: Path, slots: int) -> None:
-    table = make_table(tmp_path, slots)
+    (table,) = make_tables(tmp_path, slots).tables
     ids = torch.randperm(5000)
     assert torch.equal(table.fetch(ids), table.spec.initial(0, 5000)[ids])
     seen = torch.cat([found for found, _ in table.blocks()])
@@ -263,18 +293,20 @@ def test_partitions_begin_as_the_whole_table_does(tmp_path: Path, slots: int) ->
 
 
 def test_what_was_trained_survives_swaps_and_checkpoints(tmp_path: Path) -> None:
-    table = make_table(tmp_path / "a", 2)
-    expected = _train(table, [(0, 1), (1, 2), (2, 0)])
+    tables = make_tables(tmp_path / "a", 2)
+    (table,) = tables.tables
+    expected = _train(tables, [(0, 1), (1, 2), (2, 0)])
     assert torch.equal(table.fetch(torch.arange(5000)), expected)
     (tmp_path / "checkpoint").mkdir()
-    table.save(tmp_path / "checkpoint")
+    tables.save(tmp_path / "checkpoint")
     for slots in (2, 3):
-        other = make_table(tmp_path / f"b{slots}", slots)
-        other.load(tmp_path / "checkpoint")
+        others = make_tables(tmp_path / f"b{slots}", slots)
+        others.load(tmp_path / "checkpoint")
+        (other,) = others.tables
         assert torch.equal(other.fetch(torch.arange(5000)), expected)
         assert torch.equal(other.rows(0, 0).state, torch.full((other.partitions.size(0), 1), 4.5))
     table.rows(*_first(table)).value += 1  # what is trained later does not reach the checkpoint
-    other.load(tmp_path / "checkpoint")
+    others.load(tmp_path / "checkpoint")
     assert torch.equal(other.fetch(torch.arange(5000)), expected)
 
 
@@ -282,7 +314,7 @@ def test_a_slot_is_filled_behind_what_leaves_it(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(
         "gtrain.strategy.tensor_files._BYTES", 1000
     )  # of partitions of some 27,000 bytes, of different sizes
-    table = make_table(tmp_path, 2)
+    tables = make_tables(tmp_path, 2)
     write, names = files.Writing.add, []
 
     def slowly(self: files.Writing, rows: Tensor, written: Callable[[int], None] | None = None) -> None:
@@ -295,16 +327,17 @@ def test_a_slot_is_filled_behind_what_leaves_it(tmp_path: Path, monkeypatch: pyt
         write(self, rows, told)
 
     monkeypatch.setattr(files.Writing, "add", slowly)
-    expected = _train(table, [(0, 1), (1, 2), (2, 0), (0, 1), (2, 1), (0, 2)])
-    assert torch.equal(table.fetch(torch.arange(5000)), expected)
+    expected = _train(tables, [(0, 1), (1, 2), (2, 0), (0, 1), (2, 1), (0, 2)])
+    assert torch.equal(tables.tables[0].fetch(torch.arange(5000)), expected)
     assert len(names) > 100 and "MainThread" not in names
 
 
 def test_rows_that_cannot_be_written_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gtrain.strategy.tensor_files._BYTES", 1000)
-    table = make_table(tmp_path, 2)
-    visit = table.buffer.plan([((0, 1), 0), ((0, 2), 0)])[1]
-    table.trained((0, 1))
+    tables = make_tables(tmp_path, 2)
+    (table,) = tables.tables
+    visit = tables.buffer.plan([((0, 1), 0), ((0, 2), 0)])[1]
+    tables.trained((0, 1))
     before, write = table.rows(1, 1).value.clone(), files.Writing.add
 
     def fill(self: files.Writing, rows: Tensor, written: Callable[[int], None] | None = None) -> None:
@@ -317,8 +350,7 @@ def test_rows_that_cannot_be_written_are_not_overwritten(tmp_path: Path, monkeyp
         write(self, rows, told)
 
     monkeypatch.setattr(files.Writing, "add", fill)
-    future = table.swap(visit.before)
-    assert future is not None
+    future = tables.begin_swaps(visit.before)
     with pytest.raises(DataError, match="No space left on device"):
         future.result(LIMIT)
     rest = slice(5000 // 16 + 1, None)  # of 16 bytes a row

@@ -6,7 +6,7 @@ import os
 import random
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -20,20 +20,22 @@ from gtrain.wire import Caller, Client, Message, Server
 from gtrain_pbg import files
 from gtrain_pbg.checkpoints import preserve
 from gtrain_pbg.config import PBGConfig, check_machines
-from gtrain_pbg.machines.board import Board, Grant, partition_key
-from gtrain_pbg.machines.depot import Depot, FolderDepot, ServedDepot
+from gtrain_pbg.files import partition_key
+from gtrain_pbg.machines.board import Board, Grant
 from gtrain_pbg.machines.folder import PartitionFolder
 from gtrain_pbg.machines.heart import place
+from gtrain_pbg.machines.leased import LeasedPartitions
 from gtrain_pbg.machines.lock_client import LockClient
 from gtrain_pbg.machines.lock_server import LockServer
 from gtrain_pbg.machines.members import JobEndedError
 from gtrain_pbg.machines.parameter_server import Handlers as ParameterHandlers
 from gtrain_pbg.machines.parameters import SharedParameters
 from gtrain_pbg.machines.partition_server import Handlers as PartitionHandlers
-from gtrain_pbg.machines.table import SpreadTable
+from gtrain_pbg.machines.stores import FolderStore, ServedStore
 from gtrain_pbg.order import Bucket, bucket_order
-from gtrain_pbg.swaps import Buffer
+from gtrain_pbg.partition_store import PartitionStore
 from gtrain_pbg.tables import Partitions
+from gtrain_pbg.typed import TypeCut, TypedTables
 
 BEGIN = {"round": 1, "epoch": 0, "seed": 0, "as_tree": False, "table": "node", "chunks": 1, "first": 0, "holding": [0]}
 """What a machine says when an epoch begins."""
@@ -143,49 +145,65 @@ def test_machines_keep_a_partition_and_fetch_few() -> None:
     assert found.grants[0].bucket == (0, 0) and found.grants[1].bucket == (0, 1)
 
 
-def test_what_machines_train_is_in_the_table_while_they_read_ahead(tmp_path: Path) -> None:
+@pytest.mark.parametrize("types", [1, 2])
+@pytest.mark.parametrize("slots", [2, 3])
+def test_what_machines_train_is_in_the_table_while_they_read_ahead(tmp_path: Path, slots: int, types: int) -> None:
     """Each training of a bucket adds 1 to both of its partitions."""
-    depot, lease, book, rng = FolderDepot(tmp_path / "depot"), Leases(), threading.Lock(), random.Random(0)
-    board, partitions = make_board(8, ahead=True), Partitions(torch.arange(9) * 5, tuple(torch.arange(40).split(5)))
-    for partition in range(8):
-        depot.save(partition_key("node", partition), lease(), tensors(0.0))
+    store, lease, book, rng = FolderStore(tmp_path / "store"), Leases(), threading.Lock(), random.Random(0)
+    partitions = Partitions(torch.arange(9) * 5, tuple(torch.arange(40).split(5)))
+    names = [f"type_{number}" for number in range(types)]
+    for name in names:
+        for partition in range(8):
+            store.save(partition_key(name, partition), lease(), tensors(0.0))
+    width, state_width = (value.shape[-1] for value in tensors(0.0).values())
+    cuts = [TypeCut(name, TableSpec(name, 40, width), partitions, (0,) * 8) for name in names]
 
-    def make() -> SpreadTable:
-        memory = {f"table.{kind}": torch.full((3, *value.shape), -1.0) for kind, value in tensors(0.0).items()}
-        width = memory["table.state"].shape[-1]
-        place = Buffer(3), width, torch.float32, tmp_path, memory, True
-        table = SpreadTable(TableSpec("node", 40, memory["table.rows"].shape[-1]), partitions, *place)  # type: ignore[arg-type]
-        table.connect("node", depot, False, lease)
-        return table
+    def make() -> TypedTables:
+        memory = {
+            f"{name}.{kind}": torch.full((slots, *value.shape), -1.0)
+            for name in names
+            for kind, value in tensors(0.0).items()
+        }
+        widths = [state_width] * types
+        tables = TypedTables(cuts, partitions, slots, widths, torch.float32, tmp_path, memory, True)  # type: ignore[arg-type]
+        tables.connect(store, False, lease)
+        return tables
 
-    machines = [make(), make()]
-    active = [False, False]
-    while not board.over:
-        machine = rng.randrange(2)
-
-        def released(keys: list[str], machine: int = machine) -> None:
+    def released(machine: int) -> Callable[[list[str]], None]:
+        def release(keys: list[str]) -> None:
             with book:
                 board.released(machine, keys)
 
-        machines[machine].settle()
+        return release
+
+    machines = [make(), make()]
+    held = [LeasedPartitions(tables, released(machine)) for machine, tables in enumerate(machines)]
+    order = bucket_order("inside_out", 8, 2, 0)
+    board = Board(machines[0].bundle, lambda chunk: order, 1, False, 0, ahead=slots > 2)
+    active = [False, False]
+    while not board.over:
+        machine = rng.randrange(2)
+        held[machine].settle()
         with book:
             if active[machine]:
                 board.trained(machine, 1)
             grant = board.acquire(machine, lease)
         active[machine] = grant is not None
         if grant is None:
-            machines[machine].give_back(released)
+            held[machine].give_back()
             continue
-        machines[machine].bring(grant, released)
-        for partition in set(grant.bucket):
-            rows = machines[machine].rows(machines[machine].buffer.place[partition], partition)
-            rows.value.add_(1)
-            rows.state.add_(2)
-    for partition in range(8):
-        found = tensors(-1.0)
-        depot.load(partition_key("node", partition), found)
-        assert {float(value) for value in found["rows"].unique()} == {15.0}  # of 8 * 8 buckets
-        assert {float(value) for value in found["state"].unique()} == {30.0}
+        visit = held[machine].bring(grant)
+        for number in range(types):
+            for partition, slot in set(zip(visit.bucket, visit.slots, strict=True)):
+                rows = machines[machine].tables[number].rows(slot, partition)
+                rows.value.add_(1)
+                rows.state.add_(2)
+    for name in names:
+        for partition in range(8):
+            found = tensors(-1.0)
+            store.load(partition_key(name, partition), found)
+            assert {float(value) for value in found["rows"].unique()} == {15.0}  # of 8 * 8 buckets
+            assert {float(value) for value in found["state"].unique()} == {30.0}
 
 
 def test_the_first_epoch_grows_as_a_tree() -> None:
@@ -517,9 +535,9 @@ def test_a_loss_may_end_the_job() -> None:
 
 
 @pytest.fixture(params=["folder", "served"])
-def depot(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Depot]:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[PartitionStore]:
     if request.param == "folder":
-        yield FolderDepot(tmp_path / "0")
+        yield FolderStore(tmp_path / "0")
         return
     servers = [
         Server(PartitionHandlers(PartitionFolder(tmp_path / str(n))).methods(), name=f"p {n}", address="tcp://127.0.0.1:0")
@@ -527,7 +545,7 @@ def depot(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Depot]:
     ]  # fmt: skip
     with servers[0], servers[1]:
         clients = [Client(server.address, peer=server.name) for server in servers]
-        yield ServedDepot(clients)
+        yield ServedStore(clients)
         for client in clients:
             client.close()
 
@@ -537,34 +555,34 @@ def tensors(value: float, rows: int = 5) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("rows", [5, 0])
-def test_a_depot_has_the_newest_version_and_refuses_older_ones(
-    depot: Depot, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_store_has_the_newest_version_and_refuses_older_ones(
+    store: PartitionStore, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gtrain_pbg.machines.depot.PIECE_BYTES", 24)  # two rows
+    monkeypatch.setattr("gtrain_pbg.machines.stores.PIECE_BYTES", 24)  # two rows
     for key in ("node-0", "node-1"):
         for version in (3, 7):
-            depot.save(key, version, tensors(float(version), rows))
-        depot.save(key, 7, tensors(8.0, rows))  # again, under the same lease
+            store.save(key, version, tensors(float(version), rows))
+        store.save(key, 7, tensors(8.0, rows))  # again, under the same lease
         with pytest.raises(PeerLostError, match="under lease 5, and it was granted again under 7"):
-            depot.save(key, 5, tensors(5.0, rows))
+            store.save(key, 5, tensors(5.0, rows))
         found = tensors(0.0, rows)
-        depot.load(key, found)
+        store.load(key, found)
         assert all(torch.equal(found[kind], tensors(8.0, rows)[kind]) for kind in found)
-        if isinstance(depot, ServedDepot):  # the next reads while the last, which was taken for lost, still writes
-            depot.load(key, found, lease=8)
+        if isinstance(store, ServedStore):  # the next reads while the last, which was taken for lost, still writes
+            store.load(key, found, lease=8)
             with pytest.raises(PeerLostError, match="under lease 7, and it was granted again under 8"):
-                depot.save(key, 7, tensors(7.0, rows))
+                store.save(key, 7, tensors(7.0, rows))
     if rows:
         some = torch.empty(2, 3)
-        depot.select("node-1", torch.tensor([4, 1]), some)
+        store.select("node-1", torch.tensor([4, 1]), some)
         assert torch.equal(some, torch.full((2, 3), 8.0))
     targets = {kind: tmp_path / "kept" / f"1.{kind}.npy" for kind in (files.ROWS, files.STATE)}
     (tmp_path / "kept").mkdir()
-    depot.keep("node-1", targets, tensors(0.0, rows))
-    depot.save("node-1", 9, tensors(9.0, rows))
+    store.keep("node-1", targets, tensors(0.0, rows))
+    store.save("node-1", 9, tensors(9.0, rows))
     assert torch.equal(files.mapped(targets[files.ROWS]), tensors(8.0, rows)[files.ROWS])
-    depot.adopt("node-1", 12, targets)
-    depot.load("node-1", found)
+    store.adopt("node-1", 12, targets)
+    store.load("node-1", found)
     assert torch.equal(found[files.STATE], tensors(8.0, rows)[files.STATE])
     names = sorted(path.name for path in tmp_path.glob("?/node-1*"))
     assert names == ["node-1.v12.rows.npy", "node-1.v12.state.npy"]
@@ -572,12 +590,12 @@ def test_a_depot_has_the_newest_version_and_refuses_older_ones(
 
 def test_a_job_begins_without_what_another_left(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("the user's")
-    FolderDepot(tmp_path).save("node-0", 88, tensors(1.0))
-    depot = FolderDepot(tmp_path)
-    depot.clear()
-    depot.save("node-0", 1, tensors(2.0))
+    FolderStore(tmp_path).save("node-0", 88, tensors(1.0))
+    store = FolderStore(tmp_path)
+    store.clear()
+    store.save("node-0", 1, tensors(2.0))
     found = tensors(0.0)
-    depot.load("node-0", found)
+    store.load("node-0", found)
     assert torch.equal(found[files.ROWS], tensors(2.0)[files.ROWS]) and (tmp_path / "notes.txt").exists()
 
 

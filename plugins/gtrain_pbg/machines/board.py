@@ -16,16 +16,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from gtrain_pbg.files import partition_key
 from gtrain_pbg.machines.choice import Outlook
 from gtrain_pbg.order import Bucket, components
 
 Work = tuple[int, Bucket]
 """An edge chunk, and a bucket of it."""
-
-
-def partition_key(table: str, partition: int) -> str:
-    """What a partition is called on the wire and on disk."""
-    return f"{table}-{partition}"
 
 
 @dataclass(frozen=True)

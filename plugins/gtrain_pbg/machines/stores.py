@@ -1,8 +1,7 @@
-"""Where partitions are while no machine trains them: on partition servers, or in a folder that all machines share."""
+"""Partitions that several machines share: on partition servers, or in a folder."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from gtrain.errors import PeerLostError
 from gtrain.wire import Client, Message, PeerRestartedError, RemoteError
 from gtrain_pbg import files
 from gtrain_pbg.machines.folder import KINDS, PartitionFolder
+from gtrain_pbg.partition_store import Free, PartitionStore
 
 PIECE_BYTES = 64 << 20
 """Bytes of a partition that are sent at a time."""
@@ -21,40 +21,7 @@ SILENT_SECONDS = 600.0
 """A partition server that does not answer for so long is gone with its machine; a slow disk may take a while."""
 
 
-class Depot(ABC):
-    """Partitions by key. ``tensors`` are rows and state by their kinds, see :mod:`gtrain_pbg.files`."""
-
-    @abstractmethod
-    def clear(self) -> None:
-        """Delete what an earlier job has left: its leases have numbers that this one's may have too."""
-
-    @abstractmethod
-    def load(self, key: str, tensors: Mapping[str, Tensor], lease: int = 0) -> None:
-        """Fill tensors with the newest version of a partition; with a lease, refuse older ones from then on."""
-
-    @abstractmethod
-    def save(self, key: str, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write a version; when this returns, it is on a disk.
-
-        Raises:
-            PeerLostError: there is a newer one, or it was granted to another: this machine has lost its lease.
-            DataError, RemoteError: the disk is full.
-        """
-
-    @abstractmethod
-    def select(self, key: str, rows: Tensor, found: Tensor) -> None:
-        """Fill a tensor with some rows of a partition, by their numbers in it."""
-
-    @abstractmethod
-    def keep(self, key: str, targets: Mapping[str, Path], like: Mapping[str, Tensor]) -> None:
-        """Write the newest version into a checkpoint; ``like`` has tensors of its size, whose content may change."""
-
-    @abstractmethod
-    def adopt(self, key: str, version: int, sources: Mapping[str, Path]) -> None:
-        """Take a partition of a checkpoint as a version."""
-
-
-class FolderDepot(Depot):
+class FolderStore(PartitionStore):
     """A folder that all machines share.
 
     Args:
@@ -67,11 +34,11 @@ class FolderDepot(Depot):
     def clear(self) -> None:
         self._folder.clear()
 
-    def load(self, key: str, tensors: Mapping[str, Tensor], lease: int = 0) -> None:
+    def load(self, key: str, tensors: Mapping[str, Tensor], lease: int = 0, free: Free | None = None) -> None:
         for kind, tensor in tensors.items():
             files.read(self._folder.path(key, kind), tensor)
 
-    def save(self, key: str, version: int, tensors: Mapping[str, Tensor]) -> None:
+    def save(self, key: str, version: int, tensors: Mapping[str, Tensor]) -> Free:
         for kind in KINDS:
             tensor = tensors[kind]
             writing = self._folder.begin(key, version, kind, tuple(tensor.shape), tensor.dtype)
@@ -79,6 +46,7 @@ class FolderDepot(Depot):
             self._folder.check(key, version)
             writing.done()
         self._folder.forget_older(key, version)
+        return {}
 
     def select(self, key: str, rows: Tensor, found: Tensor) -> None:
         torch.index_select(files.mapped(self._folder.path(key, files.ROWS)), 0, rows, out=found)
@@ -90,11 +58,11 @@ class FolderDepot(Depot):
         self._folder.adopt(key, version, dict(sources))
 
 
-class ServedDepot(Depot):
+class ServedStore(PartitionStore):
     """Partition servers; partition p is at server p modulo their number.
 
-    A server that was killed comes back with what is on its disk. A request to it is made again: reading changes
-    nothing, and a version is written from its beginning.
+    A server begins by deleting what an earlier job has left; one that is restarted has what is on its disk. Requests
+    are then repeated: reading changes nothing, and a version is written from its beginning.
 
     Args:
         clients: one for each server, in rank order.
@@ -103,16 +71,13 @@ class ServedDepot(Depot):
     def __init__(self, clients: Sequence[Client]) -> None:
         self._clients = list(clients)
 
-    def clear(self) -> None:
-        """Nothing: servers do so when they begin."""
-
-    def load(self, key: str, tensors: Mapping[str, Tensor], lease: int = 0) -> None:
+    def load(self, key: str, tensors: Mapping[str, Tensor], lease: int = 0, free: Free | None = None) -> None:
         for kind, tensor in tensors.items():
             for begin, end in _pieces(tensor):
                 fields = {"key": key, "kind": kind, "begin": begin, "end": end, "lease": lease}
                 tensor[begin:end] = self._ask(key, "read", fields).tensors[0]
 
-    def save(self, key: str, version: int, tensors: Mapping[str, Tensor]) -> None:
+    def save(self, key: str, version: int, tensors: Mapping[str, Tensor]) -> Free:
         client = self._client(key)
         while True:
             try:
@@ -127,10 +92,11 @@ class ServedDepot(Depot):
                 if error.kind == PeerLostError.__name__:
                     raise PeerLostError(error.remote_message, hint=error.hint) from error
                 raise
-            return
+            return {}
 
     def select(self, key: str, rows: Tensor, found: Tensor) -> None:
-        found.copy_(self._ask(key, "select", {"key": key}, [rows]).tensors[0])
+        wanted, back = rows.unique(return_inverse=True)
+        found.copy_(self._ask(key, "select", {"key": key}, [wanted]).tensors[0][back])
 
     def keep(self, key: str, targets: Mapping[str, Path], like: Mapping[str, Tensor]) -> None:
         fields = {"key": key, "targets": {kind: str(path) for kind, path in targets.items()}}

@@ -1,24 +1,28 @@
-"""What a worker of several machines has beside its own: the lock server, the group, the depot, common parameters."""
+"""A worker of several machines: its lock server, its group, the store of partitions, common parameters."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from gtrain.errors import ConfigError, PeerLostError
+from gtrain.graph.store import Store
 from gtrain.strategy.counters import Counters
+from gtrain.strategy.group import Group
 from gtrain.strategy.servers import Servers
 from gtrain.wire import Client
 from gtrain_pbg.config import PBGConfig
-from gtrain_pbg.machines.depot import Depot, FolderDepot, ServedDepot
 from gtrain_pbg.machines.group import MachinesGroup
+from gtrain_pbg.machines.leased import LeasedBuckets
 from gtrain_pbg.machines.lock_client import LockClient
 from gtrain_pbg.machines.parameters import SharedParameters
-from gtrain_pbg.typed import TypeCut
+from gtrain_pbg.machines.stores import FolderStore, ServedStore
+from gtrain_pbg.partition_store import PartitionStore
+from gtrain_pbg.typed import TypedTables
+from gtrain_pbg.worker import BucketSource
 
 SILENT_SECONDS = 60.0
 """A parameter server may take so long to answer, at least; the lock server says earlier if it is gone."""
@@ -27,31 +31,30 @@ LARGE_BYTES = 64 << 20
 log = logging.getLogger("gtrain")
 
 
-def check_spread(cuts: Sequence[TypeCut], dtype: torch.dtype, warns: bool) -> None:
+def check_tables(tables: TypedTables, warns: bool) -> None:
     """Check what several machines have to share.
 
     Args:
-        cuts: how each entity type is cut.
-        dtype: of the tables.
+        tables: of all entity types.
         warns: whether this process is the one that says so if it may be slow.
 
     Raises:
         ConfigError: no type is cut.
     """
-    if not any(cut.is_cut for cut in cuts):
+    if not any(cut.is_cut for cut in tables.cuts):
         raise ConfigError(
             "several machines were to train, and no entity type is cut into partitions.",
             hint="leave data.entities.<type>.num_partitions=1 out for one of them, or set trainer.num_nodes=1.",
         )
-    for cut in cuts:
-        nbytes = cut.spec.rows * cut.spec.dim * dtype.itemsize
+    for cut in tables.cuts:
+        nbytes = cut.spec.rows * cut.spec.dim * tables.dtype.itemsize
         if warns and not cut.is_cut and nbytes > LARGE_BYTES:
             log.warning("the table of %s is not cut, and all of its %d MB go through parameter servers",
                         cut.spec.name, nbytes >> 20)  # fmt: skip
 
 
-class Machines:
-    """Several machines, as one of their workers has to do with them.
+class SeveralMachines:
+    """A :class:`~gtrain_pbg.deployment.Deployment`: machines share partitions, and the lock server grants buckets.
 
     Args:
         settings: of the strategy.
@@ -61,9 +64,16 @@ class Machines:
         store: address of the job's key-value store; None on the machine that has it.
         tell, timeout_seconds: see :class:`~gtrain_pbg.machines.lock_client.LockClient`.
 
+    Attributes:
+        group: all workers of all machines.
+        machine: the workers of this machine; set once it is known.
+        lock: the lock server.
+
     Raises:
         ConfigError: the job has no lock server.
     """
+
+    folder = "initial-partitions"
 
     def __init__(
         self,
@@ -87,18 +97,32 @@ class Machines:
             servers.client("lock", 0), settings.lease_seconds, store, self._miss, tell, timeout_seconds
         )
         self.group = MachinesGroup(rank, size, self.lock, counters)
+        self.machine: Group = self.group
+        self.slots = settings.buffer_partitions or 3
 
-    def depot(self, run_dir: Path) -> Depot:
-        """Where partitions are while no machine trains them."""
+    def share(self) -> tuple[int, int]:
+        return self.group.place
+
+    def connect(self, tables: TypedTables, run_dir: Path, publishes: bool) -> None:
+        check_tables(tables, publishes)
         clients = self._clients("partition")
-        if clients:
-            return ServedDepot(clients)
-        return FolderDepot(Path(self._settings.partition_path or run_dir / "partitions").absolute())
+        folder = Path(self._settings.partition_path or run_dir / "partitions").absolute()
+        store: PartitionStore = ServedStore(clients) if clients else FolderStore(folder)
+        tables.connect(store, publishes, self._next_lease)
 
-    def parameters(self, tensors: Mapping[str, Tensor]) -> SharedParameters:
-        """This machine's copy of what all machines have."""
-        clients = self._clients("parameter")
-        return SharedParameters(tensors, clients, self._settings.sync_interval, self._silent_seconds)
+    def source(
+        self,
+        tables: TypedTables,
+        shared: Mapping[str, Tensor],
+        store: Store,
+        first: Callable[[int], int],
+        limit: int | None,
+    ) -> BucketSource:
+        settings, clients = self._settings, self._clients("parameter")
+        parameters = SharedParameters(tables.in_common(shared), clients, settings.sync_interval, self._silent_seconds)
+        as_tree = settings.distributed_tree_init_order and settings.warm_start is None
+        pauses = settings.checkpoint_chunks
+        return LeasedBuckets(tables, self.lock, self.machine, self.group, parameters, first, as_tree, pauses)
 
     def _miss(self, name: str) -> None:
         role, _, number = name.partition(" ")
@@ -115,6 +139,6 @@ class Machines:
         self.lock.on_loss(close)
         return clients
 
-    def next_lease(self) -> int:
+    def _next_lease(self) -> int:
         """A number larger than that of any lease so far."""
         return int(self.lock.ask("number", {}).fields["number"])
