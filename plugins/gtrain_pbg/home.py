@@ -1,4 +1,4 @@
-"""Where the table of the module lives while the strategy trains it."""
+"""What the module sees of a table in partitions."""
 
 from __future__ import annotations
 

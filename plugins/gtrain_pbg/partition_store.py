@@ -10,7 +10,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -226,7 +225,7 @@ class WriteBehind:
             self.wait(other)
         while len(self._pending) >= MAX_PENDING:
             self.wait(next(iter(self._pending)))
-        self._pending[key] = self._threads.submit(partial(_write, writes))
+        self._pending[key] = self._threads.submit(_write, writes)
 
     def wait(self, key: str) -> None:
         """Wait until the disk has a partition, if it is being written."""

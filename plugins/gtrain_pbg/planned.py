@@ -56,7 +56,7 @@ class PlannedBuckets:
             self._finish()
             if self._leads:
                 self._tables.begin_swaps(visit.before).result()
-        self._tables.buffer.place = dict(visit.after)
+        self._tables.buffer.slot_of = dict(visit.after)
         self._group.barrier()
         if self._leads:
             self._under_way = [self._tables.begin_swaps(visit.during), self._tables.begin_reading_ahead(visit.soon)]

@@ -197,7 +197,7 @@ class PBGStrategy(GraphStrategy):
             self._table = self._make_table(recipe, rules)
             if self._leads:
                 self._fill(recipe, rules.starts if rules else (0.0, 0.0))
-            self._table.place_first()
+            self._table.assign_first_slots()
             self.group.barrier()
         assert self._shared is not None
         for name, parameter in recipe.parameters.items():

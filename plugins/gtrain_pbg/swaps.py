@@ -63,11 +63,11 @@ class Buffer:
 
     Attributes:
         slots: number of slots.
-        place: slot of each partition that is in one.
+        slot_of: slot of each partition that is in one.
     """
 
     slots: int
-    place: dict[int, int] = field(default_factory=dict)
+    slot_of: dict[int, int] = field(default_factory=dict)
 
     def plan(self, visits: list[tuple[Bucket, int]]) -> list[Visit]:
         """Plan an epoch, and be as it leaves the buffer.
@@ -78,11 +78,11 @@ class Buffer:
         needed = [set(bucket) for bucket, _ in visits]
         found, now = [], self._bring(needed[0], set(), needed, 0) if visits else []
         for number, (bucket, chunk) in enumerate(visits):
-            slots = self.place[bucket[0]], self.place[bucket[1]]
+            slots = self.slot_of[bucket[0]], self.slot_of[bucket[1]]
             during, later = [], []
             if number + 1 < len(visits):
                 during = self._bring(needed[number + 1], needed[number], needed, number + 1)
-            after = dict(self.place)
+            after = dict(self.slot_of)
             if number + 1 < len(visits):
                 later = self._bring(needed[number + 1], set(), needed, number + 1)
             last = number + 1 == len(visits)
@@ -102,41 +102,41 @@ class Buffer:
             What must be done before the bucket is trained, and what may be done while it is.
         """
         kept = {*bucket, *(() if ahead is None else (ahead,))}
-        leaving = {slot: partition for partition, slot in self.place.items() if partition not in kept}
-        self.place = {partition: slot for partition, slot in self.place.items() if partition in kept}
-        free = sorted(set(range(self.slots)) - set(self.place.values()) - leaving.keys())
+        leaving = {slot: partition for partition, slot in self.slot_of.items() if partition not in kept}
+        self.slot_of = {partition: slot for partition, slot in self.slot_of.items() if partition in kept}
+        free = sorted(set(range(self.slots)) - set(self.slot_of.values()) - leaving.keys())
 
         def bring(partition: int) -> Swap:
-            slot = self.place[partition] = free.pop(0) if free else next(iter(leaving))
+            slot = self.slot_of[partition] = free.pop(0) if free else next(iter(leaving))
             return Swap(slot, leaving.pop(slot, None), partition)
 
-        before = tuple(bring(partition) for partition in sorted(set(bucket) - self.place.keys()))
-        during = (bring(ahead),) if ahead is not None and ahead not in self.place else ()
+        before = tuple(bring(partition) for partition in sorted(set(bucket) - self.slot_of.keys()))
+        during = (bring(ahead),) if ahead is not None and ahead not in self.slot_of else ()
         return before, (*(Swap(slot, partition, None) for slot, partition in leaving.items()), *during)
 
     def leave_all(self) -> tuple[Swap, ...]:
         """Plan that nothing is in a slot any more."""
-        place, self.place = self.place, {}
-        return tuple(Swap(slot, partition, None) for partition, slot in place.items())
+        slot_of, self.slot_of = self.slot_of, {}
+        return tuple(Swap(slot, partition, None) for partition, slot in slot_of.items())
 
     def _bring(self, wanted: set[int], kept: set[int], needed: list[set[int]], at: int) -> list[Swap]:
         """Bring partitions in, as far as there is room without those that are wanted or must be kept."""
         swaps = []
-        for partition in sorted(wanted - set(self.place)):
+        for partition in sorted(wanted - set(self.slot_of)):
             slot, out = self._room(wanted | kept, needed, at, early=bool(kept))
             if slot is None:
                 break
             if out is not None:
-                del self.place[out]
-            self.place[partition] = slot
+                del self.slot_of[out]
+            self.slot_of[partition] = slot
             swaps.append(Swap(slot, out, partition))
         return swaps
 
     def _room(self, held: set[int], needed: list[set[int]], at: int, early: bool) -> tuple[int | None, int | None]:
-        free = sorted(set(range(self.slots)) - set(self.place.values()))
+        free = sorted(set(range(self.slots)) - set(self.slot_of.values()))
         if free:
             return free[0], None
-        others = [partition for partition in self.place if partition not in held]
+        others = [partition for partition in self.slot_of if partition not in held]
         if not others:
             return None, None
 
@@ -146,4 +146,4 @@ class Buffer:
         out = max(others, key=lambda partition: (next_use(partition), partition))
         if early and next_use(out) < at + SOON:
             return None, None
-        return self.place[out], out
+        return self.slot_of[out], out

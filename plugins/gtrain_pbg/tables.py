@@ -117,7 +117,7 @@ class PartitionedTable:
         writing = {
             p: self._local.create(self._file_key(p), files.ROWS, (size(p), width), self.dtype)
             for p in range(self.partitions.count)
-            if p not in self.buffer.place
+            if p not in self.buffer.slot_of
         }
         for begin in range(0, self.spec.rows, INIT_ROWS):
             end = min(begin + INIT_ROWS, self.spec.rows)
@@ -144,7 +144,7 @@ class PartitionedTable:
             partition: the partition.
             sources: ids of the source data (-1: none) and rows, ``[n]`` and ``[n, width]``.
         """
-        here, path = partition in self.buffer.place, self._local.path(self._file_key(partition), files.ROWS)
+        here, path = partition in self.buffer.slot_of, self._local.path(self._file_key(partition), files.ROWS)
         rows = self._slot(partition)[files.ROWS] if here else files.mapped(path).clone()
         first, last = (int(self.partitions.offsets[partition + end]) for end in (0, 1))
         for ids, values in sources:
@@ -176,8 +176,8 @@ class PartitionedTable:
                 for kind, tensor in self._slot(partition).items():
                     files.write(targets[kind], tensor)
             else:
-                if partition in changed and partition in self.buffer.place:
-                    self.leave(partition, self.buffer.place[partition])
+                if partition in changed and partition in self.buffer.slot_of:
+                    self.leave(partition, self.buffer.slot_of[partition])
                 self.store.keep(self._key(partition), targets, self._tensors(0, partition))
             names += [path.name for path in targets.values()]
         return names
@@ -197,7 +197,7 @@ class PartitionedTable:
         files.check_count(folder, self.name, self.partitions.count)
         for partition in range(self.partitions.count if adopts else 0):
             self.store.adopt(self._key(partition), next_lease(), self._files(folder, partition))
-        for partition, slot in self.buffer.place.items() if fills else ():
+        for partition, slot in self.buffer.slot_of.items() if fills else ():
             self.fill(partition, slot)
 
     # ------------------------------------------------------------------------------------------ training
@@ -226,7 +226,7 @@ class PartitionedTable:
 
     def read(self, partition: int) -> Tensor:
         """Rows of a partition as they are, in memory or mapped from its file."""
-        if partition in self.buffer.place:
+        if partition in self.buffer.slot_of:
             return self._slot(partition)[files.ROWS]
         return self.store.read(self._key(partition), self._tensors(0, partition)[files.ROWS])
 
@@ -243,7 +243,7 @@ class PartitionedTable:
         for partition in owner.unique().tolist():
             here = (owner == partition).nonzero().flatten()
             local = place[here] - self.partitions.offsets[partition]
-            if partition in self.buffer.place:
+            if partition in self.buffer.slot_of:
                 found[here] = self._slot(partition)[files.ROWS][local]
             else:
                 rows = torch.empty(len(here), self.spec.dim, dtype=self.dtype)
@@ -276,7 +276,7 @@ class PartitionedTable:
         return {kind: folder / files.file_name(kind, partition, self.name) for kind in files.KINDS}
 
     def _slot(self, partition: int) -> dict[str, Tensor]:
-        return self._tensors(self.buffer.place[partition], partition)
+        return self._tensors(self.buffer.slot_of[partition], partition)
 
     def _tensors(self, slot: int, partition: int) -> dict[str, Tensor]:
         """What a slot has of a partition, by kind."""

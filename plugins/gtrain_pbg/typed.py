@@ -175,16 +175,16 @@ class TypedTables:
 
     def initialize(self, start: float) -> None:
         """Give all rows their initial values; see :meth:`PartitionedTable.initialize`."""
-        self.place_first()
+        self.assign_first_slots()
         for table in self.tables:
             table.initialize(start)
-        self._changed = set(self.buffer.place)
+        self._changed = set(self.buffer.slot_of)
 
-    def place_first(self) -> None:
+    def assign_first_slots(self) -> None:
         """Let the first partitions have the slots, or none of those that machines share."""
         for table in self.tables:
             count = 0 if table.store.shared else min(table.buffer.slots, table.partitions.count)
-            table.buffer.place = {partition: partition for partition in range(count)}
+            table.buffer.slot_of = {partition: partition for partition in range(count)}
 
     def publish(self) -> None:
         """Let the shared store, if there is one, have all partitions and nothing else. One process calls it, once."""
@@ -206,7 +206,7 @@ class TypedTables:
 
     def load(self, folder: Path) -> None:
         """Take the partitions of a checkpoint."""
-        self.place_first()
+        self.assign_first_slots()
         self._changed = set()
         for table in self.tables:
             adopts = self._publishes or not table.store.shared

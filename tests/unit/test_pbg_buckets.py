@@ -90,7 +90,7 @@ def test_plans_bring_what_is_needed(order: str, slots: int) -> None:
                 assert held.get(swap.slot) == swap.out and swap.slot not in visit.slots
                 held[swap.slot] = swap.into
             assert len(set(held.values())) == len(held) <= slots
-        assert {partition: slot for slot, partition in held.items()} == buffer.place
+        assert {partition: slot for slot, partition in held.items()} == buffer.slot_of
     if slots == 5:
         assert sum(len(v.before) + len(v.during) for v in plan) == 0  # everything is there since the first epoch
 
@@ -386,7 +386,7 @@ def test_known_edges_are_those_of_the_evaluated_ends(
 
 
 def _first(table: PartitionedTable) -> tuple[int, int]:
-    partition, slot = next(iter(table.buffer.place.items()))
+    partition, slot = next(iter(table.buffer.slot_of.items()))
     return slot, partition
 
 

@@ -7,34 +7,35 @@ import random
 
 import pytest
 
-from gtrain_pbg.machines.board import Board
-from gtrain_pbg.machines.choice import Outlook
+from gtrain_pbg.machines.scheduler import BucketScheduler, Outlook
 from gtrain_pbg.order import bucket_order
 
 
 def played(partitions: int, machines: int, as_tree: bool, seed: int, ahead: bool) -> tuple[float, int]:
     """When an epoch ends, and how many leases were given; a bucket takes from 1 to 1.3 turns, and moving none."""
     rng, leases = random.Random(seed), iter(range(1, 10_000))
-    board = Board("node", lambda chunk: bucket_order("affinity", partitions, 2, seed), 1, as_tree, 0, ahead)
+    scheduler = BucketScheduler(
+        "node", lambda chunk: bucket_order("affinity", partitions, 2, seed), 1, as_tree, 0, ahead
+    )
     held: list[set[str]] = [set() for _ in range(machines)]
     ends: list[tuple[float, int]] = []
     now, waiting, granted = 0.0, set(range(machines)), 0
 
     def ask(machine: int) -> None:
-        grant = board.acquire(machine, lambda: next(leases))
+        grant = scheduler.acquire(machine, lambda: next(leases))
         keep = set(grant.leases) if grant else set()
-        board.released(machine, sorted(held[machine] - keep))
+        scheduler.released(machine, sorted(held[machine] - keep))
         held[machine] = keep
         if grant:
             waiting.discard(machine)
             heapq.heappush(ends, (now + 1 + 0.3 * rng.random(), machine))
 
-    while not board.over:
+    while not scheduler.over:
         for _ in range(2):  # what one gives back may be what another waits for
             for machine in sorted(waiting):
                 ask(machine)
         now, machine = heapq.heappop(ends)
-        board.trained(machine, 1)
+        scheduler.trained(machine, 1)
         waiting.add(machine)
         ask(machine)
         granted += 1

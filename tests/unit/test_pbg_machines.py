@@ -21,9 +21,8 @@ from gtrain_pbg import files
 from gtrain_pbg.checkpoints import preserve
 from gtrain_pbg.config import PBGConfig, check_machines
 from gtrain_pbg.files import partition_key
-from gtrain_pbg.machines.board import Board, Grant
 from gtrain_pbg.machines.folder import PartitionFolder
-from gtrain_pbg.machines.heart import place
+from gtrain_pbg.machines.heartbeat import pid_namespace
 from gtrain_pbg.machines.leased import LeasedPartitions
 from gtrain_pbg.machines.lock_client import LockClient
 from gtrain_pbg.machines.lock_server import LockServer
@@ -31,6 +30,7 @@ from gtrain_pbg.machines.members import JobEndedError
 from gtrain_pbg.machines.parameter_server import Handlers as ParameterHandlers
 from gtrain_pbg.machines.parameters import SharedParameters
 from gtrain_pbg.machines.partition_server import Handlers as PartitionHandlers
+from gtrain_pbg.machines.scheduler import BucketScheduler, Grant
 from gtrain_pbg.machines.stores import FolderStore, ServedStore
 from gtrain_pbg.order import Bucket, bucket_order
 from gtrain_pbg.partition_store import PartitionStore
@@ -41,10 +41,10 @@ BEGIN = {"round": 1, "epoch": 0, "seed": 0, "as_tree": False, "table": "node", "
 """What a machine says when an epoch begins."""
 
 
-def make_board(
+def make_scheduler(
     partitions: int = 4, chunks: int = 1, as_tree: bool = False, order: str = "inside_out", ahead: bool = False
-) -> Board:
-    return Board("node", lambda chunk: bucket_order(order, partitions, 2, chunk), chunks, as_tree, 0, ahead)
+) -> BucketScheduler:
+    return BucketScheduler("node", lambda chunk: bucket_order(order, partitions, 2, chunk), chunks, as_tree, 0, ahead)
 
 
 class Leases:
@@ -63,13 +63,13 @@ def names(bucket: Bucket) -> set[str]:
 
 
 class Epoch:
-    """Machines at random speeds, of which some are lost: what a board grants, played through.
+    """Machines at random speeds, of which some are lost: what a scheduler grants, played through.
 
     Every version of a partition knows which buckets it was trained on, as its rows would.
     """
 
-    def __init__(self, board: Board, machines: int, seed: int) -> None:
-        self.board, self.rng, self.lease = board, random.Random(seed), Leases()
+    def __init__(self, scheduler: BucketScheduler, machines: int, seed: int) -> None:
+        self.scheduler, self.rng, self.lease = scheduler, random.Random(seed), Leases()
         self.alive = list(range(machines))
         self.saved: dict[str, set[tuple[int, Bucket]]] = {}
         self.memory: list[dict[str, set[tuple[int, Bucket]]]] = [{} for _ in range(machines)]
@@ -83,8 +83,8 @@ class Epoch:
         if grant is not None:
             for key in names(grant.bucket):
                 self.memory[machine][key].add((grant.chunk, grant.bucket))
-            self.board.trained(machine, 1)
-        found = self.grant[machine] = self.board.acquire(machine, self.lease)
+            self.scheduler.trained(machine, 1)
+        found = self.grant[machine] = self.scheduler.acquire(machine, self.lease)
         keep = names(found.bucket) if found else set()
         if found and found.ahead is not None:
             keep |= names((found.ahead, found.ahead))
@@ -93,7 +93,7 @@ class Epoch:
         assert len(keep) <= 3 and (not found or keep == found.leases.keys())
         for key in sorted(self.memory[machine].keys() - keep):
             self.saved[key] = self.memory[machine].pop(key)
-            self.board.released(machine, [key])
+            self.scheduler.released(machine, [key])
         if found:
             self.grants.append(found)
             others = {key for other in self.alive if other != machine for key in self.memory[other]}
@@ -104,41 +104,41 @@ class Epoch:
     def lose(self, machine: int) -> None:
         self.alive.remove(machine)
         self.memory[machine], self.grant[machine] = {}, None
-        self.board.lose(machine)
+        self.scheduler.lose(machine)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_every_bucket_is_in_the_table_whoever_is_lost(seed: int) -> None:
-    board = make_board(8, chunks=2, as_tree=seed % 2 == 0, ahead=True)
-    epoch = Epoch(board, 4, seed)
+    scheduler = make_scheduler(8, chunks=2, as_tree=seed % 2 == 0, ahead=True)
+    epoch = Epoch(scheduler, 4, seed)
     deaths = sorted(epoch.rng.sample(range(5, 90), seed % 4))
     steps = 0
-    while not board.over:
+    while not scheduler.over:
         epoch.step()
         steps += 1
-        if deaths and steps >= deaths[0] and not board.over:
+        if deaths and steps >= deaths[0] and not scheduler.over:
             deaths.pop(0)
             epoch.lose(epoch.rng.choice(epoch.alive[1:]))
         assert steps < 3000, "no machine gets on"
     every = [(i, j) for i in range(8) for j in range(8)]
-    assert sorted(board.edges) == [(chunk, bucket) for chunk in range(2) for bucket in every]
-    for chunk, bucket in board.edges:
+    assert sorted(scheduler.edges) == [(chunk, bucket) for chunk in range(2) for bucket in every]
+    for chunk, bucket in scheduler.edges:
         assert all((chunk, bucket) in epoch.saved[key] for key in names(bucket)), "what was trained is not lost"
-    assert len(epoch.grants) == 128 + board.again
-    assert board.again or not seed % 4 or not deaths
+    assert len(epoch.grants) == 128 + scheduler.again
+    assert scheduler.again or not seed % 4 or not deaths
 
 
 def test_machines_keep_a_partition_and_fetch_few() -> None:
     """Two machines in turn, 8 partitions: about one partition a bucket comes anew, and not two."""
     for ahead in (False, True):
-        board = make_board(8, ahead=ahead)
-        epoch = Epoch(board, 2, 1)
-        while not board.over:
+        scheduler = make_scheduler(8, ahead=ahead)
+        epoch = Epoch(scheduler, 2, 1)
+        while not scheduler.over:
             epoch.step()
         assert len(epoch.grants) == 64 and epoch.lease.last < 1.2 * 64
         early = sum(grant.ahead is not None for grant in epoch.grants)
         assert early > 0.7 * epoch.lease.last if ahead else early == 0  # are there before their bucket begins
-    alone = make_board(4, order="sequential")
+    alone = make_scheduler(4, order="sequential")
     found = Epoch(alone, 1, 0)
     while not alone.over:
         found.step()
@@ -172,22 +172,22 @@ def test_what_machines_train_is_in_the_table_while_they_read_ahead(tmp_path: Pat
     def released(machine: int) -> Callable[[list[str]], None]:
         def release(keys: list[str]) -> None:
             with book:
-                board.released(machine, keys)
+                scheduler.released(machine, keys)
 
         return release
 
     machines = [make(), make()]
     held = [LeasedPartitions(tables, released(machine)) for machine, tables in enumerate(machines)]
     order = bucket_order("inside_out", 8, 2, 0)
-    board = Board(machines[0].bundle, lambda chunk: order, 1, False, 0, ahead=slots > 2)
+    scheduler = BucketScheduler(machines[0].bundle, lambda chunk: order, 1, False, 0, ahead=slots > 2)
     active = [False, False]
-    while not board.over:
+    while not scheduler.over:
         machine = rng.randrange(2)
         held[machine].settle()
         with book:
             if active[machine]:
-                board.trained(machine, 1)
-            grant = board.acquire(machine, lease)
+                scheduler.trained(machine, 1)
+            grant = scheduler.acquire(machine, lease)
         active[machine] = grant is not None
         if grant is None:
             held[machine].give_back()
@@ -207,40 +207,44 @@ def test_what_machines_train_is_in_the_table_while_they_read_ahead(tmp_path: Pat
 
 
 def test_the_first_epoch_grows_as_a_tree() -> None:
-    board, lease = make_board(4, as_tree=True, order="sequential"), Leases()
-    first = board.acquire(0, lease)
+    scheduler, lease = make_scheduler(4, as_tree=True, order="sequential"), Leases()
+    first = scheduler.acquire(0, lease)
     assert first is not None and first.bucket == (0, 1)  # two partitions at once, of which others need one
-    assert board.acquire(1, lease) is None  # nothing was trained yet
-    board.trained(0, 10)
-    assert board.acquire(1, lease) is None  # nor written back
-    second = board.acquire(0, lease)
+    assert scheduler.acquire(1, lease) is None  # nothing was trained yet
+    scheduler.trained(0, 10)
+    assert scheduler.acquire(1, lease) is None  # nor written back
+    second = scheduler.acquire(0, lease)
     assert second is not None and second.bucket == (0, 2)  # one of the two is for who waits
-    assert board.acquire(1, lease) is None
-    board.released(0, ["node-1"])  # though the first bucket is not done before the other is there too
-    other = board.acquire(1, lease)
-    assert other is not None and other.bucket == (1, 3) and not board.edges
-    board.lose(0)
-    assert board.acquire(2, lease) is None  # 0 and 2 are as at the beginning
-    assert make_board(4).acquire(1, lease) is not None
+    assert scheduler.acquire(1, lease) is None
+    scheduler.released(0, ["node-1"])  # though the first bucket is not done before the other is there too
+    other = scheduler.acquire(1, lease)
+    assert other is not None and other.bucket == (1, 3) and not scheduler.edges
+    scheduler.lose(0)
+    assert scheduler.acquire(2, lease) is None  # 0 and 2 are as at the beginning
+    assert make_scheduler(4).acquire(1, lease) is not None
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_buckets_without_edges_are_left_out_and_what_they_part_grows_by_itself(seed: int) -> None:
     """Three components: {0, 1, 2}, by a chain; {3, 4}; {5}, by its own edges."""
     filled = {(0, 1), (2, 1), (1, 1), (3, 4), (5, 5)}
-    board = Board("node", lambda chunk: [b for b in bucket_order("random", 6, 2, seed) if b in filled], 2, True)
-    epoch, steps = Epoch(board, 2, seed), 0
-    while not board.over:
+    scheduler = BucketScheduler(
+        "node", lambda chunk: [b for b in bucket_order("random", 6, 2, seed) if b in filled], 2, True
+    )
+    epoch, steps = Epoch(scheduler, 2, seed), 0
+    while not scheduler.over:
         epoch.step()
         steps += 1
         assert steps < 500, "no machine gets on"
-    assert sorted(board.edges) == [(chunk, bucket) for chunk in range(2) for bucket in sorted(filled)]
-    rest = Board("node", lambda chunk: sorted(filled), 2, False, first=1)  # the first chunk is in a checkpoint
+    assert sorted(scheduler.edges) == [(chunk, bucket) for chunk in range(2) for bucket in sorted(filled)]
+    rest = BucketScheduler(
+        "node", lambda chunk: sorted(filled), 2, False, first=1
+    )  # the first chunk is in a checkpoint
     epoch = Epoch(rest, 2, seed)
     while not rest.over:
         epoch.step()
     assert sorted(rest.edges) == [(1, bucket) for bucket in sorted(filled)]
-    apart = Board("node", lambda chunk: [(3, 4), (0, 1), (2, 1), (4, 3)], 1, True)
+    apart = BucketScheduler("node", lambda chunk: [(3, 4), (0, 1), (2, 1), (4, 3)], 1, True)
     grants = [apart.acquire(machine, epoch.lease) for machine in range(3)]
     assert [grant and grant.bucket for grant in grants] == [(3, 4), (0, 1), None]  # each begins a component
 
@@ -383,7 +387,7 @@ def test_a_lock_server_that_was_killed_knows_who_is_lost_and_whom_to_hear_of() -
     ask(server, "beat", 0)
     server.look()
     assert list(server.members.lost) == [1, 2] and "its bucket is trained again" in said[-1]
-    server._pulses.forgive(100.0)  # it was stopped itself
+    server._detector.forgive(100.0)  # it was stopped itself
     now[0] = 150.0
     server.look()
     assert list(server.members.lost) == [1, 2]
@@ -439,7 +443,7 @@ def test_a_server_that_is_lost_ends_the_job_and_one_that_comes_back_does_not() -
     server = make_lock(clock=lambda: now[0])
 
     def serve(name: str, method: str, pid: int = 0) -> None:
-        where = place() if pid else "elsewhere"
+        where = pid_namespace() if pid else "elsewhere"
         server.methods()[method](Message({"place": where, "pid": pid}), Caller(name, 1, 1))
 
     ask(server, "join", 0, place="elsewhere", pid=0)
@@ -472,8 +476,8 @@ def test_who_is_silent_is_waited_for_where_its_process_is_there_and_the_job_need
     settings = PBGConfig(name="pbg", num_partitions=4, lease_seconds=30.0, timeout_seconds=100.0)
     server = LockServer(settings, 2, 1, lambda: now[0], tell=said.append)
     for rank in range(2):
-        ask(server, "join", rank, place=place(), pid=os.getpid())
-    server.methods()["serve"](Message({"place": place(), "pid": os.getpid()}), Caller("parameter 0", 1, 1))
+        ask(server, "join", rank, place=pid_namespace(), pid=os.getpid())
+    server.methods()["serve"](Message({"place": pid_namespace(), "pid": os.getpid()}), Caller("parameter 0", 1, 1))
     now[0] = 60.0
     server.look()
     assert list(server.members.lost) == [1]  # others train what it had; without rank 0 the job would be over

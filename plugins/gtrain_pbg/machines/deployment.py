@@ -101,7 +101,7 @@ class SeveralMachines:
         self.slots = settings.buffer_partitions or 3
 
     def share(self) -> tuple[int, int]:
-        return self.group.place
+        return self.group.share
 
     def connect(self, tables: TypedTables, run_dir: Path, publishes: bool) -> None:
         check_tables(tables, publishes)

@@ -46,7 +46,7 @@ class MachinesGroup(Group):
         self.members = list(range(size))
 
     @property
-    def place(self) -> tuple[int, int]:
+    def share(self) -> tuple[int, int]:
         """This rank's number among the members, and how many there are: who is lost has no share of what is dealt."""
         return self.members.index(self.rank), len(self.members)
 

@@ -10,10 +10,10 @@ import torch
 
 from gtrain.strategy.group import Group
 from gtrain_pbg.files import partition_key
-from gtrain_pbg.machines.board import Grant
 from gtrain_pbg.machines.group import MachinesGroup
 from gtrain_pbg.machines.lock_client import LockClient
 from gtrain_pbg.machines.parameters import SharedParameters
+from gtrain_pbg.machines.scheduler import Grant
 from gtrain_pbg.swaps import Visit
 from gtrain_pbg.typed import TypedTables
 from gtrain_pbg.worker import Cut, standing_still
@@ -36,14 +36,14 @@ class LeasedPartitions:
         """Bring the partitions of a bucket into slots; while it is trained, others are saved and one is read ahead."""
         self.settle()
         buffer, bucket = self._tables.buffer, grant.bucket
-        new = {p: grant.leases[self._key(p)] for p in (*bucket, grant.ahead) if p is not None and p not in buffer.place}
-        leases = self._leases | new
-        self._leases = {p: lease for p, lease in leases.items() if p in (*bucket, grant.ahead)}
+        granted = {*bucket, *(() if grant.ahead is None else (grant.ahead,))}
+        leases = self._leases | {p: grant.leases[self._key(p)] for p in granted - buffer.slot_of.keys()}
+        self._leases = {p: leases[p] for p in granted}
         before, during = buffer.exchange(bucket, grant.ahead)
         if during:
             self._under_way = self._tables.begin_swaps(during, leases, self._released)
         self._tables.swap(before, leases, self._released)
-        slots = buffer.place[bucket[0]], buffer.place[bucket[1]]
+        slots = buffer.slot_of[bucket[0]], buffer.slot_of[bucket[1]]
         return Visit(bucket, grant.chunk, slots, before, during)
 
     def give_back(self) -> None:
@@ -168,7 +168,7 @@ class LeasedBuckets:
                     sent = torch.tensor([*visit.bucket, *visit.slots, visit.chunk, 0])
         head, tail, first, second, chunk, _ = self._machine.broadcast(sent).tolist()
         if not self._leads or head < 0:
-            self._tables.buffer.place = {} if head < 0 else {head: first, tail: second}
+            self._tables.buffer.slot_of = {} if head < 0 else {head: first, tail: second}
         return None if head < 0 else Visit((head, tail), chunk, (first, second), (), ())
 
     def _release(self, keys: list[str]) -> None:

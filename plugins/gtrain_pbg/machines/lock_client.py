@@ -1,4 +1,4 @@
-"""A rank's line to the lock server, and the heartbeats by which it is known to be there."""
+"""A rank's connection to the lock server, and its heartbeats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from gtrain.errors import PeerLostError
 from gtrain.strategy.rendezvous import await_end_of_store
 from gtrain.wire import Client, Message, PeerRestartedError, RemoteError, WireError
-from gtrain_pbg.machines.heart import TELL_SECONDS, pause, place
+from gtrain_pbg.machines.heartbeat import REPORT_SECONDS, heartbeat_interval, pid_namespace
 from gtrain_pbg.machines.members import JobEndedError
 
 FOREVER = 1e7
@@ -50,9 +50,9 @@ class LockClient:
         self._lost: PeerLostError | None = None
         self._losing = threading.Lock()
         self._hooks: list[Callable[[PeerLostError], None]] = []
-        here = self.ask("join", {"place": place(), "pid": os.getpid()}).fields["place"] == place()
+        here = self.ask("join", {"place": pid_namespace(), "pid": os.getpid()}).fields["place"] == pid_namespace()
         self._patience = max(lease_seconds, timeout_seconds if here else RESTART_SECONDS)
-        threading.Thread(target=self._beat, name="gtrain-heart", daemon=True).start()
+        threading.Thread(target=self._beat, name="gtrain-heartbeat", daemon=True).start()
         if store is not None:
             threading.Thread(target=self._watch, args=(store,), name="gtrain-store", daemon=True).start()
 
@@ -100,7 +100,7 @@ class LockClient:
         self._over.set()
 
     def _beat(self) -> None:
-        while not self._over.wait(pause(self._lease_seconds)):
+        while not self._over.wait(heartbeat_interval(self._lease_seconds)):
             try:
                 for name in self._answer_to_beat().fields["missing"]:
                     self._miss(name)
@@ -111,15 +111,16 @@ class LockClient:
                 return
 
     def _answer_to_beat(self) -> Message:
-        """The lock server's answer; the terminal is told if it takes long."""
+        """Send a heartbeat and wait for the reply; report to the terminal if it takes long."""
         beat = self._client.submit("beat", timeout_seconds=self._patience, attended=True)
         try:
-            return self._client.result(beat, TELL_SECONDS)
+            return self._client.result(beat, REPORT_SECONDS)
         except TimeoutError:
             if self._tell is None:
                 return self._client.result(beat)
         self._tell(
-            f"the lock server: no answer for {TELL_SECONDS:g} s; the job ends if it is silent for {self._patience:g} s"
+            f"the lock server: no answer for {REPORT_SECONDS:g} s; "
+            f"the job ends if it is silent for {self._patience:g} s"
         )
         answer = self._client.result(beat)
         self._tell("the lock server: here again")

@@ -22,10 +22,9 @@ from gtrain.strategy.server import LastingState, ServerContext
 from gtrain.wire import Caller, Message
 from gtrain_pbg.config import EACH, PBGConfig
 from gtrain_pbg.edges import mixed
-from gtrain_pbg.machines.board import Board
-from gtrain_pbg.machines.heart import TELL_SECONDS, place
+from gtrain_pbg.machines.heartbeat import ENDED, REPORT_SECONDS, FailureDetector, is_rank, pid_namespace
 from gtrain_pbg.machines.members import JobEndedError, Members, Reply, Settled
-from gtrain_pbg.machines.pulses import ENDED, Pulses, is_rank
+from gtrain_pbg.machines.scheduler import BucketScheduler
 from gtrain_pbg.order import bucket_order
 
 LOOK_SECONDS = 0.1
@@ -74,9 +73,9 @@ class LockServer:
         self._state, self._tell = state, tell
         self._settled: Settled = []
         self.members = Members(machines, devices, self._settled)
-        self._pulses = Pulses(settings.lease_seconds, place(), clock)
-        self._board: Board | None = None
-        self._board_fields: dict[str, Any] = {}  # by which it was made
+        self._detector = FailureDetector(settings.lease_seconds, pid_namespace(), clock)
+        self._scheduler: BucketScheduler | None = None
+        self._scheduler_fields: dict[str, Any] = {}  # by which it was made
         self.round, self._number = 0, 0
         self._turns: dict[int, int] = {}  # of each machine, in which it asked for a bucket last
         self._granted: dict[int, dict[str, Any]] = {}  # what each machine was answered in that turn
@@ -125,9 +124,9 @@ class LockServer:
     def _saved(self) -> dict[str, Any]:
         return {
             "members": self.members.state(),
-            "pulses": self._pulses.state(),
-            "made": self._board_fields,
-            "board": None if self._board is None else self._board.state(),
+            "detector": self._detector.state(),
+            "made": self._scheduler_fields,
+            "scheduler": None if self._scheduler is None else self._scheduler.state(),
             "numbers": [self.round, self._number],
             "turns": self._turns,
             "granted": self._granted,
@@ -140,23 +139,23 @@ class LockServer:
 
     def _restore(self, saved: dict[str, Any]) -> None:
         self.members.restore(saved["members"])
-        self._pulses.restore(saved["pulses"])
+        self._detector.restore(saved["detector"])
         self.round, self._number = saved["numbers"]
         self._turns, self._granted, self._begun = saved["turns"], saved["granted"], set(saved["begun"])
         self._ended, self._missing = saved["ended"], saved["missing"]
         self._stay = set(saved["stay"])
         self._holding = None if saved["holding"] is None else set(saved["holding"])
-        if saved["board"] is not None:
-            self._board_fields = saved["made"]
-            self._board = self._make_board(self._board_fields)
-            self._board.restore(saved["board"])
+        if saved["scheduler"] is not None:
+            self._scheduler_fields = saved["made"]
+            self._scheduler = self._make_scheduler(self._scheduler_fields)
+            self._scheduler.restore(saved["scheduler"])
 
     # ------------------------------------------------------------------------------------------ who is there
 
     def join(self, message: Message, rank: int) -> Message:
         """A rank is there. Fields: ``place`` and ``pid``, its process's. The answer has this process's ``place``."""
-        self._pulses.join(f"rank {rank}", message.fields["place"], message.fields["pid"])
-        return Message({"place": place()})
+        self._detector.join(f"rank {rank}", message.fields["place"], message.fields["pid"])
+        return Message({"place": pid_namespace()})
 
     def stay(self, message: Message, rank: int) -> None:
         """A rank is not restarted from now on: its end is the loss of its machine."""
@@ -166,19 +165,19 @@ class LockServer:
 
     def beat(self, message: Message, rank: int) -> Message:
         """A rank is still there. The answer has ``missing``: servers that the job goes on without."""
-        self._pulses.beat(f"rank {rank}")
+        self._detector.beat(f"rank {rank}")
         return Message({"missing": self._missing})
 
     def serve(self, message: Message, caller: Caller) -> None:
         """A server is there, perhaps started again. Fields: as of :meth:`join`."""
         with self._lock:
-            self._pulses.join(caller.client, message.fields["place"], message.fields["pid"])
+            self._detector.join(caller.client, message.fields["place"], message.fields["pid"])
             self._commit()
 
     def pulse(self, message: Message, caller: Caller) -> None:
         """A server is still there."""
         with self._lock:
-            self._pulses.beat(caller.client)
+            self._detector.beat(caller.client)
 
     def meet(self, message: Message, rank: int) -> Reply:
         """See :class:`Members`. Fields: ``number`` and ``value``."""
@@ -198,43 +197,43 @@ class LockServer:
             stood_still = self._clock() - looked - LOOK_SECONDS
             if stood_still > STOOD_STILL_SECONDS:
                 with self._lock:
-                    self._pulses.forgive(stood_still)
+                    self._detector.forgive(stood_still)
             looked = self._clock()
             self.look()
 
     def look(self) -> None:
         """Take machines for lost whose processes have ended here, or that were not heard of; end without servers."""
         with self._lock:
-            if self._settings.lease_seconds > TELL_SECONDS:
+            if self._settings.lease_seconds > REPORT_SECONDS:
                 self._tell_of_silence()
-            gone = self._pulses.gone()
+            gone = self._detector.gone()
             waited_for = {name for name in gone if self._is_waited_for(name)}
             for name, how in gone.items():
                 if how != ENDED and name in waited_for:
-                    if self._pulses.silence(name) < self._patience:
+                    if self._detector.silence(name) < self._patience:
                         continue
                     how = f"was not heard of for {self._patience:g} s"
                 if is_rank(name) and how == ENDED and _rank(name) not in self._stay:
-                    self._pulses.await_return(name)  # it had no part in the job yet: its agent starts it again
+                    self._detector.await_return(name)  # it had no part in the job yet: its agent starts it again
                 elif is_rank(name):
                     self._lose(self.members.machine_of(_rank(name)), f"{name} {how}")
                 elif name.startswith("partition ") and how == ENDED:
-                    self._pulses.await_return(name)  # its agent starts it again, or ends the job
+                    self._detector.await_return(name)  # its agent starts it again, or ends the job
                 else:
-                    self._pulses.forget(name)
+                    self._detector.forget(name)
                     self._miss(name, how)
             if gone:
                 self._commit()
 
     def _tell_of_silence(self) -> None:
         """Name members that do not answer before their leases end, and those that answer again."""
-        silent, back = self._pulses.late(TELL_SECONDS)
+        silent, back = self._detector.late(REPORT_SECONDS)
         for waited_for, seconds in ((True, self._patience), (False, self._settings.lease_seconds)):
             names = [name for name in silent if self._is_waited_for(name) == waited_for]
             if names and not self._ended:
                 self._tell(
-                    f"{self._named(names)}: no answer for {TELL_SECONDS:g} s; who is silent for {seconds:g} s is taken "
-                    "for lost"
+                    f"{self._named(names)}: no answer for {REPORT_SECONDS:g} s; "
+                    f"who is silent for {seconds:g} s is taken for lost"
                 )
         if back and not self._ended:
             self._tell(f"{self._named(back)}: here again")
@@ -248,7 +247,7 @@ class LockServer:
 
         Its process is there, so it was stopped or is slow, and the job would end without it.
         """
-        return self._pulses.watches(name) and not (is_rank(name) and self.members.machine_of(_rank(name)) > 0)
+        return self._detector.watches(name) and not (is_rank(name) and self.members.machine_of(_rank(name)) > 0)
 
     def _named(self, names: list[str]) -> str:
         """``rank 1 (machine 1), partition 1``."""
@@ -273,7 +272,7 @@ class LockServer:
             return
         print(f"machine {machine} is no longer there: {reason}", flush=True)
         for rank in self.members.ranks_of(machine):
-            self._pulses.forget(f"rank {rank}")
+            self._detector.forget(f"rank {rank}")
         self.members.lose(machine, reason)
         if self._ended:
             return
@@ -284,14 +283,14 @@ class LockServer:
             self._end(f"machine {machine} is lost: {reason}")
             return
         again = 0
-        if self._board is not None:
-            before = self._board.again
-            self._board.lose(machine)
-            again = self._board.again - before
+        if self._scheduler is not None:
+            before = self._scheduler.again
+            self._scheduler.lose(machine)
+            again = self._scheduler.again - before
             self._look_again()
         trained = {0: "", 1: "; its bucket is trained again"}.get(again, f"; its {again} buckets are trained again")
         said = f"machine {machine} is lost ({reason}); the job goes on without it{trained}"
-        if reason.endswith(ENDED) and (self._board is None or self._board.over):
+        if reason.endswith(ENDED) and (self._scheduler is None or self._scheduler.over):
             self._untold.append(said)  # a rank that has come to the end of the job has ended as well
         else:
             self._tell(said)
@@ -319,10 +318,10 @@ class LockServer:
         if fields["round"] <= self.round:
             return
         self.round, self._begun, self._holding = fields["round"], set(), set(fields["holding"])
-        self._board_fields = fields | {"filled": message.tensors[0].tolist()}
-        self._board = self._make_board(self._board_fields)
+        self._scheduler_fields = fields | {"filled": message.tensors[0].tolist()}
+        self._scheduler = self._make_scheduler(self._scheduler_fields)
 
-    def _make_board(self, fields: dict[str, Any]) -> Board:
+    def _make_scheduler(self, fields: dict[str, Any]) -> BucketScheduler:
         settings, filled = self._settings, torch.tensor(fields["filled"], dtype=torch.bool)
         there = set(map(tuple, filled.nonzero().tolist()))
 
@@ -331,8 +330,14 @@ class LockServer:
             found = bucket_order(settings.bucket_order, settings.num_partitions, 2, seed)
             return [bucket for bucket in found if bucket in there]
 
-        place = fields["chunks"], fields["as_tree"], fields["first"]
-        return Board(fields["table"], order, *place, settings.buffer_partitions != 2)
+        return BucketScheduler(
+            fields["table"],
+            order,
+            fields["chunks"],
+            fields["as_tree"],
+            fields["first"],
+            ahead=settings.buffer_partitions != 2,
+        )
 
     def acquire(self, message: Message, rank: int) -> Message | Reply:
         """A machine wants a bucket.
@@ -342,12 +347,12 @@ class LockServer:
         The answer has ``bucket``, ``chunk``, ``leases`` and ``ahead``; or ``give_back``: others may need what it holds;
         or ``over`` with ``edges`` and ``again`` of the epoch. It comes when one of these is the case.
         """
-        board, machine, fields = self._epoch, self.members.machine_of(rank), message.fields
+        scheduler, machine, fields = self._epoch, self.members.machine_of(rank), message.fields
         if fields["turn"] > self._turns.get(machine, 0):
             self._turns[machine] = fields["turn"]
             self._granted.pop(machine, None)
             if fields["edges"] is not None:
-                board.trained(machine, fields["edges"])
+                scheduler.trained(machine, fields["edges"])
         elif machine in self._granted:  # it asks again, for the lock server was restarted before it heard
             return Message(self._granted[machine])
         answer = self._answer(machine)
@@ -363,14 +368,14 @@ class LockServer:
         self._look_again()
 
     @property
-    def _epoch(self) -> Board:
-        if self._board is None:
+    def _epoch(self) -> BucketScheduler:
+        if self._scheduler is None:
             raise ValueError("no epoch has begun")
-        return self._board
+        return self._scheduler
 
     def _answer(self, machine: int) -> Message | None:
-        board = self._epoch
-        grant = board.acquire(machine, self._next)
+        scheduler = self._epoch
+        grant = scheduler.acquire(machine, self._next)
         if grant is not None:
             if machine not in self._begun:
                 self._begun.add(machine)
@@ -378,10 +383,10 @@ class LockServer:
             fields = {"bucket": list(grant.bucket), "chunk": grant.chunk, "ahead": grant.ahead}
             self._granted[machine] = {**fields, "leases": grant.leases}
             return Message(self._granted[machine])
-        if board.holds(machine):
+        if scheduler.holds(machine):
             return Message({"give_back": True})
-        if board.over:
-            return Message({"over": True, "edges": sum(board.edges.values()), "again": board.again})
+        if scheduler.over:
+            return Message({"over": True, "edges": sum(scheduler.edges.values()), "again": scheduler.again})
         return None
 
     def _look_again(self) -> None:

@@ -9,12 +9,12 @@ from torch import Tensor
 from gtrain.errors import DataError
 from gtrain.strategy.server import ServerContext
 from gtrain.wire import Caller, Message
-from gtrain_pbg.machines.heart import begin_to_beat
+from gtrain_pbg.machines.heartbeat import start_heartbeat
 
 
 def main(context: ServerContext) -> None:
     """Serve until asked to end."""
-    begin_to_beat(context)
+    start_heartbeat(context)
     context.serve(Handlers().methods())
 
 

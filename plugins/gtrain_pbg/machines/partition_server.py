@@ -13,7 +13,7 @@ from gtrain.strategy.server import ServerContext
 from gtrain.wire import Caller, Message
 from gtrain_pbg import files
 from gtrain_pbg.machines.folder import PartitionFolder
-from gtrain_pbg.machines.heart import begin_to_beat
+from gtrain_pbg.machines.heartbeat import start_heartbeat
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -24,7 +24,7 @@ def main(context: ServerContext) -> None:
     if not context.restarts:
         folder.clear()
     print(f"process {os.getpid()} serves {folder.folder}", flush=True)
-    begin_to_beat(context)
+    start_heartbeat(context)
     context.serve(Handlers(folder).methods())
 
 

@@ -1,4 +1,4 @@
-"""Which machine trains which bucket: the lock server's book, without any wire.
+"""The bucket scheduler of the lock server: which machine trains which bucket, without communication.
 
 A machine *holds* partitions, each by a lease. It trains a bucket whose two partitions it holds, and may keep one for
 the next bucket. A bucket is done when both of its partitions were written back after its training; if the machine is
@@ -12,12 +12,12 @@ It is given only while every other machine has a bucket that it could begin with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gtrain_pbg.files import partition_key
-from gtrain_pbg.machines.choice import Outlook
 from gtrain_pbg.order import Bucket, components
 
 Work = tuple[int, Bucket]
@@ -41,6 +41,55 @@ class Grant:
     ahead: int | None = None
 
 
+@dataclass(frozen=True)
+class Outlook:
+    """What the other machines can do while one machine's next bucket is chosen.
+
+    Attributes:
+        pending: the buckets that are left.
+        machines: how many train.
+        idle: whether one of the others has no bucket, and waits.
+        free: of those left, the ones that a machine which waits could begin if this one held nothing any more.
+        unknown: partitions that no bucket has been trained of, in an epoch that grows as a tree.
+    """
+
+    pending: Sequence[Bucket]
+    machines: int
+    idle: bool = False
+    free: Sequence[Bucket] = ()
+    unknown: Collection[int] = ()
+
+    def ranked(self, ways: Sequence[tuple[Bucket, int]]) -> list[int]:
+        """The numbers of the ways, the best one first; equals keep their order.
+
+        While others wait, a bucket is better that leaves them one, and then one that lets the tree grow, so that more
+        of them can begin soon. Else a bucket is better of which more partitions are *tight*: they are in so many of
+        the buckets left that these, one after the other, take as long as all that is left takes the machines together.
+        Then the one counts for which fewer partitions must be fetched.
+
+        Args:
+            ways: buckets that the machine may begin, and how many partitions it must fetch for each.
+        """
+        load = _load(self.pending)
+        tight = {p for p, count in load.items() if count * self.machines >= len(self.pending)}
+        spread, joint = _load(self.free), Counter(frozenset(bucket) for bucket in self.free)
+
+        def cost(number: int) -> tuple[bool, int, int, int]:
+            bucket, fetched = ways[number]
+            own = set(bucket)
+            touching = sum(spread[p] for p in own) - (joint[frozenset(own)] if len(own) == 2 else 0)
+            starves = self.idle and touching == len(self.free)
+            grows = len(own & set(self.unknown)) if self.idle else 0
+            return starves, -grows, -len(own & tight), fetched
+
+        return sorted(range(len(ways)), key=cost)
+
+
+def _load(buckets: Sequence[Bucket]) -> Counter[int]:
+    """In how many buckets each partition is."""
+    return Counter(partition for bucket in buckets for partition in set(bucket))
+
+
 @dataclass
 class _Machine:
     leases: dict[str, int] = field(default_factory=dict)
@@ -54,7 +103,7 @@ class _Machine:
         return [*self.unsaved, *([] if self.active is None else [self.active])]
 
 
-class Board:
+class BucketScheduler:
     """An epoch's buckets, and who has them.
 
     Args:
@@ -180,7 +229,7 @@ class Board:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state` returned, of a board that was made with the same arguments."""
+        """Go on from what :meth:`state` returned, of a scheduler that was made with the same arguments."""
         self._chunk, self.again = state["chunk"], state["again"]
         self._pending = [_work(work) for work in state["pending"]]
         self._known, self._rooted = set(state["known"]), set(state["rooted"])

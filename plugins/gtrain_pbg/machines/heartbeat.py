@@ -1,0 +1,151 @@
+"""Heartbeats of servers and ranks, and the failure detector with which the lock server evaluates them."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from gtrain.errors import GtrainError
+from gtrain.strategy.server import ServerContext
+from gtrain.wire import Client, DeadlineError, PeerRestartedError
+
+ENDED = "has ended"
+BEATS_PER_LEASE = 4
+"""Heartbeats per lease, at least; a member of the job that sends none for a whole lease is lost."""
+REPORT_SECONDS = 10.0
+"""Silence after which the terminal names a member of the job, where its lease is longer."""
+MAX_INTERVAL = 1.0
+"""Seconds between heartbeats, at most: their replies tell a rank that the job cannot go on."""
+
+
+def start_heartbeat(context: ServerContext) -> None:
+    """Send heartbeats of this server to the lock server from a thread, until the job is over."""
+    threading.Thread(target=_beat, args=(context,), name="gtrain-heartbeat", daemon=True).start()
+
+
+def _beat(context: ServerContext) -> None:
+    seconds: float = context.config["strategy"]["lease_seconds"]
+    try:
+        with context.client("lock", 0) as lock:
+            _join(context, lock)
+            while not context.stop.wait(heartbeat_interval(seconds)):
+                with suppress(PeerRestartedError, DeadlineError):  # the lock server is restarted, or stands still
+                    lock.request("pulse", timeout_seconds=seconds)
+    except GtrainError as error:
+        if not context.stop.is_set():
+            print(f"the lock server is gone: {error.message}", flush=True)
+
+
+def _join(context: ServerContext, lock: Client) -> None:
+    while not context.stop.is_set():
+        with suppress(PeerRestartedError, DeadlineError):
+            lock.request("serve", {"place": pid_namespace(), "pid": os.getpid()})
+            return
+
+
+def heartbeat_interval(lease_seconds: float) -> float:
+    """Seconds between heartbeats."""
+    return min(lease_seconds / BEATS_PER_LEASE, MAX_INTERVAL)
+
+
+def pid_namespace() -> str:
+    """Host and PID namespace: a process id is unique within them."""
+    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+
+
+class FailureDetector:
+    """Detects failed ranks and servers by missing heartbeats and, on this machine, by ended processes (pidfd).
+
+    Args:
+        lease_seconds: a member without heartbeats for longer is lost.
+        here: this process's :func:`pid_namespace`.
+        clock: returns seconds.
+    """
+
+    def __init__(self, lease_seconds: float, here: str, clock: Callable[[], float]) -> None:
+        self._lease_seconds, self._here, self._clock = lease_seconds, here, clock
+        self._heard: dict[str, float] = {}
+        self._processes: dict[str, int] = {}  # pidfds
+        self._joined: dict[str, tuple[str, int]] = {}  # PID namespace and process id
+        self._late: set[str] = set()  # members that were reported as silent
+
+    def join(self, name: str, namespace: str, pid: int) -> None:
+        """Add a member, or replace it after its restart.
+
+        Args:
+            name: of the member.
+            namespace: its :func:`pid_namespace`.
+            pid: its process id.
+        """
+        self.forget(name)
+        self._joined[name] = namespace, pid
+        self.beat(name)
+        if namespace == self._here:
+            try:
+                self._processes[name] = os.pidfd_open(pid)
+            except OSError:
+                return  # it has ended; missing heartbeats will show it
+
+    def beat(self, name: str) -> None:
+        """Record a heartbeat."""
+        self._heard[name] = self._clock()
+
+    def forget(self, name: str) -> None:
+        """Remove a member."""
+        self._heard.pop(name, None)
+        self._joined.pop(name, None)
+        self._late.discard(name)
+        self.await_return(name)
+
+    def state(self) -> dict[str, tuple[str, int]]:
+        """PID namespaces and process ids by member."""
+        return dict(self._joined)
+
+    def restore(self, state: dict[str, tuple[str, int]]) -> None:
+        """Continue from what :meth:`state` returned; all members count as heard from now."""
+        for name, (namespace, pid) in state.items():
+            self.join(name, namespace, pid)
+
+    def forgive(self, seconds: float) -> None:
+        """The lock server itself was stopped for so long: extend all leases by that."""
+        self._heard = {name: heard + seconds for name, heard in self._heard.items()}
+
+    def watches(self, name: str) -> bool:
+        """Whether the end of a member's process is noticed at once."""
+        return name in self._processes
+
+    def silence(self, name: str) -> float:
+        """Seconds since a member's last heartbeat."""
+        return self._clock() - self._heard[name]
+
+    def late(self, seconds: float) -> tuple[list[str], list[str]]:
+        """Members newly silent for so long, and those that are heard from again; each is returned once."""
+        limit = self._clock() - seconds
+        silent = {name for name, heard in self._heard.items() if heard < limit}
+        new, back = silent - self._late, self._late - silent
+        self._late = silent
+        return sorted(new), sorted(back)
+
+    def await_return(self, name: str) -> None:
+        """Stop watching a member's process: it is being restarted."""
+        process = self._processes.pop(name, None)
+        if process is not None:
+            os.close(process)
+
+    def gone(self) -> dict[str, str]:
+        """Lost members and the evidence; servers first, because their loss can end the job."""
+        ended = select.select(list(self._processes.values()), [], [], 0)[0] if self._processes else []
+        lost = {name: ENDED for name, process in self._processes.items() if process in ended}
+        limit = self._clock() - self._lease_seconds
+        silent = {name for name, heard in self._heard.items() if heard < limit} - lost.keys()
+        lost |= dict.fromkeys(silent, f"was not heard of for {self._lease_seconds:g} s")
+        return dict(sorted(lost.items(), key=lambda item: (is_rank(item[0]), item[0])))
+
+
+def is_rank(name: str) -> bool:
+    """Whether a member is a worker, not a server."""
+    return name.startswith("rank ")
