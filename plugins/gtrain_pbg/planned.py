@@ -12,7 +12,7 @@ from gtrain_pbg.edges import filled, mixed, passes_of
 from gtrain_pbg.order import Bucket, bucket_order
 from gtrain_pbg.swaps import Visit
 from gtrain_pbg.typed import TypedTables
-from gtrain_pbg.worker import Cut, standing_still
+from gtrain_pbg.worker import BucketBatches, standing_still
 
 
 class PlannedBuckets:
@@ -38,12 +38,12 @@ class PlannedBuckets:
         self._under_way: list[Future[None]] = []
         self.done = 0
 
-    def begin(self, cut: Cut, epoch: int) -> int:
-        buckets = self._order(epoch, cut.edges.seed)
+    def begin(self, batches: BucketBatches, epoch: int) -> int:
+        buckets = self._order(epoch, batches.edges.seed)
         if self._limit is not None:
-            buckets = cut.within(buckets, self._limit)
+            buckets = batches.within(buckets, self._limit)
         self._plan = self._tables.buffer.plan(buckets)
-        return sum(cut.count(bucket, chunk) for bucket, chunk in buckets)
+        return sum(batches.count(bucket, chunk) for bucket, chunk in buckets)
 
     def visits(self) -> Iterator[Visit]:
         for visit in self._plan:

@@ -43,9 +43,9 @@ from gtrain_pbg.step.arithmetic import FORMATS, choose, fastest_of_cpu
 from gtrain_pbg.step.relations import state_width
 from gtrain_pbg.tables import Partitions
 from gtrain_pbg.training import BucketTraining
-from gtrain_pbg.typed import TypedTables, cuts_of
+from gtrain_pbg.typed import TypedTables, partition_types
 from gtrain_pbg.warm_start import check_numbering, describe, matmul_of, relations_of, warm_start
-from gtrain_pbg.worker import BucketWorker, Cut, Turns
+from gtrain_pbg.worker import BucketBatches, BucketWorker, Turns
 
 log = logging.getLogger("gtrain")
 
@@ -234,15 +234,15 @@ class PBGStrategy(GraphStrategy):
         self._store = store = self.open_shard(datamodule.open_store())  # type: ignore[union-attr]
         nodes = Partitions(store.offsets, tuple(store.node("orig_id", part) for part in range(store.num_parts)))
         layers = list(recipe.tables.values())
-        dtype, cuts = layers[0].weight.dtype, cuts_of(store, [layer.table for layer in layers])
+        dtype, types = layers[0].weight.dtype, partition_types(store, [layer.table for layer in layers])
         widths = [state_width(rules.table.kind, layer.table.dim) if rules else 0 for layer in layers]
         slots, machine = self._deployment.slots, self._deployment.machine
-        layout = TypedTables.tensors(cuts, slots, widths, dtype) | relations_layout(recipe, rules)
+        layout = TypedTables.tensors(types, slots, widths, dtype) | relations_layout(recipe, rules)
         self._shared = in_memory_of_all(machine, layout, self.timeout_seconds)
         assert self._trainer is not None
         run_dir = Path(self._trainer.default_root_dir)
         folder = run_dir / self._deployment.folder
-        tables = TypedTables(cuts, nodes, slots, widths, dtype, folder, self._shared, self._leads)
+        tables = TypedTables(types, nodes, slots, widths, dtype, folder, self._shared, self._leads)
         self._deployment.connect(tables, run_dir, self.is_global_zero)
         return tables
 
@@ -286,7 +286,7 @@ class PBGStrategy(GraphStrategy):
         machine = self._deployment.machine
         size = loader.batch_size or max(1, shard.num_edges)
         assert self._worker is not None
-        return Turns(self._worker, Cut(edges, size, kinds_of(self._recipe), machine.rank, machine.size))
+        return Turns(self._worker, BucketBatches(edges, size, kinds_of(self._recipe), machine.rank, machine.size))
 
     # ------------------------------------------------------------------------------------------ steps
 

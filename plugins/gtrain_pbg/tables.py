@@ -121,14 +121,14 @@ class PartitionedTable:
         }
         for begin in range(0, self.spec.rows, INIT_ROWS):
             end = min(begin + INIT_ROWS, self.spec.rows)
-            made = self.spec.initial(begin, end).to(self.dtype)
+            initial = self.spec.initial(begin, end).to(self.dtype)
             for partition, orig_id in enumerate(self.partitions.orig_id):
                 low, high = torch.searchsorted(orig_id, torch.tensor([begin, end])).tolist()
-                some = made[orig_id[low:high] - begin]
+                rows = initial[orig_id[low:high] - begin]
                 if partition in writing:
-                    writing[partition].add(some)
+                    writing[partition].add(rows)
                 else:
-                    self._slot(partition)[files.ROWS][low:high] = some
+                    self._slot(partition)[files.ROWS][low:high] = rows
         for partition in range(self.partitions.count):
             if partition in writing:
                 writing[partition].done()
@@ -148,9 +148,9 @@ class PartitionedTable:
         rows = self._slot(partition)[files.ROWS] if here else files.mapped(path).clone()
         first, last = (int(self.partitions.offsets[partition + end]) for end in (0, 1))
         for ids, values in sources:
-            place = torch.where(ids >= 0, self.global_ids[ids.clamp(min=0)].long(), -1)
-            chosen = ((place >= first) & (place < last)).nonzero().flatten()
-            rows[place[chosen] - first] = values[chosen].to(self.dtype)
+            global_ids = torch.where(ids >= 0, self.global_ids[ids.clamp(min=0)].long(), -1)
+            chosen = ((global_ids >= first) & (global_ids < last)).nonzero().flatten()
+            rows[global_ids[chosen] - first] = values[chosen].to(self.dtype)
         if not here:
             files.write(path, rows)
 
@@ -237,19 +237,19 @@ class PartitionedTable:
 
     def fetch(self, ids: Tensor) -> Tensor:
         """Rows of ids of the source data, wherever they are."""
-        found = torch.empty(ids.numel(), self.spec.dim, dtype=self.dtype)
-        place = self.global_ids[ids].long()
-        owner = torch.searchsorted(self.partitions.offsets, place, right=True) - 1
+        rows = torch.empty(ids.numel(), self.spec.dim, dtype=self.dtype)
+        global_ids = self.global_ids[ids].long()
+        owner = torch.searchsorted(self.partitions.offsets, global_ids, right=True) - 1
         for partition in owner.unique().tolist():
-            here = (owner == partition).nonzero().flatten()
-            local = place[here] - self.partitions.offsets[partition]
+            selected = (owner == partition).nonzero().flatten()
+            local_ids = global_ids[selected] - self.partitions.offsets[partition]
             if partition in self.buffer.slot_of:
-                found[here] = self._slot(partition)[files.ROWS][local]
+                rows[selected] = self._slot(partition)[files.ROWS][local_ids]
             else:
-                rows = torch.empty(len(here), self.spec.dim, dtype=self.dtype)
-                self.store.select(self._key(partition), local, rows)
-                found[here] = rows
-        return found
+                stored = rows.new_empty(len(selected), self.spec.dim)
+                self.store.select(self._key(partition), local_ids, stored)
+                rows[selected] = stored
+        return rows
 
     @property
     def global_ids(self) -> Tensor:

@@ -34,8 +34,8 @@ BUNDLE = "types"
 
 
 @dataclass(frozen=True)
-class TypeCut:
-    """How one type is cut.
+class TypePartitioning:
+    """How the rows of one entity type are partitioned.
 
     Attributes:
         name: the type; files and shared memory are called after it.
@@ -50,13 +50,13 @@ class TypeCut:
     begins: tuple[int, ...]
 
     @property
-    def is_cut(self) -> bool:
-        """Whether it has the store's partitions, and not one that is always there."""
+    def is_partitioned(self) -> bool:
+        """Whether it has the store's partitions, not a single one that stays in memory."""
         return self.partitions.count == len(self.begins)
 
 
-def cuts_of(store: Store, specs: Sequence[TableSpec]) -> list[TypeCut]:
-    """Return how each type is cut.
+def partition_types(store: Store, specs: Sequence[TableSpec]) -> list[TypePartitioning]:
+    """Return how each type is partitioned.
 
     Args:
         store: the graph, whose nodes of all types have one numbering.
@@ -76,7 +76,7 @@ def cuts_of(store: Store, specs: Sequence[TableSpec]) -> list[TypeCut]:
             own = (torch.arange(spec.rows),)
         sizes = torch.tensor([0, *(len(ids) for ids in own)])
         name = "table" if len(specs) == 1 else spec.name
-        found.append(TypeCut(name, spec, Partitions(sizes.cumsum(0), own), tuple(low for low, _ in spans)))
+        found.append(TypePartitioning(name, spec, Partitions(sizes.cumsum(0), own), tuple(low for low, _ in spans)))
     return found
 
 
@@ -87,7 +87,7 @@ class TypedTables:
     leader, moves partitions between slots and the store.
 
     Args:
-        cuts: the types.
+        types: the types.
         nodes: how the nodes of all types are cut.
         slots: partitions in memory at a time.
         state_widths: numbers of optimizer state for each row, by type.
@@ -104,7 +104,7 @@ class TypedTables:
 
     def __init__(
         self,
-        cuts: Sequence[TypeCut],
+        types: Sequence[TypePartitioning],
         nodes: Partitions,
         slots: int,
         state_widths: Sequence[int],
@@ -113,27 +113,27 @@ class TypedTables:
         shared: SharedTensors,
         leader: bool,
     ) -> None:
-        self.cuts, self.nodes, self.dtype, self.buffer = cuts, nodes, dtype, Buffer(slots)
+        self.types, self.nodes, self.dtype, self.buffer = types, nodes, dtype, Buffer(slots)
         self._folder, self._leader = folder, leader
         self.tables = [
             PartitionedTable(
-                cut.spec,
-                cut.partitions,
-                self.buffer if cut.is_cut else Buffer(1),
+                entity.spec,
+                entity.partitions,
+                self.buffer if entity.is_partitioned else Buffer(1),
                 width,
                 dtype,
                 folder,
                 shared,
-                cut.name,
+                entity.name,
             )
-            for cut, width in zip(cuts, state_widths, strict=True)
+            for entity, width in zip(types, state_widths, strict=True)
         ]
-        self._cut = [table for table, cut in zip(self.tables, cuts, strict=True) if cut.is_cut]
+        self._partitioned = [table for table, entity in zip(self.tables, types, strict=True) if entity.is_partitioned]
         self._store: PartitionStore | None = None
         self._publishes, self._next_lease = True, lambda: 0
         self._changed: set[int] = set()  # partitions in slots that differ from the store
         self._mover = ThreadPoolExecutor(1, "gtrain-pbg-swap")
-        self._each = ThreadPoolExecutor(max(1, len(self._cut)), "gtrain-pbg-table")
+        self._each = ThreadPoolExecutor(max(1, len(self._partitioned)), "gtrain-pbg-table")
 
     def connect(self, store: PartitionStore, publishes: bool, next_lease: Callable[[], int]) -> None:
         """Keep the partitions of types that are cut in a store that machines share.
@@ -144,16 +144,18 @@ class TypedTables:
             next_lease: gives a number larger than that of any lease so far.
         """
         self._store, self._publishes, self._next_lease = store, publishes, next_lease
-        for table in self._cut:
+        for table in self._partitioned:
             table.store = store
 
     @staticmethod
-    def tensors(cuts: Sequence[TypeCut], slots: int, state_widths: Sequence[int], dtype: torch.dtype) -> Layout:
+    def tensors(
+        types: Sequence[TypePartitioning], slots: int, state_widths: Sequence[int], dtype: torch.dtype
+    ) -> Layout:
         """What :class:`~gtrain.wire.shared.SharedTensors` must hold."""
         found: Layout = {}
-        for cut, width in zip(cuts, state_widths, strict=True):
-            number = slots if cut.is_cut else 1
-            found |= PartitionedTable.tensors(number, cut.partitions, cut.spec.dim, width, dtype, cut.name)
+        for entity, width in zip(types, state_widths, strict=True):
+            number = slots if entity.is_partitioned else 1
+            found |= PartitionedTable.tensors(number, entity.partitions, entity.spec.dim, width, dtype, entity.name)
         return found
 
     @property
@@ -169,7 +171,7 @@ class TypedTables:
     @property
     def bundle(self) -> str:
         """Name under which partitions of all tables that are cut are leased together."""
-        return self._cut[0].spec.name if len(self._cut) == 1 else BUNDLE
+        return self._partitioned[0].spec.name if len(self._partitioned) == 1 else BUNDLE
 
     # ------------------------------------------------------------------------------------------ contents
 
@@ -191,7 +193,7 @@ class TypedTables:
         if self._store is None:
             return
         self._store.clear()
-        for table in self._cut:
+        for table in self._partitioned:
             table.publish(self._next_lease)
         with suppress(OSError):  # the folder was not made
             self._folder.rmdir()
@@ -214,20 +216,20 @@ class TypedTables:
 
     def in_common(self, shared: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What of the shared memory belongs to no table that is cut: parameters, and tables that are always there."""
-        moved = {f"{cut.name}.{kind}" for cut in self.cuts if cut.is_cut for kind in files.KINDS}
+        moved = {f"{entity.name}.{kind}" for entity in self.types if entity.is_partitioned for kind in files.KINDS}
         return {name: shared[name] for name in shared if name not in moved}
 
     # ------------------------------------------------------------------------------------------ training
 
     def rows(self, number: int, end: int, visit: Visit) -> Rows:
         """A type's rows at the heads' end (0) or the tails' end (1) of a bucket."""
-        if not self.cuts[number].is_cut:
+        if not self.types[number].is_partitioned:
             return self.tables[number].rows(0, 0)
         return self.tables[number].rows(visit.slots[end], visit.bucket[end])
 
     def begin(self, number: int, end: int, visit: Visit) -> int:
         """The row of the bucket's partition at which a type's rows begin."""
-        return self.cuts[number].begins[visit.bucket[end]]
+        return self.types[number].begins[visit.bucket[end]]
 
     def trained(self, bucket: Bucket) -> None:
         """Note that partitions differ from the store."""
@@ -254,7 +256,7 @@ class TypedTables:
 
     def _swap(self, swap: Swap, leases: Mapping[int, int], released: Released) -> None:
         slot, out, into = swap.slot, swap.out, swap.into
-        free: list[Free] = [{} for _ in self._cut]
+        free: list[Free] = [{} for _ in self._partitioned]
         if out is not None and (out in self._changed or self.in_shared_store):
             free = self._all(lambda table, _: table.leave(out, slot, leases.get(out, 0)), free)
             self._changed.discard(out)
@@ -264,16 +266,16 @@ class TypedTables:
 
     def _all(self, move: Callable[[PartitionedTable, Free], T], free: list[Free]) -> list[T]:
         """Move a partition of all tables that are cut, at the same time."""
-        if len(self._cut) == 1:
-            return [move(self._cut[0], free[0])]
-        return list(self._each.map(move, self._cut, free))
+        if len(self._partitioned) == 1:
+            return [move(self._partitioned[0], free[0])]
+        return list(self._each.map(move, self._partitioned, free))
 
     def begin_reading_ahead(self, swaps: Sequence[Swap]) -> Future[None]:
         """Let the kernel read what will come into slots; on the leader."""
         return self._mover.submit(self._read_ahead, [swap.into for swap in swaps if swap.into is not None])
 
     def _read_ahead(self, partitions: Sequence[int]) -> None:
-        for table in self._cut:
+        for table in self._partitioned:
             for partition in partitions:
                 table.read_ahead(partition)
 

@@ -25,7 +25,7 @@ from gtrain.nn.table import BLOCK_ROWS
 from gtrain.strategy.checkpoint import SavedRows
 from gtrain_pbg import files
 from gtrain_pbg.tables import PartitionedTable
-from gtrain_pbg.typed import TypedTables, cuts_of
+from gtrain_pbg.typed import TypedTables, partition_types
 
 DESCRIPTION = "pbg.json"
 FORMAT = 2
@@ -53,13 +53,13 @@ def describe(
         matmul: number format of the matrix products that trained it; None: nothing was trained.
     """
     types = {
-        cut.spec.name: {
-            "file": cut.name,
-            "partitions": cut.partitions.count,
-            "rows": cut.spec.rows,
-            "columns": cut.spec.dim,
+        entity.spec.name: {
+            "file": entity.name,
+            "partitions": entity.partitions.count,
+            "rows": entity.spec.rows,
+            "columns": entity.spec.dim,
         }
-        for cut in tables.cuts
+        for entity in tables.types
     }
     content = {"format": FORMAT, "store": str(store.path.absolute()), "types": types, "relations": relations}
     content |= {"numbering": _numbering(store), "matmul": matmul}
@@ -117,19 +117,19 @@ def warm_start(
     folder = _find(path)
     said = _description(folder)
     old = _old_store(path, said)
-    for cut, table in zip(tables.cuts, tables.tables, strict=True):
-        other, columns = said["types"].get(cut.spec.name), cut.spec.dim
+    for entity, table in zip(tables.types, tables.tables, strict=True):
+        other, columns = said["types"].get(entity.spec.name), entity.spec.dim
         if other is None:
-            log.info("warm start: %s has no %s", folder, cut.spec.name)
+            log.info("warm start: %s has no %s", folder, entity.spec.name)
             continue
         if other["columns"] != columns:
             raise CheckpointError(
-                f"strategy.warm_start={path}: its vectors of {cut.spec.name} have {other['columns']} columns, the "
+                f"strategy.warm_start={path}: its vectors of {entity.spec.name} have {other['columns']} columns, the "
                 f"model's {columns}.",
                 hint=f"set model.dimension (and model.bias) as there, so that there are {other['columns']} columns.",
             )
-        known = _copy_rows(folder, other, old, store, table, cut.spec.name)
-        log.info("warm start: %d of %d %ss were known to %s", known, cut.spec.rows, cut.spec.name, folder)
+        known = _copy_rows(folder, other, old, store, table, entity.spec.name)
+        log.info("warm start: %d of %d %ss were known to %s", known, entity.spec.rows, entity.spec.name, folder)
     saved = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)["state_dict"]
     _copy_relations(folder, (saved, said["relations"]), (shared, relations), old, store)
 
@@ -156,10 +156,10 @@ def read_table(folder: Path, name: str, table: TableSpec) -> SavedRows:
             hint="use strategy=pbg, or make the store again with gtrain partition and the settings of that run.",
         )
     old = Store.open(said["store"])
-    cut = {cut.name: cut for cut in cuts_of(old, _tables_of(old))}[entry["file"]]
+    entity = {entity.name: entity for entity in partition_types(old, _tables_of(old))}[entry["file"]]
 
     def pieces() -> Iterator[tuple[Tensor, Tensor]]:
-        for partition, orig_id in enumerate(cut.partitions.orig_id):
+        for partition, orig_id in enumerate(entity.partitions.orig_id):
             rows = files.mapped(folder / files.file_name(files.ROWS, partition, entry["file"]))
             for begin in range(0, len(rows), BLOCK_ROWS):
                 yield orig_id[begin : begin + BLOCK_ROWS], rows[begin : begin + BLOCK_ROWS]
@@ -222,7 +222,7 @@ def _copy_rows(folder: Path, said: dict[str, Any], old: Store, new: Store, table
     mapping = torch.where(mapping < table.spec.rows, mapping, -1)
     parts = range(said["partitions"])
     rows = [files.mapped(folder / files.file_name(files.ROWS, part, said["file"])) for part in parts]
-    place = {cut.name: cut for cut in cuts_of(old, _tables_of(old))}[said["file"]]
+    place = {entity.name: entity for entity in partition_types(old, _tables_of(old))}[said["file"]]
     known = [mapping[orig_id] for orig_id in place.partitions.orig_id]
     for partition in range(table.partitions.count):
         table.overwrite(partition, zip(known, rows, strict=True))
@@ -230,7 +230,7 @@ def _copy_rows(folder: Path, said: dict[str, Any], old: Store, new: Store, table
 
 
 def _tables_of(store: Store) -> list[TableSpec]:
-    """What :func:`~gtrain_pbg.typed.cuts_of` must know of the types of a store."""
+    """What :func:`~gtrain_pbg.typed.partition_types` must know of the types of a store."""
     features = store.facts.get("features") or {}
     return [TableSpec(each.name, features.get(each.name, each.count), 0, seed=0) for each in entity_types(store)]
 

@@ -25,7 +25,7 @@ Trained = tuple[float, float, dict[str, float]]
 NOTHING: Trained = (0.0, 0.0, {})
 
 
-class Cut:
+class BucketBatches:
     """Cuts a worker's share of a bucket into batches, and these into turns.
 
     Args:
@@ -39,7 +39,7 @@ class Cut:
         self.edges, self._batch_size, self._kinds = edges, batch_size, kinds
         self._worker, self._workers = worker, workers
 
-    def pieces(self, bucket: tuple[int, int], chunk: int, epoch: int) -> tuple[list[list[EdgeList]], EdgeList]:
+    def by_turn(self, bucket: tuple[int, int], chunk: int, epoch: int) -> tuple[list[list[EdgeList]], EdgeList]:
         """The batches of a bucket by turns, perhaps without edges; and this worker's edges that are held back."""
         mine, held = self.edges.share(bucket, chunk, epoch, self._worker, self._workers)
         generator = torch.Generator().manual_seed(mixed(self.edges.seed, epoch, chunk, *bucket, self._worker))
@@ -74,7 +74,7 @@ class BucketSource(Protocol):
 
     done: int
 
-    def begin(self, cut: Cut, epoch: int) -> int | None:
+    def begin(self, batches: BucketBatches, epoch: int) -> int | None:
         """Begin an epoch.
 
         Returns:
@@ -128,17 +128,17 @@ class BucketWorker:
         """Edge chunks of the epoch that are trained, where a checkpoint may be written before its next one; else 0."""
         return self._source.done
 
-    def prepare(self, cut: Cut) -> None:
+    def prepare(self, batches: BucketBatches) -> None:
         """An epoch is to begin, whose number may not be known yet."""
-        self._cut, self._work, self.over = cut, None, False
+        self._batches, self._work, self.over = batches, None, False
 
     def begin(self) -> int | None:
         """Begin the epoch, if that is not done; return its number of turns, or None where it is not known."""
         if self._work is None:
             epoch = self._clock()
-            turns = self._source.begin(self._cut, epoch)
+            turns = self._source.begin(self._batches, epoch)
             self._turns = turns if turns is None or self._limit is None else min(turns, self._limit)
-            self._work = self._epoch(self._cut, epoch)
+            self._work = self._epoch(self._batches, epoch)
         return self._turns
 
     def train(self) -> Trained:
@@ -148,13 +148,13 @@ class BucketWorker:
         self._source.done = 0
         return next(self._work, NOTHING)
 
-    def _epoch(self, cut: Cut, epoch: int) -> Iterator[Trained]:
+    def _epoch(self, batches: BucketBatches, epoch: int) -> Iterator[Trained]:
         left = self._limit
         for visit in self._source.visits():
             if visit is None:
                 yield NOTHING
                 continue
-            pieces, held = cut.pieces(visit.bucket, visit.chunk, epoch)
+            pieces, held = batches.by_turn(visit.bucket, visit.chunk, epoch)
             if left is not None:
                 pieces = pieces[:left]
                 left -= len(pieces)
@@ -197,14 +197,14 @@ class Turns:
 
     Args:
         worker: trains.
-        cut: makes batches.
+        batches: of buckets.
     """
 
-    def __init__(self, worker: BucketWorker, cut: Cut) -> None:
-        self._worker, self._cut = worker, cut
+    def __init__(self, worker: BucketWorker, batches: BucketBatches) -> None:
+        self._worker, self._batches = worker, batches
 
     def __iter__(self) -> Iterator[Turn]:
-        self._worker.prepare(self._cut)
+        self._worker.prepare(self._batches)
         yield Turn()  # Lightning fetches one batch before a resumed run knows its epoch
         total, number = self._worker.begin(), 1
         while not self._worker.over and (total is None or number < total):

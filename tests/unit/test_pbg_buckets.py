@@ -29,8 +29,8 @@ from gtrain_pbg.order import Bucket, bucket_order
 from gtrain_pbg.planned import PlannedBuckets
 from gtrain_pbg.swaps import Buffer, Visit
 from gtrain_pbg.tables import PartitionedTable, Partitions
-from gtrain_pbg.typed import TypeCut, TypedTables
-from gtrain_pbg.worker import BucketWorker, Cut, Turns
+from gtrain_pbg.typed import TypedTables, TypePartitioning
+from gtrain_pbg.worker import BucketBatches, BucketWorker, Turns
 
 
 def swaps_of(order: list[Bucket], slots: int) -> int:
@@ -174,7 +174,7 @@ def test_a_limited_epoch_ends_at_the_same_bucket_on_all_workers(
         tables, recorder, group = make_tables(tmp_path / f"{worker}-{limit}", 2), Recorder(), Group(0, 1)
         source = PlannedBuckets(tables, group, lambda epoch, seed: buckets, limit)
         trainee = BucketWorker(source, recorder, group, group, lambda: 0, False, limit)  # type: ignore[arg-type]
-        turns = iter(Turns(trainee, Cut(edges, 10, torch.arange(4), worker, 2)))
+        turns = iter(Turns(trainee, BucketBatches(edges, 10, torch.arange(4), worker, 2)))
         fetched = next(turns, None)
         while fetched is not None:
             following = next(turns, None) if ahead else None  # Lightning knows the last one, or counts to the limit
@@ -186,7 +186,7 @@ def test_a_limited_epoch_ends_at_the_same_bucket_on_all_workers(
 
     plans = []
     for worker in range(2):
-        cut = Cut(edges, 10, torch.arange(4), worker, 2)
+        cut = BucketBatches(edges, 10, torch.arange(4), worker, 2)
         counts = [cut.count(bucket, chunk) for bucket, chunk in buckets]
         limit = counts[0] + counts[1] - 1  # ends within the second bucket
         assert limit > 2
@@ -259,7 +259,7 @@ def make_tables(folder: Path, slots: int, rows: int = 5000, parts: int = 3) -> T
     orig = tuple((owner == part).nonzero().flatten() for part in range(parts))
     offsets = torch.tensor([0, *np.cumsum([len(some) for some in orig])])
     partitions = Partitions(offsets, orig)
-    cuts = [TypeCut("table", TableSpec("node", rows, 4, scale=0.1, seed=7), partitions, (0,) * parts)]
+    cuts = [TypePartitioning("table", TableSpec("node", rows, 4, scale=0.1, seed=7), partitions, (0,) * parts)]
     shared = SharedTensors.create(SharedDirectory().name, "table", TypedTables.tensors(cuts, slots, [1], torch.float32))
     tables = TypedTables(cuts, partitions, slots, [1], torch.float32, folder, shared, leader=True)
     tables.initialize(0.5)

@@ -35,7 +35,7 @@ from gtrain_pbg.machines.stores import FolderStore, ServedStore
 from gtrain_pbg.order import Bucket, bucket_order
 from gtrain_pbg.partition_store import PartitionStore
 from gtrain_pbg.tables import Partitions
-from gtrain_pbg.typed import TypeCut, TypedTables
+from gtrain_pbg.typed import TypedTables, TypePartitioning
 
 BEGIN = {"round": 1, "epoch": 0, "seed": 0, "as_tree": False, "table": "node", "chunks": 1, "first": 0, "holding": [0]}
 """What a machine says when an epoch begins."""
@@ -156,7 +156,7 @@ def test_what_machines_train_is_in_the_table_while_they_read_ahead(tmp_path: Pat
         for partition in range(8):
             store.save(partition_key(name, partition), lease(), tensors(0.0))
     width, state_width = (value.shape[-1] for value in tensors(0.0).values())
-    cuts = [TypeCut(name, TableSpec(name, 40, width), partitions, (0,) * 8) for name in names]
+    cuts = [TypePartitioning(name, TableSpec(name, 40, width), partitions, (0,) * 8) for name in names]
 
     def make() -> TypedTables:
         memory = {
@@ -368,13 +368,13 @@ def test_a_lock_server_that_was_killed_knows_who_is_lost_and_whom_to_hear_of() -
     now[0] = 11.0
     for rank in (0, 2):
         ask(server, "beat", rank)
-    server.look()
-    server.look()
+    server.check_members()
+    server.check_members()
     assert said == ["rank 1 (machine 1): no answer for 10 s; who is silent for 30 s is taken for lost"]
     now[0] = 31.0
     for rank in (0, 2):
         ask(server, "beat", rank)
-    server.look()
+    server.check_members()
     assert said[1:] == [
         "machine 1 is lost (rank 1 was not heard of for 30 s); the job goes on without it; its bucket is trained again"
     ]
@@ -385,11 +385,11 @@ def test_a_lock_server_that_was_killed_knows_who_is_lost_and_whom_to_hear_of() -
     assert granted["bucket"] in [fields.get("bucket") for fields in again]
     now[0] = 63.0  # rank 2 was heard of by the former life alone
     ask(server, "beat", 0)
-    server.look()
+    server.check_members()
     assert list(server.members.lost) == [1, 2] and "its bucket is trained again" in said[-1]
     server._detector.forgive(100.0)  # it was stopped itself
     now[0] = 150.0
-    server.look()
+    server.check_members()
     assert list(server.members.lost) == [1, 2]
 
 
@@ -411,7 +411,7 @@ def test_meetings_go_on_without_who_is_lost_and_have_what_was_brought() -> None:
     for rank in (0, 1, 3):
         ask(server, "beat", rank)
     now[0] = 11.0
-    server.look()  # rank 2 was silent for 11 s, and takes rank 3 with it
+    server.check_members()  # rank 2 was silent for 11 s, and takes rank 3 with it
     for reply in first[:2]:
         assert reply.result().fields == {"ranks": [0, 1, 3], "values": [0, 1, 3]}  # type: ignore[attr-defined]
     for rank in (2, 3):
@@ -433,7 +433,7 @@ def test_who_waits_gets_what_a_lost_machine_had() -> None:
     now[0] = 9.0
     ask(server, "beat", 0)
     now[0] = 11.0
-    server.look()
+    server.check_members()
     assert waiting.result().fields["bucket"] == granted.fields["bucket"]  # type: ignore[attr-defined]
     assert waiting.result().fields["leases"] != granted.fields["leases"]  # type: ignore[attr-defined]
 
@@ -452,7 +452,7 @@ def test_a_server_that_is_lost_ends_the_job_and_one_that_comes_back_does_not() -
     serve("parameter 1", "serve")
     dead.kill()
     dead.wait()
-    server.look()
+    server.check_members()
     now[0] = 8.0
     serve("partition 1", "serve", os.getpid())  # its agent has started it again
     for name in ("partition 1", "parameter 1"):
@@ -461,10 +461,10 @@ def test_a_server_that_is_lost_ends_the_job_and_one_that_comes_back_does_not() -
         serve("partition 1", "pulse")
         if name == "partition 1":
             serve("parameter 1", "pulse")
-            server.look()
+            server.check_members()
             ask(server, "beat", 0)
     now[0] = 30.0
-    server.look()
+    server.check_members()
     with pytest.raises(
         JobEndedError, match="parameter 1 is lost: it was not heard of for 10 s, and what parameter 1 kept"
     ):
@@ -479,13 +479,13 @@ def test_who_is_silent_is_waited_for_where_its_process_is_there_and_the_job_need
         ask(server, "join", rank, place=pid_namespace(), pid=os.getpid())
     server.methods()["serve"](Message({"place": pid_namespace(), "pid": os.getpid()}), Caller("parameter 0", 1, 1))
     now[0] = 60.0
-    server.look()
+    server.check_members()
     assert list(server.members.lost) == [1]  # others train what it had; without rank 0 the job would be over
     assert said[0] == "parameter 0, rank 0 (machine 0): no answer for 10 s; who is silent for 100 s is taken for lost"
     ask(server, "beat", 0)
     now[0] = 101.0
     with pytest.raises(JobEndedError, match="parameter 0 is lost: it was not heard of for 100 s"):
-        server.look()
+        server.check_members()
         ask(server, "beat", 0)
 
 
@@ -514,7 +514,7 @@ def test_a_machine_is_missed_only_where_nothing_is_lost_with_it(
         assert ask(server, "beat", rank).fields == {"missing": []}  # type: ignore[attr-defined]
     server.methods()["pulse"](Message({}), Caller("parameter 0", 1, 1))
     now[0] = 11.0  # machine 1, with ranks 2 and 3, was silent
-    server.look()
+    server.check_members()
     if why:
         with pytest.raises(JobEndedError, match=why):
             ask(server, "beat", 0)
@@ -529,7 +529,7 @@ def test_a_loss_may_end_the_job() -> None:
     ask(server, "join", 2, place="elsewhere", pid=0)
     reply = ask(server, "meet", 0, number=1, value=None)
     now[0] = 11.0
-    server.look()
+    server.check_members()
     for call in (lambda: reply.result(), lambda: ask(server, "beat", 0)):  # type: ignore[attr-defined]
         with pytest.raises(PeerLostError, match="machine 1 is lost: rank 2 was not heard of"):
             call()

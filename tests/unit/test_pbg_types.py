@@ -17,7 +17,7 @@ from gtrain_pbg.edges import EdgeList, Groups, batches_of, filled, kinds_of
 from gtrain_pbg.step.batch import EdgeBatch, Rows
 from gtrain_pbg.step.relations import UpdateRule, Weights
 from gtrain_pbg.step.training import TrainingStep
-from gtrain_pbg.typed import cuts_of
+from gtrain_pbg.typed import partition_types
 
 COUNTS = {"a": 20, "b": 13}
 ENDS = [["a", "b"], ["a", "a"], ["b", "a"], ["a", "a"], ["a", "b"]]
@@ -142,8 +142,8 @@ def test_tables_are_cut_by_type(tmp_path: Path) -> None:
     store = module.open_store()
     assert filled(store) == {(0, 0), (0, 1), (0, 2), (1, 0), (2, 0)}  # from type 0 to 1, and from 1 to 2
     specs = [TableSpec(f"type_{t}", 20, 4, seed=t) for t in range(3)]
-    cuts = cuts_of(store, specs)
-    assert [cut.is_cut for cut in cuts] == [True, False, True]
+    cuts = partition_types(store, specs)
+    assert [cut.is_partitioned for cut in cuts] == [True, False, True]
     for number, cut in enumerate(cuts):
         assert sorted(torch.cat(cut.partitions.orig_id).tolist()) == list(range(20))
         for part, ids in enumerate(cut.partitions.orig_id):

@@ -41,16 +41,16 @@ def check_tables(tables: TypedTables, warns: bool) -> None:
     Raises:
         ConfigError: no type is cut.
     """
-    if not any(cut.is_cut for cut in tables.cuts):
+    if not any(entity.is_partitioned for entity in tables.types):
         raise ConfigError(
             "several machines were to train, and no entity type is cut into partitions.",
             hint="leave data.entities.<type>.num_partitions=1 out for one of them, or set trainer.num_nodes=1.",
         )
-    for cut in tables.cuts:
-        nbytes = cut.spec.rows * cut.spec.dim * tables.dtype.itemsize
-        if warns and not cut.is_cut and nbytes > LARGE_BYTES:
+    for entity in tables.types:
+        nbytes = entity.spec.rows * entity.spec.dim * tables.dtype.itemsize
+        if warns and not entity.is_partitioned and nbytes > LARGE_BYTES:
             log.warning("the table of %s is not cut, and all of its %d MB go through parameter servers",
-                        cut.spec.name, nbytes >> 20)  # fmt: skip
+                        entity.spec.name, nbytes >> 20)  # fmt: skip
 
 
 class SeveralMachines:

@@ -16,7 +16,7 @@ from gtrain_pbg.machines.parameters import SharedParameters
 from gtrain_pbg.machines.scheduler import Grant
 from gtrain_pbg.swaps import Visit
 from gtrain_pbg.typed import TypedTables
-from gtrain_pbg.worker import Cut, standing_still
+from gtrain_pbg.worker import BucketBatches, standing_still
 
 
 class LeasedPartitions:
@@ -103,11 +103,11 @@ class LeasedBuckets:
         self._counts: dict[str, float] = {}
         self.done = 0
 
-    def begin(self, cut: Cut, epoch: int) -> None:
-        self._cut, self._epoch = cut, epoch
+    def begin(self, batches: BucketBatches, epoch: int) -> None:
+        self._batches, self._epoch = batches, epoch
 
     def visits(self) -> Iterator[Visit | None]:
-        passes, first = self._cut.edges.passes, self._first(self._epoch)
+        passes, first = self._batches.edges.passes, self._first(self._epoch)
         self._counts = {}
         for chunk in range(first, passes) if self._pauses else [first]:
             self._begin_round(chunk, chunk + 1 if self._pauses else passes)
@@ -132,7 +132,7 @@ class LeasedBuckets:
         self._get_parameters()
         self._rounds += 1
         if self._leads:
-            edges, epoch = self._cut.edges, self._epoch
+            edges, epoch = self._batches.edges, self._epoch
             as_tree = self._as_tree and epoch == first == 0
             fields: dict[str, Any] = {"round": self._rounds, "epoch": epoch, "seed": edges.seed}
             fields |= {"first": first, "as_tree": as_tree, "table": self._tables.bundle, "chunks": last}

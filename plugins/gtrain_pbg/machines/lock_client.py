@@ -45,7 +45,7 @@ class LockClient:
         timeout_seconds: float = 0.0,
     ) -> None:
         self._client, self._lease_seconds, self._miss = client, lease_seconds, miss
-        self._tell = tell
+        self._report = tell
         self._over = threading.Event()
         self._lost: PeerLostError | None = None
         self._losing = threading.Lock()
@@ -76,7 +76,7 @@ class LockClient:
             except PeerRestartedError:
                 continue
             except WireError as error:
-                lost = _told(error)
+                lost = _reported_loss(error)
                 if lost is None:
                     raise
                 self._lose(lost)
@@ -107,7 +107,7 @@ class LockClient:
             except PeerRestartedError:
                 continue
             except (WireError, PeerLostError) as error:
-                self._lose(_told(error) or JobEndedError(f"the lock server is lost: {error.message}"))
+                self._lose(_reported_loss(error) or JobEndedError(f"the lock server is lost: {error.message}"))
                 return
 
     def _answer_to_beat(self) -> Message:
@@ -116,14 +116,14 @@ class LockClient:
         try:
             return self._client.result(beat, REPORT_SECONDS)
         except TimeoutError:
-            if self._tell is None:
+            if self._report is None:
                 return self._client.result(beat)
-        self._tell(
+        self._report(
             f"the lock server: no answer for {REPORT_SECONDS:g} s; "
             f"the job ends if it is silent for {self._patience:g} s"
         )
         answer = self._client.result(beat)
-        self._tell("the lock server: here again")
+        self._report("the lock server: here again")
         return answer
 
     def _watch(self, store: str) -> None:
@@ -141,7 +141,7 @@ class LockClient:
         self._client.close(error)
 
 
-def _told(error: BaseException | None) -> PeerLostError | None:
+def _reported_loss(error: BaseException | None) -> PeerLostError | None:
     """What the lock server has said of the end of this process; None: it has said nothing."""
     if isinstance(error, PeerLostError):
         return error

@@ -1,4 +1,4 @@
-"""The lock server: grants buckets by leases, notices machines that are lost, and is where all ranks meet.
+"""The lock server: grants buckets with leases, detects lost machines, and holds the meetings of all ranks.
 
 It may be killed at any moment. Its state is saved before anybody is answered, in memory that the agent keeps; its next
 life goes on from there. Whoever waits asks again, and every request may be executed twice without harm: meetings,
@@ -27,9 +27,9 @@ from gtrain_pbg.machines.members import JobEndedError, Members, Reply, Settled
 from gtrain_pbg.machines.scheduler import BucketScheduler
 from gtrain_pbg.order import bucket_order
 
-LOOK_SECONDS = 0.1
+CHECK_SECONDS = 0.1
 STOOD_STILL_SECONDS = 1.0
-"""Between two looks: this process was stopped, or its machine was."""
+"""A longer delay between two checks means that this process or its machine was stopped."""
 
 
 def main(context: ServerContext) -> None:
@@ -70,7 +70,7 @@ class LockServer:
         tell: Callable[[str], None] = print,
     ) -> None:
         self._settings, self._lock, self._clock = settings, threading.RLock(), clock
-        self._state, self._tell = state, tell
+        self._state, self._report = state, tell
         self._settled: Settled = []
         self.members = Members(machines, devices, self._settled)
         self._detector = FailureDetector(settings.lease_seconds, pid_namespace(), clock)
@@ -83,7 +83,7 @@ class LockServer:
         self._waiting: dict[int, Reply] = {}
         self._ended = ""
         self._holding: set[int] | None = None  # parameter servers that keep something; None: not yet known
-        self._untold: list[str] = []  # losses, to be told of as soon as it shows that the job is not over
+        self._unreported: list[str] = []  # losses, reported once it is clear that the job is not over
         self._stay: set[int] = set()  # ranks that are not restarted if they die
         self._missing: list[str] = []  # servers that are lost, and that the job goes on without
         saved = state.load() if state is not None else b""
@@ -181,9 +181,9 @@ class LockServer:
 
     def meet(self, message: Message, rank: int) -> Reply:
         """See :class:`Members`. Fields: ``number`` and ``value``."""
-        for said in self._untold:
-            self._tell(said)
-        self._untold.clear()
+        for said in self._unreported:
+            self._report(said)
+        self._unreported.clear()
         return self.members.meet(rank, message.fields["number"], message)
 
     def number(self, message: Message, rank: int) -> Message:
@@ -191,21 +191,21 @@ class LockServer:
         return Message({"number": self._next()})
 
     def watch(self, stop: threading.Event) -> None:
-        """Look for machines that are lost until asked to end."""
-        looked = self._clock()
-        while not stop.wait(LOOK_SECONDS):
-            stood_still = self._clock() - looked - LOOK_SECONDS
+        """Check for failed members until asked to end."""
+        checked = self._clock()
+        while not stop.wait(CHECK_SECONDS):
+            stood_still = self._clock() - checked - CHECK_SECONDS
             if stood_still > STOOD_STILL_SECONDS:
                 with self._lock:
                     self._detector.forgive(stood_still)
-            looked = self._clock()
-            self.look()
+            checked = self._clock()
+            self.check_members()
 
-    def look(self) -> None:
-        """Take machines for lost whose processes have ended here, or that were not heard of; end without servers."""
+    def check_members(self) -> None:
+        """Drop machines whose processes ended or whose leases expired; end the job if it needs a lost server."""
         with self._lock:
             if self._settings.lease_seconds > REPORT_SECONDS:
-                self._tell_of_silence()
+                self._report_silence()
             gone = self._detector.gone()
             waited_for = {name for name in gone if self._is_waited_for(name)}
             for name, how in gone.items():
@@ -216,27 +216,27 @@ class LockServer:
                 if is_rank(name) and how == ENDED and _rank(name) not in self._stay:
                     self._detector.await_return(name)  # it had no part in the job yet: its agent starts it again
                 elif is_rank(name):
-                    self._lose(self.members.machine_of(_rank(name)), f"{name} {how}")
+                    self._lose_machine(self.members.machine_of(_rank(name)), f"{name} {how}")
                 elif name.startswith("partition ") and how == ENDED:
                     self._detector.await_return(name)  # its agent starts it again, or ends the job
                 else:
                     self._detector.forget(name)
-                    self._miss(name, how)
+                    self._lose_server(name, how)
             if gone:
                 self._commit()
 
-    def _tell_of_silence(self) -> None:
+    def _report_silence(self) -> None:
         """Name members that do not answer before their leases end, and those that answer again."""
         silent, back = self._detector.late(REPORT_SECONDS)
         for waited_for, seconds in ((True, self._patience), (False, self._settings.lease_seconds)):
             names = [name for name in silent if self._is_waited_for(name) == waited_for]
             if names and not self._ended:
-                self._tell(
+                self._report(
                     f"{self._named(names)}: no answer for {REPORT_SECONDS:g} s; "
                     f"who is silent for {seconds:g} s is taken for lost"
                 )
         if back and not self._ended:
-            self._tell(f"{self._named(back)}: here again")
+            self._report(f"{self._named(back)}: here again")
 
     @property
     def _patience(self) -> float:
@@ -255,7 +255,7 @@ class LockServer:
             f"{name} (machine {self.members.machine_of(_rank(name))})" if is_rank(name) else name for name in names
         )
 
-    def _miss(self, name: str, how: str) -> None:
+    def _lose_server(self, name: str, how: str) -> None:
         """A server is lost, and with a parameter server its machine: go on if nothing is lost with it."""
         number, settings, kept = _rank(name), self._settings, name
         if name.startswith("parameter ") and self._holding is not None and number not in self._holding:
@@ -267,7 +267,7 @@ class LockServer:
         print(f"the job goes on without {name}, which kept nothing: it {how}", flush=True)
         self._missing.append(name)
 
-    def _lose(self, machine: int, reason: str) -> None:
+    def _lose_machine(self, machine: int, reason: str) -> None:
         if machine in self.members.lost:
             return
         print(f"machine {machine} is no longer there: {reason}", flush=True)
@@ -287,13 +287,13 @@ class LockServer:
             before = self._scheduler.again
             self._scheduler.lose(machine)
             again = self._scheduler.again - before
-            self._look_again()
+            self._answer_waiting()
         trained = {0: "", 1: "; its bucket is trained again"}.get(again, f"; its {again} buckets are trained again")
         said = f"machine {machine} is lost ({reason}); the job goes on without it{trained}"
         if reason.endswith(ENDED) and (self._scheduler is None or self._scheduler.over):
-            self._untold.append(said)  # a rank that has come to the end of the job has ended as well
+            self._unreported.append(said)  # a rank that has come to the end of the job has ended as well
         else:
-            self._tell(said)
+            self._report(said)
 
     def _end(self, reason: str) -> None:
         if self._ended:
@@ -357,7 +357,7 @@ class LockServer:
             return Message(self._granted[machine])
         answer = self._answer(machine)
         if answer is not None:
-            self._look_again()
+            self._answer_waiting()
             return answer
         reply = self._waiting[machine] = Reply()
         return reply
@@ -365,7 +365,7 @@ class LockServer:
     def release(self, message: Message, rank: int) -> None:
         """A machine has written back partitions. Fields: ``keys``."""
         self._epoch.released(self.members.machine_of(rank), message.fields["keys"])
-        self._look_again()
+        self._answer_waiting()
 
     @property
     def _epoch(self) -> BucketScheduler:
@@ -389,8 +389,8 @@ class LockServer:
             return Message({"over": True, "edges": sum(scheduler.edges.values()), "again": scheduler.again})
         return None
 
-    def _look_again(self) -> None:
-        """Something has changed: answer those who wait, if there is something for them."""
+    def _answer_waiting(self) -> None:
+        """Answer waiting machines for which a bucket has become free."""
         for machine, reply in list(self._waiting.items()):
             answer = self._answer(machine)
             if answer is not None:
