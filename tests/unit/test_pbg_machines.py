@@ -29,9 +29,9 @@ from gtrain_pbg.machines.lock_server import LockServer
 from gtrain_pbg.machines.members import JobEndedError
 from gtrain_pbg.machines.parameter_server import Handlers as ParameterHandlers
 from gtrain_pbg.machines.parameters import SharedParameters
+from gtrain_pbg.machines.partition_client import PartitionClient
 from gtrain_pbg.machines.partition_server import Handlers as PartitionHandlers
 from gtrain_pbg.machines.scheduler import BucketScheduler, Grant
-from gtrain_pbg.machines.stores import FolderStore, ServedStore
 from gtrain_pbg.order import Bucket, bucket_order
 from gtrain_pbg.partition_store import PartitionStore
 from gtrain_pbg.tables import Partitions
@@ -149,7 +149,7 @@ def test_machines_keep_a_partition_and_fetch_few() -> None:
 @pytest.mark.parametrize("slots", [2, 3])
 def test_what_machines_train_is_in_the_table_while_they_read_ahead(tmp_path: Path, slots: int, types: int) -> None:
     """Each training of a bucket adds 1 to both of its partitions."""
-    store, lease, book, rng = FolderStore(tmp_path / "store"), Leases(), threading.Lock(), random.Random(0)
+    store, lease, book, rng = PartitionFolder(tmp_path / "store"), Leases(), threading.Lock(), random.Random(0)
     partitions = Partitions(torch.arange(9) * 5, tuple(torch.arange(40).split(5)))
     names = [f"type_{number}" for number in range(types)]
     for name in names:
@@ -541,7 +541,7 @@ def test_a_loss_may_end_the_job() -> None:
 @pytest.fixture(params=["folder", "served"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[PartitionStore]:
     if request.param == "folder":
-        yield FolderStore(tmp_path / "0")
+        yield PartitionFolder(tmp_path / "0")
         return
     servers = [
         Server(PartitionHandlers(PartitionFolder(tmp_path / str(n))).methods(), name=f"p {n}", address="tcp://127.0.0.1:0")
@@ -549,7 +549,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[PartitionS
     ]  # fmt: skip
     with servers[0], servers[1]:
         clients = [Client(server.address, peer=server.name) for server in servers]
-        yield ServedStore(clients)
+        yield PartitionClient(clients)
         for client in clients:
             client.close()
 
@@ -562,7 +562,7 @@ def tensors(value: float, rows: int = 5) -> dict[str, torch.Tensor]:
 def test_a_store_has_the_newest_version_and_refuses_older_ones(
     store: PartitionStore, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gtrain_pbg.machines.stores.PIECE_BYTES", 24)  # two rows
+    monkeypatch.setattr("gtrain_pbg.machines.partition_client.PIECE_BYTES", 24)  # two rows
     for key in ("node-0", "node-1"):
         for version in (3, 7):
             store.save(key, version, tensors(float(version), rows))
@@ -572,7 +572,7 @@ def test_a_store_has_the_newest_version_and_refuses_older_ones(
         found = tensors(0.0, rows)
         store.load(key, found)
         assert all(torch.equal(found[kind], tensors(8.0, rows)[kind]) for kind in found)
-        if isinstance(store, ServedStore):  # the next reads while the last, which was taken for lost, still writes
+        if isinstance(store, PartitionClient):  # the next reads while the last, which was taken for lost, still writes
             store.load(key, found, lease=8)
             with pytest.raises(PeerLostError, match="under lease 7, and it was granted again under 8"):
                 store.save(key, 7, tensors(7.0, rows))
@@ -594,8 +594,8 @@ def test_a_store_has_the_newest_version_and_refuses_older_ones(
 
 def test_a_job_begins_without_what_another_left(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("the user's")
-    FolderStore(tmp_path).save("node-0", 88, tensors(1.0))
-    store = FolderStore(tmp_path)
+    PartitionFolder(tmp_path).save("node-0", 88, tensors(1.0))
+    store = PartitionFolder(tmp_path)
     store.clear()
     store.save("node-0", 1, tensors(2.0))
     found = tensors(0.0)

@@ -15,11 +15,12 @@ from gtrain.strategy.group import Group
 from gtrain.strategy.servers import Servers
 from gtrain.wire import Client
 from gtrain_pbg.config import PBGConfig
+from gtrain_pbg.machines.folder import PartitionFolder
 from gtrain_pbg.machines.group import MachinesGroup
 from gtrain_pbg.machines.leased import LeasedBuckets
 from gtrain_pbg.machines.lock_client import LockClient
 from gtrain_pbg.machines.parameters import SharedParameters
-from gtrain_pbg.machines.stores import FolderStore, ServedStore
+from gtrain_pbg.machines.partition_client import PartitionClient
 from gtrain_pbg.partition_store import PartitionStore
 from gtrain_pbg.typed import TypedTables
 from gtrain_pbg.worker import BucketSource
@@ -107,7 +108,7 @@ class SeveralMachines:
         check_tables(tables, publishes)
         clients = self._clients("partition")
         folder = Path(self._settings.partition_path or run_dir / "partitions").absolute()
-        store: PartitionStore = ServedStore(clients) if clients else FolderStore(folder)
+        store: PartitionStore = PartitionClient(clients) if clients else PartitionFolder(folder)
         tables.connect(store, publishes, self._next_lease)
 
     def source(

@@ -8,19 +8,22 @@ what is there comes from a machine that has lost its lease, and is refused.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from gtrain.errors import DataError, PeerLostError
 from gtrain_pbg import files
+from gtrain_pbg.partition_store import Free, PartitionStore
 
 KINDS = (files.STATE, files.ROWS)
 """In the order in which they are written."""
 
 
-class PartitionFolder:
-    """Versions of partitions.
+class PartitionFolder(PartitionStore):
+    """Versions of partitions, in a folder that machines share or of a partition server.
 
     Args:
         folder: where they are; made when the first is written.
@@ -80,13 +83,31 @@ class PartitionFolder:
             if found and int(found[1]) < version:
                 path.unlink(missing_ok=True)
 
-    def keep(self, key: str, targets: dict[str, Path]) -> None:
-        """Let a checkpoint have the newest version, by kind."""
+    def clear(self) -> None:
+        for path in self.folder.glob("*.v*.npy*"):
+            path.unlink(missing_ok=True)
+
+    def load(self, key: str, tensors: Mapping[str, Tensor], lease: int = 0, free: Free | None = None) -> None:
+        for kind, tensor in tensors.items():
+            files.read(self.path(key, kind), tensor)
+
+    def save(self, key: str, version: int, tensors: Mapping[str, Tensor]) -> Free:
+        for kind in KINDS:
+            writing = self.begin(key, version, kind, tuple(tensors[kind].shape), tensors[kind].dtype)
+            writing.add(tensors[kind])
+            self.check(key, version)
+            writing.done()
+        self.forget_older(key, version)
+        return {}
+
+    def select(self, key: str, rows: Tensor, found: Tensor) -> None:
+        torch.index_select(files.mapped(self.path(key, files.ROWS)), 0, rows, out=found)
+
+    def keep(self, key: str, targets: Mapping[str, Path], like: Mapping[str, Tensor]) -> None:
         for kind, target in targets.items():
             files.keep(self.path(key, kind), target)
 
-    def adopt(self, key: str, version: int, sources: dict[str, Path]) -> None:
-        """Take files of a checkpoint, by kind, as a version."""
+    def adopt(self, key: str, version: int, sources: Mapping[str, Path]) -> None:
         self.check(key, version)
         self.folder.mkdir(parents=True, exist_ok=True)
         for kind in KINDS:
@@ -94,11 +115,6 @@ class PartitionFolder:
             target.unlink(missing_ok=True)
             files.keep(sources[kind], target)
         self.forget_older(key, version)
-
-    def clear(self) -> None:
-        """Delete everything: it is of an earlier job."""
-        for path in self.folder.glob("*.v*.npy*"):
-            path.unlink(missing_ok=True)
 
     def _versions(self, key: str) -> list[int]:
         names = (path.name for path in self.folder.glob(f"{key}.v*.{files.ROWS}.npy"))

@@ -84,7 +84,7 @@ class Handlers:
         targets = {kind: Path(path) for kind, path in message.fields["targets"].items()}
         here = all(path.parent.is_dir() for path in targets.values())
         if here:
-            self._folder.keep(message.fields["key"], targets)
+            self._folder.keep(message.fields["key"], targets, {})
         return Message({"here": here})
 
     def adopt(self, message: Message, caller: Caller) -> Message:

@@ -1,4 +1,4 @@
-"""Partitions that several machines share: on partition servers, or in a folder."""
+"""Partitions on partition servers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gtrain.errors import PeerLostError
 from gtrain.wire import Client, Message, PeerRestartedError, RemoteError
 from gtrain_pbg import files
-from gtrain_pbg.machines.folder import KINDS, PartitionFolder
+from gtrain_pbg.machines.folder import KINDS
 from gtrain_pbg.partition_store import Free, PartitionStore
 
 PIECE_BYTES = 64 << 20
@@ -21,45 +20,8 @@ SILENT_SECONDS = 600.0
 """A partition server that does not answer for so long is gone with its machine; a slow disk may take a while."""
 
 
-class FolderStore(PartitionStore):
-    """A folder that all machines share.
-
-    Args:
-        folder: the folder.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = PartitionFolder(folder)
-
-    def clear(self) -> None:
-        self._folder.clear()
-
-    def load(self, key: str, tensors: Mapping[str, Tensor], lease: int = 0, free: Free | None = None) -> None:
-        for kind, tensor in tensors.items():
-            files.read(self._folder.path(key, kind), tensor)
-
-    def save(self, key: str, version: int, tensors: Mapping[str, Tensor]) -> Free:
-        for kind in KINDS:
-            tensor = tensors[kind]
-            writing = self._folder.begin(key, version, kind, tuple(tensor.shape), tensor.dtype)
-            writing.add(tensor)
-            self._folder.check(key, version)
-            writing.done()
-        self._folder.forget_older(key, version)
-        return {}
-
-    def select(self, key: str, rows: Tensor, found: Tensor) -> None:
-        torch.index_select(files.mapped(self._folder.path(key, files.ROWS)), 0, rows, out=found)
-
-    def keep(self, key: str, targets: Mapping[str, Path], like: Mapping[str, Tensor]) -> None:
-        self._folder.keep(key, dict(targets))
-
-    def adopt(self, key: str, version: int, sources: Mapping[str, Path]) -> None:
-        self._folder.adopt(key, version, dict(sources))
-
-
-class ServedStore(PartitionStore):
-    """Partition servers; partition p is at server p modulo their number.
+class PartitionClient(PartitionStore):
+    """A :class:`PartitionStore` on servers; partition p is at server p modulo their number.
 
     A server begins by deleting what an earlier job has left; one that is restarted has what is on its disk. Requests
     are then repeated: reading changes nothing, and a version is written from its beginning.
