@@ -23,7 +23,7 @@ MAX_PENDING = 2
 """Partitions of a table that are written at a time: they are in the kernel's memory until the disk has them."""
 
 Free = Mapping[str, Callable[[int], None]]
-"""By kind: waits until so many bytes from a tensor's beginning may be overwritten."""
+"""By kind: blocks until the given number of bytes at the start of a tensor may be overwritten."""
 
 
 class PartitionStore(ABC):
@@ -63,7 +63,7 @@ class PartitionStore(ABC):
         """
 
     @abstractmethod
-    def select(self, key: str, rows: Tensor, found: Tensor) -> None:
+    def select(self, key: str, rows: Tensor, target: Tensor) -> None:
         """Fill a tensor with some rows of a partition, by their numbers in it."""
 
     @abstractmethod
@@ -75,7 +75,7 @@ class PartitionStore(ABC):
         """Take a partition of a checkpoint as a version."""
 
     def read(self, key: str, like: Tensor) -> Tensor:
-        """All rows of a partition, in memory of their own or a mapped file; ``like`` has their shape and dtype."""
+        """All rows of a partition, copied or mapped from a file; ``like`` has their shape and dtype."""
         rows = torch.empty_like(like)
         self.load(key, {files.ROWS: rows})
         return rows
@@ -131,8 +131,8 @@ class LocalPartitions(PartitionStore):
         self._writes.begin(key, list(pending.values()))
         return {kind: write.wait for kind, write in pending.items()}
 
-    def select(self, key: str, rows: Tensor, found: Tensor) -> None:
-        torch.index_select(files.mapped(self.path(key, files.ROWS)), 0, rows, out=found)
+    def select(self, key: str, rows: Tensor, target: Tensor) -> None:
+        torch.index_select(files.mapped(self.path(key, files.ROWS)), 0, rows, out=target)
 
     def keep(self, key: str, targets: Mapping[str, Path], like: Mapping[str, Tensor]) -> None:
         self._writes.wait(key)
@@ -174,7 +174,7 @@ class PendingWrite:
         self._change = threading.Condition()
 
     def wait(self, nbytes: int = sys.maxsize) -> None:
-        """Wait until so many bytes from the tensor's beginning may be overwritten.
+        """Wait until this number of bytes at the start of the tensor may be overwritten.
 
         Raises:
             DataError: they could not be written.
@@ -188,7 +188,7 @@ class PendingWrite:
         """Copy the tensor into the kernel's memory; the disk thread calls it."""
         try:
             self._writing.add(self._tensor, self._reach)
-        except BaseException as error:  # whoever waits must hear of it, whatever it is
+        except BaseException as error:  # raised in whoever waits for this memory
             with self._change:
                 self._failed = error
                 self._change.notify_all()
@@ -206,7 +206,7 @@ class PendingWrite:
 
 
 class WriteBehind:
-    """Copies partitions into files and waits for the disk, in threads of its own, so that slots are soon free.
+    """Writes partitions to files in background threads, so that slots are soon free.
 
     Until a file is on the disk, its earlier version has the name; :meth:`wait` waits for the new one. All methods are
     called by one thread at a time.

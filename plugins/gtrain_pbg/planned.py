@@ -54,7 +54,7 @@ class PlannedBuckets:
         """All workers have left the last bucket; its successor's partitions must be there before any goes on."""
         with standing_still(self._group.counters, "partitions"):
             self._finish()
-            if self._leads:
+            if self._leads and visit.before:
                 self._tables.begin_swaps(visit.before).result()
         self._tables.buffer.slot_of = dict(visit.after)
         self._group.barrier()

@@ -76,7 +76,7 @@ class Buffer:
             visits: buckets and edge chunks in their order.
         """
         needed = [set(bucket) for bucket, _ in visits]
-        found, now = [], self._bring(needed[0], set(), needed, 0) if visits else []
+        plan, now = [], self._bring(needed[0], set(), needed, 0) if visits else []
         for number, (bucket, chunk) in enumerate(visits):
             slots = self.slot_of[bucket[0]], self.slot_of[bucket[1]]
             during, later = [], []
@@ -87,9 +87,9 @@ class Buffer:
                 later = self._bring(needed[number + 1], set(), needed, number + 1)
             last = number + 1 == len(visits)
             ends_chunk = last or visits[number + 1][1] > chunk
-            found.append(Visit(bucket, chunk, slots, tuple(now), tuple(during), after, tuple(later), ends_chunk, last))
+            plan.append(Visit(bucket, chunk, slots, tuple(now), tuple(during), after, tuple(later), ends_chunk, last))
             now = later
-        return found
+        return plan
 
     def exchange(self, bucket: Bucket, ahead: int | None) -> tuple[tuple[Swap, ...], tuple[Swap, ...]]:
         """Plan for a bucket that was not known before: all partitions leave but its own and the next one's.

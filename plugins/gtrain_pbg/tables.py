@@ -196,7 +196,8 @@ class PartitionedTable:
         """
         files.check_count(folder, self.name, self.partitions.count)
         for partition in range(self.partitions.count if adopts else 0):
-            self.store.adopt(self._key(partition), next_lease(), self._files(folder, partition))
+            version = next_lease() if self.store.shared else 0
+            self.store.adopt(self._key(partition), version, self._files(folder, partition))
         for partition, slot in self.buffer.slot_of.items() if fills else ():
             self.fill(partition, slot)
 
@@ -214,12 +215,12 @@ class PartitionedTable:
         return self.store.save(self._key(partition), lease, self._tensors(slot, partition))
 
     def fill(self, partition: int, slot: int, lease: int = 0, free: Free | None = None) -> None:
-        """Load a partition into a slot, behind what leaves it: both are copies, and each has a core of its own."""
+        """Load a partition into a slot while its predecessor is still being copied out, behind it."""
         tensors = {kind: tensor for kind, tensor in self._tensors(slot, partition).items() if tensor.shape[1]}
         self.store.load(self._key(partition), tensors, lease, free)
 
     def read_ahead(self, partition: int) -> None:
-        """A partition will be loaded soon: there is no slot for it yet."""
+        """Let the kernel read a partition for which no slot is free yet."""
         self.store.read_ahead(self._key(partition))
 
     # ------------------------------------------------------------------------------------------ reading

@@ -96,13 +96,13 @@ class BucketTraining:
 
     def take_held_out(self) -> Tensor:
         """Reciprocal ranks before and after and their number, float64 ``[3]``, summed since this was last asked."""
-        found = self._held.clone()
+        ranks = self._held.clone()
         self._held.zero_()
-        return found
+        return ranks
 
     def _score(self, edges: EdgeList, visit: Visit) -> float:
         """Sum of the reciprocal ranks of both ends of edges, among each other and nodes drawn from both partitions."""
-        generator, found = torch.Generator().manual_seed(0), 0.0
+        generator, total = torch.Generator().manual_seed(0), 0.0
         for number, every in self._groups.split(edges):
             heads, tails = self._rows(number, visit)
             every = self._localized(number, every, visit)
@@ -112,14 +112,14 @@ class BucketTraining:
                 with torch.no_grad():
                     ends = heads.read(some.heads), tails.read(some.tails)
                     ranks = self._module.sampled_ranks(ends, some.relation, (drawn[0], drawn[1]), number)
-                found += float(torch.cat(ranks).reciprocal().sum())
-        return found
+                total += float(torch.cat(ranks).reciprocal().sum())
+        return total
 
     def _rows(self, number: int, visit: Visit) -> tuple[Rows, Rows]:
         """The tables that a group's edges of a bucket refer to."""
         group = self._recipe.groups[number]
-        found = (self._tables.rows(kind, end, visit) for end, kind in enumerate(group.types))
-        heads, tails = (replace(rows, bags=bags) for rows, bags in zip(found, group.bags, strict=True))
+        ends = (self._tables.rows(kind, end, visit) for end, kind in enumerate(group.types))
+        heads, tails = (replace(rows, bags=bags) for rows, bags in zip(ends, group.bags, strict=True))
         return heads, tails
 
     def _localized(self, number: int, edges: EdgeList, visit: Visit) -> EdgeList:
@@ -141,7 +141,7 @@ class BucketTraining:
         return torch.randint(nodes, (count,), out=held[:count])
 
 
-def held_out(found: Tensor) -> dict[str, float]:
+def held_out(ranks: Tensor) -> dict[str, float]:
     """Mean reciprocal ranks of all that was held back, by the name under which they are logged."""
-    before, after, count = found.tolist()
+    before, after, count = ranks.tolist()
     return {"held_out_mrr_before": before / max(count, 1), "held_out_mrr": after / max(count, 1)}

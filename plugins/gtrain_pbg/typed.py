@@ -64,7 +64,7 @@ def partition_types(store: Store, specs: Sequence[TableSpec]) -> list[TypePartit
     """
     parts = [store.node("orig_id", part) for part in range(store.num_parts)]
     together = store.facts.get("unpartitioned") or []
-    found = []
+    types = []
     for spec, kind in zip(specs, entity_types(store), strict=True):
         first, ends = kind.first, torch.tensor([kind.first, kind.first + kind.count])
         spans = [torch.searchsorted(orig_id, ends).tolist() for orig_id in parts]
@@ -76,8 +76,8 @@ def partition_types(store: Store, specs: Sequence[TableSpec]) -> list[TypePartit
             own = (torch.arange(spec.rows),)
         sizes = torch.tensor([0, *(len(ids) for ids in own)])
         name = "table" if len(specs) == 1 else spec.name
-        found.append(TypePartitioning(name, spec, Partitions(sizes.cumsum(0), own), tuple(low for low, _ in spans)))
-    return found
+        types.append(TypePartitioning(name, spec, Partitions(sizes.cumsum(0), own), tuple(low for low, _ in spans)))
+    return types
 
 
 class TypedTables:
@@ -152,11 +152,11 @@ class TypedTables:
         types: Sequence[TypePartitioning], slots: int, state_widths: Sequence[int], dtype: torch.dtype
     ) -> Layout:
         """What :class:`~gtrain.wire.shared.SharedTensors` must hold."""
-        found: Layout = {}
+        layout: Layout = {}
         for entity, width in zip(types, state_widths, strict=True):
             number = slots if entity.is_partitioned else 1
-            found |= PartitionedTable.tensors(number, entity.partitions, entity.spec.dim, width, dtype, entity.name)
-        return found
+            layout |= PartitionedTable.tensors(number, entity.partitions, entity.spec.dim, width, dtype, entity.name)
+        return layout
 
     @property
     def whole(self) -> bool:

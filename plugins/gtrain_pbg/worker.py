@@ -85,7 +85,7 @@ class BucketSource(Protocol):
         """The buckets of the epoch; None: a turn without edges, before which ``done`` was set."""
 
     def trained(self, visit: Visit, edges: int) -> None:
-        """All workers of the machine have trained a bucket, on so many edges together."""
+        """Called when all workers of the machine have trained a bucket, with the sum of their edges."""
 
     def counts(self) -> dict[str, float]:
         """What is to be logged of an epoch."""
@@ -215,7 +215,7 @@ class Turns:
 @contextmanager
 def standing_still(counters: Counters, name: str) -> Iterator[None]:
     """Count a stretch of time in which a worker waits for something and does not train."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     with counters.span(f"wait: {name}"):
         yield
-    counters.waited(began, began)
+    counters.waited(start, start)

@@ -79,8 +79,8 @@ class PartitionFolder(PartitionStore):
     def forget_older(self, key: str, version: int) -> None:
         """Delete what a version has replaced; a checkpoint that has it keeps it by another name."""
         for path in self.folder.glob(f"{key}.v*"):
-            found = re.match(rf"{re.escape(key)}\.v(\d+)\.", path.name)
-            if found and int(found[1]) < version:
+            match = re.match(rf"{re.escape(key)}\.v(\d+)\.", path.name)
+            if match and int(match[1]) < version:
                 path.unlink(missing_ok=True)
 
     def clear(self) -> None:
@@ -100,8 +100,8 @@ class PartitionFolder(PartitionStore):
         self.forget_older(key, version)
         return {}
 
-    def select(self, key: str, rows: Tensor, found: Tensor) -> None:
-        torch.index_select(files.mapped(self.path(key, files.ROWS)), 0, rows, out=found)
+    def select(self, key: str, rows: Tensor, target: Tensor) -> None:
+        torch.index_select(files.mapped(self.path(key, files.ROWS)), 0, rows, out=target)
 
     def keep(self, key: str, targets: Mapping[str, Path], like: Mapping[str, Tensor]) -> None:
         for kind, target in targets.items():

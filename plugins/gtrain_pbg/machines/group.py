@@ -54,12 +54,14 @@ class MachinesGroup(Group):
         raise PeerLostError("this group needs no forming anew")
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        found = reduce(_OPS[op], self.all_gather(tensor))
-        tensor.copy_(found)
+        reduced = reduce(_OPS[op], self.all_gather(tensor))
+        tensor.copy_(reduced)
         return tensor.div_(self.size) if op in ("mean", "avg") else tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        return [found.to(tensor.device) for found in self._meet(None, [tensor.detach().cpu().contiguous()]).tensors]
+        return [
+            gathered.to(tensor.device) for gathered in self._meet(None, [tensor.detach().cpu().contiguous()]).tensors
+        ]
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return list(self._meet(_plain(value)).fields["values"])

@@ -78,9 +78,9 @@ class LeasedBuckets:
         machine: the workers of this machine; the leader is the first.
         everyone: all workers of all machines.
         parameters: those that all machines have.
-        first: says with which chunk an epoch begins: not with 0 where it was begun before.
+        first: returns the chunk with which an epoch starts: above 0 when it resumes from a checkpoint.
         as_tree: whether the table begins with random vectors, and the first epoch therefore goes as a tree.
-        pauses: whether all machines stand still after each edge chunk, for a checkpoint.
+        pauses: whether all machines stop after each edge chunk, where a checkpoint is written.
     """
 
     def __init__(

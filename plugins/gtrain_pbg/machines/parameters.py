@@ -129,10 +129,10 @@ class SharedParameters:
 
 def _pieces(tensors: Mapping[str, Tensor], server: int, servers: int) -> dict[str, Tensor]:
     """Views of what a server has: small parameters are at the first, without which no job goes on; large are spread."""
-    found = {}
+    pieces = {}
     for name, tensor in tensors.items():
         flat = tensor.view(-1)
         count = min(servers, -(-flat.numel() // PIECE_NUMBERS))
         if server < count:
-            found[f"{name}/{server}"] = flat.tensor_split(count)[server]
-    return found
+            pieces[f"{name}/{server}"] = flat.tensor_split(count)[server]
+    return pieces

@@ -56,9 +56,9 @@ class PartitionClient(PartitionStore):
                 raise
             return {}
 
-    def select(self, key: str, rows: Tensor, found: Tensor) -> None:
+    def select(self, key: str, rows: Tensor, target: Tensor) -> None:
         wanted, back = rows.unique(return_inverse=True)
-        found.copy_(self._ask(key, "select", {"key": key}, [wanted]).tensors[0][back])
+        target.copy_(self._ask(key, "select", {"key": key}, [wanted]).tensors[0][back])
 
     def keep(self, key: str, targets: Mapping[str, Path], like: Mapping[str, Tensor]) -> None:
         fields = {"key": key, "targets": {kind: str(path) for kind, path in targets.items()}}

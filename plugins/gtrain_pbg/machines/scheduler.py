@@ -235,10 +235,10 @@ class BucketScheduler:
         self._known, self._rooted = set(state["known"]), set(state["rooted"])
         self._trained_edges = {_work(work): edges for work, edges in state["trained"]}
         self.edges = {_work(work): edges for work, edges in state["edges"]}
-        for number, found in state["machines"].items():
-            active = None if found["active"] is None else _work(found["active"])
-            unsaved = {_work(work): set(keys) for work, keys in found["unsaved"]}
-            self._machines[number] = _Machine(found["leases"], active, found["ahead"], unsaved)
+        for number, saved in state["machines"].items():
+            active = None if saved["active"] is None else _work(saved["active"])
+            unsaved = {_work(work): set(keys) for work, keys in saved["unsaved"]}
+            self._machines[number] = _Machine(saved["leases"], active, saved["ahead"], unsaved)
 
     @property
     def _busy(self) -> bool:
@@ -252,7 +252,7 @@ class BucketScheduler:
 
     def _taken(self, machine: int) -> set[str]:
         """Partitions that others hold."""
-        return {key for other, found in self._machines.items() if other != machine for key in found.leases}
+        return {key for other, holder in self._machines.items() if other != machine for key in holder.leases}
 
     def _outlook(self, machine: int) -> Outlook:
         """What others have before them, for the choice of a machine's bucket."""
