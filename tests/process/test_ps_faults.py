@@ -27,7 +27,6 @@ SMALL = (
     "model.dropout=0.3",
     "model.sparse_optimizer._target_=gtrain.nn.RowwiseAdagrad",
     "trainer.precision=64-true",
-    "trainer.max_epochs=30",
     "trainer.enable_progress_bar=false",
 )
 KILLS = 20
@@ -58,15 +57,35 @@ def steps(run: Path) -> bool:
     return any(path.stat().st_size for path in run.rglob("metrics.csv"))
 
 
+def lasting(folder: Path, *arguments: str) -> Program:
+    """A run in ``folder / "run"`` that trains until :func:`enough`: it cannot end before the test has disturbed it."""
+    more = (f"+callbacks.until={{_target_:train_until.TrainUntil,folder:{folder}/until}}", "trainer.max_epochs=100000")
+    env = {"PYTHONPATH": str(ASSETS)}
+    return Program("-m", "gtrain", *arguments, *more, "hydra.run.dir=run", cwd=folder, env=env)
+
+
+def enough(folder: Path) -> None:
+    """Have a run that is :func:`lasting` stop soon."""
+    (folder / "until" / "enough").touch()
+
+
+def compare_with_an_undisturbed_run(folder: Path, *arguments: str) -> None:
+    """Hold that a disturbed run has the history and metrics of one of as many epochs."""
+    disturbed = summary(folder / "run")
+    epochs = f"trainer.max_epochs={len(disturbed['history'])}"
+    ok(gtrain(*arguments, epochs, "hydra.run.dir=undisturbed", cwd=folder))
+    expected = summary(folder / "undisturbed")
+    assert disturbed["history"] == expected["history"]
+    assert disturbed["metrics"] == expected["metrics"]
+
+
 @pytest.mark.slow
 def test_a_run_of_which_twenty_processes_are_killed_is_like_an_undisturbed_one(tmp_path: Path) -> None:
     """Workers and servers, at moments and in an order that a seed decides, and at those that matter most besides."""
-    ok(gtrain(*SMALL, "hydra.run.dir=undisturbed", cwd=tmp_path))
-    run, chance, killed = tmp_path / "run", random.Random(7), set[int]()
+    run, aimed, chance, killed = tmp_path / "run", tmp_path / "aimed", random.Random(7), set[int]()
     plan = ",".join(f"{moment}:{action}" for moment, action in AIMED.items())
-    killer = f"+callbacks.killer={{_target_:ps_killer.Killer,folder:{tmp_path}/aimed,run:{run},plan:{{{plan}}}}}"
-    more = (killer, f"strategy.max_restarts={KILLS}", "hydra.run.dir=run")
-    job = Program("-m", "gtrain", *SMALL, *more, cwd=tmp_path, env={"PYTHONPATH": str(ASSETS)})
+    killer = f"+callbacks.killer={{_target_:ps_killer.Killer,folder:{aimed},run:{run},plan:{{{plan}}}}}"
+    job = lasting(tmp_path, *SMALL, killer, f"strategy.max_restarts={KILLS}")
     try:
         until(lambda: len(processes(job.pid)) == 5, tmp_path)
         until(lambda: steps(run), tmp_path)
@@ -77,36 +96,36 @@ def test_a_run_of_which_twenty_processes_are_killed_is_like_an_undisturbed_one(t
                 with contextlib.suppress(ProcessLookupError):  # the killer in the run was quicker
                     os.kill(victim, signal.SIGKILL)
                     killed.add(victim)
+        until(lambda: all((aimed / moment).exists() for moment in AIMED) or not alive(job.pid), tmp_path)
+        enough(tmp_path)
         done = job.end()
     finally:
         job.kill()
     assert done.returncode == 0, show(done) + logs(tmp_path)
-    aimed = tmp_path / "aimed"
-    assert len(killed) == KILLS and all((aimed / moment).exists() for moment in AIMED), show(done)
+    assert len(killed) == KILLS, show(done)
     killed |= set(map(int, (aimed / "killed").read_text().split()))
     assert done.stderr.count("it is started again") == len(killed), show(done)
-    expected, found_there = summary(tmp_path / "undisturbed"), summary(run)
-    assert found_there["history"] == expected["history"]
-    assert found_there["metrics"] == expected["metrics"]
+    compare_with_an_undisturbed_run(tmp_path, *SMALL)
 
 
 def test_every_process_of_a_job_has_a_log_and_killed_servers_have_what_they_had(tmp_path: Path) -> None:
     """What servers survive by is memory of the command's own process: there is nobody else whom to kill."""
-    command = (*SMALL, "trainer.max_epochs=8", "trainer.limit_test_batches=0")
-    ok(gtrain(*command, "hydra.run.dir=undisturbed", cwd=tmp_path))
-    job = Program("-m", "gtrain", *command, "hydra.run.dir=run", cwd=tmp_path)
+    command = (*SMALL, "trainer.limit_test_batches=0")
+    job = lasting(tmp_path, *command)
     try:
         until(lambda: steps(tmp_path / "run"), tmp_path)
         logged = processes(job.pid)
         assert set(descendants(job.pid)) == set(logged.values()) and len(logged) == 5
         for name in ("parameter-0", "parameter-1"):
             os.kill(logged[name], signal.SIGKILL)
+        until(lambda: job.errors().count("it is started again") == 2, tmp_path)
+        enough(tmp_path)
         done = ok(job.end())
     finally:
         job.kill()
     for number in range(2):
         assert f"parameter {number} of 2 (machine {number}) was killed by SIGKILL (signal 9); it is" in done.stderr
-    assert summary(tmp_path / "run")["history"] == summary(tmp_path / "undisturbed")["history"]
+    compare_with_an_undisturbed_run(tmp_path, *command)
 
 
 @pytest.mark.parametrize(
@@ -164,9 +183,8 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_job_of_which_everything_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     """Servers that write down what they do; a record that was cut off at the end of a log counts for nothing."""
-    command = (*SMALL, "strategy.durability=disk", "trainer.max_epochs=8")
-    ok(gtrain(*command, "hydra.run.dir=undisturbed", cwd=tmp_path))
-    job = Program("-m", "gtrain", *command, "hydra.run.dir=run", cwd=tmp_path)
+    command = (*SMALL, "strategy.durability=disk")
+    job = lasting(tmp_path, *command)
     try:
         until(lambda: steps(tmp_path / "run"), tmp_path)
     finally:
@@ -178,16 +196,15 @@ def test_a_job_of_which_everything_is_killed_goes_on_where_it_was(tmp_path: Path
         log.write(b"\x40" + bytes(40))
     other = gtrain(*command, "model.hidden_channels=4", "hydra.run.dir=run", cwd=tmp_path)
     assert other.returncode != 0 and "of a job that did not come to its end, with another model" in other.stderr
-    ok(gtrain(*command, "hydra.run.dir=run", cwd=tmp_path))
+    enough(tmp_path)
+    ok(lasting(tmp_path, *command).end())
     assert "goes on at step" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
-    expected, found = (summary(tmp_path / name) for name in ("undisturbed", "run"))
-    assert found["history"] == expected["history"] and found["metrics"] == expected["metrics"]
+    compare_with_an_undisturbed_run(tmp_path, *command)
     assert not any(folder.exists() for folder in folders)
 
 
 def test_workers_wait_for_a_server_that_stands_still_and_pile_nothing_up(tmp_path: Path) -> None:
-    command = (*SMALL, "trainer.max_epochs=6", "trainer.limit_test_batches=0", "callbacks=none")
-    job = Program("-m", "gtrain", *command, "hydra.run.dir=run", cwd=tmp_path)
+    job = lasting(tmp_path, *SMALL, "trainer.limit_test_batches=0", "callbacks=none")
     log = tmp_path / "run" / "logs" / "rank-1.log"
     try:
         until(lambda: steps(tmp_path / "run"), tmp_path)
@@ -197,10 +214,11 @@ def test_workers_wait_for_a_server_that_stands_still_and_pile_nothing_up(tmp_pat
         until(lambda: "parameter 0 has not answered" in log.read_text(), tmp_path)
         assert resident(found["rank-1"]) - before < 8 << 20
         os.kill(found["parameter-0"], signal.SIGCONT)
+        enough(tmp_path)
         done = ok(job.end())
     finally:
         job.kill()
-    assert "started again" not in done.stderr and len(summary(tmp_path / "run")["history"]) == 6
+    assert "started again" not in done.stderr
 
 
 def resident(pid: int) -> int:
