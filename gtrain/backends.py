@@ -36,7 +36,7 @@ class Role:
             in a process of its own. Empty for ``worker``.
         count: servers in the whole job, such as ``lambda cfg: cfg.strategy.servers``; they are dealt to the machines in
             order. Ignored for ``worker``.
-        restarts: how many times one of them is started again after it died.
+        restarts: how many times one of them is restarted after it died.
         stop_seconds: how long a server may take to end when the job is over.
     """
 
@@ -179,7 +179,7 @@ class Backend:
         strategy: ``package.module:Class``, the subclass of ``GraphStrategy``.
         conf: package that holds ``strategy/<name>.yaml``.
         serves: what it trains; its strategy class has the same object as ``serves``.
-        roles: its servers by the role's name, and how often a ``worker`` is started again.
+        roles: its servers by the role's name, and how often a ``worker`` is restarted.
         store: ``package.module:function`` beside ``config``, which says what settings the store of a job has, whatever
             the data's own are: ``num_parts``, ``partitioner``, and ``buckets`` (see ``gtrain.graph.store``). Given the
             composed configuration as a dictionary. Empty: the data's own settings, and one part a rank.

@@ -37,7 +37,7 @@ class RunRecorder(Callback):
         self._began: tuple[float, float] | None = None
 
     def restart_state(self) -> dict[str, Any]:
-        """What a rank that is started again goes on with, in the middle of a run: plain values."""
+        """What a rank that is restarted goes on with, in the middle of a run: plain values."""
         names = ("epoch_seconds", "history", "epoch_of", "cpu_seconds")
         return {name: getattr(self, name) for name in names}
 

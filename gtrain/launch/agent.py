@@ -55,7 +55,7 @@ def run_local(
         devices: ranks on each of them.
         log_dir: each rank writes ``rank-<r>.log`` there, each server ``<role>-<r>.log``; rank 0 writes to the terminal
             or notebook too.
-        roles: servers to start beside the ranks, and how often what died is started again.
+        roles: servers to start beside the ranks, and how often what died is restarted.
         config: what servers find as ``context.config``.
         key_file: keys of the job; with them servers listen on TCP with CURVE, and not at sockets of this machine.
 
@@ -219,7 +219,7 @@ def _heed(selector: selectors.BaseSelector, child: Child, descriptor: int) -> No
 
 
 def _refill(job: Job, selector: selectors.BaseSelector) -> None:
-    """Fill the posts of those who died and may be started again; an error of a process's own would repeat itself."""
+    """Fill the posts of those who died and may be restarted; an error of a process's own would repeat itself."""
     for index, child in enumerate(job.children):
         if child.joined or child.restarts >= child.post.restarts or not died_without_a_cause(child):
             continue
@@ -228,7 +228,7 @@ def _refill(job: Job, selector: selectors.BaseSelector) -> None:
         child.close()
         number, limit = child.restarts + 1, child.post.restarts
         said = ending(child, job.size(child.slot.role))
-        print(f"gtrain: {said}; it is started again ({number} of {limit})", file=sys.stderr, flush=True)
+        print(f"gtrain: {said}; restarting it ({number}/{limit})", file=sys.stderr, flush=True)
         job.children[index] = start(job, child.post, number, selector.fileno())  # type: ignore[attr-defined]
         _register(selector, job.children[index])
 

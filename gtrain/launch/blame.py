@@ -57,13 +57,13 @@ def error_of(child: Child, of: int, log_dir: Path) -> GtrainError:
 
 
 def ending(child: Child, of: int) -> str:
-    """How a process ended, in one clause: ``rank 2 of 4 (machine 1) was killed by SIGKILL (signal 9)``."""
+    """How a process ended, in one clause: ``rank 2 of 4 (machine 1) was killed by SIGKILL``."""
     where = f"{child.slot.label} of {of} (machine {child.slot.node})"
     if child.failure is not None:
         return f"{where} failed with {child.failure['type']}: {child.failure['message'] or 'no message'}"
     status = child.status or 0
     if status < 0:
-        return f"{where} was killed by {signal.Signals(-status).name} (signal {-status})"
+        return f"{where} was killed by {signal.Signals(-status).name}"
     task = "its task was done" if child.slot.role == WORKER else "the job was over"
     return f"{where} ended with exit code {status} before {task}"
 

@@ -37,7 +37,7 @@ class Post:
         slot: the process's place in the job.
         task: a function, or ``package.module:function``.
         args: what it is called with.
-        restarts: how many times it is started again after it died.
+        restarts: how many times it is restarted after it died.
         stop_seconds: between SIGTERM and SIGKILL.
         listener: a server's socket.
         lasting_file: an anonymous file (``memfd``) that the agent keeps open, for what a server's next life needs; None

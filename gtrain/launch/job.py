@@ -33,7 +33,7 @@ class Job:
         route: how other machines reach it; their own addresses lie on the same network.
         store: its listening sockets, if it is served here.
         store_address: how this machine's processes reach it.
-        roles: the servers, and how often a worker is started again.
+        roles: the servers, and how often a worker is restarted.
         config: what servers get as their configuration.
         key_file: the keys of the job.
         leash: a descriptor that can be read once the job is over: of an agent that has servers alone.

@@ -17,10 +17,10 @@ class RolePlan:
     """A role of a job, with the numbers that its configuration gives it.
 
     Attributes:
-        name: what messages and logs call it; ``worker`` only says how often a worker is started again.
+        name: what messages and logs call it; ``worker`` only says how often a worker is restarted.
         target: ``package.module:function`` that a server runs, given a ``gtrain.strategy.server.ServerContext``.
         count: servers in the whole job.
-        restarts: how many times one of them is started again after it died.
+        restarts: how many times one of them is restarted after it died.
         stop_seconds: how long a server may take to end once it is asked to.
         by_hand: whether someone starts them with ``gtrain serve``, and the agent does not.
     """
@@ -34,7 +34,7 @@ class RolePlan:
 
 
 def restarts_of(plans: Iterable[RolePlan], role: str) -> int:
-    """How many times a process of this role is started again."""
+    """How many times a process of this role is restarted."""
     return next((plan.restarts for plan in plans if plan.name == role), 0)
 
 

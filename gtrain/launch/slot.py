@@ -70,7 +70,7 @@ class JobContext:
         host: machine of the store.
         route: how other machines reach it; a loopback address where the whole job is on this machine.
         simulated: whether all machines of the job are simulated by processes of this one.
-        restarts: how many times the slot was started again before this process.
+        restarts: how many times the slot was restarted before this process.
         descriptor: a server's listening socket, bound before the fork; None for a worker.
         address: what to connect to in order to reach that socket; None for a worker.
         lasting_file: an anonymous file that outlives this process, see :class:`gtrain.launch.children.Post`.

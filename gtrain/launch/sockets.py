@@ -1,7 +1,7 @@
 """Listening sockets that are bound before any process that needs them exists. Imports the standard library only.
 
 A server adopts the descriptor of such a socket. Its address is known before it starts, no port can be lost to another
-program, and a server that is started again listens at the same address; who connects meanwhile waits in the queue.
+program, and a server that is restarted listens at the same address; who connects meanwhile waits in the queue.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class GraphStrategy(GroupCollectives):
     lockstep: ClassVar[bool] = True
     """Whether all ranks take each step together; else a step is a rank's own, and they may take unequal numbers."""
     reforms: ClassVar[bool] = False
-    """Whether :attr:`group` can be formed anew after a rank died and was started again; see :meth:`Group.reform`."""
+    """Whether :attr:`group` can be formed again after a rank died and was restarted; see :meth:`Group.reform`."""
 
     model_name: str | None = None
     """What messages call the model; None: by its class."""
@@ -310,12 +310,12 @@ class GraphStrategy(GroupCollectives):
 
     @property
     def former_lives(self) -> int:
-        """How many times this rank was started again."""
+        """How many times this rank was restarted."""
         return slots.restarts()
 
     @property
     def outlives_job(self) -> bool:
-        """Whether a job that was cut off may go on where it was when it is started again."""
+        """Whether a job that was cut off may go on where it was when it is restarted."""
         return False
 
     def restart_checkpoint(self, run_dir: Path) -> Path | None:

@@ -48,7 +48,7 @@ def run(cfg: DictConfig, choices: dict[str, str]) -> Any:
 
 
 def serve(cfg: DictConfig, plan: RolePlan, place: Place, key_file: str | None) -> None:
-    """``gtrain serve``: one server, until it is told to end or the job is over; started again if its role says so.
+    """``gtrain serve``: one server, until it is told to end or the job is over; restarted if its role says so.
 
     Args:
         cfg: the composed configuration.
@@ -130,7 +130,7 @@ def _check_shape(store: KeyValueStore, shape: str) -> None:
 
 
 def _claim(store: KeyValueStore, slot: Slot, restarts: int) -> None:
-    """Refuse a second worker of the same rank; one that was started again is no second one."""
+    """Refuse a second worker of the same rank; one that was restarted is not a second one."""
     if restarts == 0 and store.add(f"worker/{slot.rank}", 1) > 1:
         raise ConfigError(
             f"cluster.rank={slot.node} was set; the job has a machine of that number already.",

@@ -94,7 +94,7 @@ class Forming:
         self._store = self._job.prefixed(f"gtrain-group-{number}")
 
     def come_back(self) -> None:
-        """Say that this rank, started again, wants to be a member."""
+        """Say that this rank, restarted, wants to be a member."""
         self._tell("back")
 
     def leave(self) -> None:

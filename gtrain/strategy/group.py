@@ -110,7 +110,7 @@ class Group:
     def reform(self) -> None:
         """Form the group anew, after a communication failed because a member died or left.
 
-        Every member that is left calls it; so does a rank that was started again, which comes in by it. It waits until
+        Every member that is left calls it; so does a rank that was restarted, which comes in by it. It waits until
         all are here. What was under way in the group before is lost: whether one rank had finished a communication that
         failed for another is for the caller to settle, by sending again what all agree on.
 

@@ -78,7 +78,7 @@ class ServerContext:
     Attributes:
         slot: role, rank and machine.
         config: the whole composed configuration as dictionaries, lists and values.
-        restarts: how many times this server was started again: 0 in its first life.
+        restarts: how many times this server was restarted: 0 in its first life.
         descriptor: its listening socket, bound before it existed; the same in every life.
         address: what others connect to in order to reach it.
         security: the job's keys; None where the address does not leave the machine.

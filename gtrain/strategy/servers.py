@@ -157,7 +157,7 @@ class Servers:
 
 
 def _answer(client: Client, answer: Future[Message]) -> Message:
-    """The answer to a request that may be made again: the server may have been started again meanwhile."""
+    """The answer to a request that may be made again: the server may have been restarted meanwhile."""
     from gtrain.wire import PeerRestartedError
 
     while True:
@@ -190,7 +190,7 @@ class ServerMeter:
     def stop(self) -> None:
         """Training stands still."""
         for index, (before, now) in enumerate(zip(self._before, self._servers.figures(), strict=True)):
-            again = before["incarnation"] != now["incarnation"]  # it was started again and counts from 0
+            again = before["incarnation"] != now["incarnation"]  # it was restarted and counts from 0
             self._cpu_seconds[index] += now["cpu_seconds"] - (0.0 if again else before["cpu_seconds"])
 
     def ranks(self, figures: list[dict[str, Any]], traffic: list[Traffic]) -> list[dict[str, Any]]:

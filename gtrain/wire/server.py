@@ -47,7 +47,7 @@ class Server:
             One that is added to this mapping later is found as well.
         name: for messages, such as "lock server".
         address: ``ipc://`` path or ``tcp://host:port``; port 0 takes a free one.
-        descriptor: a bound stream socket to use instead, which stays the caller's: a server that is started again
+        descriptor: a bound stream socket to use instead, which stays the caller's: a server that is restarted
             adopts it once more, and clients find it at the same address.
         security: the job's keys; required unless the address is local.
         limits: see :class:`Limits`.

@@ -59,9 +59,9 @@ class PsConfig(StrategyConfig):
         consistency: see :data:`CONSISTENCIES`.
         staleness: steps that ``async`` may miss.
         durability: what survives a server; see :data:`DURABILITIES`.
-        folder: where servers write with ``durability=disk``; a job that is started again with the same folder goes on
+        folder: where servers write with ``durability=disk``; a job that is restarted with the same folder goes on
             where the one before was cut off. None: the run's own.
-        max_restarts: how often each server is started again, where what it keeps outlives it; and each worker, where
+        max_restarts: how often each server is restarted, where what it keeps outlives it; and each worker, where
             ``rest=server`` too.
         wire_dtype: type in which products and gradients travel; see :data:`WIRE_DTYPES`.
         prefetch: batches whose rows are sent ahead of the one in training.
@@ -95,12 +95,12 @@ class PsConfig(StrategyConfig):
 
     @property
     def restarts(self) -> int:
-        """How often a server is started again."""
+        """How often a server is restarted."""
         return 0 if self.durability == "none" else self.max_restarts
 
     @property
     def worker_restarts(self) -> int:
-        """How often a worker is started again."""
+        """How often a worker is restarted."""
         return self.restarts if self.rest == "server" else 0
 
     @property

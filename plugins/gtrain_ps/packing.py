@@ -131,7 +131,7 @@ def _encode(value: Any, tensors: list[Tensor], numbers: bool = False) -> Any:
         return os.fspath(value)
     raise ConfigError(
         f"the state of a module, optimizer, scheduler or callback has a {type(value).__name__}, which strategy=ps "
-        "cannot keep for a worker that is started again.",
+        "cannot keep for a worker that is restarted.",
         hint="keep tensors, numbers, strings, lists and dictionaries there, or set strategy.max_restarts=0.",
     )
 

@@ -94,7 +94,7 @@ if rank == 0:
     raise PeerLostError('connection closed by peer')
 {EVERYONE_WAITS}"""
     done = run(tmp_path, body)
-    assert "rank 3 of 4 (machine 1) was killed by SIGKILL (signal 9)" in done.stdout
+    assert "rank 3 of 4 (machine 1) was killed by SIGKILL" in done.stdout
 
 
 def test_the_first_of_several_failures_is_named(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_killed_rank_ends_the_job_and_every_other_rank(tmp_path: Path) -> None
     job = forked.Program(str(write(tmp_path, EVERYONE_WAITS)), cwd=tmp_path)
     ranks = pids(tmp_path)
     os.kill(ranks[3], signal.SIGKILL)
-    assert "rank 3 of 4 (machine 1) was killed by SIGKILL (signal 9)" in job.end().stdout
+    assert "rank 3 of 4 (machine 1) was killed by SIGKILL" in job.end().stdout
     assert not any(map(alive, ranks))
 
 

@@ -18,4 +18,4 @@ def test_a_group_survives_members_that_die_come_back_and_leave(tmp_path: Path) -
     assert result["gathered"] == [[0, 0], [1, 1], [2, 1]]  # rank and life
     assert result["word"] == "said by 0"
     assert result["place"] == [0, 2]
-    assert done.stderr.count("it is started again (1 of 1)") == 2
+    assert done.stderr.count("restarting it (1/1)") == 2

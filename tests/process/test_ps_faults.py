@@ -104,7 +104,7 @@ def test_a_run_of_which_twenty_processes_are_killed_is_like_an_undisturbed_one(t
     assert done.returncode == 0, show(done) + logs(tmp_path)
     assert len(killed) == KILLS, show(done)
     killed |= set(map(int, (aimed / "killed").read_text().split()))
-    assert done.stderr.count("it is started again") == len(killed), show(done)
+    assert done.stderr.count("restarting it") == len(killed), show(done)
     compare_with_an_undisturbed_run(tmp_path, *SMALL)
 
 
@@ -118,13 +118,13 @@ def test_every_process_of_a_job_has_a_log_and_killed_servers_have_what_they_had(
         assert set(descendants(job.pid)) == set(logged.values()) and len(logged) == 5
         for name in ("parameter-0", "parameter-1"):
             os.kill(logged[name], signal.SIGKILL)
-        until(lambda: job.errors().count("it is started again") == 2, tmp_path)
+        until(lambda: job.errors().count("restarting it") == 2, tmp_path)
         enough(tmp_path)
         done = ok(job.end())
     finally:
         job.kill()
     for number in range(2):
-        assert f"parameter {number} of 2 (machine {number}) was killed by SIGKILL (signal 9); it is" in done.stderr
+        assert f"parameter {number} of 2 (machine {number}) was killed by SIGKILL; restarting it" in done.stderr
     compare_with_an_undisturbed_run(tmp_path, *command)
 
 
@@ -147,7 +147,7 @@ def test_where_nothing_is_kept_a_killed_process_ends_the_job(
     finally:
         job.kill()
     assert done.returncode != 0
-    assert name in done.stderr and "was killed by SIGKILL (signal 9)" in done.stderr
+    assert name in done.stderr and "was killed by SIGKILL" in done.stderr
 
 
 def test_an_exception_of_a_worker_ends_the_job_with_its_message(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_an_exception_of_a_worker_ends_the_job_with_its_message(tmp_path: Path) 
         "            raise ValueError('a tensor of another shape')\n"
     )
     done = gtrain(*SMALL, "+callbacks.wrong._target_=mine.Wrong", "hydra.run.dir=run", cwd=tmp_path)
-    assert done.returncode != 0 and "started again" not in done.stderr
+    assert done.returncode != 0 and "restarting" not in done.stderr
     assert "rank 1 of 2 (machine 1) failed with ValueError: a tensor of another shape" in done.stderr
     assert "Traceback" not in done.stderr  # which is in the log
     assert "raise ValueError('a tensor of another shape')" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
@@ -218,7 +218,7 @@ def test_workers_wait_for_a_server_that_stands_still_and_pile_nothing_up(tmp_pat
         done = ok(job.end())
     finally:
         job.kill()
-    assert "started again" not in done.stderr
+    assert "restarting" not in done.stderr
 
 
 def resident(pid: int) -> int:

@@ -112,7 +112,7 @@ def test_a_rank_killed_in_an_epoch_is_named_and_the_run_goes_on_in_the_middle_of
         killed = gtrain(*ways, watch % (transport, ",kill:[1,1,7]"), often % transport, cwd=tmp_path, env=env)
         assert (tmp_path / transport / "killed").exists()
         assert killed.returncode == 1
-        assert "rank 1 of 2 (machine 1) was killed by SIGKILL (signal 9)" in killed.stderr
+        assert "rank 1 of 2 (machine 1) was killed by SIGKILL" in killed.stderr
         assert "Traceback" not in killed.stdout + killed.stderr
     (checkpoint,) = (tmp_path / "shm").glob("*.ckpt")  # written by ranks that share memory, read by ranks that do not
     rest = [*arguments, "strategy.transport=tcp", watch % ("rest", ""), f"ckpt_path='{checkpoint}'"]

@@ -78,7 +78,7 @@ def test_the_killed_process_is_named_every_time_and_nothing_is_left(tmp_path: Pa
     assert len(blamed) == ROUNDS and left(said) == [NOTHING] * ROUNDS
     for victim, message in blamed:
         role, _, rank = victim.partition("-")
-        assert message == f"{role} {rank} of 2 (machine {rank}) was killed by SIGKILL (signal 9)."
+        assert message == f"{role} {rank} of 2 (machine {rank}) was killed by SIGKILL."
 
 
 def test_a_killed_agent_leaves_no_process_socket_or_memory(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_server_is_started_again_at_the_same_address_as_often_as_its_role_says
     said = program("restart", cwd=tmp_path)
     survived = json.loads(re.findall(r"SURVIVED (.+)", said)[0])
     assert survived == {"counts": [1, 2, 3, 4, 5, 6], "raised": "PeerRestartedError", "life": 1}
-    assert "BLAMED counter 0 of 1 (machine 0) was killed by SIGKILL (signal 9)." in said
+    assert "BLAMED counter 0 of 1 (machine 0) was killed by SIGKILL." in said
     log = (tmp_path / "r1" / "logs" / "counter-0.log").read_text()
     assert 'counted {"a": 6} in life 1' in log, "it was asked to end and came to its end"
 
@@ -134,7 +134,7 @@ def test_early_stopping_stops_ranks_of_unequal_steps_together(tmp_path: Path) ->
 def test_a_killed_worker_comes_back_and_the_result_is_the_same(rank: int, undisturbed: Path, tmp_path: Path) -> None:
     killed = (f"strategy.die_at=[{rank},2,7]", "strategy.worker_restarts=1", "hydra.run.dir=run")
     done = ok(gtrain(*SMALL, "strategy.steps=[20,30]", "strategy.servers=2", *killed, cwd=tmp_path, env=FOUND))
-    assert f"rank {rank} of 2 (machine {rank}) was killed by SIGKILL (signal 9); it is started again" in done.stderr
+    assert f"rank {rank} of 2 (machine {rank}) was killed by SIGKILL; restarting it" in done.stderr
     found, expected = losses(tmp_path / "run"), losses(undisturbed)
     assert found == pytest.approx(expected[-len(found) :], rel=1e-12)
     assert len(found) == (3 if rank == 0 else 5)  # what rank 0 saw before it died is in the metrics file alone
@@ -176,7 +176,7 @@ def test_what_is_killed_under_torchrun_takes_the_servers_with_it(victim: str, tm
     done = job.end()
     assert done.returncode != 0
     if victim == "counter":
-        assert "gtrain: counter 0 of 1 (machine 0) was killed by SIGKILL (signal 9)." in done.stderr
+        assert "gtrain: counter 0 of 1 (machine 0) was killed by SIGKILL." in done.stderr
     elif victim == "keeper":
         named = f"the servers of machine 0 (process {keeper}) was killed by SIGKILL, and its servers with it."
         assert named in done.stderr

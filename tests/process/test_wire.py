@@ -111,7 +111,7 @@ def recorder(kind: str, folder: Path) -> Iterator[tuple[Servers, str]]:
     ("kind", "requests", "kills"), [pytest.param("descriptor", 10_000, 5, marks=pytest.mark.slow), ("ipc", 2_000, 2)]
 )
 def test_every_request_is_executed_once_or_raises(kind: str, requests: int, kills: int) -> None:
-    """A server is killed and started again at the same address while requests are under way."""
+    """A server is killed and restarted at the same address while requests are under way."""
     under_way = 64
     with ipc_folder() as folder, recorder(kind, folder.path) as (servers, address):
 

@@ -614,7 +614,7 @@ def test_what_was_written_in_part_is_not_there(tmp_path: Path) -> None:
     write(files.ROWS, 0, 4, 1)
     write(files.STATE, 0, 4, 2)
     write(files.ROWS, 0, 2, 2)  # and its machine dies
-    found = PartitionFolder(tmp_path)  # as a server that is started again
+    found = PartitionFolder(tmp_path)  # as a server that is restarted
     assert found.version("node-0") == 1
     assert torch.equal(files.mapped(found.path("node-0", files.ROWS)), torch.ones(4, 2))
     with pytest.raises(DataError, match="out of their order"):

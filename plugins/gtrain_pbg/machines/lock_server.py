@@ -38,7 +38,7 @@ def main(context: ServerContext) -> None:
     state = None if context.lasting_file is None else LastingState(context.lasting_file)
     lock = LockServer(settings, trainer["num_nodes"], trainer["devices"], state=state, tell=context.say)
     if context.restarts:
-        print(f"started again in round {lock.round}", flush=True)
+        print(f"restarted in round {lock.round}", flush=True)
     watch = threading.Thread(target=lock.watch, args=(context.stop,), name="gtrain-leases", daemon=True)
     watch.start()
     context.serve(lock.methods())
@@ -169,7 +169,7 @@ class LockServer:
         return Message({"missing": self._missing})
 
     def serve(self, message: Message, caller: Caller) -> None:
-        """A server is there, perhaps started again. Fields: as of :meth:`join`."""
+        """A server is there, perhaps restarted. Fields: as of :meth:`join`."""
         with self._lock:
             self._detector.join(caller.client, message.fields["place"], message.fields["pid"])
             self._commit()
@@ -214,11 +214,11 @@ class LockServer:
                         continue
                     how = f"was not heard of for {self._patience:g} s"
                 if is_rank(name) and how == ENDED and _rank(name) not in self._stay:
-                    self._detector.await_return(name)  # it had no part in the job yet: its agent starts it again
+                    self._detector.await_return(name)  # it had no part in the job yet: its agent restarts it
                 elif is_rank(name):
                     self._lose_machine(self.members.machine_of(_rank(name)), f"{name} {how}")
                 elif name.startswith("partition ") and how == ENDED:
-                    self._detector.await_return(name)  # its agent starts it again, or ends the job
+                    self._detector.await_return(name)  # its agent restarts it, or ends the job
                 else:
                     self._detector.forget(name)
                     self._lose_server(name, how)

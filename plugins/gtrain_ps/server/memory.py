@@ -22,7 +22,7 @@ class Region:
     """Named tensors, and notes.
 
     Attributes:
-        survives: whether both are there again after the process was killed and started again.
+        survives: whether both are there again after the process was killed and restarted.
         version: steps that the tensors have seen.
     """
 

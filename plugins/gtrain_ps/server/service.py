@@ -44,7 +44,7 @@ def main(context: ServerContext) -> None:
         handlers.do_again(journal)
     print(f"process {os.getpid()} serves", flush=True)
     if context.restarts or engine.version:
-        print(f"started again at step {engine.version}, with {len(engine.blocks)} tables", flush=True)
+        print(f"restarted at step {engine.version}, with {len(engine.blocks)} tables", flush=True)
     context.serve(handlers.methods(), engine.work)
     if journal is not None and (handlers.over or not engine.version):
         journal.remove()
@@ -149,7 +149,7 @@ class Handlers:
 
         Tensors: rows, and the places of these in the block where they do not follow each other from ``begin``.
 
-        A worker that was started again may ask once more when the block has been trained further: too late, then.
+        A worker that was restarted may ask once more when the block has been trained further: too late, then.
         """
         block, begin, rows = self._block(message.fields["key"]), message.fields["begin"], message.tensors[0]
         step = message.fields["step"]
@@ -204,7 +204,7 @@ class Handlers:
         return Message({"passed": self._gathers.passed})
 
     def come_back(self, message: Message, caller: Caller) -> Message:
-        """A worker has been started again; what its life before left unfinished here is dropped."""
+        """A worker has been restarted; what its life before left unfinished here is dropped."""
         self._gathers.drop(_rank(caller))
         return Message({"version": self.engine.forget(_rank(caller))})
 

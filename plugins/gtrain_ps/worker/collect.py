@@ -16,7 +16,7 @@ from gtrain_ps.worker.servers import ParameterServers
 class ServedGroup(Group):
     """Collectives of the workers through their first server, numbered by the step that they are in.
 
-    A worker that was started again goes through the collectives since the last step once more: what the others
+    A worker that was restarted goes through the collectives since the last step once more: what the others
     answered then is at the server, or they wait for it. Until it has found its step it is ``alone``: what Lightning
     asks while it sets up was settled in a former life.
 

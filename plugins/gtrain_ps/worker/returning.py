@@ -44,7 +44,7 @@ class ReturningStrategy(GraphStrategy):
 
     @property
     def _workers_restart(self) -> bool:
-        """Whether a worker that dies is started again, in this job or the next."""
+        """Whether a worker that dies is restarted, in this job or the next."""
         return self.settings.keeps_workers and self.started_by_agent
 
     @property

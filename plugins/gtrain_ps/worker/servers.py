@@ -21,7 +21,7 @@ TELL_LOOKS = 6
 
 
 class Request:
-    """A request to one server, which is made again where the server was killed and started again.
+    """A request to one server, which is made again where the server was killed and restarted.
 
     All requests may be executed twice without harm: products and steps are numbered.
 
@@ -140,7 +140,7 @@ class ParameterServers:
             self._lives[server] = life
             if life is None or before is None or life == before:
                 return
-            log.warning("parameter %d was started again; it gets the steps that it may have lost once more", server)
+            log.warning("parameter %d was restarted; it gets the steps that it may have lost once more", server)
             again = [(step, self._sent[server][step]) for step in sorted(self._sent[server])]
         for _, sent in again:
             for fields, tensors in list(sent.products.values()):
