@@ -17,7 +17,10 @@ The strategy class of every installed backend can be imported from here by its n
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
+
+from gtrain.moved import MovedModules
 
 __version__ = "0.1.0"
 
@@ -26,20 +29,22 @@ _HOMES = {
     "GraphStrategy": "gtrain.strategy.base",
     "GraphShard": "gtrain.graph.shard",
     "Store": "gtrain.graph.store",
-    "SeedLoader": "gtrain.data.loader",
+    "SeedLoader": "gtrain.data.batches.loader",
     "NodeClassifier": "gtrain.model.node_classifier",
     "GraphDataModule": "gtrain.data.module",
     "PlantedData": "gtrain.data.planted",
-    "EdgesData": "gtrain.data.edges",
-    "PyGData": "gtrain.data.pyg",
-    "PlanetoidData": "gtrain.data.pyg",
-    "AmazonData": "gtrain.data.pyg",
-    "CoauthorData": "gtrain.data.pyg",
-    "HeterophilousData": "gtrain.data.pyg",
+    "EdgesData": "gtrain.data.sources.edges",
+    "PyGData": "gtrain.data.sources.pyg",
+    "PlanetoidData": "gtrain.data.sources.pyg",
+    "AmazonData": "gtrain.data.sources.pyg",
+    "CoauthorData": "gtrain.data.sources.pyg",
+    "HeterophilousData": "gtrain.data.sources.pyg",
     "GtrainError": "gtrain.errors",
 }
 
 __all__ = ["__version__", *_HOMES]
+
+sys.meta_path.append(MovedModules())
 
 
 def __getattr__(name: str) -> Any:

@@ -16,8 +16,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from gtrain.errors import ConfigError, GtrainError
-from gtrain.graph.entities import entity_bags
 from gtrain.graph.store import Store
+from gtrain.graph.store.entities import entity_bags
 from gtrain.model.decoders import make_decoder
 from gtrain.model.encoder import NodeEncoder, NodeIds
 from gtrain.model.link_predictor import LinkPredictor

@@ -26,8 +26,8 @@ from gtrain.callbacks.checkpoint import unknown_monitor
 from gtrain.callbacks.predictions import check_output
 from gtrain.data.module import OUTLINE, GraphDataModule
 from gtrain.errors import ConfigError, GtrainError
-from gtrain.graph.manifest import EDGE_TYPE, NODE_TYPE
 from gtrain.graph.store import Store
+from gtrain.graph.store.manifest import EDGE_TYPE, NODE_TYPE
 from gtrain.model.kinds import kind
 from gtrain.nn import deferred, tables
 from gtrain.strategy import checkpoint as checkpoints

@@ -18,8 +18,8 @@ from rich.text import Text
 
 from gtrain.callbacks.recorder import RunRecorder
 from gtrain.data.module import GraphDataModule
-from gtrain.graph.manifest import HELD_OUT
 from gtrain.graph.store import Store
+from gtrain.graph.store.manifest import HELD_OUT
 from gtrain.strategy.counters import Counters, PeakMemory
 
 PACKAGES = ("gtrain", "torch", "lightning", "torch-geometric", "hydra-core", "omegaconf", "numpy")

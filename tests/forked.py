@@ -193,8 +193,8 @@ def serve() -> dict[str, Any]:
 _IN_RANKS = (
     *("gtrain_sar.strategy", "gtrain_pyg.strategy", "gtrain_single.strategy", "gtrain.callbacks.checkpoint"),
     *("gtrain_ps.strategy", "gtrain_ps.server.service", "gtrain_pbg.strategy", "gtrain_pbg.machines"),
-    *("gtrain.data.planted", "gtrain.data.planted_kg", "gtrain.data.planted_sparse", "gtrain.data.edges"),
-    *("gtrain.model.kg_embedding", "gtrain.model.sparse_classifier", "gtrain.model.link_predictor"),
+    *("gtrain.data.planted", "gtrain.data.planted.kg", "gtrain.data.planted.sparse", "gtrain.data.sources.edges"),
+    *("gtrain.model.kg.embedding", "gtrain.model.sparse_classifier", "gtrain.model.link_predictor"),
 )
 
 

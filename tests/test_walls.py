@@ -40,6 +40,7 @@ LIGHT = (
     "gtrain.launch.slot",
     "gtrain.launch.sockets",
     "gtrain.messages",
+    "gtrain.moved",
     "gtrain.runs",
     "gtrain.targets",
 )
@@ -273,7 +274,7 @@ def test_nothing_unpickles_files_or_messages() -> None:
 def test_pickle_is_imported_in_few_files(everything: list[Import]) -> None:
     """``data/unpickling.py`` restricts PyG's readers, and explains what torch.load refused."""
     found = {found.importer for found in everything if top(found.imported) in ("pickle", "cloudpickle", "dill")}
-    assert found == {*UNPICKLERS, "gtrain.data.unpickling"}
+    assert found == {*UNPICKLERS, "gtrain.data.readers.unpickling"}
     networks = {"socket", "zmq", "ssl", "asyncio", "http", "urllib", "socketserver"}
     assert places([one for one in everything if one.importer in found and top(one.imported) in networks]) == []
 

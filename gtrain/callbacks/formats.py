@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from gtrain.errors import ConfigError
-from gtrain.graph.names import Names
+from gtrain.graph.store.names import Names
 
 ROWS = 1 << 16
 """Rows that are written at a time."""

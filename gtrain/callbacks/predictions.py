@@ -18,11 +18,11 @@ from torch.utils.hooks import RemovableHandle
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.callbacks import formats
-from gtrain.data.loader import target_type
+from gtrain.data.batches.loader import target_type
 from gtrain.errors import ConfigError
-from gtrain.graph.entities import entity_types
-from gtrain.graph.manifest import safe_name
 from gtrain.graph.store import Store
+from gtrain.graph.store.entities import entity_types
+from gtrain.graph.store.manifest import safe_name
 from gtrain.strategy.base import GraphStrategy
 
 FORMATS = ("npy", *formats.WRITERS)

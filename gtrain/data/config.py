@@ -64,7 +64,7 @@ class PlantedConfig(DataConfig):
 class PlanetoidConfig(DataConfig):
     """Cora, CiteSeer or PubMed."""
 
-    _target_: str = "gtrain.data.pyg.PlanetoidData"
+    _target_: str = "gtrain.data.sources.pyg.PlanetoidData"
     name: str = "Cora"
     normalize_features: bool = True
 
@@ -73,7 +73,7 @@ class PlanetoidConfig(DataConfig):
 class AmazonConfig(DataConfig):
     """Amazon Computers or Photo."""
 
-    _target_: str = "gtrain.data.pyg.AmazonData"
+    _target_: str = "gtrain.data.sources.pyg.AmazonData"
     name: str = "Photo"
     split: str = "per_class"
     largest_component: bool = False
@@ -83,7 +83,7 @@ class AmazonConfig(DataConfig):
 class CoauthorConfig(DataConfig):
     """Coauthor CS or Physics."""
 
-    _target_: str = "gtrain.data.pyg.CoauthorData"
+    _target_: str = "gtrain.data.sources.pyg.CoauthorData"
     name: str = "CS"
     split: str = "per_class"
     largest_component: bool = False
@@ -93,7 +93,7 @@ class CoauthorConfig(DataConfig):
 class HeterophilousConfig(DataConfig):
     """One of the heterophilous graphs."""
 
-    _target_: str = "gtrain.data.pyg.HeterophilousData"
+    _target_: str = "gtrain.data.sources.pyg.HeterophilousData"
     name: str = "Minesweeper"
 
 
@@ -101,7 +101,7 @@ class HeterophilousConfig(DataConfig):
 class PyGConfig(DataConfig):
     """Any data set class of ``torch_geometric.datasets``."""
 
-    _target_: str = "gtrain.data.pyg.PyGData"
+    _target_: str = "gtrain.data.sources.pyg.PyGData"
     name: str = "Planetoid"
     options: Any = None  # a typed dictionary would refuse `data.options={...}`: Hydra closes those
 
@@ -110,7 +110,7 @@ class PyGConfig(DataConfig):
 class EdgesConfig(DataConfig):
     """An edge list in text or Parquet files."""
 
-    _target_: str = "gtrain.data.edges.EdgesData"
+    _target_: str = "gtrain.data.sources.edges.EdgesData"
     split: str = "random"
     path: Any = None  # one name, or a list of them
     edge_sets: Any = None  # a list of what path may be
@@ -134,7 +134,7 @@ class EdgesConfig(DataConfig):
 class KGConfig(DataConfig):
     """A knowledge graph from files of triples."""
 
-    _target_: str = "gtrain.data.kg.KGData"
+    _target_: str = "gtrain.data.sources.kg.KGData"
     task: str = "${oc.select:model.task,link}"
     batch_size: int | None = 1000
     path: str = MISSING
@@ -148,7 +148,7 @@ class KGConfig(DataConfig):
 class LibsvmConfig(DataConfig):
     """Sparse rows with labels from libsvm files."""
 
-    _target_: str = "gtrain.data.libsvm.LibsvmData"
+    _target_: str = "gtrain.data.sources.libsvm.LibsvmData"
     partitioner: str = "random"
     batch_size: int | None = 512
     val_fraction: float = 0.1
@@ -163,7 +163,7 @@ class LibsvmConfig(DataConfig):
 class PlantedHeteroConfig(DataConfig):
     """A generated heterogeneous graph whose best possible accuracy is known."""
 
-    _target_: str = "gtrain.data.planted_hetero.PlantedHeteroData"
+    _target_: str = "gtrain.data.planted.hetero.PlantedHeteroData"
     split: str = "random"
     num_papers: int = 4000
     num_authors: int = 2000
@@ -186,7 +186,7 @@ class PlantedHeteroConfig(DataConfig):
 class PlantedTemporalConfig(DataConfig):
     """Generated events whose best possible AUC is known."""
 
-    _target_: str = "gtrain.data.planted_temporal.PlantedTemporalData"
+    _target_: str = "gtrain.data.planted.temporal.PlantedTemporalData"
     split: str = "time"
     task: str = "${oc.select:model.task,link}"
     num_nodes: int = 1000
@@ -202,7 +202,7 @@ class PlantedTemporalConfig(DataConfig):
 class PlantedKGConfig(DataConfig):
     """A generated knowledge graph whose best possible filtered MRR is known."""
 
-    _target_: str = "gtrain.data.planted_kg.PlantedKGData"
+    _target_: str = "gtrain.data.planted.kg.PlantedKGData"
     task: str = "${oc.select:model.task,link}"
     num_entities: int = 1000
     num_relations: int = 10
@@ -219,7 +219,7 @@ class PlantedKGConfig(DataConfig):
 class PlantedSparseConfig(DataConfig):
     """Generated rows of sparse features whose best possible accuracy and AUC are known."""
 
-    _target_: str = "gtrain.data.planted_sparse.PlantedSparseData"
+    _target_: str = "gtrain.data.planted.sparse.PlantedSparseData"
     split: str = "random"
     num_rows: int = 20000
     num_features: int = 1000
@@ -234,7 +234,7 @@ class PlantedSparseConfig(DataConfig):
 class EntitiesConfig(DataConfig):
     """RDF graphs whose entities are classified."""
 
-    _target_: str = "gtrain.data.entities.EntitiesData"
+    _target_: str = "gtrain.data.sources.entities.EntitiesData"
     unlabelled: int | None = -1
     val_fraction: float = 0.0
     name: str = "AIFB"
@@ -244,7 +244,7 @@ class EntitiesConfig(DataConfig):
 class HeCoConfig(DataConfig):
     """The heterogeneous graphs of HeCo."""
 
-    _target_: str = "gtrain.data.heco.HeCoData"
+    _target_: str = "gtrain.data.sources.heco.HeCoData"
     name: str = "acm"
     path: str | None = None
     per_class: int = 20
@@ -254,7 +254,7 @@ class HeCoConfig(DataConfig):
 class TemporalConfig(DataConfig):
     """Events with times from a text file."""
 
-    _target_: str = "gtrain.data.temporal.TemporalData"
+    _target_: str = "gtrain.data.sources.temporal.TemporalData"
     split: str = "time"
     train_fraction: float = 0.7
     val_fraction: float = 0.15
@@ -270,7 +270,7 @@ class TemporalConfig(DataConfig):
 class BigGraphConfig(DataConfig):
     """PyTorch-BigGraph's folders."""
 
-    _target_: str = "gtrain.data.biggraph.BigGraphData"
+    _target_: str = "gtrain.data.sources.biggraph.BigGraphData"
     task: str = "${oc.select:model.task,link}"
     path: str = MISSING
     edges: Any = None  # a folder or a list of folders, here and below
@@ -286,7 +286,7 @@ class BigGraphConfig(DataConfig):
 class PyGPartitionConfig(DataConfig):
     """A folder of PyG's Partitioner."""
 
-    _target_: str = "gtrain.data.pyg_partition.PyGPartitionData"
+    _target_: str = "gtrain.data.sources.pyg_partition.PyGPartitionData"
     split: str = "random"
     path: str = MISSING
     labels: str | None = None
@@ -296,7 +296,7 @@ class PyGPartitionConfig(DataConfig):
 class DGLPartitionConfig(DataConfig):
     """What DGL's partition_graph wrote."""
 
-    _target_: str = "gtrain.data.dgl_partition.DGLPartitionData"
+    _target_: str = "gtrain.data.sources.dgl_partition.DGLPartitionData"
     path: str = MISSING
     features: str | None = "feat"
     labels: str | None = "label"
@@ -307,7 +307,7 @@ class DGLPartitionConfig(DataConfig):
 class MusaeConfig(DataConfig):
     """Social networks with sparse features."""
 
-    _target_: str = "gtrain.data.musae.MusaeData"
+    _target_: str = "gtrain.data.sources.musae.MusaeData"
     split: str = "random"
     name: str = "facebook"
     path: str | None = None
@@ -318,7 +318,7 @@ class MusaeConfig(DataConfig):
 class ParquetConfig(DataConfig):
     """Rows of features with a label, from Parquet files."""
 
-    _target_: str = "gtrain.data.parquet.ParquetData"
+    _target_: str = "gtrain.data.sources.parquet.ParquetData"
     partitioner: str = "random"
     batch_size: int | None = 512
     val_fraction: float = 0.1
@@ -338,7 +338,7 @@ class ParquetConfig(DataConfig):
 class OGBConfig(DataConfig):
     """Data sets of the Open Graph Benchmark."""
 
-    _target_: str = "gtrain.data.ogb.OGBData"
+    _target_: str = "gtrain.data.sources.ogb.OGBData"
     name: str = "ogbn-arxiv"
     undirected: bool | None = None
 

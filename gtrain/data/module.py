@@ -14,21 +14,20 @@ from typing import Any, NotRequired, TypedDict
 import lightning.pytorch as pl
 from torch import Tensor
 
-from gtrain.data.loader import TASKS, SeedLoader, has_split, num_link_seeds
+from gtrain.data.batches.loader import TASKS, SeedLoader, has_split, num_link_seeds
+from gtrain.data.batches.sampling import Sampling
 from gtrain.data.prepare import Graph, Names, Preparation, cut, describe, group, prepare_graph
-from gtrain.data.sampling import Sampling
+from gtrain.data.prepare.split import SplitOptions
+from gtrain.data.prepare.validate_edges import weight_facts
 from gtrain.data.schema import DataSchema, kept_together
-from gtrain.data.split import SplitOptions
-from gtrain.data.validate_edges import weight_facts
 from gtrain.errors import ConfigError, DataError, negative_weight, zero_weights
-from gtrain.graph import metis
-from gtrain.graph.locality import GROUP_NODES
-from gtrain.graph.lock import ensure_store
-from gtrain.graph.manifest import FORMAT, READABLE
-from gtrain.graph.partition import AUTO, METHODS, installed_method
+from gtrain.graph.partition import AUTO, METHODS, installed_method, metis
+from gtrain.graph.partition.locality import GROUP_NODES
 from gtrain.graph.sampling.options import checked_fan_out
 from gtrain.graph.store import Store
-from gtrain.graph.writer import write_store
+from gtrain.graph.store.lock import ensure_store
+from gtrain.graph.store.manifest import FORMAT, READABLE
+from gtrain.graph.store.writer import write_store
 
 log = logging.getLogger("gtrain")
 
@@ -94,8 +93,8 @@ class GraphDataModule(pl.LightningDataModule):
         partitioner: ``auto``, ``metis``, ``ldg``, ``fennel``, ``random`` or ``file``; see
             :mod:`gtrain.graph.partition`.
         partition_path: the part of each node, for ``partitioner="file"``.
-        split: ``public``, ``random``, ``per_class`` or ``time``; see :class:`~gtrain.data.split.SplitOptions`, which
-            explains the next five too.
+        split: ``public``, ``random``, ``per_class`` or ``time``; see
+            :class:`~gtrain.data.prepare.split.SplitOptions`, which explains the next five too.
         split_index: which of several published splits.
         train_fraction: share of the labelled nodes that train, for ``random``.
         val_fraction: share that validates, for ``random``.
@@ -105,8 +104,8 @@ class GraphDataModule(pl.LightningDataModule):
         seed: seed of generated graphs, of the split, of the partitioner and of the batches' order.
         batch_size: seeds of one optimizer step over all ranks; None means full batch.
         num_neighbors: neighbours to draw for each hop, -1 all, for strategies that sample; by edge type
-            (``source,relation,target``) where it is a mapping. See :class:`~gtrain.data.sampling.Sampling`, which
-            explains the next eight.
+            (``source,relation,target``) where it is a mapping. See
+            :class:`~gtrain.data.batches.sampling.Sampling`, which explains the next eight.
         replace: draw neighbours with replacement.
         disjoint: a subgraph of its own for each seed.
         subgraph_type: ``directional``, ``bidirectional`` or ``induced``.

@@ -91,7 +91,7 @@ class EdgeRecipe:
 
 @dataclass(frozen=True)
 class ModelRecipe:
-    """A model that scores edges from a table for each entity type; see :class:`gtrain.model.kg_embedding.KGEmbedding`.
+    """A model that scores edges from a table for each entity type; see :class:`gtrain.model.kg.embedding.KGEmbedding`.
 
     Attributes:
         tables: by the entity type's name, in the order of the ids.

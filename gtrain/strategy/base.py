@@ -29,7 +29,7 @@ from torch_geometric.data import Data, HeteroData
 
 from gtrain.backends import FULL_PRECISION, UNEQUAL_STEPS, Serves, Traits, get, not_honoured, serving
 from gtrain.config import check_dropout
-from gtrain.data.loader import SeedLoader
+from gtrain.data.batches.loader import SeedLoader
 from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError
 from gtrain.graph.store import Store

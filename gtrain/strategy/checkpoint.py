@@ -34,11 +34,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn import Module
 
 from gtrain import __version__
-from gtrain.data.unpickling import foreign_content
+from gtrain.data.readers.unpickling import foreign_content
 from gtrain.errors import CheckpointError, disk_full, naming
-from gtrain.graph.entities import feature_kind
-from gtrain.graph.files import names_file
 from gtrain.graph.store import Store
+from gtrain.graph.store.entities import feature_kind
+from gtrain.graph.store.files import names_file
 from gtrain.nn import TableSpec, tables
 from gtrain.nn.table import BLOCK_ROWS
 from gtrain.strategy.group import Group

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.data.edge_seeds import KnownEdges
-from gtrain.data.loader import SeedLoader, target_edge_type
-from gtrain.data.part_edges import PartEdges
-from gtrain.data.scored_edges import EdgeType, ScoredEdges
+from gtrain.data.batches.edge_seeds import KnownEdges
+from gtrain.data.batches.loader import SeedLoader, target_edge_type
+from gtrain.data.batches.part_edges import PartEdges
+from gtrain.data.batches.scored_edges import EdgeType, ScoredEdges
 from gtrain.graph.store import Store
 from gtrain.strategy.group import Group
 from gtrain.strategy.row_exchange import RowExchange
@@ -49,8 +49,8 @@ class SpreadEdges:
             epoch: number of the epoch, for the false edges.
 
         Returns:
-            A batch with the entries of :meth:`~gtrain.data.scored_edges.ScoredEdges.entries`, whose ids are rows of
-            what ``spread.rows`` returns; ``spread``, see :class:`~gtrain.model.spread.Spread`; ``seeds`` and
+            A batch with the entries of :meth:`~gtrain.data.batches.scored_edges.ScoredEdges.entries`, whose ids are
+            rows of what ``spread.rows`` returns; ``spread``, see :class:`~gtrain.model.spread.Spread`; ``seeds`` and
             ``batch_size``.
         """
         edges = self._edges if self._negatives is None else self._negatives(self._edges, self._edge_id, epoch)

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 
-from gtrain.data.sampling import Sampling
+from gtrain.data.batches.sampling import Sampling
 from gtrain.errors import ConfigError
 
 

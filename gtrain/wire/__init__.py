@@ -47,10 +47,10 @@ from gtrain.wire.errors import (
 )
 from gtrain.wire.limits import Limits
 from gtrain.wire.message import Message
-from gtrain.wire.security import Security
 from gtrain.wire.server import Handler, Server
 from gtrain.wire.session import Caller
 from gtrain.wire.shared import SharedTensors
+from gtrain.wire.zeromq.security import Security
 
 __all__ = [
     "Caller",

@@ -35,7 +35,7 @@ from gtrain.wire.header import pack_body
 from gtrain.wire.limits import MAX_NAME, Limits
 from gtrain.wire.message import Message, to_frames
 from gtrain.wire.outstanding import Pending
-from gtrain.wire.security import Security, require_security
+from gtrain.wire.zeromq.security import Security, require_security
 
 log = logging.getLogger(__name__)
 MAX_WAIT_SECONDS = 1.0

@@ -20,10 +20,10 @@ from gtrain.wire.header import Header, Kind, decode_header, pack_body, pack_head
 from gtrain.wire.limits import Limits
 from gtrain.wire.message import Message, from_frames
 from gtrain.wire.outstanding import Outstanding, Pending
-from gtrain.wire.security import Security
-from gtrain.wire.sockets import Frames
 from gtrain.wire.throttle import Throttle
 from gtrain.wire.transports import AnyLink, link
+from gtrain.wire.zeromq.security import Security
+from gtrain.wire.zeromq.sockets import Frames
 
 log = logging.getLogger(__name__)
 TELL_SECONDS = 3.0

@@ -22,13 +22,13 @@ from gtrain.wire.counters import Counters
 from gtrain.wire.errors import FrameError, WireError
 from gtrain.wire.header import EMPTY_BODY, Header, Kind, decode_header, pack_body, pack_header
 from gtrain.wire.limits import Limits
-from gtrain.wire.listener import plan_address
 from gtrain.wire.message import Message, from_frames
-from gtrain.wire.security import Security
 from gtrain.wire.session import Caller, Session, Status
-from gtrain.wire.sockets import Frames
 from gtrain.wire.throttle import Throttle
 from gtrain.wire.transports import AnyListener, listener
+from gtrain.wire.zeromq.listener import plan_address
+from gtrain.wire.zeromq.security import Security
+from gtrain.wire.zeromq.sockets import Frames
 
 log = logging.getLogger(__name__)
 Result = Message | None

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from gtrain.data.edge_seeds import KnownEdges
-from gtrain.data.loader import SeedLoader
+from gtrain.data.batches.edge_seeds import KnownEdges
+from gtrain.data.batches.loader import SeedLoader
+from gtrain.graph.shard.whole import held_out_edges
 from gtrain.graph.store import Store
-from gtrain.graph.whole import held_out_edges
 from gtrain_pbg.tables import Partitions
 
 NODES = 1 << 16

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from gtrain.errors import CheckpointError
-from gtrain.graph.manifest import safe_name
+from gtrain.graph.store.manifest import safe_name
 from gtrain.strategy.tensor_files import Writing, announce, keep, mapped, read, write
 
 __all__ = [

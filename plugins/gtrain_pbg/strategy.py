@@ -16,7 +16,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from gtrain.backends import Serves
-from gtrain.data.loader import SeedLoader
+from gtrain.data.batches.loader import SeedLoader
 from gtrain.errors import CheckpointError, ConfigError
 from gtrain.graph.store import Store
 from gtrain.nn import deferred, tables

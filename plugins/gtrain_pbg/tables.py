@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gtrain.graph.manifest import safe_name
+from gtrain.graph.store.manifest import safe_name
 from gtrain.nn import TableSpec
 from gtrain.nn.table import INIT_ROWS
 from gtrain.wire.shared import SharedTensors

@@ -15,8 +15,8 @@ from typing import TypeVar
 
 import torch
 
-from gtrain.graph.entities import entity_types
 from gtrain.graph.store import Store
+from gtrain.graph.store.entities import entity_types
 from gtrain.nn import TableSpec
 from gtrain.wire.shared import SharedTensors
 from gtrain_pbg import files

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from gtrain.errors import CheckpointError
-from gtrain.graph.entities import entity_types, feature_kind
 from gtrain.graph.store import Store
+from gtrain.graph.store.entities import entity_types, feature_kind
 from gtrain.nn import TableSpec
 from gtrain.nn.recipe import ModelRecipe
 from gtrain.nn.table import BLOCK_ROWS

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gtrain.errors import CheckpointError
-from gtrain.graph.manifest import safe_name
+from gtrain.graph.store.manifest import safe_name
 from gtrain.nn import TableSpec
 from gtrain.strategy.checkpoint import SavedRows
 from gtrain.strategy.tensor_files import Writing, mapped

@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.backends import Serves
-from gtrain.data.loader import SeedLoader, graph_batch, hetero_batch
+from gtrain.data.batches.loader import SeedLoader, graph_batch, hetero_batch
 from gtrain.data.module import GraphDataModule
 from gtrain.errors import CheckpointError, ConfigError
 from gtrain.graph.shard import GraphShard, load_whole
+from gtrain.graph.shard.whole import load_whole_hetero
 from gtrain.graph.store import Store
-from gtrain.graph.whole import load_whole_hetero
 from gtrain.nn import deferred, tables
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.checkpoint import SavedRows

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.data.scored_edges import ScoredEdges
-from gtrain.graph.manifest import EdgeType
+from gtrain.data.batches.scored_edges import ScoredEdges
+from gtrain.graph.store.manifest import EdgeType
 from gtrain_pyg.sampling.subgraph import Subgraph
 
 Kind = str | EdgeType

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.data.loader import SeedLoader, target_edge_type
+from gtrain.data.batches.loader import SeedLoader, target_edge_type
 from gtrain.strategy.group import Group
 from gtrain.strategy.spread_edges import SpreadEdges
 from gtrain_pyg.seeds import NodeSeeds

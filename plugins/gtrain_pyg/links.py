@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gtrain.data.loader import SeedLoader, target_edge_type
-from gtrain.data.negatives import Negatives
-from gtrain.data.part_edges import PartEdges
-from gtrain.data.scored_edges import ScoredEdges
+from gtrain.data.batches.loader import SeedLoader, target_edge_type
+from gtrain.data.batches.negatives import Negatives
+from gtrain.data.batches.part_edges import PartEdges
+from gtrain.data.batches.scored_edges import ScoredEdges
 from gtrain.errors import DataError
-from gtrain.graph.manifest import EdgeType
+from gtrain.graph.store.manifest import EdgeType
 from gtrain.strategy.group import Group
 from gtrain_pyg.batches import Seeds
 from gtrain_pyg.epoch import Step

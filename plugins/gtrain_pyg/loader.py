@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.data.loader import SeedLoader
+from gtrain.data.batches.loader import SeedLoader
 from gtrain.strategy.counters import Counters
 from gtrain.strategy.heap import trim_heap
 from gtrain_pyg.batches import Kind, make_batch

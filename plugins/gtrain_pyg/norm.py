@@ -25,9 +25,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.errors import ConfigError
-from gtrain.graph.manifest import EDGE_TYPE, EdgeType
 from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.store import Store
+from gtrain.graph.store.manifest import EDGE_TYPE, EdgeType
 from gtrain_pyg.structure.degrees import NAME, WEIGHT, Degrees, degree_rows
 
 _FUNCTION = "gcn_norm"

@@ -17,7 +17,7 @@ from torch_geometric.sampler import (
 )
 from torch_geometric.sampler.neighbor_sampler import edge_sample
 
-from gtrain.graph.manifest import EDGE_TYPE, NODE_TYPE
+from gtrain.graph.store.manifest import EDGE_TYPE, NODE_TYPE
 from gtrain_pyg.batches import as_tensor
 from gtrain_pyg.sampling.sampler import DistributedSampler
 from gtrain_pyg.sampling.subgraph import Subgraph

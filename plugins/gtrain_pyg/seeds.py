@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gtrain.data.loader import SeedLoader, target_edge_type, target_type
-from gtrain.data.part_edges import PartEdges
+from gtrain.data.batches.loader import SeedLoader, target_edge_type, target_type
+from gtrain.data.batches.part_edges import PartEdges
 from gtrain.graph.store import Store
 from gtrain.strategy.group import Group
 from gtrain_pyg.batches import Seeds

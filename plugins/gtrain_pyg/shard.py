@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gtrain.data.loader import SeedLoader
+from gtrain.data.batches.loader import SeedLoader
 from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.store import Store
 from gtrain.strategy.counters import Counters

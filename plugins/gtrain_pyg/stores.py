@@ -22,8 +22,8 @@ from torch_geometric.data import Data, FeatureStore, GraphStore, HeteroData, Ten
 from torch_geometric.data.graph_store import EdgeAttr, EdgeLayout
 
 from gtrain.errors import DataError
-from gtrain.graph.manifest import EDGE_TYPE, NODE_TYPE, EdgeType
 from gtrain.graph.store import Store
+from gtrain.graph.store.manifest import EDGE_TYPE, NODE_TYPE, EdgeType
 from gtrain_pyg.ranks.parts import Kind
 from gtrain_pyg.rows.access import Rows
 

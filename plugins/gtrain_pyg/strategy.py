@@ -12,8 +12,8 @@ from torch.nn import Module
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.backends import Serves
-from gtrain.data.loader import SeedLoader, target_edge_type, target_type
-from gtrain.data.sampling import Sampling, check_hops, seed_time
+from gtrain.data.batches.loader import SeedLoader, target_edge_type, target_type
+from gtrain.data.batches.sampling import Sampling, check_hops, seed_time
 from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.store import Store
 from gtrain.nn.depth import HopMeter, hop_bounds

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from gtrain.errors import DataError
-from gtrain.graph.hetero_shard import HeteroShard
 from gtrain.graph.shard import GraphShard
+from gtrain.graph.shard.hetero import HeteroShard
 from gtrain.strategy.group import Group
 
 

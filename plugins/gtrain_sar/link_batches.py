@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.data.loader import SeedLoader
+from gtrain.data.batches.loader import SeedLoader
 from gtrain.strategy.spread_edges import SpreadEdges
 
 

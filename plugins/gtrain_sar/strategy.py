@@ -12,11 +12,11 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn.conv import MessagePassing
 
 from gtrain.backends import Serves
-from gtrain.data.loader import SeedLoader, graph_batch, hetero_shard_batch, split_batch
+from gtrain.data.batches.loader import SeedLoader, graph_batch, hetero_shard_batch, split_batch
 from gtrain.errors import ConfigError
-from gtrain.graph.hetero_shard import HeteroShard, load_hetero_shard
 from gtrain.graph.shard import GraphShard, load_shard
-from gtrain.graph.shard_nodes import ShardNodes
+from gtrain.graph.shard.hetero import HeteroShard, load_hetero_shard
+from gtrain.graph.shard.nodes import ShardNodes
 from gtrain.graph.store import Store
 from gtrain.nn import DglGraph
 from gtrain.nn.dropout import StepRows, rows_of

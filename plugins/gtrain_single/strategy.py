@@ -9,12 +9,12 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.backends import Serves
-from gtrain.data.edge_seeds import EdgeSeeds
-from gtrain.data.loader import SeedLoader, graph_batch, hetero_batch
+from gtrain.data.batches.edge_seeds import EdgeSeeds
+from gtrain.data.batches.loader import SeedLoader, graph_batch, hetero_batch
 from gtrain.errors import ConfigError
 from gtrain.graph.shard import GraphShard, load_whole
+from gtrain.graph.shard.whole import load_whole_hetero
 from gtrain.graph.store import Store
-from gtrain.graph.whole import load_whole_hetero
 from gtrain.strategy.base import GraphStrategy
 from gtrain_single import SERVES
 

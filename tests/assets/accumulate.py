@@ -13,7 +13,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn.models import GCN
 
 from gtrain import GraphStrategy, NodeClassifier, PlantedData, SingleStrategy, run_local
-from gtrain.data.loader import SeedLoader, full_batch
+from gtrain.data.batches.loader import SeedLoader, full_batch
 from gtrain.graph.shard import GraphShard, load_whole
 from gtrain.graph.store import Store
 

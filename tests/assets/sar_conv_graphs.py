@@ -11,7 +11,7 @@ from torch_geometric.data import Data
 
 from gtrain.graph.shard import GraphShard
 from gtrain.graph.store import Store
-from gtrain.graph.writer import write_store
+from gtrain.graph.store.writer import write_store
 from gtrain.strategy.group import Group
 
 NODES, EDGES = 70, 420

@@ -41,12 +41,12 @@ from torch_geometric.nn import (
 from torch_geometric.nn.models import GAT
 
 from gtrain import run_local
-from gtrain.data.loader import graph_batch, hetero_batch, hetero_shard_batch
-from gtrain.graph.hetero_shard import load_hetero_shard
+from gtrain.data.batches.loader import graph_batch, hetero_batch, hetero_shard_batch
 from gtrain.graph.shard import load_shard, load_whole
+from gtrain.graph.shard.hetero import load_hetero_shard
+from gtrain.graph.shard.whole import load_whole_hetero
 from gtrain.graph.store import Store
-from gtrain.graph.whole import load_whole_hetero
-from gtrain.graph.writer import write_store
+from gtrain.graph.store.writer import write_store
 from gtrain.launch import (
     preload,  # noqa: F401 - once, for all the ranks
     slot,

@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow.csv
 from numba import njit
 
-from gtrain.graph.ingest.lines import LineReader
+from gtrain.data.ingest.lines import LineReader
 
 DIGITS = 8
 PIECE = 1_000_000

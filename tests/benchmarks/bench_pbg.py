@@ -112,7 +112,7 @@ def measure_step(case: str, matmul: str, batches: int) -> float:
     """Thousand edges per CPU second of the step, on random edges; the median over the batches."""
     import torch
 
-    from gtrain.model.kg_embedding import KGEmbedding
+    from gtrain.model.kg.embedding import KGEmbedding
     from gtrain_pbg.step.batch import EdgeBatch, Rows
     from gtrain_pbg.step.relations import UpdateRule, Weights
     from gtrain_pbg.step.training import TrainingStep

@@ -26,11 +26,11 @@ from bench_sampling import planted
 from torch import Tensor
 from torch_geometric.data import Data
 
-from gtrain.graph.manifest import EDGE_TYPE
-from gtrain.graph.metis import metis_partition
+from gtrain.graph.partition.metis import metis_partition
 from gtrain.graph.sampling import Columns, NeighborSampler
 from gtrain.graph.store import Store
-from gtrain.graph.writer import write_store
+from gtrain.graph.store.manifest import EDGE_TYPE
+from gtrain.graph.store.writer import write_store
 from gtrain.strategy.counters import cpu_seconds, rss_bytes
 from gtrain.wire import Client, Message, Server
 from gtrain_pyg.buffers import BufferPool

@@ -23,7 +23,7 @@ from torchbiggraph.row_adagrad import RowAdagrad
 from torchbiggraph.train import Trainer
 from torchbiggraph.types import Partition, Side
 
-from gtrain.model.kg_embedding import KGEmbedding
+from gtrain.model.kg.embedding import KGEmbedding
 from gtrain_pbg.step.batch import EdgeBatch, Rows
 from gtrain_pbg.step.relations import UpdateRule, Weights
 from gtrain_pbg.step.training import TrainingStep

@@ -19,10 +19,10 @@ from torch_geometric.data import Data
 from torch_geometric.loader import NeighborLoader, NodeLoader
 from torch_geometric.nn import GraphSAGE
 
-from gtrain.graph.manifest import NODE_TYPE
 from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.shard import load_whole
 from gtrain.graph.store import Store
+from gtrain.graph.store.manifest import NODE_TYPE
 from gtrain.strategy.group import Group
 from gtrain_pyg.buffers import BufferPool
 from gtrain_pyg.pyg_sampler import ShardSampler

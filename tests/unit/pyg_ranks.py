@@ -12,8 +12,8 @@ from helpers import LIMIT
 from torch import Tensor
 from torch_geometric.data import HeteroData
 
-from gtrain.graph.manifest import EDGE_TYPE
 from gtrain.graph.store import Store
+from gtrain.graph.store.manifest import EDGE_TYPE
 from gtrain.wire import Client, Message, Server
 from gtrain_pyg.buffers import BufferPool
 from gtrain_pyg.ranks.parts import PartBook

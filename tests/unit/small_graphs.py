@@ -9,7 +9,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from gtrain.graph.store import Store
-from gtrain.graph.writer import write_store
+from gtrain.graph.store.writer import write_store
 
 
 def messy_graph(num_nodes: int = 40, num_edges: int = 300, seed: int = 0) -> Data:

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from gtrain.data.kg import KGData
-from gtrain.data.libsvm import LibsvmData
-from gtrain.data.planted_kg import PlantedKGData
+from gtrain.data.planted.kg import PlantedKGData
+from gtrain.data.sources.kg import KGData
+from gtrain.data.sources.libsvm import LibsvmData
 from gtrain.errors import CheckpointError, DiskFullError
 from gtrain.graph.store import Store
-from gtrain.model.kg_embedding import KGEmbedding
+from gtrain.model.kg.embedding import KGEmbedding
 from gtrain.nn import Embedding, SparseLinear
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy.group import Group

@@ -12,12 +12,12 @@ from small_graphs import random_parts
 from torch_geometric.data import Data
 
 from gtrain.errors import DataError
-from gtrain.graph import csc
-from gtrain.graph.csc import EdgeView, SortedColumns
-from gtrain.graph.files import ArrayFile, file_crc, release
-from gtrain.graph.numbering import Numbering
-from gtrain.graph.tables import EdgeArrays
-from gtrain.graph.writer import write_store
+from gtrain.graph.store import csc
+from gtrain.graph.store.csc import EdgeView, SortedColumns
+from gtrain.graph.store.files import ArrayFile, file_crc, release
+from gtrain.graph.store.numbering import Numbering
+from gtrain.graph.store.tables import EdgeArrays
+from gtrain.graph.store.writer import write_store
 
 
 def skewed(num_edges: int = 4000, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -42,7 +42,7 @@ def test_columns_in_order(
     dtype: type, timed: bool, limit: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One range or many, one larger than the limit, by numpy and by the kernels; the hub's 1333 edges need merging."""
-    monkeypatch.setattr("gtrain.graph.files.CHUNK_ROWS", 999)
+    monkeypatch.setattr("gtrain.graph.store.files.CHUNK_ROWS", 999)
     source, target, time = skewed()
     numbering = Numbering.of(random_parts(60, 3).numpy(), 3)
     times = time if timed else None
@@ -99,8 +99,8 @@ def test_a_store_of_memory_maps_equals_one_of_tensors(
     options = {"source": {}, "facts": {}, "partitioner": "file", "seed": 0, "buckets": True}
     plain = write_store(tmp_path / "plain", data, parts, num_parts, **options)
 
-    monkeypatch.setattr("gtrain.graph.files.CHUNK_ROWS", 500)
-    monkeypatch.setattr("gtrain.graph.files.CHUNK_BYTES", 3000)
+    monkeypatch.setattr("gtrain.graph.store.files.CHUNK_ROWS", 500)
+    monkeypatch.setattr("gtrain.graph.store.files.CHUNK_BYTES", 3000)
     monkeypatch.setattr(csc, "RANGE_EDGES", 600)
     monkeypatch.setattr(csc, "SMALL_EDGES", 0)
     monkeypatch.setattr(csc, "RELEASE_EVERY", 2)

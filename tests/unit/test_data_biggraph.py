@@ -1,4 +1,4 @@
-"""gtrain.data.biggraph: PyTorch-BigGraph's folders, written here as its importer writes them."""
+"""gtrain.data.sources.biggraph: PyTorch-BigGraph's folders, written here as its importer writes them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from gtrain.data.biggraph import BigGraphData
+from gtrain.data.sources.biggraph import BigGraphData
 from gtrain.errors import ConfigError, DataError
-from gtrain.graph.entities import entity_bags
-from gtrain.graph.tables import EdgeArrays
+from gtrain.graph.store.entities import entity_bags
+from gtrain.graph.store.tables import EdgeArrays
 from gtrain_pbg.config import store_settings
 
 h5py = pytest.importorskip("h5py", reason="HDF5 folders need h5py: pip install 'gtrain[hdf5]'")
@@ -347,8 +347,8 @@ def test_what_stays_on_disk_is_the_same(
         options = {"edges": f"{folder}/train", "relations": relations, "joint_types": True}
     stores = []
     for number, most in enumerate((10_000_000, 3)):
-        monkeypatch.setattr("gtrain.data.biggraph.IN_MEMORY_EDGES", most)
-        monkeypatch.setattr("gtrain.data.biggraph_edges.BLOCK_EDGES", 2)
+        monkeypatch.setattr("gtrain.data.sources.biggraph.IN_MEMORY_EDGES", most)
+        monkeypatch.setattr("gtrain.data.readers.biggraph_edges.BLOCK_EDGES", 2)
         made = module(folder, keep_parts=True, store=str(tmp_path / f"s{number}"), **options)
         made.edge_buckets = True
         assert isinstance(made.read(), EdgeArrays) == (most == 3)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from gtrain.data.files import load_tensors, read_array
-from gtrain.data.heco_files import load_npz
-from gtrain.data.temporal import TemporalData
+from gtrain.data.readers.files import load_tensors, read_array
+from gtrain.data.readers.heco import load_npz
+from gtrain.data.sources.temporal import TemporalData
 from gtrain.errors import DataError, GtrainError
 from gtrain.graph.partition import read_assignment
 
@@ -112,7 +112,7 @@ def test_no_dense_real_numbers(tmp_path: Path) -> None:
 
 def test_hdf5(tmp_path: Path) -> None:
     h5py = pytest.importorskip("h5py", reason="HDF5 folders need h5py: pip install 'gtrain[hdf5]'")
-    from gtrain.data.biggraph_edges import find_buckets, read_bucket
+    from gtrain.data.readers.biggraph_edges import find_buckets, read_bucket
 
     path, refused = tmp_path / "edges_0_0.h5", 0
     with h5py.File(path, "w") as file:
@@ -130,7 +130,7 @@ def test_hdf5(tmp_path: Path) -> None:
 
 def test_packed_text_of_a_social_graph(tmp_path: Path) -> None:
     """zlib's own error is none of OSError."""
-    from gtrain.data.ogb import _text
+    from gtrain.data.sources.ogb import _text
 
     path, refused = tmp_path / "types.csv.gz", 0
     path.write_bytes(gzip.compress(b"author,paper\n2,3\n"))

@@ -1,4 +1,4 @@
-"""gtrain.data.dgl_partition: folders that DGL 1.1.3 wrote (tests/assets/dgl/write.py), read without DGL."""
+"""gtrain.data.sources.dgl_partition: folders that DGL 1.1.3 wrote (tests/assets/dgl/write.py), read without DGL."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.data.dgl_files import read_graph, read_tensors
-from gtrain.data.dgl_partition import DGLPartitionData
+from gtrain.data.readers.dgl_files import read_graph, read_tensors
+from gtrain.data.sources.dgl_partition import DGLPartitionData
 from gtrain.errors import ConfigError, DataError
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets" / "dgl"

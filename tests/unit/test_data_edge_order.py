@@ -1,4 +1,4 @@
-"""gtrain.data.edge_order: edges that come out of the order of their times are told of, whatever they come from."""
+"""gtrain.data.prepare.edge_order: a warning where edges are not sorted by time, whatever their source."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch_geometric.data import Data, HeteroData
 
-import gtrain.data.edges as data_edges
-import gtrain.graph.files as graph_files
-from gtrain.data.edge_order import tell_unsorted
-from gtrain.data.edges import EdgesData
-from gtrain.graph.tables import EdgeArrays, Graph
+import gtrain.data.sources.edges as data_edges
+import gtrain.graph.store.files as graph_files
+from gtrain.data.prepare.edge_order import tell_unsorted
+from gtrain.data.sources.edges import EdgesData
+from gtrain.graph.store.tables import EdgeArrays, Graph
 
 TOLD = "here: the times of edges{} are not in order; each node's edges are sorted by time"
 

@@ -1,4 +1,4 @@
-"""gtrain.data.split_edges and edge_seeds: what is held out, and what a batch of edges says."""
+"""gtrain.data.prepare.split_edges and edge_seeds: what is held out, and what a batch of edges says."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.utils import is_undirected, to_undirected
 
-from gtrain.data.edge_seeds import KnownEdges
+from gtrain.data.batches.edge_seeds import KnownEdges
 from gtrain.data.module import GraphDataModule
-from gtrain.data.split import SplitOptions
-from gtrain.data.split_edges import split_edges
+from gtrain.data.prepare.split import SplitOptions
+from gtrain.data.prepare.split_edges import split_edges
 from gtrain.errors import ConfigError
 
 

@@ -1,4 +1,4 @@
-"""gtrain.data.edges: graphs from edge lists, and the line that is wrong."""
+"""gtrain.data.sources.edges: graphs from edge lists, and the line that is wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from gtrain.data.edges import EdgesData
+from gtrain.data.sources.edges import EdgesData
 from gtrain.errors import ConfigError, DataError
 
 

@@ -1,4 +1,4 @@
-"""gtrain.data.entities: RDF graphs whose entities are classified."""
+"""gtrain.data.sources.entities: RDF graphs whose entities are classified."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch_geometric.datasets import Entities
 
-from gtrain.data.entities import EntitiesData
+from gtrain.data.sources.entities import EntitiesData
 from gtrain.errors import ConfigError, DataError
 
 Real = Callable[[str], Path]

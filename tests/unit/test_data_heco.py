@@ -1,4 +1,4 @@
-"""gtrain.data.heco: HeCo's heterogeneous graphs, in one file and as its repository has them."""
+"""gtrain.data.sources.heco: HeCo's heterogeneous graphs, in one file and as its repository has them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gtrain.data.heco import HeCoData
+from gtrain.data.sources.heco import HeCoData
 from gtrain.errors import ConfigError, DataError
 
 Real = Callable[[str], Path]

@@ -1,4 +1,4 @@
-"""gtrain.data.kg: knowledge graphs from triples, and the line that is wrong."""
+"""gtrain.data.sources.kg: knowledge graphs from triples, and the line that is wrong."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gtrain.data.kg import KGData
+from gtrain.data.sources.kg import KGData
 from gtrain.errors import ConfigError, DataError
 
 Real = Callable[[str], Path]

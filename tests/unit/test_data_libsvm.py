@@ -1,4 +1,4 @@
-"""gtrain.data.libsvm: sparse rows with labels, and the line that is wrong."""
+"""gtrain.data.sources.libsvm: sparse rows with labels, and the line that is wrong."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 import torch
 from sklearn.datasets import load_svmlight_file
 
-from gtrain.data import libsvm_file
-from gtrain.data.libsvm import LibsvmData
+from gtrain.data.ingest import columns
+from gtrain.data.readers import libsvm as libsvm_file
+from gtrain.data.sources.libsvm import LibsvmData
 from gtrain.errors import ConfigError, DataError
-from gtrain.graph.ingest import columns
 
 Real = Callable[[str], Path]
 

@@ -1,4 +1,4 @@
-"""gtrain.data.loader: the description of batches, and the full batch."""
+"""gtrain.data.batches.loader: the description of batches, and the full batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from small_graphs import messy_graph, random_parts, stored
 from torch_geometric.data import Data
 
-from gtrain.data.loader import SeedLoader, full_batch
+from gtrain.data.batches.loader import SeedLoader, full_batch
 from gtrain.errors import ConfigError, DataError, StoreError
 from gtrain.graph.shard import load_shard
 

@@ -14,7 +14,7 @@ from torch_geometric.data import Data
 
 from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError, DataError, StoreError
-from gtrain.graph import metis
+from gtrain.graph.partition import metis
 from gtrain.graph.shard import load_whole
 
 

@@ -1,4 +1,4 @@
-"""gtrain.data.musae: social networks with sparse features."""
+"""gtrain.data.sources.musae: social networks with sparse features."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gtrain.data.musae import MusaeData
+from gtrain.data.sources.musae import MusaeData
 from gtrain.errors import ConfigError, DataError
 
 Real = Callable[[str], Path]

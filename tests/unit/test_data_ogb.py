@@ -1,4 +1,4 @@
-"""gtrain.data.ogb: the Open Graph Benchmark's files, made small."""
+"""gtrain.data.sources.ogb: the Open Graph Benchmark's files, made small."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from gtrain.data import ogb
-from gtrain.data.ogb import OGBData
+from gtrain.data.sources import ogb
+from gtrain.data.sources.ogb import OGBData
 from gtrain.errors import ConfigError, DataError
 
 

@@ -21,20 +21,20 @@ from helpers import REPO
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
-from gtrain.data.biggraph import BigGraphData
-from gtrain.data.dgl_partition import DGLPartitionData
-from gtrain.data.edges import EdgesData
-from gtrain.data.entities import EntitiesData
-from gtrain.data.heco import HeCoData
 from gtrain.data.module import GraphDataModule
-from gtrain.data.musae import MusaeData
-from gtrain.data.ogb import OGBData
-from gtrain.data.parquet import ParquetData
-from gtrain.data.pyg_partition import PyGPartitionData
-from gtrain.data.temporal import TemporalData
-from gtrain.data.validate import validate_graph
+from gtrain.data.prepare.validate import validate_graph
+from gtrain.data.sources.biggraph import BigGraphData
+from gtrain.data.sources.dgl_partition import DGLPartitionData
+from gtrain.data.sources.edges import EdgesData
+from gtrain.data.sources.entities import EntitiesData
+from gtrain.data.sources.heco import HeCoData
+from gtrain.data.sources.musae import MusaeData
+from gtrain.data.sources.ogb import OGBData
+from gtrain.data.sources.parquet import ParquetData
+from gtrain.data.sources.pyg_partition import PyGPartitionData
+from gtrain.data.sources.temporal import TemporalData
 from gtrain.errors import GtrainError
-from gtrain.graph.tables import EdgeArrays
+from gtrain.graph.store.tables import EdgeArrays
 
 partition = pyg.partition
 Make = Callable[[Path], GraphDataModule]

@@ -1,4 +1,4 @@
-"""gtrain.data.parquet: rows from Parquet files, and the hash of categories."""
+"""gtrain.data.sources.parquet: rows from Parquet files, and the hash of categories."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from gtrain.data import parquet_files
-from gtrain.data.hashing import _fnv1a, hash_strings
-from gtrain.data.parquet import ParquetData
+from gtrain.data.ingest import columns
+from gtrain.data.readers import parquet_files
+from gtrain.data.readers.hashing import _fnv1a, hash_strings
+from gtrain.data.sources.parquet import ParquetData
 from gtrain.errors import ConfigError, DataError
-from gtrain.graph.ingest import columns
 
 COLUMNS: dict[str, Any] = {
     "label": [0, 1, 1, 0],

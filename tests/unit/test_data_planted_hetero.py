@@ -1,4 +1,4 @@
-"""gtrain.data.planted_hetero: the generator, and the accuracy that nothing can beat."""
+"""gtrain.data.planted.hetero: the generator, and the accuracy that nothing can beat."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch_geometric.data import HeteroData
 from torch_geometric.nn import HeteroConv, SAGEConv
 
-from gtrain.data.planted_hetero import RELATIONS, HeteroModel, PlantedHeteroData, generate
+from gtrain.data.planted.hetero import RELATIONS, HeteroModel, PlantedHeteroData, generate
 from gtrain.errors import ConfigError
 
 REVERSE = {"writes": "written_by", "cites": "cited_by", "mentions": "mentioned_in"}

@@ -1,4 +1,4 @@
-"""gtrain.data.planted_kg: the generator, and the ranks that nothing can beat."""
+"""gtrain.data.planted.kg: the generator, and the ranks that nothing can beat."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from gtrain.data.planted_kg import KGGraph, KGModel, PlantedKGData, as_data, best_scores, generate
+from gtrain.data.planted.kg import KGGraph, KGModel, PlantedKGData, as_data, best_scores, generate
 from gtrain.errors import ConfigError
 
 SMALL = KGModel(num_entities=100, num_relations=4, num_positions=20, num_triples=1200, noise=0.1, held_out=0.1)

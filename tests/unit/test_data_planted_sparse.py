@@ -1,4 +1,4 @@
-"""gtrain.data.planted_sparse: the generator, and the scores that nothing can beat."""
+"""gtrain.data.planted.sparse: the generator, and the scores that nothing can beat."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss, roc_auc_score
 
-from gtrain.data.planted_common import expected_auc
-from gtrain.data.planted_sparse import PlantedSparseData, SparseModel, best_scores, generate
+from gtrain.data.planted.common import expected_auc
+from gtrain.data.planted.sparse import PlantedSparseData, SparseModel, best_scores, generate
 from gtrain.errors import ConfigError
 
 

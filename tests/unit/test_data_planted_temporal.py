@@ -1,4 +1,4 @@
-"""gtrain.data.planted_temporal: the generator, and the AUC that nothing can beat."""
+"""gtrain.data.planted.temporal: the generator, and the AUC that nothing can beat."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
-from gtrain.data.planted_temporal import PERIODS, PlantedTemporalData, TemporalModel, best_auc, generate
+from gtrain.data.planted.temporal import PERIODS, PlantedTemporalData, TemporalModel, best_auc, generate
 from gtrain.errors import ConfigError
 
 

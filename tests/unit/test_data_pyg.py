@@ -1,4 +1,4 @@
-"""gtrain.data.pyg: PyTorch Geometric's data sets, read without a trace beside the raw files."""
+"""gtrain.data.sources.pyg: PyTorch Geometric's data sets, read without a trace beside the raw files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch
 import torch_geometric.datasets
 from torch_geometric.data import Data, Dataset, HeteroData, InMemoryDataset
 
-from gtrain.data.components import components, largest_component
-from gtrain.data.pyg import AmazonData, CoauthorData, HeterophilousData, PlanetoidData, PyGData
-from gtrain.data.pyg_graph import tidy_graph
+from gtrain.data.prepare.components import components, largest_component
+from gtrain.data.readers.pyg_graph import tidy_graph
+from gtrain.data.sources.pyg import AmazonData, CoauthorData, HeterophilousData, PlanetoidData, PyGData
 from gtrain.errors import ConfigError, DataError
 
 Real = Callable[[str], Path]

@@ -1,4 +1,4 @@
-"""gtrain.data.pyg_partition: folders that PyG's own Partitioner writes, with a cut of our own in place of METIS."""
+"""gtrain.data.sources.pyg_partition: folders that PyG's own Partitioner writes, cut by the test and not METIS."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.distributed import Partitioner
 from torch_geometric.loader import ClusterData
 
-from gtrain.data.pyg_partition import PyGPartitionData
+from gtrain.data.sources.pyg_partition import PyGPartitionData
 from gtrain.errors import ConfigError, DataError
 
 

@@ -1,4 +1,4 @@
-"""gtrain.data.sampling and gtrain.graph.sampling.options: what may be asked of sampling, and what is answered."""
+"""gtrain.data.batches.sampling and gtrain.graph.sampling.options: options of sampling and their errors."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 from small_graphs import messy_graph, random_parts, stored
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.data.loader import SeedLoader
+from gtrain.data.batches.loader import SeedLoader
+from gtrain.data.batches.sampling import Sampling, check_weights, seed_time
 from gtrain.data.planted import PlantedData
-from gtrain.data.sampling import Sampling, check_weights, seed_time
 from gtrain.errors import ConfigError, DataError
-from gtrain.graph.manifest import EDGE_TYPE
 from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.store import Store
-from gtrain.graph.writer import write_store
+from gtrain.graph.store.manifest import EDGE_TYPE
+from gtrain.graph.store.writer import write_store
 
 WRITES, CITES = ("author", "writes", "paper"), ("paper", "cites", "paper")
 

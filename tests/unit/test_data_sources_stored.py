@@ -10,12 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from gtrain.data.kg import KGData
-from gtrain.data.libsvm import LibsvmData
 from gtrain.data.module import GraphDataModule
-from gtrain.data.musae import MusaeData
-from gtrain.data.parquet import ParquetData
-from gtrain.data.temporal import TemporalData
+from gtrain.data.sources.kg import KGData
+from gtrain.data.sources.libsvm import LibsvmData
+from gtrain.data.sources.musae import MusaeData
+from gtrain.data.sources.parquet import ParquetData
+from gtrain.data.sources.temporal import TemporalData
 from gtrain.graph.store import Store
 
 

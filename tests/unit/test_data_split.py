@@ -1,4 +1,4 @@
-"""gtrain.data.split: which nodes train, validate and test."""
+"""gtrain.data.prepare.split: which nodes train, validate and test."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch_geometric.data import Data
 
-from gtrain.data.split import SplitOptions, split_nodes
+from gtrain.data.prepare.split import SplitOptions, split_nodes
 from gtrain.errors import ConfigError, DataError
 
 N = 100

@@ -1,4 +1,4 @@
-"""gtrain.data.temporal: events with times, and the line that is wrong."""
+"""gtrain.data.sources.temporal: events with times, and the line that is wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gtrain.data.temporal import TemporalData
+from gtrain.data.sources.temporal import TemporalData
 from gtrain.errors import ConfigError, DataError
 
 Real = Callable[[str], Path]

@@ -1,4 +1,4 @@
-"""gtrain.data.validate: graphs that cannot be used are named before anything is written."""
+"""gtrain.data.prepare.validate: graphs that cannot be used are named before anything is written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch_geometric.data import Data
 
-from gtrain.data.validate import check_distinct, labelled_nodes, validate_graph
+from gtrain.data.prepare.validate import check_distinct, labelled_nodes, validate_graph
 from gtrain.errors import DataError
 
 

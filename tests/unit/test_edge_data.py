@@ -14,7 +14,7 @@ from test_graph_models import Given, batches, opened
 from torch_geometric.data import Data, HeteroData
 
 from gtrain import SingleStrategy, build, config
-from gtrain.data.edges import EdgesData
+from gtrain.data.sources.edges import EdgesData
 from gtrain.errors import DataError
 from gtrain.model.inputs import EDGE_DATA, check_weights, edge_data_read, tell_unread, weight_demand
 

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from gtrain.data.edges import EdgesData
-from gtrain.data.kg import KGData
-from gtrain.data.planted_kg import KGModel, PlantedKGData, best_scores, generate
+from gtrain.data.planted.kg import KGModel, PlantedKGData, best_scores, generate
 from gtrain.data.schema import DataSchema
+from gtrain.data.sources.edges import EdgesData
+from gtrain.data.sources.kg import KGData
 from gtrain.errors import ConfigError, DataError
-from gtrain.graph.entities import entity_types, feature_kind
-from gtrain.model.kg_embedding import KGEmbedding
-from gtrain.model.kg_training import Edges
-from gtrain.model.negatives import ChunkDraws
+from gtrain.graph.store.entities import entity_types, feature_kind
+from gtrain.model.kg.embedding import KGEmbedding
+from gtrain.model.kg.negatives import ChunkDraws
+from gtrain.model.kg.training import Edges
 from gtrain.nn import Csr
 
 RELATIONS = [{"name": "lives", "lhs": "person", "rhs": "place"}, {"name": "knows", "lhs": "person", "rhs": "person"}]

@@ -13,7 +13,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GCN
 
 from gtrain import build
-from gtrain.data.loader import SeedLoader
+from gtrain.data.batches.loader import SeedLoader
 from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError, DataError
 from gtrain.model.decoders import DECODERS, make_decoder

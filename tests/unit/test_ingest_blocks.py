@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gtrain.data.ingest import blocks, columns
+from gtrain.data.ingest.blocks import first_lines, read_blocks
+from gtrain.data.ingest.columns import Column
+from gtrain.data.ingest.lines import LineReader
+from gtrain.data.ingest.progress import ahead
 from gtrain.errors import DataError
-from gtrain.graph.ingest import blocks, columns
-from gtrain.graph.ingest.blocks import first_lines, read_blocks
-from gtrain.graph.ingest.columns import Column
-from gtrain.graph.ingest.lines import LineReader
-from gtrain.graph.ingest.progress import ahead
 
 # ------------------------------------------------------------------------------------------------------ blocks
 

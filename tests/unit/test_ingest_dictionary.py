@@ -1,14 +1,14 @@
-"""gtrain.graph.ingest.dictionary: numbers for strings, whatever their hashes are."""
+"""gtrain.data.ingest.dictionary: numbers for strings, whatever their hashes are."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from gtrain.graph.ingest import dictionary
-from gtrain.graph.ingest.dictionary import Dictionary, Hash
-from gtrain.graph.ingest.rows import Keys
-from gtrain.graph.ingest.scan import PAD, hash_keys
+from gtrain.data.ingest import dictionary
+from gtrain.data.ingest.dictionary import Dictionary, Hash
+from gtrain.data.ingest.rows import Keys
+from gtrain.data.ingest.scan import PAD, hash_keys
 
 
 def all_alike(data, starts, lengths, out) -> bool:

@@ -1,4 +1,4 @@
-"""gtrain.data.edges: names, columns, Parquet, several files, lists that stay on disk, and what is wrong with them."""
+"""gtrain.data.sources.edges: names, columns, Parquet, several files, lists that stay on disk, and their errors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from gtrain.data import edges as edges_module
-from gtrain.data.edges import EdgesData
+from gtrain.data.ingest import blocks, columns, parquet, progress
+from gtrain.data.sources import edges as edges_module
+from gtrain.data.sources.edges import EdgesData
 from gtrain.errors import ConfigError, DataError
-from gtrain.graph.ingest import blocks, columns, parquet, progress
-from gtrain.graph.tables import EdgeArrays
+from gtrain.graph.store.tables import EdgeArrays
 
 NAMED = [("ann", "bob"), ("bob", "Zoë"), ("ann", "日本"), ("Zoë", "ann"), ("bob", "ann")]
 NAMES = ["ann", "bob", "Zoë", "日本"]

@@ -19,13 +19,13 @@ from torch_geometric.data import Data
 
 from gtrain import backends
 from gtrain.errors import ConfigError
-from gtrain.model import kg_training
-from gtrain.model.comparators import COMPARATORS, make_comparator
-from gtrain.model.kg_embedding import KGEmbedding
-from gtrain.model.kg_losses import LOSSES
+from gtrain.model.kg import training as kg_training
+from gtrain.model.kg.comparators import COMPARATORS, make_comparator
+from gtrain.model.kg.embedding import KGEmbedding
+from gtrain.model.kg.losses import LOSSES
+from gtrain.model.kg.negatives import ChunkDraws, by_relation, in_order
+from gtrain.model.kg.operators import OPERATORS, make_operator
 from gtrain.model.kinds import EMBEDDING, SPARSE, kind
-from gtrain.model.negatives import ChunkDraws, by_relation, in_order
-from gtrain.model.operators import OPERATORS, make_operator
 from gtrain.nn import JointOptimizer, RowwiseAdagrad
 
 N, R, D, B = 12, 3, 6, 10
@@ -282,7 +282,7 @@ def share_of(b: Data, places: Tensor, chunk: Tensor) -> Data:
 @pytest.mark.parametrize("operator", ["complex_diagonal", "affine"])
 @pytest.mark.parametrize("reciprocal", [True, False])
 def test_ranks_are_those_of_a_loop(reciprocal: bool, operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gtrain.model.kg_ranking._TRANSFORMED", 3 * D)  # candidates are transformed three at a time
+    monkeypatch.setattr("gtrain.model.kg.ranking._TRANSFORMED", 3 * D)  # candidates are transformed three at a time
     b, model = batch(), module(reciprocal=reciprocal, operator=operator, comparator="l2", bias=True)
     head, tail = b.edge_label_index.tolist()
     relation, plain = b.edge_label_type.tolist(), Plain(model, operator, "l2")

@@ -11,16 +11,16 @@ from scipy.stats import chisquare
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.data.loader import SeedLoader
+from gtrain.data.batches.loader import SeedLoader
+from gtrain.data.batches.negatives import Negatives
+from gtrain.data.batches.part_edges import PartEdges
+from gtrain.data.batches.sampling import Sampling
+from gtrain.data.batches.scored_edges import ScoredEdges
 from gtrain.data.module import GraphDataModule
-from gtrain.data.negatives import Negatives
-from gtrain.data.part_edges import PartEdges
-from gtrain.data.sampling import Sampling
-from gtrain.data.scored_edges import ScoredEdges
 from gtrain.errors import ConfigError
-from gtrain.graph.global_ids import GlobalIds
 from gtrain.graph.mixing import below, key
 from gtrain.graph.store import Store
+from gtrain.graph.store.global_ids import GlobalIds
 from gtrain.model.link_predictor import LinkPredictor
 
 

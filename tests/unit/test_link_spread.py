@@ -13,7 +13,7 @@ from helpers import LIMIT
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
-from gtrain.data.edge_seeds import KnownEdges
+from gtrain.data.batches.edge_seeds import KnownEdges
 from gtrain.model import ranking
 from gtrain.model.auc import Auc
 from gtrain.model.decoders import DECODERS, make_decoder

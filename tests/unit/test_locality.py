@@ -1,4 +1,4 @@
-"""gtrain.graph.locality: neighbours near each other within a part."""
+"""gtrain.graph.partition.locality: neighbours near each other within a part."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.graph import locality, metis
-from gtrain.graph.global_ids import GlobalIds
-from gtrain.graph.locality import group_nodes
-from gtrain.graph.partition import group_hetero
-from gtrain.graph.writer import write_store
+from gtrain.graph.partition import group_hetero, locality, metis
+from gtrain.graph.partition.locality import group_nodes
+from gtrain.graph.store.global_ids import GlobalIds
+from gtrain.graph.store.writer import write_store
 
 needs_metis = pytest.mark.skipif(not metis.available(), reason="pymetis is not installed; ARM has no wheel of it")
 

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from gtrain.data.planted_sparse import PlantedSparseData
+from gtrain.data.planted.sparse import PlantedSparseData
 from gtrain.errors import ConfigError
 from gtrain.model.sparse_classifier import SparseClassifier
 from gtrain.nn import (

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch_geometric.data import HeteroData
 
 from gtrain.errors import ConfigError, DataError
-from gtrain.graph import metis
-from gtrain.graph.partition import installed_method, partition_hetero, partition_nodes, read_assignment
+from gtrain.graph.partition import installed_method, metis, partition_hetero, partition_nodes, read_assignment
 
 needs_metis = pytest.mark.skipif(not metis.available(), reason="pymetis is not installed; ARM has no wheel of it")
 METIS = pytest.param("metis", marks=needs_metis)
@@ -164,7 +163,7 @@ def test_streaming_cuts_less_and_balances(method: str, monkeypatch: pytest.Monke
     assert parts.bincount(minlength=4).max() <= 2000 * 1.05 + 2
     assert parts[train].bincount(minlength=4).max() <= -(-500 // 4) * 1.05 + 1
     assert parts[~train].bincount(minlength=4).max() <= 1875 * 1.05 + 1
-    monkeypatch.setattr("gtrain.graph.csc.RANGE_EDGES", 20_000)
+    monkeypatch.setattr("gtrain.graph.store.csc.RANGE_EDGES", 20_000)
     arrays = (source.astype(np.int32), target.astype(np.int32))
     assert torch.equal(partition_nodes(arrays, 8000, 4, method, train_mask=train), parts)
     assert not torch.equal(partition_nodes(arrays, 8000, 4, method, train_mask=train, seed=1), parts)

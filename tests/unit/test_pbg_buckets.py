@@ -14,11 +14,11 @@ import torch
 from helpers import LIMIT
 from torch import Tensor
 
-from gtrain.data.edge_seeds import KnownEdges
-from gtrain.data.edges import EdgesData
-from gtrain.data.planted_kg import PlantedKGData
+from gtrain.data.batches.edge_seeds import KnownEdges
+from gtrain.data.planted.kg import PlantedKGData
+from gtrain.data.sources.edges import EdgesData
 from gtrain.errors import ConfigError, DataError
-from gtrain.graph.whole import held_out_edges
+from gtrain.graph.shard.whole import held_out_edges
 from gtrain.nn import TableSpec
 from gtrain.strategy.group import Group
 from gtrain.wire.shared import SharedDirectory, SharedTensors

@@ -13,9 +13,9 @@ import torch
 from helpers import some_slow
 from torch import Tensor
 
-from gtrain.model.kg_embedding import KGEmbedding
-from gtrain.model.kg_training import Edges
-from gtrain.model.negatives import DrawNodes
+from gtrain.model.kg.embedding import KGEmbedding
+from gtrain.model.kg.negatives import DrawNodes
+from gtrain.model.kg.training import Edges
 from gtrain.nn import SGD, Adagrad, RowwiseAdagrad
 from gtrain_pbg.kernels.rounding import SPAN, keep_rounded, level, round_rows
 from gtrain_pbg.kernels.tiles import has_words, multiply, padded

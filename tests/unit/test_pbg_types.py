@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from gtrain.data.planted_kg import PlantedKGData
-from gtrain.model.kg_embedding import KGEmbedding
-from gtrain.model.kg_training import Edges
-from gtrain.model.negatives import DrawNodes
+from gtrain.data.planted.kg import PlantedKGData
+from gtrain.model.kg.embedding import KGEmbedding
+from gtrain.model.kg.negatives import DrawNodes
+from gtrain.model.kg.training import Edges
 from gtrain.nn import Adagrad, Csr, RowwiseAdagrad, TableSpec
 from gtrain_pbg.edges import EdgeList, Groups, batches_of, filled, kinds_of
 from gtrain_pbg.step.batch import EdgeBatch, Rows

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch_geometric.data import Data
 
-from gtrain.data.part_edges import PartEdges
-from gtrain.graph.manifest import EDGE_TYPE
-from gtrain.graph.writer import write_store
+from gtrain.data.batches.part_edges import PartEdges
+from gtrain.graph.store.manifest import EDGE_TYPE
+from gtrain.graph.store.writer import write_store
 from gtrain_pyg.epoch import Step
 from gtrain_pyg.links import LinkSeeds
 

@@ -35,8 +35,8 @@ from torch_geometric.nn.models import GCN
 from gtrain.errors import ConfigError
 from gtrain.graph.sampling import Columns, NeighborSampler
 from gtrain.graph.sampling.options import SamplingOptions
+from gtrain.graph.shard.whole import whole_edges, whole_indptr
 from gtrain.graph.store import Store
-from gtrain.graph.whole import whole_edges, whole_indptr
 from gtrain.model.node_classifier import NodeClassifier
 from gtrain.nn.depth import conv_hops
 from gtrain_pyg.norm import SampledNorm

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from gtrain.errors import DataError, StoreError
-from gtrain.graph.manifest import EDGE_TYPE
 from gtrain.graph.store import Store
-from gtrain.graph.writer import write_store
+from gtrain.graph.store.manifest import EDGE_TYPE
+from gtrain.graph.store.writer import write_store
 from gtrain.strategy.counters import rss_bytes
 from gtrain.wire import Message, RemoteError, WireError
 from gtrain_pyg.rows import recent as row_recent

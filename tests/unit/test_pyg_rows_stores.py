@@ -18,10 +18,10 @@ from torch_geometric.sampler import BaseSampler, HeteroSamplerOutput, NodeSample
 from torch_geometric.sampler.neighbor_sampler import edge_sample
 
 from gtrain.errors import DataError
-from gtrain.graph.manifest import EDGE_TYPE
 from gtrain.graph.sampling import Columns, HeteroNeighborSampler, NeighborSampler
 from gtrain.graph.store import Store
-from gtrain.graph.writer import write_store
+from gtrain.graph.store.manifest import EDGE_TYPE
+from gtrain.graph.store.writer import write_store
 from gtrain_pyg.stores import ShardFeatureStore, ShardGraphStore
 
 

@@ -20,7 +20,7 @@ from torch_geometric.data import Data, HeteroData
 
 from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.store import Store
-from gtrain.graph.writer import write_store
+from gtrain.graph.store.writer import write_store
 from gtrain_pyg.ranks.parts import PartBook
 
 BATCHES = 800

@@ -17,9 +17,9 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv import message_passing
 
 from gtrain.callbacks.checkpoint import RunCheckpoint
-from gtrain.data.edge_seeds import KnownEdges
-from gtrain.graph.global_ids import GlobalIds
-from gtrain.graph.shard_nodes import shard_nodes
+from gtrain.data.batches.edge_seeds import KnownEdges
+from gtrain.graph.shard.nodes import shard_nodes
+from gtrain.graph.store.global_ids import GlobalIds
 from gtrain.launch import preload
 from gtrain.model.auc import Auc
 from gtrain.strategy.row_exchange import RowExchange

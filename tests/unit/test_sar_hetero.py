@@ -14,9 +14,9 @@ from torch_geometric.nn import GATConv, HANConv, HeteroConv, HGTConv, RGCNConv, 
 from torch_geometric.nn.norm import HeteroBatchNorm
 from torch_geometric.nn.to_hetero_with_bases_transformer import HeteroBasisConv
 
-from gtrain.data.loader import hetero_shard_batch, split_batch
+from gtrain.data.batches.loader import hetero_shard_batch, split_batch
 from gtrain.errors import ConfigError, DataError
-from gtrain.graph.hetero_shard import HeteroShard, load_hetero_shard
+from gtrain.graph.shard.hetero import HeteroShard, load_hetero_shard
 from gtrain.graph.store import Store
 from gtrain.strategy.group import Group
 from gtrain_sar import refusals

@@ -11,8 +11,8 @@ from test_store_hetero import CITES, WRITES, library, library_parts, write
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.errors import StoreError
-from gtrain.graph.hetero_shard import HeteroShard, load_hetero_shard
 from gtrain.graph.shard import GraphShard, load_shard, load_whole
+from gtrain.graph.shard.hetero import HeteroShard, load_hetero_shard
 from gtrain.graph.store import Store
 
 

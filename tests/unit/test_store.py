@@ -14,10 +14,9 @@ from small_graphs import messy_graph, random_parts, stored
 from torch_geometric.data import Data
 
 from gtrain.errors import StoreError
-from gtrain.graph import writer
-from gtrain.graph.lock import ensure_store, file_lock
-from gtrain.graph.manifest import Manifest
-from gtrain.graph.store import Store
+from gtrain.graph.store import Store, writer
+from gtrain.graph.store.lock import ensure_store, file_lock
+from gtrain.graph.store.manifest import Manifest
 
 
 def test_layout_and_contents(tmp_path: Path) -> None:

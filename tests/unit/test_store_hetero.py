@@ -15,12 +15,12 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.errors import DataError, StoreError
-from gtrain.graph.names import Names
 from gtrain.graph.shard import load_shard, load_whole
+from gtrain.graph.shard.whole import held_out_edges, load_whole_hetero
 from gtrain.graph.store import Store
-from gtrain.graph.tables import EdgeArrays
-from gtrain.graph.whole import held_out_edges, load_whole_hetero
-from gtrain.graph.writer import write_store
+from gtrain.graph.store.names import Names
+from gtrain.graph.store.tables import EdgeArrays
+from gtrain.graph.store.writer import write_store
 from gtrain.report import print_partition
 
 WRITES, BY = ("author", "writes", "paper"), ("paper", "by__", "author")
@@ -289,7 +289,7 @@ def test_names(tmp_path: Path, make: Callable[[list[str]], Any]) -> None:
 
 def test_many_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In several pieces, and found again in another order."""
-    monkeypatch.setattr("gtrain.graph.names.STEP", 1000)
+    monkeypatch.setattr("gtrain.graph.store.names.STEP", 1000)
     words = [f"entity/{i * 7919 % 10007}" for i in range(5000)]
     data = Data(edge_index=torch.tensor([[0], [1]]), num_nodes=5000)
     names = write(tmp_path / "s", data, torch.zeros(5000, dtype=torch.int64), 1, names={"node": words}).names("node")
@@ -299,7 +299,7 @@ def test_many_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_equal_hashes_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gtrain.graph.names._hashes", lambda offsets, data: np.zeros(len(offsets) - 1, np.uint64))
+    monkeypatch.setattr("gtrain.graph.store.names._hashes", lambda offsets, data: np.zeros(len(offsets) - 1, np.uint64))
     data = Data(edge_index=torch.tensor([[0], [1]]), num_nodes=10)
     names = write(tmp_path / "s", data, torch.zeros(10, dtype=torch.int64), 1, names={"node": WORDS}).names("node")
     assert names.encode([*WORDS, "nobody"]).tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 7, -1]

@@ -17,9 +17,9 @@ import torch
 from torch_geometric.data import Data, InMemoryDataset
 from torch_geometric.io import fs
 
-from gtrain.data.pyg import PlanetoidData, dataset_class
-from gtrain.data.raw import construct
-from gtrain.data.unpickling import PlainUnpickler, plain_pickles
+from gtrain.data.readers.pyg_download import construct
+from gtrain.data.readers.unpickling import PlainUnpickler, plain_pickles
+from gtrain.data.sources.pyg import PlanetoidData, dataset_class
 from gtrain.errors import ConfigError, DataError
 
 sparse = pytest.importorskip("scipy.sparse", reason="Planetoid's files hold scipy's matrices: pip install scipy")

@@ -15,7 +15,7 @@ import torch
 from helpers import LIMIT, until
 
 from gtrain.wire import Client, IpcFolder, Limits, Message, RefusedError, Security, Server
-from gtrain.wire.stream import MARK, EndedError, ForeignError, Stream
+from gtrain.wire.unix.stream import MARK, EndedError, ForeignError, Stream
 
 LIMITS, NOWHERE = Limits(), Path("/nowhere")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from gtrain.backends import Serves
-from gtrain.data.loader import SeedLoader, full_batch
+from gtrain.data.batches.loader import SeedLoader, full_batch
 from gtrain.graph.shard import GraphShard, load_whole
 from gtrain.graph.store import Store
 from gtrain.strategy.base import GraphStrategy

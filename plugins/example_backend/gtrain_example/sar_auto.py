@@ -6,8 +6,8 @@ import logging
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from gtrain.graph.hetero_shard import HeteroShard
 from gtrain.graph.shard import GraphShard
+from gtrain.graph.shard.hetero import HeteroShard
 from gtrain.graph.store import Store
 from gtrain_sar.strategy import SarStrategy
 

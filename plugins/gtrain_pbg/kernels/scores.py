@@ -24,7 +24,7 @@ from gtrain_pbg.kernels.rounding import keep
 RANKING, LOGISTIC, SOFTMAX = 0, 1, 2
 INNER, SQUARED, ROOT = 0, 1, 2  # dot and cos; squared_l2; l2
 DIAGONAL, LISTED, APART = 0, 1, 2  # where the true answer's column is: that of the row, as listed, nowhere
-TINY = 1e-30  # least squared distance, as in gtrain.model.comparators
+TINY = 1e-30  # least squared distance, as in gtrain.model.kg.comparators
 _RUN = 64  # factors between 1 and 2 whose product is finite
 
 

@@ -1,6 +1,6 @@
 """One batch: fetch rows, compare, go back, and change rows and relations.
 
-It computes what :class:`gtrain.model.kg_training.TrainingLoss` and torch's autograd do, with the gradients written
+It computes what :class:`gtrain.model.kg.training.TrainingLoss` and torch's autograd do, with the gradients written
 out. Rows are fetched once for each side; the gradients of both sides are merged, so that a row changes once.
 """
 

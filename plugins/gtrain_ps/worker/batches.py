@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.data.edge_seeds import EdgeSeeds
-from gtrain.data.loader import SeedLoader, with_edges, with_seeds
+from gtrain.data.batches.edge_seeds import EdgeSeeds
+from gtrain.data.batches.loader import SeedLoader, with_edges, with_seeds
 from gtrain_ps.worker.rows import RowTable
 from gtrain_ps.worker.sampled import SampledGraph, samples
 
 Batch: TypeAlias = Data | HeteroData
 Deal = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
-"""A module's ``deal``: which edges of a step a worker gets; see :meth:`gtrain.model.kg_embedding.KGEmbedding.deal`."""
+"""A module's ``deal``: which edges of a step a worker gets; see :meth:`gtrain.model.kg.embedding.KGEmbedding.deal`."""
 SendAhead = Callable[[Batch, int], None]
 """Gets a batch and its number among those asked for in this epoch, before it is asked for."""
 

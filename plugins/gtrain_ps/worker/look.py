@@ -6,7 +6,7 @@ from itertools import islice
 
 import torch
 
-from gtrain.data.loader import SeedLoader
+from gtrain.data.batches.loader import SeedLoader
 from gtrain.nn import as_csr
 from gtrain_ps.costs import Load
 from gtrain_ps.worker.batches import chunks

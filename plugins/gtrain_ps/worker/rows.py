@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch_geometric.data import Data
 
-from gtrain.data.loader import target_type
+from gtrain.data.batches.loader import target_type
 from gtrain.errors import DataError
 from gtrain.graph.store import Store
 from gtrain.nn import Csr

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.data.edge_seeds import EdgeSeeds
-from gtrain.data.loader import SeedLoader, target_type
+from gtrain.data.batches.edge_seeds import EdgeSeeds
+from gtrain.data.batches.loader import SeedLoader, target_type
 from gtrain.errors import ConfigError
-from gtrain.graph.manifest import EdgeType
 from gtrain.graph.sampling import Columns, HeteroNeighborSampler, HeteroSample
+from gtrain.graph.store.manifest import EdgeType
 from gtrain.nn import select_rows
 
 Batch: TypeAlias = Data | HeteroData

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gtrain.errors import ConfigError
-from gtrain.graph.manifest import EdgeType, edge_key
 from gtrain.graph.store import Store
+from gtrain.graph.store.manifest import EdgeType, edge_key
 
 Array = NDArray[Any]
 Kind = str | EdgeType

@@ -9,8 +9,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from gtrain.graph.manifest import EdgeType
 from gtrain.graph.store import Store
+from gtrain.graph.store.manifest import EdgeType
 
 Array = NDArray[Any]
 FanOut = Mapping[EdgeType, tuple[int, ...]]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gtrain.errors import DataError, StoreError
-from gtrain.graph.manifest import edge_key
 from gtrain.graph.store import Store
+from gtrain.graph.store.manifest import edge_key
 from gtrain.wire import Message
 from gtrain_pyg.buffers import BufferPool
 from gtrain_pyg.ranks.parts import Kind

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gtrain.errors import DataError
-from gtrain.graph.manifest import TensorSpec, edge_key
 from gtrain.graph.store import Store
+from gtrain.graph.store.manifest import TensorSpec, edge_key
 from gtrain_pyg.ranks.parts import Kind, PartBook
 from gtrain_pyg.rows.tables import CsrTable, DenseTable, Table, pieces_of
 

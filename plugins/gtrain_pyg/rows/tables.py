@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gtrain.errors import DataError
-from gtrain.graph.tables import csr_tensor
+from gtrain.graph.store.tables import csr_tensor
 from gtrain_pyg.buffers import BufferPool
 from gtrain_pyg.rows import kernels
 

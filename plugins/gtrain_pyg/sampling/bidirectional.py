@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gtrain.graph.manifest import EdgeType
 from gtrain.graph.sampling.scratch import Edges
+from gtrain.graph.store.manifest import EdgeType
 
 Array = NDArray[Any]
 log = logging.getLogger(__name__)

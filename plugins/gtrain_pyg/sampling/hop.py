@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gtrain.graph.manifest import EdgeType
 from gtrain.graph.sampling.hop import Choice, choose
 from gtrain.graph.sampling.rules import hop_key
 from gtrain.graph.sampling.scratch import Edges
+from gtrain.graph.store.manifest import EdgeType
 from gtrain.wire import Message
 from gtrain_pyg.ranks.service import Peers
 from gtrain_pyg.sampling.kernels import merge, narrow, spread

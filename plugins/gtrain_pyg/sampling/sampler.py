@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gtrain.errors import DataError
-from gtrain.graph.manifest import EdgeType
 from gtrain.graph.sampling import batch_key
 from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.sampling.rules import checked_ids, checked_times
+from gtrain.graph.store.manifest import EdgeType
 from gtrain_pyg.ranks.service import Peers
 from gtrain_pyg.sampling.bidirectional import Bidirectional
 from gtrain_pyg.sampling.hop import Hop, HopSampler

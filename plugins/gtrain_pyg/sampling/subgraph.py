@@ -7,7 +7,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from gtrain.graph.manifest import EdgeType
+from gtrain.graph.store.manifest import EdgeType
 
 Array = NDArray[Any]
 

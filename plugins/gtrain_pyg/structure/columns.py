@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gtrain.graph.manifest import EdgeType, edge_key, safe_name
 from gtrain.graph.sampling import Columns, spans
 from gtrain.graph.sampling.columns import readable
 from gtrain.graph.store import Store
+from gtrain.graph.store.manifest import EdgeType, edge_key, safe_name
 from gtrain_pyg.ranks.hosting import Hosting
 from gtrain_pyg.ranks.parts import PartBook
 from gtrain_pyg.ranks.sharing import Sharing

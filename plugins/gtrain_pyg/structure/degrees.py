@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gtrain.graph.manifest import EdgeType
 from gtrain.graph.store import Store
+from gtrain.graph.store.manifest import EdgeType
 
 NAME = "in_degree"
 WEIGHT = "edge_weight"

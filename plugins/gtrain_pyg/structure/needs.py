@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gtrain.errors import DataError
-from gtrain.graph.manifest import EdgeType
 from gtrain.graph.sampling import Rule
 from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.store import Store
+from gtrain.graph.store.manifest import EdgeType
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gtrain.graph.manifest import EdgeType
 from gtrain.graph.sampling import Columns
 from gtrain.graph.store import Store
+from gtrain.graph.store.manifest import EdgeType
 from gtrain_pyg.ranks.parts import PartBook
 
 Array = NDArray[Any]

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 from torch_geometric.nn.conv import MessagePassing
 
-from gtrain.graph.manifest import EdgeType
+from gtrain.graph.store.manifest import EdgeType
 from gtrain_sar.halo import HaloExchange
 from gtrain_sar.typed.calls import Ends, LayerCall
 from gtrain_sar.typed.layer import TypedLayer

@@ -12,8 +12,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.nn.conv import MessagePassing
 
 from gtrain.errors import ConfigError
-from gtrain.graph.hetero_shard import HeteroShard
-from gtrain.graph.manifest import EdgeType
+from gtrain.graph.shard.hetero import HeteroShard
+from gtrain.graph.store.manifest import EdgeType
 from gtrain.strategy.group import Group
 from gtrain_sar.edges import BlockIndex
 from gtrain_sar.halo import HaloExchange

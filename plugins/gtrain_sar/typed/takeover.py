@@ -14,7 +14,7 @@ from torch_geometric.nn import HeteroConv
 from torch_geometric.nn.conv import HGTConv, MessagePassing
 from torch_geometric.nn.conv.hetero_conv import group
 
-from gtrain.graph.manifest import EdgeType
+from gtrain.graph.store.manifest import EdgeType
 from gtrain_sar.config import Schedule
 from gtrain_sar.edges import BlockIndex
 from gtrain_sar.normalize import GcnNorm

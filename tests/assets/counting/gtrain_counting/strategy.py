@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch_geometric.data import Data
 
-from gtrain.data.loader import SeedLoader, full_batch
+from gtrain.data.batches.loader import SeedLoader, full_batch
 from gtrain.errors import PeerLostError
 from gtrain.graph.shard import GraphShard, load_whole
 from gtrain.graph.store import Store

@@ -1,0 +1,158 @@
+"""Edges as seeds: what a link task's batch carries beside the graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+from gtrain.data.batches.negatives import Negatives
+from gtrain.data.batches.scored_edges import EdgeType, ScoredEdges
+from gtrain.graph.shard.whole import held_out_edges
+from gtrain.graph.store import Store
+
+_OPTIONAL = ("type", "weight", "time")
+
+
+@dataclass(frozen=True)
+class EdgeSeeds:
+    """The S edges of one split, in the order of the source data. Ids are local: rows of the graph's node tensors.
+
+    Attributes:
+        index: int64 ``[2, S]``, sources (heads) and targets (tails).
+        extra: ``type`` int64 (relation), ``weight`` (float), ``time`` int64, each ``[S]``, where the data has them.
+        known: what is true anywhere in the data, for filtered ranking; None on the train split.
+        edge_type: the edge type of a heterogeneous graph; None in a homogeneous one.
+        edge_id: int64 ``[S]``, places among the split's edges of the source data.
+        negatives: draws false edges; None: there are none.
+    """
+
+    index: Tensor
+    extra: dict[str, Tensor]
+    known: KnownEdges | None
+    edge_type: EdgeType | None
+    edge_id: Tensor
+    negatives: Negatives | None = None
+
+    def __len__(self) -> int:
+        return self.index.size(1)
+
+    def select(self, chosen: Tensor, epoch: int = 0) -> ScoredEdges:
+        """Return the chosen seeds with their false edges.
+
+        Args:
+            chosen: int64 ``[B]``, positions in this split.
+            epoch: number of the epoch.
+        """
+        source, target = self.index[:, chosen]
+        extra, edge_id = {name: value[chosen] for name, value in self.extra.items()}, self.edge_id[chosen]
+        edges = ScoredEdges(source, target, extra, edge_id=edge_id)
+        return edges if self.negatives is None else self.negatives(edges, edge_id, epoch)
+
+    def answers(self, chosen: Tensor) -> dict[str, Tensor]:
+        """Return what is true of the chosen seeds' ends: entries of the batch, none on the train split.
+
+        Returns:
+            ``known_tail_ptr`` int64 ``[B + 1]`` with ``known_tail`` (all t such that (h, r, t) is in the data),
+            ``known_head_ptr`` and ``known_head`` alike.
+        """
+        if self.known is None:
+            return {}
+        (source, target), relation = self.index[:, chosen], self.extra.get("type")
+        relation = None if relation is None else relation[chosen]
+        entries = {}
+        entries["known_tail_ptr"], entries["known_tail"] = self.known.tails(source, relation)
+        entries["known_head_ptr"], entries["known_head"] = self.known.heads(target, relation)
+        return entries
+
+
+class KnownEdges:
+    """All edges of the data by (source, relation) and by (target, relation).
+
+    Args:
+        index: sources and targets of every edge, train, val and test.
+        relation: relation of each, or None where there is one.
+        num_relations: R, where queries may have relations that none of these edges has.
+
+    Shapes:
+        index int64 ``[2, K]``, relation int64 ``[K]``.
+    """
+
+    def __init__(self, index: Tensor, relation: Tensor | None, num_relations: int = 1) -> None:
+        largest = int(relation.max()) + 1 if relation is not None and relation.numel() else 1
+        self._relations = max(largest, num_relations)
+        self._by_source = self._sorted(index[0], relation, index[1])
+        self._by_target = self._sorted(index[1], relation, index[0])
+
+    def tails(self, source: Tensor, relation: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return, for each of B queries (source, relation), the known targets: pointers [B + 1] and ids."""
+        return self._lookup(self._by_source, source, relation)
+
+    def heads(self, target: Tensor, relation: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return, for each of B queries (target, relation), the known sources: pointers [B + 1] and ids."""
+        return self._lookup(self._by_target, target, relation)
+
+    def _keys(self, node: Tensor, relation: Tensor | None) -> Tensor:
+        return node if relation is None else node * self._relations + relation
+
+    def _sorted(self, node: Tensor, relation: Tensor | None, answer: Tensor) -> tuple[Tensor, Tensor]:
+        keys, order = self._keys(node, relation).sort()
+        return keys.contiguous(), answer[order]
+
+    def _lookup(self, table: tuple[Tensor, Tensor], node: Tensor, relation: Tensor | None) -> tuple[Tensor, Tensor]:
+        keys, answers = table
+        wanted = self._keys(node, relation).contiguous()
+        begin = torch.searchsorted(keys, wanted)
+        count = torch.searchsorted(keys, wanted, right=True) - begin
+        pointer = torch.cat([count.new_zeros(1), count.cumsum(0)])
+        offset = torch.arange(int(pointer[-1])) - torch.repeat_interleave(pointer[:-1], count)
+        return pointer, answers[torch.repeat_interleave(begin, count) + offset]
+
+
+def edge_seeds(graph: Data | HeteroData, store: Store, split: str, negatives: Negatives | None = None) -> EdgeSeeds:
+    """Return the edges of a split.
+
+    Args:
+        graph: the whole graph, its nodes in the order of the global ids.
+        store: where the held-out edges are.
+        split: ``train``: every edge that messages pass along; ``val`` or ``test``: those held out.
+        negatives: draws their false edges; None: there are none.
+    """
+    edge_type: EdgeType | None = None
+    if isinstance(graph, HeteroData):
+        edge_type = tuple(store.facts["target_edge"])
+    index, edge_id, extra = _train(graph, edge_type)
+    if split == "train":
+        return EdgeSeeds(index, extra, None, edge_type, edge_id, negatives)
+    others = {name: _held_out(store, name, edge_type) for name in ("val", "test")}
+    everything = [(index, edge_id, extra), *others.values()]
+    relations = [more["type"] for _, _, more in everything] if "type" in extra else None
+    known = KnownEdges(
+        torch.cat([edges for edges, _, _ in everything], dim=1), None if relations is None else torch.cat(relations)
+    )
+    index, edge_id, extra = others[split]
+    return EdgeSeeds(index, extra, known, edge_type, edge_id, negatives)
+
+
+_Edges = tuple[Tensor, Tensor, dict[str, Tensor]]
+
+
+def _train(graph: Data | HeteroData, edge_type: EdgeType | None) -> _Edges:
+    edges = graph if isinstance(graph, Data) else graph[edge_type]
+    order = torch.argsort(edges.edge_id)
+    extra = {name: edges[f"edge_{name}"][order] for name in _OPTIONAL if f"edge_{name}" in edges}
+    return edges.edge_index[:, order], edges.edge_id[order], extra
+
+
+def _held_out(store: Store, split: str, edge_type: EdgeType | None) -> _Edges:
+    """Return the held-out edges of all parts, in the order of the source data."""
+    edges = held_out_edges(store, split, edge_type)
+    if not edges:
+        there = [name for name in _OPTIONAL if f"edge_{name}" in store.edge_tensors(edge_type)]
+        none = torch.empty(0, dtype=torch.int64)
+        return torch.stack([none, none]), none, dict.fromkeys(there, none)
+    extra = {name: edges[f"edge_{name}"] for name in _OPTIONAL if f"edge_{name}" in edges}
+    index = torch.stack([edges["source"], edges["target"]])
+    return index, torch.arange(index.size(1)), extra

@@ -1,0 +1,363 @@
+"""What a DataModule hands out: a description of batches, which a strategy turns into its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+from gtrain.data.batches.edge_seeds import EdgeSeeds, edge_seeds
+from gtrain.data.batches.negatives import Negatives
+from gtrain.data.batches.sampling import Sampling, as_set
+from gtrain.errors import ConfigError, DataError
+from gtrain.graph.mixing import key
+from gtrain.graph.sampling.options import SamplingOptions, checked_fan_out
+from gtrain.graph.shard import GraphShard, load_whole
+from gtrain.graph.shard.hetero import HeteroShard
+from gtrain.graph.shard.whole import load_whole_hetero
+from gtrain.graph.store import Store
+
+SPLITS = ("train", "val", "test", "predict")
+TASKS = ("node", "link")
+Batch = TypeVar("Batch", bound=Data | HeteroData)
+
+
+@dataclass
+class SeedLoader:
+    """A description of the batches of one split.
+
+    A strategy reads the fields and makes its own batches. Iterated as it is, by a stock Lightning strategy or a test,
+    it yields the whole graph, once for each group of ``batch_size`` seeds, with no sampling.
+
+    Attributes:
+        store: the graph.
+        split: ``train``, ``val``, ``test``, or ``predict`` for all nodes.
+        batch_size: seeds of one optimizer step over all ranks; None means all of them (full batch).
+        num_neighbors: neighbours that a sampling strategy draws for each hop, -1 all, by edge type where it is a
+            mapping; None means all of them.
+        shuffle: whether each epoch has another order; it matters only with a ``batch_size``.
+        seed: seed of the order; epoch e is shuffled with ``seed + e``.
+        epoch: number of the next epoch, advanced by each iteration; see :meth:`next_epoch`.
+        task: ``node``: seeds are nodes; ``link``: seeds are edges, except for ``predict``, whose seeds are all nodes.
+        num_negatives: false targets for each edge that a batch scores, ``dst_neg_index``; 0: none. A strategy sets it
+            to the ``num_negatives`` of the module that it trains, see :meth:`draw_negatives`.
+        sampling: how a sampling strategy draws neighbours, and which false edges a module of the user's own asks for.
+        clock: says the number of the epoch that begins, where somebody else counts them.
+    """
+
+    store: Store
+    split: str
+    batch_size: int | None = None
+    num_neighbors: Sequence[int] | Mapping[Any, Sequence[int]] | None = None
+    shuffle: bool = False
+    seed: int = 0
+    epoch: int = field(default=0, compare=False)
+    task: str = "node"
+    num_negatives: int = field(default=0, compare=False)
+    sampling: Sampling = field(default_factory=Sampling)
+    clock: Callable[[], int] | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.split not in SPLITS:
+            raise ConfigError(f"{self.split!r} is not a split", hint=f"choose one of {', '.join(SPLITS)}")
+        if self.task == "node" and self.split != "predict" and not has_split(self.store, self.split):
+            raise _no_split(self.split)
+        if self.num_neighbors is not None:
+            self.num_neighbors = checked_fan_out(self.num_neighbors)
+
+    def __len__(self) -> int:
+        """Return the optimizer steps of one epoch: 1 for full batch."""
+        if self.batch_size is None:
+            return 1
+        return max(1, -(-self.num_seeds // self.batch_size))
+
+    @property
+    def seeds_are_edges(self) -> bool:
+        """Whether the batches carry edges to be scored."""
+        return self.task == "link" and self.split != "predict"
+
+    @property
+    def num_seeds(self) -> int:
+        """Number of the split's nodes, or edges, over all parts."""
+        if self.split == "predict":
+            return self.store.num_nodes_of(target_type(self.store))
+        return num_link_seeds(self.store, self.split) if self.seeds_are_edges else self.store.split_size(self.split)
+
+    def __iter__(self) -> Iterator[Data | HeteroData]:
+        # A generator: Lightning calls iter() on every loader, also where a strategy makes its own batches of it, and
+        # the graph may be larger than this machine's memory.
+        graph: Data | HeteroData = (
+            hetero_batch(load_whole_hetero(self.store), self.store)
+            if self.store.is_hetero
+            else graph_batch(load_whole(self.store))
+        )
+        yield from self.steps(graph)
+
+    def refuse_sampling(self, reason: str) -> None:
+        """Raise if the user asked for sampled neighbours; for strategies that use all of them.
+
+        Args:
+            reason: a clause for the message, such as "this strategy draws no neighbours".
+
+        Raises:
+            ConfigError: names what was set.
+        """
+        found = self.sampling.settings()
+        if self.num_neighbors is not None:
+            found = [f"data.num_neighbors={as_set(checked_fan_out(self.num_neighbors))}", *found]
+        if found:
+            keys = ", ".join(setting.partition("=")[0] for setting in found)
+            raise ConfigError(
+                f"{', '.join(found)} is set, and {reason}",
+                hint=f"leave {keys} out, or choose a strategy that samples (strategy=pyg)",
+            )
+
+    def sampling_options(self, hops: int | None = None) -> SamplingOptions:
+        """Return what a sampling strategy draws from this store.
+
+        Args:
+            hops: layers of message passing in the model; None: unknown.
+
+        Raises:
+            ConfigError, DataError: see :meth:`gtrain.data.batches.sampling.Sampling.options`.
+        """
+        return self.sampling.options(self.store, self.num_neighbors, hops)  # type: ignore[arg-type]
+
+    def seeds(self, graph: Data | HeteroData) -> Tensor | EdgeSeeds:
+        """Return the split's seeds in the order of the source data, whatever the parts of the store.
+
+        Args:
+            graph: every node and edge, as :func:`graph_batch` or :func:`hetero_batch` returns it.
+
+        Returns:
+            Local ids of nodes, int64, or the edges.
+        """
+        if self.seeds_are_edges:
+            return edge_seeds(graph, self.store, self.split, self.negatives())
+        return node_seeds(graph, self.split)
+
+    def draw_negatives(self, count: int | None) -> None:
+        """Have as many false targets drawn for each edge as a module says that it needs; None: it says nothing.
+
+        Raises:
+            ConfigError: false edges were asked for in another form.
+        """
+        form = self.sampling.neg_sampling
+        if count is not None and form is not None and self.seeds_are_edges:
+            raise ConfigError(
+                f"data.neg_sampling={form} was set, and the model draws false targets by itself, "
+                f"model.num_negatives={count} for each edge.",
+                hint="set data.neg_sampling=null; it is for modules of your own.",
+            )
+        self.num_negatives = count or 0
+
+    def negatives(self) -> Negatives | None:
+        """Return what draws the false edges of the split's batches; None where there are to be none."""
+        form, ratio = self.sampling.neg_sampling, self.sampling.neg_sampling_ratio
+        amount = ratio if form is not None else self.num_negatives
+        if not self.seeds_are_edges or not amount:
+            return None
+        time = None if self.sampling.temporal_strategy is None else "time"
+        return Negatives(self.store, target_edge_type(self.store), self.split, self.seed, amount, form, time)
+
+    def next_epoch(self) -> int:
+        """Return the number of the epoch whose first batch is asked for now, and count on.
+
+        To be called then and not before: Lightning makes iterators that it never asks for a batch.
+        """
+        if self.clock is not None:
+            self.epoch = self.clock()
+        self.epoch += 1
+        return self.epoch - 1
+
+    def random_key(self, epoch: int, step: int) -> int:
+        """Return what the random numbers of a step's batch follow from, the same on all ranks of a job.
+
+        Validation and test have the same in every epoch.
+        """
+        return int(key(self.seed, SPLITS.index(self.split), epoch if self.split == "train" else 0, step))
+
+    def steps(self, graph: Batch, seeds: Tensor | EdgeSeeds | None = None) -> Iterator[Batch]:
+        """Yield the whole graph once for each group of its seeds: one epoch without sampling.
+
+        Args:
+            graph: every node and edge.
+            seeds: what :meth:`seeds` returned for it, so that it is computed once for all epochs; None computes it.
+        """
+        self.refuse_sampling("this strategy draws no neighbours")
+        epoch = self.next_epoch()
+        seeds = self.seeds(graph) if seeds is None else seeds
+        if isinstance(seeds, Tensor):
+            for chunk in self._chunks(seeds, epoch):
+                yield with_seeds(graph, chunk)
+        else:
+            for step, chunk in enumerate(self._chunks(torch.arange(len(seeds)), epoch)):
+                batch = with_edges(graph, seeds, chunk, epoch)
+                batch.random_key = self.random_key(epoch, step)
+                yield batch
+
+    def _chunks(self, seeds: Tensor, epoch: int) -> Sequence[Tensor]:
+        """Cut the seeds, in the order of the source data, into the steps of one epoch."""
+        if self.batch_size is None:
+            return (seeds,)
+        if self.shuffle:
+            seeds = seeds[torch.randperm(seeds.numel(), generator=torch.Generator().manual_seed(self.seed + epoch))]
+        return seeds.split(self.batch_size)
+
+
+def has_split(store: Store, split: str) -> bool:
+    """Return whether the store says which nodes are in ``train``, ``val`` or ``test``."""
+    return f"{split}_mask" in store.node_tensors(target_type(store))
+
+
+def target_type(store: Store) -> str:
+    """Return the node type that carries the labels: the only one of a homogeneous graph."""
+    target = store.facts.get("target")
+    return target if isinstance(target, str) else store.node_types[0]
+
+
+def target_edge_type(store: Store) -> tuple[str, str, str]:
+    """Return the edge type that is predicted: the only one of a homogeneous graph."""
+    source, relation, target = store.facts.get("target_edge") or store.edge_types[0]
+    return source, relation, target
+
+
+def num_link_seeds(store: Store, split: str) -> int:
+    """Return the edges of a split over all parts."""
+    edge_type = target_edge_type(store)
+    return store.num_edges_of(edge_type) if split == "train" else store.held_out_size(split, edge_type)
+
+
+def full_batch(shard: GraphShard, split: str, dtype: torch.dtype | None = None) -> Data:
+    """Return a shard as the batch that a LightningModule sees, all its nodes and edges in it.
+
+    Args:
+        shard: the rank's part, with n own nodes, h halo nodes and E edges.
+        split: ``train``, ``val``, ``test`` or ``predict``.
+        dtype: the precision to give ``x`` and floating-point edge data; None leaves them as they are stored.
+
+    Returns:
+        What :func:`graph_batch` returns, and
+
+        * ``seeds`` int64 ``[s]``, local ids of the own nodes that are in the split, ascending (``predict``: all own
+          nodes). **A batch's loss and metrics are over these nodes, and over no others.** A rank may have none;
+        * ``batch_size`` s.
+    """
+    return split_batch(graph_batch(shard, dtype), split)
+
+
+def split_batch(batch: Batch, split: str) -> Batch:
+    """Return a shallow copy of a shard's batch with ``seeds`` and ``batch_size``, as :func:`full_batch` has them.
+
+    In a heterogeneous batch they are nodes of the type ``target``.
+    """
+    return with_seeds(batch, node_seeds(batch, split).sort().values)
+
+
+def hetero_shard_batch(shard: HeteroShard, store: Store, dtype: torch.dtype | None = None) -> HeteroData:
+    """Return a typed shard as a ``HeteroData`` with every tensor of ``node_data`` and ``edge_data``, and
+
+    * ``edge_index`` int64 ``[2, E]`` of each edge type, local ids (sources own and halo, targets own);
+    * ``num_nodes`` n of each node type, its own nodes, which is the number of rows of its ``x``;
+    * ``n_id`` int64 ``[n]`` of each node type, global ids of the own nodes;
+    * ``target``, the node type that the labels belong to (str).
+    """
+    batch = HeteroData()
+    for node_type, nodes in shard.nodes.items():
+        batch[node_type].num_nodes = nodes.num_local
+        for name, tensor in shard.node_data[node_type].items():
+            batch[node_type][name] = _cast(tensor, dtype) if name == "x" else tensor
+        batch[node_type].n_id = torch.arange(int(nodes.offsets[nodes.part]), int(nodes.offsets[nodes.part + 1]))
+    for edge_type, edge_index in shard.edge_index.items():
+        batch[edge_type].edge_index = edge_index
+        for name, tensor in shard.edge_data[edge_type].items():
+            batch[edge_type][name] = _cast(tensor, dtype)
+    batch.target = target_type(store)
+    return batch
+
+
+def graph_batch(shard: GraphShard, dtype: torch.dtype | None = None) -> Data:
+    """Return a shard as a ``Data`` with every tensor of ``node_data`` and ``edge_data``, and
+
+    * ``edge_index`` int64 ``[2, E]``, local ids (sources up to n+h-1, targets up to n-1);
+    * ``num_nodes`` n, the own nodes, which is the number of rows of ``x``;
+    * ``n_id`` int64 ``[n]``, global ids of the own nodes.
+
+    ``x`` is dense, or a sparse CSR tensor where the store keeps it so.
+    """
+    batch = Data(edge_index=shard.edge_index, num_nodes=shard.num_local)
+    for name, tensor in shard.node_data.items():
+        batch[name] = _cast(tensor, dtype) if name == "x" else tensor
+    for name, tensor in shard.edge_data.items():
+        batch[name] = _cast(tensor, dtype)
+    batch.n_id = torch.arange(int(shard.offsets[shard.part]), int(shard.offsets[shard.part + 1]))
+    return batch
+
+
+def hetero_batch(graph: HeteroData, store: Store, dtype: torch.dtype | None = None) -> HeteroData:
+    """Return a whole heterogeneous graph as a batch: a copy without held-out edges, and with
+
+    * ``n_id`` int64 ``[n]`` of each node type, global ids;
+    * ``target``, the node type that the labels belong to (str).
+    """
+    batch = HeteroData()
+    for node_type in graph.node_types:
+        for name, value in graph[node_type].items():
+            batch[node_type][name] = _cast(value, dtype) if name == "x" else value
+        batch[node_type].n_id = torch.arange(int(graph[node_type].num_nodes or 0))
+    for edge_type in graph.edge_types:
+        for name, value in graph[edge_type].items():
+            if not name.startswith(("val_edge_", "test_edge_")):
+                batch[edge_type][name] = _cast(value, dtype)
+    batch.target = target_type(store)
+    return batch
+
+
+def node_seeds(graph: Data | HeteroData, split: str) -> Tensor:
+    """Return the local ids of a split's nodes in the order of the source data, whatever the parts of the store."""
+    nodes = graph[graph.target] if isinstance(graph, HeteroData) else graph
+    if split == "predict":
+        seeds = torch.arange(int(nodes.num_nodes or 0), device=nodes.orig_id.device)
+    elif f"{split}_mask" not in nodes:
+        raise _no_split(split)
+    else:
+        seeds = nodes[f"{split}_mask"].nonzero().flatten()
+    return seeds[torch.argsort(nodes.orig_id[seeds])]
+
+
+def with_seeds(batch: Batch, seeds: Tensor) -> Batch:
+    """Return a shallow copy of a batch with these seeds."""
+    copied = copy.copy(batch)
+    copied.seeds, copied.batch_size = seeds, seeds.numel()
+    return copied
+
+
+def with_edges(batch: Batch, edges: EdgeSeeds, chosen: Tensor, epoch: int = 0) -> Batch:
+    """Return a shallow copy of a batch whose seeds are these of a split's edges.
+
+    See :meth:`~gtrain.data.batches.scored_edges.ScoredEdges.entries` and :meth:`EdgeSeeds.answers` for what it carries.
+    """
+    copied = copy.copy(batch)
+    edges.select(chosen, epoch).put_into(copied, edges.edge_type)
+    for name, value in edges.answers(chosen).items():
+        copied[name] = value
+    copied.seeds, copied.batch_size = chosen, chosen.numel()
+    if isinstance(copied, HeteroData):
+        copied.target = edges.edge_type
+    return copied
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if isinstance(tensor, Tensor) and dtype and tensor.is_floating_point() else tensor
+
+
+def _no_split(split: str) -> DataError:
+    return DataError(
+        f"the stored graph has no {split} split, because it was prepared without labels",
+        hint="give the labels (data.labels=FILE for an edge list), or choose a task that needs none",
+    )

@@ -1,0 +1,146 @@
+"""False edges for true ones, drawn from counters: the same whatever strategy, parts, ranks or batches there are.
+
+The false target number k of an edge follows from the seed, the split, the epoch, the edge's place in the source data
+and k. Its end is uniform over the *orig ids* of the node type, so that it does not depend on how the graph is cut.
+Validation and test have the same false edges in every epoch. False edges may by chance be true ones, as in PyG.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gtrain.data.batches.scored_edges import FORMS, EdgeType, ScoredEdges
+from gtrain.errors import ConfigError
+from gtrain.graph.mixing import below, key
+from gtrain.graph.store import Store
+from gtrain.graph.store.global_ids import GlobalIds
+
+_SPLITS = ("train", "val", "test")
+_TRIES = 8  # to find a node that is there at the time of its edge
+
+
+class Negatives:
+    """Draws false ends of edges.
+
+    Args:
+        store: the graph.
+        edge_type: the edges' type; None means the only one.
+        split: ``train``, ``val`` or ``test``.
+        seed: of the numbers.
+        amount: false edges for each true one, above 0; a whole number but for ``binary``.
+        form: see :class:`~gtrain.data.batches.scored_edges.ScoredEdges`.
+        time: name of the node tensor with times: no end is later than the time of its edge, if that has one. Of a few
+            nodes drawn the first that is there by then is taken, or else the earliest of all.
+
+    Raises:
+        ConfigError: the form is unknown, or the amount no number of edges.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        edge_type: EdgeType | None,
+        split: str,
+        seed: int,
+        amount: float,
+        form: str | None = None,
+        time: str | None = None,
+    ) -> None:
+        check_negatives(form, amount)
+        self.split, self.seed, self.amount, self.form = split, seed, amount, form
+        source, _, target = edge_type or store.edge_types[0]
+        self._ends = tuple(_End(store, kind, time) for kind in (source, target))
+
+    def __call__(self, edges: ScoredEdges, edge_id: Tensor, epoch: int) -> ScoredEdges:
+        """Return true edges together with false ones.
+
+        Args:
+            edges: true ones.
+            edge_id: int64 ``[B]``, their places among the split's edges of the source data.
+            epoch: number of the epoch; of no effect but for ``train``.
+        """
+        draws, time = math.ceil(self.amount), edges.extra.get("time")
+        targets = self._draw(1, edge_id, epoch, draws, time)
+        if self.form != "binary":
+            return replace(edges, form=self.form, false_target=targets, edge_id=edge_id)
+        total = math.ceil(edge_id.numel() * self.amount)
+        sources = self._draw(0, edge_id, epoch, draws, time)
+        flat = [drawn.t().reshape(-1)[:total] for drawn in (sources, targets)]
+        return replace(edges, form=self.form, false_source=flat[0], false_target=flat[1], edge_id=edge_id)
+
+    def _draw(self, side: int, edge_id: Tensor, epoch: int, draws: int, time: Tensor | None) -> Tensor:
+        """Global ids ``[B, draws]`` at one side, 0 the sources and 1 the targets."""
+        split = _SPLITS.index(self.split)
+        words = (self.seed, split, epoch if self.split == "train" else 0, side)
+        end = self._ends[side]
+        found = end.draw(edge_id, draws, *words, 0)
+        if time is None or not end.timed:
+            return found
+        limit = time.unsqueeze(1).expand_as(found)
+        for again in range(1, _TRIES):
+            late = end.time_of(found) > limit
+            if not late.any():
+                return found
+            found = torch.where(late, end.draw(edge_id, draws, *words, again), found)
+        return torch.where(end.time_of(found) > limit, end.earliest, found)
+
+
+class _End:
+    """The nodes at one side of the edges."""
+
+    def __init__(self, store: Store, kind: str, time: str | None) -> None:
+        self._ids, self._count = GlobalIds(store, kind), store.num_nodes_of(kind)
+        self._offsets = store.offsets_of(kind)
+        self.timed = time is not None and time in store.node_tensors(kind)
+        self._times = [store.node(str(time), part, kind) for part in range(store.num_parts)] if self.timed else []
+        self._earliest: int | None = None
+
+    def draw(self, edge_id: Tensor, draws: int, *words: int) -> Tensor:
+        """Global ids ``[B, draws]``, uniform."""
+        return self._ids(torch.from_numpy(below(self._count, key(*words), edge_id.numpy(), draws)))
+
+    def time_of(self, ids: Tensor) -> Tensor:
+        """Times of nodes, of any shape."""
+        found = torch.empty_like(ids)
+        part = torch.searchsorted(self._offsets, ids.contiguous(), right=True) - 1
+        for number, times in enumerate(self._times):
+            mine = part == number
+            found[mine] = times[ids[mine] - self._offsets[number]].to(found.dtype)
+        return found
+
+    @property
+    def earliest(self) -> int:
+        """The node with the earliest time; of several, the one with the lowest orig id."""
+        if self._earliest is None:
+            everyone = torch.cat(self._times)
+            first = (everyone == everyone.min()).nonzero().flatten()
+            orig = torch.cat(self._ids.orig_ids)[first]
+            self._earliest = int(first[orig.argmin()])
+        return self._earliest
+
+
+def check_negatives(form: str | None, amount: float) -> None:
+    """Raise unless that is a way of drawing false edges.
+
+    Raises:
+        ConfigError: the form is unknown, or the amount no number of edges.
+    """
+    if form is not None and form not in FORMS:
+        raise ConfigError(
+            f"data.neg_sampling={form} was set.",
+            hint="choose binary (false edges, edge_label 1 and 0), triplet (false targets), or null.",
+        )
+    if not amount > 0 or math.isinf(amount):
+        raise ConfigError(
+            f"data.neg_sampling_ratio={amount} was set; it is the number of false edges for each true one.",
+            hint="set a number above 0.",
+        )
+    if form != "binary" and amount != int(amount):
+        raise ConfigError(
+            f"data.neg_sampling_ratio={amount} was set; a triplet has a whole number of false targets.",
+            hint="set a whole number, or data.neg_sampling=binary.",
+        )

@@ -1,0 +1,132 @@
+"""The edges of one split that point at the nodes of some parts, read from the store's memory maps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gtrain.data.batches.scored_edges import EdgeType, ScoredEdges
+from gtrain.graph.store import Store
+
+_OPTIONAL = ("type", "weight", "time")
+
+
+class PartEdges:
+    """S edges of one split and type, part by part, in the order of the store's columns (held-out ones: of the source
+    data). Nothing but the parts' sizes is kept in memory.
+
+    Args:
+        store: the graph.
+        edge_type: the type; None means the only one.
+        split: ``train``: every edge that messages pass along; ``val`` or ``test``: those held out.
+        parts: whose edges; they belong to the part of their target.
+    """
+
+    def __init__(self, store: Store, edge_type: EdgeType | None, split: str, parts: Sequence[int]) -> None:
+        kind = edge_type or store.edge_types[0]
+        self._pieces: list[_Edges] = [
+            _TrainEdges(store, kind, part) if split == "train" else _HeldOutEdges(store, kind, part, split)
+            for part in parts
+        ]
+        sizes = torch.tensor([0, *(len(piece) for piece in self._pieces)])
+        self._start, self._parts = sizes.cumsum(0), torch.tensor(list(parts))
+
+    def __len__(self) -> int:
+        return int(self._start[-1])
+
+    @property
+    def owner(self) -> Tensor:
+        """int64 ``[S]``, the part of each edge's target."""
+        return torch.repeat_interleave(self._parts, self._start.diff())
+
+    def edge_id(self, chosen: Tensor | None = None) -> Tensor:
+        """Return int64 ``[B]``, places among the split's edges of the source data.
+
+        Args:
+            chosen: int64 ``[B]``, positions in 0 .. S-1; None: all.
+        """
+        if chosen is None:
+            return torch.cat([self._start[:0], *(piece.edge_id(slice(None)) for piece in self._pieces)])
+        found = torch.empty_like(chosen)
+        for piece, place, mine in self._dealt(chosen):
+            found[place] = piece.edge_id(mine)
+        return found
+
+    def select(self, chosen: Tensor | None = None) -> ScoredEdges:
+        """Return edges by global ids.
+
+        Args:
+            chosen: int64 ``[B]``, positions in 0 .. S-1; None: all.
+        """
+        chosen = torch.arange(len(self)) if chosen is None else chosen
+        source, target = torch.empty_like(chosen), torch.empty_like(chosen)
+        extra: dict[str, Tensor] = {}
+        for piece, place, mine in self._dealt(chosen):
+            source[place], target[place] = piece.ends(mine)
+            for name in piece.optional:
+                value = piece.tensor(name, mine)
+                extra.setdefault(name, value.new_zeros(chosen.numel()))[place] = value
+        return ScoredEdges(source, target, extra)
+
+    def _dealt(self, chosen: Tensor) -> list[tuple[_Edges, Tensor, Tensor]]:
+        """Each piece with the places in ``chosen`` that are its edges, and their positions in it."""
+        if len(self._pieces) == 1:
+            return [(self._pieces[0], torch.arange(chosen.numel()), chosen)]
+        number = torch.searchsorted(self._start, chosen.contiguous(), right=True) - 1
+        dealt = []
+        for i, piece in enumerate(self._pieces):
+            place = (number == i).nonzero().flatten()
+            dealt.append((piece, place, chosen[place] - self._start[i]))
+        return dealt
+
+
+class _TrainEdges:
+    """The in-edges of a part's nodes."""
+
+    def __init__(self, store: Store, kind: EdgeType, part: int) -> None:
+        self._first = int(store.offsets_of(kind[2])[part])
+        self._indptr, self._indices = (store.edge(name, part, kind) for name in ("indptr", "indices"))
+        there = store.edge_tensors(kind)
+        self._tensors = {n: store.edge(f"edge_{n}", part, kind) for n in ("id", *_OPTIONAL) if f"edge_{n}" in there}
+        self.optional = [name for name in self._tensors if name != "id"]
+
+    def __len__(self) -> int:
+        return self._indices.numel()
+
+    def ends(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        target = torch.searchsorted(self._indptr, rows.contiguous(), right=True) - 1 + self._first
+        return self._indices[rows].long(), target
+
+    def edge_id(self, rows: Tensor | slice) -> Tensor:
+        return self._tensors["id"][rows]
+
+    def tensor(self, name: str, rows: Tensor) -> Tensor:
+        return self._tensors[name][rows]
+
+
+class _HeldOutEdges:
+    """The edges that are held out of a part."""
+
+    def __init__(self, store: Store, kind: EdgeType, part: int, split: str) -> None:
+        names = store.held_out_tensors(split, kind)
+        self._tensors = {name: store.held_out(name, part, split, kind) for name in names}
+        self.optional = [name for name in _OPTIONAL if f"edge_{name}" in self._tensors]
+
+    def __len__(self) -> int:
+        return self._tensors["source"].numel() if self._tensors else 0
+
+    def ends(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        if not self._tensors:
+            return rows, rows
+        return self._tensors["source"][rows], self._tensors["target"][rows]
+
+    def edge_id(self, rows: Tensor | slice) -> Tensor:
+        return self._tensors["edge_id"][rows] if self._tensors else torch.empty(0, dtype=torch.int64)
+
+    def tensor(self, name: str, rows: Tensor) -> Tensor:
+        return self._tensors[f"edge_{name}"][rows]
+
+
+_Edges = _TrainEdges | _HeldOutEdges

@@ -1,0 +1,121 @@
+"""What the generated sources share: checks of their knobs, power laws, and the scores that nothing can beat."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gtrain.errors import ConfigError
+from gtrain.graph.store.files import chunks, row_bytes
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+def check_least(model: object, least: Mapping[str, int]) -> None:
+    """Raise ConfigError where an attribute is below its least value."""
+    for key, limit in least.items():
+        if not getattr(model, key) >= limit:
+            raise ConfigError(f"data.{key}={getattr(model, key)} is too small", hint=f"set {limit} or more")
+
+
+def check_finite(model: object, least: Mapping[str, float]) -> None:
+    """Raise ConfigError where a number is not finite, or below its least value."""
+    for key, limit in least.items():
+        value = getattr(model, key)
+        if not (math.isfinite(value) and value >= limit):
+            raise ConfigError(f"data.{key}={value} is out of range", hint=f"set a number from {limit:g}")
+
+
+def check_shares(model: object, *keys: str) -> None:
+    """Raise ConfigError where an attribute is no probability."""
+    for key in keys:
+        if not 0 <= getattr(model, key) <= 1:
+            raise ConfigError(f"data.{key}={getattr(model, key)} is no probability", hint="set 0 to 1")
+
+
+def check_exponent(model: Any) -> None:
+    """Raise ConfigError where ``degree_exponent`` gives a power law without a mean."""
+    if not 2 < model.degree_exponent < math.inf:
+        raise ConfigError(
+            f"data.degree_exponent={model.degree_exponent:g} has no finite mean degree", hint="set more than 2"
+        )
+
+
+def power_law(count: int, exponent: float, rng: np.random.Generator) -> Floats:
+    """Draw weights from a power law, capped at ``sqrt(count) / 2`` times their mean: no node may outweigh its class."""
+    weights = (1 - rng.random(count)) ** (-1 / (exponent - 1))
+    capped: Floats = np.minimum(weights, weights.mean() * math.sqrt(count) / 2)
+    return capped
+
+
+def expected_accuracy(evidence: Floats, label_noise: float) -> float:
+    """Return the mean over nodes of the largest posterior of a label.
+
+    Args:
+        evidence: log-probability of each class of each node, up to a constant for each node.
+        label_noise: share of the labels that are another class, drawn evenly.
+
+    Shapes:
+        evidence ``[N, k]``.
+    """
+    others = evidence.shape[1] - 1
+    posterior = np.exp(evidence - evidence.max(axis=1, keepdims=True))
+    posterior /= posterior.sum(axis=1, keepdims=True)
+    return float(((1 - label_noise) * posterior + label_noise * (1 - posterior) / others).max(axis=1).mean())
+
+
+def log_odds(homophily: float, num_classes: int) -> float:
+    """Return the log-odds that a neighbour's class is worth: of one edge within the class, against one other class."""
+    same = float(np.clip(homophily, 1e-12, 1 - 1e-12))  # 0 and 1 would give 0 * log 0
+    return math.log(same) - math.log((1 - same) / (num_classes - 1))
+
+
+def expected_auc(score: Floats, positive: Floats, negative: Floats) -> float:
+    """Return the area under the ROC curve of items whose label is uncertain, given the score that they are ranked by.
+
+    Args:
+        score: what an item is ranked by; equal scores count one half.
+        positive: probability, or expected number, of positives at the item.
+        negative: the same of negatives.
+
+    Shapes:
+        all ``[n]``.
+    """
+    _, place = np.unique(score, return_inverse=True)
+    above = np.bincount(place, weights=positive)
+    below = np.bincount(place, weights=negative)
+    under = np.cumsum(below) - below
+    return float((above * (under + below / 2)).sum() / (above.sum() * below.sum()))
+
+
+def class_features(
+    classes: Ints, num_classes: int, num_features: int, signal: float, rng: np.random.Generator
+) -> tuple[NDArray[np.float32], Floats]:
+    """Draw ``signal * mean[class] + N(0, I)`` with random unit vectors as means.
+
+    Returns:
+        The features, and their log-likelihood under each class, up to a constant for each node.
+
+    Shapes:
+        classes ``[N]``; the features ``[N, F]``, the log-likelihood ``[N, k]``.
+    """
+    means = rng.standard_normal((num_classes, num_features), dtype=np.float32)
+    means *= signal / np.linalg.norm(means, axis=1, keepdims=True)
+    x = rng.standard_normal((classes.size, num_features), dtype=np.float32)
+    for rows in chunks(0, len(x), row_bytes(x)):
+        x[rows] += means[classes[rows]]
+    # |x - m|^2 = |x|^2 - 2 x.m + |m|^2, where the first and the last are the same for all classes.
+    return x, (x @ means.T).astype(np.float64)
+
+
+def noisy_labels(classes: Ints, num_classes: int, label_noise: float, rng: np.random.Generator) -> Ints:
+    """Return the classes as labels, a share of them replaced by another class."""
+    wrong = rng.random(classes.size) < label_noise
+    shift = rng.integers(1, num_classes, classes.size)
+    labels: Ints = np.where(wrong, (classes + shift) % num_classes, classes)
+    return labels

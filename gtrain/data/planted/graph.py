@@ -1,0 +1,217 @@
+"""A generated graph whose best possible accuracy is known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from torch_geometric.data import Data
+
+from gtrain.data.module import OUTLINE, GraphDataModule, SharedOptions
+from gtrain.data.planted.common import (
+    Floats,
+    Ints,
+    check_exponent,
+    check_least,
+    check_shares,
+    class_features,
+    expected_accuracy,
+    log_odds,
+    noisy_labels,
+    power_law,
+)
+from gtrain.data.planted.pairs import draw_pairs
+from gtrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class PlantedModel:
+    """The parameters of the generator; see :class:`PlantedData` for their meaning."""
+
+    num_nodes: int = 5000
+    num_edges: int = 50000
+    num_features: int = 64
+    num_classes: int = 8
+    homophily: float = 0.8
+    degree_exponent: float = 3.0
+    feature_signal: float = 2.0
+    label_noise: float = 0.1
+    self_loops: bool = False
+
+    def __post_init__(self) -> None:
+        check_least(self, {"num_nodes": 2, "num_edges": 2, "num_features": 1, "num_classes": 2})
+        check_shares(self, "homophily", "label_noise")
+        check_exponent(self)
+        if self.num_classes > self.num_nodes:
+            raise ConfigError(
+                f"data.num_classes={self.num_classes} is more than data.num_nodes={self.num_nodes}",
+                hint="lower data.num_classes, or raise data.num_nodes",
+            )
+        if self.num_edges < self.num_loops + 2:
+            raise ConfigError(
+                f"data.num_edges={self.num_edges} leaves no edges beside the self-loops of {self.num_nodes} nodes",
+                hint="raise data.num_edges, or set data.self_loops=false",
+            )
+        self._check_density()
+
+    @property
+    def num_loops(self) -> int:
+        """Edges from a node to itself."""
+        return self.num_nodes if self.self_loops else 0
+
+    @property
+    def pairs(self) -> tuple[int, int]:
+        """Undirected edges inside classes and between classes."""
+        total = (self.num_edges - self.num_loops) // 2
+        inside = round(self.homophily * total)
+        return inside, total - inside
+
+    @property
+    def class_sizes(self) -> Ints:
+        """Nodes of each class, which differ by one at most."""
+        return np.bincount(np.arange(self.num_nodes) % self.num_classes)
+
+    def _check_density(self) -> None:
+        sizes = self.class_sizes.tolist()
+        room_inside = sum(n * (n - 1) // 2 for n in sizes)
+        room_between = math.comb(self.num_nodes, 2) - room_inside
+        places = ("inside classes", "between classes")
+        for wanted, room, where in zip(self.pairs, (room_inside, room_between), places, strict=True):
+            if wanted > room:
+                raise ConfigError(
+                    f"data.num_edges={self.num_edges} and data.homophily={self.homophily:g} ask for {wanted} node "
+                    f"pairs {where}, and {self.num_nodes} nodes in {self.num_classes} classes have {room}",
+                    hint="lower data.num_edges, or raise data.num_nodes",
+                )
+
+
+class PlantedData(GraphDataModule):
+    """A degree-corrected planted partition (Karrer and Newman 2011) with Gaussian features.
+
+    Every node has a class; classes are of equal size. Node i has a weight ``theta_i`` from a power law. Of the
+    undirected edges the share ``homophily`` joins two nodes of one class, the rest nodes of two classes, all pairs of
+    classes alike; within that, an end falls on a node in proportion to its weight. No edges are parallel, and no node
+    has a loop unless ``self_loops`` gives one to each. Features are ``feature_signal * mean[class] + N(0, I)`` with
+    unit vectors as means. The label is the class with probability ``1 - label_noise``, and else one of the other
+    classes at random.
+
+    **The best possible accuracy** (fact ``best_acc``). Take a classifier that knows every parameter, the node's own
+    features and the true class of every other node. With edges as independent Poisson counts of mean
+    ``theta_i theta_j w[c_i, c_j]``, ``w`` proportional to ``homophily`` for equal classes and to
+    ``(1 - homophily) / (k - 1)`` for two different ones of k, the posterior of node i's class is
+
+        p(c) proportional to  exp(-|x_i - s m_c|^2 / 2) * product over neighbours j of w[c, c_j]
+
+    The pairs without an edge contribute ``exp(-theta_i sum_j theta_j w[c, c_j])``, the same for all c since classes
+    have equal total weight, and drop out; so does ``theta_i``. Given the classes around it, nothing else in the graph
+    tells of node i. Noise turns p into the label's posterior, ``q(c) = (1 - e) p(c) + e (1 - p(c)) / (k - 1)``.
+    Guessing the largest q is right with probability ``max_c q(c)``; ``best_acc`` is its mean over this graph's nodes.
+
+    It is an upper bound: a trained model has to infer its neighbours' classes. It is tight where it can, that is where
+    features and second neighbours leave little doubt of them. The departures of the generated graph from the Poisson
+    model (simple graph, edge counts fixed) matter only in graphs so dense that pairs run out. The accuracy on a finite
+    test split scatters around its expectation, by ``sqrt(a (1 - a) / n)`` for n test nodes.
+
+    Args:
+        num_nodes: N.
+        num_edges: directed edges, both directions of each counted, and the loops; where an odd number is left for the
+            pairs, there is one less.
+        num_features: columns of ``x``.
+        num_classes: k.
+        homophily: share of the edges that stay within a class; ``1/k`` makes the graph uninformative.
+        degree_exponent: exponent of the power law of the degrees, above 2; larger is more even.
+        feature_signal: length of the class means in units of the noise; 0 makes the features uninformative.
+        label_noise: share of the labels that are wrong.
+        self_loops: whether each node has an edge to itself, as some layers expect them in the data.
+        **common: see :class:`~gtrain.data.module.GraphDataModule`; the split is random unless it is set.
+    """
+
+    name = "planted"
+    outline = OUTLINE
+
+    def __init__(
+        self,
+        *,
+        num_nodes: int = 5000,
+        num_edges: int = 50000,
+        num_features: int = 64,
+        num_classes: int = 8,
+        homophily: float = 0.8,
+        degree_exponent: float = 3.0,
+        feature_signal: float = 2.0,
+        label_noise: float = 0.1,
+        self_loops: bool = False,
+        **common: Unpack[SharedOptions],
+    ) -> None:
+        options: SharedOptions = {"split": "random", **common}
+        super().__init__(num_classes=num_classes, **options)
+        self.model = PlantedModel(
+            num_nodes=num_nodes,
+            num_edges=num_edges,
+            num_features=num_features,
+            num_classes=num_classes,
+            homophily=homophily,
+            degree_exponent=degree_exponent,
+            feature_signal=feature_signal,
+            label_noise=label_noise,
+            self_loops=self_loops,
+        )
+        if self.split.kind == "public":
+            raise ConfigError("data.split=public, and a planted graph has no masks", hint="set data.split=random")
+        self._best_acc: float | None = None
+
+    def identity(self) -> dict[str, Any]:
+        """Return the generator's parameters and its seed."""
+        return {**asdict(self.model), "seed": self.seed}
+
+    def numbering(self) -> dict[str, Any]:
+        """Return the generator's parameters: other ones generate other nodes."""
+        return {"data": self.name, **self.identity()}
+
+    def read(self) -> Data:
+        """Generate the graph."""
+        data, self._best_acc = generate(self.model, self.seed)
+        return data
+
+    def extra_facts(self) -> dict[str, Any]:
+        """Return the best possible accuracy."""
+        return {"best_acc": self._best_acc}
+
+
+def generate(model: PlantedModel, seed: int) -> tuple[Data, float]:
+    """Draw a graph from the model, and compute the best possible accuracy on it."""
+    rng = np.random.default_rng(seed)
+    classes = rng.permutation(np.arange(model.num_nodes) % model.num_classes)
+    one_way = draw_pairs(classes, power_law(model.num_nodes, model.degree_exponent, rng), *model.pairs, rng)
+    edges = np.concatenate([one_way, one_way[::-1]], axis=1)
+    x, likelihood = class_features(classes, model.num_classes, model.num_features, model.feature_signal, rng)
+    labels = noisy_labels(classes, model.num_classes, model.label_noise, rng)
+    best = best_accuracy(likelihood, neighbour_classes(edges, classes, model.num_classes), model)
+    if model.self_loops:
+        edges = np.concatenate([edges, np.tile(np.arange(model.num_nodes), (2, 1))], axis=1)
+    data = Data(x=torch.from_numpy(x), edge_index=torch.from_numpy(edges), y=torch.from_numpy(labels))
+    return data, best
+
+
+def best_accuracy(likelihood: Floats, neighbours: Ints, model: PlantedModel) -> float:
+    """Return the mean over nodes of the largest posterior of a label.
+
+    Args:
+        likelihood: log-likelihood of each node's features under each class, up to a constant for each node.
+        neighbours: number of neighbours of each node in each class.
+        model: the generator's parameters.
+
+    Shapes:
+        likelihood ``[N, k]``, neighbours ``[N, k]``.
+    """
+    evidence = likelihood + neighbours * log_odds(model.homophily, model.num_classes)
+    return expected_accuracy(evidence, model.label_noise)
+
+
+def neighbour_classes(edges: Ints, classes: Ints, num_classes: int) -> Ints:
+    """Count the neighbours of each node in each class, ``[N, k]``."""
+    keys = edges[1] * num_classes + classes[edges[0]]
+    return np.bincount(keys, minlength=classes.size * num_classes).reshape(-1, num_classes)

@@ -1,0 +1,283 @@
+"""A generated heterogeneous graph whose best possible accuracy is known."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from torch_geometric.data import HeteroData
+
+from gtrain.data.module import OUTLINE, GraphDataModule, SharedOptions
+from gtrain.data.planted.common import (
+    Floats,
+    Ints,
+    check_exponent,
+    check_finite,
+    check_least,
+    check_shares,
+    class_features,
+    expected_accuracy,
+    log_odds,
+    noisy_labels,
+    power_law,
+)
+from gtrain.data.planted.pairs import draw_pairs
+from gtrain.data.planted.pairs_between import draw_between, room_between
+from gtrain.errors import ConfigError
+
+RELATIONS = {"writes": "author", "cites": "paper", "mentions": "term"}
+"""Relations by the node type that they join papers with."""
+
+
+_EDGE_TYPES = [
+    ("author", "writes", "paper"),
+    ("paper", "written_by", "author"),
+    ("paper", "cites", "paper"),
+    ("paper", "cited_by", "paper"),
+    ("paper", "mentions", "term"),
+    ("term", "mentioned_in", "paper"),
+]
+
+
+@dataclass(frozen=True)
+class HeteroModel:
+    """The parameters of the generator; see :class:`PlantedHeteroData` for their meaning."""
+
+    num_papers: int = 4000
+    num_authors: int = 2000
+    num_terms: int = 500
+    num_writes: int = 12000
+    num_cites: int = 12000
+    num_mentions: int = 20000
+    writes_homophily: float = 0.8
+    cites_homophily: float = 0.7
+    mentions_homophily: float = 0.4
+    num_classes: int = 4
+    num_features: int = 64
+    num_author_features: int = 16
+    feature_signal: float = 1.0
+    degree_exponent: float = 3.0
+    label_noise: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_least(self, {"num_classes": 2, "num_features": 1, "num_author_features": 1})
+        check_least(self, {f"num_{relation}": 0 for relation in RELATIONS})
+        check_finite(self, {"feature_signal": 0})
+        check_shares(self, *(f"{relation}_homophily" for relation in RELATIONS), "label_noise")
+        check_exponent(self)
+        for node_type in ("paper", "author", "term"):
+            if self.num_nodes(node_type) < self.num_classes:
+                raise ConfigError(
+                    f"data.num_{node_type}s={self.num_nodes(node_type)} is less than "
+                    f"data.num_classes={self.num_classes}",
+                    hint=f"raise data.num_{node_type}s, or lower data.num_classes",
+                )
+        for relation in RELATIONS:
+            self._check_density(relation)
+
+    def num_nodes(self, node_type: str) -> int:
+        """Nodes of a type."""
+        return int(getattr(self, f"num_{node_type}s"))
+
+    def homophily(self, relation: str) -> float:
+        """Share of a relation's edges that stay within a class."""
+        return float(getattr(self, f"{relation}_homophily"))
+
+    def pairs(self, relation: str) -> tuple[int, int]:
+        """Edges of a relation within classes and between classes, one direction counted."""
+        total = int(getattr(self, f"num_{relation}"))
+        inside = round(self.homophily(relation) * total)
+        return inside, total - inside
+
+    def _check_density(self, relation: str) -> None:
+        sizes = [
+            np.bincount(np.arange(self.num_nodes(node_type)) % self.num_classes)
+            for node_type in ("paper", RELATIONS[relation])
+        ]
+        room = room_between(*sizes)
+        if relation == "cites":  # an unordered pair of different papers is cited once
+            room = (room[0] - self.num_papers) // 2, room[1] // 2
+        for wanted, pairs, where in zip(self.pairs(relation), room, ("within", "between"), strict=True):
+            if wanted > pairs // 2:
+                raise ConfigError(
+                    f"data.num_{relation}={sum(self.pairs(relation))} and data.{relation}_homophily="
+                    f"{self.homophily(relation):g} ask for {wanted} node pairs {where} classes, and half of the "
+                    f"{pairs} pairs is the limit",
+                    hint=f"lower data.num_{relation}, or raise the number of nodes",
+                )
+
+
+class PlantedHeteroData(GraphDataModule):
+    """Papers, their authors and their terms: a planted partition with three node types and six relations.
+
+    Nodes of every type have a class, classes of equal size. Each of the three kinds of edges (author *writes* paper,
+    paper *cites* paper, paper *mentions* term) has its own homophily: that share of them joins two nodes of one class,
+    the rest nodes of two classes, all pairs of classes alike; within that, an end falls on a node in proportion to a
+    weight from a power law. No edge is there twice, and of two papers one cites the other at most. Each kind is stored
+    in both directions, the reverse ones as ``written_by``, ``cited_by`` and ``mentioned_in``. Papers and authors have
+    features ``feature_signal * mean[class] + N(0, I)`` of different widths, terms have none. Papers are labelled: with
+    their class with probability ``1 - label_noise``, and else with one of the other classes at random.
+
+    **The best possible accuracy** (fact ``best_acc``) is derived as for :class:`~gtrain.data.planted.PlantedData`. A
+    classifier that knows every parameter, the paper's own features and the true class of all its neighbours has
+
+        p(c) proportional to  exp(-|x_i - s m_c|^2 / 2) * product over relations r, neighbours j of w_r[c, c_j]
+
+    with ``w_r`` proportional to the homophily h_r for equal classes and to ``(1 - h_r) / (k - 1)`` for two different
+    ones of k; label noise turns p into the label's posterior, whose largest value is right with that probability.
+    ``best_acc`` is the mean over papers: an upper bound, for a trained model has to infer the neighbours' classes. A
+    model that takes all relations for one loses what tells a good relation from a poor one.
+
+    Args:
+        num_papers: papers; the target type.
+        num_authors: authors.
+        num_terms: terms.
+        num_writes: edges from authors to papers; reverse edges are not counted, here and below.
+        num_cites: edges from papers to papers.
+        num_mentions: edges from papers to terms.
+        writes_homophily: share of ``writes`` within a class; ``1/k`` makes a relation uninformative.
+        cites_homophily: the same for ``cites``.
+        mentions_homophily: the same for ``mentions``.
+        num_classes: k.
+        num_features: columns of a paper's ``x``.
+        num_author_features: columns of an author's ``x``.
+        feature_signal: length of the class means in units of the noise; 0 makes the features uninformative.
+        degree_exponent: exponent of the power law of the degrees, above 2; larger is more even.
+        label_noise: share of the labels that are wrong.
+        **common: see :class:`~gtrain.data.module.GraphDataModule`; the split is random unless it is set.
+    """
+
+    name = "planted_hetero"
+    outline = {
+        **OUTLINE,
+        "num_nodes": {"paper": 16, "author": 16, "term": 16},
+        "num_features": {"paper": 16, "author": 8, "term": None},
+        "sparse_features": [],
+        "target": "paper",
+        "edge_types": _EDGE_TYPES,
+    }
+
+    def __init__(
+        self,
+        *,
+        num_papers: int = 4000,
+        num_authors: int = 2000,
+        num_terms: int = 500,
+        num_writes: int = 12000,
+        num_cites: int = 12000,
+        num_mentions: int = 20000,
+        writes_homophily: float = 0.8,
+        cites_homophily: float = 0.7,
+        mentions_homophily: float = 0.4,
+        num_classes: int = 4,
+        num_features: int = 64,
+        num_author_features: int = 16,
+        feature_signal: float = 1.0,
+        degree_exponent: float = 3.0,
+        label_noise: float = 0.1,
+        **common: Unpack[SharedOptions],
+    ) -> None:
+        options: SharedOptions = {"split": "random", **common}
+        super().__init__(num_classes=num_classes, **options)
+        self.model = HeteroModel(
+            num_papers=num_papers,
+            num_authors=num_authors,
+            num_terms=num_terms,
+            num_writes=num_writes,
+            num_cites=num_cites,
+            num_mentions=num_mentions,
+            writes_homophily=writes_homophily,
+            cites_homophily=cites_homophily,
+            mentions_homophily=mentions_homophily,
+            num_classes=num_classes,
+            num_features=num_features,
+            num_author_features=num_author_features,
+            feature_signal=feature_signal,
+            degree_exponent=degree_exponent,
+            label_noise=label_noise,
+        )
+        if self.split.kind == "public":
+            raise ConfigError("data.split=public, and a planted graph has no masks", hint="set data.split=random")
+        self._best_acc: float | None = None
+
+    def identity(self) -> dict[str, Any]:
+        """Return the generator's parameters and its seed."""
+        return {**asdict(self.model), "seed": self.seed}
+
+    def numbering(self) -> dict[str, Any]:
+        """Return the generator's parameters: other ones generate other nodes."""
+        return {"data": self.name, **self.identity()}
+
+    def read(self) -> HeteroData:
+        """Generate the graph."""
+        data, self._best_acc = generate(self.model, self.seed)
+        return data
+
+    def extra_facts(self) -> dict[str, Any]:
+        """Return the best possible accuracy."""
+        return {"best_acc": self._best_acc}
+
+
+def generate(model: HeteroModel, seed: int) -> tuple[HeteroData, float]:
+    """Draw a graph from the model, and compute the best possible accuracy on it."""
+    rng = np.random.default_rng(seed)
+    types = ("paper", "author", "term")
+    classes = {t: rng.permutation(np.arange(model.num_nodes(t)) % model.num_classes) for t in types}
+    weights = {t: power_law(model.num_nodes(t), model.degree_exponent, rng) for t in types}
+    edges = {relation: _draw(model, relation, classes, weights, rng) for relation in RELATIONS}
+    widths = {"paper": model.num_features, "author": model.num_author_features}
+    features = {
+        t: class_features(classes[t], model.num_classes, width, model.feature_signal, rng)
+        for t, width in widths.items()
+    }
+    labels = noisy_labels(classes["paper"], model.num_classes, model.label_noise, rng)
+    evidence = features["paper"][1] + sum(
+        _relation_evidence(model, relation, edges[relation], classes) for relation in RELATIONS
+    )
+    data = _assemble(edges)
+    for node_type in types:
+        data[node_type].num_nodes = model.num_nodes(node_type)
+        if node_type in features:
+            data[node_type].x = torch.from_numpy(features[node_type][0])
+    data["paper"].y = torch.from_numpy(labels)
+    return data, expected_accuracy(evidence, model.label_noise)
+
+
+def _draw(
+    model: HeteroModel, relation: str, classes: dict[str, Ints], weights: dict[str, Floats], rng: np.random.Generator
+) -> Ints:
+    """Return the edges of a relation from papers to the other type, ``[2, E]``."""
+    other = RELATIONS[relation]
+    if other == "paper":
+        pairs = draw_pairs(classes[other], weights[other], *model.pairs(relation), rng)
+        flip = rng.random(pairs.shape[1]) < 0.5  # who cites whom
+        return np.where(flip, pairs[::-1], pairs)
+    return draw_between(
+        (classes["paper"], weights["paper"]), (classes[other], weights[other]), *model.pairs(relation), rng
+    )
+
+
+def _relation_evidence(model: HeteroModel, relation: str, edges: Ints, classes: dict[str, Ints]) -> Floats:
+    """Return what a relation tells of each paper's class: log-odds times neighbours of that class, ``[N, k]``."""
+    papers, others = edges
+    if relation == "cites":  # citing and cited papers tell alike
+        papers, others = np.concatenate([edges, edges[::-1]], axis=1)
+    k = model.num_classes
+    keys = papers * k + classes[RELATIONS[relation]][others]
+    counts = np.bincount(keys, minlength=model.num_papers * k).reshape(-1, k)
+    return counts.astype(np.float64) * log_odds(model.homophily(relation), k)
+
+
+def _assemble(edges: dict[str, Ints]) -> HeteroData:
+    """Return the edges in both directions."""
+    data = HeteroData()
+    for node_type in ("paper", "author", "term"):
+        data[node_type].num_nodes = 0  # fixes the order of the types
+    there = {relation: torch.from_numpy(np.ascontiguousarray(pairs)) for relation, pairs in edges.items()}
+    authors, papers, terms = there["writes"], there["cites"], there["mentions"]
+    both_ways = (authors.flip(0), authors, papers, papers.flip(0), terms, terms.flip(0))
+    for edge_type, edge_index in zip(_EDGE_TYPES, both_ways, strict=True):
+        data[edge_type].edge_index = edge_index
+    return data

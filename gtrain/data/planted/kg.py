@@ -1,0 +1,344 @@
+"""A generated knowledge graph whose best possible filtered MRR is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch_geometric.data import Data
+
+from gtrain.data.module import TRIPLES_OUTLINE, CommonOptions, GraphDataModule
+from gtrain.data.planted.common import Floats, Ints, check_least, check_shares
+from gtrain.data.schema import DataSchema, Entries
+from gtrain.errors import ConfigError
+
+HITS = (1, 3, 10)
+
+
+@dataclass(frozen=True)
+class KGModel:
+    """The parameters of the generator; see :class:`PlantedKGData` for their meaning."""
+
+    num_entities: int = 1000
+    num_relations: int = 10
+    num_positions: int = 200
+    num_triples: int = 45000
+    noise: float = 0.05
+    held_out: float = 0.05
+    num_types: int = 1
+
+    def __post_init__(self) -> None:
+        least = {"num_entities": 2, "num_relations": 1, "num_positions": 2, "num_triples": 3, "num_types": 1}
+        check_least(self, least)
+        check_shares(self, "noise")
+        if not 0 < self.held_out < 0.5:
+            raise ConfigError(f"data.held_out={self.held_out:g} is out of range", hint="set more than 0, less than 0.5")
+        if self.num_positions > self.num_entities // self.num_types:
+            each = "" if self.num_types == 1 else f" / data.num_types={self.num_types}"
+            raise ConfigError(
+                f"data.num_positions={self.num_positions} is more than data.num_entities={self.num_entities}{each}",
+                hint="lower data.num_positions, or raise data.num_entities",
+            )
+        if self.num_relations > self.num_positions:
+            raise ConfigError(
+                f"data.num_relations={self.num_relations}, and a ring of data.num_positions={self.num_positions} has "
+                f"{self.num_positions} different shifts",
+                hint="lower data.num_relations, or raise data.num_positions",
+            )
+        self._check_room()
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Triples that a rule allows, and triples that none does."""
+        outside = round(self.noise * self.num_triples)
+        return self.num_triples - outside, outside
+
+    @property
+    def types(self) -> Ints:
+        """The type of each entity, ``[num_entities]``: those of a type come one after the other."""
+        found: Ints = np.arange(self.num_entities) * self.num_types // self.num_entities
+        return found
+
+    def ends(self, relations: Ints) -> tuple[Ints, Ints]:
+        """The types of heads and tails of relations: each joins the type after the last one's to the next."""
+        return relations % self.num_types, (relations + 1) % self.num_types
+
+    def _check_room(self) -> None:
+        """Check that the allowed triples suffice, whatever the shifts, and are likelier than the others."""
+        allowed, outside = self.counts
+        each = self.num_entities // self.num_types
+        small = each // self.num_positions
+        room = self.num_relations * each * small  # at least; the sizes may be one more
+        rest = self.num_relations * each * (each - small - 1)
+        told = f"data.num_triples={self.num_triples} with data.noise={self.noise:g}"
+        if allowed > room:
+            raise ConfigError(
+                f"{told} asks for {allowed} triples that rules allow, and {self.num_relations} relations x "
+                f"{each} entities x {small} entities at a position are {room}",
+                hint="lower data.num_triples or data.num_positions, or raise data.num_relations or data.num_entities",
+            )
+        if outside and outside / max(rest, 1) >= allowed / room:
+            raise ConfigError(
+                f"{told} makes a triple that no rule allows as likely as one that a rule allows",
+                hint="lower data.noise",
+            )
+
+
+class PlantedKGData(GraphDataModule):
+    """Triples (head, relation, tail) that follow rules: entities have positions on a ring, and relations are shifts.
+
+    Each entity has one of ``num_positions`` positions, with as many entities at each. Relation r allows the triple
+    (h, r, t) where ``position[t] = position[h] + shift[r]``, modulo ``num_positions``; the shifts are different. Of the
+    triples that rules allow, ``(1 - noise) * num_triples`` are drawn without replacement, and of all others
+    ``noise * num_triples``. The triples are dealt to train, val and test at random. Shifts commute, so that models of
+    translation, rotation and complex diagonal form can express all of them; the inverse of a relation is that of
+    another only by chance.
+
+    **The best possible scores** (facts ``best_mrr``, ``best_hits@1``, ``best_hits@3``, ``best_hits@10``). Take a scorer
+    that knows positions, shifts and all triples but the one in question. To rank the tails of (h, r, ?) with all other
+    known tails filtered out, it puts the u + 1 allowed tails that are left first. All of them are equally likely, for
+    the triples were drawn evenly: no order among them is better than another. So an allowed triple has the rank
+    1 .. u + 1, each with probability 1 / (u + 1), and its expected reciprocal rank is ``H(u + 1) / (u + 1)``, H being
+    the harmonic numbers. Another triple comes after the u allowed ones that are no triples, at any place of the rest.
+    The same holds for heads. ``best_mrr`` is the mean over both sides of the test triples: exact for this graph, but
+    for the order of equals, by which the score on n ranks scatters (about ``0.4 / sqrt(n)``). The denser the allowed
+    triples are drawn, the closer it is to 1: it is 1 when all of them are there and ``noise`` is 0.
+
+    Args:
+        num_entities: graph nodes.
+        num_relations: relations, at most ``num_positions``.
+        num_positions: positions on the ring.
+        num_triples: triples of train, val and test together, all different.
+        noise: share of the triples that no rule allows.
+        held_out: share of the triples that validates, and as many test; above 0 and below 0.5.
+        num_types: entity types, called ``type_0``, ``type_1``...
+        entities, relations: settings of types (``num_partitions``) and for the model, see
+            :class:`~gtrain.data.schema.DataSchema`; relations are called ``shift_<shift>``.
+        **common: see :class:`~gtrain.data.module.GraphDataModule`. The split comes with the data (``public``).
+    """
+
+    name = "planted_kg"
+
+    def __init__(
+        self,
+        *,
+        num_entities: int = 1000,
+        num_relations: int = 10,
+        num_positions: int = 200,
+        num_triples: int = 45000,
+        noise: float = 0.05,
+        held_out: float = 0.05,
+        num_types: int = 1,
+        entities: Mapping[str, Any] | None = None,
+        relations: Entries | None = None,
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        options: CommonOptions = {"task": "link", **common}
+        super().__init__(**options)
+        self.model = KGModel(
+            num_entities=num_entities,
+            num_relations=num_relations,
+            num_positions=num_positions,
+            num_triples=num_triples,
+            noise=noise,
+            held_out=held_out,
+            num_types=num_types,
+        )
+        if num_types > 1:
+            self.schema = self._make_schema(entities or {})
+        if self.split.kind != "public":
+            raise ConfigError(
+                f"data.split={self.split.kind}, and the generator holds triples out itself, for which the best score "
+                "is known",
+                hint="set data.split=public, and data.held_out to the share of val and of test",
+            )
+        self._facts: dict[str, Any] = {}
+        self._names: dict[str, Sequence[str]] = {}
+
+    @property
+    def outline(self) -> dict[str, Any] | None:  # type: ignore[override]
+        """Triples without features; settings that name types or relations need the names."""
+        return None if self.schema.says_more else TRIPLES_OUTLINE
+
+    def identity(self) -> dict[str, Any]:
+        """Return the generator's parameters and its seed."""
+        return {**asdict(self.model), "seed": self.seed, **self.schema.identity()}
+
+    def numbering(self) -> dict[str, Any]:
+        """Return the generator's parameters: other ones generate other nodes."""
+        return {"data": self.name, **self.identity()}
+
+    def read(self) -> Data:
+        """Generate the triples."""
+        graph, model = generate(self.model, self.seed), self.model
+        self._facts = {"num_relations": model.num_relations, **best_scores(graph)}
+        entities = [f"entity_{entity}" for entity in range(model.num_entities)]
+        self._names = {"relation": [f"shift_{shift}" for shift in graph.shifts.tolist()]}
+        if not self.schema.is_typed:
+            self._names = {"node": entities, **self._names}
+            return as_data(graph)
+        counts = dict(zip(self.schema.types, np.bincount(model.types).tolist(), strict=True))
+        first = 0
+        for name, count in counts.items():
+            self._names = {**self._names, name: entities[first : first + count]}
+            first += count
+        ends = np.stack(model.ends(np.arange(model.num_relations))).T.tolist()
+        self._facts |= self.schema.facts(counts, [(_type_name(lhs), _type_name(rhs)) for lhs, rhs in ends])
+        return as_data(graph)
+
+    def _make_schema(self, entities: Mapping[str, Any]) -> DataSchema:
+        names = [_type_name(number) for number in range(self.model.num_types)]
+        unknown = [name for name in entities if name not in names]
+        if unknown:
+            raise ConfigError(f"data.entities has {unknown[0]!r}.", hint=f"the types are {', '.join(names)}.")
+        every = {name: entities.get(name) for name in names}
+        return DataSchema(every, [{"lhs": names[0], "rhs": names[-1]}])
+
+    def extra_facts(self) -> dict[str, Any]:
+        """Return the number of relations and the best possible scores."""
+        return dict(self._facts)
+
+    def names(self) -> Mapping[str, Sequence[str]]:
+        """Return the names of entities and relations; a relation is called after its shift."""
+        return self._names
+
+
+def _type_name(number: int) -> str:
+    return f"type_{number}"
+
+
+@dataclass(frozen=True)
+class KGGraph:
+    """Generated triples with what they were made from.
+
+    Attributes:
+        heads, relations, tails: ``[T]``; the first ``num_test`` are for test, the next ``num_test`` for val.
+        positions: ``[num_entities]``.
+        shifts: ``[num_relations]``.
+        num_test: triples that test.
+        num_positions: length of the ring.
+        types: of the entities, ``[num_entities]``.
+        num_types: entity types.
+    """
+
+    heads: Ints
+    relations: Ints
+    tails: Ints
+    positions: Ints
+    shifts: Ints
+    num_test: int
+    num_positions: int
+    types: Ints
+    num_types: int
+
+    @property
+    def allowed(self) -> NDArray[np.bool_]:
+        """Whether a rule allows each triple, ``[T]``."""
+        return (self.positions[self.heads] + self.shifts[self.relations]) % self.num_positions == self.positions[
+            self.tails
+        ]
+
+
+def generate(model: KGModel, seed: int) -> KGGraph:
+    """Draw triples from the model."""
+    rng = np.random.default_rng(seed)
+    positions = np.concatenate(
+        [rng.permutation(np.arange(count) % model.num_positions) for count in np.bincount(model.types)]
+    )
+    shifts = rng.permutation(model.num_positions)[: model.num_relations]
+    allowed, outside = model.counts
+    triples = np.concatenate(
+        [_allowed(model, positions, shifts, allowed, rng), _outside(model, positions, shifts, outside, rng)], axis=1
+    )
+    heads, relations, tails = triples[:, rng.permutation(triples.shape[1])]
+    num_test = max(1, int(model.held_out * model.num_triples))
+    rest = (model.num_positions, model.types, model.num_types)
+    return KGGraph(heads, relations, tails, positions, shifts, num_test, *rest)
+
+
+def as_data(graph: KGGraph) -> Data:
+    """Return the triples as a graph with held-out edges."""
+    edges = torch.from_numpy(np.stack([graph.heads, graph.tails]))
+    types = torch.from_numpy(graph.relations)
+    data = Data(num_nodes=graph.positions.size)
+    first = 0
+    for prefix, last in (("test_", graph.num_test), ("val_", 2 * graph.num_test), ("", types.numel())):
+        data[f"{prefix}edge_index"] = edges[:, first:last].contiguous()
+        data[f"{prefix}edge_type"] = types[first:last].clone()
+        first = last
+    return data
+
+
+def best_scores(graph: KGGraph) -> dict[str, float]:
+    """Return the best possible filtered MRR and hits on the test triples, heads and tails ranked alike."""
+    ring = graph.num_positions
+    sizes = np.bincount(graph.types * ring + graph.positions, minlength=graph.num_types * ring)
+    each = np.bincount(graph.types)
+    sides = []
+    for known, answer, sign in ((graph.heads, graph.tails, 1), (graph.tails, graph.heads, -1)):
+        query = graph.relations * graph.positions.size + known
+        place = (graph.positions[known] + sign * graph.shifts[graph.relations]) % ring
+        of = graph.types[answer]
+        sides.append(_query_scores(query, sizes[of * ring + place], graph.allowed, each[of], graph.num_test))
+    both = np.concatenate(sides, axis=1).mean(axis=1)
+    return dict(zip(("best_mrr", *(f"best_hits@{k}" for k in HITS)), both.tolist(), strict=True))
+
+
+def _query_scores(query: Ints, size: Ints, allowed: NDArray[np.bool_], candidates: Ints, num_test: int) -> Floats:
+    """Return expected reciprocal rank and hits of the first ``num_test`` triples, ``[1 + len(HITS), num_test]``.
+
+    Args:
+        query: which (entity, relation) each triple answers, ``[T]``.
+        size: how many answers a rule allows, ``[T]``.
+        allowed: whether a rule allows this one, ``[T]``.
+        candidates: entities of the type that each query asks for, ``[T]``.
+        num_test: triples to score.
+    """
+    _, group = np.unique(query, return_inverse=True)
+    true = np.bincount(group)[group[:num_test]]
+    true_allowed = np.bincount(group, weights=allowed).astype(np.int64)[group[:num_test]]
+    unknown = size[:num_test] - true_allowed  # allowed answers that are no triples
+    left = candidates[:num_test] - (true - 1)
+    inside = allowed[:num_test]
+    first = np.where(inside, 0, unknown)  # the rank is first + 1 .. last, evenly
+    last = np.where(inside, unknown + 1, left)
+    harmonic = np.concatenate([[0.0], np.cumsum(1 / np.arange(1, int(candidates.max()) + 1))])
+    rows = [harmonic[last] - harmonic[first]]
+    rows += [np.clip(k - first, 0, last - first) for k in HITS]
+    scores: Floats = np.stack(rows) / (last - first)
+    return scores
+
+
+def _allowed(model: KGModel, positions: Ints, shifts: Ints, count: int, rng: np.random.Generator) -> Ints:
+    """Draw different triples that rules allow, ``[3, count]``."""
+    place = model.types * model.num_positions + positions
+    order = np.argsort(place, kind="stable")  # entities by type and position
+    sizes = np.bincount(place, minlength=model.num_types * model.num_positions)
+    starts = np.cumsum(sizes) - sizes
+    lhs, rhs = (end[:, None] for end in model.ends(np.arange(model.num_relations)))
+    target = rhs * model.num_positions + (positions + shifts[:, None]) % model.num_positions  # [relations, entities]
+    room = np.where(model.types == lhs, sizes[target], 0).ravel()
+    ends = np.cumsum(room)
+    picked = rng.choice(int(ends[-1]), count, replace=False, shuffle=False)
+    query = np.searchsorted(ends, picked, side="right")
+    tails = order[starts[target.ravel()[query]] + picked - (ends - room)[query]]
+    return np.stack([query % model.num_entities, query // model.num_entities, tails])
+
+
+def _outside(model: KGModel, positions: Ints, shifts: Ints, count: int, rng: np.random.Generator) -> Ints:
+    """Draw different triples that no rule allows, ``[3, count]``."""
+    n = model.num_entities
+    keys = np.empty(0, dtype=np.int64)
+    while missing := count - keys.size:
+        drawn = rng.integers(0, model.num_relations * n * n, 2 * missing + 16)
+        relations, heads, tails = drawn // (n * n), drawn // n % n, drawn % n
+        apart = (positions[heads] + shifts[relations]) % model.num_positions != positions[tails]
+        lhs, rhs = model.ends(relations)
+        apart &= (model.types[heads] == lhs) & (model.types[tails] == rhs)
+        fresh = np.setdiff1d(drawn[apart], keys)
+        keys = np.concatenate([keys, rng.permutation(fresh)[:missing]])
+    return np.stack([keys // n % n, keys // (n * n), keys % n])

@@ -1,0 +1,229 @@
+"""Generated events between nodes whose communities change over time, with the best possible AUC known."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from torch_geometric.data import Data
+
+from gtrain.data.module import EVENTS_OUTLINE, CommonOptions, GraphDataModule
+from gtrain.data.planted.common import (
+    Ints,
+    check_exponent,
+    check_finite,
+    check_least,
+    check_shares,
+    expected_auc,
+    power_law,
+)
+from gtrain.errors import ConfigError
+
+PERIODS = 50
+"""Communities change between periods of equal length: small against any drift that leaves something to learn."""
+
+LONGEST = 2**56
+"""Times beyond it would overflow 64 bits on the way."""
+
+
+@dataclass(frozen=True)
+class TemporalModel:
+    """The parameters of the generator; see :class:`PlantedTemporalData` for their meaning."""
+
+    num_nodes: int = 1000
+    num_events: int = 50000
+    num_communities: int = 20
+    predictability: float = 0.9
+    drift: float = 0.5
+    time_span: int = 1_000_000
+    degree_exponent: float = 3.0
+
+    def __post_init__(self) -> None:
+        check_least(self, {"num_nodes": 4, "num_events": 1, "num_communities": 2, "time_span": 1})
+        check_shares(self, "predictability")
+        check_finite(self, {"drift": 0})
+        check_exponent(self)
+        if self.num_communities > self.num_nodes // 2:
+            raise ConfigError(
+                f"data.num_communities={self.num_communities} leaves nodes without a partner: data.num_nodes="
+                f"{self.num_nodes} gives each community {self.num_nodes / self.num_communities:.2g}",
+                hint=f"set data.num_communities={self.num_nodes // 2} or less, or raise data.num_nodes",
+            )
+        if self.time_span > LONGEST:
+            raise ConfigError(f"data.time_span={self.time_span} is too large", hint=f"set {LONGEST} (2**56) or less")
+        if self.drift > PERIODS:
+            raise ConfigError(
+                f"data.drift={self.drift:g} moves a node more often than the {PERIODS} times at which nodes move",
+                hint=f"set 0 to {PERIODS}",
+            )
+
+    @property
+    def sizes(self) -> Ints:
+        """Nodes of each community at any time, which differ by one at most."""
+        return np.bincount(np.arange(self.num_nodes) % self.num_communities)
+
+
+class PlantedTemporalData(GraphDataModule):
+    """Events (source, target, time) whose target is, with a known probability, of the source's community of the time.
+
+    Times are integers drawn evenly from ``0 .. time_span - 1``, in order. The source of an event is drawn in proportion
+    to an activity from a power law. With probability ``predictability`` the target is another node of the source's
+    community, each equally likely; else it is any other node. Communities are of equal size. At 50 times, spread evenly
+    over the span, random nodes exchange their places, so that in total each node moves ``drift`` times on average: what
+    was learned from old events goes stale.
+
+    **The best possible AUC** (fact ``best_auc``) is that of telling the target of an event from another node drawn
+    evenly from all but the source. A scorer that knows the communities of the time ranks by the likelihood ratio of the
+    two, which depends on nothing but whether the node is in the source's community of s nodes:
+    ``predictability * (n - 1) / (s - 1) + 1 - predictability`` if it is, and ``1 - predictability`` if not. No order
+    is better (Neyman and Pearson 1933). With equal sizes the area is ``(1 + a - b) / 2``, where
+    ``b = (s - 1) / (n - 1)`` is the chance that another node is in the community, and
+    ``a = predictability + (1 - predictability) * b`` that the target is. It is the expected value over all events; on n
+    events the AUC scatters by about ``0.3 / sqrt(n)``. A trained model has to infer the communities, and those of the
+    future from those of the past, which drift hides from it: with ``drift=0`` it can come near.
+
+    Args:
+        num_nodes: graph nodes.
+        num_events: events, which are directed edges; the same pair may meet many times.
+        num_communities: communities, of two nodes or more.
+        predictability: probability that the target is drawn from the community; 0 makes events unpredictable.
+        drift: moves of a node during the time span, on average; 0 to 50.
+        time_span: number of different times, in units of time of your choice.
+        degree_exponent: exponent of the power law of the activities, above 2; larger is more even.
+        **common: see :class:`~gtrain.data.module.GraphDataModule`; the split is by time unless it is set.
+    """
+
+    name = "planted_temporal"
+    outline = EVENTS_OUTLINE
+
+    def __init__(
+        self,
+        *,
+        num_nodes: int = 1000,
+        num_events: int = 50000,
+        num_communities: int = 20,
+        predictability: float = 0.9,
+        drift: float = 0.5,
+        time_span: int = 1_000_000,
+        degree_exponent: float = 3.0,
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        options: CommonOptions = {"split": "time", "task": "link", **common}
+        super().__init__(**options)
+        self.model = TemporalModel(
+            num_nodes=num_nodes,
+            num_events=num_events,
+            num_communities=num_communities,
+            predictability=predictability,
+            drift=drift,
+            time_span=time_span,
+            degree_exponent=degree_exponent,
+        )
+        if self.split.kind == "public":
+            raise ConfigError("data.split=public, and generated events hold none out", hint="set data.split=time")
+        self._best_auc: float | None = None
+
+    def identity(self) -> dict[str, Any]:
+        """Return the generator's parameters and its seed."""
+        return {**asdict(self.model), "seed": self.seed}
+
+    def numbering(self) -> dict[str, Any]:
+        """Return the generator's parameters: other ones generate other nodes."""
+        return {"data": self.name, **self.identity()}
+
+    def read(self) -> Data:
+        """Generate the events."""
+        data, _ = generate(self.model, self.seed)
+        self._best_auc = best_auc(self.model)
+        return data
+
+    def extra_facts(self) -> dict[str, Any]:
+        """Return the best possible AUC."""
+        return {"best_auc": self._best_auc}
+
+
+def generate(model: TemporalModel, seed: int) -> tuple[Data, Ints]:
+    """Draw events from the model.
+
+    Returns:
+        The graph, its edges in the order of time, and the community of each node in each period
+        ``time * PERIODS // time_span``, ``[PERIODS, num_nodes]``.
+    """
+    rng = np.random.default_rng(seed)
+    times = np.sort(rng.integers(0, model.time_span, model.num_events))
+    activity = np.cumsum(power_law(model.num_nodes, model.degree_exponent, rng))
+    sources = np.searchsorted(activity, rng.random(model.num_events) * activity[-1], side="right")
+    sources = np.minimum(sources, model.num_nodes - 1)  # rounding may carry a draw over the end
+    targets = np.empty(model.num_events, dtype=np.int64)
+    period = _period(times, model)
+    bounds = np.searchsorted(period, np.arange(PERIODS + 1))
+    seats = _Seats(model, rng)
+    history = np.empty((PERIODS, model.num_nodes), dtype=np.int64)
+    for number in range(PERIODS):
+        if number:
+            seats.move(rng)
+        history[number] = seats.community()
+        events = slice(bounds[number], bounds[number + 1])
+        targets[events] = seats.partners(sources[events], rng)
+    data = Data(
+        edge_index=torch.from_numpy(np.stack([sources, targets])),
+        edge_time=torch.from_numpy(times),
+        num_nodes=model.num_nodes,
+    )
+    return data, history
+
+
+def best_auc(model: TemporalModel) -> float:
+    """Return the area under the ROC curve of the likelihood ratio; see :class:`PlantedTemporalData`."""
+    share = model.sizes / model.num_nodes  # of the sources
+    chance = (model.sizes - 1) / (model.num_nodes - 1)
+    outside = np.full_like(chance, 1 - model.predictability)
+    score = np.concatenate([model.predictability / chance + outside, outside])
+    inside = model.predictability + (1 - model.predictability) * chance
+    return expected_auc(
+        score,
+        np.concatenate([share * inside, share * (1 - inside)]),
+        np.concatenate([share * chance, share * (1 - chance)]),
+    )
+
+
+def _period(times: Ints, model: TemporalModel) -> Ints:
+    """Return the period of each time."""
+    periods: Ints = times * PERIODS // model.time_span
+    return periods
+
+
+class _Seats:
+    """Nodes in a row of seats, of which each community has a fixed stretch; nodes that move exchange their seats."""
+
+    def __init__(self, model: TemporalModel, rng: np.random.Generator) -> None:
+        self.model = model
+        self.node = rng.permutation(model.num_nodes)  # by seat
+        self.seat = np.argsort(self.node)  # by node
+        self.owner = np.repeat(np.arange(model.num_communities), model.sizes)  # by seat
+        self.first = np.cumsum(model.sizes) - model.sizes  # by community
+
+    def community(self) -> Ints:
+        """Return the community of each node."""
+        return self.owner[self.seat]
+
+    def move(self, rng: np.random.Generator) -> None:
+        """Let the drift of one period happen."""
+        movers = rng.permutation(self.model.num_nodes)
+        expected = min(1.0, self.model.drift / (PERIODS - 1)) * movers.size
+        movers = movers[: int(expected + rng.random())]
+        seats = np.roll(self.seat[movers], 1)
+        self.seat[movers] = seats
+        self.node[seats] = movers
+
+    def partners(self, sources: Ints, rng: np.random.Generator) -> Ints:
+        """Return another node for each of the sources."""
+        seat = self.seat[sources]
+        community = self.owner[seat]
+        near = rng.random(sources.size) < self.model.predictability
+        first = np.where(near, self.first[community], 0)
+        count = np.where(near, self.model.sizes[community], self.model.num_nodes)
+        drawn = rng.integers(0, count - 1)  # the source's own seat is left out
+        return self.node[first + drawn + (drawn >= seat - first)]

@@ -1,0 +1,212 @@
+"""From what a source read to what a store keeps: checked, split, scaled, cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+from gtrain.data.prepare.edge_arrays import node_part, num_relations, split_arrays, take_nodes
+from gtrain.data.prepare.edge_order import tell_unsorted
+from gtrain.data.prepare.split import MASKS, SplitOptions, split_nodes
+from gtrain.data.prepare.split_edges import drop_held_out, split_edges
+from gtrain.data.prepare.validate import check_distinct, labelled_nodes, validate_graph
+from gtrain.errors import ConfigError
+from gtrain.graph import partition as partitions
+from gtrain.graph.partition.locality import group_nodes
+from gtrain.graph.store.manifest import NODE_TYPE
+from gtrain.graph.store.tables import Array, EdgeArrays, Graph, csr_tensor
+
+Names = Sequence[str]
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """The options of :class:`~gtrain.data.module.GraphDataModule` that say what becomes of a graph."""
+
+    task: str
+    target: str | None
+    split: SplitOptions
+    unlabelled: int | None
+    num_classes: int | None
+    normalize_features: bool
+    origin: str
+
+
+def prepare_graph(graph: Graph, options: Preparation) -> dict[str, Any]:
+    """Check a graph, split its nodes or edges and scale its features, in place.
+
+    The edges of :class:`EdgeArrays` were checked as they were read.
+
+    Returns:
+        The facts that a model needs; see :func:`~gtrain.data.prepare.validate.validate_graph`. Besides,
+        ``split`` says how the split was made and its sizes (None without labels), and ``target_edge`` which edge type
+        is predicted.
+
+    Raises:
+        ConfigError: an option does not suit the data.
+        DataError: what is wrong with the data, and where.
+    """
+    if isinstance(graph, EdgeArrays):
+        tell_unsorted(graph, options.origin)
+        return _prepare_arrays(graph, options)
+    if options.task == "node":
+        drop_held_out(graph)
+    facts = _prepare_nodes(graph, options)
+    tell_unsorted(graph, options.origin)
+    if options.task == "link":
+        edge_type = _target_edge(graph, options.target)
+        facts["split"] = {**options.split.identity(), "sizes": split_edges(graph, edge_type, options.split)}
+        facts |= {} if edge_type is None else {"target_edge": list(edge_type)}
+    return facts
+
+
+def _prepare_arrays(arrays: EdgeArrays, options: Preparation) -> dict[str, Any]:
+    nodes = node_part(arrays)
+    facts = {**_prepare_nodes(nodes, options), "num_relations": num_relations(arrays)}
+    take_nodes(arrays, nodes)
+    if options.task == "node":
+        arrays.held_out = {}
+        return facts
+    return {**facts, "split": {**options.split.identity(), "sizes": split_arrays(arrays, options.split)}}
+
+
+def _prepare_nodes(graph: Data | HeteroData, options: Preparation) -> dict[str, Any]:
+    """Check the graph, put the masks of a node task into it, and scale its features."""
+    if options.task == "node":
+        _choose_labels(graph, options.target)
+    facts = validate_graph(graph, unlabelled=options.unlabelled, num_classes=options.num_classes, origin=options.origin)
+    labelled = _labelled(graph, facts) if options.task == "node" else None
+    if labelled is not None:
+        check_distinct(labelled.y, options.unlabelled, options.origin)
+    for store in graph.node_stores:
+        if store is not labelled:  # without labels, or for another task, masks mean nothing
+            for name in MASKS:
+                store.pop(name, None)
+        if options.normalize_features and isinstance(store.get("x"), Tensor):
+            store["x"] = _rows_to_one(store["x"])
+    facts["split"] = None if labelled is None else _split_labels(labelled, options.split, options.unlabelled)
+    if labelled is not None and facts["num_classes"] == 2 and not facts["multilabel"]:
+        facts["train_classes"] = labelled.y[labelled.train_mask].bincount(minlength=2).tolist()
+    return facts
+
+
+def cut(graph: Graph, num_parts: int, method: str, seed: int, path: str | None) -> Tensor | dict[str, Tensor]:
+    """Assign each node to a part, by node type in a heterogeneous graph; see :mod:`gtrain.graph.partition`."""
+    if isinstance(graph, HeteroData):
+        if path is not None:
+            raise ConfigError(
+                f"data.partition_path={path} assigns the nodes of one type, and the graph has several",
+                hint="choose another data.partitioner",
+            )
+        return partitions.partition_hetero(graph, num_parts, method, seed=seed)
+    edges, num_nodes, mask = _edges_and_mask(graph)
+    return partitions.partition_nodes(
+        edges,
+        num_nodes,
+        num_parts,
+        method,
+        seed=seed,
+        train_mask=mask,
+        assignment=partitions.read_assignment(path) if path is not None else None,
+        origin=f"data.partition_path={path}",
+    )
+
+
+def group(
+    graph: Graph, assignment: Tensor | Mapping[str, Tensor], num_parts: int, seed: int
+) -> dict[str, NDArray[Any]] | None:
+    """Gather the nodes of each part into groups of neighbours (:mod:`gtrain.graph.partition.locality`)."""
+    if isinstance(graph, HeteroData):
+        assert isinstance(assignment, Mapping)
+        return partitions.group_hetero(graph, assignment, num_parts, seed=seed)
+    assert isinstance(assignment, Tensor)
+    edges, _, _ = _edges_and_mask(graph)
+    source, target = edges.numpy() if isinstance(edges, Tensor) else edges
+    groups = group_nodes(source, target, assignment.numpy(), num_parts, seed=seed)
+    return None if groups is None else {NODE_TYPE: groups}
+
+
+def _edges_and_mask(graph: Data | EdgeArrays) -> tuple[Tensor | tuple[Array, Array], int, Tensor | None]:
+    if isinstance(graph, EdgeArrays):
+        mask = graph.node_tensors.get("train_mask")
+        edges = (graph.source, graph.target)  # as they are: they may be larger than memory
+        return edges, graph.num_nodes, None if mask is None else torch.as_tensor(mask)
+    return graph.edge_index, int(graph.num_nodes or 0), graph.train_mask if "train_mask" in graph else None
+
+
+def describe(graph: Graph) -> str:
+    """Return ``N nodes and E edges``."""
+    return f"{graph.num_nodes} nodes and {graph.num_edges} edges"
+
+
+def _choose_labels(graph: Data | HeteroData, target: str | None) -> None:
+    """Keep the labels of the target node type alone."""
+    if target is None:
+        return
+    if not isinstance(graph, HeteroData) or target not in graph.node_types:
+        types = ", ".join(graph.node_types) if isinstance(graph, HeteroData) else "one, which needs no name"
+        raise ConfigError(f"data.target={target} is no node type", hint=f"the node types are {types}")
+    labelled = [node_type for node_type in graph.node_types if isinstance(graph[node_type].get("y"), Tensor)]
+    if labelled and target not in labelled:
+        raise ConfigError(
+            f"data.target={target}, and nodes of that type have no labels",
+            hint=f"set data.target to {' or '.join(labelled)}",
+        )
+    for node_type in graph.node_types:
+        if node_type != target:
+            graph[node_type].pop("y", None)
+
+
+def _labelled(graph: Data | HeteroData, facts: dict[str, Any]) -> Any:
+    """Return the storage of the nodes that have labels, or None."""
+    if isinstance(graph, HeteroData):
+        return None if facts["target"] is None else graph[facts["target"]]
+    return graph.stores[0] if isinstance(graph.y, Tensor) else None
+
+
+def _split_labels(nodes: Any, split: SplitOptions, unlabelled: int | None) -> dict[str, Any]:
+    """Put the masks into the storage of the labelled nodes, and return how they were made."""
+    if nodes.y.dim() == 2 and nodes.y.size(1) == 1:
+        nodes.y = nodes.y.flatten()
+    nodes.y = nodes.y.float() if nodes.y.dim() == 2 else nodes.y.long()
+    masks = split_nodes(nodes, labelled_nodes(nodes.y, unlabelled), split)
+    for name, mask in masks.items():
+        nodes[name] = mask
+    return {**split.identity(), "sizes": {name[:-5]: int(mask.sum()) for name, mask in masks.items()}}
+
+
+def _target_edge(graph: Data | HeteroData, target: str | None) -> tuple[str, str, str] | None:
+    """Return the edge type to predict; None in a homogeneous graph."""
+    if not isinstance(graph, HeteroData):
+        if target is not None:
+            raise ConfigError(f"data.target={target}, and the graph has one type of edges", hint="leave data.target")
+        return None
+    held_out = [t for t in graph.edge_types if "val_edge_index" in graph[t] or "test_edge_index" in graph[t]]
+    choices = {",".join(edge_type): edge_type for edge_type in graph.edge_types}
+    if target is None and len(held_out or choices) == 1:
+        return (held_out or list(graph.edge_types))[0]
+    if target not in choices:
+        raise ConfigError(
+            f"data.target={target} is no edge type of the graph"
+            if target is not None
+            else f"the graph has {len(choices)} edge types, and data.target does not say which one is predicted",
+            hint=f"set data.target to one of: {'; '.join(choices)}",
+        )
+    return choices[target]
+
+
+def _rows_to_one(x: Tensor) -> Tensor:
+    """Scale each row to the sum 1, as the citation graphs' features are by custom; rows of sum 0 stay."""
+    if x.layout == torch.sparse_csr:
+        rows = torch.repeat_interleave(torch.arange(x.size(0)), x.crow_indices().diff())
+        total = torch.zeros(x.size(0)).index_add_(0, rows, x.values().float())
+        scale = torch.where(total == 0, torch.ones_like(total), total)[rows]
+        return csr_tensor(x.crow_indices(), x.col_indices(), x.values() / scale, (x.size(0), x.size(1)))
+    total = x.sum(dim=1, keepdim=True, dtype=torch.float32)
+    return x / torch.where(total == 0, torch.ones_like(total), total)

@@ -1,0 +1,167 @@
+"""Which edges train, which are held out for validation and test, where edges are what is predicted."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+from gtrain.data.prepare.split import SplitOptions
+from gtrain.errors import ConfigError, DataError
+
+log = logging.getLogger("gtrain")
+
+HELD_OUT = ("val", "test")
+EdgeType = tuple[str, str, str]
+
+
+def split_edges(graph: Data | HeteroData, target: EdgeType | None, options: SplitOptions) -> dict[str, int]:
+    """Move edges out of the graph, so that ``val_edge_*`` and ``test_edge_*`` hold what is to be predicted.
+
+    The two directions of an undirected edge (of the same time and relation) go to the same side, and so do the edges
+    of a reverse edge type, which only leave the graph: a model must not read an edge that it is asked for. Held-out
+    edges of an undirected graph are listed once.
+
+    Args:
+        graph: changed in place.
+        target: the edge type to split; None for a homogeneous graph.
+        options: ``public`` takes the edges that the data holds out itself; ``random`` and ``time`` take fractions.
+
+    Returns:
+        edges that train, validate and test.
+
+    Raises:
+        ConfigError: the kind of split does not suit the data.
+        DataError: nothing is left to train on.
+    """
+    edges = graph[target] if isinstance(graph, HeteroData) else graph.stores[0]
+    if options.kind == "public":
+        if not any(f"{split}_edge_index" in edges for split in HELD_OUT):
+            raise ConfigError(
+                "data.task=link with data.split=public, and the data holds no edges out",
+                hint="set data.split=random or, for edges with times, data.split=time",
+            )
+        return _count(edges)
+    drop_held_out(graph)
+    group, representative = _groups(edges, graph, target)
+    order = _order(edges, representative, options)
+    sizes = options.sizes(order.numel())
+    side = torch.zeros(order.numel(), dtype=torch.int8)  # 0 train, 1 val, 2 test
+    side[order[sizes[0] : sizes[0] + sizes[1]]], side[order[sizes[0] + sizes[1] :]] = 1, 2
+    if isinstance(graph, HeteroData) and target is not None:
+        _leave_reverse(graph, target, side[group])
+    _move(edges, side[group], representative)
+    if edges.edge_index.size(1) == 0:
+        raise DataError(
+            f"no edge is left to train on: data.split={options.kind} of {order.numel()} edges",
+            hint="raise data.train_fraction, or give the graph more edges",
+        )
+    return _count(edges)
+
+
+def drop_held_out(graph: Data | HeteroData) -> None:
+    """Forget the edges that the data holds out: another split was asked for, or nodes are predicted."""
+    for store in graph.stores:
+        for name in [key for key in store if key.startswith(("val_edge_", "test_edge_"))]:
+            del store[name]
+
+
+def _groups(edges: Any, graph: Data | HeteroData, target: EdgeType | None) -> tuple[Tensor, Tensor]:
+    """Return the group of each edge [E], and the first edge of each group [G]; a group stays on one side."""
+    edge_index = edges.edge_index
+    everyone = torch.arange(edge_index.size(1))
+    if isinstance(graph, HeteroData):
+        if target is None or target[0] != target[2]:
+            return everyone, everyone
+        num_nodes = int(graph[target[0]].num_nodes or 0)
+    else:
+        num_nodes = int(graph.num_nodes or 0)
+    if not edge_index.numel():
+        return everyone, everyone
+    low, high = edge_index.min(dim=0).values, edge_index.max(dim=0).values
+    pair = torch.unique(low * num_nodes + high, return_inverse=True)[1]
+    way = (edge_index[1] - edge_index[0]).sign()
+    for mark in _marks(edges, way):
+        group = torch.unique(pair * (int(mark.max()) + 1) + mark, return_inverse=True)[1]
+        there, back = torch.unique(group[way > 0]), torch.unique(group[way < 0])
+        if there.numel() and torch.equal(there, back):
+            first = torch.full((int(group.max()) + 1,), everyone.numel())
+            return group, first.scatter_reduce_(0, group, everyone, "amin")
+    return everyone, everyone
+
+
+def _marks(edges: Any, way: Tensor) -> list[Tensor]:
+    """Return what the two directions of an undirected edge have in common beside their ends, ``[E]`` from 0.
+
+    The time, and the relation; or in place of that, relations 2r and 2r + 1 that are each other's ways back.
+
+    Args:
+        edges: the storage of the edges.
+        way: 1 from the smaller id to the larger, -1 the other way, 0 for a self-loop.
+    """
+    time = torch.zeros_like(way)
+    if isinstance(edges.get("edge_time"), Tensor):
+        time = torch.unique(edges.edge_time, return_inverse=True)[1]
+    if not isinstance(edges.get("edge_type"), Tensor):
+        return [time]
+    there = edges.edge_type
+    both = torch.where(way < 0, there ^ 1, torch.where(way == 0, there & ~1, there))
+    times = int(time.max()) + 1
+    return [there * times + time, both * times + time]
+
+
+def _order(edges: Any, representative: Tensor, options: SplitOptions) -> Tensor:
+    """Return the groups in the order in which the fractions take them."""
+    if options.kind == "random":
+        return options.permutation(representative.numel())
+    if options.kind != "time":
+        raise ConfigError(
+            f"data.split={options.kind} splits nodes, and data.task=link predicts edges",
+            hint="set data.split=random or data.split=time",
+        )
+    if "edge_time" not in edges:
+        raise ConfigError("data.split=time, and the edges have no times", hint="set data.split=random")
+    return torch.argsort(edges.edge_time[representative], stable=True)
+
+
+def _move(edges: Any, side: Tensor, representative: Tensor) -> None:
+    """Cut each edge tensor into what stays and what is held out."""
+    once = torch.zeros(side.numel(), dtype=torch.bool).index_fill_(0, representative, True)
+    names = [name for name in edges if name == "edge_index" or edges.is_edge_attr(name)]
+    for name in names:
+        value = edges[name]
+        for number, split in enumerate(HELD_OUT, start=1):
+            keep = (side == number) & once
+            edges[f"{split}_{_prefixed(name)}"] = value[:, keep] if name == "edge_index" else value[keep]
+        edges[name] = value[:, side == 0] if name == "edge_index" else value[side == 0]
+
+
+def _prefixed(name: str) -> str:
+    return name if name.startswith("edge_") else f"edge_{name}"
+
+
+def _leave_reverse(graph: HeteroData, target: EdgeType, side: Tensor) -> None:
+    """Take the held-out edges out of every edge type that mirrors the target."""
+    source, target_nodes = graph[target].edge_index
+    width = int(graph[target[0]].num_nodes or 0)
+    keys = target_nodes * width + source
+    held = keys[side > 0]
+    for other in graph.edge_types:
+        if other == target or (other[0], other[2]) != (target[2], target[0]):
+            continue
+        mirrored = graph[other].edge_index[0] * width + graph[other].edge_index[1]
+        if not torch.equal(torch.unique(mirrored), torch.unique(keys)):
+            continue
+        stays = ~torch.isin(mirrored, held)
+        log.info("edges of %s mirror %s: those held out leave it too", other, target)
+        for name in [name for name in graph[other] if name == "edge_index" or graph[other].is_edge_attr(name)]:
+            value = graph[other][name]
+            graph[other][name] = value[:, stays] if name == "edge_index" else value[stays]
+
+
+def _count(edges: Any) -> dict[str, int]:
+    held = {split: edges[f"{split}_edge_index"] for split in HELD_OUT if f"{split}_edge_index" in edges}
+    return {"train": edges.edge_index.size(1), **{split: index.size(1) for split, index in held.items()}}

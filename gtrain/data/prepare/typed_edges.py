@@ -1,0 +1,97 @@
+"""Entity types of an edge list: ids of a source's own numbering become those of types, one type after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from gtrain.data.ingest.columns import Column
+from gtrain.data.schema import DataSchema, Ends, places
+
+if TYPE_CHECKING:
+    from gtrain.data.ingest.edge_list import EdgeList
+
+Ints = NDArray[np.int64]
+SIDES = ("source", "target")
+
+
+class TypedEdges:
+    """Renumbers the ends of an edge list, a block of edges at a time.
+
+    With names a type has the entities that its relations name, in the order of their first numbers; with integers it
+    has 0 up to the largest of its ids.
+
+    Args:
+        edges: the list; its columns of ends are replaced.
+        schema: which types relations join.
+        folder: where large columns lie.
+
+    Attributes:
+        counts: entities by type.
+        ends: types of heads and tails by relation.
+        names: names of the entities by type; none where ids are integers.
+    """
+
+    def __init__(self, edges: EdgeList, schema: DataSchema, folder: Path) -> None:
+        self._types = schema.types
+        self.ends = self._ends_of(edges, schema)
+        self._places = places(schema.types, self.ends)
+        self._relations = edges.columns.get("edge_type")
+        new_ids = self._new_ids(edges)
+        self.counts = {name: int(ids.max(initial=-1)) + 1 for name, ids in zip(self._types, new_ids, strict=True)}
+        self.names: Mapping[str, Any] = {}
+        if edges.names is not None:
+            held = (pa.array(np.flatnonzero(ids >= 0)) for ids in new_ids)
+            self.names = {name: edges.names.take(ids) for name, ids in zip(self._types, held, strict=True)}
+        firsts = np.cumsum([0, *self.counts.values()])
+        for side, name in enumerate(SIDES):
+            column = Column(folder, np.int32)
+            for ids, kind in self._blocks(edges.columns[name], side):
+                found = np.empty(len(ids), dtype=np.int64)
+                for number, numbering in enumerate(new_ids):
+                    here = kind == number
+                    found[here] = numbering[ids[here]] + firsts[number]
+                column.append(found)
+            edges.columns[name] = column
+
+    @property
+    def num_nodes(self) -> int:
+        """Entities of all types."""
+        return sum(self.counts.values())
+
+    def names_of(self, name: str) -> list[str]:
+        """Names of a type's entities; numbers as text where ids are integers."""
+        return self.names[name].to_pylist() if self.names else [str(entity) for entity in range(self.counts[name])]
+
+    @staticmethod
+    def _ends_of(edges: EdgeList, schema: DataSchema) -> Ends:
+        if "edge_type" not in edges.columns:
+            return [schema.one()]
+        if edges.relations is not None:
+            return schema.ends(edges.relations.to_pylist())
+        largest = max((int(block.max()) for block in edges.columns["edge_type"].chunks() if block.size), default=-1)
+        return schema.ends([str(relation) for relation in range(largest + 1)])
+
+    def _new_ids(self, edges: EdgeList) -> list[Ints]:
+        """By type, the number in it of each id of the source; -1 of those that are not of the type."""
+        present = np.zeros((len(self._types), edges.num_nodes), dtype=np.bool_)
+        for side, name in enumerate(SIDES):
+            for ids, kind in self._blocks(edges.columns[name], side):
+                present[kind, ids] = True
+        if edges.names is None:  # integers stay what they are, up to the largest of the type
+            for row in present:
+                row[: int(np.flatnonzero(row)[-1]) + 1 if row.any() else 0] = True
+        return [np.where(row, np.cumsum(row) - 1, -1) for row in present]
+
+    def _blocks(self, column: Column, side: int) -> Any:
+        """Ids of a block of edges at one side, and the types that they are of."""
+        kinds = self._places[side]
+        if self._relations is None:
+            return ((ids, np.full(len(ids), kinds[0])) for ids in column.chunks())
+        pairs = zip(column.chunks(), self._relations.chunks(), strict=True)
+        return ((ids, kinds[relation]) for ids, relation in pairs)

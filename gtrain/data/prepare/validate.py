@@ -1,0 +1,289 @@
+"""Checks on a graph that was read, before anything of it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+from gtrain.data.prepare.split import MASKS
+from gtrain.data.prepare.validate_edges import check_edges, check_integers, check_rows
+from gtrain.errors import DataError
+from gtrain.graph.store.files import chunks
+
+_BLOCK = 1 << 22
+
+
+def validate_graph(
+    data: Data | HeteroData,
+    *,
+    unlabelled: int | None = None,
+    num_classes: int | None = None,
+    origin: str = "the data",
+) -> dict[str, Any]:
+    """Check a graph, and return what a model needs to know of it.
+
+    Args:
+        data: the graph; ``x`` and ``y`` may be None. At most one node type of a heterogeneous graph has ``y``.
+        unlabelled: the value of ``y`` that means no label; None means that each node has one.
+        num_classes: the number of classes, where the caller knows it; None counts them.
+        origin: the file or data set, for messages.
+
+    Returns:
+        ``num_nodes``, ``num_features`` (None without features), ``sparse_features`` (whether ``x`` is a sparse
+        tensor), ``num_relations`` (None without ``edge_type``), ``num_classes`` and ``multilabel`` (None without
+        labels). For a heterogeneous graph the first two are dictionaries by node type, ``sparse_features`` is a list of
+        node types, and ``target`` is the node type with labels.
+
+    Raises:
+        DataError: says what is wrong, and where.
+    """
+    if isinstance(data, HeteroData):
+        return _validate_hetero(data, unlabelled, num_classes, origin)
+    num_nodes = data.num_nodes
+    if not num_nodes:
+        raise DataError(
+            f"{origin}: the graph has no nodes",
+            hint="give it an edge, or a number of nodes (data.num_nodes for an edge list)",
+        )
+    nodes = _check_nodes(data.stores[0], num_nodes, origin)
+    relations = check_edges(data.stores[0], (num_nodes, num_nodes), origin)
+    labels = _check_labels(data.y, num_nodes, unlabelled, num_classes, origin)
+    return {"num_nodes": num_nodes, **nodes, "num_relations": relations, **labels}
+
+
+def _validate_hetero(data: HeteroData, unlabelled: int | None, num_classes: int | None, origin: str) -> dict[str, Any]:
+    sizes = {node_type: _num_nodes(data, node_type, origin) for node_type in data.node_types}
+    if not sizes:
+        raise DataError(f"{origin}: the graph has no node types", hint="give the graph nodes of at least one type")
+    nodes = {
+        node_type: _check_nodes(data[node_type], size, f"{origin}, nodes {node_type!r}")
+        for node_type, size in sizes.items()
+    }
+    relations = None
+    for edge_type in data.edge_types:
+        where = f"{origin}, edges {' '.join(edge_type)}"
+        unknown = [end for end in (edge_type[0], edge_type[2]) if end not in sizes]
+        if unknown:
+            raise DataError(
+                f"{where}: there are no nodes of the type {unknown[0]!r}", hint=f"the types are {', '.join(sizes)}"
+            )
+        found = check_edges(data[edge_type], (sizes[edge_type[0]], sizes[edge_type[2]]), where)
+        relations = found if relations is None else max(relations, found or 0)
+    targets = [node_type for node_type in data.node_types if isinstance(data[node_type].get("y"), Tensor)]
+    if len(targets) > 1:
+        raise DataError(
+            f"{origin}: nodes of {len(targets)} types have labels: {', '.join(targets)}",
+            hint="set data.target to the node type that is to be classified",
+        )
+    labels: dict[str, Any] = {"num_classes": None, "multilabel": None}
+    if targets:
+        where = f"{origin}, nodes {targets[0]!r}"
+        labels = _check_labels(data[targets[0]].y, sizes[targets[0]], unlabelled, num_classes, where)
+    return {
+        "num_nodes": sizes,
+        "num_features": {node_type: facts["num_features"] for node_type, facts in nodes.items()},
+        "sparse_features": [node_type for node_type, facts in nodes.items() if facts["sparse_features"]],
+        "num_relations": relations,
+        "target": targets[0] if targets else None,
+        **labels,
+    }
+
+
+def _num_nodes(data: HeteroData, node_type: str, origin: str) -> int:
+    count = data[node_type].num_nodes
+    if not count:
+        raise DataError(
+            f"{origin}: there are no nodes of the type {node_type!r}, or their number is not known",
+            hint="give the node type features, labels or num_nodes, or leave it out",
+        )
+    return int(count)
+
+
+def _check_nodes(nodes: Any, num_nodes: int, origin: str) -> dict[str, Any]:
+    """Check the node tensors of one type."""
+    x = nodes.get("x")
+    _check_features(x, num_nodes, origin)
+    for name in MASKS:
+        if name in nodes:
+            _check_mask(name, nodes[name], num_nodes, origin)
+    if "time" in nodes:
+        check_integers("time", nodes["time"], num_nodes, origin, negative=True)
+    sparse = isinstance(x, Tensor) and x.layout == torch.sparse_csr
+    return {"num_features": None if x is None else x.size(1), "sparse_features": sparse}
+
+
+def _check_labels(
+    y: object, num_nodes: int, unlabelled: int | None, num_classes: int | None, origin: str
+) -> dict[str, Any]:
+    if not isinstance(y, Tensor):
+        return {"num_classes": None, "multilabel": None}
+    check_rows("y", y, num_nodes, origin)
+    if y.dim() == 2 and y.size(1) > 1:
+        return _check_multilabel(y, num_classes, origin)
+    return {"num_classes": _check_classes(y, unlabelled, num_classes, origin), "multilabel": False}
+
+
+def labelled_nodes(y: Tensor, unlabelled: int | None) -> Tensor:
+    """Return which nodes have a label, ``[N]`` bool; in multi-label data all have."""
+    if unlabelled is None or y.dim() == 2:
+        return torch.ones(y.size(0), dtype=torch.bool)
+    return y != unlabelled
+
+
+def check_distinct(y: Tensor, unlabelled: int | None, origin: str) -> None:
+    """Refuse labels that are all the same: there is nothing to learn.
+
+    Raises:
+        DataError: names the label.
+    """
+    if y.dim() == 2 and y.size(1) > 1:
+        return
+    known = y.flatten()[labelled_nodes(y.flatten(), unlabelled)]
+    if known.numel() and bool((known == known[0]).all()):
+        raise DataError(
+            f"{origin}: all {known.numel()} labels are {int(known[0])}, and a classifier needs two classes at least",
+            hint="correct the labels, or the column or file that they are read from (data.labels)",
+        )
+
+
+def _check_features(x: object, num_nodes: int, origin: str) -> None:
+    if x is None:
+        return
+    if isinstance(x, Tensor) and x.layout == torch.sparse_csr and x.dim() == 2:
+        check_rows("x", x, num_nodes, origin)
+        _check_columns(x, origin)
+        _check_sparse(x, origin)
+        return
+    if not isinstance(x, Tensor) or x.dim() != 2 or x.layout != torch.strided:
+        found = f"{x.layout} of shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise DataError(
+            f"{origin}: x is {found}, and it should be a dense or sparse CSR tensor of shape [N, F]",
+            hint="give x one row for each node: x.to_sparse_csr() if it is sparse, x.reshape(N, -1) if its shape is "
+            "another",
+        )
+    check_rows("x", x, num_nodes, origin)
+    _check_columns(x, origin)
+    first: tuple[int, int] | None = None
+    damaged = 0
+    for rows in chunks(0, num_nodes, x.element_size() * x.size(1)):  # isfinite makes a copy of what it looks at
+        infinite = ~torch.isfinite(x[rows])
+        if infinite.any():
+            damaged += int(infinite.any(dim=1).sum())
+            row, column = infinite.nonzero()[0].tolist()
+            first = first or (rows.start + row, column)
+    if first is not None:
+        row, column = first
+        raise DataError(
+            f"{origin}: x has {float(x[row, column])} at row {row}, column {column} (rows and columns count from 0), "
+            f"and {damaged} of {num_nodes} rows are not finite",
+            hint="replace missing features before training, for example by the column's mean",
+        )
+
+
+def _check_columns(x: Tensor, origin: str) -> None:
+    if not x.size(1):
+        raise DataError(
+            f"{origin}: x has the shape {list(x.shape)}: its rows have no columns",
+            hint="give each node at least one feature, or leave the features out (data.features=null, degree or "
+            "constant for an edge list)",
+        )
+
+
+def _check_sparse(x: Tensor, origin: str) -> None:
+    values, columns = x.values(), x.col_indices()
+    count, place = 0, -1
+    for begin, block in _blocks(values):
+        wrong = (~torch.isfinite(block)).nonzero().flatten()
+        place = begin + int(wrong[0]) if wrong.numel() and place < 0 else place
+        count += wrong.numel()
+    if count:
+        row = int(torch.searchsorted(x.crow_indices(), place, right=True)) - 1
+        raise DataError(
+            f"{origin}: x has {float(values[place])} at row {row}, column {int(columns[place])} (rows and columns "
+            f"count from 0), and {count} of its {values.numel()} entries are not finite",
+            hint="replace missing features before training, or leave them out of the sparse rows",
+        )
+    if columns.numel() and (int(columns.min()) < 0 or int(columns.max()) >= x.size(1)):
+        raise DataError(
+            f"{origin}: x has entries in columns {int(columns.min())}..{int(columns.max())}, and its shape is "
+            f"{list(x.shape)}",
+            hint="columns count from 0 and are below the number of features",
+        )
+
+
+def _blocks(values: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """A long tensor piece by piece, each with its beginning: what is computed of all of it need not fit in memory."""
+    for begin in range(0, values.numel(), _BLOCK):
+        yield begin, values[begin : begin + _BLOCK]
+
+
+def _check_mask(name: str, mask: Tensor, num_nodes: int, origin: str) -> None:
+    check_rows(name, mask, num_nodes, origin)
+    if mask.dim() > 2 or not ((mask == 0) | (mask == 1)).all():
+        raise DataError(
+            f"{origin}: {name} is no mask: it should hold true and false, as [N] or [N, number of splits]",
+            hint=f"give {name} as torch.bool, one row for each node",
+        )
+
+
+def _check_multilabel(y: Tensor, num_classes: int | None, origin: str) -> dict[str, Any]:
+    wrong = ((y != 0) & (y != 1)).nonzero()  # a NaN is neither, and so is caught here
+    if wrong.numel():
+        row, column = wrong[0].tolist()
+        raise DataError(
+            f"{origin}: y is a matrix of {y.size(1)} labels for each node and has {y[row, column].item()} at row "
+            f"{row}, column {column}",
+            hint="give 0 or 1 for each label, or one column of class numbers",
+        )
+    if num_classes is not None and num_classes != y.size(1):
+        raise DataError(
+            f"{origin}: y has {y.size(1)} columns, and data.num_classes={num_classes}",
+            hint=f"set data.num_classes={y.size(1)}, or null to count the columns",
+        )
+    return {"num_classes": y.size(1), "multilabel": True}
+
+
+def _check_classes(y: Tensor, unlabelled: int | None, num_classes: int | None, origin: str) -> int:
+    """Check one label for each node, and return the number of classes."""
+    y = y.flatten()
+    wrong = (~(y.isfinite() & (y == y.round()))).nonzero() if y.is_floating_point() else y.new_empty(0)
+    if wrong.numel():
+        node = int(wrong[0])
+        raise DataError(
+            f"{origin}: the label of node {node} is {float(y[node])}, and labels are integers; {wrong.numel()} of "
+            f"{y.numel()} are not",
+            hint="give each node a class 0..C-1; mark those without a label by -1, and set data.unlabelled=-1",
+        )
+    known = y if unlabelled is None else y[y != unlabelled]
+    if not known.numel():
+        raise DataError(
+            f"{origin}: all {y.numel()} nodes have the label {unlabelled}, which data.unlabelled names",
+            hint="give some nodes a label, or correct data.unlabelled (null if every node has a label)",
+        )
+    lowest, highest = int(known.min()), int(known.max())
+    if lowest < 0:
+        node, count = int((y == lowest).nonzero()[0]), int((known < 0).sum())
+        raise DataError(
+            f"{origin}: node {node} has the label {lowest}, and {count} of {y.numel()} labels are negative",
+            hint=f"if {lowest} marks nodes without a label, set data.unlabelled={lowest}",
+        )
+    if num_classes is not None:
+        if highest >= num_classes:
+            node = int((y == highest).nonzero()[0])
+            raise DataError(
+                f"{origin}: node {node} has the label {highest}, and data.num_classes={num_classes} allows "
+                f"0..{num_classes - 1}",
+                hint=f"correct the label, or set data.num_classes={highest + 1}, or null to count the classes",
+            )
+        return num_classes
+    distinct = known.unique().numel()
+    if 2 * distinct < highest + 1:
+        raise DataError(
+            f"{origin}: labels must be 0..C-1; the largest is {highest} and only {distinct} different ones occur",
+            hint="renumber the labels, or set data.num_classes to the number of classes",
+        )
+    return highest + 1

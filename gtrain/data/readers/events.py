@@ -1,0 +1,220 @@
+"""Reading events, which are edges with times, from text: ids of any kind, a time, further columns."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.csv
+from numpy.typing import NDArray
+
+from gtrain.data.ingest.blocks import first_lines
+from gtrain.data.readers.number_table import unpacked
+from gtrain.errors import ConfigError, DataError
+
+_COMMENT = re.compile(rb"^[ \t]*[#%][^\n]*\n?", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Events:
+    """The events of a file.
+
+    Attributes:
+        path: the file.
+        source: ids as written, a pyarrow array of strings ``[E]``.
+        target: the same for targets.
+        time: float64 ``[E]``, or int64 where all times are whole numbers.
+        features: float32 ``[E, F]``, or None.
+        skipped: lines before the first event that are no comments: a line of names.
+    """
+
+    path: Path
+    source: Any
+    target: Any
+    time: NDArray[Any]
+    features: NDArray[np.float32] | None
+    skipped: int
+
+    def where(self, row: int) -> str:
+        """Return ``file, line n`` of an event; slow, for messages."""
+        return f"{self.path}, line {_line(unpacked(self.path), row + self.skipped)[0]}"
+
+
+def read_events(path: Path, time_column: int, features: slice | None) -> Events:
+    """Read a file of events, ``source target ... time ...`` on each line.
+
+    Columns are separated by commas, semicolons, tabs or spaces, lines that begin with ``#`` or ``%`` are comments, a
+    first line of names is skipped, and ``.gz`` is unpacked.
+
+    Args:
+        path: the file.
+        time_column: the column of times, counted from 0.
+        features: the columns that become features of the edges; None for none.
+
+    Raises:
+        ConfigError: a column that was asked for is not there.
+        DataError: names the file and the line that is malformed.
+    """
+    text = unpacked(path)
+    separator, skipped, width = _layout(text, path)
+    wanted = _columns(width, time_column, features, path)
+    table = _parse(text, separator, width, wanted, skipped, path)
+    names = [str(column) for column in wanted]
+    matrix = np.stack([table[name].to_numpy() for name in names[3:]], axis=1) if len(names) > 3 else None
+    events = Events(path, table["0"], table["1"], table[names[2]].to_numpy().copy(), matrix, skipped)
+    _check(events)
+    return events
+
+
+def check_columns(path: Path, time_column: int, features: slice | None) -> None:
+    """Check the columns of the first event; the rest of the file is not read.
+
+    Raises:
+        ConfigError, DataError: as :func:`read_events`.
+    """
+    text = b"".join(f"{line}\n".encode() for _, line in first_lines(path, b"#%", 2))
+    _columns(_layout(text, path)[2], time_column, features, path)
+
+
+def _layout(text: bytes, path: Path) -> tuple[str, int, int]:
+    """Return the separator, the number of lines that name columns, and the number of columns."""
+    first = next(_data_lines(text), None)
+    if first is None:
+        raise DataError(f"{path} is empty", hint="name a file with one event in each line: source target time")
+    separator = "," if "," in first[1] else ";" if ";" in first[1] else "\t" if "\t" in first[1] else " "
+    skipped = int(not any(_is_number(field) for field in _split(first[1], separator)))
+    second = _line(text, skipped, path)[1] if skipped else first[1]
+    return separator, skipped, len(_split(second, separator))
+
+
+def _data_lines(text: bytes) -> Iterator[tuple[int, str]]:
+    """Yield number and contents of each line that is neither blank nor a comment."""
+    for number, raw in enumerate(io.BytesIO(text), start=1):
+        line = raw.decode(errors="replace").strip()
+        if line and line[0] not in "#%":
+            yield number, line
+
+
+def _line(text: bytes, row: int, path: Path | None = None) -> tuple[int, str]:
+    for number, found in enumerate(_data_lines(text)):
+        if number == row:
+            return found
+    raise DataError(f"{path} has no line after its names of columns", hint="name a file with one event in each line")
+
+
+def _split(line: str, separator: str) -> list[str]:
+    return line.split() if separator == " " else [field.strip() for field in line.split(separator)]
+
+
+def _is_number(field: str) -> bool:
+    try:
+        float(field)
+    except ValueError:
+        return False
+    return True
+
+
+def _columns(width: int, time_column: int, features: slice | None, path: Path) -> list[int]:
+    """Return the columns to read: source, target, time, and those of features."""
+    if width < 3:
+        raise DataError(
+            f"{path}: the lines have {width} columns, and at least 3 are needed",
+            hint="give each line source, target and time, separated by commas, semicolons, tabs or spaces",
+        )
+    if not 2 <= time_column < width:
+        raise ConfigError(
+            f"data.time_column={time_column}, and {path} has the columns 0..{width - 1}",
+            hint=f"choose 2..{width - 1}; 0 and 1 are source and target",
+        )
+    chosen = list(range(width))[features] if features is not None else []
+    if features is not None and (not chosen or {0, 1} & set(chosen)):
+        raise ConfigError(
+            f"data.features takes the columns {chosen}, and {path} has the columns 0..{width - 1}",
+            hint="set data.features to a slice of the columns after source and target, such as '4:', or to null",
+        )
+    return [0, 1, time_column, *chosen]
+
+
+def _parse(text: bytes, separator: str, width: int, wanted: list[int], skipped: int, path: Path) -> Any:
+    kinds = {str(column): pa.float32() for column in wanted[3:]}
+    kinds |= {"0": pa.string(), "1": pa.string()}
+    names = [str(column) for column in range(width)]
+    body = _tidy(text, separator)
+    for kind in (pa.int64(), pa.float64()):  # times are whole numbers as a rule, and exact then
+        try:
+            return pa.csv.read_csv(
+                io.BytesIO(body),
+                read_options=pa.csv.ReadOptions(column_names=names, skip_rows=skipped),
+                parse_options=pa.csv.ParseOptions(delimiter=separator, quote_char=False),
+                convert_options=pa.csv.ConvertOptions(
+                    column_types={str(wanted[2]): kind, **kinds},
+                    include_columns=list(dict.fromkeys(map(str, wanted))),
+                    null_values=[],
+                    strings_can_be_null=False,
+                ),
+            )
+        except pa.ArrowInvalid as err:
+            reason = err
+    raise _malformed(text, separator, width, wanted, skipped, path) from reason
+
+
+def _tidy(text: bytes, separator: str) -> bytes:
+    """Remove what Arrow's reader does not know how to skip: comments, and blanks beside separators."""
+    if b"#" in text or b"%" in text:
+        text = _COMMENT.sub(b"", text)
+    if b"\r" in text:
+        text = text.replace(b"\r\n", b"\n")
+    if separator == " ":
+        while b"  " in text:
+            text = text.replace(b"  ", b" ")
+    elif b" " in text:
+        text = re.sub(rb" *([,;\t\n]) *", rb"\1", text)
+    return text.replace(b" \n", b"\n").replace(b"\n ", b"\n").strip(b" \n")
+
+
+def _malformed(text: bytes, separator: str, width: int, wanted: list[int], skipped: int, path: Path) -> DataError:
+    """Find the first line that does not fit, and say why."""
+    for count, (number, line) in enumerate(_data_lines(text)):
+        if count < skipped:
+            continue
+        fields = _split(line, separator)
+        if len(fields) != width:
+            return DataError(
+                f"{path}, line {number}: {len(fields)} columns, and the lines before have {width}: {line[:60]!r}",
+                hint=f"give the line {width} columns, or put # in front of it if it is a comment",
+            )
+        if "\N{REPLACEMENT CHARACTER}" in line:
+            return DataError(f"{path}, line {number}: the text is no UTF-8: {line[:60]!r}", hint="save it as UTF-8")
+        for column in wanted[2:]:
+            if not _is_number(fields[column]):
+                what = "time" if column == wanted[2] else "feature"
+                return DataError(
+                    f"{path}, line {number}: the {what} {fields[column][:30]!r} in column {column} is no number",
+                    hint="correct the line, or set data.time_column and data.features (columns count from 0)",
+                )
+    return DataError(f"{path} cannot be read as events", hint="write plain text: source target time in each line")
+
+
+def _check(events: Events) -> None:
+    """Refuse ids that are empty, and times and features that are not finite."""
+    for name, column in (("source", events.source), ("target", events.target)):
+        empty = pa.compute.equal(column, "").to_numpy()
+        if empty.any():
+            raise DataError(f"{events.where(int(empty.argmax()))}: the {name} is empty", hint="name two nodes")
+    checks = {"time": np.isfinite(events.time)}
+    if events.features is not None:
+        checks["feature"] = np.isfinite(events.features).all(axis=1)
+    for name, finite in checks.items():
+        if not finite.all():
+            raise DataError(
+                f"{events.where(int((~finite).argmax()))}: the {name} is not finite, and so it is in "
+                f"{int((~finite).sum())} of {len(finite)} lines",
+                hint="correct or delete these lines",
+            )

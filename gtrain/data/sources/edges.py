@@ -1,0 +1,293 @@
+"""A graph from an edge list of any size, with features and labels from files of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.utils import to_undirected
+
+from gtrain.data.ingest.format import EdgeFormat
+from gtrain.data.module import OUTLINE, CommonOptions, GraphDataModule, file_stamp
+from gtrain.data.readers.edge_sets import Named, facts_of_sets, find_sets
+from gtrain.data.readers.entity_features import (
+    bag_rows,
+    facts_of_features,
+    names_of_features,
+    read_features,
+    stamps_of_features,
+)
+from gtrain.data.readers.node_files import GENERATED, NodeFiles, generated
+from gtrain.data.schema import DataSchema, Entries
+from gtrain.errors import ConfigError
+from gtrain.graph.store.tables import EdgeArrays
+
+if TYPE_CHECKING:  # compiles kernels: only a process that reads a graph needs it
+    from gtrain.data.ingest.edge_list import EdgeList
+
+IN_MEMORY_EDGES = 10_000_000
+"""Edges of a graph, both directions counted, up to which it is held in memory as a whole."""
+
+
+class EdgesData(GraphDataModule):
+    """A graph from an edge list: one edge for each line, ``source target`` or ``source target weight``.
+
+    Text, ``.gz`` too, or Parquet, in one file or several. Columns of text are separated by commas, semicolons, tabs
+    or spaces; lines that begin with ``#`` or ``%`` are comments, and a first line of names is skipped. File names are
+    taken as they are, or below ``root``. Lists of more than ``IN_MEMORY_EDGES`` edges stay on disk.
+
+    Args:
+        path: the edge list: a file, a glob pattern, a folder, or a list of them.
+        edge_sets: several edge lists instead, each named as ``path`` is, which ``strategy=pbg`` trains one after the
+            other in each epoch; None: ``path`` is the only one.
+        ids: ``int``: ids are integers from 0; ``string``: anything, numbered in order of first appearance and kept as
+            the names of the nodes; ``auto``: what the first line looks like.
+        columns: the columns of source and target, by position from 0 or by name; None means the first two, and a third
+            column is the weight if there is no fourth and no other column is set.
+        weight: column that becomes ``edge_weight`` (float32), by position or name; None: none.
+        relation: column that becomes ``edge_type``: integers from 0, or names; None: none.
+        time: column that becomes ``edge_time`` (int64); None: none.
+        header: whether the first line of text names the columns; None finds out.
+        separator: a character, or ``comma``, ``semicolon``, ``tab``, ``space``; None finds out.
+        comments: characters that begin comment lines.
+        features: ``.npy``, ``.pt`` (a plain tensor) or text, one row for each node; or ``degree`` (one column,
+            log(1 + in-degree)) or ``constant`` (one column of ones); None means no ``x``. Text for nodes with names
+            has the name in front of each row.
+        labels: ``.npy``, ``.pt`` or text, one label for each line, or ``id label`` (``name label`` for nodes with
+            names); None means no ``y``, which is enough for a store, but not for training on node labels.
+        num_nodes: N; None takes the rows of the features, or else of the labels, or else the largest id + 1.
+        undirected: whether each line stands for both directions. In memory, edges listed twice are merged and their
+            weights averaged; with times, and in lists that stay on disk, they are kept.
+        entities: entity types, with ``num_partitions``, and ``featurized``, a file of the features of the type's
+            entities (:class:`~gtrain.data.readers.entity_features.EntityFeatures`); see
+            :class:`~gtrain.data.schema.DataSchema`.
+        relations: relations by ``name`` (integers by their digits), with the types ``lhs`` and ``rhs`` that they join;
+            ``*``, or one entry without a name, is all others. Ids are then numbered within each type.
+        **common: see :class:`~gtrain.data.module.GraphDataModule`; the split is random unless it is set.
+    """
+
+    name = "edges"
+
+    def __init__(
+        self,
+        *,
+        path: Named | None = None,
+        edge_sets: Sequence[Named] | None = None,
+        ids: str = "auto",
+        columns: Sequence[int | str] | None = None,
+        weight: int | str | None = None,
+        relation: int | str | None = None,
+        time: int | str | None = None,
+        header: bool | None = None,
+        separator: str | None = None,
+        comments: str = "#%",
+        features: str | None = None,
+        labels: str | None = None,
+        num_nodes: int | None = None,
+        undirected: bool = False,
+        entities: Mapping[str, Any] | None = None,
+        relations: Entries | None = None,
+        **common: Unpack[CommonOptions],
+    ) -> None:
+        options: CommonOptions = {"split": "random", **common}
+        super().__init__(**options)
+        if self.split.kind == "public":
+            raise ConfigError("data.split=public, and an edge list has no masks", hint="set data.split=random")
+        if num_nodes is not None and num_nodes < 1:
+            raise ConfigError(f"data.num_nodes={num_nodes} is too small", hint="set 1 or more, or null")
+        if num_nodes is not None and ids == "string":
+            raise ConfigError(
+                f"data.num_nodes={num_nodes} with data.ids=string, where the nodes are those that the edges name",
+                hint="leave data.num_nodes, or set data.ids=int",
+            )
+        if undirected and relation is not None:
+            raise ConfigError(
+                "data.undirected=true with data.relation, and a relation has a direction",
+                hint="leave data.undirected, or list the other direction as relations of its own",
+            )
+        self.schema = DataSchema(entities, relations)
+        given = {"features": features, "labels": labels, "num_nodes": num_nodes, "undirected": undirected or None}
+        unsuited = [key for key, value in given.items() if value is not None]
+        if (self.schema.is_typed or self.schema.featurized) and unsuited:
+            raise ConfigError(
+                f"data.{unsuited[0]}={given[unsuited[0]]} was set with entity types, whose ids begin anew in each.",
+                hint=f"leave data.{unsuited[0]}, or data.relations.",
+            )
+        if (path is None) == (edge_sets is None):
+            raise ConfigError(
+                f"data.path={path} with data.edge_sets={edge_sets} were set.",
+                hint="set one of them: a list of files, or several.",
+            )
+        if edge_sets is not None and undirected:
+            raise ConfigError(
+                "data.undirected=true was set with data.edge_sets.",
+                hint="list both directions, in the set that has them.",
+            )
+        self.edge_sets: list[Named] = list(edge_sets or []) if path is None else [path]
+        self.path = path
+        self.num_nodes = num_nodes
+        self.undirected = undirected
+        self.format = EdgeFormat(
+            ids, None if columns is None else tuple(columns), weight, relation, time, header, separator, comments
+        )
+        self._node_files = NodeFiles(features, labels, self.root, self.unlabelled)
+        self._names: dict[str, Any] = {}
+        self._facts: dict[str, Any] = {}
+
+    @property
+    def outline(self) -> dict[str, Any] | None:  # type: ignore[override]
+        """What the settings say of features, labels and relations."""
+        features = self._node_files.features
+        if self.schema.says_more:
+            return None
+        return {
+            **OUTLINE,
+            "num_features": None if features is None else OUTLINE["num_features"],
+            "num_relations": None if self.format.relation is None else 2,
+            "num_classes": None if self._node_files.labels is None else OUTLINE["num_classes"],
+        }
+
+    def check_inputs(self) -> None:
+        """Refuse missing files, and columns that the first lines, or the schemas of Parquet files, do not have."""
+        super().check_inputs()
+        from gtrain.data.ingest.layout import text_layout
+        from gtrain.data.ingest.parquet import ParquetReader, is_parquet
+
+        for path in self._files()[0]:
+            if is_parquet(path):
+                ParquetReader(path, self.format, None)
+            else:
+                text_layout(path, self.format, None)
+
+    def extra_facts(self) -> dict[str, Any]:
+        """Return the entity types, the number of edge sets and the first negative weight, where there are any."""
+        return {**self._facts, **facts_of_sets(self.edge_sets)}
+
+    def identity(self) -> dict[str, Any]:
+        """Return the stamps of the files, and how they are read."""
+        files, features = self._node_files, self._node_files.features
+        paths, sets = self._files()
+        stamps: dict[str, Any] = {"path": [file_stamp(path) for path in paths]}
+        if sets is not None:
+            stamps["edge_sets"] = sets
+        if files.features_path is not None:
+            stamps["features"] = file_stamp(files.features_path)
+        if files.labels_path is not None:
+            stamps["labels"] = file_stamp(files.labels_path)
+        options = {
+            "generated": features if features in GENERATED else None,
+            "num_nodes": self.num_nodes,
+            "undirected": self.undirected,
+        }
+        stamps |= stamps_of_features(self.schema, self.root)
+        return {**stamps, **options, **asdict(self.format), **self.schema.identity()}
+
+    @property
+    def origin(self) -> str:
+        """Where the graph comes from, for messages."""
+        path = self.path if self.path is not None else self.edge_sets
+        files = {"path": path, "features": self._node_files.features, "labels": self._node_files.labels}
+        return ", ".join(f"data.{key}={file}" for key, file in files.items() if file is not None)
+
+    def names(self) -> dict[str, Any]:
+        """Return the names of nodes and relations that are strings; known from reading the graph until it is stored."""
+        return self._names
+
+    def prepare_data(self) -> None:
+        """Make the store where there is none; the names are in the store then, and no longer here."""
+        super().prepare_data()
+        self._names = {}
+
+    def read(self) -> Data | EdgeArrays:
+        """Read the files; what is too large for memory stays on disk."""
+        from gtrain.data.ingest.edge_list import Limit, kind_of_ids, read_edge_list
+
+        (paths, sets), options = self._files(), self.format
+        if kind_of_ids(paths, options) == "string":
+            if self.num_nodes is not None:
+                raise ConfigError(
+                    f"data.num_nodes={self.num_nodes}, and the ids are names: the nodes are those that the edges name",
+                    hint="leave data.num_nodes, or set data.ids=int",
+                )
+            edges = read_edge_list(paths, options, self.store, None, sets, self.check_negative)
+            x, y = self._node_files.read_named(edges.names)
+            num_nodes = edges.num_nodes
+        else:
+            nodes = self._node_files.read(self.num_nodes)
+            limit = Limit(nodes.num_nodes, self._counted_by(nodes.labels))
+            edges = read_edge_list(paths, options, self.store, limit, sets, self.check_negative)
+            num_nodes = nodes.num_nodes or max(edges.num_nodes, nodes.largest_id + 1)
+            x, y = nodes.x, nodes.y(num_nodes)
+        names = {"node": edges.names, "relation": edges.relations}
+        tensors = {"x": x, "y": y}
+        if self.schema.is_typed or self.schema.featurized:
+            from gtrain.data.prepare.typed_edges import TypedEdges
+
+            typed = TypedEdges(edges, self.schema, self.store)
+            num_nodes, names = typed.num_nodes, {**typed.names, "relation": edges.relations}
+            features = read_features(self.schema, self.root, {n: typed.names_of(n) for n in self.schema.featurized})
+            if features:
+                tensors["bag"] = bag_rows(typed.counts, features)
+                names |= names_of_features(features)
+            self._facts = {**self.schema.facts(typed.counts, typed.ends), "num_relations": len(typed.ends)}
+            self._facts |= facts_of_features(features)
+        self._names = {kind: strings for kind, strings in names.items() if strings is not None}
+        self._facts |= {"negative_weight": edges.negative_weight} if edges.negative_weight is not None else {}
+        return self._graph(edges, num_nodes, {name: tensor for name, tensor in tensors.items() if tensor is not None})
+
+    def _files(self) -> tuple[list[Path], list[int] | None]:
+        """Return all files, and for each the number of its edge set, None where there is one set."""
+        key = "data.path" if self.path is not None else "data.edge_sets"
+        return find_sets(key, self.edge_sets, self.root)
+
+    def _counted_by(self, labels: object) -> str:
+        """Return the option that told how many nodes there are."""
+        if self.num_nodes is not None:
+            return f"data.num_nodes={self.num_nodes}"
+        if self._node_files.features_path is not None:
+            return f"data.features={self._node_files.features}"
+        return f"data.labels={self._node_files.labels}" if isinstance(labels, Tensor) else "the largest id"
+
+    def _graph(self, edges: EdgeList, num_nodes: int, tensors: dict[str, Tensor]) -> Data | EdgeArrays:
+        if edges.num_edges * (2 if self.undirected else 1) <= IN_MEMORY_EDGES:
+            graph = _in_memory(edges, num_nodes, self.undirected)
+            if self._node_files.features in GENERATED:
+                tensors["x"] = generated(self._node_files.features, [graph.edge_index[1].numpy()], num_nodes)
+            graph.update(tensors)
+            return graph
+        if self.undirected:
+            edges.append_reversed()
+        if self._node_files.features in GENERATED:
+            tensors["x"] = generated(self._node_files.features, edges.columns["target"].chunks(), num_nodes)
+        columns = {name: column.array() for name, column in edges.columns.items()}
+        return EdgeArrays(
+            num_nodes,
+            columns.pop("source"),
+            columns.pop("target"),
+            columns,
+            dict(tensors),
+        )
+
+
+def _in_memory(edges: EdgeList, num_nodes: int, undirected: bool) -> Data:
+    """Return the edges as a graph of PyG's; merges those that are listed twice if it is undirected and has no times."""
+    merged = undirected and "edge_time" not in edges.columns
+    if undirected and not merged:
+        edges.append_reversed()
+    columns = {name: column.array() for name, column in edges.columns.items()}
+    ends = [columns.pop(name).astype(np.int64, copy=False) for name in ("source", "target")]
+    data = Data(edge_index=torch.from_numpy(np.stack(ends)), num_nodes=num_nodes)
+    data.update({name: torch.from_numpy(np.array(values)) for name, values in columns.items()})
+    if merged and "edge_weight" in data:
+        data.edge_index, data.edge_weight = to_undirected(
+            data.edge_index, data.edge_weight, num_nodes=num_nodes, reduce="mean"
+        )
+    elif merged:
+        data.edge_index = to_undirected(data.edge_index, num_nodes=num_nodes)
+    return data

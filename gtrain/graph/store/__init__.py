@@ -1,0 +1,5 @@
+"""The partitioned store: a graph on disk, one folder for each part."""
+
+from gtrain.graph.store.store import Store
+
+__all__ = ["Store"]

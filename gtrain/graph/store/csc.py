@@ -1,0 +1,229 @@
+"""Edges by column (CSC), sorted out of core: a counting sort over ranges of targets.
+
+One pass over the edges counts each node's in-edges. Then, for one range of targets after the other, a pass places the
+edges that point into the range by a counting sort (Knuth, The Art of Computer Programming 3, section 5.2, algorithm D),
+and each column is sorted. What is held at a time is one range, :data:`RANGE_EDGES` edges or the in-edges of one node,
+and a few numbers for each node; the edges themselves may be memory maps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gtrain.errors import DataError
+from gtrain.graph.store.files import Array, chunks, release
+
+Ints = NDArray[np.int64]
+
+RANGE_EDGES = 3 << 24
+"""Edges that are sorted in memory at a time, unless one node has more in-edges: 16 bytes each, 24 with times."""
+
+RELEASE_EVERY = 32
+"""Chunks after which a pass gives back the memory of the files that it has read."""
+
+SMALL_EDGES = 1 << 20
+"""Edges up to which numpy sorts: it needs no compiler, whose first call takes seconds."""
+
+
+@dataclass
+class EdgeView:
+    """Edges as the sort sees them.
+
+    Attributes:
+        source: source of each edge, ``[E]``, orig ids.
+        target: target of each edge, ``[E]``, orig ids.
+        source_ids: global id of each source's orig id; None where they are the same.
+        target_ids: the same for targets.
+        num_sources: number of nodes of the sources' type.
+        num_targets: number of nodes of the targets' type.
+        time: time of each edge, by which columns are sorted first; None where there are none.
+        symmetric: whether each edge is there in both directions; positions then mean nothing, and there are no ids to
+            map.
+        origin: the edges' name, for messages.
+    """
+
+    source: Array
+    target: Array
+    source_ids: Array | None
+    target_ids: Array | None
+    num_sources: int
+    num_targets: int
+    time: Array | None = None
+    symmetric: bool = False
+    origin: str = "edge_index"
+
+    @property
+    def num_edges(self) -> int:
+        return len(self.source) * (2 if self.symmetric else 1)
+
+    def pieces(self) -> Iterator[tuple[int, Ints, Ints]]:
+        """Yield the edges in pieces: position of the first, sources as orig ids, and targets as global ids."""
+        for number, rows in enumerate(chunks(0, len(self.source)), start=1):
+            source = _mapped(self.source[rows], None)
+            target = _mapped(self.target[rows], self.target_ids)
+            yield rows.start, source, target
+            if self.symmetric:
+                yield rows.start, target, source
+            if number % RELEASE_EVERY == 0:
+                self._release()
+        self._release()
+
+    def _release(self) -> None:
+        release(self.source)
+        release(self.target)
+
+    def check(self) -> None:
+        """Raise DataError where an edge names a node that is not there."""
+        for name, ids, limit in (
+            ("source", self.source, self.num_sources),
+            ("target", self.target, self.num_targets),
+        ):
+            for rows in chunks(0, len(ids)):
+                lowest, highest = int(ids[rows].min()), int(ids[rows].max())
+                if lowest < 0 or highest >= limit:
+                    edge = rows.start + int(np.flatnonzero((ids[rows] < 0) | (ids[rows] >= limit))[0])
+                    raise DataError(
+                        f"{self.origin}: the {name} of edge {edge} is {int(ids[edge])}, and there are {limit} "
+                        "such nodes",
+                        hint=f"give edges between the nodes 0..{limit - 1}, or raise the number of nodes",
+                    )
+            release(ids)
+
+
+@dataclass
+class Columns:
+    """The in-edges of consecutive nodes.
+
+    Attributes:
+        indptr: ``[n + 1]``, from 0; node i of them has the edges ``indptr[i] .. indptr[i+1]-1``.
+        source: global ids of the sources, ``[e]``.
+        edge_id: positions of the edges in the source data, ``[e]``.
+    """
+
+    indptr: Ints
+    source: Ints
+    edge_id: Ints
+
+
+class SortedColumns:
+    """The in-edges of all nodes, handed out in pieces.
+
+    Attributes:
+        indptr: column starts over all nodes, ``[N + 1]``.
+    """
+
+    def __init__(self, view: EdgeView, *, sort: bool = True, limit: int = 0, small: int | None = None) -> None:
+        """Count the in-edges.
+
+        Args:
+            view: the edges, which :meth:`EdgeView.check` has accepted.
+            sort: whether to sort each column by (time, source); else the edges of a column keep their order.
+            limit: edges to hold at a time; 0 means :data:`RANGE_EDGES`.
+            small: edges up to which numpy sorts; None means :data:`SMALL_EDGES`.
+        """
+        self._view, self._sort, self._limit = view, sort, limit or RANGE_EDGES
+        self._compiled = view.num_edges > (SMALL_EDGES if small is None else small)
+        self.indptr = self._count()
+        self._start = self._stop = 0
+        self._buffers = (np.empty(0, np.int64), np.empty(0, np.int64))
+        self._range = Columns(np.zeros(1, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
+
+    def between(self, first: int, last: int) -> Iterator[Columns]:
+        """Yield the columns of the nodes ``first .. last-1`` in pieces.
+
+        Calls that go from the first node to the last sort each range once. A piece is good until the next one is asked
+        for: the memory is used again.
+        """
+        while first < last:
+            if not self._start <= first < self._stop:
+                self._load(first)
+            stop = min(last, self._stop)
+            yield self._cut(first - self._start, stop - self._start)
+            first = stop
+
+    def _cut(self, start: int, stop: int) -> Columns:
+        indptr = self._range.indptr[start : stop + 1]
+        edges = slice(int(indptr[0]), int(indptr[-1]))
+        return Columns(indptr - indptr[0], self._range.source[edges], self._range.edge_id[edges])
+
+    def _count(self) -> Ints:
+        counts = np.zeros(self._view.num_targets + 1, dtype=np.int64)
+        if self._compiled:
+            from gtrain.graph import kernels
+
+            for _, _, target in self._view.pieces():
+                kernels.count(target, counts[1:])
+        else:
+            for _, _, target in self._view.pieces():
+                counts[1:] += np.bincount(target, minlength=self._view.num_targets)
+        return np.cumsum(counts, out=counts)
+
+    def _load(self, start: int) -> None:
+        """Sort the next range of nodes: as many as the limit allows, and at least one."""
+        base = self.indptr[start]
+        stop = int(np.searchsorted(self.indptr, base + self._limit, side="right")) - 1
+        stop = min(max(stop, start + 1), self._view.num_targets)
+        indptr = self.indptr[start : stop + 1] - base
+        make = self._place if self._compiled else self._argsort
+        self._start, self._stop, self._range = start, stop, make(start, stop, indptr)
+
+    def _place(self, start: int, stop: int, indptr: Ints) -> Columns:
+        from gtrain.graph import kernels
+
+        count = int(indptr[-1])
+        if count > self._buffers[0].size:
+            self._buffers = (np.empty(0, np.int64), np.empty(0, np.int64))  # first gives back the smaller ones
+            self._buffers = (np.empty(count, np.int64), np.empty(count, np.int64))
+        source, edge_id = (buffer[:count] for buffer in self._buffers)
+        cursor = indptr[:-1].copy()
+        for first, sources, targets in self._view.pieces():
+            kernels.place(targets, sources, first, start, stop, cursor, source, edge_id)
+        _map_in_place(source, self._view.source_ids)
+        if self._sort:
+            kernels.sort_columns(indptr, self._times(edge_id), source, edge_id)
+        return Columns(indptr, source, edge_id)
+
+    def _times(self, edge_id: Ints) -> Ints:
+        if self._view.time is None:
+            return np.empty(0, dtype=np.int64)
+        times = np.empty(edge_id.size, dtype=np.int64)
+        for rows in chunks(0, edge_id.size):
+            times[rows] = self._view.time[edge_id[rows]]
+        release(self._view.time)
+        return times
+
+    def _argsort(self, start: int, stop: int, indptr: Ints) -> Columns:
+        """Do the same by numpy."""
+        none = np.empty(0, dtype=np.int64)
+        found = [(none, none, none)] + [
+            (first + inside, source[inside], target[inside])
+            for first, source, target in self._view.pieces()
+            for inside in [np.flatnonzero((target >= start) & (target < stop))]
+        ]
+        edge_id, source, target = (np.concatenate(column) for column in zip(*found, strict=True))
+        _map_in_place(source, self._view.source_ids)
+        if not self._sort:
+            keys: tuple[Ints, ...] = (target,)
+        elif self._view.time is None:
+            keys = (source, target)
+        else:
+            keys = (source, self._times(edge_id), target)
+        order = np.lexsort(keys)
+        return Columns(indptr, source[order], edge_id[order])
+
+
+def _mapped(ids: Array, table: Array | None) -> Ints:
+    """Return global ids (int64) of orig ids."""
+    # A copy: a kernel is compiled anew for arrays that may not be written to, as those of a memory map.
+    return np.array(ids if table is None else table[ids], dtype=np.int64)
+
+
+def _map_in_place(ids: Ints, table: Array | None) -> None:
+    """Replace orig ids by global ids."""
+    if table is not None:
+        for rows in chunks(0, ids.size):
+            ids[rows] = table[ids[rows]]

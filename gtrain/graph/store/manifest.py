@@ -1,0 +1,254 @@
+"""The manifest of a store: everything about the stored graph except the tensors themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from gtrain.errors import StoreError
+
+FORMAT = 3
+"""Version of the on-disk layout and of the facts that stores are written with; it takes part in a store's name."""
+
+READABLE = (3, 2)
+"""Formats that are read, the newest first. Format 2 lacks the facts ``train_classes``, ``numbering``, ``edge_weights``
+and ``negative_weight``; :meth:`~gtrain.graph.store.Store.open` computes the last two."""
+
+REBUILD = "delete the store's folder ({path}) and run again: it is built anew from the source data"
+"""What to do about a store that is damaged or of another format."""
+
+EdgeType = tuple[str, str, str]
+"""Type of the sources, relation, type of the targets."""
+
+NODE_TYPE = "node"
+EDGE_TYPE: EdgeType = ("node", "to", "node")
+"""The one node type and the one edge type of a homogeneous graph."""
+
+HELD_OUT = ("val", "test")
+"""The splits whose edges are kept apart from the graph."""
+
+
+def edge_key(edge_type: EdgeType) -> str:
+    """Return the name of an edge type in the manifest and on disk, ``src__rel__dst``; no two types share one."""
+    return "__".join(_unambiguous(word) for word in edge_type)
+
+
+def safe_name(name: str) -> str:
+    """Return a name as one component of a path; ordinary identifiers are left as they are."""
+    quoted = quote(name, safe=" ")
+    return quoted.replace(".", "%2E") if not quoted.strip(".") else quoted
+
+
+def _unambiguous(word: str) -> str:
+    joins = "__" in word or word.startswith("_") or word.endswith("_") or not word
+    return safe_name(word).replace("_", "%5F") if joins else safe_name(word)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What the parts' arrays of one tensor look like when they are laid end to end.
+
+    Attributes:
+        dtype: numpy's name of the element type, such as ``float32``.
+        shape: shape of the concatenation over parts: ``[N, ...]`` for node tensors, ``[E, ...]`` for edge tensors,
+            ``[N + P]`` for ``indptr`` (each part has one entry more than it has nodes).
+        layout: ``dense``, one file ``<tensor>.npy``; or ``csr``, a sparse matrix in the three files
+            ``<tensor>.indptr.npy``, ``<tensor>.indices.npy`` and ``<tensor>.values.npy``.
+        nnz: stored entries of a sparse matrix; None for a dense tensor.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str = "dense"
+    nnz: int | None = None
+
+
+@dataclass(frozen=True)
+class NodeTypeSpec:
+    """One node type.
+
+    Attributes:
+        offsets: ``P + 1`` numbers; part ``p`` owns the global ids ``offsets[p] .. offsets[p+1]-1`` of this type.
+        tensors: the stored node tensors by name; ``orig_id`` is always among them.
+    """
+
+    offsets: tuple[int, ...]
+    tensors: dict[str, TensorSpec]
+
+
+@dataclass(frozen=True)
+class HeldOutSpec:
+    """The edges of one type that one split holds out.
+
+    Attributes:
+        num_edges: for each part, the edges that point at its nodes.
+        tensors: their tensors by name; ``source``, ``target`` and ``edge_id`` are always among them.
+    """
+
+    num_edges: tuple[int, ...]
+    tensors: dict[str, TensorSpec]
+
+
+@dataclass(frozen=True)
+class EdgeTypeSpec:
+    """One edge type.
+
+    Attributes:
+        edge_type: type of the sources, relation, type of the targets.
+        num_edges: directed edges over all parts, held-out ones not counted.
+        tensors: the stored edge tensors by name; ``indptr``, ``indices`` and ``edge_id`` are always among them.
+        held_out: the held-out edges, by ``val`` and ``test``; empty where there are none.
+        buckets: ``buckets[i][j]`` is the number of edges from part i to part j; None where the store has no buckets.
+        bucket_tensors: the tensors of the buckets by name; ``source`` and ``target`` are among them.
+    """
+
+    edge_type: EdgeType
+    num_edges: int
+    tensors: dict[str, TensorSpec]
+    held_out: dict[str, HeldOutSpec] = field(default_factory=dict)
+    buckets: tuple[tuple[int, ...], ...] | None = None
+    bucket_tensors: dict[str, TensorSpec] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PartitionReport:
+    """How the graph was cut, and how well. Lists have one entry for each part; all types are counted together.
+
+    Attributes:
+        partitioner: name of the method, such as ``metis`` or ``file``.
+        seed: seed of the partitioner.
+        edge_cut: directed edges whose two ends lie in different parts.
+        halo: distinct remote source nodes that the part's edges read.
+        nodes: nodes that the part owns.
+        edges: edges that the part stores, which are those that point at its nodes.
+        train_nodes: nodes of the train split that the part owns; zeros when there is no split.
+        imbalance: largest part over mean part, for ``nodes``, ``edges`` and ``train_nodes``; 1.0 is perfect, and
+            0.0 stands where there is nothing to balance.
+        nodes_by_type: ``nodes`` of each node type.
+        edges_by_type: ``edges`` of each edge type, by :func:`edge_key`.
+        edge_cut_by_type: ``edge_cut`` of each edge type, by :func:`edge_key`.
+    """
+
+    partitioner: str
+    seed: int
+    edge_cut: int
+    halo: tuple[int, ...]
+    nodes: tuple[int, ...]
+    edges: tuple[int, ...]
+    train_nodes: tuple[int, ...]
+    imbalance: dict[str, float]
+    nodes_by_type: dict[str, tuple[int, ...]]
+    edges_by_type: dict[str, tuple[int, ...]]
+    edge_cut_by_type: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of ``manifest.json``.
+
+    Attributes:
+        format: version of the on-disk layout, one of :data:`READABLE`.
+        gtrain: version of gtrain that wrote the store, for people; it is not compared.
+        num_parts: P, the number of parts.
+        node_types: node types by name; ``{"node": ...}`` for a homogeneous graph.
+        edge_types: edge types by :func:`edge_key`; ``{"node__to__node": ...}`` for a homogeneous graph.
+        names: the string dictionaries by node type or ``relation``, with their numbers of entries.
+        partition: the cut and its quality.
+        source: the options that identify the graph, as JSON: two stores with equal source hold the same data.
+        facts: what a model needs to know: ``num_features``, ``num_classes`` and ``multilabel`` (both None without
+            labels), ``split`` (kind, seed, sizes), ``target`` (the node type with labels; None in a homogeneous
+            graph), ``train_classes`` (training nodes of each of two classes), ``best_acc`` where the best possible
+            accuracy is known, ``edge_weights`` and ``negative_weight`` (see
+            :func:`~gtrain.data.prepare.validate_edges.weight_facts`), and ``numbering``:
+            what nodes without names, or columns of features, are numbered by other than the ids of the data.
+        checksums: crc32 of each file, by its path relative to the store, with ``/`` between folders.
+        sizes: bytes of each file, by the same paths.
+        nbytes: bytes on disk of each part.
+    """
+
+    format: int
+    gtrain: str
+    num_parts: int
+    node_types: dict[str, NodeTypeSpec]
+    edge_types: dict[str, EdgeTypeSpec]
+    names: dict[str, int]
+    partition: PartitionReport
+    source: dict[str, Any]
+    facts: dict[str, Any]
+    checksums: dict[str, int]
+    sizes: dict[str, int]
+    nbytes: tuple[int, ...]
+
+    def to_json(self) -> str:
+        """Return the manifest as JSON text, with a checksum of itself under ``crc32``."""
+        body = dataclasses.asdict(self)
+        return json.dumps({**body, "crc32": _crc(body)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str | bytes, path: str | Path = "store") -> Manifest:
+        """Read what :meth:`to_json` wrote.
+
+        Args:
+            text: the JSON text.
+            path: the store's folder, for messages.
+
+        Raises:
+            StoreError: the text is not JSON, is of another format version, or was changed after it was written.
+        """
+        hint = REBUILD.format(path=path)
+        try:
+            body = json.loads(text)
+            crc, version = body.pop("crc32"), body["format"]
+        except (ValueError, KeyError, AttributeError, TypeError) as err:
+            raise StoreError(f"{path}: manifest.json is not a manifest ({err})", hint=hint) from err
+        if version not in READABLE:
+            formats = " and ".join(map(str, sorted(READABLE)))
+            raise StoreError(
+                f"{path}: the store has format {version}, and this gtrain reads formats {formats}", hint=hint
+            )
+        if crc != _crc(body):
+            raise StoreError(f"{path}: manifest.json does not match its own checksum", hint=hint)
+        return cls(**{**body, **_typed(body)})
+
+
+def _crc(body: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
+
+
+def _typed(body: dict[str, Any]) -> dict[str, Any]:
+    """Turn the plain dictionaries of the JSON text back into the manifest's classes."""
+    nodes = {k: NodeTypeSpec(tuple(v["offsets"]), _specs(v["tensors"])) for k, v in body["node_types"].items()}
+    return {
+        "node_types": nodes,
+        "edge_types": {k: _edge_spec(v) for k, v in body["edge_types"].items()},
+        "partition": PartitionReport(**{k: _tuples(v) for k, v in body["partition"].items()}),
+        "nbytes": tuple(body["nbytes"]),
+    }
+
+
+def _edge_spec(body: dict[str, Any]) -> EdgeTypeSpec:
+    held_out = {k: HeldOutSpec(tuple(v["num_edges"]), _specs(v["tensors"])) for k, v in body["held_out"].items()}
+    return EdgeTypeSpec(
+        edge_type=_tuples(body["edge_type"]),
+        num_edges=body["num_edges"],
+        tensors=_specs(body["tensors"]),
+        held_out=held_out,
+        buckets=_tuples(body["buckets"]),
+        bucket_tensors=_specs(body["bucket_tensors"]),
+    )
+
+
+def _specs(tensors: dict[str, Any]) -> dict[str, TensorSpec]:
+    return {name: TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for name, spec in tensors.items()}
+
+
+def _tuples(value: Any) -> Any:
+    """Turn the lists in a JSON value into tuples, at any depth."""
+    if isinstance(value, list):
+        return tuple(_tuples(item) for item in value)
+    return {key: _tuples(item) for key, item in value.items()} if isinstance(value, dict) else value

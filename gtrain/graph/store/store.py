@@ -1,0 +1,336 @@
+"""The partitioned store: the on-disk form of a graph that every strategy opens.
+
+Layout, everything keyed by node type and edge type (a homogeneous graph has one of each, ``node`` and
+``node__to__node``)::
+
+    <store>/manifest.json
+    <store>/names/<node type or "relation">/{offsets,bytes,hashes,order}.npy
+    <store>/part-<p>/nodes/<node type>/<tensor>.npy
+    <store>/part-<p>/nodes/<node type>/<sparse tensor>.{indptr,indices,values}.npy
+    <store>/part-<p>/edges/<src>__<rel>__<dst>/{indptr,indices,edge_id,<tensor>}.npy
+    <store>/part-<p>/edges/<src>__<rel>__<dst>/{val,test}/{source,target,edge_id,<tensor>}.npy
+    <store>/part-<p>/buckets/<src>__<rel>__<dst>/{source,target,<tensor>}.npy
+
+Nodes are renumbered, each type for itself, so that each part's nodes are contiguous; inside a part they keep the order
+of the source data. These are the *global ids* of a type; ``orig_id`` leads back to the source data's numbering. A part
+stores the edges that point at its nodes, by column (CSC): the in-edges of the part's node ``i`` are
+``indices[indptr[i]:indptr[i+1]]``, global ids of the sources in ascending order, or ordered by ``edge_time`` and then
+source where edges have times; ``edge_id`` is the edge's position in the source data, and every other edge tensor lies
+in the same order. Parallel edges and self-loops are kept as they are.
+
+*Held-out* edges (what a link task validates and tests on) are no part of that graph. They lie with the part of their
+target, in the order of the source data, both ends as global ids.
+
+*Buckets* are the same edges once more, if the store was written with them: bucket (i, j) holds those from part i to
+part j in the order of the source data, both ends as offsets within their parts. The buckets into one part share its
+files, bucket (0, j) first.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gtrain.errors import StoreError
+from gtrain.graph.store.files import bucket_file, edge_file, file_crc, held_out_file, names_file, node_file
+from gtrain.graph.store.manifest import (
+    EDGE_TYPE,
+    FORMAT,
+    HELD_OUT,
+    NODE_TYPE,
+    REBUILD,
+    EdgeType,
+    EdgeTypeSpec,
+    Manifest,
+    NodeTypeSpec,
+    TensorSpec,
+    edge_key,
+)
+from gtrain.graph.store.names import Names, open_names
+from gtrain.graph.store.tables import csr_tensor
+
+_OPENING = threading.Lock()
+"""numpy parses a file's header by ``ast``, which threads of CPython 3.11 must not do at once (gh-106905)."""
+
+
+class Store:
+    """A complete store on disk, opened for reading.
+
+    Where a method takes a ``node_type`` or an ``edge_type``, None means the only one there is.
+
+    Attributes:
+        path: the store's folder.
+        manifest: its manifest.
+        node_types: names of the node types.
+        edge_types: the edge types, each (type of the sources, relation, type of the targets).
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.node_types = tuple(manifest.node_types)
+        self.edge_types: tuple[EdgeType, ...] = tuple(spec.edge_type for spec in manifest.edge_types.values())
+        self._names: dict[str, Names] = {}
+
+    @classmethod
+    def open(cls, path: str | Path) -> Store:
+        """Open the store at ``path``, checking that it is complete; :meth:`verify` checks what the files hold.
+
+        Raises:
+            StoreError: there is no store, it is of another format, or a file is missing or of the wrong size.
+        """
+        path = Path(path)
+        if not (path / "manifest.json").is_file():
+            raise StoreError(
+                f"there is no store at {path}: it has no manifest.json",
+                hint="prepare it first with `gtrain partition`, or delete the folder if it is the rest of one",
+            )
+        store = cls(path, Manifest.from_json((path / "manifest.json").read_bytes(), path))
+        store._check_sizes()
+        if store.manifest.format < FORMAT:
+            store.facts.update(store._weight_facts())
+        return store
+
+    @property
+    def is_hetero(self) -> bool:
+        """Whether the graph has types: more than the one node type and edge type of a homogeneous graph."""
+        return self.node_types != (NODE_TYPE,) or self.edge_types != (EDGE_TYPE,)
+
+    @property
+    def num_parts(self) -> int:
+        """P, the number of parts."""
+        return self.manifest.num_parts
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes over all parts and types."""
+        return sum(spec.offsets[-1] for spec in self.manifest.node_types.values())
+
+    @property
+    def num_edges(self) -> int:
+        """Number of directed edges over all parts and types; held-out edges are not counted."""
+        return sum(spec.num_edges for spec in self.manifest.edge_types.values())
+
+    def num_nodes_of(self, node_type: str | None = None) -> int:
+        """Return the number of nodes of one type over all parts."""
+        return self._nodes(node_type)[1].offsets[-1]
+
+    def num_edges_of(self, edge_type: EdgeType | None = None) -> int:
+        """Return the number of directed edges of one type over all parts; held-out edges are not counted."""
+        return self._edges(edge_type).num_edges
+
+    @property
+    def offsets(self) -> Tensor:
+        """int64 ``[P + 1]``; part p owns the global ids ``offsets[p] .. offsets[p+1]-1``. For one node type only."""
+        return self.offsets_of()
+
+    def offsets_of(self, node_type: str | None = None) -> Tensor:
+        """Return int64 ``[P + 1]``; part p owns the global ids ``offsets[p] .. offsets[p+1]-1`` of the type."""
+        return torch.tensor(self._nodes(node_type)[1].offsets, dtype=torch.int64)
+
+    def split_size(self, split: str, node_type: str | None = None) -> int:
+        """Return the nodes in ``train``, ``val`` or ``test`` over all parts; 0 where there is no such split.
+
+        ``node_type`` None means the type with labels (``facts["target"]``), if the graph has types.
+        """
+        name, kind = f"{split}_mask", node_type or self.facts.get("target")
+        if name not in self.node_tensors(kind):
+            return 0
+        return sum(int(self.node(name, part, kind).sum()) for part in range(self.num_parts))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a model needs to know of the data; see :class:`~gtrain.graph.store.manifest.Manifest`."""
+        return self.manifest.facts
+
+    def node_tensors(self, node_type: str | None = None) -> tuple[str, ...]:
+        """Return the names of the node tensors, such as ``x`` and ``orig_id``."""
+        return tuple(self._nodes(node_type)[1].tensors)
+
+    def edge_tensors(self, edge_type: EdgeType | None = None) -> tuple[str, ...]:
+        """Return the names of the tensors with a row for each edge: ``indices``, ``edge_id`` and the data's own."""
+        return tuple(name for name in self._edges(edge_type).tensors if name != "indptr")
+
+    def node(self, name: str, part: int, node_type: str | None = None) -> Tensor:
+        """Memory-map a node tensor of one part, ``[n_p, ...]``; writing to it does not reach the disk.
+
+        A tensor that was given as a sparse matrix is a ``torch.sparse_csr`` tensor over memory-mapped arrays.
+        """
+        kind, spec = self._nodes(node_type)
+        tensor = self._spec(spec.tensors, name, f"node tensor of {kind}")
+        if tensor.layout == "dense":
+            return self._map(node_file(part, name, kind))
+        pieces = (self._map(node_file(part, f"{name}.{piece}", kind)) for piece in ("indptr", "indices", "values"))
+        indptr, indices, values = pieces
+        return csr_tensor(indptr, indices, values, (indptr.numel() - 1, tensor.shape[1]))
+
+    def edge(self, name: str, part: int, edge_type: EdgeType | None = None) -> Tensor:
+        """Memory-map an edge tensor of one part, ``[E_p, ...]``; ``indptr`` is ``[n_p + 1]``."""
+        spec = self._edges(edge_type)
+        self._spec(spec.tensors, name, f"edge tensor of {edge_key(spec.edge_type)}")
+        return self._map(edge_file(part, name, spec.edge_type))
+
+    def held_out(self, name: str, part: int, split: str, edge_type: EdgeType | None = None) -> Tensor:
+        """Memory-map a tensor of the held-out edges of one part, those that point at its nodes.
+
+        Args:
+            name: ``source`` or ``target`` (global ids, int64), ``edge_id`` (position among the held-out edges of the
+                source data), or one of the data's own, without the prefix: ``edge_type``, ``edge_time``...
+            part: the part.
+            split: ``val`` or ``test``.
+            edge_type: the edge type.
+        """
+        spec = self._edges(edge_type)
+        if split not in spec.held_out:
+            raise StoreError(
+                f"the store {self.path} has no {split} edges of the type {edge_key(spec.edge_type)}",
+                hint=f"give the source data {split}_edge_index, or split its edges when it is prepared",
+            )
+        self._spec(spec.held_out[split].tensors, name, f"tensor of {split} edges")
+        return self._map(held_out_file(part, name, split, spec.edge_type))
+
+    def held_out_tensors(self, split: str, edge_type: EdgeType | None = None) -> tuple[str, ...]:
+        """Return the names that :meth:`held_out` takes; none where the split holds out no edges."""
+        spec = self._edges(edge_type).held_out.get(split)
+        return tuple(spec.tensors) if spec is not None else ()
+
+    def held_out_size(self, split: str, edge_type: EdgeType | None = None) -> int:
+        """Return the held-out edges of one type over all parts; 0 where there are none."""
+        spec = self._edges(edge_type).held_out.get(split)
+        return sum(spec.num_edges) if spec is not None else 0
+
+    @property
+    def has_buckets(self) -> bool:
+        """Whether the store was written with edge buckets."""
+        return any(spec.buckets is not None for spec in self.manifest.edge_types.values())
+
+    def bucket(self, source_part: int, target_part: int, edge_type: EdgeType | None = None) -> dict[str, Tensor]:
+        """Memory-map the edges from one part to another, in the order of the source data.
+
+        Returns:
+            ``source`` and ``target``, ``[e]`` offsets within their parts (int32 where they fit, else int64), and the
+            data's edge tensors, ``[e, ...]``.
+
+        Raises:
+            StoreError: the store was written without buckets.
+        """
+        spec = self._edges(edge_type)
+        if spec.buckets is None:
+            raise StoreError(
+                f"the store {self.path} has no edge buckets",
+                hint=f"prepare it for a strategy that needs them; {REBUILD.format(path=self.path)}",
+            )
+        start = sum(spec.buckets[part][target_part] for part in range(source_part))
+        rows = slice(start, start + spec.buckets[source_part][target_part])
+        return {name: self._map(bucket_file(target_part, name, spec.edge_type))[rows] for name in spec.bucket_tensors}
+
+    def names(self, kind: str) -> Names | None:
+        """Open the string dictionary of a node type or of ``relation``, by orig id; None where there is none.
+
+        Raises:
+            StoreError: a file of it is damaged.
+        """
+        if kind not in self.manifest.names:
+            return None
+        if kind not in self._names:
+            self._verify(f"{Path(names_file(kind, 'order')).parent.as_posix()}/")
+            self._names[kind] = open_names(lambda name: self._load(names_file(kind, name)))
+        return self._names[kind]
+
+    def verify(self, part: int) -> None:
+        """Compare the checksum of each file of one part.
+
+        The files are read in chunks and not mapped, so that resident memory stays what it was.
+
+        Raises:
+            StoreError: names the first file that differs from what was written.
+        """
+        self._verify(f"part-{part}/")
+
+    def _verify(self, prefix: str) -> None:
+        for name, crc in self.manifest.checksums.items():
+            if name.startswith(prefix) and file_crc(self.path / name) != crc:
+                raise StoreError(
+                    f"{self.path / name} is damaged: its checksum is not that of the manifest",
+                    hint=REBUILD.format(path=self.path),
+                )
+
+    def _nodes(self, node_type: str | None) -> tuple[str, NodeTypeSpec]:
+        types = self.manifest.node_types
+        if node_type is None and len(types) > 1:
+            raise StoreError(
+                f"the store {self.path} has {len(types)} node types, and none was named",
+                hint=f"name one of {', '.join(types)}, or choose a strategy and a model for graphs with types",
+            )
+        name = next(iter(types)) if node_type is None else node_type
+        if name not in types:
+            raise StoreError(
+                f"the store {self.path} has no node type {name!r}", hint=f"choose one of {', '.join(types)}"
+            )
+        return name, types[name]
+
+    def _edges(self, edge_type: EdgeType | None) -> EdgeTypeSpec:
+        types = self.manifest.edge_types
+        if edge_type is None and len(types) != 1:
+            raise StoreError(
+                f"the store {self.path} has {len(types)} edge types, and none was named",
+                hint=f"name one of {', '.join(types)}, or choose a strategy and a model for graphs with types",
+            )
+        key = next(iter(types)) if edge_type is None else edge_key(edge_type)
+        if key not in types:
+            raise StoreError(f"the store {self.path} has no edge type {key}", hint=f"choose one of {', '.join(types)}")
+        return types[key]
+
+    def _spec(self, tensors: dict[str, TensorSpec], name: str, what: str) -> TensorSpec:
+        if name not in tensors:
+            raise StoreError(
+                f"the store {self.path} has no {what} called {name!r}; it has {', '.join(tensors)}",
+                hint="add such a tensor to the source data, or choose another one",
+            )
+        return tensors[name]
+
+    def _check_sizes(self) -> None:
+        for name, size in self.manifest.sizes.items():
+            file = self.path / name
+            found = file.stat().st_size if file.is_file() else None
+            if found != size:
+                state = "is missing" if found is None else f"has {found} bytes and the manifest says {size}"
+                raise StoreError(f"{file} {state}", hint=REBUILD.format(path=self.path))
+
+    def _weight_facts(self) -> dict[str, Any]:
+        """The facts ``edge_weights`` and ``negative_weight``, which stores of format 2 do not have."""
+        weights = []
+        for edge_type in self.edge_types:
+            for part in range(self.num_parts):
+                if "edge_weight" in self.edge_tensors(edge_type):
+                    weights.append(self.edge("edge_weight", part, edge_type))
+                for split in HELD_OUT:
+                    if "edge_weight" in self.held_out_tensors(split, edge_type):
+                        weights.append(self.held_out("edge_weight", part, split, edge_type))
+        ends = [float(end) for values in weights if values.numel() for end in values.aminmax()]
+        if not ends:
+            return {}
+        facts: dict[str, Any] = {"edge_weights": [min(ends), max(ends)]}
+        return facts if min(ends) >= 0 else {**facts, "negative_weight": f"{self.path}: the weight is {min(ends):g}"}
+
+    def _map(self, name: str) -> Tensor:
+        return torch.from_numpy(self._load(name))
+
+    def _load(self, name: str) -> NDArray[Any]:
+        """Open one file copy-on-write: torch takes no read-only array without a warning."""
+        file = self.path / name
+        try:
+            with _OPENING:
+                array = np.load(file, mmap_mode="c")
+        except FileNotFoundError:
+            raise StoreError(f"{file} is missing", hint=REBUILD.format(path=self.path)) from None
+        except ValueError as err:
+            raise StoreError(f"{file} is damaged: {err}", hint=REBUILD.format(path=self.path)) from err
+        return array if math.prod(array.shape) else np.array(array)

@@ -1,0 +1,189 @@
+"""A graph as it is handed to the writer: one table of nodes for each node type, one of edges for each edge type."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+from gtrain.errors import DataError
+from gtrain.graph.store.manifest import EDGE_TYPE, HELD_OUT, NODE_TYPE, EdgeType
+
+Array = NDArray[Any]
+
+
+@dataclass
+class EdgeArrays:
+    """A homogeneous graph as numpy arrays, which may be memory maps larger than memory.
+
+    Attributes:
+        num_nodes: N.
+        source: source of each edge, ``[E]`` int32 or int64, orig ids ``0 .. N-1``.
+        target: target of each edge, likewise.
+        edge_tensors: further tensors of the edges, ``[E, ...]``, by name (``edge_type``, ``edge_weight``...).
+        node_tensors: tensors of the nodes, ``[N, ...]``, by name; a sparse one as ``torch.sparse_csr``.
+        held_out: held-out edges by ``val`` and ``test``: ``source``, ``target`` and tensors named as in
+            ``edge_tensors``; empty where there are none.
+    """
+
+    num_nodes: int
+    source: Array
+    target: Array
+    edge_tensors: dict[str, Array] = field(default_factory=dict)
+    node_tensors: dict[str, Array | Tensor] = field(default_factory=dict)
+    held_out: dict[str, dict[str, Array]] = field(default_factory=dict)
+
+    @property
+    def num_edges(self) -> int:
+        """E."""
+        return len(self.source)
+
+
+@dataclass
+class CsrArrays:
+    """A sparse matrix ``[N, F]`` by rows: ``indptr`` ``[N + 1]``, ``indices`` and ``values`` ``[nnz]``."""
+
+    shape: tuple[int, int]
+    indptr: Array
+    indices: Array
+    values: Array
+
+
+@dataclass
+class NodeTable:
+    """The nodes of one type: how many, and their tensors ``[N, ...]`` in the order of the orig ids."""
+
+    num_nodes: int
+    tensors: dict[str, Array | CsrArrays]
+
+
+@dataclass
+class EdgeTable:
+    """The edges of one type, in the order of the source data.
+
+    Attributes:
+        edge_type: type of the sources, relation, type of the targets.
+        source: orig ids, ``[E]`` int32 or int64.
+        target: orig ids, likewise.
+        tensors: further edge tensors, ``[E, ...]``.
+        held_out: by split, ``source``, ``target`` and further tensors of the held-out edges.
+    """
+
+    edge_type: EdgeType
+    source: Array
+    target: Array
+    tensors: dict[str, Array]
+    held_out: dict[str, dict[str, Array]]
+
+    @property
+    def num_edges(self) -> int:
+        return len(self.source)
+
+
+@dataclass
+class Tables:
+    """A graph: its node tables by type and its edge tables."""
+
+    nodes: dict[str, NodeTable]
+    edges: list[EdgeTable]
+
+
+Graph: TypeAlias = Data | HeteroData | EdgeArrays
+
+
+def tables_of(graph: Graph) -> Tables:
+    """Return the tables of a graph, sharing its memory; what has rows for neither nodes nor edges is left out.
+
+    Raises:
+        DataError: a tensor of held-out edges has another number of rows than the edges themselves.
+    """
+    if isinstance(graph, EdgeArrays):
+        nodes = {name: _array(value) for name, value in graph.node_tensors.items()}
+        edges = EdgeTable(EDGE_TYPE, graph.source, graph.target, graph.edge_tensors, graph.held_out)
+        return Tables({NODE_TYPE: NodeTable(graph.num_nodes, nodes)}, [edges])
+    if isinstance(graph, HeteroData):
+        tables = {
+            kind: _node_table(graph[kind].to_dict(), int(graph[kind].num_nodes or 0)) for kind in graph.node_types
+        }
+        return Tables(tables, [_edge_table(kind, graph[kind].to_dict()) for kind in graph.edge_types])
+    tensors, num_nodes = graph.to_dict(), int(graph.num_nodes or 0)
+    edges = _edge_table(EDGE_TYPE, tensors, num_nodes)
+    held = {f"{split}_{name}" for split, columns in edges.held_out.items() for name in columns}
+    own = {name: value for name, value in tensors.items() if name not in held and name not in edges.tensors}
+    return Tables({NODE_TYPE: _node_table(own, num_nodes)}, [edges])
+
+
+def csr_tensor(indptr: Tensor, indices: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return a ``torch.sparse_csr`` tensor that shares the memory of its three arrays."""
+    with warnings.catch_warnings():  # torch calls the layout a beta, once in each process
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        return torch.sparse_csr_tensor(indptr, indices, values, size=shape, check_invariants=False)
+
+
+def _node_table(tensors: dict[str, Any], num_nodes: int) -> NodeTable:
+    rows = {name: value for name, value in tensors.items() if _rows(name, value) == num_nodes}
+    return NodeTable(num_nodes, {name: _array(value) for name, value in rows.items()})
+
+
+def _edge_table(edge_type: EdgeType, tensors: dict[str, Any], num_nodes: int | None = None) -> EdgeTable:
+    """Take the edges out of a store of PyG's; ``num_nodes`` where that also holds nodes."""
+    index = tensors.get("edge_index")
+    edge_index = index if isinstance(index, Tensor) else torch.empty(2, 0, dtype=torch.int64)
+    held_out = {split: _held_out(split, tensors) for split in HELD_OUT if f"{split}_edge_index" in tensors}
+    taken = {f"{split}_{name}" for split, columns in held_out.items() for name in columns}
+    rows = edge_index.size(1)
+    own = {
+        name: _dense(value)
+        for name, value in tensors.items()
+        if _rows(name, value) == rows and name not in taken and (num_nodes != rows or "edge" in name)
+    }
+    source, target = (row.numpy() for row in edge_index)
+    return EdgeTable(edge_type, source, target, own, held_out)
+
+
+def _held_out(split: str, tensors: dict[str, Any]) -> dict[str, Array]:
+    """Return the held-out edges of one split, their tensors by name without the prefix."""
+    edge_index = tensors[f"{split}_edge_index"]
+    found = {"source": edge_index[0].numpy(), "target": edge_index[1].numpy()}
+    for key, value in tensors.items():
+        name = key.removeprefix(f"{split}_")
+        if name == key or name in ("edge_index", "mask") or _rows(key, value) is None:
+            continue
+        if name.startswith("edge_") and value.size(0) != edge_index.size(1):
+            raise DataError(
+                f"{key} has {value.size(0)} rows, and {split}_edge_index has {edge_index.size(1)} edges",
+                hint=f"give {key} one row for each held-out edge",
+            )
+        if name.startswith("edge_") or (name in tensors and value.size(0) == edge_index.size(1)):
+            found[name] = _dense(value)
+    return found
+
+
+def _rows(name: str, value: object) -> int | None:
+    """Return the rows of a tensor; None for what is none, or is an index of another kind."""
+    if not isinstance(value, Tensor) or value.dim() == 0 or name.endswith("edge_index"):
+        return None
+    return value.size(0)
+
+
+def _array(value: Array | Tensor) -> Array | CsrArrays:
+    if not isinstance(value, Tensor) or value.layout == torch.strided:
+        return _dense(value)
+    matrix = value.detach()
+    matrix = matrix if matrix.layout == torch.sparse_csr else matrix.to_sparse_csr()
+    shape = (matrix.size(0), matrix.size(1))
+    return CsrArrays(shape, matrix.crow_indices().numpy(), matrix.col_indices().numpy(), _dense(matrix.values()))
+
+
+def _dense(value: Array | Tensor) -> Array:
+    """Return a tensor as an array; numpy has no bfloat16, which becomes float32."""
+    if not isinstance(value, Tensor):
+        return np.asanyarray(value)
+    value = value.detach()
+    return (value.float() if value.dtype == torch.bfloat16 else value).contiguous().numpy()

@@ -1,0 +1,1 @@
+"""Embeddings of entities and relations, trained on edges alone."""

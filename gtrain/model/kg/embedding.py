@@ -1,0 +1,393 @@
+"""Embeddings of the nodes of a graph, or of the entities of a knowledge graph, trained on its edges alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data, HeteroData
+
+from gtrain.errors import ConfigError
+from gtrain.graph import mixing
+from gtrain.model.configured import MakeOptimizer, configured
+from gtrain.model.edge_model import EdgeModel
+from gtrain.model.kg.evaluation import GroupRanks
+from gtrain.model.kg.groups import GroupedEdges, RelationGroup
+from gtrain.model.kg.losses import make_loss
+from gtrain.model.kg.negatives import ChunkDraws, DrawNodes
+from gtrain.model.kg.schema import GraphTypes, make_schema
+from gtrain.model.kg.tables import EntityTables
+from gtrain.model.kg.training import Edges, Negatives
+from gtrain.model.kinds import EMBEDDING
+from gtrain.model.mean_loss import log_mean_loss
+from gtrain.model.ranking import NAMES
+from gtrain.model.table_optimizer import with_tables
+from gtrain.nn import Csr
+from gtrain.nn.recipe import EdgeRecipe, ModelRecipe
+
+
+class KGEmbedding(EdgeModel):
+    """A vector for each node and an operator for each relation, so that true edges score higher than false ones.
+
+    It is PyTorch-BigGraph's model (Lerer et al. 2019). The score of (head, relation, tail) compares the head with the
+    tail that the relation's operator transformed. With ``reciprocal`` (PyTorch-BigGraph's dynamic relations) there are
+    two scores: to find the tail, the head is transformed and compared with tails; to find the head, the tail is
+    transformed by parameters of its own and compared with heads.
+
+    A graph may have entity types: each has a table of its own, negatives of an edge are drawn from the types that its
+    relation joins, and its ends are ranked among those. Relations that join the same types by the same operator are
+    trained together, as a :class:`~gtrain.model.kg.groups.RelationGroup`.
+
+    Validation and test rank each edge's tail among all nodes, and its head likewise, leaving out what is known to be
+    true elsewhere (filtered MRR, hits@1, hits@10, mean of both sides), and compute the area under the ROC curve against
+    one random tail for each edge.
+
+    Args:
+        num_nodes: nodes of all types, N.
+        num_relations: R; None: edges have no type, and there is one relation.
+        entity_types: number of nodes by type, whose ids come one after the other; None: one type.
+        relation_ends: types of heads and of tails by relation; None: there is one type.
+        relation_names: names of the relations; None: they have none.
+        entity_bags: gives the features of each entity of a type, and their number, where the type is featurized: an
+            embedding is the mean of its features' rows; None: no type is.
+        entities: settings of entity types, by name: ``dimension``.
+        relations: settings of relations, each with a ``name`` (``*``: all without an entry of their own): ``operator``,
+            ``weight`` (a factor of its edges' loss) and ``all_negs``.
+        dimension: columns of an embedding, D.
+        operator: ``none``, ``translation``, ``diagonal``, ``linear``, ``affine`` or ``complex_diagonal``.
+        comparator: ``dot``, ``cos``, ``l2`` or ``squared_l2``.
+        loss: ``ranking``, ``logistic`` or ``softmax``.
+        margin: of the ranking loss.
+        reciprocal: whether each direction has relation parameters of its own.
+        bias: whether a node has a bias, added to its scores.
+        init_scale: standard deviation of the initial embeddings.
+        relation_init_scale: standard deviation of the initial relation parameters; None: operators begin as the
+            identity, whose scores are highest between a node and itself.
+        num_batch_negs: edges that serve each other as negatives, the edge itself counted: the size of a chunk.
+        num_uniform_negs: nodes drawn for each chunk and side as further negatives.
+        all_negs: all nodes are negatives, instead of those two.
+        head_negs: whether an edge's head is replaced in training.
+        tail_negs: whether an edge's tail is replaced in training.
+        self_negs: whether an edge's own head is among the negatives of its tail, and its tail among those of its head:
+            a node that is drawn seldom hardly ever is. Of relations that join a type with itself.
+        max_norm: vectors that are longer are scaled to this length when training reads them; None: never.
+        global_emb: whether all embeddings have a learned vector in common, which is added to each.
+        relation_weight: factor of the loss of each relation's edges, a number for each; None: all 1. It multiplies the
+            ``weight`` of ``relations``.
+        n3: weight of the N3 regulariser (Lacroix et al. 2018, eq. 4): sum of the cubed absolute values of an edge's
+            two embeddings and its relation's parameters.
+        filtered: whether validation and test leave known edges out of the ranking.
+        optimizer: makes an optimizer from parameters; None: Adam with lr 0.01.
+        sparse_optimizer: the same for the table; its gradient is then sparse, but for ``all_negs``; None: ``optimizer``
+            has the table too.
+        scheduler: makes a learning-rate scheduler from the optimizer, stepped once an epoch; None: none.
+        monitor: the logged value that a ``ReduceLROnPlateau`` scheduler looks at.
+
+    Shapes:
+        batch: a graph with ``orig_id`` [n], which number the table's rows, and ``edge_label_index`` [2, B];
+        ``edge_label_type`` and ``edge_label_weight`` [B] where there are relations and weights; ``known_tail_ptr``,
+        ``known_tail``, ``known_head_ptr``, ``known_head`` on validation and test; ``random_key``, what uniform
+        negatives are drawn by (none: a number of torch's generator), and ``edge_label_chunk`` [B] where a strategy
+        shared the edges of a step among ranks, see :meth:`deal`.
+
+    Raises:
+        ConfigError: a setting is unknown or out of range, or the graph has several node types.
+    """
+
+    kind = EMBEDDING
+    edge_data = frozenset({"edge_weight", "edge_type"})
+    weighs_loss = True
+    rank_names: ClassVar[tuple[str, ...]] = (*NAMES, "hits@50", "mean_rank")
+
+    def __init__(
+        self,
+        num_nodes: int,
+        num_relations: int | None = None,
+        *,
+        entity_types: Mapping[str, int] | None = None,
+        relation_ends: Sequence[Sequence[str]] | None = None,
+        relation_names: Sequence[str] | None = None,
+        entity_bags: Callable[[str], tuple[Csr, int] | None] | None = None,
+        entities: Mapping[str, Mapping[str, Any]] | None = None,
+        relations: Sequence[Mapping[str, Any]] | None = None,
+        dimension: int = 100,
+        operator: str = "complex_diagonal",
+        comparator: str = "dot",
+        loss: str = "softmax",
+        margin: float = 0.1,
+        reciprocal: bool = True,
+        bias: bool = False,
+        init_scale: float = 0.001,
+        relation_init_scale: float | None = None,
+        num_batch_negs: int = 50,
+        num_uniform_negs: int = 50,
+        all_negs: bool = False,
+        head_negs: bool = True,
+        tail_negs: bool = True,
+        self_negs: bool = False,
+        max_norm: float | None = None,
+        global_emb: bool = False,
+        relation_weight: Sequence[float] | None = None,
+        n3: float = 0.0,
+        filtered: bool = True,
+        optimizer: MakeOptimizer | None = None,
+        sparse_optimizer: MakeOptimizer | None = None,
+        scheduler: Callable[..., Any] | None = None,
+        monitor: str = "val/loss",
+    ) -> None:
+        super().__init__()
+        sizes = {"margin": margin, "n3": n3, "init_scale": init_scale}
+        sizes["relation_init_scale"] = relation_init_scale or 0.0
+        _check(num_nodes, {"dimension": dimension}, sizes, max_norm)
+        if self_negs and (comparator != "dot" or not reciprocal):
+            raise ConfigError(
+                f"model.self_negs=true was set with model.comparator={comparator} model.reciprocal={reciprocal}; it is "
+                "for inner products of queries that their relations transformed.",
+                hint="set model.comparator=dot model.reciprocal=true, or model.self_negs=false.",
+            )
+        self.num_nodes, self.filtered, self.max_norm = num_nodes, filtered, max_norm
+        self._make_optimizer, self._make_sparse = optimizer, sparse_optimizer
+        self._make_scheduler, self._monitor = scheduler, monitor
+        types = GraphTypes(entity_types or {"node": num_nodes}, relation_ends, relation_names, num_relations or 1)
+        self.schema = make_schema(
+            types,
+            dimension=dimension,
+            operator=operator,
+            all_negs=all_negs,
+            entities=entities,
+            relations=relations,
+            weights=relation_weight,
+        )
+        self._grouped = GroupedEdges(self.schema)
+        weights = self.schema.weights
+        self._relation_weight: Tensor | None
+        self.register_buffer("_relation_weight", None if weights is None else torch.tensor(weights), persistent=False)
+        dense = {end for group in self.schema.groups if group.all_negs for end in (group.lhs, group.rhs)}
+        self.entities = EntityTables(
+            self.schema.entities,
+            bias=bias,
+            init_scale=init_scale,
+            sparse=[sparse_optimizer is not None and end not in dense for end in range(len(self.schema.entities))],
+            bags=[None if entity_bags is None else entity_bags(spec.name) for spec in self.schema.entities],
+            max_norm=max_norm,
+            shared=global_emb,
+        )
+        negatives = Negatives(num_batch_negs, num_uniform_negs, all_negs, head_negs, tail_negs)
+        options: dict[str, Any] = {"comparator": comparator, "reciprocal": reciprocal, "bias": bias, "n3": n3}
+        options |= {"loss": make_loss(loss, margin), "init_scale": relation_init_scale}
+        self.groups = nn.ModuleList(
+            RelationGroup(
+                spec,
+                self.schema.entities,
+                negatives=replace(
+                    negatives, all=spec.all_negs, own=self_negs and spec.lhs == spec.rhs and not spec.all_negs
+                ),
+                **options,
+            )
+            for spec in self.schema.groups
+        )
+        self._named: dict[str, Any] = {"comparator": comparator, "loss": loss, "margin": margin, "n3": n3}
+
+    def recipe(self) -> ModelRecipe:
+        """What a training step computes, for a strategy that does so by kernels of its own."""
+        entities = self.schema.entities
+        return ModelRecipe(
+            {spec.name: self.entities[number] for number, spec in enumerate(entities)},
+            tuple(spec.first for spec in entities),
+            tuple(self._recipe(group) for group in self._groups),
+        )
+
+    def _recipe(self, group: RelationGroup) -> EdgeRecipe:
+        spec, scores, negatives, weight = group.spec, group.scores, group.loss.negatives, self.schema.weights
+        ends = spec.lhs, spec.rhs
+        return EdgeRecipe(
+            tables=(self.entities[spec.lhs], self.entities[spec.rhs]),
+            types=ends,
+            bags=(self.entities.bags[spec.lhs], self.entities.bags[spec.rhs]),
+            relations=spec.relations,
+            dimension=scores.dimension,
+            operator=spec.operator,
+            **self._named,
+            reciprocal=scores.reciprocal,
+            bias=scores.bias,
+            num_batch_negs=negatives.batch,
+            num_uniform_negs=negatives.uniform,
+            all_negs=negatives.all,
+            head_negs=negatives.heads,
+            tail_negs=negatives.tails,
+            self_negs=negatives.own,
+            max_norm=self.max_norm,
+            shifts=(self.entities.shift(spec.lhs), self.entities.shift(spec.rhs)) if self.entities.shifts else None,
+            relation_weight=None if weight is None else tuple(weight[relation] for relation in spec.relations),
+            forwards=dict(scores.forwards.named_parameters()),
+            backwards={} if scores.backwards is None else dict(scores.backwards.named_parameters()),
+        )
+
+    @property
+    def _groups(self) -> list[RelationGroup]:
+        return list(self.groups)  # type: ignore[arg-type]
+
+    def log_training(self, total: Tensor, weight: Tensor) -> Tensor:
+        """Log what a strategy trained by the :meth:`recipe`: the loss summed over edges, and their weights' sum.
+
+        Returns:
+            The mean loss.
+        """
+        return log_mean_loss(self, "train", total, weight)
+
+    def forward(self, batch: Data) -> Tensor:
+        """Scores of the batch's edges, [B]: of finding the tail."""
+        edges = self._edges(batch)
+        return self._scored(edges, edges.tail)
+
+    def training_step(self, batch: Data, batch_idx: int) -> dict[str, Tensor]:
+        loss, weight = self._loss(self._edges(batch), "train", ChunkDraws(getattr(batch, "random_key", None)))
+        return {"loss": loss, "weight": weight}
+
+    def predict_step(self, batch: Data, batch_idx: int) -> Tensor:
+        """Embeddings of the seeds, which are nodes here, [S, D]; NaN in columns that a type of fewer does not have."""
+        return self.entities.of_nodes(batch.orig_id[batch.seeds])
+
+    @property
+    def dimensions(self) -> dict[str, int]:
+        """Columns of an embedding by type."""
+        return {spec.name: spec.dimension for spec in self.schema.entities}
+
+    def configure_optimizers(self) -> Any:
+        make = with_tables(self, self._make_sparse, self._make_optimizer)
+        return configured(self.parameters(), make, self._make_scheduler, self._monitor)
+
+    def _edges(self, batch: Data) -> Edges:
+        """The batch's edges by the ids of the source data."""
+        if isinstance(batch, HeteroData):
+            raise _several_types(batch.node_types)
+        head, tail = batch.orig_id[batch.edge_label_index]
+        relation = getattr(batch, "edge_label_type", None)
+        return Edges(
+            head,
+            torch.zeros_like(head) if relation is None else relation,
+            tail,
+            getattr(batch, "edge_label_weight", None),
+            getattr(batch, "edge_label_chunk", None),
+        )
+
+    def deal(self, relation: Tensor, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+        """A rank's share of the edges of a step: whole chunks, whose edges are each other's negatives.
+
+        A strategy that shares a step among ranks gives each rank's batch the edges at these places, in this order, and
+        the numbers as ``edge_label_chunk``. Losses are then those of one process with all edges.
+
+        Args:
+            relation: int64 ``[B]``, of all edges of the step.
+            rank: which of the ranks.
+            ranks: how many there are; one may get no edges.
+
+        Returns:
+            places int64 ``[b]``, ascending, and the numbers of these edges' chunks within their group, ``[b]``.
+        """
+        unit, number, total = torch.zeros_like(relation), torch.zeros_like(relation), 0
+        for group, places, some in self._grouped(Edges(relation, relation, relation)):
+            chunk = self._groups[group].loss.chunk_numbers(some.relation)
+            number[places], unit[places] = chunk, chunk + total
+            total += int(chunk.max()) + 1 if len(chunk) else 0
+        mine = (unit * ranks // max(total, 1) == rank).nonzero().flatten()
+        return mine, number[mine]
+
+    def _loss(self, edges: Edges, split: str, draw: DrawNodes) -> tuple[Tensor, Tensor]:
+        """Mean loss over the edges (there may be none), and the weight of that mean."""
+        return self._mean(self.losses(edges, draw, training=split == "train"), self._weights(edges), split)
+
+    def losses(self, edges: Edges, draw: DrawNodes | None = None, *, training: bool = True) -> Tensor:
+        """Loss of each edge, ``[B]``, whose weights do not count in it.
+
+        Args:
+            edges: by the ids of the source data.
+            draw: draws uniform negatives; None: by a number of torch's generator.
+            training: whether ``max_norm`` is applied to what is read.
+        """
+        draw = draw or ChunkDraws()
+        tables, found, places = self.entities.trained_rows if training else self.entities.rows, [], []
+        for number, place, some in self._grouped(edges):
+            group = self._groups[number]
+            found.append(group.loss((tables[group.spec.lhs], tables[group.spec.rhs]), some, partial(draw, number)))
+            places.append(place)
+        return found[0] if len(found) == 1 else torch.cat(found)[torch.cat(places).argsort()]
+
+    def _weights(self, edges: Edges) -> Tensor | None:
+        """What each edge's loss counts; None: all the same."""
+        if self._relation_weight is None:
+            return edges.weight
+        by_relation = self._relation_weight.to(self.entities[0].weight.dtype)[edges.relation]
+        return by_relation if edges.weight is None else by_relation * edges.weight
+
+    def _scored(self, edges: Edges, tail: Tensor) -> Tensor:
+        """Scores of finding these tails, [B]."""
+        found, places = [], []
+        for number, place, some in self._grouped(replace(edges, tail=tail)):
+            group = self._groups[number]
+            heads, tails = GroupRanks(group, self.entities).ends(some)
+            found.append(group.scores.of_edges(heads, some.relation, tails))
+            places.append(place)
+        return torch.cat(found)[torch.cat(places).argsort()]
+
+    def _evaluate(self, batch: Data, split: str) -> None:
+        edges = self._edges(batch)
+        self._loss(edges, split, ChunkDraws(getattr(batch, "random_key", 0)))  # the same negatives every epoch
+        true, false = self._scored(edges, edges.tail), self._scored(edges, self._drawn(edges, batch.seeds))
+        self._log_scores(split, self._ranks(batch, edges), true, false)
+
+    def _drawn(self, edges: Edges, seeds: Tensor) -> Tensor:
+        """False tails, one per edge, of the true tail's type, [B]; they depend on the edges' positions in the split."""
+        drawn = torch.empty_like(edges.tail)
+        for number, place, _ in self._grouped(edges):
+            spec = self._groups[number].ends[1]
+            others = mixing.below(spec.count, mixing.key(number), seeds[place].cpu().numpy(), 1)[:, 0] + spec.first
+            drawn[place] = torch.from_numpy(others).to(drawn.device)
+        return drawn
+
+    def _ranks(self, batch: Data, edges: Edges) -> tuple[Tensor, Tensor]:
+        """Ranks of the tails and of the heads among all nodes of their types."""
+        known = [
+            Csr(batch.orig_id[batch[f"known_{side}"]], None, batch[f"known_{side}_ptr"])
+            if self.filtered and f"known_{side}" in batch
+            else None
+            for side in ("tail", "head")
+        ]
+        ranks = torch.zeros(2, len(edges), dtype=torch.float64, device=edges.head.device)
+        for number, place, some in self._grouped(edges):
+            ranks[:, place] = torch.stack(GroupRanks(self._groups[number], self.entities).among_all(some, place, known))
+        return ranks[0], ranks[1]
+
+    def sampled_ranks(
+        self, rows: tuple[Tensor, Tensor], relation: Tensor, others: tuple[Tensor, Tensor], number: int
+    ) -> list[Tensor]:
+        """Ranks of the ends of a group's edges, among each other and some more nodes; see :class:`GroupRanks`."""
+        return GroupRanks(self._groups[number], self.entities).among_some(rows, relation, others)
+
+
+def _check(num_nodes: object, counts: dict[str, int], sizes: dict[str, float], max_norm: float | None) -> None:
+    """Check what no other part checks."""
+    if isinstance(num_nodes, Mapping):  # the settings may come as a DictConfig
+        raise _several_types(list(num_nodes))
+    for key, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"model.{key}={count} was set; it must be at least 1.", hint=f"raise model.{key}.")
+    for key, size in sizes.items():
+        if not size >= 0:
+            raise ConfigError(f"model.{key}={size} was set; it must be 0 or more.", hint=f"raise model.{key}.")
+    if max_norm is not None and not max_norm > 0:
+        raise ConfigError(
+            f"model.max_norm={max_norm} was set, which no vector is short enough for.",
+            hint="set a length above 0, or null for none.",
+        )
+
+
+def _several_types(node_types: list[str]) -> ConfigError:
+    return ConfigError(
+        f"model=kg embeds the nodes of one type; this graph has the node types {', '.join(node_types)}.",
+        hint="set model to hetero_sage or hgt.",
+    )

@@ -1,0 +1,246 @@
+"""The training loss of embeddings: true edges against the negatives that their chunks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from gtrain.errors import ConfigError
+from gtrain.model.kg.losses import Loss
+from gtrain.model.kg.negatives import Chunks, by_relation, in_order
+from gtrain.model.kg.scores import EdgeScores
+
+LIMIT = 1 << 25
+"""Numbers of a block of chunks, about: a batch with more is computed block by block, forward and backward."""
+
+Table = Callable[[Tensor], Tensor]
+"""Rows ``[..., D]`` of ids ``[...]``."""
+
+
+@dataclass(frozen=True)
+class Edges:
+    """B edges.
+
+    Attributes:
+        head, relation, tail: int64 ``[B]``, ids of the source data; of one type's entities and one group's relations
+            where these are what is trained.
+        weight: float ``[B]``; None: all 1.
+        chunk: int64 ``[B]``, the number of each edge's chunk within its group's part of a step of which these edges are
+            some whole chunks; None: they are all edges of the step.
+    """
+
+    head: Tensor
+    relation: Tensor
+    tail: Tensor
+    weight: Tensor | None = None
+    chunk: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.head.numel()
+
+    def select(self, rows: Tensor) -> Edges:
+        """Return some of the edges."""
+        weight, chunk = (None if value is None else value[rows] for value in (self.weight, self.chunk))
+        return Edges(self.head[rows], self.relation[rows], self.tail[rows], weight, chunk)
+
+
+@dataclass(frozen=True)
+class Negatives:
+    """Which false edges an edge is trained against.
+
+    Attributes:
+        batch: edges of a chunk, which serve each other; 0: they do not.
+        uniform: nodes drawn for each chunk and side.
+        all: all nodes, instead of those two.
+        heads, tails: whether heads, whether tails are replaced.
+        own: whether an edge's own head is among the negatives of its tail, and its tail among those of its head.
+
+    Raises:
+        ConfigError: there would be no negatives.
+    """
+
+    batch: int
+    uniform: int
+    all: bool
+    heads: bool
+    tails: bool
+    own: bool = False
+
+    def __post_init__(self) -> None:
+        told = f"model.num_batch_negs={self.batch} and model.num_uniform_negs={self.uniform}"
+        if self.batch < 0 or self.uniform < 0:
+            raise ConfigError(f"{told} were set; they must be 0 or more.", hint="50 is the default of both.")
+        if not self.all and self.batch <= 1 and not self.uniform:
+            raise ConfigError(
+                f"{told} were set, which gives an edge max(0, {self.batch} - 1) + {self.uniform} = 0 negatives.",
+                hint="raise one of them, or set model.all_negs=true.",
+            )
+        if not (self.heads or self.tails):
+            raise ConfigError(
+                "model.head_negs=false and model.tail_negs=false leave no negatives.", hint="set one of them to true."
+            )
+
+    @property
+    def places(self) -> int:
+        """Edges of a chunk."""
+        return self.batch or self.uniform
+
+
+class TrainingLoss:
+    """The loss of each edge of a batch, both sides added, and the N3 regulariser.
+
+    Chunks keep the edges in the batch's order; with static relations, which transform the negatives, each chunk has
+    one relation.
+
+    Args:
+        scores: of edges.
+        loss: of true and false scores.
+        negatives: which ones.
+        n3: weight of the regulariser.
+        sizes: entities of the heads' type and of the tails' type.
+    """
+
+    def __init__(self, scores: EdgeScores, loss: Loss, negatives: Negatives, n3: float, sizes: tuple[int, int]) -> None:
+        self.scores, self.loss, self.negatives, self.n3, self.sizes = scores, loss, negatives, n3, sizes
+
+    def __call__(
+        self, tables: tuple[Table, Table], edges: Edges, draw: Callable[[int, int, Tensor, int], Tensor]
+    ) -> Tensor:
+        """Return the loss of each edge, ``[B]``, whose weights do not count in it.
+
+        Args:
+            tables: embeddings of heads and of tails; the same object where they are of one type.
+            edges: true ones.
+            draw: draws the uniform negatives of chunks; a :class:`~gtrain.model.kg.negatives.ChunkDraws` of one group.
+        """
+        if not len(edges):
+            return tables[0](edges.head).sum(-1)
+        blocks, device = self._blocks(edges), edges.head.device
+        uniform = 0 if self.negatives.all else self.negatives.uniform
+        found, begin = [], 0
+        for block in blocks:
+            end = begin + len(block.edge)
+            number = torch.arange(begin, end) if edges.chunk is None else edges.chunk[block.edge[:, 0]]
+            drawn = torch.stack([draw(side, size, number, uniform) for side, size in enumerate(self.sizes)]).to(device)
+            begin = end
+            if len(blocks) > 1 and torch.is_grad_enabled():
+                each = checkpoint(self._of_block, tables, edges, block, drawn, use_reentrant=False)
+            else:
+                each = self._of_block(tables, edges, block, drawn)
+            found.append(each[block.filled])
+        order = torch.cat([block.edge[block.filled] for block in blocks])
+        return torch.cat(found)[order.argsort()]
+
+    def chunk_numbers(self, relation: Tensor) -> Tensor:
+        """The number of each edge's chunk, ``[B]``, where these are the relations of all edges of a step.
+
+        Edges that are trained against all nodes are each a chunk: they are computed alike beside any others.
+        """
+        if self.negatives.all:
+            return torch.arange(len(relation), device=relation.device)
+        places = self.negatives.places
+        chunks = in_order(relation, places) if self.scores.reciprocal else by_relation(relation, places)
+        number = torch.empty_like(relation)
+        number[chunks.edge[chunks.filled]] = chunks.filled.nonzero()[:, 0]
+        return number
+
+    def _blocks(self, edges: Edges) -> list[Chunks]:
+        """Cut the batch into blocks of chunks; some whole chunks of a step are cut as the step is."""
+        every, reciprocal, most = self.negatives.all, self.scores.reciprocal, max(self.sizes)
+        if not every:
+            places = self.negatives.places
+        elif reciprocal:
+            places = LIMIT // most
+        else:  # a relation's last chunk has empty places: small chunks waste fewer
+            places = min(LIMIT // most, -(-len(edges) // int(edges.relation.unique().numel())))
+        chunks = in_order(edges.head, places) if reciprocal else by_relation(edges.relation, places)
+        places, dim = chunks.edge.size(1), self.scores.dimension
+        candidates = most if every else places + self.negatives.uniform
+        size = places * candidates + (0 if every and reciprocal else candidates * dim)
+        return chunks.split(max(1, LIMIT // size))
+
+    def _of_block(self, tables: tuple[Table, Table], edges: Edges, chunks: Chunks, drawn: Tensor) -> Tensor:
+        """Loss at each place of these chunks, ``[C, m]``; drawn ``[2, C, u]``, heads and tails."""
+        head, tail, relation = (ids[chunks.edge] for ids in (edges.head, edges.tail, edges.relation))
+        heads, more_heads, tails, more_tails = self._looked_up(tables, (head, drawn[0], tail, drawn[1]))
+        every_head, every_tail = self._everything(tables, head.device) if self.negatives.all else (None, None)
+        losses = []
+        if self.negatives.tails:
+            losses.append(self._tail_loss(heads, relation, tails, more_tails, (head, tail), every_tail, chunks))
+        if self.negatives.heads:
+            queries = self._queries(self.scores.head_queries, tails, relation)
+            false = self._false(queries, heads, more_heads, head, every_head, chunks)
+            losses.append(self._side(queries, heads, tails, false, head == tail))
+        if self.n3:
+            flat = (heads.flatten(0, 1), relation.flatten(), tails.flatten(0, 1))
+            losses.append(self.n3 * self.scores.cubes(*flat).view(head.shape))
+        return torch.stack(losses).sum(0)
+
+    def _looked_up(self, tables: tuple[Table, Table], ids: tuple[Tensor, ...]) -> list[Tensor]:
+        """Rows of two blocks of heads and two of tails; one lookup for each table, which may be far away."""
+        widths = [block.size(1) for block in ids]
+        if tables[0] is tables[1]:
+            return list(tables[0](torch.cat(ids, dim=1)).split(widths, dim=1))
+        pairs = [tables[end](torch.cat(ids[2 * end : 2 * end + 2], dim=1)) for end in (0, 1)]
+        return [rows for end in (0, 1) for rows in pairs[end].split(widths[2 * end : 2 * end + 2], dim=1)]
+
+    def _everything(self, tables: tuple[Table, Table], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Rows ``[1, N, D]`` of all heads and of all tails."""
+        heads, tails = (torch.arange(size, device=device) for size in self.sizes)
+        every_head = tables[0](heads).unsqueeze(0)
+        return every_head, every_head if tables[0] is tables[1] else tables[1](tails).unsqueeze(0)
+
+    def _tail_loss(
+        self,
+        heads: Tensor,
+        relation: Tensor,
+        tails: Tensor,
+        more: Tensor,
+        ids: tuple[Tensor, Tensor],
+        everything: Tensor | None,
+        chunks: Chunks,
+    ) -> Tensor:
+        """Loss of the edges, whose ends have these ids, against other tails."""
+        queries = self._queries(self.scores.tail_queries, heads, relation)
+        if not self.scores.reciprocal:
+            places = tails.size(1)
+            ready = self.scores.tail_candidates(torch.cat([tails, more], dim=1), relation[:, 0])
+            tails, more = ready[:, :places], ready[:, places:]
+            if everything is not None:
+                everything = self.scores.tail_candidates(everything.expand(len(tails), -1, -1), relation[:, 0])
+        false = self._false(queries, tails, more, ids[1], everything, chunks)
+        return self._side(queries, tails, heads, false, ids[0] == ids[1])
+
+    def _queries(self, transform: Callable[[Tensor, Tensor], Tensor], rows: Tensor, relation: Tensor) -> Tensor:
+        """Queries ``[C, m, D]``, each by its own relation; static relations are one a chunk."""
+        if not self.scores.reciprocal:
+            return transform(rows, relation[:, 0])
+        return transform(rows.flatten(0, 1).unsqueeze(1), relation.flatten()).view(rows.shape)
+
+    def _false(
+        self, queries: Tensor, answers: Tensor, more: Tensor, ids: Tensor, everything: Tensor | None, chunks: Chunks
+    ) -> Tensor:
+        """Scores ``[C, m, n]`` of the candidates of one side; minus infinity of those that do not count.
+
+        Shapes:
+            queries and answers ``[C, m, D]``, more ``[C, u, D]``, ids of the answers ``[C, m]``, everything
+            ``[1 or C, N, D]``.
+        """
+        if everything is not None:
+            return self.scores.all_pairs(queries, everything).scatter(-1, ids.unsqueeze(-1), -torch.inf)
+        if self.negatives.batch:
+            false = self.scores.all_pairs(queries, torch.cat([answers, more], dim=1))
+            return false.masked_fill(~chunks.false_places(more.size(1)), -torch.inf)
+        return self.scores.all_pairs(queries, more)
+
+    def _side(self, queries: Tensor, answers: Tensor, given: Tensor, false: Tensor, loop: Tensor) -> Tensor:
+        """Loss ``[C, m]`` of the answers against these false scores, and the ends that are given, but of loops."""
+        true = self.scores.pairs(queries, answers)
+        if self.negatives.own:
+            own = self.scores.pairs(queries, given).masked_fill(loop, -torch.inf)
+            false = torch.cat([false, own.unsqueeze(-1)], dim=-1)
+        return self.loss(true, false)

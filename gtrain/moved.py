@@ -1,0 +1,169 @@
+"""Modules that have moved since release 0.1.0: importing an old path gives the new module, with a warning.
+
+Users' programs, the ``_target_`` of their configurations and stored runs name modules by path. The old paths work for
+one release. Light: imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+MOVED = {
+    "gtrain.data.biggraph": "gtrain.data.sources.biggraph",
+    "gtrain.data.biggraph_bags": "gtrain.data.readers.biggraph_bags",
+    "gtrain.data.biggraph_edges": "gtrain.data.readers.biggraph_edges",
+    "gtrain.data.biggraph_files": "gtrain.data.readers.biggraph_files",
+    "gtrain.data.components": "gtrain.data.prepare.components",
+    "gtrain.data.dgl_book": "gtrain.data.readers.dgl_book",
+    "gtrain.data.dgl_files": "gtrain.data.readers.dgl_files",
+    "gtrain.data.dgl_partition": "gtrain.data.sources.dgl_partition",
+    "gtrain.data.edge_order": "gtrain.data.prepare.edge_order",
+    "gtrain.data.edge_seeds": "gtrain.data.batches.edge_seeds",
+    "gtrain.data.edge_sets": "gtrain.data.readers.edge_sets",
+    "gtrain.data.edges": "gtrain.data.sources.edges",
+    "gtrain.data.entities": "gtrain.data.sources.entities",
+    "gtrain.data.entity_features": "gtrain.data.readers.entity_features",
+    "gtrain.data.entity_names": "gtrain.data.readers.entity_names",
+    "gtrain.data.events": "gtrain.data.readers.events",
+    "gtrain.data.extras": "gtrain.data.readers.extras",
+    "gtrain.data.files": "gtrain.data.readers.files",
+    "gtrain.data.given_parts": "gtrain.data.sources.given_parts",
+    "gtrain.data.hashing": "gtrain.data.readers.hashing",
+    "gtrain.data.heco": "gtrain.data.sources.heco",
+    "gtrain.data.heco_files": "gtrain.data.readers.heco",
+    "gtrain.data.kg": "gtrain.data.sources.kg",
+    "gtrain.data.libsvm": "gtrain.data.sources.libsvm",
+    "gtrain.data.libsvm_file": "gtrain.data.readers.libsvm",
+    "gtrain.data.libsvm_kernel": "gtrain.data.readers.libsvm_kernel",
+    "gtrain.data.loader": "gtrain.data.batches.loader",
+    "gtrain.data.musae": "gtrain.data.sources.musae",
+    "gtrain.data.negatives": "gtrain.data.batches.negatives",
+    "gtrain.data.node_files": "gtrain.data.readers.node_files",
+    "gtrain.data.ogb": "gtrain.data.sources.ogb",
+    "gtrain.data.ogb_files": "gtrain.data.readers.ogb",
+    "gtrain.data.pairs": "gtrain.data.planted.pairs",
+    "gtrain.data.pairs_between": "gtrain.data.planted.pairs_between",
+    "gtrain.data.parquet": "gtrain.data.sources.parquet",
+    "gtrain.data.parquet_columns": "gtrain.data.readers.parquet_columns",
+    "gtrain.data.parquet_files": "gtrain.data.readers.parquet_files",
+    "gtrain.data.parquet_labels": "gtrain.data.readers.parquet_labels",
+    "gtrain.data.part_edges": "gtrain.data.batches.part_edges",
+    "gtrain.data.planted_common": "gtrain.data.planted.common",
+    "gtrain.data.planted_hetero": "gtrain.data.planted.hetero",
+    "gtrain.data.planted_kg": "gtrain.data.planted.kg",
+    "gtrain.data.planted_sparse": "gtrain.data.planted.sparse",
+    "gtrain.data.planted_temporal": "gtrain.data.planted.temporal",
+    "gtrain.data.prepare_arrays": "gtrain.data.prepare.edge_arrays",
+    "gtrain.data.pyg": "gtrain.data.sources.pyg",
+    "gtrain.data.pyg_graph": "gtrain.data.readers.pyg_graph",
+    "gtrain.data.pyg_partition": "gtrain.data.sources.pyg_partition",
+    "gtrain.data.pyg_partition_files": "gtrain.data.readers.pyg_partition",
+    "gtrain.data.raw": "gtrain.data.readers.pyg_download",
+    "gtrain.data.rdf": "gtrain.data.readers.rdf",
+    "gtrain.data.rows": "gtrain.data.sources.feature_rows",
+    "gtrain.data.sampling": "gtrain.data.batches.sampling",
+    "gtrain.data.scored_edges": "gtrain.data.batches.scored_edges",
+    "gtrain.data.split": "gtrain.data.prepare.split",
+    "gtrain.data.split_edges": "gtrain.data.prepare.split_edges",
+    "gtrain.data.table": "gtrain.data.readers.number_table",
+    "gtrain.data.temporal": "gtrain.data.sources.temporal",
+    "gtrain.data.triples": "gtrain.data.readers.triples",
+    "gtrain.data.typed_edges": "gtrain.data.prepare.typed_edges",
+    "gtrain.data.unpickling": "gtrain.data.readers.unpickling",
+    "gtrain.data.validate": "gtrain.data.prepare.validate",
+    "gtrain.data.validate_edges": "gtrain.data.prepare.validate_edges",
+    "gtrain.graph.buckets": "gtrain.graph.store.buckets",
+    "gtrain.graph.columns": "gtrain.graph.store.columns",
+    "gtrain.graph.csc": "gtrain.graph.store.csc",
+    "gtrain.graph.entities": "gtrain.graph.store.entities",
+    "gtrain.graph.files": "gtrain.graph.store.files",
+    "gtrain.graph.global_ids": "gtrain.graph.store.global_ids",
+    "gtrain.graph.hetero_shard": "gtrain.graph.shard.hetero",
+    "gtrain.graph.ingest.blocks": "gtrain.data.ingest.blocks",
+    "gtrain.graph.ingest.columns": "gtrain.data.ingest.columns",
+    "gtrain.graph.ingest.dictionary": "gtrain.data.ingest.dictionary",
+    "gtrain.graph.ingest.edge_list": "gtrain.data.ingest.edge_list",
+    "gtrain.graph.ingest.format": "gtrain.data.ingest.format",
+    "gtrain.graph.ingest.layout": "gtrain.data.ingest.layout",
+    "gtrain.graph.ingest.lines": "gtrain.data.ingest.lines",
+    "gtrain.graph.ingest.load8": "gtrain.data.ingest.load8",
+    "gtrain.graph.ingest.named": "gtrain.data.ingest.named",
+    "gtrain.graph.ingest.parquet": "gtrain.data.ingest.parquet",
+    "gtrain.graph.ingest.probe": "gtrain.data.ingest.probe",
+    "gtrain.graph.ingest.progress": "gtrain.data.ingest.progress",
+    "gtrain.graph.ingest.rows": "gtrain.data.ingest.rows",
+    "gtrain.graph.ingest.scan": "gtrain.data.ingest.scan",
+    "gtrain.graph.ingest.text": "gtrain.data.ingest.text",
+    "gtrain.graph.locality": "gtrain.graph.partition.locality",
+    "gtrain.graph.lock": "gtrain.graph.store.lock",
+    "gtrain.graph.manifest": "gtrain.graph.store.manifest",
+    "gtrain.graph.metis": "gtrain.graph.partition.metis",
+    "gtrain.graph.names": "gtrain.graph.store.names",
+    "gtrain.graph.numbering": "gtrain.graph.store.numbering",
+    "gtrain.graph.quality": "gtrain.graph.store.quality",
+    "gtrain.graph.rows": "gtrain.graph.store.rows",
+    "gtrain.graph.shard_nodes": "gtrain.graph.shard.nodes",
+    "gtrain.graph.streaming": "gtrain.graph.partition.streaming",
+    "gtrain.graph.tables": "gtrain.graph.store.tables",
+    "gtrain.graph.whole": "gtrain.graph.shard.whole",
+    "gtrain.graph.writer": "gtrain.graph.store.writer",
+    "gtrain.model.comparators": "gtrain.model.kg.comparators",
+    "gtrain.model.edge_scores": "gtrain.model.kg.scores",
+    "gtrain.model.kg_embedding": "gtrain.model.kg.embedding",
+    "gtrain.model.kg_evaluation": "gtrain.model.kg.evaluation",
+    "gtrain.model.kg_groups": "gtrain.model.kg.groups",
+    "gtrain.model.kg_losses": "gtrain.model.kg.losses",
+    "gtrain.model.kg_ranking": "gtrain.model.kg.ranking",
+    "gtrain.model.kg_schema": "gtrain.model.kg.schema",
+    "gtrain.model.kg_tables": "gtrain.model.kg.tables",
+    "gtrain.model.kg_training": "gtrain.model.kg.training",
+    "gtrain.model.negatives": "gtrain.model.kg.negatives",
+    "gtrain.model.operators": "gtrain.model.kg.operators",
+    "gtrain.wire.io_threads": "gtrain.wire.zeromq.io_threads",
+    "gtrain.wire.link": "gtrain.wire.zeromq.link",
+    "gtrain.wire.listener": "gtrain.wire.zeromq.listener",
+    "gtrain.wire.local_link": "gtrain.wire.unix.link",
+    "gtrain.wire.local_listener": "gtrain.wire.unix.listener",
+    "gtrain.wire.security": "gtrain.wire.zeromq.security",
+    "gtrain.wire.sockets": "gtrain.wire.zeromq.sockets",
+    "gtrain.wire.stream": "gtrain.wire.unix.stream",
+    "gtrain.wire.zap": "gtrain.wire.zeromq.authenticator",
+}
+"""New path by old path."""
+
+
+class _Alias(ModuleType):
+    """Stands at the old path and hands on the names of the module at the new one."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(MOVED[self.__name__]), name)
+
+    def __dir__(self) -> list[str]:
+        return dir(importlib.import_module(MOVED[self.__name__]))
+
+
+class MovedModules(MetaPathFinder, Loader):
+    """Finds modules of :data:`MOVED`; stands last in ``sys.meta_path``, so a module with a file comes first."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return a spec if the module has moved."""
+        is_room = any(old.startswith(f"{name}.") for old in MOVED)
+        return ModuleSpec(name, self, is_package=is_room) if name in MOVED or is_room else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return an empty stand-in."""
+        return _Alias(spec.name) if spec.name in MOVED else ModuleType(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Warn, and import the module at its new path."""
+        new = MOVED.get(module.__name__)
+        if new is not None:
+            message = f"{module.__name__} has moved to {new}; the old path works until the next release"
+            warnings.warn(message, FutureWarning, stacklevel=2)
+            importlib.import_module(new)

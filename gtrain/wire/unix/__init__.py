@@ -1,0 +1,1 @@
+"""Connections within a machine: plain Unix sockets."""

@@ -1,0 +1,1 @@
+"""Connections between machines, or with keys: ZeroMQ with CURVE."""
