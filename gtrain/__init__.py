@@ -25,7 +25,7 @@ from gtrain.moved import MovedModules
 __version__ = "0.1.0"
 
 _HOMES = {
-    "run_local": "gtrain.launch.agent",
+    "run_local": "gtrain.launch.launchers.local",
     "GraphStrategy": "gtrain.strategy.base",
     "GraphShard": "gtrain.graph.shard",
     "Store": "gtrain.graph.store",

@@ -19,10 +19,10 @@ from typing import Any
 from omegaconf import DictConfig
 
 from gtrain.errors import ConfigError
-from gtrain.launch.roles import STOP_SECONDS, RolePlan
-from gtrain.launch.slot import WORKER
 
 GROUP = "gtrain.backends"
+WORKER = "worker"
+STOP_SECONDS = 10.0
 Number = int | Callable[[DictConfig], int]
 """A number, or a function that reads it out of the composed configuration."""
 
@@ -44,6 +44,27 @@ class Role:
     count: Number = 1
     restarts: Number = 0
     stop_seconds: float = STOP_SECONDS
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """A :class:`Role` with the numbers that a configuration gives it.
+
+    Attributes:
+        name: what messages and logs call it; ``worker`` only says how often a worker is restarted.
+        target: ``package.module:function`` that a server runs, given a ``gtrain.strategy.server.ServerContext``.
+        count: servers in the whole job.
+        restarts: how many times one of them is restarted after it died.
+        stop_seconds: how long a server may take to end once it is asked to.
+        by_hand: whether someone starts them with ``gtrain serve``, and the agent does not.
+    """
+
+    name: str
+    target: str = ""
+    count: int = 0
+    restarts: int = 0
+    stop_seconds: float = STOP_SECONDS
+    by_hand: bool = False
 
 
 @dataclass(frozen=True)

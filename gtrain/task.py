@@ -26,7 +26,7 @@ from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError
 from gtrain.kernel_cache import find_cache
 from gtrain.launch import slot as slots
-from gtrain.launch.environment import find_environment, ranks_on_this_machine
+from gtrain.launch.environment import ranks_on_this_machine
 from gtrain.model.classification import default_score
 from gtrain.model.inputs import weight_demand, zero_demand
 from gtrain.model.kinds import kind
@@ -34,9 +34,7 @@ from gtrain.nn import tables
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.counters import PeakMemory
 from gtrain.strategy.preparation import prepare
-from gtrain.strategy.rendezvous import agree, job_store
 from gtrain.strategy.servers import ServerMeter
-from gtrain.strategy.settings_check import check_same, comparable
 
 log = logging.getLogger("gtrain")
 
@@ -61,16 +59,6 @@ def run(cfg: DictConfig, choices: dict[str, str]) -> float | None:
         return None
     targets.check_objects(config, build.find_target)
     return _Task(config, choices).run()
-
-
-def shared_run_dir(run_dir: str) -> str:
-    """Rank 0's run folder, on every rank of a job that another launcher started."""
-    return agree(find_environment(), run_dir)
-
-
-def check_same_settings(cfg: DictConfig, rank: int) -> None:
-    """Refuse this rank if its settings or release are not those of rank 0; another launcher started it."""
-    check_same(job_store(find_environment()), rank, f"rank {rank}", comparable(cfg))
 
 
 def _partition(config: dict[str, Any]) -> None:

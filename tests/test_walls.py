@@ -19,6 +19,8 @@ LIGHT = (
     "gtrain.__main__",
     "gtrain.backends",
     "gtrain.cli",
+    "gtrain.cli.command",
+    "gtrain.cli.entry",
     "gtrain.config",
     "gtrain.data.config",
     "gtrain.errors",
@@ -26,15 +28,21 @@ LIGHT = (
     "gtrain.launch.agent",
     "gtrain.launch.blame",
     "gtrain.launch.children",
-    "gtrain.launch.cluster",
-    "gtrain.launch.command",
     "gtrain.launch.cuda",
     "gtrain.launch.interpreter",
     "gtrain.launch.job",
     "gtrain.launch.keeper",
+    "gtrain.launch.launchers",
+    "gtrain.launch.launchers.base",
+    "gtrain.launch.launchers.external",
+    "gtrain.launch.launchers.local",
+    "gtrain.launch.launchers.manual",
+    "gtrain.launch.launchers.slurm",
+    "gtrain.launch.launchers.torchrun",
     "gtrain.launch.links",
     "gtrain.launch.logs",
-    "gtrain.launch.meeting",
+    "gtrain.launch.rendezvous",
+    "gtrain.launch.request",
     "gtrain.launch.roles",
     "gtrain.launch.shipping",
     "gtrain.launch.slot",
@@ -47,7 +55,9 @@ LIGHT = (
 """Modules that the command imports before a rank exists; each imports the standard library, hydra and each other."""
 LIGHT_PACKAGES = ("gtrain.data", "gtrain.launch")  # their __init__ imports nothing
 LATE = {
-    "gtrain.cli": {"gtrain.doctor.report"},
+    "gtrain.cli": {"gtrain.cli.entry"},
+    "gtrain.cli.command": {"gtrain.wire"},
+    "gtrain.cli.entry": {"gtrain.doctor.report"},
     "gtrain.launch.cuda": {"torch"},
     "gtrain.launch.interpreter": {"gtrain.kernel_cache"},
     "gtrain.launch.shipping": {"cloudpickle", "numpy", "torch"},
@@ -56,16 +66,23 @@ LATE = {
         "cryptography.hazmat.primitives",
         "cryptography.hazmat.primitives.asymmetric.ed25519",
     },
-    "gtrain.launch.command": {
-        "gtrain.task",
-        "gtrain.launch.environment",
-        "gtrain.strategy.by_hand",
-        "gtrain.strategy.rendezvous",
-        "gtrain.wire",
-    },
+    "gtrain.launch.launchers.base": {"lightning.fabric.plugins.environments"},
+    "gtrain.launch.launchers.slurm": {"lightning.fabric.plugins.environments"},
+    "gtrain.launch.launchers.torchrun": {"lightning.fabric.plugins.environments", "torch.distributed"},
 }
 """Imported inside a function: where the process is a rank already or becomes no launcher, or where keys are in use."""
-PLUGIN_MAY_USE = ("strategy", "graph", "data", "nn", "wire", "config", "errors", "backends", "launch.sockets")
+PLUGIN_MAY_USE = (
+    "strategy",
+    "graph",
+    "data",
+    "nn",
+    "wire",
+    "config",
+    "errors",
+    "backends",
+    "launch.job_store",
+    "launch.sockets",
+)
 
 
 @dataclass(frozen=True)
@@ -305,7 +322,7 @@ def modules_after(statement: str, cwd: Path) -> set[str]:
 
 def test_the_command_starts_without_torch(tmp_path: Path) -> None:
     """The configurations of all backends included."""
-    statement = "import gtrain.cli; gtrain.cli._prepare_hydra(); gtrain.cli.backends.descriptions()"
+    statement = "from gtrain.cli import entry; entry._prepare_hydra(); entry.backends.descriptions()"
     heavy = {"torch", "lightning", "torch_geometric", "numpy", "numba", "pyarrow", "pymetis"}
     assert modules_after(statement, tmp_path) & heavy == set()
 

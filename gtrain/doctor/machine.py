@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gtrain.launch import cluster
+from gtrain.launch import launchers
 
 SHARED_MEMORY = Path("/dev/shm")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
@@ -72,11 +72,15 @@ def writable(folder: Path) -> bool:
 
 def launcher(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Who starts the processes, and this one's place in the job if another launcher did."""
-    kind = cluster.detect(environ)
-    if kind == cluster.LOCAL:
-        return {"launcher": kind, "rank": 0, "world_size": None, "ranks_here": None}
-    place = cluster.external_place(kind, environ)
-    return {"launcher": kind, "rank": place.rank, "world_size": place.size, "ranks_here": place.local_size}
+    name, rank_info = (detected := launchers.detect(environ)).name, detected.rank_info(environ)
+    if rank_info is None:
+        return {"launcher": name, "rank": 0, "world_size": None, "ranks_here": None}
+    return {
+        "launcher": name,
+        "rank": rank_info.rank,
+        "world_size": rank_info.size,
+        "ranks_here": rank_info.local_size,
+    }
 
 
 def _cpu_limit() -> float | None:

@@ -11,7 +11,6 @@ from gtrain import backends
 from gtrain.doctor import machine, packages, probe
 from gtrain.doctor.findings import Finding, judge, size
 from gtrain.errors import ConfigError
-from gtrain.launch import cluster
 from gtrain.messages import did_you_mean
 
 FORMATS = ("text", "json")
@@ -128,9 +127,11 @@ def _machine_lines(facts: dict[str, Any]) -> Iterator[str]:
     yield f"  {'open files':<16} {facts['open_files']['limit']} a process"
     yield f"  {'kernel cache':<16} {(kernels or {}).get('cache') or 'none that can be written'}"
     yield f"  {'environment':<16} {', '.join(f'{k}={v}' for k, v in environment.items()) or 'nothing set'}"
-    given = place["launcher"] == cluster.LOCAL
+    given = place["world_size"] is None
     yield f"  {'launcher':<16} " + (
-        "local: gtrain starts the ranks" if given else f"{place['launcher']}, {place['world_size']} ranks"
+        f"{place['launcher']}: gtrain starts the ranks"
+        if given
+        else f"{place['launcher']}, {place['world_size']} ranks"
     )
 
 

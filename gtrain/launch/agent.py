@@ -16,74 +16,17 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from gtrain.errors import GtrainError
-from gtrain.launch import cuda, interpreter, links, shipping
+from gtrain.launch import cuda, links
 from gtrain.launch.blame import died_without_a_cause, ending, error_of, first_cause
-from gtrain.launch.children import GRACE_SECONDS, PRELOAD, Child, Post
+from gtrain.launch.children import PRELOAD, Child, Post
 from gtrain.launch.job import Job, posts_of, start
-from gtrain.launch.roles import RolePlan, check_shape
 from gtrain.launch.sockets import listen_here
 
 LEFT_SECONDS = 10.0  # how long after the others a worker may end that may be lost
 ECHO_SECONDS = 0.5  # how long after the first failure others may still report an earlier cause
-
-
-def run_local(
-    task: str | Callable[..., Any],
-    *args: Any,
-    num_nodes: int = 1,
-    devices: int = 1,
-    log_dir: str | os.PathLike[str] = "logs",
-    roles: Sequence[RolePlan] = (),
-    config: Any = None,
-    key_file: str | None = None,
-) -> Any:
-    """Run ``task(*args)`` in ``num_nodes * devices`` processes of this machine and wait for all of them.
-
-    A process with one thread forks them, so that they share its memory. One with threads, as any notebook, or one that
-    uses CUDA has a clean interpreter started, which forks in its place: the function and its arguments are then copied
-    (by cloudpickle, so that those of notebooks, lambdas and closures work), with the settings of torch, random numbers,
-    warnings and logging. Other modules' state is that of a new import.
-
-    Args:
-        task: a function, or ``package.module:function``.
-        args: passed to every rank.
-        num_nodes: machines to simulate.
-        devices: ranks on each of them.
-        log_dir: each rank writes ``rank-<r>.log`` there, each server ``<role>-<r>.log``; rank 0 writes to the terminal
-            or notebook too.
-        roles: servers to start beside the ranks, and how often what died is restarted.
-        config: what servers find as ``context.config``.
-        key_file: keys of the job; with them servers listen on TCP with CURVE, and not at sockets of this machine.
-
-    Returns:
-        What rank 0 returned, pickled; None, with a message, where it cannot be.
-
-    Raises:
-        GtrainError: as a rank raised it, when the first failure is a user's mistake; or an argument cannot be copied.
-        RankFailedError: names the process that failed first, how, and where its log is.
-    """
-    check_shape(num_nodes, devices, None)
-    settings = {
-        "num_nodes": num_nodes,
-        "devices": devices,
-        "log_dir": Path(log_dir).absolute(),
-        "roles": roles,
-        "config": config,
-        "key_file": key_file,
-    }
-    with shipping.result_file() as result:
-        reason = interpreter.obstacle()
-        if reason is None:
-            start_and_watch(task, args, settings, result)
-        else:
-            stop_seconds = max([GRACE_SECONDS, *(plan.stop_seconds for plan in roles)])
-            with _terminate_on_signals():
-                interpreter.run(task, args, settings, result, stop_seconds, reason)
-        return shipping.read_result(result)
 
 
 def start_and_watch(
@@ -113,13 +56,13 @@ def run(job: Job, make_posts: Callable[[], Sequence[Post]]) -> None:
         make_posts: makes the posts to fill, and binds their sockets as ``job.listeners``.
 
     Raises:
-        GtrainError, RankFailedError: see :func:`run_local`.
+        GtrainError, RankFailedError: see :func:`gtrain.run_local`.
     """
     preload()
     job.log_dir.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    with _terminate_on_signals():
+    with terminate_on_signals():
         try:
             posts = make_posts()
             sys.modules[PRELOAD].place_kernels(None)
@@ -281,7 +224,7 @@ def _await_end(child: Child, deadline: float) -> None:
 
 
 @contextlib.contextmanager
-def _terminate_on_signals() -> Iterator[None]:
+def terminate_on_signals() -> Iterator[None]:
     """Turn SIGTERM and SIGHUP into an exception, so that the ranks are ended on the way out (Ctrl-C is one already)."""
 
     received: list[int] = []

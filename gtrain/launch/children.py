@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +28,7 @@ GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
 PRELOAD = "gtrain.launch.preload"
 """What the agent imports before it forks."""
 _PR_SET_PDEATHSIG = 1
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True)
@@ -226,6 +228,25 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died between the fork and the line above
         os._exit(1)
+
+
+def stop_event() -> threading.Event:
+    """An event that the first SIGTERM or SIGINT sets; a second one ends the process. To be called before any thread is.
+
+    The signals are blocked and a thread waits for them: a handler would run between any two instructions of the main
+    thread, and to set an event whose lock that thread holds is a deadlock.
+    """
+    event = threading.Event()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # threads that start later inherit it
+
+    def wait() -> None:
+        signal.sigwait(_STOP_SIGNALS)
+        event.set()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)  # of this thread, which takes the second
+        signal.pause()
+
+    threading.Thread(target=wait, name="gtrain-stop", daemon=True).start()
+    return event
 
 
 def _log_failure(context: JobContext, exception: BaseException) -> None:

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import os
 
-from lightning.fabric.plugins.environments import (
-    ClusterEnvironment,
-    LightningEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-)
+from lightning.fabric.plugins.environments import ClusterEnvironment
 
-from gtrain.launch import cluster
+from gtrain.launch import launchers
 from gtrain.launch import slot as slots
 from gtrain.launch.slot import JobContext
 
@@ -69,16 +64,8 @@ def agent_environment() -> AgentEnvironment | None:
 
 
 def find_environment() -> ClusterEnvironment:
-    """The environment of this process: the agent's, torchrun's, SLURM's, or that of a process on its own."""
-    kind = cluster.detect()
-    found = agent_environment()
-    if found is not None:
-        return found
-    if kind == "torchrun":
-        return TorchElasticEnvironment()
-    if kind == "slurm":
-        return SLURMEnvironment(auto_requeue=False)
-    return LightningEnvironment()
+    """The environment of this process: the agent's, or that of the launcher which started it."""
+    return agent_environment() or launchers.detect().environment()
 
 
 def ranks_on_this_machine() -> int:
@@ -86,7 +73,13 @@ def ranks_on_this_machine() -> int:
     context = slots.current()
     if context is not None:
         return context.world_size if context.simulated else context.devices
-    kind = cluster.detect()
-    if kind == "torchrun":
-        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return int(os.environ.get("SLURM_NTASKS_PER_NODE", "1")) if kind == "slurm" else 1
+    rank_info = launchers.detect().rank_info()
+    return 1 if rank_info is None else rank_info.local_size
+
+
+def say_waiting(sentence: str) -> None:
+    """Say on the terminal for whom this process waits: the agent does, or rank 0 where another launcher started it."""
+    if slots.current() is not None:
+        slots.report("waiting", sentence=sentence)
+    elif launchers.is_first() or "rank 0 " in sentence:
+        os.write(2, f"gtrain: {sentence}\n".encode())

@@ -95,7 +95,7 @@ def run(
     """Run a job by a clean interpreter.
 
     Args:
-        task: as for :func:`gtrain.launch.agent.run_local`.
+        task: as for :func:`gtrain.run_local`.
         args: its arguments.
         settings: the other arguments of ``run_local``.
         result: a file for what rank 0 returns.

@@ -16,7 +16,7 @@ from gtrain.launch.slot import LOOPBACK, WORKER, JobContext, Roster, Slot
 from gtrain.launch.sockets import Listener, listen_here, listen_tcp, own_address
 
 SERVER = "gtrain.strategy.server:run"  # what a server's process runs: it calls the role's own function
-STORE_SERVER = "gtrain.strategy.rendezvous:serve"
+STORE_SERVER = "gtrain.launch.job_store:serve"
 
 
 @dataclass

@@ -19,8 +19,8 @@ from typing import Any
 from gtrain.errors import GtrainError, RankFailedError
 from gtrain.launch.agent import run
 from gtrain.launch.children import GRACE_SECONDS, die_with_parent
-from gtrain.launch.cluster import External
 from gtrain.launch.job import Job, server_posts
+from gtrain.launch.launchers.base import RankInfo
 from gtrain.launch.roles import RolePlan, server_slots
 
 
@@ -70,9 +70,9 @@ class Keeper:
 
 
 @contextlib.contextmanager
-def beside(place: External, plans: Sequence[RolePlan], config: Any) -> Iterator[Keeper]:
+def beside(rank_info: RankInfo, plans: Sequence[RolePlan], config: Any) -> Iterator[Keeper]:
     """Have a keeper for this machine's servers as long as this lasts, if this is the machine's local rank 0."""
-    if place.local > 0 or not server_slots(plans, place.machines, place.machine):
+    if rank_info.local > 0 or not server_slots(plans, rank_info.machines, rank_info.machine):
         yield Keeper()
         return
     read_end, write_end = os.pipe()
@@ -82,16 +82,16 @@ def beside(place: External, plans: Sequence[RolePlan], config: Any) -> Iterator[
     pid = os.fork()
     if pid == 0:
         os.close(write_end)
-        _live(rank, read_end, place, plans, config)
+        _live(rank, read_end, rank_info, plans, config)
     os.close(read_end)
-    keeper = Keeper(pid, write_end, place.machine)
+    keeper = Keeper(pid, write_end, rank_info.machine)
     try:
         yield keeper
     finally:
         keeper.over()
 
 
-def _live(rank: int, line: int, place: External, plans: Sequence[RolePlan], config: Any) -> None:
+def _live(rank: int, line: int, rank_info: RankInfo, plans: Sequence[RolePlan], config: Any) -> None:
     """The life of a keeper; never returns."""
     code = 0
     try:
@@ -99,7 +99,7 @@ def _live(rank: int, line: int, place: External, plans: Sequence[RolePlan], conf
         os.setpgid(0, 0)
         message = json.loads(os.read(line, 65536).split(b"\n")[0] or b"{}")
         if message:
-            job = _job(place, plans, config, message, line)
+            job = _job(rank_info, plans, config, message, line)
             run(job, lambda: server_posts(job))
     except SystemExit:
         code = 1
@@ -112,12 +112,12 @@ def _live(rank: int, line: int, place: External, plans: Sequence[RolePlan], conf
         os._exit(code)
 
 
-def _job(place: External, plans: Sequence[RolePlan], config: Any, message: dict[str, Any], line: int) -> Job:
+def _job(rank_info: RankInfo, plans: Sequence[RolePlan], config: Any, message: dict[str, Any], line: int) -> Job:
     return Job(
-        num_nodes=place.machines,
-        devices=place.local_size,
+        num_nodes=rank_info.machines,
+        devices=rank_info.local_size,
         log_dir=Path(message["log_dir"]),
-        machine=place.machine,
+        machine=rank_info.machine,
         host=message["host"],
         store_address=message["store"],
         route=message["host"],

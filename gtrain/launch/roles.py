@@ -1,36 +1,14 @@
-"""The processes of a job: how many of each role, and on which machine. Imports the standard library only."""
+"""The processes of a job: how many of each role, and on which machine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
+from gtrain.backends import WORKER, RolePlan
 from gtrain.errors import ConfigError
-from gtrain.launch.slot import WORKER, Slot
+from gtrain.launch.slot import Slot
 
 STORE = "store"
-STOP_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class RolePlan:
-    """A role of a job, with the numbers that its configuration gives it.
-
-    Attributes:
-        name: what messages and logs call it; ``worker`` only says how often a worker is restarted.
-        target: ``package.module:function`` that a server runs, given a ``gtrain.strategy.server.ServerContext``.
-        count: servers in the whole job.
-        restarts: how many times one of them is restarted after it died.
-        stop_seconds: how long a server may take to end once it is asked to.
-        by_hand: whether someone starts them with ``gtrain serve``, and the agent does not.
-    """
-
-    name: str
-    target: str = ""
-    count: int = 0
-    restarts: int = 0
-    stop_seconds: float = STOP_SECONDS
-    by_hand: bool = False
 
 
 def restarts_of(plans: Iterable[RolePlan], role: str) -> int:

@@ -74,7 +74,7 @@ def send_task(
     Args:
         descriptor: the file.
         settings: what the agent needs to know, which leaves the rest to its ranks: unpickling may start threads.
-        task: as for :func:`gtrain.launch.agent.run_local`.
+        task: as for :func:`gtrain.run_local`.
         args: its arguments.
         reason: why the ranks are not forks of this process, a clause.
 

@@ -1,4 +1,4 @@
-"""What one process of a job knows about its place in it. Imports the standard library only."""
+"""What one process of a job knows about its place in it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gtrain.backends import WORKER
 from gtrain.errors import GtrainError, PeerLostError, disk_full
 
-WORKER = "worker"
 LOOPBACK = "127.0.0.1"
 
 
@@ -136,14 +136,6 @@ def report(kind: str, **fields: Any) -> None:
     """Send one line to the agent; does nothing outside of an agent's job."""
     if _context is not None:
         os.write(_context.report_fd, (json.dumps({"kind": kind, **fields}) + "\n").encode())
-
-
-def say_waiting(sentence: str) -> None:
-    """Say on the terminal for whom this process waits: the agent does, or rank 0 where another launcher started it."""
-    if _context is not None:
-        report("waiting", sentence=sentence)
-    elif os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0" or "rank 0 " in sentence:
-        os.write(2, f"gtrain: {sentence}\n".encode())
 
 
 def may_be_lost(may: bool = True) -> None:

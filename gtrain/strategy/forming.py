@@ -16,13 +16,13 @@ from typing import Any
 
 from gtrain.errors import PeerLostError
 from gtrain.launch import slot as slots
-from gtrain.launch.environment import AgentEnvironment
+from gtrain.launch.environment import AgentEnvironment, say_waiting
+from gtrain.launch.job_store import JobNetwork, job_store, network_of
+from gtrain.launch.settings_check import LOOK_SECONDS, check_refused
 from gtrain.launch.sockets import listen_here, listen_tcp
 from gtrain.strategy.counters import Counters
 from gtrain.strategy.group import Group, Membership
 from gtrain.strategy.mesh import SAY_SECONDS, Mesh
-from gtrain.strategy.rendezvous import Meeting, job_store, meeting_of
-from gtrain.strategy.settings_check import LOOK_SECONDS, check_refused
 
 POLL_SECONDS = 0.02
 CONNECT_SECONDS = 60.0
@@ -128,30 +128,30 @@ class Forming:
         if len(members) == 1:
             return None
         seconds = min(self._timeout_seconds, CONNECT_SECONDS) if incarnation else self._timeout_seconds
-        meeting = meeting_of(self._environment)
-        listener = listen_here() if meeting.own_address is None else listen_tcp(meeting.own_address)
+        network = network_of(self._environment)
+        listener = listen_here() if network.own_address is None else listen_tcp(network.own_address)
         try:
             self._store.set(f"{incarnation}/address/{self.rank}", listener.address)
             mesh = Mesh(
                 members.index(self.rank),
                 len(members),
                 self._timeout_seconds,
-                lambda index: self._name_of(members[index], meeting),
-                slots.say_waiting,
+                lambda index: self._name_of(members[index], network),
+                say_waiting,
             )
             mesh.connect(
                 [listener.socket],
-                meeting.key_file,
+                network.key_file,
                 None,
                 f"{self._number}/{incarnation}",
-                lambda index: self._address(incarnation, members[index], meeting, seconds),
+                lambda index: self._address(incarnation, members[index], network, seconds),
                 seconds,
             )
         finally:
             listener.close()
         return mesh
 
-    def _address(self, incarnation: int, rank: int, meeting: Meeting, seconds: float) -> str:
+    def _address(self, incarnation: int, rank: int, network: JobNetwork, seconds: float) -> str:
         """Where a rank listens, once it has said so."""
         key, began, said = f"{incarnation}/address/{rank}", time.monotonic(), 0.0
         while True:
@@ -160,14 +160,14 @@ class Forming:
             check_refused(self._job, self.rank)
             waited = time.monotonic() - began
             if waited >= seconds:
-                raise PeerLostError(f"{self._name_of(rank, meeting)} did not come within {seconds:g} s")
+                raise PeerLostError(f"{self._name_of(rank, network)} did not come within {seconds:g} s")
             if waited >= said + SAY_SECONDS:
                 said = waited
-                slots.say_waiting(f"waiting for {self._name_of(rank, meeting)} to come, {waited:.0f} s")
+                say_waiting(f"waiting for {self._name_of(rank, network)} to come, {waited:.0f} s")
 
-    def _name_of(self, rank: int, meeting: Meeting) -> str:
+    def _name_of(self, rank: int, network: JobNetwork) -> str:
         number = self._first + rank
-        return f"rank {number} (machine {number // meeting.ranks_of_machine})"
+        return f"rank {number} (machine {number // network.ranks_of_machine})"
 
     def _tell(self, what: str) -> None:
         number = self._store.add("events", 1)

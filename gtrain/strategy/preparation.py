@@ -18,8 +18,9 @@ from typing import Any, NoReturn
 
 from gtrain import errors
 from gtrain.data.module import GraphDataModule
-from gtrain.launch import agent, interpreter
+from gtrain.launch import interpreter
 from gtrain.launch.children import GRACE_SECONDS, die_with_parent
+from gtrain.launch.launchers.local import run_local
 from gtrain.strategy.counters import PeakMemory
 
 log = logging.getLogger("gtrain")
@@ -46,7 +47,7 @@ def call_in_interpreter(function: Callable[[], Any], what: str, reason: str) -> 
     """Call a function in a clean interpreter; as :func:`call_in_fork`, ``reason`` being why it is not a fork."""
     with tempfile.TemporaryDirectory(prefix="gtrain-") as logs:
         try:
-            message = agent.run_local(_measured, function, log_dir=logs)
+            message = run_local(_measured, function, log_dir=logs)
         except errors.RankFailedError as error:
             raise _killed(what, error.message.partition(";")[0]) from error
         except errors.GtrainError as error:  # the function itself raises none here

@@ -28,14 +28,13 @@ import torch
 from gtrain.config import plain
 from gtrain.kernel_cache import find_cache
 from gtrain.launch import slot as slots
-from gtrain.launch.children import resolve
+from gtrain.launch.children import resolve, stop_event
 from gtrain.launch.environment import find_environment, ranks_on_this_machine
+from gtrain.launch.job_store import job_store
+from gtrain.launch.key_value import KeyValueStore, await_end
 from gtrain.launch.slot import JobContext, Slot
 from gtrain.strategy.counters import Counters, PeakMemory, cpu_seconds
-from gtrain.strategy.key_value import KeyValueStore
-from gtrain.strategy.rendezvous import job_store
 from gtrain.strategy.servers import FIGURES, START_SECONDS, Servers, book, entry
-from gtrain.strategy.stopping import stop_event
 from gtrain.wire import Caller, Client, Message, Security, Server
 
 Handler = Callable[[Message, Caller], Message | None]
@@ -176,6 +175,28 @@ def run(target: str, config: Any) -> None:
     job = slots.current()
     assert job is not None
     serve_role(target, job, config, stop)
+
+
+def run_by_hand(target: str, config: Any) -> None:
+    """The task of a server that was started by hand."""
+    stop = stop_event()
+    job = slots.current()
+    assert job is not None
+    watch = threading.Thread(
+        target=_watch, args=(job.store_address, job.roster.key_file, stop), name="gtrain-job", daemon=True
+    )
+    watch.start()
+    print(f"{job.slot.label} listens at {job.address}", flush=True)
+    serve_role(target, job, config, stop)
+
+
+def _watch(address: str, key_file: str | None, stop: threading.Event) -> None:
+    """Set ``stop`` once the job's key-value store is gone: it ends with rank 0, and a connection to it does as well."""
+    error = await_end(address, key_file)
+    if error is not None:
+        print(f"the job's key-value store is lost: {error.message}", flush=True)
+    print("the job is over", flush=True)
+    stop.set()
 
 
 def serve_role(target: str, job: JobContext, config: Any, stop: threading.Event) -> None:

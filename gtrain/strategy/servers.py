@@ -10,9 +10,9 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 
 from gtrain.errors import ConfigError, PeerLostError
 from gtrain.launch import slot as slots
+from gtrain.launch.job_store import job_store
+from gtrain.launch.key_value import KeyValueStore
 from gtrain.strategy.counters import Counters
-from gtrain.strategy.key_value import KeyValueStore
-from gtrain.strategy.rendezvous import job_store
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

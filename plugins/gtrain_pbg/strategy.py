@@ -19,13 +19,13 @@ from gtrain.backends import Serves
 from gtrain.data.batches.loader import SeedLoader
 from gtrain.errors import CheckpointError, ConfigError
 from gtrain.graph.store import Store
+from gtrain.launch.job_store import store_address
 from gtrain.nn import deferred, tables
 from gtrain.nn.recipe import ModelRecipe
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.checkpoint import SavedRows
 from gtrain.strategy.forming import form_group
 from gtrain.strategy.group import Group
-from gtrain.strategy.rendezvous import store_address
 from gtrain.wire.shared import SharedTensors
 from gtrain_pbg import SERVES
 from gtrain_pbg.checkpoints import Reached, preserve

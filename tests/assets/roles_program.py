@@ -20,11 +20,11 @@ from gtrain.launch import (
     preload,  # noqa: F401 - once, for all the jobs below
     slot,
 )
-from gtrain.launch.agent import run_local
 from gtrain.launch.environment import find_environment
+from gtrain.launch.job_store import job_store
+from gtrain.launch.launchers.local import run_local
 from gtrain.launch.roles import RolePlan
 from gtrain.strategy.counters import Counters
-from gtrain.strategy.rendezvous import job_store
 from gtrain.strategy.servers import Servers
 from gtrain.wire import PeerRestartedError
 

@@ -15,7 +15,8 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
-from gtrain import backends, build, cli, config, messages, preflight
+from gtrain import backends, build, config, messages, preflight
+from gtrain.cli import entry
 from gtrain.errors import ConfigError
 
 LAZY = object()
@@ -24,7 +25,7 @@ LAZY = object()
 
 @pytest.fixture(autouse=True)
 def composed_by_hydra():
-    Plugins.instance().register(cli.BackendConfigs)
+    Plugins.instance().register(entry.BackendConfigs)
     config.register()
     GlobalHydra.instance().clear()
     with initialize_config_module("gtrain.conf", **config.VERSION_BASE):
@@ -56,7 +57,7 @@ def message(*overrides: str) -> str:
     ],
 )
 def test_a_verb_becomes_an_override(arguments: list[str], expected: list[str]) -> None:
-    assert cli.verb_to_override(arguments) == expected
+    assert entry.verb_to_override(arguments) == expected
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["strategy=single", "--version"]])
@@ -65,7 +66,7 @@ def test_the_version_is_that_of_gtrain(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["gtrain", *arguments])
     monkeypatch.setattr("sys.path", list(sys.path))
-    cli.main()
+    entry.main()
     expected = f"gtrain {version('gtrain')} (torch {version('torch')}, Hydra {version('hydra-core')})\n"
     assert capsys.readouterr().out == expected
 
@@ -78,7 +79,7 @@ def test_the_last_collection_is_skipped_unless_triton_would_report_leaks(
     if loaded:
         monkeypatch.setitem(sys.modules, "triton", argparse)
     gc.freeze()  # as the agent does before it forks
-    cli._skip_last_collection()
+    entry._skip_last_collection()
     assert (gc.get_freeze_count() > 0) == (not loaded)
     gc.unfreeze()
 
@@ -96,9 +97,9 @@ def test_a_lazy_help_text_passes_the_check_of_python_3_14(monkeypatch: pytest.Mo
     monkeypatch.setattr(argparse._ActionsContainer, "_check_help", expand, raising=False)
     with pytest.raises(TypeError):
         parser_with(LAZY)
-    assert cli._with_lazy_help(lambda: parser_with(LAZY))().parse_args([]) is not None
+    assert entry._with_lazy_help(lambda: parser_with(LAZY))().parse_args([]) is not None
     with pytest.raises(ValueError, match="badly formed"):  # other help texts are checked
-        cli._with_lazy_help(lambda: parser_with("100 %"))()
+        entry._with_lazy_help(lambda: parser_with("100 %"))()
     with pytest.raises(TypeError):  # and so is everything afterwards
         parser_with(LAZY)
 
@@ -108,7 +109,7 @@ def test_an_unknown_verb_lists_the_verbs() -> None:
         ConfigError,
         match=r"partion was given; the verbs are train, test, predict, export, partition(.|\n)*mean partition",
     ):
-        cli.verb_to_override(["partion"])
+        entry.verb_to_override(["partion"])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from helpers import LIMIT, clean_environment
 
 from gtrain.errors import ConfigError
-from gtrain.launch import cluster
+from gtrain.launch import launchers
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_JOB_NAME": "job"}
@@ -30,28 +30,30 @@ SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_JOB_NAME": "job"}
     ],
 )
 def test_auto_tells_the_launcher_from_the_environment(environ: dict[str, str], expected: str) -> None:
-    assert cluster.resolve("auto", environ) == expected
+    assert launchers.resolve("auto", environ).name == expected
 
 
 def test_local_may_be_forced_inside_another_launcher() -> None:
-    assert cluster.resolve("local", SLURM) == "local"
+    assert launchers.resolve("local", SLURM).name == "local"
 
 
 def test_a_launcher_that_did_not_start_the_process_is_refused() -> None:
     with pytest.raises(ConfigError, match="cluster=torchrun was set, but torchrun did not start this process"):
-        cluster.resolve("torchrun", {})
+        launchers.resolve("torchrun", {})
     with pytest.raises(ConfigError, match="launchers are auto, local, torchrun, slurm"):
-        cluster.resolve("carrier-pigeon", {})
+        launchers.resolve("carrier-pigeon", {})
 
 
 def test_rank_and_size_come_from_the_launcher() -> None:
-    assert cluster.external_rank_and_size("torchrun", TORCHRUN) == (1, 4)
-    assert cluster.external_rank_and_size("slurm", SLURM) == (2, 3)
+    for environ, expected in ((TORCHRUN, (1, 4)), (SLURM, (2, 3))):
+        rank_info = launchers.detect(environ).rank_info(environ)
+        assert rank_info is not None and (rank_info.rank, rank_info.size) == expected
+    assert launchers.detect({}).rank_info({}) is None
 
 
 SPEAKS = """
-from gtrain.launch import cluster
-with cluster.printing_once() as prints:
+from gtrain.launch import launchers
+with launchers.detect().printing_once() as prints:
     if prints:
         print("refused", flush=True)
 """

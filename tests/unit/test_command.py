@@ -19,13 +19,14 @@ from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 from torch.distributed import HashStore
 
-from gtrain import backends, cli, config
+from gtrain import backends, config
+from gtrain.cli import command, entry
 from gtrain.errors import ConfigError
-from gtrain.launch import cluster, command, meeting
+from gtrain.launch import joining, launchers, rendezvous
+from gtrain.launch.launchers.base import RankInfo
 from gtrain.launch.roles import RolePlan, server_slots, worker_slots
 from gtrain.launch.slot import Slot
 from gtrain.launch.sockets import listen_here, listen_tcp
-from gtrain.strategy import by_hand
 
 COUNTING = Path(__file__).resolve().parents[1] / "assets" / "counting"
 
@@ -35,7 +36,7 @@ def counting() -> Iterator[None]:
     """The strategy of tests/assets/counting, found as an installed one is."""
     sys.path.insert(0, str(COUNTING))
     backends.installed.cache_clear()
-    Plugins.instance().register(cli.BackendConfigs)
+    Plugins.instance().register(entry.BackendConfigs)
     config.register()
     GlobalHydra.instance().clear()
     with initialize_config_module("gtrain.conf", **config.VERSION_BASE):
@@ -106,7 +107,7 @@ def test_a_mistake_is_explained(
 )
 def test_a_garbled_rendezvous_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="it is no address") as caught:
-        meeting.parse(text)
+        rendezvous.parse(text)
     assert "tcp://host:port or file:///path" in str(caught.value)
 
 
@@ -127,51 +128,51 @@ def test_a_key_file_that_others_may_read_is_refused(
 
 
 def test_the_file_of_a_rendezvous_leads_to_the_job_and_goes_with_it(tmp_path: Path) -> None:
-    place = meeting.parse(f"file://{tmp_path}/meet")
-    with meeting.held(place, True) as held:
+    place = rendezvous.parse(f"file://{tmp_path}/meet")
+    with rendezvous.hold(place, True) as held:
         assert held.socket is not None
-        found = meeting.find(place, 1.0, True)
+        found = rendezvous.find(place, 1.0, True)
         assert (found.host, found.port) == (held.host, held.port)
-        with pytest.raises(ConfigError, match="another process is at"), meeting.held(place, True):
+        with pytest.raises(ConfigError, match="another process is at"), rendezvous.hold(place, True):
             pass
     assert not (tmp_path / "meet").exists()
 
 
 def test_a_file_that_a_killed_job_left_is_taken_over(tmp_path: Path) -> None:
-    place = meeting.parse(f"file://{tmp_path}/meet")
-    with meeting.held(place, True):
+    place = rendezvous.parse(f"file://{tmp_path}/meet")
+    with rendezvous.hold(place, True):
         stale = (tmp_path / "meet").read_text()
     (tmp_path / "meet").write_text(stale)
     with pytest.raises(ConfigError, match=r"nothing answered there within 0\.3 s"):
-        meeting.find(place, 0.3, True)
-    with meeting.held(place, True) as held:
-        assert meeting.find(place, LIMIT, True).port == held.port
+        rendezvous.find(place, 0.3, True)
+    with rendezvous.hold(place, True) as held:
+        assert rendezvous.find(place, LIMIT, True).port == held.port
 
 
 def test_a_file_of_something_else_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    place = meeting.parse(f"file://{tmp_path}/thesis.txt")
-    for attempt in (lambda: meeting.held(place, True).__enter__(), lambda: meeting.find(place, 1.0, True)):
+    place = rendezvous.parse(f"file://{tmp_path}/thesis.txt")
+    for attempt in (lambda: rendezvous.hold(place, True).__enter__(), lambda: rendezvous.find(place, 1.0, True)):
         with pytest.raises(ConfigError, match="that is no file of a gtrain job"):
             attempt()
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
 def test_without_keys_a_file_leads_within_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = meeting.parse(f"file://{tmp_path}/meet")
-    with meeting.held(place, False) as held:
+    place = rendezvous.parse(f"file://{tmp_path}/meet")
+    with rendezvous.hold(place, False) as held:
         assert held.host == "127.0.0.1"
-        assert meeting.find(place, 1.0, False).port == held.port
+        assert rendezvous.find(place, 1.0, False).port == held.port
         monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
         with pytest.raises(ConfigError, match="is not of this machine alone, and cluster.key_file is not set"):
-            meeting.find(place, 1.0, False)
+            rendezvous.find(place, 1.0, False)
 
 
 def test_who_comes_before_rank_0_waits_for_it(tmp_path: Path) -> None:
-    place, found = meeting.parse(f"file://{tmp_path}/meet"), []
-    early = threading.Thread(target=lambda: found.append(meeting.find(place, LIMIT, True)))
+    place, found = rendezvous.parse(f"file://{tmp_path}/meet"), []
+    early = threading.Thread(target=lambda: found.append(rendezvous.find(place, LIMIT, True)))
     early.start()
-    with meeting.held(place, True) as held:
+    with rendezvous.hold(place, True) as held:
         early.join(LIMIT)
         assert [each.port for each in found] == [held.port]
 
@@ -179,7 +180,7 @@ def test_who_comes_before_rank_0_waits_for_it(tmp_path: Path) -> None:
 def test_a_rendezvous_of_another_machine_cannot_be_held_here() -> None:
     with (
         pytest.raises(ConfigError, match="cannot listen there") as caught,
-        meeting.held(meeting.parse("tcp://1.2.3.4:99"), True),
+        rendezvous.hold(rendezvous.parse("tcp://1.2.3.4:99"), True),
     ):
         pass
     assert "start cluster.rank=0 on the machine that the address names" in str(caught.value)
@@ -190,33 +191,33 @@ def test_a_rendezvous_of_another_machine_cannot_be_held_here() -> None:
 
 def test_a_rank_of_workers_is_taken_once_except_by_its_next_life() -> None:
     store = HashStore()
-    by_hand._claim(store, Slot("worker", 1, 1, 0), restarts=0)
-    by_hand._claim(store, Slot("worker", 1, 1, 0), restarts=1)
-    by_hand._claim(store, Slot("worker", 2, 2, 0), restarts=0)
+    joining._claim(store, Slot("worker", 1, 1, 0), restarts=0)
+    joining._claim(store, Slot("worker", 1, 1, 0), restarts=1)
+    joining._claim(store, Slot("worker", 2, 2, 0), restarts=0)
     with pytest.raises(ConfigError, match=r"cluster.rank=1 was set; the job has a machine of that number already\."):
-        by_hand._claim(store, Slot("worker", 1, 1, 0), restarts=0)
+        joining._claim(store, Slot("worker", 1, 1, 0), restarts=0)
 
 
 def test_all_machines_of_a_job_are_given_the_same_shape() -> None:
     store = HashStore()
     for _ in range(2):
-        by_hand._check_shape(store, "2 machines with 1 workers each")
+        joining._check_shape(store, "2 machines with 1 workers each")
     with pytest.raises(ConfigError, match="3 machines with 1 workers each were set here, and 2 machines with 1"):
-        by_hand._check_shape(store, "3 machines with 1 workers each")
+        joining._check_shape(store, "3 machines with 1 workers each")
 
 
 def test_servers_by_hand_take_the_free_ranks_of_a_role_that_is_left_to_them() -> None:
     store, plan = HashStore(), RolePlan("counter", count=3)
-    store.set("role/counter", by_hand.BY_HAND)
-    by_hand._check_wanted(store, plan)
-    assert [by_hand._free_rank(store, plan, wanted) for wanted in (None, 2, None)] == [0, 2, 1]
+    store.set("role/counter", joining.BY_HAND)
+    joining._check_wanted(store, plan)
+    assert [joining._free_rank(store, plan, wanted) for wanted in (None, 2, None)] == [0, 2, 1]
     with pytest.raises(ConfigError, match=r"cluster.rank=2 was set; the job has a counter 2 already\."):
-        by_hand._free_rank(store, plan, 2)
+        joining._free_rank(store, plan, 2)
     with pytest.raises(ConfigError, match="all 3 servers of that role are there already"):
-        by_hand._free_rank(store, plan, None)
-    store.set("role/counter", by_hand.BY_AGENT)
+        joining._free_rank(store, plan, None)
+    store.set("role/counter", joining.BY_AGENT)
     with pytest.raises(ConfigError, match="the job's own commands start these servers"):
-        by_hand._check_wanted(store, plan)
+        joining._check_wanted(store, plan)
 
 
 @pytest.mark.parametrize(
@@ -294,22 +295,22 @@ def test_servers_are_dealt_to_machines_in_order() -> None:
         (
             {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
             | {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"},
-            cluster.External(rank=3, size=4, local=1, local_size=2, machine=1, machines=2),
+            RankInfo(rank=3, size=4, local=1, local_size=2, machine=1, machines=2),
         ),
         (
             {"RANK": "1", "WORLD_SIZE": "2"},
-            cluster.External(rank=1, size=2, local=1, local_size=2, machine=0, machines=1),
+            RankInfo(rank=1, size=2, local=1, local_size=2, machine=0, machines=1),
         ),
     ],
 )
-def test_the_place_that_torchrun_gave(environ: dict[str, str], expected: cluster.External) -> None:
-    assert cluster.external_place("torchrun", environ) == expected
+def test_the_place_that_torchrun_gave(environ: dict[str, str], expected: RankInfo) -> None:
+    assert launchers.LAUNCHERS["torchrun"].rank_info(environ) == expected
 
 
 def test_the_place_that_slurm_gave() -> None:
     environ = {"SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_NNODES": "3"}
-    expected = cluster.External(rank=5, size=6, local=1, local_size=2, machine=2, machines=3)
-    assert cluster.external_place("slurm", environ) == expected
+    expected = RankInfo(rank=5, size=6, local=1, local_size=2, machine=2, machines=3)
+    assert launchers.LAUNCHERS["slurm"].rank_info(environ) == expected
 
 
 def test_a_socket_within_the_machine_has_no_file_and_ends_with_its_holder() -> None:

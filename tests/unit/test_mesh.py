@@ -19,11 +19,11 @@ import torch
 from gtrain.errors import PeerLostError, SilentRankError
 from gtrain.keys import ISOLATED
 from gtrain.launch import links
+from gtrain.launch.key_value import KeyValueServer, KeyValueStore, await_end
 from gtrain.launch.links import Door, RefusedConnectionError
 from gtrain.launch.sockets import Listener, listen_here, listen_tcp
 from gtrain.strategy import mesh as module
 from gtrain.strategy.group import Group
-from gtrain.strategy.key_value import KeyValueServer, KeyValueStore, await_end
 from gtrain.strategy.mesh import EAGER_BYTES, Mesh
 from gtrain.wire import Security
 

@@ -16,7 +16,8 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from omegaconf import open_dict
 
-from gtrain import backends, cli, config, preflight, targets, task
+from gtrain import backends, config, preflight, targets, task
+from gtrain.cli import entry
 from gtrain.errors import DataError, GtrainError
 from gtrain.model.inputs import zero_demand
 
@@ -64,7 +65,7 @@ PAIRS = [(model, strategy) for model in MODELS for strategy in STRATEGIES]
 @pytest.fixture(autouse=True)
 def composed_by_hydra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
-    Plugins.instance().register(cli.BackendConfigs)
+    Plugins.instance().register(entry.BackendConfigs)
     config.register()
     GlobalHydra.instance().clear()
     with initialize_config_module("gtrain.conf", **config.VERSION_BASE):

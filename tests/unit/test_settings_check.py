@@ -1,4 +1,4 @@
-"""gtrain.strategy.settings_check: what ranks of a job compare when they meet, and what a refusal says."""
+"""gtrain.launch.settings_check: what ranks of a job compare when they meet, and what a refusal says."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from omegaconf import OmegaConf
 
 from gtrain import __version__
 from gtrain.errors import ConfigError
+from gtrain.launch.key_value import KeyValueServer, KeyValueStore
+from gtrain.launch.settings_check import check_refused, check_release, check_same, comparable
 from gtrain.launch.sockets import listen_here
-from gtrain.strategy.key_value import KeyValueServer, KeyValueStore
-from gtrain.strategy.settings_check import check_refused, check_release, check_same, comparable
 
 SETTINGS = {"gtrain": __version__, "seed": "0", "data.path": "/", "model.lr": "0.1"}
 

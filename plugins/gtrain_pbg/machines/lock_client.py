@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from gtrain.errors import PeerLostError
-from gtrain.strategy.rendezvous import await_end_of_store
+from gtrain.launch.job_store import await_end_of_store
 from gtrain.wire import Client, Message, PeerRestartedError, RemoteError, WireError
 from gtrain_pbg.machines.heartbeat import REPORT_SECONDS, heartbeat_interval, pid_namespace
 from gtrain_pbg.machines.members import JobEndedError

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from gtrain import __version__
 from gtrain.config import plain
 from gtrain.errors import ConfigError
-from gtrain.strategy.key_value import KeyValueStore
+from gtrain.launch.key_value import KeyValueStore
 
 LOOK_SECONDS = 1.0
 """How often a rank that waits for another one calls :func:`check_refused`."""

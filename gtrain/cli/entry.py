@@ -1,7 +1,7 @@
 """The command line: ``gtrain [verb] [key=value ...]``. Light: it imports no torch.
 
 Hydra composes the configuration; this module adds the verbs, the backends' configurations and readable errors.
-:mod:`gtrain.launch.command` does what the configuration says.
+:mod:`gtrain.cli.command` does what the configuration says.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gtrain import backends, config, messages, runs, targets
+from gtrain.cli import command
 from gtrain.errors import ConfigError, GtrainError, RankFailedError
-from gtrain.launch import cluster, command
+from gtrain.launch import launchers
 
 _typed: list[str] = []
 """The command line as the user typed it; Hydra's own list of overrides also holds those that a sweeper's file sets."""
@@ -57,8 +58,9 @@ class RunFolder(Callback):
 
 def _hold_folder(cfg: DictConfig, folder: Path) -> None:
     """Lock a run's folder, which the machines of a job that is started by hand may share: rank 0 holds it."""
-    shared = cfg.cluster.kind == cluster.MANUAL and cfg.cluster.rank not in (None, 0)
-    if not shared and cfg.verb not in ("serve", "key"):
+    launcher = launchers.LAUNCHERS.get(cfg.cluster.kind)
+    owns = launcher is None or launcher.owns_run_folder(cfg.cluster)
+    if owns and cfg.verb not in ("serve", "key"):
         runs.hold(folder)
 
 
@@ -205,7 +207,7 @@ def _with_lazy_help(make_parser: Callable[[], argparse.ArgumentParser]) -> Calla
 @contextlib.contextmanager
 def _rank_arguments(arguments: list[str]) -> Iterator[list[str]]:
     """Under another launcher every rank runs Hydra; only rank 0 may make the run's folder, the others get it told."""
-    if cluster.is_first():
+    if launchers.is_first():
         yield arguments
         return
     with tempfile.TemporaryDirectory(prefix="gtrain-rank-") as scratch:
@@ -231,7 +233,7 @@ def _job(cfg: DictConfig) -> Any:
     typed = [override.lstrip("+~").partition("=")[0].partition("@")[0] for override in overrides]
     sweep = hydra_config.mode == RunMode.MULTIRUN
     left_out = config.fit_strategy(cfg, typed, sweep=sweep, experiment=hydra_config.runtime.choices.get("experiment"))
-    if left_out and cluster.is_first():
+    if left_out and launchers.is_first():
         print(left_out, file=sys.stderr)
     targets.settle(cfg, _typed)
     choices = {group: str(hydra_config.runtime.choices[group]) for group in ("strategy", "data", "model")}
@@ -244,7 +246,7 @@ def exit_code(error: Exception) -> int:
 
 
 def _leave(message: str, code: int) -> NoReturn:
-    with contextlib.nullcontext(True) if command.ranks_meet else cluster.printing_once() as prints:
+    with launchers.detect().printing_once() as prints:
         if prints:
             if sys.stderr.isatty():
                 print(file=sys.stderr)  # the live line may still be open

@@ -1,65 +1,92 @@
-"""Processes of a job that are started by hand: workers of ``cluster=manual``, and ``gtrain serve``."""
+"""How processes that different commands started join their job: ranks, workers by hand and servers by hand."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
-import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
-from gtrain import backends
+from gtrain import config
+from gtrain.backends import RolePlan
 from gtrain.errors import ConfigError
 from gtrain.launch import agent
 from gtrain.launch import slot as slots
-from gtrain.launch.children import Post
+from gtrain.launch.children import Post, resolve
 from gtrain.launch.environment import find_environment
 from gtrain.launch.job import Job, server_post
-from gtrain.launch.meeting import Place
-from gtrain.launch.roles import RolePlan
+from gtrain.launch.job_store import agree, job_store, store_address
+from gtrain.launch.keeper import Keeper
+from gtrain.launch.key_value import KeyValueStore
+from gtrain.launch.launchers.base import RankInfo
+from gtrain.launch.logs import capture, log_path
+from gtrain.launch.rendezvous import StorePlace
+from gtrain.launch.request import TASK, JobRequest
+from gtrain.launch.settings_check import check_release, check_same, comparable
 from gtrain.launch.slot import Roster, Slot
-from gtrain.strategy import server
-from gtrain.strategy.key_value import KeyValueStore, await_end
-from gtrain.strategy.rendezvous import job_store
-from gtrain.strategy.settings_check import check_release, check_same, comparable
-from gtrain.strategy.stopping import stop_event
 
+SERVER_BY_HAND = "gtrain.strategy.server:run_by_hand"
 BY_HAND, BY_AGENT = "by hand", "by the agents"
 
 
-def run(cfg: DictConfig, choices: dict[str, str]) -> Any:
-    """The task of a worker: the same as everywhere, once it is clear that it belongs to the job."""
-    from gtrain import task  # the rank is known by now, and Lightning reads it when it is imported
+def run_worker(cfg: DictConfig, choices: dict[str, str], plans: Sequence[RolePlan]) -> Any:
+    """The task of a worker of ``cluster=manual``: the same as everywhere, once it is clear that it belongs to the job.
 
+    Args:
+        cfg: the composed configuration.
+        choices: names of the chosen ``strategy``, ``data`` and ``model``.
+        plans: the job's servers.
+    """
     job = slots.current()
     assert job is not None
-    job_values = job_store(find_environment())
+    environment = find_environment()
+    job_values = job_store(environment)
     store = _signs(job_values)
     _check_shape(store, f"{job.num_nodes} machines with {job.devices} workers each")
     _claim(store, job.slot, job.restarts)
     check_same(job_values, job.slot.rank, f"machine {job.slot.node}", comparable(cfg))
     if job.slot.rank == 0:
-        for plan in backends.get(choices["strategy"]).plan(cfg):
+        for plan in plans:
             store.set(f"role/{plan.name}", BY_HAND if plan.by_hand else BY_AGENT)
-    cfg.paths.run = task.shared_run_dir(str(Path(cfg.paths.run).absolute()))
-    return task.run(cfg, choices)
+    cfg.paths.run = agree(environment, str(Path(cfg.paths.run).absolute()))
+    return resolve(TASK)(cfg, choices)
 
 
-def serve(cfg: DictConfig, plan: RolePlan, place: Place, key_file: str | None) -> None:
+def run_rank(request: JobRequest, rank_info: RankInfo, servers: Keeper) -> Any:
+    """The task of a rank that another launcher started, in this process.
+
+    Args:
+        request: the job; its configuration is not resolved yet.
+        rank_info: this rank.
+        servers: starts the servers of this machine, if this is its local rank 0.
+    """
+    cfg, environment = request.cfg, find_environment()
+    cfg.paths.run = agree(environment, cfg.paths.run)
+    check_same(job_store(environment), rank_info.rank, f"rank {rank_info.rank}", comparable(cfg))
+    config.validate(cfg)
+    capture(log_path(request.log_dir, f"rank {rank_info.rank}"), terminal=True)
+    servers.go(request.log_dir, slots.roster().key_file, environment.main_address, store_address(environment))
+    with request.hinting_at_resume() if rank_info.rank == 0 else contextlib.nullcontext():
+        return resolve(TASK)(cfg, request.choices)
+
+
+def run_server(cfg: DictConfig, plan: RolePlan, store_place: StorePlace, key_file: str | None) -> None:
     """``gtrain serve``: one server, until it is told to end or the job is over; restarted if its role says so.
 
     Args:
         cfg: the composed configuration.
         plan: the server's role.
-        place: where the job's key-value store is.
+        store_place: where the job's key-value store is.
         key_file: the keys of the job.
 
     Raises:
         ConfigError: its rank is taken, or all are.
     """
-    job_values = KeyValueStore(place.address, key_file, cfg.cluster.timeout_seconds)
+    job_values = KeyValueStore(store_place.address, key_file, cfg.cluster.timeout_seconds)
     store = _signs(job_values)
     _check_wanted(store, plan)
     check_release(job_values, f"gtrain serve role={plan.name}")
@@ -69,10 +96,10 @@ def serve(cfg: DictConfig, plan: RolePlan, place: Place, key_file: str | None) -
         devices=cfg.trainer.devices,
         log_dir=Path(cfg.paths.run, "logs").absolute(),
         machine=0,
-        host=place.host,
-        port=place.port,
-        store_address=place.address,
-        route=place.route,
+        host=store_place.host,
+        port=store_place.port,
+        store_address=store_place.address,
+        route=store_place.route,
         roles=(plan,),
         config=cfg,
         key_file=key_file,
@@ -81,7 +108,7 @@ def serve(cfg: DictConfig, plan: RolePlan, place: Place, key_file: str | None) -
 
     def posts() -> list[Post]:
         post = server_post(job, Slot(plan.name, rank, 0, 0), plan)
-        return [replace(post, task=serve_here, has_end=True, terminal=True)]
+        return [replace(post, task=SERVER_BY_HAND, has_end=True, terminal=True)]
 
     try:
         agent.run(job, posts)
@@ -90,28 +117,6 @@ def serve(cfg: DictConfig, plan: RolePlan, place: Place, key_file: str | None) -
     except SystemExit as ended:
         if ended.code != 128 + signal.SIGTERM:
             raise
-
-
-def serve_here(target: str, config: Any) -> None:
-    """The task of a server that was started by hand."""
-    stop = stop_event()
-    job = slots.current()
-    assert job is not None
-    watch = threading.Thread(
-        target=_watch, args=(job.store_address, job.roster.key_file, stop), name="gtrain-job", daemon=True
-    )
-    watch.start()
-    print(f"{job.slot.label} listens at {job.address}", flush=True)
-    server.serve_role(target, job, config, stop)
-
-
-def _watch(address: str, key_file: str | None, stop: threading.Event) -> None:
-    """Set ``stop`` once the job's key-value store is gone: it ends with rank 0, and a connection to it does as well."""
-    error = await_end(address, key_file)
-    if error is not None:
-        print(f"the job's key-value store is lost: {error.message}", flush=True)
-    print("the job is over", flush=True)
-    stop.set()
 
 
 def _signs(store: KeyValueStore) -> KeyValueStore:

@@ -30,8 +30,8 @@ _FORMS = "tcp://host:port or file:///path/on/a/shared/disk"
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """A parsed ``cluster.rendezvous``: either host and port, or a path.
+class Rendezvous:
+    """A parsed ``cluster.rendezvous``: either host and port, or a path of a file.
 
     Attributes:
         text: as it was set.
@@ -45,14 +45,9 @@ class Meeting:
     port: int = 0
     path: Path | None = None
 
-    @property
-    def local(self) -> bool:
-        """Whether no other machine can be meant."""
-        return self.path is None and is_loopback(self.host)
-
 
 @dataclass(frozen=True)
-class Place:
+class StorePlace:
     """Where the key-value store of a job is.
 
     Attributes:
@@ -73,7 +68,7 @@ class Place:
         return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
 
 
-def parse(text: str | None) -> Meeting:
+def parse(text: str | None) -> Rendezvous:
     """Read ``cluster.rendezvous``.
 
     Raises:
@@ -86,42 +81,42 @@ def parse(text: str | None) -> Meeting:
         )
     found = _TCP.fullmatch(text)
     if found and 0 < int(found["port"]) < 65536:
-        return Meeting(text, found["host"].strip("[]"), int(found["port"]))
+        return Rendezvous(text, found["host"].strip("[]"), int(found["port"]))
     if text.startswith("file:///") and len(text) > len("file:///"):
-        return Meeting(text, path=Path(text.removeprefix("file://")))
+        return Rendezvous(text, path=Path(text.removeprefix("file://")))
     raise ConfigError(f"cluster.rendezvous={text} was set; it is no address.", hint=f"it has the form {_FORMS}.")
 
 
 @contextlib.contextmanager
-def held(meeting: Meeting, secured: bool) -> Iterator[Place]:
-    """Listen at the meeting place, for the machine with ``cluster.rank=0``; let others find it while this lasts.
+def hold(rendezvous: Rendezvous, secured: bool) -> Iterator[StorePlace]:
+    """Listen at the rendezvous, for the machine with ``cluster.rank=0``; let others find it while this lasts.
 
     Args:
-        meeting: where; a file is written with this machine's address, or without keys with its loopback address.
+        rendezvous: where; a file is written with this machine's address, or without keys with its loopback address.
         secured: whether this process has keys.
 
     Raises:
         ConfigError: someone else is there, or it cannot be there.
     """
-    with _bound(meeting, secured) as listening:
+    with _bound(rendezvous, secured) as listening:
         host, port = listening.getsockname()[:2]
-        if meeting.path is None:
-            yield Place(meeting.host, port, meeting.host, listening)
+        if rendezvous.path is None:
+            yield StorePlace(rendezvous.host, port, rendezvous.host, listening)
             return
-        written = _write(meeting, host, port)
+        written = _write(rendezvous, host, port)
         try:
-            yield Place(host, port, host, listening)
+            yield StorePlace(host, port, host, listening)
         finally:
             with contextlib.suppress(OSError):
-                if meeting.path.read_text() == written:  # and not that of a later job
-                    meeting.path.unlink()
+                if rendezvous.path.read_text() == written:  # and not that of a later job
+                    rendezvous.path.unlink()
 
 
-def find(meeting: Meeting, timeout_seconds: float, secured: bool) -> Place:
+def find(rendezvous: Rendezvous, timeout_seconds: float, secured: bool) -> StorePlace:
     """Wait until the machine with ``cluster.rank=0`` is there.
 
     Args:
-        meeting: where.
+        rendezvous: where.
         timeout_seconds: how long.
         secured: whether this process has keys; without, it speaks to its own machine alone.
 
@@ -130,95 +125,106 @@ def find(meeting: Meeting, timeout_seconds: float, secured: bool) -> Place:
     """
     deadline, told = time.monotonic() + timeout_seconds, time.monotonic() + TELL_SECONDS
     while True:
-        place = Place(meeting.host, meeting.port, meeting.host) if meeting.path is None else _read(meeting)
+        host, port = rendezvous.host, rendezvous.port
+        place = StorePlace(host, port, host) if rendezvous.path is None else _read(rendezvous)
         if place is not None and not secured and not is_loopback(place.host):
-            raise unsecured(meeting)
+            raise _unsecured(rendezvous)
         if place is not None and _answers(place):
             return place
         now = time.monotonic()
         if now > deadline:
             raise ConfigError(
-                f"cluster.rendezvous={meeting.text} was set; nothing answered there within {timeout_seconds:g} s.",
+                f"cluster.rendezvous={rendezvous.text} was set; nothing answered there within {timeout_seconds:g} s.",
                 hint="start the command with cluster.rank=0 too, give all the same address, or raise "
                 "cluster.timeout_seconds.",
             )
         if now > told:
-            print(f"gtrain: waiting for cluster.rank=0 at {meeting.text}", file=sys.stderr, flush=True)
+            print(f"gtrain: waiting for cluster.rank=0 at {rendezvous.text}", file=sys.stderr, flush=True)
             told = deadline + 1
         time.sleep(POLL_SECONDS)
 
 
-def unsecured(meeting: Meeting) -> ConfigError:
+def check_secure(rendezvous: Rendezvous, secured: bool) -> None:
+    """Refuse a rendezvous of several machines without keys; a file is looked into when it is there.
+
+    Raises:
+        ConfigError: says how to make keys.
+    """
+    if not secured and rendezvous.path is None and not is_loopback(rendezvous.host):
+        raise _unsecured(rendezvous)
+
+
+def _unsecured(rendezvous: Rendezvous) -> ConfigError:
     """The error of a job of several machines without keys."""
     return ConfigError(
-        f"cluster.rendezvous={meeting.text} is not of this machine alone, and cluster.key_file is not set.",
+        f"cluster.rendezvous={rendezvous.text} is not of this machine alone, and cluster.key_file is not set.",
         hint="make keys with gtrain key cluster.key_file=job.key, and give all processes of the job the file; or, "
         "where nobody else can reach the network, set cluster.isolated=true.",
     )
 
 
-def _bound(meeting: Meeting, secured: bool) -> socket.socket:
-    if meeting.path is not None:
-        existing = _read(meeting)
+def _bound(rendezvous: Rendezvous, secured: bool) -> socket.socket:
+    if rendezvous.path is not None:
+        existing = _read(rendezvous)
         if existing is not None and _answers(existing):
-            raise _taken(meeting)
+            raise _taken(rendezvous)
         return listen_tcp(own_address(socket.gethostname(), 1) if secured else LOOPBACK).socket
     try:
-        return listen_tcp(meeting.host, meeting.port).socket
+        return listen_tcp(rendezvous.host, rendezvous.port).socket
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise _taken(meeting) from error
+            raise _taken(rendezvous) from error
         raise ConfigError(
-            f"cluster.rendezvous={meeting.text} was set; cluster.rank=0 cannot listen there: {error.strerror}.",
+            f"cluster.rendezvous={rendezvous.text} was set; cluster.rank=0 cannot listen there: {error.strerror}.",
             hint="start cluster.rank=0 on the machine that the address names.",
         ) from error
 
 
-def _taken(meeting: Meeting) -> ConfigError:
+def _taken(rendezvous: Rendezvous) -> ConfigError:
     return ConfigError(
-        f"cluster.rank=0 was set; another process is at cluster.rendezvous={meeting.text} already.",
+        f"cluster.rank=0 was set; another process is at cluster.rendezvous={rendezvous.text} already.",
         hint="give every machine of a job its own cluster.rank, and every job its own cluster.rendezvous.",
     )
 
 
-def _write(meeting: Meeting, route: str, port: int) -> str:
-    assert meeting.path is not None
+def _write(rendezvous: Rendezvous, route: str, port: int) -> str:
+    assert rendezvous.path is not None
     text = json.dumps({"gtrain": 1, "machine": socket.gethostname(), "host": route, "port": port}) + "\n"
-    temporary = meeting.path.with_name(f"{meeting.path.name}.{os.getpid()}")
+    temporary = rendezvous.path.with_name(f"{rendezvous.path.name}.{os.getpid()}")
     try:
         temporary.write_text(text)
-        os.replace(temporary, meeting.path)
+        os.replace(temporary, rendezvous.path)
     except OSError as error:
         raise ConfigError(
-            f"cluster.rendezvous={meeting.text} was set; the file cannot be written: {error.strerror}.",
+            f"cluster.rendezvous={rendezvous.text} was set; the file cannot be written: {error.strerror}.",
             hint="name a file in a folder that all machines of the job share and may write to.",
         ) from error
     return text
 
 
-def _read(meeting: Meeting) -> Place | None:
+def _read(rendezvous: Rendezvous) -> StorePlace | None:
     """What the file says, or None if it is not there.
 
     Raises:
         ConfigError: it is something else, which must not be overwritten.
     """
-    assert meeting.path is not None
+    assert rendezvous.path is not None
     try:
-        content = json.loads(meeting.path.read_text())
+        content = json.loads(rendezvous.path.read_text())
         host, port = str(content["host"]), int(content["port"])
         if is_loopback(host) and content["machine"] != socket.gethostname():
-            raise unsecured(meeting)
-        return Place(host, port, host)
+            raise _unsecured(rendezvous)
+        return StorePlace(host, port, host)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"cluster.rendezvous={meeting.text} was set; that is no file of a gtrain job.",
+            f"cluster.rendezvous={rendezvous.text} was set; that is no file of a gtrain job.",
             hint="name a file that does not exist: cluster.rank=0 makes it, and removes it at the end.",
         ) from error
 
 
-def _answers(place: Place) -> bool:
+def _answers(place: StorePlace) -> bool:
     with contextlib.suppress(OSError), socket.create_connection((place.host, place.port), timeout=2.0):
         return True
     return False

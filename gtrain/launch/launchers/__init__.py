@@ -1,0 +1,56 @@
+"""Who starts the processes of a job: one class for each launcher, all of them named in :data:`LAUNCHERS`.
+
+A new launcher is a module of this package with one class, its entry in the list, and its test. Mostly that class is an
+:class:`~gtrain.launch.launchers.external.ExternalLauncher`: the names of the environment variables that say which rank
+a process is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from gtrain.errors import ConfigError
+from gtrain.launch.launchers.base import Launcher
+from gtrain.launch.launchers.local import Local
+from gtrain.launch.launchers.manual import Manual
+from gtrain.launch.launchers.slurm import Slurm
+from gtrain.launch.launchers.torchrun import Torchrun
+
+LAUNCHERS: Mapping[str, Launcher] = {launcher.name: launcher for launcher in (Local(), Torchrun(), Slurm(), Manual())}
+"""By name, in the order in which they are asked whether they started this process."""
+
+
+def resolve(kind: str, environ: Mapping[str, str] = os.environ) -> Launcher:
+    """The launcher of this process.
+
+    Args:
+        kind: ``cluster.kind`` of the configuration: ``auto`` or a launcher's name.
+        environ: the environment variables.
+
+    Raises:
+        ConfigError: the kind is unknown, or names a launcher that did not start this process.
+    """
+    detected = detect(environ)
+    if kind == "auto":
+        return detected
+    if kind not in LAUNCHERS:
+        raise ConfigError(f"cluster={kind} was set.", hint=f"the launchers are {', '.join(('auto', *LAUNCHERS))}.")
+    launcher = LAUNCHERS[kind]
+    if launcher is not detected and not launcher.starts_ranks:
+        raise ConfigError(
+            f"cluster={kind} was set, but {kind} did not start this process: its environment variables are absent.",
+            hint=f"start the command with {kind}, or leave cluster=auto.",
+        )
+    return launcher
+
+
+def detect(environ: Mapping[str, str] = os.environ) -> Launcher:
+    """The launcher whose environment variables this process has; :class:`Local` for a process of none."""
+    return next((launcher for launcher in LAUNCHERS.values() if launcher.detect(environ)), LAUNCHERS[Local.name])
+
+
+def is_first() -> bool:
+    """Whether this process speaks for the job: the command itself, or rank 0 of those that another launcher started."""
+    rank_info = detect().rank_info()
+    return rank_info is None or rank_info.rank == 0

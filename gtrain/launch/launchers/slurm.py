@@ -1,0 +1,33 @@
+"""``cluster=slurm``: ranks that ``srun`` started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from gtrain.launch.launchers.external import ExternalLauncher, RankVariables
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins.environments import ClusterEnvironment
+
+_INTERACTIVE = ("bash", "interactive")
+
+
+class Slurm(ExternalLauncher):
+    """SLURM's ``srun``; the shell of an interactive allocation is not a rank."""
+
+    name = "slurm"
+    variables = RankVariables(
+        *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", "SLURM_NODEID", "SLURM_NNODES")
+    )
+    job_variables = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID")
+
+    def detect(self, environ: Mapping[str, str] = os.environ) -> bool:
+        ranks = "SLURM_NTASKS" in environ and "SLURM_PROCID" in environ
+        return ranks and environ.get("SLURM_JOB_NAME") not in _INTERACTIVE
+
+    def environment(self) -> ClusterEnvironment:
+        from lightning.fabric.plugins.environments import SLURMEnvironment
+
+        return SLURMEnvironment(auto_requeue=False)

@@ -1,0 +1,71 @@
+"""``cluster=torchrun``: ranks that ``torchrun`` started, or whoever else sets the variables of torch.distributed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from gtrain.errors import PeerLostError
+from gtrain.launch.children import die_with_parent
+from gtrain.launch.launchers.external import ExternalLauncher, RankVariables
+from gtrain.launch.request import JobRequest
+from gtrain.launch.sockets import Listener, listen_here, listen_tcp
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins.environments import ClusterEnvironment
+
+_STORE_SECONDS = 1800.0
+_KEY = "gtrain/store"
+
+
+class Torchrun(ExternalLauncher):
+    """``torchrun`` (torch elastic)."""
+
+    name = "torchrun"
+    variables = RankVariables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+    job_variables = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT", "GROUP_RANK")
+
+    def detect(self, environ: Mapping[str, str] = os.environ) -> bool:
+        by_hand = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys()
+        return "TORCHELASTIC_RUN_ID" in environ or by_hand
+
+    def environment(self) -> ClusterEnvironment:
+        from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+        return TorchElasticEnvironment()
+
+    def launch(self, request: JobRequest) -> Any:
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun waits for its ranks; killed, it would leave them behind
+            die_with_parent(os.getppid())
+        return super().launch(request)
+
+    def store_address(
+        self,
+        environment: ClusterEnvironment,
+        own_address: str | None,
+        serve: Callable[[Sequence[Listener]], str],
+    ) -> str:
+        """Where torchrun holds the main port with a store of its own, rank 0 writes the address of the job's into it.
+
+        Anybody may write to torchrun's store, so nothing else goes through it.
+        """
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            return super().store_address(environment, own_address, serve)
+        from torch.distributed import PrefixStore, TCPStore
+
+        host, port = environment.main_address, environment.main_port
+        try:
+            whole = TCPStore(host, port, None, False, timedelta(seconds=_STORE_SECONDS), wait_for_workers=False)
+            # torchrun keeps its store when it restarts the ranks; entries of the ranks before are not for these
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = PrefixStore(f"gtrain-attempt-{attempt}", whole)
+            if environment.global_rank() > 0:
+                return store.get(_KEY).decode()
+            address = serve([listen_here() if own_address is None else listen_tcp(own_address)])
+            store.set(_KEY, address)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise PeerLostError(f"torchrun's store at {host}:{port} does not answer: {reason}") from error
+        return address
