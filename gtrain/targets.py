@@ -39,7 +39,7 @@ ALLOWED = (
 _FACTORIES = ("gtrain.model",)  # functions too
 _EXCLUDED = ("torch_geometric.nn.sequential", "torch_geometric.nn.nlp")  # evaluate text; download language models
 _HYDRA_TARGET = re.compile(
-    r"gtrain\.cli\.RunFolder$|(hydra\._internal\.core_plugins|hydra\.experimental\.callbacks|hydra_plugins|optuna)\."
+    r"gtrain\.cli\.entry\.RunFolder$|(hydra\._internal\.core_plugins|hydra\.experimental\.callbacks|hydra_plugins|optuna)\."
 )
 _LOG_CLASS = re.compile(r"(logging\.(handlers\.)?|rich\.logging\.|colorlog\.)[A-Z]\w*$")
 _PARTS = ("data", "model", "callbacks", "logger")
