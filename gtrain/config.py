@@ -7,8 +7,8 @@ import importlib.resources
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import hydra
 import omegaconf
@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gtrain import backends, messages
 from gtrain.errors import ConfigError
+from gtrain.settings import Settings, defaults, schema, setting
 
 VERBS = {
     "train": "fit, then test with the best checkpoint (the default)",
@@ -27,6 +28,7 @@ VERBS = {
     "partition": "make the partitioned store and print edge cut, halo sizes and balance",
     "serve": "start one server of role= by hand, at cluster.rendezvous=",
     "key": "make the file cluster.key_file=, by which a job's processes know each other on a network",
+    "explain": "say what settings mean: explain KEY, GROUP=OPTION or GROUP, such as data.split, strategy=ps, trainer",
     "doctor": "say what this machine and this installation can do, and what is wrong (format=json for programs)",
 }
 
@@ -35,73 +37,124 @@ VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.star
 """Keyword of Hydra 1.3's entry points; later releases deprecate it and behave so."""
 
 
+ACCELERATORS = ("cpu", "gpu", "cuda", "auto")
+
+
+@dataclass
+class JobConfig(Settings):
+    """Settings at the top of the configuration."""
+
+    verb: str = setting("train", "what to do; the first word of the command sets it", words=VERBS)
+    seed: int = setting(0, "of initial weights, dropout, generated graphs, splits, partitioner and order of batches")
+    role: str | None = setting(None, "`serve`: which of the strategy's servers")
+    ckpt_path: str | None = setting(
+        None,
+        "`last` or `best` of the newest run with equal data, model and strategy, or a path; `train` goes on from it, "
+        "`test` and `predict` use it",
+    )
+    output: str | None = setting(
+        None,
+        "`predict`, `export`: the file to write, which must not be there yet; null: `predictions.<format>` or "
+        "`embeddings.<format>` in the run's folder",
+    )
+    format: str = setting(
+        "npy",
+        "of `output`",
+        words={
+            "npy": "a row for each node by the source data's ids",
+            "parquet": "columns `id` (the name, where nodes have names), `values` and, for scores of classes, "
+            "`prediction`",
+            "tsv": "`export`: a name and its values on each line, see [pbg](pbg.md#what-comes-out)",
+            "pbg_hdf5": "`export`: PyTorch-BigGraph's files, see [pbg](pbg.md#what-comes-out)",
+        },
+    )
+    allow_targets: list[str] = setting(
+        [],
+        "packages, modules or classes that files may name as `_target_`, beside "
+        "[those that are allowed](configuration.md#code-that-a-file-names)",
+    )
+    embeddings: bool = setting(False, "`predict`: write what the network's last layer reads, instead of scores")
+
+
 @dataclass
 class TrainerConfig:
-    """Lightning's Trainer arguments that a job may set; ``num_nodes`` * ``devices`` ranks."""
+    """Arguments of Lightning's Trainer that a job may set; ``num_nodes`` * ``devices`` ranks."""
 
-    accelerator: str = "cpu"
-    num_nodes: int = 1
-    devices: int = 1
-    precision: str = "32-true"
-    max_epochs: int | None = 50
-    min_epochs: int | None = None
-    max_steps: int = -1
-    min_steps: int | None = None
-    max_time: str | None = None
-    limit_train_batches: Any = 1.0
-    limit_val_batches: Any = 1.0
-    limit_test_batches: Any = 1.0
-    limit_predict_batches: Any = 1.0
-    overfit_batches: Any = 0.0
-    fast_dev_run: Any = False
-    val_check_interval: Any = None
-    check_val_every_n_epoch: int | None = 1
-    num_sanity_val_steps: int = 0
-    log_every_n_steps: int = 1
-    accumulate_grad_batches: int = 1
-    gradient_clip_val: float | None = None
-    gradient_clip_algorithm: str | None = None
-    deterministic: Any = None
-    benchmark: bool | None = None
-    reload_dataloaders_every_n_epochs: int = 0
-    enable_progress_bar: bool = True
-    enable_checkpointing: bool = True
-    enable_model_summary: bool = False
-    inference_mode: bool = True
-    detect_anomaly: bool = False
-    profiler: str | None = None
+    accelerator: str = setting("cpu", "where tensors live: `cpu`, or [`gpu`](launchers.md#gpus)", words=ACCELERATORS)
+    num_nodes: int = setting(1, "machines; each strategy has a default of its own", least=1)
+    devices: int = setting(1, "ranks on each machine", least=1)
+    precision: str = setting("32-true", "floating type")
+    max_epochs: int | None = setting(50, "epochs; -1: no limit", least=-1)
+    min_epochs: int | None = setting(None, "least number of epochs, whatever a callback says")
+    max_steps: int = setting(-1, "optimizer steps; -1: no limit")
+    min_steps: int | None = setting(None, "least number of optimizer steps")
+    max_time: str | None = setting(None, "time limit of training, as DD:HH:MM:SS")
+    limit_train_batches: Any = setting(1.0, "batches of a training epoch, a number or a share", type="int or float")
+    limit_val_batches: Any = setting(1.0, "batches of a validation, a number or a share", type="int or float")
+    limit_test_batches: Any = setting(1.0, "batches of a test, a number or a share", type="int or float")
+    limit_predict_batches: Any = setting(1.0, "batches of a prediction, a number or a share", type="int or float")
+    overfit_batches: Any = setting(
+        0.0, "train and validate on the same batches, a number or a share", type="int or float"
+    )
+    fast_dev_run: Any = setting(False, "one batch of each split, nothing kept", type="bool or int")
+    val_check_interval: Any = setting(
+        None, "validate within an epoch, after so many batches or such a share", type="int or float or null"
+    )
+    check_val_every_n_epoch: int | None = setting(1, "validate every so many epochs")
+    num_sanity_val_steps: int = setting(0, "validation steps before training")
+    log_every_n_steps: int = setting(1, "steps between logged values")
+    accumulate_grad_batches: int = setting(1, "batches of one optimizer step", least=1)
+    gradient_clip_val: float | None = setting(
+        None, "bound of the gradients' norm, or of each value; 0 and null: no clipping"
+    )
+    gradient_clip_algorithm: str | None = setting(
+        None, "what `trainer.gradient_clip_val` bounds; null: norm", words=("norm", "value")
+    )
+    deterministic: Any = setting(None, "torch's switch", type="bool or str or null")
+    benchmark: bool | None = setting(None, "torch's switch (cuDNN)")
+    reload_dataloaders_every_n_epochs: int = setting(0, "ask the data module for its loaders every so many epochs")
+    enable_progress_bar: bool = setting(True, "the live line")
+    enable_checkpointing: bool = setting(True, "whether checkpoints are kept")
+    enable_model_summary: bool = setting(False, "Lightning's table of layers")
+    inference_mode: bool = setting(True, "evaluate without autograd")
+    detect_anomaly: bool = setting(False, "find the operation that made a NaN")
+    profiler: str | None = setting(None, "Lightning's profiler: `simple` or `advanced`")
 
 
 @dataclass
-class ClusterConfig:
-    """Who starts the processes, and where those that are started by hand meet.
+class ClusterConfig(Settings):
+    """Who starts the processes, and where those that are started by hand meet."""
 
-    Attributes:
-        kind: auto, local (our agent), torchrun, slurm or manual.
-        rank: of ``manual``: this machine's number, from 0 to ``trainer.num_nodes`` - 1; of ``gtrain serve``: the
-            server's number within its role, None for the next that is free.
-        rendezvous: where processes that are started by hand meet: ``tcp://host:port`` or ``file:///path``.
-        key_file: the keys by which a job's processes know each other on a network, made by ``gtrain key``.
-        isolated: whether a job of several machines may do without: its network is private, and whoever reaches it can
-            take part in the job.
-        timeout_seconds: how long to wait for the others at the rendezvous.
-        standalone: roles whose servers are started by hand with ``gtrain serve``.
-    """
-
-    kind: str = "auto"
-    rank: int | None = None
-    rendezvous: str | None = None
-    key_file: str | None = None
-    isolated: bool = False
-    timeout_seconds: float = 300.0
-    standalone: list[str] = field(default_factory=list)
+    group: ClassVar[str] = "cluster"
+    kind: str = setting(
+        "auto",
+        "who starts the ranks, see [launchers](launchers.md): `auto`, `local` (gtrain's own agent), `torchrun`, "
+        "`slurm` or `manual`",
+    )
+    rank: int | None = setting(
+        None,
+        "`cluster=manual`: this machine's number, from 0 to `trainer.num_nodes` - 1; `serve`: the server's number "
+        "within its role, null for the next that is free",
+    )
+    rendezvous: str | None = setting(
+        None,
+        "where processes that are started by hand meet: `tcp://host:port`, on the machine with `cluster.rank=0`, or "
+        "`file:///path` on a shared disk",
+    )
+    key_file: str | None = setting(
+        None, "keys of the job, made by `gtrain key`; a job of several machines needs them, or `cluster.isolated`"
+    )
+    isolated: bool = setting(
+        False,
+        "the network is private: a job of several machines does without keys, and whoever reaches it can join",
+    )
+    timeout_seconds: float = setting(300.0, "how long to wait for the others at the rendezvous", above=0)
+    standalone: list[str] = setting(
+        [], "roles whose servers are started by hand with `gtrain serve`, and not by the workers' commands"
+    )
 
     def __post_init__(self) -> None:
-        if not 0 < self.timeout_seconds < math.inf:
-            raise ConfigError(
-                f"cluster.timeout_seconds={self.timeout_seconds} was set; it must be a number above 0.",
-                hint="300 is the default.",
-            )
+        super().__post_init__()
         if self.isolated and self.key_file is not None:
             raise ConfigError(
                 f"cluster.isolated=true and cluster.key_file={self.key_file} were set; a job with keys uses them.",
@@ -113,53 +166,30 @@ class ClusterConfig:
 
 @dataclass
 class PathsConfig:
-    """Folders, relative to the current one: raw data, partitioned stores, all runs, this run."""
+    """Folders, relative to the current one."""
 
-    data: str = "data"
-    stores: str = "data/stores"
-    runs: str = "runs"
-    run: str = MISSING
+    data: str = setting("data", "raw data sets; `data.root` follows it")
+    stores: str = setting("data/stores", "partitioned stores; `data.store` follows it", follows="${paths.data}/stores")
+    runs: str = setting("runs", "all runs, and `index.txt`, by which `ckpt_path=last` finds them")
+    run: str = setting(MISSING, "this run; set by Hydra, change `hydra.run.dir`", follows="${hydra:runtime.output_dir}")
 
 
-ACCELERATORS = ("cpu", "gpu", "cuda", "auto")
 DROPOUT = {
     "exact": "a mask depends on seed, step, layer and row, and on no rank or partitioning",
     "torch": "torch's own random numbers, which differ from rank to rank",
 }
 
 
-def check_dropout(dropout: str) -> None:
-    """Refuse a word that ``strategy.dropout`` does not have.
-
-    Raises:
-        ConfigError: lists the words.
-    """
-    if dropout not in DROPOUT:
-        options = "; ".join(f"{word}: {text}" for word, text in DROPOUT.items())
-        raise ConfigError(f"strategy.dropout={dropout} was set.", hint=options)
-
-
 @dataclass
-class StrategyConfig:
-    """What every backend's configuration has; a backend extends it and checks itself in ``__post_init__``.
+class StrategyConfig(Settings):
+    """What every backend's settings have. A backend extends it; more checks go into ``__post_init__``."""
 
-    Attributes:
-        name: the name of its entry point.
-        timeout_seconds: how long a rank may give no sign of life before the others give it up.
-        dropout: see :data:`DROPOUT`.
-    """
-
-    name: str = MISSING
-    timeout_seconds: float = 300.0
-    dropout: str = "exact"
-
-    def __post_init__(self) -> None:
-        check_dropout(self.dropout)
-        if not 0 < self.timeout_seconds < math.inf:
-            raise ConfigError(
-                f"strategy.timeout_seconds={self.timeout_seconds} was set; it must be a number above 0.",
-                hint="300 is the default.",
-            )
+    group: ClassVar[str] = "strategy"
+    name: str = setting(MISSING, "the entry point of the backend; the option sets it")
+    timeout_seconds: float = setting(
+        300.0, "how long a rank may give no sign of life before the others give it up", above=0
+    )
+    dropout: str = setting("exact", "random numbers of dropout", words=DROPOUT)
 
 
 _MODEL_TYPES: dict[str, tuple[type, ...]] = {
@@ -188,14 +218,14 @@ def register(*, sweep: bool = False) -> None:
     register_resolver("gtrain.fan_out", _fan_out)
 
     store = ConfigStore.instance()
-    store.store(group="schema/trainer", name="trainer", node=TrainerConfig)
-    store.store(group="schema/cluster", name="cluster", node=ClusterConfig)
-    store.store(group="schema/paths", name="paths", node=PathsConfig)
+    store.store(group="schema", name="job", node=OmegaConf.create(defaults(JobConfig)))
+    store.store(group="schema/trainer", name="trainer", node=schema(TrainerConfig))
+    store.store(group="schema/cluster", name="cluster", node=schema(ClusterConfig))
+    store.store(group="schema/paths", name="paths", node=schema(PathsConfig))
     data.register()
     usable = backends.usable()
     for name, backend in usable.items():
-        open_schema = OmegaConf.structured(backend.load_config(), flags={"struct": False})
-        store.store(group="schema/strategy", name=name, node=open_schema)
+        store.store(group="schema/strategy", name=name, node=schema(backend.load_config(), flags={"struct": False}))
     shortcuts = [key for backend in usable.values() for key in backend.shortcuts] if sweep else []
     store.store(group="schema", name="shortcuts", node=OmegaConf.create(dict.fromkeys(shortcuts)))
 
@@ -340,11 +370,11 @@ def _check_top(cfg: DictConfig) -> None:
 
 @functools.cache
 def _top_keys() -> frozenset[str]:
-    """The keys of ``conf/config.yaml``: its own, and the groups that it chooses from."""
+    """The keys of a job: those of :class:`JobConfig`, and the groups that ``conf/config.yaml`` chooses from."""
     content = OmegaConf.create((importlib.resources.files("gtrain.conf") / "config.yaml").read_text())
     chosen = [entry for entry in content.defaults if not isinstance(entry, str)]
     groups = {str(group) for entry in chosen for group, option in entry.items() if option is not None}
-    return frozenset({*map(str, content), *groups} - {"defaults", "hydra"})
+    return frozenset({*defaults(JobConfig), *groups})
 
 
 def _check_finite(node: Any, key: str = "") -> None:

@@ -29,7 +29,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from gtrain import backends, config, messages, runs, targets
-from gtrain.cli import command
+from gtrain.cli import command, explain
 from gtrain.errors import ConfigError, GtrainError, RankFailedError
 from gtrain.launch import launchers
 
@@ -73,7 +73,7 @@ def main() -> None:
     try:
         if "--version" in sys.argv[1:]:  # Hydra would print its own
             print(version_line())
-            return
+            return None
         if any(len(a) > 2 and "--experimental-rerun".startswith(a.partition("=")[0]) for a in sys.argv[1:]):
             raise ConfigError(
                 "--experimental-rerun was given; Hydra would unpickle the file, which runs what it holds.",
@@ -84,6 +84,8 @@ def main() -> None:
             from gtrain.doctor import report
 
             sys.exit(report.main([argument for argument in arguments if argument != "verb=doctor"]))
+        if "verb=explain" in arguments:
+            return explain.main([argument for argument in arguments if argument != "verb=explain"])
         _typed[:] = arguments
         _prepare_hydra(sweep=any(a in ("-m", "--multirun", "hydra.mode=MULTIRUN") for a in arguments))
         for folder in backends.installed().outdated:
@@ -141,10 +143,14 @@ def verb_to_override(arguments: list[str]) -> list[str]:
         "-p",
     }
     result, previous = [], ""
+    explains = "explain" in arguments
     for argument in arguments:
         is_word = not argument.startswith("-") and "=" not in argument and not argument.startswith("~")
         info_value = previous in ("--info", "-i") and argument in messages.INFO_TOPICS
         if is_word and previous not in takes_value and not info_value:
+            if explains and argument != "explain":
+                result.append(argument)  # a topic
+                continue
             if argument not in config.VERBS:
                 raise ConfigError(
                     f"{argument} was given; the verbs are {', '.join(config.VERBS)}.",

@@ -7,6 +7,7 @@ group of ranks, gradients, metrics, checkpoints and refusals are here.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from abc import abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -28,7 +30,7 @@ from torch.optim import Optimizer
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.backends import FULL_PRECISION, UNEQUAL_STEPS, Serves, Traits, get, not_honoured, serving
-from gtrain.config import check_dropout
+from gtrain.config import StrategyConfig
 from gtrain.data.batches.loader import SeedLoader
 from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError
@@ -38,6 +40,7 @@ from gtrain.launch.environment import agent_environment, find_environment
 from gtrain.model.inputs import check_weights, tell_unread, weight_demand, zero_demand
 from gtrain.nn import RemoteHome, tables
 from gtrain.nn.dropout import ExactDropout, StepRows, rows_of
+from gtrain.settings import parameters, signature_of, take
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy import trainer_checks
 from gtrain.strategy.collectives import GroupCollectives
@@ -53,18 +56,36 @@ log = logging.getLogger("gtrain")
 
 _OWN = ("loops", "epoch", "global_step", "optimizer_states", "lr_schedulers")  # a rank's, where steps are its own
 _DTYPES = {"64-true": torch.float64, "32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+_LIGHTNINGS = tuple(inspect.signature(ParallelStrategy.__init__).parameters)
+
+
+def _parameters(config: type[StrategyConfig]) -> list[inspect.Parameter]:
+    """The settings of a strategy, its own first."""
+    every = {parameter.name: parameter for parameter in parameters(config, inspect.Parameter.POSITIONAL_OR_KEYWORD)}
+    shared = [parameter.name for parameter in parameters(StrategyConfig)]
+    lightnings = inspect.Parameter("lightning", inspect.Parameter.VAR_KEYWORD)
+    last = [every[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in shared]
+    return [*(every[name] for name in every if name not in shared), *last, lightnings]
 
 
 class GraphStrategy(GroupCollectives):
     """A Lightning strategy whose ranks each hold a part of a partitioned graph.
 
     Args:
-        timeout_seconds: how long a rank may give no sign of life before the others give it up, seconds.
-        dropout: ``exact`` or ``torch``, see :data:`gtrain.config.DROPOUT`.
-        kwargs: passed on to Lightning's ``ParallelStrategy``.
+        values: settings, in the order of :attr:`settings_type`.
+        settings: settings by name, and arguments of Lightning's ``ParallelStrategy``.
+
+    Attributes:
+        settings: all of them, a :attr:`settings_type`.
+
+    Raises:
+        ConfigError: a setting is unknown, or has a value that is not allowed.
     """
 
     strategy_name: ClassVar[str] = "graph"
+    settings_type: ClassVar[type[StrategyConfig]] = StrategyConfig
+    """The dataclass that declares the settings, which are the constructor's keywords."""
+    settings: StrategyConfig
     serves: ClassVar[Serves] = Serves(limits=FULL_PRECISION)
     """What it trains; its backend has the same object."""
     full_batch: bool = True
@@ -81,12 +102,21 @@ class GraphStrategy(GroupCollectives):
 
     is_distributed = True  # what Lightning asks of a custom strategy
 
-    def __init__(self, *, timeout_seconds: float = 300.0, dropout: str = "exact", **kwargs: Any) -> None:
-        check_dropout(dropout)
-        kwargs.setdefault("cluster_environment", find_environment())
-        super().__init__(**kwargs)
-        self.timeout_seconds = timeout_seconds
-        self.dropout = dropout
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Show the settings as the constructor's parameters."""
+        super().__init_subclass__(**kwargs)
+        own = "settings_type" in vars(cls)
+        cls.__signature__ = signature_of(cls, lambda: _parameters(cls.settings_type), own=own)  # type: ignore[attr-defined]
+
+    def __init__(self, *values: Any, **settings: Any) -> None:
+        own = [parameter.name for parameter in _parameters(self.settings_type)]
+        settings |= dict(zip(own, values, strict=False))
+        given = take(self.settings_type, type(self).__name__, settings, _LIGHTNINGS)
+        self.settings = self.settings_type(**{"name": self.strategy_name, **given})
+        settings.setdefault("cluster_environment", find_environment())
+        super().__init__(**settings)
+        self.timeout_seconds = self.settings.timeout_seconds
+        self.dropout = self.settings.dropout
         self._exact: ExactDropout | None = None
         self.counters = Counters()
         self.group = Group(counters=self.counters)

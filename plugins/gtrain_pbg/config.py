@@ -8,91 +8,106 @@ from typing import Any
 
 from gtrain.config import StrategyConfig
 from gtrain.errors import ConfigError
+from gtrain.settings import setting
 
 ORDERS = ("random", "affinity", "inside_out", "outside_in", "beta", "sequential")
-MATMULS = ("auto", "float32", "bfloat16", "int8")
-LOSSES = ("continue", "stop")
 EACH = -1
 """``partition_servers``: one on each machine."""
 
 
 @dataclass
 class PBGConfig(StrategyConfig):
-    """Settings of the strategy.
+    """Settings of ``strategy=pbg``."""
 
-    Attributes:
-        num_partitions: P, parts of the table; there are P * P buckets of edges.
-        buffer_partitions: parts in memory at a time; with one more than the two of a bucket, the next is read and the
-            last is written while a bucket is trained. None: all P; on several machines 3.
-        bucket_order: in which order an epoch goes through the buckets; see :mod:`gtrain_pbg.order`.
-        num_edge_chunks: pieces of each bucket; an epoch goes through all first ones, then through all second ones.
-        eval_fraction: share of each bucket's edges, the same in every epoch, that is held back and scored.
-        shuffle: whether the edges of a bucket come in another order each epoch.
-        matmul: number format of matrix products; sums and tables are in float32. ``int8``: integers in chunks too
-            large for the caches, ``bfloat16`` in others. ``auto``: the fastest that the CPUs of all ranks have
-            instructions for and that trains the model as accurately as float32; see :mod:`gtrain_pbg.step.arithmetic`.
-        warm_start: a checkpoint of another run, or its folder, whose vectors and relations this one begins with.
-        partition_servers: servers that keep partitions between their trainings, on several machines: -1: one on each,
-            0: none, they are in a folder that all machines share.
-        partition_path: that folder; None: ``partitions`` in the run's.
-        distributed_tree_init_order: whether, in the first epoch on several machines, a bucket is trained only after
-            one of its partitions was, but the first.
-        sync_interval: seconds between the exchanges of relation parameters among machines.
-        lease_seconds: after how long a machine that is silent is taken for lost.
-        on_trainer_loss: ``continue`` trains its buckets on other machines, ``stop`` ends the job.
-        max_restarts: how often the lock server or a partition server that died is restarted, or a worker that died
-            before it had a part in the job.
-        checkpoint_preservation_interval: every so many epochs, the checkpoint is kept for good; None: never.
-        checkpoint_chunks: whether the last checkpoint is written after each edge chunk too; all machines wait for it.
-    """
-
-    num_partitions: int = 1
-    buffer_partitions: int | None = None
-    bucket_order: str = "affinity"
-    num_edge_chunks: int = 1
-    eval_fraction: float = 0.0
-    shuffle: bool = True
-    matmul: str = "auto"
-    warm_start: str | None = None
-    partition_servers: int = EACH
-    partition_path: str | None = None
-    distributed_tree_init_order: bool = True
-    sync_interval: float = 0.1
-    lease_seconds: float = 30.0
-    on_trainer_loss: str = "continue"
-    max_restarts: int = 3
-    checkpoint_preservation_interval: int | None = None
-    checkpoint_chunks: bool = False
+    num_partitions: int = setting(
+        1, "P; the store has a part for each, so `data.num_parts` is not set; there are P * P buckets of edges", least=1
+    )
+    buffer_partitions: int | None = setting(
+        None,
+        "partitions in memory at a time; null: all, on several machines 3. The others are files in the run's folder. 2 "
+        "suffice; with 3, the next one is read and the last one written while a bucket is trained",
+    )
+    bucket_order: str = setting(
+        "affinity",
+        "in which order an epoch goes through the buckets, drawn anew each epoch, except `sequential`; `beta` is for a "
+        "buffer of more than two",
+        words=ORDERS,
+    )
+    num_edge_chunks: int = setting(
+        1, "pieces of each bucket: an epoch trains the first chunk of all buckets, then the second of all, ...", least=1
+    )
+    eval_fraction: float = setting(
+        0.0,
+        "share of each bucket's edges, the same in every epoch, that is held back from training and ranked before and "
+        "after it: `train/held_out_mrr_before`, `train/held_out_mrr`",
+        least=0,
+        below=1,
+        hint="0.05 holds back a twentieth of the edges; 0 holds back none.",
+    )
+    shuffle: bool = setting(True, "whether the edges of a bucket come in another order each epoch")
+    matmul: str = setting(
+        "auto",
+        "number format of matrix products; sums and tables are float32. `int8`: in chunks too large for the caches, "
+        "`bfloat16` in others; `auto`: the fastest that all CPUs have and that is as accurate as float32, see "
+        "[arithmetic](pbg.md#arithmetic)",
+        words=("auto", "float32", "bfloat16", "int8"),
+    )
+    warm_start: str | None = setting(
+        None, "the folder or a checkpoint of another run, whose vectors and relations this one begins with"
+    )
+    partition_servers: int = setting(
+        EACH,
+        "servers that keep partitions between their trainings, on several machines. -1: one on each; 0: none, "
+        "partitions are files in a folder that all machines share; n: so many, which "
+        "`cluster.standalone=[partition]` has started by hand, with `gtrain serve role=partition`",
+        least=EACH,
+    )
+    partition_path: str | None = setting(
+        None,
+        "the shared folder, with `strategy.partition_servers=0`, of one job at a time; null: `partitions` in the run's",
+    )
+    distributed_tree_init_order: bool = setting(
+        True,
+        "in the first epoch on several machines, a bucket is trained only after one of its partitions was, but the "
+        "first of all that are joined by edges: no two machines begin with vectors that have nothing to do with each "
+        "other, and later will",
+    )
+    sync_interval: float = setting(
+        0.1,
+        "seconds between a machine's exchanges of relation parameters with the parameter servers; at most 100 a "
+        "second, and 1 GB a second. Lower it where an epoch takes seconds: operators that are a quarter of an epoch "
+        "old are learned more slowly",
+        above=0,
+        unit="seconds",
+    )
+    lease_seconds: float = setting(
+        30.0, "a machine that is silent for so long is taken for lost", above=0, unit="seconds"
+    )
+    on_trainer_loss: str = setting(
+        "continue",
+        "what the loss of a machine means",
+        words={"continue": "other machines train its buckets", "stop": "the job ends"},
+    )
+    max_restarts: int = setting(
+        3,
+        "how often the lock server or a partition server that died is restarted, or a worker that died before it had "
+        "joined",
+        least=0,
+    )
+    checkpoint_preservation_interval: int | None = setting(
+        None,
+        "every so many epochs, the checkpoint is kept for good, as `checkpoints/epoch-00010.ckpt` after the tenth; "
+        "null: never",
+        least=1,
+    )
+    checkpoint_chunks: bool = setting(
+        False,
+        "`checkpoints/last.ckpt` is written after each edge chunk (of each edge set) too; several machines end a chunk "
+        "together, and all wait for it",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_numbers()
-        self._check_choices()
-        if self.partition_path is not None and self.partition_servers != 0:
-            raise ConfigError(
-                f"strategy.partition_path={self.partition_path} was set; with "
-                f"strategy.partition_servers={self.partition_servers} partitions are on servers, and not in a folder.",
-                hint="set strategy.partition_servers=0, or leave strategy.partition_path.",
-            )
-
-    def _check_numbers(self) -> None:
-        interval = self.checkpoint_preservation_interval
-        for key, value, least in (
-            ("num_partitions", self.num_partitions, 1),
-            ("num_edge_chunks", self.num_edge_chunks, 1),
-            ("partition_servers", self.partition_servers, EACH),
-            ("max_restarts", self.max_restarts, 0),
-            ("checkpoint_preservation_interval", 1 if interval is None else interval, 1),
-        ):
-            if value < least:
-                raise ConfigError(
-                    f"strategy.{key}={value} was set; it must be at least {least}.", hint=f"raise strategy.{key}."
-                )
-        for key, number in (("sync_interval", self.sync_interval), ("lease_seconds", self.lease_seconds)):
-            if not number > 0:
-                raise ConfigError(
-                    f"strategy.{key}={number} was set; it must be above 0 seconds.", hint=f"raise strategy.{key}."
-                )
         buffer, partitions = self.buffer_partitions, self.num_partitions
         if buffer is not None and buffer < min(2, partitions):
             raise ConfigError(
@@ -100,20 +115,12 @@ class PBGConfig(StrategyConfig):
                 f"strategy.num_partitions={partitions} partitions, so 2 must fit.",
                 hint="set strategy.buffer_partitions=2, 3 to read ahead while training, or null for all.",
             )
-        if not 0 <= self.eval_fraction < 1:
+        if self.partition_path is not None and self.partition_servers != 0:
             raise ConfigError(
-                f"strategy.eval_fraction={self.eval_fraction} was set; it must be at least 0 and below 1.",
-                hint="0.05 holds back a twentieth of the edges; 0 holds back none.",
+                f"strategy.partition_path={self.partition_path} was set; with "
+                f"strategy.partition_servers={self.partition_servers} partitions are on servers, and not in a folder.",
+                hint="set strategy.partition_servers=0, or leave strategy.partition_path.",
             )
-
-    def _check_choices(self) -> None:
-        for key, text, options in (
-            ("bucket_order", self.bucket_order, ORDERS),
-            ("matmul", self.matmul, MATMULS),
-            ("on_trainer_loss", self.on_trainer_loss, LOSSES),
-        ):
-            if text not in options:
-                raise ConfigError(f"strategy.{key}={text} was set.", hint=f"choose one of {', '.join(options)}.")
 
 
 def check_machines(machines: int, settings: PBGConfig) -> None:

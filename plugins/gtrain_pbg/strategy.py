@@ -58,62 +58,18 @@ class PBGStrategy(GraphStrategy):
     its ``recipe()`` says is computed by :class:`~gtrain_pbg.step.training.TrainingStep`. What several machines do is in
     :mod:`gtrain_pbg.machines`.
 
-    Args:
-        num_partitions, buffer_partitions, bucket_order, num_edge_chunks, eval_fraction, shuffle, matmul, warm_start,
-            partition_servers, partition_path, distributed_tree_init_order, sync_interval, lease_seconds,
-            on_trainer_loss, max_restarts, checkpoint_preservation_interval, checkpoint_chunks: see
-            :class:`~gtrain_pbg.config.PBGConfig`.
-        kwargs: passed on to :class:`~gtrain.strategy.base.GraphStrategy`.
+    Its settings are those of :class:`gtrain_pbg.config.PBGConfig`.
     """
 
     strategy_name: ClassVar[str] = "pbg"
     full_batch = False
     serves: ClassVar[Serves] = SERVES
     lockstep: ClassVar[bool] = False
+    settings_type = PBGConfig
+    settings: PBGConfig
 
-    def __init__(
-        self,
-        *,
-        num_partitions: int = 1,
-        buffer_partitions: int | None = None,
-        bucket_order: str = "affinity",
-        num_edge_chunks: int = 1,
-        eval_fraction: float = 0.0,
-        shuffle: bool = True,
-        matmul: str = "auto",
-        warm_start: str | None = None,
-        partition_servers: int = -1,
-        partition_path: str | None = None,
-        distributed_tree_init_order: bool = True,
-        sync_interval: float = 0.1,
-        lease_seconds: float = 30.0,
-        on_trainer_loss: str = "continue",
-        max_restarts: int = 3,
-        checkpoint_preservation_interval: int | None = None,
-        checkpoint_chunks: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        self.settings = PBGConfig(
-            name=self.strategy_name,
-            num_partitions=num_partitions,
-            buffer_partitions=buffer_partitions,
-            bucket_order=bucket_order,
-            num_edge_chunks=num_edge_chunks,
-            eval_fraction=eval_fraction,
-            shuffle=shuffle,
-            matmul=matmul,
-            warm_start=warm_start,
-            partition_servers=partition_servers,
-            partition_path=partition_path,
-            distributed_tree_init_order=distributed_tree_init_order,
-            sync_interval=sync_interval,
-            lease_seconds=lease_seconds,
-            on_trainer_loss=on_trainer_loss,
-            max_restarts=max_restarts,
-            checkpoint_preservation_interval=checkpoint_preservation_interval,
-            checkpoint_chunks=checkpoint_chunks,
-        )
+    def __init__(self, *values: Any, **settings: Any) -> None:
+        super().__init__(*values, **settings)
         self._store: Store | None = None
         self._recipe: ModelRecipe | None = None
         self._table: TypedTables | None = None

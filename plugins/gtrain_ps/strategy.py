@@ -48,52 +48,15 @@ METERS = "@meters"  # in a worker's state of a checkpoint
 class PsStrategy(ReturningStrategy):
     """Tables of ``gtrain.nn`` live on servers; a worker trains the other layers on its share of each step's seeds.
 
-    Args:
-        servers, protocol, split, blocks, rest, consistency, staleness, durability, folder, max_restarts, wire_dtype,
-            prefetch, export: see :class:`gtrain_ps.config.PsConfig`.
-        kwargs: passed on to :class:`gtrain.strategy.base.GraphStrategy`.
-
-    Raises:
-        ConfigError: a setting means nothing.
+    Its settings are those of :class:`gtrain_ps.config.PsConfig`.
     """
 
     strategy_name: ClassVar[str] = "ps"
     serves: ClassVar[Serves] = SERVES
+    settings_type = PsConfig
 
-    def __init__(
-        self,
-        servers: int = 2,
-        protocol: str = "ship",
-        split: str = "row",
-        blocks: str = "hash",
-        rest: str = "server",
-        consistency: str = "sync",
-        staleness: int = 2,
-        durability: str = "process",
-        folder: str | None = None,
-        max_restarts: int = 3,
-        wire_dtype: str = "float32",
-        prefetch: int = 2,
-        export: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        settings = PsConfig(
-            name=self.strategy_name,
-            servers=servers,
-            protocol=protocol,
-            split=split,
-            blocks=blocks,
-            rest=rest,
-            consistency=consistency,
-            staleness=staleness,
-            durability=durability,
-            folder=folder,
-            max_restarts=max_restarts,
-            wire_dtype=wire_dtype,
-            prefetch=prefetch,
-            export=export,
-        )
-        super().__init__(settings, **kwargs)
+    def __init__(self, *values: Any, **settings: Any) -> None:
+        super().__init__(*values, **settings)
         self.homes: dict[str, ServedHome] = {}
         self._deferred: set[str] = set()
         self._weight = (1.0, 1.0)

@@ -34,49 +34,17 @@ from gtrain_pyg.shard import Place, Shard, open_shard
 class PygStrategy(GraphStrategy):
     """Every rank owns a part of the graph and trains on sampled neighbourhoods of its seeds; gradients are summed.
 
-    Args:
-        halo_hops, cache_bytes, seeds, transport, wire_dtype, prefetch, lookahead, threads, evaluation, trim,
-            request_seconds: see :class:`gtrain_pyg.config.PygConfig`.
-        kwargs: passed on to :class:`gtrain.strategy.base.GraphStrategy`.
-
-    Raises:
-        ConfigError: a setting means nothing.
+    Its settings are those of :class:`gtrain_pyg.config.PygConfig`.
     """
 
     strategy_name: ClassVar[str] = "pyg"
     serves: ClassVar[Serves] = SERVES
     full_batch = False
+    settings_type = PygConfig
+    settings: PygConfig
 
-    def __init__(
-        self,
-        halo_hops: Any = 0,
-        cache_bytes: int = 0,
-        seeds: str = "local",
-        transport: str = "auto",
-        wire_dtype: str = "float32",
-        prefetch: int = 2,
-        lookahead: int = 32,
-        threads: int | None = None,
-        evaluation: str = "sampled",
-        trim: bool = True,
-        request_seconds: float = 60.0,
-        **kwargs: Any,
-    ) -> None:
-        self.settings = PygConfig(
-            name=self.strategy_name,
-            halo_hops=halo_hops,
-            cache_bytes=cache_bytes,
-            seeds=seeds,
-            transport=transport,
-            wire_dtype=wire_dtype,
-            prefetch=prefetch,
-            lookahead=lookahead,
-            threads=threads,
-            evaluation=evaluation,
-            trim=trim,
-            request_seconds=request_seconds,
-        )
-        super().__init__(**kwargs)
+    def __init__(self, *values: Any, **settings: Any) -> None:
+        super().__init__(*values, **settings)
         self.pool = BufferPool()
         self._opened: Shard | None = None
         self._norm, self._sampling = SampledNorm(), Sampling()

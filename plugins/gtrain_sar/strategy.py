@@ -37,12 +37,7 @@ from gtrain_sar.typed.takeover import TypedTakeover
 class SarStrategy(GraphStrategy):
     """Every rank holds one part of the graph and trains on it in full batch, exactly as one process would on the whole.
 
-    Args:
-        mode: 1 sequential aggregation with recomputation, 2 sequential aggregation, 3 one exchange.
-        prefetch: remote blocks in flight beside the one being computed, in mode 1.
-        cache_inputs: what is kept of inputs that never change; see :data:`gtrain_sar.config.CACHE`.
-        wire_dtype: type in which rows and their gradients travel; ``bfloat16`` is not exact.
-        kwargs: passed on to :class:`gtrain.strategy.base.GraphStrategy`.
+    Its settings are those of :class:`gtrain_sar.config.SarConfig`.
 
     Raises:
         ConfigError: a setting means nothing, or ``bfloat16`` messages of ``float64`` tensors.
@@ -51,19 +46,13 @@ class SarStrategy(GraphStrategy):
     strategy_name: ClassVar[str] = "sar"
     serves: ClassVar[Serves] = SERVES
     watches_edges: ClassVar[bool] = False
+    settings_type = config.SarConfig
+    settings: config.SarConfig
 
-    def __init__(
-        self,
-        mode: int = 1,
-        prefetch: int = 1,
-        cache_inputs: Any = "auto",
-        wire_dtype: str = "float32",
-        **kwargs: Any,
-    ) -> None:
-        config.check(mode, prefetch, cache_inputs, wire_dtype)
-        super().__init__(**kwargs)
-        self.schedule = config.Schedule(mode, prefetch, config.cache_word(cache_inputs))
-        self.wire_dtype = torch.bfloat16 if wire_dtype == "bfloat16" else None
+    def __init__(self, *values: Any, **settings: Any) -> None:
+        super().__init__(*values, **settings)
+        self.schedule = self.settings.schedule
+        self.wire_dtype = torch.bfloat16 if self.settings.wire_dtype == "bfloat16" else None
         self._takeover: Takeover | None = None
         self._graph: Data | HeteroData | None = None
         self._module: nn.Module | None = None

@@ -20,11 +20,7 @@ from gtrain_single import SERVES
 
 
 class SingleStrategy(GraphStrategy):
-    """One process trains on the whole graph with the module as it is; a store of any number of parts will do.
-
-    Args:
-        kwargs: passed on to :class:`gtrain.strategy.base.GraphStrategy`.
-    """
+    """One process trains on the whole graph with the module as it is; a store of any number of parts will do."""
 
     strategy_name: ClassVar[str] = "single"
     serves: ClassVar[Serves] = SERVES

@@ -86,8 +86,8 @@ def test_it_trains_what_one_process_trains(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("strategy=replicated", "strategy.share=odd"), "the ways to share are strided, contiguous.\nHINT: set"),
-        (("strategy=sar_auto", "strategy.halo_limit=-1"), "strategy.halo_limit=-1.0 was set; it must be 0 or more."),
+        (("strategy=replicated", "strategy.share=odd"), "strategy.share=odd was set.\nHINT: choose strided: "),
+        (("strategy=sar_auto", "strategy.halo_limit=-1"), "strategy.halo_limit=-1.0 was set; it must be 0 or more "),
         (("strategy=sar_auto", "model=mlp"), "Strategies that do: replicated, single."),
         (("strategy=sar_auto", "mode=1"), "HINT: mode is a setting of strategy=sar."),
         (("strategy=replicated", "data.batch_size=9"), "strategy=replicated trains in full batch."),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 from torch_geometric.data import Data
@@ -14,22 +14,19 @@ from gtrain.graph.shard import GraphShard, load_whole
 from gtrain.graph.store import Store
 from gtrain.strategy.base import GraphStrategy
 from gtrain_example import REPLICATED
+from gtrain_example.config import ReplicatedConfig
 
 
 class ReplicatedStrategy(GraphStrategy):
     """Every rank computes on the whole graph; loss and metrics of a rank are over its share of the seeds.
 
-    Args:
-        share: ``strided`` or ``contiguous``; see :class:`gtrain_example.config.ReplicatedConfig`.
-        kwargs: passed on to :class:`gtrain.strategy.base.GraphStrategy`.
+    Its settings are those of :class:`gtrain_example.config.ReplicatedConfig`.
     """
 
     strategy_name: ClassVar[str] = "replicated"
     serves: ClassVar[Serves] = REPLICATED
-
-    def __init__(self, share: str = "strided", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.share = share
+    settings_type = ReplicatedConfig
+    settings: ReplicatedConfig
 
     def open_shard(self, store: Store) -> GraphShard:
         return load_whole(store)
@@ -41,6 +38,6 @@ class ReplicatedStrategy(GraphStrategy):
         return [batch]  # one batch on every rank, be it without a seed: ranks must not wait for each other
 
     def _mine(self, seeds: Tensor) -> Tensor:
-        if self.share == "strided":
+        if self.settings.share == "strided":
             return seeds[self.global_rank :: self.world_size]
         return seeds.tensor_split(self.world_size)[self.global_rank]

@@ -26,17 +26,15 @@ ROLE = "parameter"
 class ReturningStrategy(GraphStrategy):
     """Tells the servers with each step how the worker came into it, and begins with what they know.
 
-    Args:
-        settings: of the strategy.
-        kwargs: passed on to :class:`gtrain.strategy.base.GraphStrategy`.
-
     Attributes:
         parameter_servers: the servers, once they were asked for anything.
     """
 
-    def __init__(self, settings: PsConfig, **kwargs: Any) -> None:
-        self.settings = settings
-        super().__init__(**kwargs)
+    settings_type = PsConfig
+    settings: PsConfig
+
+    def __init__(self, *values: Any, **settings: Any) -> None:
+        super().__init__(*values, **settings)
         self.parameter_servers: ParameterServers | None = None
         self._flying: deque[list[Request]] = deque()
         self._progress: Progress | None = None

@@ -1,0 +1,214 @@
+"""``gtrain explain``: what settings mean, from the dataclasses that declare them. Light: imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from gtrain import backends, config, messages
+from gtrain.data.config import SCHEMAS
+from gtrain.errors import ConfigError
+from gtrain.settings import HIDDEN, as_typed, default_of, limits
+
+JOB = "job"
+"""What stands for the group of the settings at the top."""
+_WIDTH = 110
+
+
+@cache
+def declared() -> dict[str, dict[str, type]]:
+    """The dataclasses that declare settings, by group and option; a group without options has it as option ``""``."""
+    return {
+        JOB: {"": config.JobConfig},
+        "strategy": {name: backend.load_config() for name, backend in backends.usable().items()},
+        "data": dict(SCHEMAS),
+        "trainer": {"": config.TrainerConfig},
+        "cluster": {"": config.ClusterConfig},
+        "paths": {"": config.PathsConfig},
+    }
+
+
+@cache
+def files() -> dict[str, dict[str, str]]:
+    """The YAML files of each group by option: of gtrain and of the installed backends."""
+    found: dict[str, dict[str, str]] = {}
+    for package in ("gtrain.conf", *(backend.conf for backend in backends.usable().values())):
+        for folder in sorted(importlib.resources.files(package).iterdir(), key=lambda path: path.name):
+            for file in folder.iterdir() if folder.is_dir() else ():
+                if file.name.endswith(".yaml"):
+                    found.setdefault(folder.name, {})[file.name.removesuffix(".yaml")] = file.read_text()
+    return found
+
+
+def main(topics: Sequence[str]) -> None:
+    """Print what the topics mean; without a topic, what can be explained.
+
+    Raises:
+        ConfigError: a topic is neither a key, nor a group, nor an option; lists those that are close.
+    """
+    print("\n\n".join(map(explain, topics)) if topics else _overview())
+
+
+def explain(topic: str) -> str:
+    """What a key, ``GROUP=OPTION`` or a group means.
+
+    Raises:
+        ConfigError: there is no such setting, group or option; lists those that are close.
+    """
+    group, equals, option = topic.partition("=")
+    if equals and "." not in group and group in (*declared(), *files()):
+        return _option(group, option)
+    if group in declared() and "" in declared()[group]:
+        return _settings(group, declared()[group][""])
+    if group in declared() or group in files():
+        lines = [f"  {group}={option:<16} {_summary(group, option)}".rstrip() for option in _options(group)]
+        return "\n".join([f"{group}=OPTION chooses one of", *lines])
+    return _key(group)  # with a value or without
+
+
+def keys() -> list[str]:
+    """Every key that is declared."""
+    return sorted({_full(group, name) for group, options in declared().items() for name in _fields(*options.values())})
+
+
+# ------------------------------------------------------------------------------------------------------- answers
+
+
+def _overview() -> str:
+    lines = ["gtrain explain KEY, GROUP=OPTION or GROUP; such as data.split, strategy=ps, trainer", ""]
+    for group in dict.fromkeys([*declared(), *sorted(files())]):
+        lone = declared().get(group, {}).get("")
+        names = list(_fields(lone)) if lone else [f"{group}={option}" for option in _options(group)]
+        lines.append(_wrapped(", ".join(names), f"  {group:<15} ", " " * 18))
+    return "\n".join(lines)
+
+
+def _option(group: str, option: str) -> str:
+    options = _options(group)
+    if option not in options:
+        raise ConfigError(
+            f"explain {group}={option} was given; the options of {group} are {', '.join(options)}.",
+            hint=messages.did_you_mean(option, options) or f"choose one of these for {group}.",
+        )
+    text = files().get(group, {}).get(option, "")
+    if option not in declared().get(group, {}):
+        return f"{group}={option}\n\n{text.strip()}"
+    title = f"{group}={option}: {_summary(group, option)}"
+    return "\n".join([_wrapped(title, "", "  "), *_sets(text, group), "", _settings(group, declared()[group][option])])
+
+
+def _settings(group: str, owner: type) -> str:
+    fields = _fields(owner).values()
+    return "\n".join(line for field in fields for line in _entry(_full(group, field.name), field, _default(field)))
+
+
+def _key(key: str) -> str:
+    group, _, name = key.rpartition(".")
+    options = declared().get(group or JOB, {})
+    having = {option: _fields(owner)[name] for option, owner in options.items() if name in _fields(owner)}
+    if not having and not group:  # a key at the top that stands for one of a strategy's own
+        owners = _fields(*(one.load_config() for one in backends.usable().values() if name in one.shortcuts))
+        having = {"": owners[name]} if name in owners else {}
+    if not having:
+        every = keys()
+        same = [other for other in every if other.rpartition(".")[2] == name]
+        near = f"did you mean {' or '.join(same)}?" if same else None
+        near = near or messages.did_you_mean(key, [*every, *declared(), *files()])
+        raise ConfigError(
+            f"explain {key} was given; there is no such setting or group.",
+            hint=near or "gtrain explain lists the groups and their options.",
+        )
+    declarations: dict[str, list[str]] = {}
+    for option, field in having.items():
+        declarations.setdefault(f"{field.metadata.get('help')}{field.metadata.get('words')}", []).append(option)
+    lines: list[str] = []
+    for names in declarations.values():
+        defaults: dict[str, list[str]] = {}
+        for option in names:
+            defaults.setdefault(_default(having[option]), []).append(option)
+        usual = max(defaults, key=lambda value: len(defaults[value]))
+        others = [f"{value} with {group}={', '.join(some)}" for value, some in defaults.items() if value != usual]
+        lines += _entry(key, having[names[0]], "; ".join([usual, *others]))
+        if names != [""] and len(names) < len(options):
+            lines.append(_wrapped(f"with {group}={', '.join(names)}", "    ", "      "))
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------------- pieces
+
+
+def _entry(key: str, field: dataclasses.Field[Any], default: str) -> Iterator[str]:
+    yield _wrapped(f"{key} ({type_of(field)}; {default})", "", "      ")
+    if field.metadata.get("help"):
+        yield _wrapped(_plain(field.metadata["help"]), "    ", "    ")
+    if limits(field):
+        yield f"    {limits(field)}"
+    words = field.metadata.get("words")
+    if isinstance(words, dict):
+        width = max(len(as_typed(word)) for word in words)
+        for word, text in words.items():
+            yield _wrapped(f"{as_typed(word):<{width}}  {_plain(text)}", "      ", " " * (8 + width))
+    elif words:
+        yield _wrapped(" | ".join(map(as_typed, words)), "      ", "      ")
+
+
+def type_of(field: dataclasses.Field[Any]) -> str:
+    """The type of a setting, such as ``int or null``."""
+    return field.metadata.get("type") or str(field.type).replace(" | ", " or ").replace("None", "null")
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    default = default_of(field)
+    return "must be set" if default == "???" else f"default {as_typed(default)}"
+
+
+def _summary(group: str, option: str) -> str:
+    if group == "strategy" and option in backends.usable():
+        return backends.get(option).description
+    owner = declared().get(group, {}).get(option)
+    if owner is None:
+        comment = re.match(r"(?:# @.*\n)?# (.+)", files()[group][option])
+        return comment.group(1) if comment else ""
+    return _plain(inspect.cleandoc(owner.__doc__ or "").partition("\n\n")[0])
+
+
+def _sets(text: str, group: str) -> Iterator[str]:
+    """What an option's file sets outside of its group."""
+    content = OmegaConf.create(text) if "@package _global_" in text else OmegaConf.create()
+    for name, node in content.items():
+        if name not in ("defaults", group):
+            values = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
+            if isinstance(values, dict):
+                yield from (f"  it sets {name!s}.{key!s}={as_typed(value)}" for key, value in values.items())
+            else:
+                yield f"  it sets {name!s}={as_typed(values)}"
+
+
+def _options(group: str) -> list[str]:
+    return sorted({*declared().get(group, ()), *files().get(group, ())} - {""})
+
+
+def _fields(*owners: type) -> dict[str, dataclasses.Field[Any]]:
+    """The settings of dataclasses by name; what names the option itself is left out."""
+    return {field.name: field for owner in owners for field in dataclasses.fields(owner) if field.name not in HIDDEN}
+
+
+def _full(group: str, name: str) -> str:
+    return name if group == JOB else f"{group}.{name}"
+
+
+def _plain(text: str) -> str:
+    """Markdown as plain text."""
+    return re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", " ".join(text.split())).replace("`", "")
+
+
+def _wrapped(text: str, first: str, rest: str) -> str:
+    return textwrap.fill(text, _WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)

@@ -1,0 +1,75 @@
+"""gtrain explain: keys, options and groups from what declares them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from gtrain import backends
+from gtrain.cli import explain
+from gtrain.errors import ConfigError
+
+
+def test_a_key_is_explained_for_each_option_that_has_it() -> None:
+    text = explain.explain("strategy.wire_dtype")
+    assert text.count("strategy.wire_dtype (str; default float32)") == 3
+    assert "with strategy=pyg" in text and "bfloat16  half the bytes, not exact, with float32's range" in text
+    assert explain.explain("strategy.timeout_seconds").count("\n") == 2, "one declaration, one answer"
+
+
+def test_an_option_is_explained_with_what_else_it_sets() -> None:
+    text = explain.explain("strategy=pyg")
+    assert text.startswith(f"strategy=pyg: {backends.get('pyg').description}")
+    assert "it sets data.batch_size=1024" in text and "it sets trainer.num_nodes=2" in text
+    assert "strategy.cache_bytes (int; default 0)" in text and "0 or more bytes" in text
+
+
+def test_options_without_a_dataclass_are_shown_as_they_stand() -> None:
+    assert "max_epochs: 200" in explain.explain("experiment=cora")
+
+
+@pytest.mark.parametrize(
+    ("topic", "lines"),
+    [
+        ("trainer", ["trainer.max_epochs (int or null; default 50)", "epochs; -1: no limit"]),
+        ("trainer.devices=3", ["trainer.devices (int; default 1)"]),
+        ("mode", ["mode (int; default 1)", "3  one exchange"]),
+        ("ckpt_path", ["or a path; train goes on from it"]),
+        ("paths.stores", ["default ${paths.data}/stores"]),
+        ("logger", ["logger=csv", "logger=none"]),
+        ("callbacks", ["callbacks=early_stopping"]),
+    ],
+)
+def test_answers(topic: str, lines: list[str]) -> None:
+    text = explain.explain(topic)
+    assert [line for line in lines if line not in text] == []
+    assert "`" not in text and "](" not in text, "Markdown"
+
+
+@pytest.mark.parametrize(
+    ("topic", "hint"),
+    [
+        ("strategy.prefetsh", "did you mean strategy.prefetch"),
+        ("prefetch", "did you mean strategy.prefetch?"),
+        ("strategy=sra", "did you mean sar"),
+        ("trainr", "did you mean trainer"),
+        ("zzz", "gtrain explain lists the groups"),
+    ],
+)
+def test_typing_errors_are_answered_with_what_is_close(topic: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"explain {topic} was given.*") as caught:
+        explain.explain(topic)
+    assert hint in str(caught.value)
+
+
+def test_without_a_topic_it_lists_the_groups() -> None:
+    done = subprocess.run([sys.executable, "-m", "gtrain", "explain"], capture_output=True, text=True, check=True)
+    assert "strategy=ps" in done.stdout and "data=planted" in done.stdout and "ckpt_path" in done.stdout
+
+
+def test_it_imports_no_torch() -> None:
+    code = "import sys, gtrain.cli.explain as e; e.main(['strategy=ps', 'data.split']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
