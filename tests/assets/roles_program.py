@@ -1,4 +1,4 @@
-"""Jobs of two workers and two counters, killed in one way or another; run by tests/process/test_roles.py.
+"""Jobs of two workers and two counters, killed in one way or another; run by tests/process/launch/test_roles.py.
 
 roles_program.py victims ROUNDS      a worker and a server in turn: prints who was killed and who is blamed
 roles_program.py agents ROUNDS       the agent: prints what is left of it

@@ -1,4 +1,4 @@
-"""Every convolution over 1 to 4 ranks beside PyG on the whole graph; run by tests/process/test_sar_convs.py.
+"""Every convolution over 1 to 4 ranks beside PyG on the whole graph; run by tests/process/sar/test_convs.py.
 
 sar_conv_program.py FOLDER [--world 1,2,3,4] [--mode 1,2,3] [--cases turns|all|listed|beyond|checks|"NAME;.."] [--force]
 

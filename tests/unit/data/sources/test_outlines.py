@@ -1,0 +1,240 @@
+"""Outlines: what each source says of its graph from names, headers and metadata, before it reads the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import test_biggraph as biggraph
+import test_dgl_partition as dgl
+import test_entities as entities
+import test_heco as heco
+import test_musae as musae
+import test_ogb as ogb
+import test_parquet as parquet
+import test_pyg_partition as pyg
+import torch
+from helpers import REPO
+from hydra.utils import get_class
+from omegaconf import OmegaConf
+
+from gtrain.data.module import GraphDataModule
+from gtrain.data.prepare.validate import validate_graph
+from gtrain.data.sources.biggraph import BigGraphData
+from gtrain.data.sources.dgl_partition import DGLPartitionData
+from gtrain.data.sources.edges import EdgesData
+from gtrain.data.sources.entities import EntitiesData
+from gtrain.data.sources.heco import HeCoData
+from gtrain.data.sources.musae import MusaeData
+from gtrain.data.sources.ogb import OGBData
+from gtrain.data.sources.parquet import ParquetData
+from gtrain.data.sources.pyg_partition import PyGPartitionData
+from gtrain.data.sources.temporal import TemporalData
+from gtrain.errors import GtrainError
+from gtrain.graph.store.tables import EdgeArrays
+
+partition = pyg.partition
+Make = Callable[[Path], GraphDataModule]
+
+
+def form(facts: dict[str, Any]) -> dict[str, Any]:
+    """What of some facts decides the layers of a model: which parts there are, not how many of each."""
+    sizes, widths = facts["num_nodes"], facts["num_features"]
+    return {
+        "types": sorted(sizes) if isinstance(sizes, dict) else None,
+        "features": {name: width is not None for name, width in widths.items()}
+        if isinstance(widths, dict)
+        else widths is not None,
+        "labels": facts["num_classes"] is not None,
+        "relations": facts.get("num_relations") is not None,
+        **{key: bool(facts.get(key)) for key in ("multilabel",)},
+        **{key: facts.get(key) for key in ("sparse_features", "target", "entity_types", "relation_ends")},
+    }
+
+
+def mag(folder: Path) -> OGBData:
+    """Two node types, the second with features and labels."""
+    place = folder / "ogbn_mag"
+    ogb.write(place, "raw/num-node-dict.csv.gz", ["author,work", "2,3"])
+    ogb.write(place, "raw/triplet-type-list.csv.gz", ["author,writes,work"])
+    ogb.write(place, "raw/relations/author___writes___work/edge.csv.gz", [(0, 1), (1, 2)])
+    ogb.write(place, "raw/node-feat/work/node-feat.csv.gz", [(1, 2), (3, 4), (5, 6)])
+    ogb.write(place, "raw/node-label/work/node-label.csv.gz", [0, 1, 0])
+    return OGBData(name="ogbn-mag", root=str(folder), split="random")
+
+
+def proteins(folder: Path) -> OGBData:
+    place = ogb.write_nodes(folder / "ogbn_proteins", "species")
+    (place / "raw" / "node-feat.csv.gz").unlink()
+    ogb.write(place, "raw/node-label.csv.gz", [(1, 0), (0, 0), (1, 1), (0, 1)])
+    return OGBData(name="ogbn-proteins", root=str(folder))
+
+
+def wikikg(folder: Path) -> OGBData:
+    ends = {"head": np.array([0]), "tail": np.array([1]), "relation": np.array([0])}
+    place = ogb.write_links(folder / "ogbl_wikikg2", "time", ends, ends)
+    ogb.write(place, "raw/edge_reltype.csv.gz", [0, 1])
+    return OGBData(name="ogbl-wikikg2", root=str(folder))
+
+
+def small_dblp(folder: Path) -> HeCoData:
+    heco.dblp(folder / "heco" / "dblp")
+    return HeCoData(name="dblp", root=str(folder), per_class=40)
+
+
+def one_file(folder: Path) -> HeCoData:
+    np.savez(folder / "one.npz", **heco.dblp(folder / "files"))
+    return HeCoData(name="dblp", path="one.npz", root=str(folder), per_class=40)
+
+
+def arxiv(folder: Path) -> OGBData:
+    ogb.write_nodes(folder / "ogbn_arxiv", "time")
+    return OGBData(root=str(folder))
+
+
+def rows(folder: Path) -> ParquetData:
+    return ParquetData(path=parquet.write(folder / "rows.parquet"), dense=["price"], ids="ids", values="weights")
+
+
+def small_edges(folder: Path) -> EdgesData:
+    (folder / "edges.tsv").write_text("a\tb\tr\nb\tc\ts\n")
+    torch.save(torch.ones(3, 2), folder / "x.pt")
+    return EdgesData(path="edges.tsv", relation=2, features="x.pt", root=str(folder))
+
+
+def joined(folder: Path) -> BigGraphData:
+    counts = {"user": [2, 2], "item": [3, 1]}
+    biggraph.write_entities(folder / "graph", counts)
+    edges = {(i, j): biggraph.columns([0], [0], [0]) for i in range(2) for j in range(2)}
+    biggraph.write_edges(folder / "graph", edges)
+    relations = [{"name": "buys", "lhs": "user", "rhs": "item"}]
+    return BigGraphData(path=str(folder / "graph"), relations=relations, joint_types=True)
+
+
+def users(folder: Path) -> BigGraphData:
+    biggraph.write_entities(folder / "graph", {"user": [4, 4]})
+    biggraph.write_edges(folder / "graph", biggraph.TRAIN)
+    return BigGraphData(path=str(folder / "graph"))
+
+
+def events(folder: Path) -> TemporalData:
+    (folder / "events.txt").write_text("0 1 5\n1 2 6\n")
+    return TemporalData(path="events.txt", root=str(folder))
+
+
+SOURCES: dict[str, Make] = {
+    "arxiv": arxiv,
+    "mag": mag,
+    "proteins": proteins,
+    "wikikg": wikikg,
+    "heco": small_dblp,
+    "heco, one file": one_file,
+    "parquet": rows,
+    "edges": small_edges,
+    "entities": lambda folder: EntitiesData(name="mutag", root=entities.write(folder)),
+    "musae": lambda folder: MusaeData(name="DE", path=musae.write(folder / "DE")),
+    "biggraph": users,
+    "biggraph, joint types": joined,
+    "temporal": events,
+    "dgl": lambda _: DGLPartitionData(path=f"{dgl.ASSETS}/homogeneous/small.json"),
+    "dgl, types": lambda _: DGLPartitionData(path=f"{dgl.ASSETS}/heterogeneous/small.json"),
+}
+
+
+def check(module: GraphDataModule) -> None:
+    """Compare the outline, made while nothing may be read, with the facts of the graph that is read after that."""
+    module.check_inputs()
+    outline = dict(module.outline or {})
+    graph = module.read()
+    assert not isinstance(graph, EdgeArrays)
+    facts = validate_graph(graph, unlabelled=module.unlabelled) | module.extra_facts()
+    facts["target"] = facts.get("target") if module.task == "node" else None
+    assert form(outline) == form(facts)
+    if "edge_types" in outline:
+        assert sorted(outline["edge_types"]) == sorted(graph.edge_types)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_an_outline_has_the_form_of_the_graph(source: str, tmp_path: Path) -> None:
+    check(SOURCES[source](tmp_path))
+
+
+@pytest.mark.parametrize("hetero", [False, True])
+def test_the_outline_of_a_folder_of_pygs_partitioner(hetero: bool, partition: Any, tmp_path: Path) -> None:
+    folder, _ = partition(pyg.heterogeneous() if hetero else pyg.homogeneous())
+    np.save(tmp_path / "y.npy", np.arange(30) % 2)
+    check(PyGPartitionData(path=str(folder), labels=f"{'b=' * hetero}{tmp_path}/y.npy"))
+    (folder / "edge_map.pt" if not hetero else folder / "edge_map" / "b__bb__b.pt").unlink()
+    with pytest.raises(GtrainError, match="there is no .*edge_map"):
+        PyGPartitionData(path=str(folder)).check_inputs()
+
+
+def test_the_outline_of_a_data_set_that_is_to_be_downloaded(tmp_path: Path) -> None:
+    for name, features, relations in (("ogbn-products", True, False), ("ogbl-wikikg2", False, True)):
+        outline = OGBData(name=name, root=str(tmp_path)).outline
+        assert (outline["num_features"] is not None, outline["num_relations"] is not None) == (features, relations)
+    outline = OGBData(name="ogbn-mag", root=str(tmp_path)).outline
+    assert len(outline["edge_types"]) == 8 and outline["target"] == "paper"
+
+
+@pytest.mark.parametrize("source", sorted((REPO / "conf" / "data").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_source_has_an_outline(source: Path) -> None:
+    """But for the classes of PyG by name, whose graphs only their constructors know."""
+    module = get_class(OmegaConf.load(source)["_target_"])
+    assert (source.stem == "pyg") == (vars(module).get("outline", getattr(module, "outline", None)) is None)
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (path,) = folder.rglob(name)
+        path.unlink()
+
+    return change
+
+
+def unpaired(folder: Path) -> None:
+    ogb.write(folder / "ogbn_arxiv", "raw/edge.csv.gz", [(0, 1, 2)])
+
+
+WRONG: dict[str, tuple[Make, Callable[[Path], None] | dict[str, Any], str]] = {
+    "a split of OGB": (arxiv, remove("valid.csv.gz"), "there is no .*valid.csv.gz"),
+    "labels of OGB": (arxiv, remove("node-label.csv.gz"), "there is no .*node-label.csv.gz"),
+    "columns of OGB": (arxiv, unpaired, r"edge.csv.gz, line 1: 3 columns, and 2 were expected"),
+    "held-out edges of OGB": (wikikg, remove("valid.pt"), "there is no .*valid.pt"),
+    "edges of a type of OGB": (mag, remove("edge.csv.gz"), "there is no .*edge.csv.gz"),
+    "a list of HeCo": (small_dblp, remove("pc.txt"), "there is no .*pc.txt"),
+    "a split of HeCo": (one_file, {"per_class": 20}, "has no array 'train_20'; it has"),
+    "labels of Parquet": (rows, {"label": "city2"}, "has no column 'city2'; it has"),
+    "a column of Parquet": (rows, {"dense": ["city"]}, "the column 'city' holds string, and numbers were expected"),
+    "lists of Parquet": (rows, {"ids": "price"}, "the column 'price' holds double, and lists were expected"),
+    "categories of Parquet": (rows, {"categorical": ["price"]}, "strings or whole numbers were expected"),
+    "a column of edges": (small_edges, {"format.relation": 3}, "has 3 columns, and data.relation asks for column 3"),
+    "the column of times": (events, {"time_column": 3}, r"data.time_column=3, and .* has the columns 0..2"),
+    "buckets": (users, remove("edges_1_0.h5"), "has no edges_1_0.h5"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_is_refused_before_the_graph_is_read(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, change, message = WRONG[what]
+    module = make(tmp_path)
+    if callable(change):
+        change(tmp_path)
+    else:
+        for name, value in change.items():
+            if name == "format.relation":
+                object.__setattr__(module.format, "relation", value)  # type: ignore[attr-defined]
+            else:
+                monkeypatch.setattr(module, name, value)
+
+    def read(_: object) -> None:
+        raise AssertionError("the graph was read")
+
+    monkeypatch.setattr(type(module), "read", read)
+    with pytest.raises(GtrainError, match=message):
+        module.prepare_data()
