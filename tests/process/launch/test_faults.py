@@ -16,7 +16,6 @@ from helpers import alive, clean_environment, descendants, ok, summary, until
 
 ARGUMENTS = [
     "trainer.num_nodes=4",
-    "trainer.max_epochs=12",
     "data.num_nodes=4000",
     "data.num_edges=80000",
     "model.dropout=0.5",
@@ -44,9 +43,7 @@ def checkpoint_epoch(run_dir: Path) -> int:
 
 
 def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_end(tmp_path: Path) -> None:
-    # the undisturbed run is kept apart, so that ckpt_path=last cannot find it
-    ok(gtrain(*ARGUMENTS, "hydra.run.dir=undisturbed", "paths.runs=other", cwd=tmp_path))
-    job = start(*ARGUMENTS, "hydra.run.dir=killed", cwd=tmp_path)
+    job = start(*ARGUMENTS, "trainer.max_epochs=10000", "hydra.run.dir=killed", cwd=tmp_path)
     until(lambda: checkpoint_epoch(tmp_path / "killed") >= 3, tmp_path)
     ranks = children(job.pid)
     assert len(ranks) == 4 and {command_of(rank) for rank in ranks} == {
@@ -60,9 +57,12 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_end(tmp_path: Pa
     assert not any(map(alive, ranks))
     assert not (tmp_path / "killed" / "summary.json").exists()
 
-    ok(gtrain(*ARGUMENTS, "hydra.run.dir=resumed", "ckpt_path=last", cwd=tmp_path))
+    number = checkpoint_epoch(tmp_path / "killed") + 4
+    epochs = f"trainer.max_epochs={number}"
+    ok(gtrain(*ARGUMENTS, epochs, "hydra.run.dir=resumed", "ckpt_path=last", cwd=tmp_path))
+    ok(gtrain(*ARGUMENTS, epochs, "hydra.run.dir=undisturbed", cwd=tmp_path))
     whole, rest = summary(tmp_path / "undisturbed"), summary(tmp_path / "resumed")
-    assert 0 < len(rest["history"]) < len(whole["history"]) == 12
+    assert 0 < len(rest["history"]) < len(whole["history"]) == number
     by_epoch = {epoch["epoch"]: epoch for epoch in whole["history"]}
     for epoch in rest["history"]:  # dropout included: every rank's random numbers went on
         assert epoch["train/loss"] == pytest.approx(by_epoch[epoch["epoch"]]["train/loss"], rel=1e-6)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from forked import Program, gtrain, python
+from forked import Program, enough, gtrain, lasting, python
 from helpers import REPO, ok, run, summary, until
 
 from gtrain.wire import Security
@@ -98,18 +98,21 @@ def test_ranks_of_other_settings_under_torchrun_are_refused_in_one_line(tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [("sar",), ("pyg", "data.batch_size=64")], ids=["sar", "pyg"])
 def test_a_stopped_rank_is_named_and_waited_for(strategy: tuple[str, ...], tmp_path: Path) -> None:
-    more = (f"strategy={strategy[0]}", *strategy[1:], "trainer.num_nodes=3", "trainer.max_epochs=40")
-    ok(gtrain(*SMALL, *more, "hydra.run.dir=undisturbed", cwd=tmp_path))
-    job = train(*more, "hydra.run.dir=run", cwd=tmp_path)
+    more = (f"strategy={strategy[0]}", *strategy[1:], "trainer.num_nodes=3")
+    job = lasting(tmp_path, *SMALL, *more)
     until(lambda: (tmp_path / "run" / "checkpoints" / "last.ckpt").exists(), tmp_path)
     victim = children(job.pid)[1]
     os.kill(victim, signal.SIGSTOP)
     until(lambda: re.search(r"gtrain: waiting for rank 1 \(machine 1\), 1[0-3] s", job.errors()), tmp_path)
     os.kill(victim, signal.SIGCONT)
+    enough(tmp_path)
     done = job.end()
     assert done.returncode == 0, done.stderr
     assert "waiting for rank 0" not in done.stderr and "waiting for rank 2" not in done.stderr
-    assert losses(tmp_path / "run") == losses(tmp_path / "undisturbed")
+    of_the_run = losses(tmp_path / "run")
+    epochs = f"trainer.max_epochs={len(of_the_run)}"
+    ok(gtrain(*SMALL, *more, epochs, "hydra.run.dir=undisturbed", cwd=tmp_path))
+    assert of_the_run == losses(tmp_path / "undisturbed")
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import Program, gtrain, python
+from forked import Program, enough, gtrain, lasting, python
 from helpers import alive, logs, ok, summary, until
 
 from gtrain_pbg.checkpoints import Reached
@@ -143,21 +143,28 @@ def test_a_killed_trainer_is_named_and_others_train_its_buckets(tmp_path: Path) 
         "data.num_entities=2000",
         "data.num_triples=40000",
         "model.dimension=64",
-        "trainer.max_epochs=4",
         "strategy.num_partitions=8",
     ]  # with room to read ahead
-    job = Program("-m", "gtrain", *SMALL, *heavy, *TWO, "trainer.devices=2", "hydra.run.dir=run", cwd=tmp_path)
+    job = lasting(tmp_path, *SMALL, *heavy, *TWO, "trainer.devices=2")
     until(lambda: begun(tmp_path / "run", 1, 2), tmp_path)
     ranks = children(job)[-4:]
     os.kill(ranks[2], signal.SIGKILL)
+    until(lambda: "the job goes on without machine 1" in job.errors(), tmp_path)
+    enough(tmp_path)
     done = ok(job.end())
     assert "rank 2 of 4 (machine 1) was killed by SIGKILL; the job goes on without machine 1" in done.stderr
     run = summary(tmp_path / "run")
-    assert of_epochs(run, "train/edges") == [36000] * 4  # no edge was left out
-    again = of_epochs(run, "train/buckets_again")
-    assert again[1] >= 1 and again[0] == again[2] == again[3] == 0
+    assert set(of_epochs(run, "train/edges")) == {36000}  # no edge was left out
+    assert of_epochs(run, "train/buckets_again")[0] == 0
+    assert sum(of_epochs(run, "train/buckets_again")) == buckets_again(done.stderr)
     assert run["world_size"] == 2 and not any(map(alive, ranks))
-    assert of_epochs(run, "train/loss")[3] < of_epochs(run, "train/loss")[0]
+    assert of_epochs(run, "train/loss")[-1] < of_epochs(run, "train/loss")[0]
+
+
+def buckets_again(said: str) -> int:
+    """Buckets that a lost machine held, as the job says it: none where it was waiting for the others."""
+    lost = re.search(r"machine 1 is lost \(.*\); the job goes on without it(?:; its (\d* ?)buckets? )?", said)
+    return 0 if lost is None or lost[1] is None else int(lost[1] or 1)
 
 
 @pytest.mark.parametrize(
@@ -177,45 +184,46 @@ def test_what_the_job_cannot_go_on_without_ends_it(setting: str, victim: int, na
 
 
 def test_a_killed_lock_server_is_restarted_and_every_bucket_is_trained_once(tmp_path: Path) -> None:
-    epochs = 10
-    more = [f"trainer.max_epochs={epochs}", "callbacks=none", "hydra.run.dir=run"]
-    job = Program("-m", "gtrain", *SMALL, *TWO, *more, cwd=tmp_path)
+    job = lasting(tmp_path, *SMALL, *TWO, "callbacks=none")
     run = tmp_path / "run"
     for number in range(3):
         until(lambda number=number: rounds(run) > 2 * number or not alive(job.pid), tmp_path)
         os.kill(lock_server(job), signal.SIGKILL)
         until(lambda number=number: log_of_lock(run).count("restarted") > number or not alive(job.pid), tmp_path)
+    enough(tmp_path)
     done = ok(job.end())
     assert done.stderr.count("lock 0 of 1 (machine 0) was killed by SIGKILL; restarting it") == 3
     found = summary(run)
-    assert of_epochs(found, "train/edges") == [EDGES] * epochs
-    assert of_epochs(found, "train/buckets_again") == [0] * epochs
+    assert set(of_epochs(found, "train/edges")) == {EDGES}
+    assert set(of_epochs(found, "train/buckets_again")) == {0}
     assert "is lost" not in done.stderr  # a rank may end before the others
 
 
 @pytest.mark.parametrize("has_joined", [False, True])
 def test_a_rank_killed_before_the_first_epoch_is_restarted_or_missed(has_joined: bool, tmp_path: Path) -> None:
     """Before it has met the others, another process takes its place; later the job goes on without its machine."""
-    job = Program("-m", "gtrain", *SMALL, *TWO, "trainer.max_epochs=2", "hydra.run.dir=run", cwd=tmp_path)
+    job = lasting(tmp_path, *SMALL, *TWO)
     run = tmp_path / "run"
     if has_joined:
         until(lambda: "rank 1 has joined" in log_of_lock(run), tmp_path)
     else:
         until(lambda: (run / "logs" / "rank-1.log").exists(), tmp_path)
     os.kill(children(job)[-1], signal.SIGKILL)
+    until(lambda: "rank 1 of 2 (machine 1) was killed" in job.errors(), tmp_path)
+    until(lambda: begun(run, 0, 1), tmp_path)
+    enough(tmp_path)
     done = ok(job.end())
     killed = "rank 1 of 2 (machine 1) was killed by SIGKILL; "
     assert killed + ("the job goes on without machine 1" if has_joined else "restarting it (1/3)") in done.stderr
     assert ("machine 1 is lost (rank 1 has ended); the job goes on without it" in done.stderr) == has_joined
     found = summary(run)
     assert found["world_size"] == (1 if has_joined else 2)
-    assert of_epochs(found, "train/edges") == [EDGES] * 2
+    assert set(of_epochs(found, "train/edges")) == {EDGES}
 
 
 @pytest.mark.slow
 def test_a_trainer_that_stands_still_loses_its_bucket_and_is_let_in_no_more(tmp_path: Path) -> None:
-    lease = ["strategy.lease_seconds=10"]
-    job = Program("-m", "gtrain", *SMALL, *TWO, *lease, "trainer.max_epochs=7", "hydra.run.dir=run", cwd=tmp_path)
+    job = lasting(tmp_path, *SMALL, *TWO, "strategy.lease_seconds=10")
     run = tmp_path / "run"
     until(lambda: begun(run, 1, 3), tmp_path)
     stopped = children(job)[-1]
@@ -223,12 +231,13 @@ def test_a_trainer_that_stands_still_loses_its_bucket_and_is_let_in_no_more(tmp_
     now = rounds(run)
     until(lambda: begun(run, 0, now + 2), tmp_path)  # another has trained what it held
     os.kill(stopped, signal.SIGCONT)
+    enough(tmp_path)
     done = ok(job.end())
-    assert "machine 1 is lost (rank 1 was not heard of for 10 s); the job goes on without it; its " in done.stderr
+    assert "machine 1 is lost (rank 1 was not heard of for 10 s); the job goes on without it" in done.stderr
     assert "machine 1 was taken for lost: rank 1 was not heard of for 10 s; the job goes on" in done.stderr
     found = summary(run)
-    assert of_epochs(found, "train/edges") == [EDGES] * 7
-    assert sum(of_epochs(found, "train/buckets_again")) >= 1
+    assert set(of_epochs(found, "train/edges")) == {EDGES}
+    assert sum(of_epochs(found, "train/buckets_again")) == buckets_again(done.stderr)
 
 
 @pytest.mark.slow
@@ -314,7 +323,7 @@ def test_machines_by_hand_with_keys_go_on_without_one_that_kept_nothing(where: s
     """All of the second machine is killed; partitions are on a server started by hand, or in a shared folder."""
     ok(gtrain("key", "cluster.key_file=job.key", cwd=tmp_path))
     meet = [f"cluster.rendezvous=file://{tmp_path}/meet", "cluster.key_file=job.key", *TWO]
-    heavy = ["data.num_entities=2000", "data.num_triples=20000", "trainer.max_epochs=6"]
+    heavy = ["data.num_entities=2000", "data.num_triples=20000"]
     command, jobs = ["-m", "gtrain"], []
     if where == "servers":
         meet += ["strategy.partition_servers=1"]
@@ -323,11 +332,12 @@ def test_machines_by_hand_with_keys_go_on_without_one_that_kept_nothing(where: s
     else:
         own = ["cluster=manual", "strategy.partition_servers=0", f"strategy.partition_path={tmp_path / 'partitions'}"]
     for rank in (0, 1):
-        by_hand = [*own, f"cluster.rank={rank}", f"hydra.run.dir=machine-{rank}"]
-        jobs.append(Program(*command, *SMALL, *heavy, *meet, *by_hand, cwd=tmp_path))
+        by_hand = [*SMALL, *heavy, *meet, *own, f"cluster.rank={rank}"]
+        jobs.append(lasting(tmp_path, *by_hand, run=f"machine-{rank}"))
     try:
         until(lambda: begun(tmp_path / "machine-0", 1, 2), tmp_path)
         os.kill(jobs[-1].pid, signal.SIGKILL)
+        enough(tmp_path)
         done = [ok(job.end()) for job in jobs[:-1]]
     finally:
         for job in jobs:
@@ -337,6 +347,6 @@ def test_machines_by_hand_with_keys_go_on_without_one_that_kept_nothing(where: s
     said = (tmp_path / "machine-0" / "logs" / "lock-0.log").read_text()
     assert "the job goes on without parameter 1, which kept nothing: it has ended" in said
     run = summary(tmp_path / "machine-0")
-    assert of_epochs(run, "train/edges") == [18000] * 6  # no edge was left out
-    assert of_epochs(run, "train/loss")[5] < of_epochs(run, "train/loss")[0]
+    assert set(of_epochs(run, "train/edges")) == {18000}  # no edge was left out
+    assert of_epochs(run, "train/loss")[-1] < of_epochs(run, "train/loss")[0]
     assert sum(rank["role"] == "worker" for rank in run["ranks"]) == 1

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from forked import Program, gtrain
+from forked import Program, enough, gtrain, lasting
 from helpers import REPO, alive, descendants, logs, ok, show, summary, until
 
 ASSETS = REPO / "tests" / "assets"
@@ -55,18 +55,6 @@ def processes(root: int) -> dict[str, int]:
 def steps(run: Path) -> bool:
     """Whether the run has trained an epoch."""
     return any(path.stat().st_size for path in run.rglob("metrics.csv"))
-
-
-def lasting(folder: Path, *arguments: str) -> Program:
-    """A run in ``folder / "run"`` that trains until :func:`enough`: it cannot end before the test has disturbed it."""
-    more = (f"+callbacks.until={{_target_:train_until.TrainUntil,folder:{folder}/until}}", "trainer.max_epochs=100000")
-    env = {"PYTHONPATH": str(ASSETS)}
-    return Program("-m", "gtrain", *arguments, *more, "hydra.run.dir=run", cwd=folder, env=env)
-
-
-def enough(folder: Path) -> None:
-    """Have a run that is :func:`lasting` stop soon."""
-    (folder / "until" / "enough").touch()
 
 
 def compare_with_an_undisturbed_run(folder: Path, *arguments: str) -> None:
