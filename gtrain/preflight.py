@@ -65,7 +65,7 @@ def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str])
     for key, node in _targets({key: config[key] for key in ("model", "callbacks", "logger")}):
         _check_target(key, node)
     sketch = _Sketch(config, data)
-    _check_strategy(strategy, sketch, choices, typed)
+    _check_strategy(strategy, sketch, job.model_name, typed)
     strategy.serves.check_parts(strategy.strategy_name, data.num_parts, ranks)
     _check_accelerator(config["trainer"]["accelerator"])
     _check_monitors(config, sketch)
@@ -103,7 +103,7 @@ def _find_checkpoint(job: Any) -> Path | None:
     return folder
 
 
-def _check_strategy(strategy: GraphStrategy, sketch: _Sketch, choices: Mapping[str, str], typed: Sequence[str]) -> None:
+def _check_strategy(strategy: GraphStrategy, sketch: _Sketch, model: str, typed: Sequence[str]) -> None:
     """Refuse a model, optimizers or settings that a strategy does not serve; hints name strategies that do."""
     name, serves, settings = strategy.strategy_name, strategy.serves, sketch.settings
     reason, broken, error = sketch.traits.refusal(serves), serves.violated(settings), None
@@ -121,7 +121,7 @@ def _check_strategy(strategy: GraphStrategy, sketch: _Sketch, choices: Mapping[s
         advice = f"; or choose strategy={' or '.join(others)}." if others else "."
         raise ConfigError(error.message, hint=f"{(error.hint or 'choose another optimizer').rstrip('.')}{advice}")
     if reason is not None:
-        raise backends.not_served(name, f"model={choices['model']}", sketch.traits, reason, others)
+        raise backends.not_served(name, model, sketch.traits, reason, others)
     raise backends.not_honoured(name, next(iter(broken)), broken, settings, others)
 
 

@@ -104,13 +104,19 @@ class _Task:
     config: dict[str, Any]
     choices: dict[str, str]
 
+    @property
+    def model_name(self) -> str:
+        """What messages call the model: by its import path where that is not gtrain's, whatever ``model`` is."""
+        target = str(self.config["model"].get("_target_"))
+        return f"model={self.choices['model']}" if target.startswith("gtrain.model.") else f"model._target_={target}"
+
     def run(self) -> float | None:
         config, run_dir = self.config, Path(self.config["paths"]["run"])
         if config["verb"] in ("predict", "export"):
             check_output(self._output, config["format"])
         pl.seed_everything(config["seed"], verbose=False)
         strategy, checkpoint = self._strategy(), self._checkpoint()
-        strategy.model_name = f"model={self.choices['model']}"
+        strategy.model_name = self.model_name
         memory = PeakMemory()  # the strategy's imports are among those that count
         if slots.restarts() or strategy.outlives_job:
             checkpoint = strategy.restart_checkpoint(run_dir) or checkpoint
@@ -126,7 +132,7 @@ class _Task:
         traits = backends.Traits(kind(model), data.task, store.is_hetero, any(True for _ in tables(model)))
         if (reason := traits.refusal(strategy.serves)) is not None:
             others = backends.serving(traits, {"data.task": data.task})
-            raise backends.not_served(strategy.strategy_name, f"model={self.choices['model']}", traits, reason, others)
+            raise backends.not_served(strategy.strategy_name, self.model_name, traits, reason, others)
         recorder = RunRecorder(strategy.counters)
         trainer = self._trainer(strategy, recorder, model, data)
         if config["verb"] == "train" and strategy.is_global_zero and not slots.restarts():
