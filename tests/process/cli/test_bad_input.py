@@ -57,6 +57,18 @@ def test_the_edge_list_itself_is_fine(edges: Path) -> None:
     ok(gtrain(*edge_list(), cwd=edges))
 
 
+def test_a_network_that_replaces_an_option_is_called_by_its_import_path(edges: Path) -> None:
+    weighted = "".join(f"{i}\t{(i + 1) % 12}\t{2 - i}\n" for i in range(12))
+    (edges / "weighted.tsv").write_text(weighted)
+    network = ["strategy=single", "model.hidden_channels=4", "model._target_=torch_geometric.nn."]
+    done = ok(gtrain(*edge_list(path="weighted.tsv"), *network[:2], network[2] + "GraphSAGE", cwd=edges))
+    assert "model._target_=torch_geometric.nn.GraphSAGE does not read edge_weight" in done.stdout + done.stderr
+    said = refused(*edge_list(path="weighted.tsv"), *network[:2], network[2] + "GCN", cwd=edges)
+    assert (
+        "weighted.tsv, line 4: the weight is -1, and model._target_=torch_geometric.nn.GCN takes weights of 0" in said
+    )
+
+
 def test_features_with_the_wrong_number_of_rows(edges: Path) -> None:
     (edges / "x.csv").write_text("1,2\n" * 15)
     said = refused(*edge_list(), cwd=edges)
