@@ -78,6 +78,8 @@ PLUGIN_MAY_USE = (
     "graph",
     "data",
     "nn",
+    "kernels",
+    "memory",
     "wire",
     "config",
     "settings",

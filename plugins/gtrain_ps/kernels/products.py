@@ -8,7 +8,8 @@ from typing import Any
 from numba import njit
 
 from gtrain.graph.prefetch import prefetch_next_row
-from gtrain_ps.kernels.widths import FAST, Kernel, deserves_own
+from gtrain.kernels.options import FAST, inlined
+from gtrain_ps.kernels.widths import Kernel, deserves_own
 
 _AHEAD = 32  # entries, whose rows are often in a cache
 
@@ -19,7 +20,7 @@ def product_of(table: Any) -> Kernel:
     return _of_width(width) if deserves_own(table) else partial(forward, width)
 
 
-@njit(cache=True, nogil=True, fastmath=FAST, forceinline=True)
+@inlined(fastmath=FAST)
 def forward(width: int, ids: Any, offsets: Any, values: Any, weighted: bool, table: Any, out: Any) -> None:
     """Sparse rows times a block: ``out[i] = sum of values[j] * table[ids[j]]`` over the entries j of row i.
 

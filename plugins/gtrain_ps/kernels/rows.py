@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
 from gtrain.graph.prefetch import prefetch_entry
 
+Array = NDArray[Any]
 _ROWS_AHEAD = 3
 _ENTRIES_AHEAD = 64
+
+
+class Grouped(NamedTuple):
+    """Sparse rows, stacked and grouped by id, as :func:`group` writes them: what an update walks over.
+
+    Attributes:
+        found: distinct ids.
+        unique: int32 ``[>= found]``, these ids.
+        first: int32 ``[>= found]``, where the chain of each begins.
+        following: int32 ``[Z]``, the next entry of the same id; -1: there is none.
+        row_of: int32 ``[Z]``, the sparse row of each entry.
+        values: ``[Z]``, of the block's dtype, if ``weighted``.
+        weighted: whether entries have values; else every one is 1.
+    """
+
+    found: int
+    unique: Array
+    first: Array
+    following: Array
+    row_of: Array
+    values: Array
+    weighted: bool
 
 
 @njit(cache=True, nogil=True)

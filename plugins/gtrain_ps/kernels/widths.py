@@ -12,8 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 Kernel = Callable[..., None]
-FAST = {"reassoc", "contract", "nsz", "arcp"}
-"""What the compiler may do with sums and products; NaN and infinity stay what they are."""
 _LARGE = 32 << 20
 
 

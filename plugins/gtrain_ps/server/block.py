@@ -15,19 +15,13 @@ from gtrain.errors import ConfigError, DataError
 from gtrain.nn.rules import RULES, Rule
 from gtrain_ps.kernels import rows as row_kernels
 from gtrain_ps.kernels.products import product_of
+from gtrain_ps.kernels.progress import BACKUP_ROWS, DONE, MARKS, STEP, Progress
+from gtrain_ps.kernels.rows import Grouped
+from gtrain_ps.kernels.rules import rule_of
 from gtrain_ps.kernels.updates import update_of
 from gtrain_ps.server.memory import Region
 
 Array = NDArray[Any]
-BACKUPS = 4
-"""A row and its state, one line each, as they were before the change that is under way."""
-MARKS = 4
-"""How far a step is, int64: its number; how many of its distinct rows are done, in the order of their grouping; the row
-that is being changed, or -1; and its place in that order, which is below the number of those done as soon as it is one.
-
-A process that is killed leaves them, and the next one goes on from there. A step's rows are stacked in the order of
-workers and calls, so they are grouped alike.
-"""
 
 
 @dataclass(frozen=True)
@@ -48,19 +42,6 @@ class Rows:
         return len(self.offsets) - 1
 
 
-@dataclass(frozen=True)
-class Grouped:
-    """Sparse rows, stacked and grouped by id: what an update walks over."""
-
-    found: int
-    unique: Array
-    first: Array
-    following: Array
-    row_of: Array
-    values: Array
-    weighted: bool
-
-
 class Block:
     """Rows ``[n, d]`` of a table, and their optimizer state.
 
@@ -76,17 +57,19 @@ class Block:
         self.name, self.height, self.width = name, height, width
         self._region = region
         self.table = region.tensor(f"{name}/rows", (height, width), dtype)
-        self._multiply = product_of(self.table.numpy())
+        self._rows = self.table.numpy()
+        self._multiply, self._update = product_of(self._rows), update_of(self._rows)
         self.rule: Rule | None = None
         self.state: dict[str, Tensor] = {}
-        self._safe = region.survives
-        self._marker = region.tensor(f"{name}/marker", (MARKS,), torch.int64).numpy()
-        self._backup = region.tensor(f"{name}/backup", (BACKUPS, max(1, width)), dtype).numpy()
+        self._state: tuple[Array, ...] = ()
+        marker = region.tensor(f"{name}/marker", (MARKS,), torch.int64)
+        backup = region.tensor(f"{name}/backup", (BACKUP_ROWS, max(1, width)), dtype)
+        self.progress = Progress(region.survives, marker.numpy(), backup.numpy())
         self._latest = np.zeros(height, np.int32)
         self._scratch: list[Array] = []
         if f"{name}/rule" in region.notes:
             self.use(region.notes[f"{name}/rule"], {})
-            self.repair(region.version + 1)
+            self.progress.repair(region.version + 1, self._rows, self._state)
 
     @property
     def nbytes(self) -> int:
@@ -128,8 +111,8 @@ class Block:
     def multiply(self, rows: Rows) -> Tensor:
         """Rows times the block, ``[m, d]``."""
         out = torch.empty(len(rows), self.width, dtype=self.table.dtype)
-        values = self._backup[0, :0] if rows.values is None else rows.values
-        self._multiply(rows.ids, rows.offsets, values, rows.values is not None, self.table.numpy(), out.numpy())
+        values = self.progress.backup[0, :0] if rows.values is None else rows.values
+        self._multiply(rows.ids, rows.offsets, values, rows.values is not None, self._rows, out.numpy())
         return out
 
     # -------------------------------------------------------------------------------------------------- updates
@@ -142,7 +125,7 @@ class Block:
             pieces = [rows.offsets[1:] + begin for rows, begin in zip(stack, begins, strict=False)]
             offsets = np.concatenate([stack[0].offsets[:1], *pieces])
         weighted = any(rows.values is not None for rows in stack)
-        values = self._backup[0, :0]
+        values = self.progress.backup[0, :0]
         if weighted:
             kind = values.dtype
             values = _joined([np.ones(len(r.ids), kind) if r.values is None else r.values for r in stack])
@@ -170,6 +153,7 @@ class Block:
             self.state[name] = self._region.tensor(f"{self.name}/{name}", shape, self.table.dtype)
             if noted not in self._region.notes and name == "sum" and start:
                 self.state[name].fill_(start)
+        self._state = tuple(tensor.numpy() for tensor in self.state.values())
         if noted not in self._region.notes:
             self._region.note(noted, rule)
 
@@ -183,49 +167,12 @@ class Block:
             step: its number, above 0.
         """
         assert self.rule is not None
-        if self._marker[0] != step:
-            self._begin(step)
-        state = [self.state[name].numpy() for name in self.rule.state]
-        numbers = [float(settings["lr"]), float(settings.get("weight_decay", 0.0))]
-        if "eps" in settings:
-            numbers.append(float(settings["eps"]))
-        numbers += [float(beta) for beta in settings.get("betas", ())]
-        update_of(self.rule.name, self.table.numpy())(
-            grouped.found,
-            grouped.unique,
-            grouped.first,
-            grouped.following,
-            grouped.row_of,
-            grouped.values,
-            grouped.weighted,
-            gradient.numpy(),
-            self.table.numpy(),
-            *state,
-            *numbers,
-            self._safe,
-            self._marker,
-            self._backup,
-        )
-        if self._safe:
-            self._marker[1] = grouped.found
-
-    def repair(self, step: int) -> None:
-        """Put back the row whose change by ``step`` was cut off when the process before this one was killed."""
-        begun, done, row, place = self._marker.tolist()
-        if begun != step or row < 0 or place < done or self.rule is None:
-            return
-        self.table[row] = torch.from_numpy(self._backup[0].copy())
-        places = {"sum": 1, "mean": 1, "square": 2, "step": 3}
-        for name, wide in self.rule.state.items():
-            before = self._backup[places[name]]
-            self.state[name][row] = torch.from_numpy(before.copy()) if wide else float(before[0])
-        self._marker[2] = -1
-
-    def _begin(self, step: int) -> None:
-        """Begin with a step; in this order, so that a process that is killed in between has begun with none."""
-        self._marker[2:] = -1
-        self._marker[1] = 0
-        self._marker[0] = step
+        if self.progress.marker[STEP] != step:
+            self.progress.start_step(step)
+        rule = rule_of(self.rule.name, settings)
+        self._update(rule, grouped, gradient.numpy(), self._rows, self._state, self.progress)
+        if self.progress.safe:
+            self.progress.marker[DONE] = grouped.found
 
     def _room(self, entries: int) -> list[Array]:
         """Arrays for grouping so many entries; they are kept from step to step."""

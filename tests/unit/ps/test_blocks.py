@@ -17,6 +17,7 @@ from gtrain.nn import Csr, TableSpec
 from gtrain.nn.product import product, transposed
 from gtrain.nn.rules import RULES, update
 from gtrain_ps.kernels import widths
+from gtrain_ps.kernels.progress import DONE, STEP
 from gtrain_ps.placement import Placement, spread
 from gtrain_ps.server.block import Block, Rows
 from gtrain_ps.server.memory import LastingRegion, Region
@@ -123,18 +124,16 @@ def test_a_step_that_was_cut_off_is_applied_once(name: str) -> None:
         block.table[row] = before[int(row)]
         for key, tensor in states.items():
             block.state[key][row] = tensor[row]
-    block._marker[:] = [2, half, cut, half]  # and this one was being changed
-    block._backup[0] = before[int(cut)].numpy()
-    for key, place in {"sum": 1, "mean": 1, "square": 2, "step": 3}.items():
-        if key in states:
-            row = states[key][cut]
-            block._backup[place][: row.numel()] = row.numpy()
-            block.state[key][cut] = -7
+    block.progress.marker[:] = [2, half, cut, half]  # and this one was being changed
+    block.progress.backup[0] = before[int(cut)].numpy()
+    for place, (key, tensor) in enumerate(states.items(), start=1):
+        block.progress.backup[place][: tensor[cut].numel()] = tensor[cut].numpy()
+        block.state[key][cut] = -7
     block.table[cut] = -7
 
     again = Block("wide", *table.shape, table.dtype, region)  # finds what was there
     again.use(name, settings)
-    again.repair(2)
+    again.progress.repair(2, again.table.numpy(), [tensor.numpy() for tensor in again.state.values()])
     again.update(again.group([taken(again, rows)]), gradient, settings, 2)
     torch.testing.assert_close(again.table, expected.table, rtol=1e-14, atol=1e-14)
     for key in states:
@@ -164,11 +163,12 @@ def test_a_process_that_is_killed_within_an_update_is_followed_by_one_that_does_
             finally:
                 os._exit(0)
         late = time.monotonic() + LIMIT
-        while block._marker[0] != step or block._marker[1] < min(step, 10) * height // 20:
+        marker = block.progress.marker
+        while marker[STEP] != step or marker[DONE] < min(step, 10) * height // 20:
             assert time.monotonic() < late
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        inside += bool(block._marker[1] < height)
+        inside += bool(marker[DONE] < height)
         region = LastingRegion(lasting)
         region.set_version(step - 1)
         block = Block("wide", height, width, torch.float32, region)
