@@ -39,6 +39,10 @@ class JobNetwork:
     own_address: str | None
     ranks_of_machine: int
 
+    def name_of(self, rank: int) -> str:
+        """What messages call a rank of the job: ``rank 2 (machine 1)``."""
+        return f"rank {rank} (machine {rank // self.ranks_of_machine})"
+
 
 def network_of(environment: ClusterEnvironment) -> JobNetwork:
     """How the processes of this process's job reach each other."""

@@ -166,8 +166,7 @@ class Forming:
                 say_waiting(f"waiting for {self._name_of(rank, network)} to come, {waited:.0f} s")
 
     def _name_of(self, rank: int, network: JobNetwork) -> str:
-        number = self._first + rank
-        return f"rank {number} (machine {number // network.ranks_of_machine})"
+        return network.name_of(self._first + rank)
 
     def _tell(self, what: str) -> None:
         number = self._store.add("events", 1)

@@ -142,7 +142,7 @@ class FailureDetector:
         lost = {name: ENDED for name, process in self._processes.items() if process in ended}
         limit = self._clock() - self._lease_seconds
         silent = {name for name, heard in self._heard.items() if heard < limit} - lost.keys()
-        lost |= dict.fromkeys(silent, f"was not heard of for {self._lease_seconds:g} s")
+        lost |= dict.fromkeys(silent, f"sent no heartbeat for {self._lease_seconds:g} s")
         return dict(sorted(lost.items(), key=lambda item: (is_rank(item[0]), item[0])))
 
 

@@ -119,11 +119,11 @@ class LockClient:
             if self._report is None:
                 return self._client.result(beat)
         self._report(
-            f"the lock server: no answer for {REPORT_SECONDS:g} s; "
-            f"the job ends if it is silent for {self._patience:g} s"
+            f"waiting for the lock server, {REPORT_SECONDS:g} s; "
+            f"the job ends after {self._patience:g} s without a reply"
         )
         answer = self._client.result(beat)
-        self._report("the lock server: here again")
+        self._report("the lock server replies again")
         return answer
 
     def _watch(self, store: str) -> None:

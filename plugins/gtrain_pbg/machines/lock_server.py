@@ -212,7 +212,7 @@ class LockServer:
                 if how != ENDED and name in waited_for:
                     if self._detector.silence(name) < self._patience:
                         continue
-                    how = f"was not heard of for {self._patience:g} s"
+                    how = f"sent no heartbeat for {self._patience:g} s"
                 if is_rank(name) and how == ENDED and _rank(name) not in self._stay:
                     self._detector.await_return(name)  # it had no part in the job yet: its agent restarts it
                 elif is_rank(name):
@@ -232,11 +232,11 @@ class LockServer:
             names = [name for name in silent if self._is_waited_for(name) == waited_for]
             if names and not self._ended:
                 self._report(
-                    f"{self._named(names)}: no answer for {REPORT_SECONDS:g} s; "
-                    f"who is silent for {seconds:g} s is taken for lost"
+                    f"waiting for {self._named(names)}, {REPORT_SECONDS:g} s; "
+                    f"lost after {seconds:g} s without a heartbeat"
                 )
         if back and not self._ended:
-            self._report(f"{self._named(back)}: here again")
+            self._report(f"heartbeats from {self._named(back)} again")
 
     @property
     def _patience(self) -> float:

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
 from gtrain.errors import ConfigError
+from gtrain.launch.job_store import network_of
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.group import Group
 from gtrain.strategy.heap import keep_freed
@@ -57,9 +58,14 @@ class ReturningStrategy(GraphStrategy):
                 hint="start it with the gtrain command.",
             )
         if self.parameter_servers is None:
+            assert self.cluster_environment is not None
             keep_freed()
-            lasting = self.settings.restarts > 0
-            self.parameter_servers = ParameterServers(self.servers.clients(ROLE), lasting)
+            self.parameter_servers = ParameterServers(
+                self.servers.clients(ROLE),
+                self.settings.restarts > 0,
+                self.global_rank,
+                network_of(self.cluster_environment).name_of,
+            )
         return self.parameter_servers
 
     def restart_checkpoint(self, run_dir: Path) -> Path | None:

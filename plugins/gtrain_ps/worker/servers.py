@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from gtrain.wire import Client, Message, PeerRestartedError
+from gtrain.errors import SilentRankError
+from gtrain.launch.environment import say_waiting
+from gtrain.strategy.mesh import SAY_SECONDS
+from gtrain.wire import Client, DeadlineError, Message, PeerRestartedError
 
 log = logging.getLogger("gtrain")
 LOOK_SECONDS = 0.5
 """A worker that waits looks this often whether the server is still the one that it asked."""
-TELL_LOOKS = 6
-"""After so many looks a worker says for whom it waits."""
+LOG_SECONDS = 3.0
+"""After so long a worker's log says which request has no reply."""
+_SAY_AGAIN_SECONDS = 30.0
+_REPLY_SECONDS = 1.0
+"""A server that does not reply to a question within this time is taken for silent."""
 
 
 class Request:
@@ -41,29 +48,46 @@ class Request:
     def _submit(self) -> Future[Message]:
         return self._servers.clients[self._server].submit(*self._asked, attended=True)
 
-    def _await(self) -> Message:
-        """The answer; where servers come back, a TimeoutError if it takes long."""
-        seconds = LOOK_SECONDS if self._servers.lasting else None
-        return self._servers.clients[self._server].result(self._future, seconds)
-
     def result(self) -> Message:
-        """The answer, as soon as it is there."""
-        looks = 0
+        """Wait for the reply, and name on the terminal who keeps this worker waiting for long.
+
+        Raises:
+            SilentRankError: no reply in time; names the silent servers, or else the workers that are missing.
+        """
+        servers, client = self._servers, self._servers.clients[self._server]
+        began = time.monotonic()
+        has_logged, say_at = False, SAY_SECONDS
         while True:
             try:
-                answer = self._await()
+                answer = client.result(self._future, LOOK_SECONDS)
             except TimeoutError:
-                looks += 1
-                self._servers.look_at_all()
-                if looks == TELL_LOOKS:
-                    self._servers.tell(self._server, self._asked[0])
+                servers.look_at_all()
+                waited = time.monotonic() - began
+                if waited >= LOG_SECONDS and not has_logged:
+                    has_logged = True
+                    log.warning(
+                        "step %d: no reply to %s from parameter %d for %.0f s",
+                        servers.step, self._asked[0], self._server, waited,
+                    )  # fmt: skip
+                if waited >= say_at:
+                    say_at = _SAY_AGAIN_SECONDS * (waited // _SAY_AGAIN_SECONDS + 1)
+                    for name in servers.find_missing():
+                        say_waiting(f"waiting for {name}, {waited:.0f} s")
             except PeerRestartedError:
-                if not self._servers.lasting:
+                if not servers.lasting:
                     raise
-                self._servers.look(self._server)
+                servers.look(self._server)
                 self._future = self._submit()
+            except DeadlineError as error:
+                if not (names := servers.find_missing()):
+                    raise
+                raise SilentRankError(
+                    f"waited {error.seconds:g} s for {', '.join(names)}",
+                    hint="see whether it is stopped, or its machine cut off; strategy.timeout_seconds="
+                    f"{error.seconds:g} is the longest wait.",
+                ) from error
             else:
-                self._servers.answered(self._server, answer)
+                servers.answered(self._server, answer)
                 return answer
 
 
@@ -82,13 +106,22 @@ class ParameterServers:
         clients: one for each server, in rank order.
         lasting: whether a server that was killed comes back with what it had; then everything that it may not have
             applied is kept here, to be sent again.
+        rank: this worker.
+        name_of: what messages call a worker, such as ``rank 2 (machine 1)``.
 
     Attributes:
         step: steps that this worker has committed.
     """
 
-    def __init__(self, clients: Sequence[Client], lasting: bool = False) -> None:
+    def __init__(
+        self,
+        clients: Sequence[Client],
+        lasting: bool = False,
+        rank: int | None = None,
+        name_of: Callable[[int], str] = lambda rank: f"rank {rank}",
+    ) -> None:
         self.clients, self.lasting = list(clients), lasting
+        self._rank, self._name_of = rank, name_of
         self.step = 0
         self._calls: dict[int, int] = {}
         self._sent: list[dict[int, _Sent]] = [{} for _ in self.clients]
@@ -168,16 +201,15 @@ class ParameterServers:
             for step in [step for step in self._sent[server] if step < version]:
                 del self._sent[server][step]
 
-    def tell(self, server: int, method: str) -> None:
-        """Say for what this worker waits, and for which other worker as far as the server knows it."""
-        log.warning("step %d: parameter %d has not answered %s for a while", self.step, server, method)
-
-        def name(answer: Future[Message]) -> None:
-            if answer.exception() is None:
-                for worker in answer.result().fields["workers"]:
-                    log.warning("step %d: parameter %d waits for worker %d", self.step, server, worker)
-
-        self.clients[server].submit("waiting").add_done_callback(name)
+    def find_missing(self) -> list[str]:
+        """Names of the servers that do not reply; if all do, of the workers that they wait for."""
+        asked = [client.submit("waiting") for client in self.clients]
+        wait(asked, _REPLY_SECONDS)
+        silent = [server for server, reply in enumerate(asked) if not reply.done() or reply.exception() is not None]
+        if silent:
+            return [f"parameter {server}" for server in silent]
+        missing = {worker for reply in asked for worker in reply.result().fields["workers"]} - {self._rank}
+        return [self._name_of(worker) for worker in sorted(missing)]
 
     def _remember(self, server: int, method: str, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
         with self._lock:

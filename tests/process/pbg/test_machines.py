@@ -233,8 +233,8 @@ def test_a_trainer_that_stands_still_loses_its_bucket_and_is_let_in_no_more(tmp_
     os.kill(stopped, signal.SIGCONT)
     enough(tmp_path)
     done = ok(job.end())
-    assert "machine 1 is lost (rank 1 was not heard of for 10 s); the job goes on without it" in done.stderr
-    assert "machine 1 was taken for lost: rank 1 was not heard of for 10 s; the job goes on" in done.stderr
+    assert "machine 1 is lost (rank 1 sent no heartbeat for 10 s); the job goes on without it" in done.stderr
+    assert "machine 1 was taken for lost: rank 1 sent no heartbeat for 10 s; the job goes on" in done.stderr
     found = summary(run)
     assert set(of_epochs(found, "train/edges")) == {EDGES}
     assert sum(of_epochs(found, "train/buckets_again")) == buckets_again(done.stderr)

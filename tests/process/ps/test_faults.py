@@ -199,7 +199,7 @@ def test_workers_wait_for_a_server_that_stands_still_and_pile_nothing_up(tmp_pat
         found = processes(job.pid)
         os.kill(found["parameter-0"], signal.SIGSTOP)
         before = resident(found["rank-1"])
-        until(lambda: "parameter 0 has not answered" in log.read_text(), tmp_path)
+        until(lambda: "from parameter 0 for 3 s" in log.read_text(), tmp_path)
         assert resident(found["rank-1"]) - before < 8 << 20
         os.kill(found["parameter-0"], signal.SIGCONT)
         enough(tmp_path)
@@ -207,6 +207,25 @@ def test_workers_wait_for_a_server_that_stands_still_and_pile_nothing_up(tmp_pat
     finally:
         job.kill()
     assert "restarting" not in done.stderr
+
+
+@pytest.mark.slow
+def test_whoever_stands_still_is_named_on_the_terminal(tmp_path: Path) -> None:
+    """Rank 0 included, which writes to the terminal itself; losses are those of an undisturbed run."""
+    job = lasting(tmp_path, *SMALL)
+    try:
+        until(lambda: steps(tmp_path / "run"), tmp_path)
+        for process, name in (("parameter-1", "parameter 1"), ("rank-0", r"rank 0 \(machine 0\)")):
+            victim = processes(job.pid)[process]
+            os.kill(victim, signal.SIGSTOP)
+            until(lambda name=name: re.search(f"gtrain: waiting for {name}, 1[0-3] s", job.errors()), tmp_path)
+            os.kill(victim, signal.SIGCONT)
+        enough(tmp_path)
+        done = ok(job.end())
+    finally:
+        job.kill()
+    assert "waiting for rank 1" not in done.stderr and "waiting for parameter 0" not in done.stderr
+    compare_with_an_undisturbed_run(tmp_path, *SMALL)
 
 
 def resident(pid: int) -> int:

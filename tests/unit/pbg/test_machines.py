@@ -370,16 +370,16 @@ def test_a_lock_server_that_was_killed_knows_who_is_lost_and_whom_to_hear_of() -
         ask(server, "beat", rank)
     server.check_members()
     server.check_members()
-    assert said == ["rank 1 (machine 1): no answer for 10 s; who is silent for 30 s is taken for lost"]
+    assert said == ["waiting for rank 1 (machine 1), 10 s; lost after 30 s without a heartbeat"]
     now[0] = 31.0
     for rank in (0, 2):
         ask(server, "beat", rank)
     server.check_members()
     assert said[1:] == [
-        "machine 1 is lost (rank 1 was not heard of for 30 s); the job goes on without it; its bucket is trained again"
+        "machine 1 is lost (rank 1 sent no heartbeat for 30 s); the job goes on without it; its bucket is trained again"
     ]
     server = life()
-    with pytest.raises(PeerLostError, match="machine 1 was taken for lost: rank 1 was not heard of for 30 s"):
+    with pytest.raises(PeerLostError, match="machine 1 was taken for lost: rank 1 sent no heartbeat for 30 s"):
         ask(server, "beat", 1)
     again = [ask(server, "acquire", rank, edges=None).fields for rank in (0, 2)]  # type: ignore[attr-defined]
     assert granted["bucket"] in [fields.get("bucket") for fields in again]
@@ -415,7 +415,7 @@ def test_meetings_go_on_without_who_is_lost_and_have_what_was_brought() -> None:
     for reply in first[:2]:
         assert reply.result().fields == {"ranks": [0, 1, 3], "values": [0, 1, 3]}  # type: ignore[attr-defined]
     for rank in (2, 3):
-        with pytest.raises(PeerLostError, match="rank 2 was not heard of for 10 s"):
+        with pytest.raises(PeerLostError, match="rank 2 sent no heartbeat for 10 s"):
             ask(server, "beat", rank)
     second = [ask(server, "meet", rank, number=2, value=None) for rank in (0, 1)]
     assert all(reply.result().fields["ranks"] == [0, 1] for reply in second)  # type: ignore[attr-defined]
@@ -466,7 +466,7 @@ def test_a_server_that_is_lost_ends_the_job_and_one_that_comes_back_does_not() -
     now[0] = 30.0
     server.check_members()
     with pytest.raises(
-        JobEndedError, match="parameter 1 is lost: it was not heard of for 10 s, and what parameter 1 kept"
+        JobEndedError, match="parameter 1 is lost: it sent no heartbeat for 10 s, and what parameter 1 kept"
     ):
         ask(server, "beat", 0)
 
@@ -481,10 +481,10 @@ def test_who_is_silent_is_waited_for_where_its_process_is_there_and_the_job_need
     now[0] = 60.0
     server.check_members()
     assert list(server.members.lost) == [1]  # others train what it had; without rank 0 the job would be over
-    assert said[0] == "parameter 0, rank 0 (machine 0): no answer for 10 s; who is silent for 100 s is taken for lost"
+    assert said[0] == "waiting for parameter 0, rank 0 (machine 0), 10 s; lost after 100 s without a heartbeat"
     ask(server, "beat", 0)
     now[0] = 101.0
-    with pytest.raises(JobEndedError, match="parameter 0 is lost: it was not heard of for 100 s"):
+    with pytest.raises(JobEndedError, match="parameter 0 is lost: it sent no heartbeat for 100 s"):
         server.check_members()
         ask(server, "beat", 0)
 
@@ -494,7 +494,7 @@ def test_who_is_silent_is_waited_for_where_its_process_is_there_and_the_job_need
     [
         ([0, 1], 0, "continue", "and what parameter 1 kept is nowhere else"),
         ([0], -1, "continue", "and what partition 1 kept is nowhere else"),
-        ([0], 0, "stop", "parameter 1 is lost: it was not heard of for 10 s; go on"),
+        ([0], 0, "stop", "parameter 1 is lost: it sent no heartbeat for 10 s; go on"),
         ([0], 0, "continue", ""),
         ([], 1, "continue", ""),
     ],
@@ -531,7 +531,7 @@ def test_a_loss_may_end_the_job() -> None:
     now[0] = 11.0
     server.check_members()
     for call in (lambda: reply.result(), lambda: ask(server, "beat", 0)):  # type: ignore[attr-defined]
-        with pytest.raises(PeerLostError, match="machine 1 is lost: rank 2 was not heard of"):
+        with pytest.raises(PeerLostError, match="machine 1 is lost: rank 2 sent no heartbeat"):
             call()
 
 
