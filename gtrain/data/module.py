@@ -18,7 +18,7 @@ from gtrain.data.batches.loader import TASKS, SeedLoader, has_split, num_link_se
 from gtrain.data.batches.sampling import Sampling
 from gtrain.data.prepare import Graph, Names, Preparation, cut, describe, group, prepare_graph
 from gtrain.data.prepare.split import SplitOptions
-from gtrain.data.prepare.validate_edges import weight_facts
+from gtrain.data.prepare.validate import weight_facts
 from gtrain.data.schema import DataSchema, kept_together
 from gtrain.errors import ConfigError, DataError, negative_weight, zero_weights
 from gtrain.graph.partition import AUTO, METHODS, installed_method, metis

@@ -14,8 +14,8 @@ from torch_geometric.data import Data, HeteroData
 
 from gtrain.errors import ConfigError, DataError
 from gtrain.metrics import NAMES, classification_metrics, update
-from gtrain.model.configured import MakeOptimizer, configured
 from gtrain.model.mean_loss import MeanLoss, log_mean_loss
+from gtrain.model.optimizers import MakeOptimizer, configured
 
 UNBALANCED = 1 / 3
 """Two classes are unbalanced where the smaller has less than this share of the training labels."""

@@ -171,7 +171,7 @@ def check_weights(module: nn.Module, facts: dict[str, Any], name: str) -> None:
 
     Args:
         module: the model.
-        facts: of the store; see :func:`~gtrain.data.prepare.validate_edges.weight_facts`.
+        facts: of the store; see :func:`~gtrain.data.prepare.validate.weight_facts`.
         name: what messages call the model.
 
     Raises:

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.errors import ConfigError
-from gtrain.model.configured import MakeOptimizer, configured
 from gtrain.model.decoders import Decoder
 from gtrain.model.edge_model import EdgeModel
 from gtrain.model.inputs import input_names, run_network
+from gtrain.model.optimizers import MakeOptimizer, configured, with_tables
 from gtrain.model.ranking import ranks
 from gtrain.model.spread import Spread, spread_ranks
-from gtrain.model.table_optimizer import with_tables
 
 Batch: TypeAlias = Data | HeteroData
 

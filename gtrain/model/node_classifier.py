@@ -10,9 +10,8 @@ from torch_geometric.data import Data, HeteroData
 
 from gtrain.metrics import NAMES
 from gtrain.model.classification import Classifier
-from gtrain.model.configured import MakeOptimizer, configured
 from gtrain.model.inputs import input_names, run_network
-from gtrain.model.table_optimizer import with_tables
+from gtrain.model.optimizers import MakeOptimizer, configured, with_tables
 
 
 class NodeClassifier(Classifier):

@@ -13,9 +13,8 @@ from torch_geometric.nn.resolver import activation_resolver
 from gtrain.errors import ConfigError
 from gtrain.metrics import NAMES
 from gtrain.model.classification import Classifier
-from gtrain.model.configured import MakeOptimizer, configured
 from gtrain.model.kinds import SPARSE
-from gtrain.model.table_optimizer import with_tables
+from gtrain.model.optimizers import MakeOptimizer, configured, with_tables
 from gtrain.nn import Csr, SparseLinear, select_rows
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from gtrain.errors import GtrainError
-
-if TYPE_CHECKING:
-    from gtrain.wire.header import Header
 
 
 class WireError(GtrainError):
@@ -24,10 +21,11 @@ class FrameError(WireError):
     """A message is malformed, or larger than the limits allow.
 
     Attributes:
-        header: of a malformed message, as far as it could be read; None if not even the sender's name could be.
+        header: the :class:`gtrain.wire.header.Header` of a malformed message, as far as it could be read; None if not
+            even the sender's name could be. ``Any``, since headers raise this error and their module imports this one.
     """
 
-    header: Header | None = None
+    header: Any = None
 
 
 class DeadlineError(WireError):

@@ -17,13 +17,12 @@ from types import TracebackType
 
 from gtrain.errors import ConfigError, GtrainError, disk_full
 from gtrain.wire.addresses import reachable
-from gtrain.wire.answers import Answer, failure, success
 from gtrain.wire.counters import Counters
 from gtrain.wire.errors import FrameError, WireError
 from gtrain.wire.header import EMPTY_BODY, Header, Kind, decode_header, pack_body, pack_header
 from gtrain.wire.limits import Limits
 from gtrain.wire.message import Message, from_frames
-from gtrain.wire.session import Caller, Session, Status
+from gtrain.wire.session import Answer, Caller, Session, Status, failure, success
 from gtrain.wire.throttle import Throttle
 from gtrain.wire.transports import AnyListener, listener
 from gtrain.wire.zeromq.listener import plan_address

@@ -23,8 +23,7 @@ from gtrain.data.planted.common import (
     noisy_labels,
     power_law,
 )
-from gtrain.data.planted.pairs import draw_pairs
-from gtrain.data.planted.pairs_between import draw_between, room_between
+from gtrain.data.planted.pairs import draw_between, draw_pairs, room_between
 from gtrain.errors import ConfigError
 
 RELATIONS = {"writes": "author", "cites": "paper", "mentions": "term"}

@@ -12,10 +12,8 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.data.module import TRIPLES_OUTLINE, CommonOptions, GraphDataModule, file_stamp
-from gtrain.data.readers import biggraph_files as files
-from gtrain.data.readers.biggraph_bags import BagBook, bag_tensor
-from gtrain.data.readers.biggraph_edges import EdgeReader, Relation, find_buckets, require_h5py
-from gtrain.data.readers.biggraph_files import Ints
+from gtrain.data.readers import biggraph as files
+from gtrain.data.readers.biggraph import BagBook, EdgeReader, Ints, Relation, bag_tensor, find_buckets, require_h5py
 from gtrain.data.readers.edge_sets import facts_of_sets
 from gtrain.data.schema import DataSchema, places
 from gtrain.data.sources.given_parts import GivenPartsData

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.data.module import OUTLINE, CommonOptions, file_stamp
-from gtrain.data.readers.dgl_book import Book, EdgeType, Ranges, read_book
-from gtrain.data.readers.dgl_files import DGLGraph, read_graph, read_tensors, tensor_names
+from gtrain.data.readers.dgl import Book, DGLGraph, EdgeType, Ranges, read_book, read_graph, read_tensors, tensor_names
 from gtrain.data.readers.files import find_file
 from gtrain.data.sources.given_parts import GivenPartsData
 from gtrain.errors import DataError

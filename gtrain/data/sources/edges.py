@@ -16,7 +16,7 @@ from torch_geometric.utils import to_undirected
 from gtrain.data.ingest.format import EdgeFormat
 from gtrain.data.module import OUTLINE, CommonOptions, GraphDataModule, file_stamp
 from gtrain.data.readers.edge_sets import Named, facts_of_sets, find_sets
-from gtrain.data.readers.entity_features import (
+from gtrain.data.readers.entities import (
     bag_rows,
     facts_of_features,
     names_of_features,
@@ -65,7 +65,7 @@ class EdgesData(GraphDataModule):
         undirected: whether each line stands for both directions. In memory, edges listed twice are merged and their
             weights averaged; with times, and in lists that stay on disk, they are kept.
         entities: entity types, with ``num_partitions``, and ``featurized``, a file of the features of the type's
-            entities (:class:`~gtrain.data.readers.entity_features.EntityFeatures`); see
+            entities (:class:`~gtrain.data.readers.entities.EntityFeatures`); see
             :class:`~gtrain.data.schema.DataSchema`.
         relations: relations by ``name`` (integers by their digits), with the types ``lhs`` and ``rhs`` that they join;
             ``*``, or one entry without a name, is all others. Ids are then numbered within each type.

@@ -13,15 +13,15 @@ from torch_geometric.data import Data
 
 from gtrain.data.module import TRIPLES_OUTLINE, CommonOptions, GraphDataModule, file_stamp, log
 from gtrain.data.readers.edge_sets import Named, facts_of_sets, find_sets
-from gtrain.data.readers.entity_features import (
+from gtrain.data.readers.entities import (
     EntityFeatures,
+    EntityNames,
     bag_rows,
     facts_of_features,
     names_of_features,
     read_features,
     stamps_of_features,
 )
-from gtrain.data.readers.entity_names import EntityNames
 from gtrain.data.readers.triples import COLUMNS, Triples, is_archive, read_archive, read_file, read_folder, split_files
 from gtrain.data.schema import DataSchema, Entries
 from gtrain.errors import ConfigError, DataError
@@ -47,7 +47,7 @@ class KGData(GraphDataModule):
             ``error``; ``drop`` the triple; or ``keep`` it, and give the entity a node without training edges, as the
             published figures of FB15k-237 and WN18RR do.
         entities: entity types, with ``num_partitions``, and ``featurized``, a file of the features of the type's
-            entities (:class:`~gtrain.data.readers.entity_features.EntityFeatures`); see
+            entities (:class:`~gtrain.data.readers.entities.EntityFeatures`); see
             :class:`~gtrain.data.schema.DataSchema`. An entity is then
             known by its type and name; which type it is of follows from the relations.
         relations: relations by ``name``, with the types ``lhs`` and ``rhs`` that they join; ``*`` is all others.

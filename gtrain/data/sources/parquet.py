@@ -11,9 +11,18 @@ from torch_geometric.data import Data
 
 from gtrain.data.module import SPARSE_OUTLINE, CommonOptions, GraphDataModule, file_stamp
 from gtrain.data.readers.files import find_file
-from gtrain.data.readers.parquet_columns import Entries, Layout, Source, dense_entries, hashed_entries, list_entries
-from gtrain.data.readers.parquet_files import ParquetFiles, column_names
-from gtrain.data.readers.parquet_labels import Labels, check_label
+from gtrain.data.readers.parquet import (
+    Entries,
+    Labels,
+    Layout,
+    ParquetFiles,
+    Source,
+    check_label,
+    column_names,
+    dense_entries,
+    hashed_entries,
+    list_entries,
+)
 from gtrain.data.sources.feature_rows import RowColumns, no_label, row_masks
 from gtrain.errors import ConfigError, DataError
 
@@ -26,7 +35,7 @@ class ParquetData(GraphDataModule):
     Rows are the nodes of a graph without edges; ``x`` is a sparse CSR tensor, whose columns are, in this order, the
     ``dense`` columns, ``num_features`` for the ``ids``, and ``buckets`` for each ``categorical`` column. A value of a
     categorical column becomes a 1 in the bucket ``hash(value) % buckets``; the hash is that of
-    :func:`~gtrain.data.readers.hashing.hash_strings`, salted by the column's name, and whole numbers are hashed as
+    :func:`~gtrain.data.readers.parquet.hash_strings`, salted by the column's name, and whole numbers are hashed as
     their decimal digits. Features of a row that meet in one column are added up.
 
     Args:

@@ -15,8 +15,7 @@ from torch_geometric.data import Data, Dataset, HeteroData
 
 from gtrain.data.module import OUTLINE, CommonOptions, GraphDataModule, file_stamp, log
 from gtrain.data.prepare.components import largest_component
-from gtrain.data.readers.pyg_download import Missing, construct, download, mirror, probe
-from gtrain.data.readers.pyg_graph import tidy_graph
+from gtrain.data.readers.pyg import Missing, construct, download, mirror, probe, tidy_graph
 from gtrain.data.readers.unpickling import plain_pickles
 from gtrain.errors import ConfigError, DataError, GtrainError
 from gtrain.graph.store.lock import file_lock
@@ -26,7 +25,7 @@ class PyGData(GraphDataModule):
     """The single graph of any class of ``torch_geometric.datasets``, heterogeneous and temporal ones included.
 
     Edges that a data set keeps apart for validation and test become held-out edges, for ``task=link``; see
-    :func:`~gtrain.data.readers.pyg_graph.tidy_graph`.
+    :func:`~gtrain.data.readers.pyg.tidy_graph`.
 
     Raw files are looked for in ``<root>/<preset>`` (such as ``planetoid``), ``<root>/<class name>`` and ``root``
     itself, laid out as PyG lays them out (``Cora/raw/...``). These folders stay clean: PyG works in a temporary mirror.

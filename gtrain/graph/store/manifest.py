@@ -164,7 +164,7 @@ class Manifest:
             labels), ``split`` (kind, seed, sizes), ``target`` (the node type with labels; None in a homogeneous
             graph), ``train_classes`` (training nodes of each of two classes), ``best_acc`` where the best possible
             accuracy is known, ``edge_weights`` and ``negative_weight`` (see
-            :func:`~gtrain.data.prepare.validate_edges.weight_facts`), and ``numbering``:
+            :func:`~gtrain.data.prepare.validate.weight_facts`), and ``numbering``:
             what nodes without names, or columns of features, are numbered by other than the ids of the data.
         checksums: crc32 of each file, by its path relative to the store, with ``/`` between folders.
         sizes: bytes of each file, by the same paths.

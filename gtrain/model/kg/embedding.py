@@ -13,7 +13,6 @@ from torch_geometric.data import Data, HeteroData
 
 from gtrain.errors import ConfigError
 from gtrain.graph import mixing
-from gtrain.model.configured import MakeOptimizer, configured
 from gtrain.model.edge_model import EdgeModel
 from gtrain.model.kg.evaluation import GroupRanks
 from gtrain.model.kg.groups import GroupedEdges, RelationGroup
@@ -24,8 +23,8 @@ from gtrain.model.kg.tables import EntityTables
 from gtrain.model.kg.training import Edges, Negatives
 from gtrain.model.kinds import EMBEDDING
 from gtrain.model.mean_loss import log_mean_loss
+from gtrain.model.optimizers import MakeOptimizer, configured, with_tables
 from gtrain.model.ranking import NAMES
-from gtrain.model.table_optimizer import with_tables
 from gtrain.nn import Csr
 from gtrain.nn.recipe import EdgeRecipe, ModelRecipe
 

@@ -10,9 +10,18 @@ from dataclasses import dataclass
 import zmq
 
 from gtrain.wire.limits import Limits
-from gtrain.wire.zeromq.io_threads import hurry
 from gtrain.wire.zeromq.security import Security
-from gtrain.wire.zeromq.sockets import Frames, Monitor, Waiter, configure, has_input, process_context, receive, send
+from gtrain.wire.zeromq.sockets import (
+    Frames,
+    Monitor,
+    Waiter,
+    configure,
+    has_input,
+    hurry,
+    process_context,
+    receive,
+    send,
+)
 
 _EVENTS = (
     zmq.EVENT_CONNECTED

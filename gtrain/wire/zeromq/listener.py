@@ -19,9 +19,8 @@ from gtrain.wire.counters import Counters
 from gtrain.wire.errors import WireError
 from gtrain.wire.limits import Limits
 from gtrain.wire.zeromq.authenticator import MAX_REMEMBERED, Authenticator
-from gtrain.wire.zeromq.io_threads import hurry
 from gtrain.wire.zeromq.security import Security, require_security
-from gtrain.wire.zeromq.sockets import Frames, Monitor, Waiter, configure, receive, send
+from gtrain.wire.zeromq.sockets import Frames, Monitor, Waiter, configure, hurry, receive, send
 
 log = logging.getLogger(__name__)
 LINGER_MILLISECONDS = 2000

@@ -112,7 +112,7 @@ def test_no_dense_real_numbers(tmp_path: Path) -> None:
 
 def test_hdf5(tmp_path: Path) -> None:
     h5py = pytest.importorskip("h5py", reason="HDF5 folders need h5py: pip install 'gtrain[hdf5]'")
-    from gtrain.data.readers.biggraph_edges import find_buckets, read_bucket
+    from gtrain.data.readers.biggraph import find_buckets, read_bucket
 
     path, refused = tmp_path / "edges_0_0.h5", 0
     with h5py.File(path, "w") as file:

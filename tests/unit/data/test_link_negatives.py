@@ -20,7 +20,7 @@ from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError
 from gtrain.graph.mixing import below, key
 from gtrain.graph.store import Store
-from gtrain.graph.store.global_ids import GlobalIds
+from gtrain.graph.store.numbering import GlobalIds
 from gtrain.model.link_predictor import LinkPredictor
 
 

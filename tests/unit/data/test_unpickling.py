@@ -17,7 +17,7 @@ import torch
 from torch_geometric.data import Data, InMemoryDataset
 from torch_geometric.io import fs
 
-from gtrain.data.readers.pyg_download import construct
+from gtrain.data.readers.pyg import construct
 from gtrain.data.readers.unpickling import PlainUnpickler, plain_pickles
 from gtrain.data.sources.pyg import PlanetoidData, dataset_class
 from gtrain.errors import ConfigError, DataError

@@ -11,7 +11,7 @@ from torch_geometric.data import Data, HeteroData
 
 from gtrain.graph.partition import group_hetero, locality, metis
 from gtrain.graph.partition.locality import group_nodes
-from gtrain.graph.store.global_ids import GlobalIds
+from gtrain.graph.store.numbering import GlobalIds
 from gtrain.graph.store.writer import write_store
 
 needs_metis = pytest.mark.skipif(not metis.available(), reason="pymetis is not installed; ARM has no wheel of it")

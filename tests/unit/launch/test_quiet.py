@@ -19,9 +19,9 @@ from torch_geometric.nn.conv import message_passing
 from gtrain.callbacks.checkpoint import RunCheckpoint
 from gtrain.data.batches.edge_seeds import KnownEdges
 from gtrain.graph.shard.nodes import shard_nodes
-from gtrain.graph.store.global_ids import GlobalIds
+from gtrain.graph.store.numbering import GlobalIds
 from gtrain.launch import preload
-from gtrain.model.auc import Auc
+from gtrain.model.edge_model import Auc
 from gtrain.strategy.row_exchange import RowExchange
 
 COLUMN = torch.tensor([[3, 0], [1, 0], [2, 0]])[:, 0]

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from torch.nn import Parameter
 
 from gtrain.build import make, optional
-from gtrain.model.configured import optimizer_of
+from gtrain.model.optimizers import optimizer_of
 
 CONFIGURED = optional({"_target_": "torch.optim.Adam", "lr": 0.02}, "model.optimizer")
 

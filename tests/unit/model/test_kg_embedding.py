@@ -282,7 +282,7 @@ def share_of(b: Data, places: Tensor, chunk: Tensor) -> Data:
 @pytest.mark.parametrize("operator", ["complex_diagonal", "affine"])
 @pytest.mark.parametrize("reciprocal", [True, False])
 def test_ranks_are_those_of_a_loop(reciprocal: bool, operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gtrain.model.kg.ranking._TRANSFORMED", 3 * D)  # candidates are transformed three at a time
+    monkeypatch.setattr("gtrain.model.kg.evaluation._TRANSFORMED", 3 * D)  # candidates are transformed three at a time
     b, model = batch(), module(reciprocal=reciprocal, operator=operator, comparator="l2", bias=True)
     head, tail = b.edge_label_index.tolist()
     relation, plain = b.edge_label_type.tolist(), Plain(model, operator, "l2")

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from gtrain.data.batches.edge_seeds import KnownEdges
 from gtrain.model import ranking
-from gtrain.model.auc import Auc
 from gtrain.model.decoders import DECODERS, make_decoder
+from gtrain.model.edge_model import Auc
 from gtrain.model.ranking import ranks
 from gtrain.model.spread import spread_ranks
 from gtrain.strategy.row_exchange import RowExchange

@@ -6,10 +6,9 @@ import pytest
 
 from gtrain.errors import ConfigError
 from gtrain.wire import Limits, Message
-from gtrain.wire.answers import Answer
 from gtrain.wire.header import MAX_DONE, Header, Kind
 from gtrain.wire.outstanding import Outstanding, Pending
-from gtrain.wire.session import Session, Status
+from gtrain.wire.session import Answer, Session, Status
 
 LIMITS = Limits(max_bytes_in_flight=100, max_requests_in_flight=3)
 

@@ -1,4 +1,4 @@
-"""gtrain.data.prepare.edge_order: a warning where edges are not sorted by time, whatever their source."""
+"""gtrain.data.prepare.graph: a warning where edges are not sorted by time, whatever their source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_geometric.data import Data, HeteroData
 
 import gtrain.data.sources.edges as data_edges
 import gtrain.graph.store.files as graph_files
-from gtrain.data.prepare.edge_order import tell_unsorted
+from gtrain.data.prepare.graph import tell_unsorted
 from gtrain.data.sources.edges import EdgesData
 from gtrain.graph.store.tables import EdgeArrays, Graph
 

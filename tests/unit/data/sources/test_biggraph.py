@@ -348,7 +348,7 @@ def test_what_stays_on_disk_is_the_same(
     stores = []
     for number, most in enumerate((10_000_000, 3)):
         monkeypatch.setattr("gtrain.data.sources.biggraph.IN_MEMORY_EDGES", most)
-        monkeypatch.setattr("gtrain.data.readers.biggraph_edges.BLOCK_EDGES", 2)
+        monkeypatch.setattr("gtrain.data.readers.biggraph.BLOCK_EDGES", 2)
         made = module(folder, keep_parts=True, store=str(tmp_path / f"s{number}"), **options)
         made.edge_buckets = True
         assert isinstance(made.read(), EdgeArrays) == (most == 3)

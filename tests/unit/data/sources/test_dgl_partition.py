@@ -13,7 +13,7 @@ from helpers import REPO
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.data.readers.dgl_files import read_graph, read_tensors
+from gtrain.data.readers.dgl import read_graph, read_tensors
 from gtrain.data.sources.dgl_partition import DGLPartitionData
 from gtrain.errors import ConfigError, DataError
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from gtrain.data.ingest import columns
-from gtrain.data.readers import parquet_files
-from gtrain.data.readers.hashing import _fnv1a, hash_strings
+from gtrain.data.readers import parquet as parquet_files
+from gtrain.data.readers.parquet import _fnv1a, hash_strings
 from gtrain.data.sources.parquet import ParquetData
 from gtrain.errors import ConfigError, DataError
 

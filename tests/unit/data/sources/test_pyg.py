@@ -17,7 +17,7 @@ import torch_geometric.datasets
 from torch_geometric.data import Data, Dataset, HeteroData, InMemoryDataset
 
 from gtrain.data.prepare.components import components, largest_component
-from gtrain.data.readers.pyg_graph import tidy_graph
+from gtrain.data.readers.pyg import tidy_graph
 from gtrain.data.sources.pyg import AmazonData, CoauthorData, HeterophilousData, PlanetoidData, PyGData
 from gtrain.errors import ConfigError, DataError
 

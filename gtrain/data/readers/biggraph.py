@@ -1,23 +1,189 @@
-"""Reading PyTorch-BigGraph's folders: edges by bucket, from HDF5."""
+"""Reading PyTorch-BigGraph's folders: counts and names of entities and relations, edges by bucket, bags of features."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from gtrain.data.ingest.columns import Column
-from gtrain.data.readers.biggraph_bags import BagBook, EdgeBags
-from gtrain.data.readers.biggraph_files import Ints
 from gtrain.data.readers.extras import need
 from gtrain.errors import DataError, GtrainError
+from gtrain.graph.store.tables import csr_tensor
+
+Ints = NDArray[np.int64]
+
+_COUNT = re.compile(r"entity_count_(.+)_(\d+)\.txt")
+
+
+def read_counts(folder: Path) -> dict[str, Ints]:
+    """Return the number of entities in each partition of each entity type, from ``entity_count_<type>_<part>.txt``.
+
+    Raises:
+        DataError: there are no such files, one is missing or malformed, or the numbers of partitions do not agree.
+    """
+    found: dict[str, dict[int, int]] = {}
+    for path in sorted(folder.iterdir()):
+        if match := _COUNT.fullmatch(path.name):
+            found.setdefault(match[1], {})[int(match[2])] = _read_count(path)
+    if not found:
+        raise DataError(
+            f"{folder} has no entity_count_<type>_<part>.txt",
+            hint="set data.path to the folder that PyTorch-BigGraph's configuration calls entity_path",
+        )
+    for entity, counts in found.items():
+        missing = sorted(set(range(max(counts) + 1)) - set(counts))
+        if missing:
+            raise DataError(
+                f"{folder} has no entity_count_{entity}_{missing[0]}.txt, and has partition {max(counts)} of {entity}",
+                hint="copy all files of the folder, or write it anew with PyTorch-BigGraph's importer",
+            )
+    numbers = {entity: len(counts) for entity, counts in found.items()}
+    partitioned = {entity: number for entity, number in numbers.items() if number > 1}
+    if len(set(partitioned.values())) > 1:
+        told = ", ".join(f"{entity} in {number}" for entity, number in partitioned.items())
+        raise DataError(
+            f"{folder}: entity types are in different numbers of partitions: {told}",
+            hint="partition all types alike, or leave a type in one partition, as PyTorch-BigGraph demands too",
+        )
+    return {entity: np.array([counts[part] for part in range(len(counts))]) for entity, counts in found.items()}
+
+
+def read_relation_count(folder: Path) -> int | None:
+    """Return the number of dynamic relations, from ``dynamic_rel_count.txt``; None where there is no such file."""
+    path = folder / "dynamic_rel_count.txt"
+    return _read_count(path) if path.is_file() else None
+
+
+def read_entity_names(folder: Path, entity: str, counts: Ints) -> list[str] | None:
+    """Return the names of the entities of a type, in the order of partitions; None where there are no such files."""
+    paths = [folder / f"entity_names_{entity}_{part}.json" for part in range(counts.size)]
+    there = [path.is_file() for path in paths]
+    if not any(there):
+        return None
+    if not all(there):
+        raise DataError(
+            f"{folder} has no {paths[there.index(False)].name}, and has {paths[there.index(True)].name}",
+            hint="copy all files of the folder, or delete all entity_names files to go without names",
+        )
+    return [name for path, count in zip(paths, counts.tolist(), strict=True) for name in read_names(path, count)]
+
+
+def read_names(path: Path, count: int) -> list[str]:
+    """Return the names in a file, which has to hold ``count`` of them."""
+    try:
+        names = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as err:  # of JSON, or of UTF-8
+        raise DataError(
+            f"{path} is no JSON: {err}", hint="copy the file again, or delete all names files to go without names"
+        ) from err
+    if not isinstance(names, list) or len(names) != count or not all(isinstance(name, str) for name in names):
+        found = f"{len(names)} names" if isinstance(names, list) else f"a {type(names).__name__}"
+        raise DataError(
+            f"{path} has {found}, and a list of {count} strings is expected",
+            hint="copy the counts and the names of the same import, or delete all names files to go without names",
+        )
+    return names
+
+
+def _read_count(path: Path) -> int:
+    text = path.read_text(errors="replace").strip()
+    if re.fullmatch(r"\d{1,18}", text) is None:
+        raise DataError(f"{path} holds {text[:30]!r}, and one count is expected", hint="write the number alone")
+    return int(text)
+
+
+@dataclass(frozen=True)
+class EdgeBags:
+    """One side's bags of the edges of a file: ``<side>d_offsets`` ``[E + 1]`` and ``<side>d_data``.
+
+    Attributes:
+        offsets: edge e has the features ``data[offsets[e]:offsets[e + 1]]``.
+        data: feature ids.
+    """
+
+    offsets: Ints
+    data: Ints
+
+    @classmethod
+    def read(cls, file: Any, side: str, edges: slice) -> EdgeBags | None:
+        """Return what a file has of some edges; None where it has no features on this side."""
+        if f"{side}d_data" not in file or not len(file[f"{side}d_data"]):
+            return None
+        offsets = np.asarray(file[f"{side}d_offsets"][edges.start : edges.stop + 1], dtype=np.int64)
+        if not len(offsets):
+            return cls(offsets, offsets)
+        data = np.asarray(file[f"{side}d_data"][offsets[0] : max(offsets[0], offsets[-1])], dtype=np.int64)
+        return cls(offsets - offsets[0], data)
+
+    def check(self, path: object, side: str, edges: int, features: int) -> None:
+        """Check that the bags are those of this many edges.
+
+        Raises:
+            DataError: they are not.
+        """
+        begins = self.offsets
+        if len(begins) != edges + 1 or begins[-1] != len(self.data) or (np.diff(begins) < 0).any():
+            raise DataError(
+                f"{path}: {side}d_offsets are not those of its edges and of {len(self.data)} features",
+                hint="write the folder anew with PyTorch-BigGraph's importer",
+            )
+        wrong = (self.data < 0) | (self.data >= features)
+        if wrong.any():
+            raise DataError(
+                f"{path}: {side}d_data has the feature {self.data[int(wrong.argmax())]}, and there are {features}, "
+                f"0..{features - 1}",
+                hint="name entities and edges of the same import (data.path, data.edges)",
+            )
+
+
+@dataclass
+class BagBook:
+    """The different bags of one type.
+
+    Attributes:
+        features: how many features there are.
+        bags: the features of each entity.
+    """
+
+    features: int
+    bags: list[Ints] = field(default_factory=list)
+    _known: dict[bytes, int] = field(default_factory=dict)
+
+    def number(self, edges: EdgeBags, rows: Ints) -> Ints:
+        """Return the entities of some edges."""
+        found = np.empty(len(rows), dtype=np.int64)
+        for place, row in enumerate(rows.tolist()):
+            bag = edges.data[edges.offsets[row] : edges.offsets[row + 1]]
+            entity = self._known.setdefault(bag.tobytes(), len(self.bags))
+            if entity == len(self.bags):
+                self.bags.append(bag)
+            found[place] = entity
+        return found
+
+
+def bag_tensor(counts: dict[str, int], books: dict[str, BagBook]) -> Tensor:
+    """Return the node tensor ``bag``, ``torch.sparse_csr``: a row for each entity of all types, one after the other."""
+    lengths: list[int] = []
+    for name, count in counts.items():
+        lengths += [len(bag) for bag in books[name].bags] if name in books else [0] * count
+    every = [bag for name in counts if name in books for bag in books[name].bags]
+    data = np.concatenate([np.empty(0, dtype=np.int64), *every])
+    pointer = torch.tensor([0, *lengths]).cumsum(0)
+    columns = max(book.features for book in books.values())
+    ids = torch.from_numpy(data)
+    return csr_tensor(pointer, ids, torch.ones(len(ids)), (len(lengths), columns))
+
 
 FORMAT_VERSION = 1
 BLOCK_EDGES = 1 << 22

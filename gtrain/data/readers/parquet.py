@@ -1,0 +1,436 @@
+"""Parquet files read as one table, a batch of rows at a time: columns to entries of a sparse matrix, labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gtrain.data.sources.feature_rows import among_unlabelled, number_labels
+from gtrain.errors import DataError
+from gtrain.graph.mixing import mix
+
+_OFFSET, _PRIME = 0xCBF29CE484222325, 0x100000001B3  # of FNV-1a in 64 bits
+_MASK = 2**64 - 1
+
+
+def hash_strings(strings: Any, salt: str) -> NDArray[np.uint64]:
+    """Return a 64-bit hash of each string.
+
+    FNV-1a (Fowler, Noll and Vo) over the UTF-8 bytes of ``salt``, a zero byte and the string, then the finaliser of
+    SplitMix64 (Steele et al. 2014), which spreads similar strings over all bits.
+
+    Args:
+        strings: a pyarrow array of strings without nulls, ``[N]``.
+        salt: what keeps equal strings of different columns apart, such as the column's name.
+
+    Returns:
+        uint64 ``[N]``.
+    """
+    strings = pc.cast(strings, pa.large_binary())
+    lengths = pc.binary_length(strings).to_numpy(zero_copy_only=False).astype(np.int64)
+    order = np.argsort(-lengths, kind="stable")  # the strings that still have a byte come first
+    starts = np.frombuffer(strings.buffers()[1], np.int64, len(strings), 8 * strings.offset)[order]
+    text = np.frombuffer(strings.buffers()[2] or b"\0", np.uint8)
+    found = np.full(len(strings), _fnv1a(salt.encode() + b"\0"), np.uint64)
+    counts = len(strings) - np.cumsum(np.bincount(lengths, minlength=1))  # strings longer than each length
+    for position, count in enumerate(counts):
+        found[:count] = (found[:count] ^ text[starts[:count] + position]) * np.uint64(_PRIME)
+    hashes = np.empty_like(found)
+    hashes[order] = mix(found)
+    return hashes
+
+
+def _fnv1a(text: bytes) -> int:
+    value = _OFFSET
+    for byte in text:
+        value = ((value ^ byte) * _PRIME) & _MASK
+    return value
+
+
+Ints = NDArray[np.int64]
+Entries = tuple[Ints, Ints, NDArray[np.float32]]
+"""Rows, columns (from 0 within their block) and values of a block of the matrix; rows ascend."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a batch of rows came from, and what to do with what is missing.
+
+    Attributes:
+        where: the files, for messages.
+        zero: whether missing values count as 0; else they are an error.
+        first: number of the batch's first row.
+    """
+
+    where: str
+    zero: bool
+    first: int = 0
+
+    def missing(self, column: str, wrong: NDArray[np.bool_]) -> None:
+        """Refuse missing values, unless they count as 0."""
+        if wrong.any() and not self.zero:
+            raise DataError(
+                f"{self.where}: the column {column!r} has no value (null or NaN) in {self.rows(wrong)}",
+                hint="fill in the values, or set data.nulls=zero to count them as 0",
+            )
+
+    def rows(self, wrong: NDArray[np.bool_]) -> str:
+        """Say which of the batch's rows are wrong; those before it were not."""
+        return (
+            f"row {self.first + int(wrong.argmax())}, and in {int(wrong.sum())} of the first {self.first + len(wrong)} "
+            "rows (rows count from 0)"
+        )
+
+    def wrong_type(self, column: str, found: Any, wanted: str) -> DataError:
+        """Return the error for a column of another type."""
+        return DataError(
+            f"{self.where}: the column {column!r} holds {found}, and {wanted} were expected",
+            hint="name another column, or convert this one",
+        )
+
+
+class Layout:
+    """Blocks of columns side by side.
+
+    Args:
+        widths: columns of each block.
+
+    Attributes:
+        width: of all of them.
+    """
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        self._starts = np.concatenate([[0], np.cumsum(widths, dtype=np.int64)])
+        self.width = sum(widths)
+
+    def rows(self, blocks: Sequence[Entries], count: int) -> tuple[Ints, Ints, NDArray[np.float32]]:
+        """Put the entries of ``count`` rows in order; those that meet in one place are added up.
+
+        Returns:
+            How many entries each row has, int64 ``[count]``, their columns, ascending in each row, and their values.
+        """
+        pairs = zip(blocks, self._starts, strict=False)
+        keys = np.concatenate([rows * self.width + columns + start for (rows, columns, _), start in pairs])
+        keys, entry = np.unique(keys, return_inverse=True)
+        values = np.bincount(entry, np.concatenate([block[2] for block in blocks]), len(keys))
+        counts = np.bincount(keys // self.width, minlength=count)
+        return counts, keys % self.width, values.astype(np.float32)
+
+
+def dense_entries(table: Any, name: str, source: Source) -> Entries:
+    """Return the values of a numeric column that are not 0."""
+    column = table[name]
+    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type) or pa.types.is_boolean(column.type)):
+        raise source.wrong_type(name, column.type, "numbers")
+    values = pc.cast(column, pa.float64(), safe=False).to_numpy().astype(np.float64)  # a null becomes NaN
+    source.missing(name, np.isnan(values))
+    values = _finite(np.nan_to_num(values, nan=0.0, posinf=np.inf, neginf=-np.inf), name, source)
+    rows = np.flatnonzero(values)
+    return rows, np.zeros_like(rows), values[rows].astype(np.float32)
+
+
+def list_entries(table: Any, ids: str, values: str | None, source: Source) -> Entries:
+    """Return the entries of a column of lists of ids, with a column of lists of values, or else ones."""
+    rows, flat = _flatten(table, ids, source)
+    if not pa.types.is_integer(flat.type):
+        raise source.wrong_type(ids, table[ids].type, "lists of whole numbers")
+    if flat.null_count:
+        raise source.wrong_type(ids, "lists with nulls", "lists of whole numbers")
+    written = flat.to_numpy(zero_copy_only=False)
+    columns = written.astype(np.int64)  # unsigned ids of 2^63 and more become negative
+    if (columns < 0).any():
+        at = int((columns < 0).argmax())
+        wrong = "negative id" if written[at] < 0 else "id"
+        raise DataError(
+            f"{source.where}: the column {ids!r} has the {wrong} {written[at]} in row {source.first + rows[at]} "
+            "(rows count from 0)",
+            hint="number features from 0, below 2^63",
+        )
+    if values is None:
+        return rows, columns, np.ones(len(columns), np.float32)
+    value_rows, flat = _flatten(table, values, source)
+    if not np.array_equal(rows, value_rows):
+        counts = [np.bincount(found, minlength=len(table)) for found in (rows, value_rows)]
+        row = int((counts[0] != counts[1]).argmax())
+        raise DataError(
+            f"{source.where}: row {source.first + row} has {counts[0][row]} {ids!r} and {counts[1][row]} {values!r}",
+            hint="give each id one value; rows count from 0",
+        )
+    if not (pa.types.is_integer(flat.type) or pa.types.is_floating(flat.type)):
+        raise source.wrong_type(values, table[values].type, "lists of numbers")
+    numbers = pc.cast(flat, pa.float64(), safe=False).to_numpy(zero_copy_only=False).astype(np.float64)
+    lacking = np.zeros(len(table), dtype=bool)
+    lacking[rows[np.isnan(numbers)]] = True
+    source.missing(values, lacking)
+    return rows, columns, _finite(np.where(np.isnan(numbers), 0.0, numbers), values, source, rows).astype(np.float32)
+
+
+def hashed_entries(table: Any, name: str, buckets: int, source: Source) -> Entries:
+    """Return a one in the bucket of each value of a categorical column; a missing value has none."""
+    column = table[name].combine_chunks()
+    if not (pa.types.is_integer(column.type) or pa.types.is_boolean(column.type) or _is_text(column.type)):
+        raise source.wrong_type(name, column.type, "strings or whole numbers")
+    coded = pc.dictionary_encode(column)
+    coded = coded.combine_chunks() if isinstance(coded, pa.ChunkedArray) else coded
+    codes = pc.fill_null(pc.cast(coded.indices, pa.int64()), -1).to_numpy(zero_copy_only=False)
+    source.missing(name, codes < 0)
+    rows = np.flatnonzero(codes >= 0)
+    hashes = hash_strings(pc.cast(coded.dictionary, pa.large_string()), name) % np.uint64(buckets)
+    return rows, hashes.astype(np.int64)[codes[rows]], np.ones(len(rows), np.float32)
+
+
+def _is_text(kind: Any) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _flatten(table: Any, name: str, source: Source) -> tuple[Ints, Any]:
+    """Return the row of each element of a column of lists, and the elements."""
+    column = table[name].combine_chunks()
+    if pa.types.is_fixed_size_list(column.type):
+        column = pc.cast(column, pa.large_list(column.type.value_type))
+    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+        raise source.wrong_type(name, column.type, "lists")
+    source.missing(name, pc.is_null(column).to_numpy(zero_copy_only=False))
+    counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
+    return np.repeat(np.arange(len(column)), counts), pc.list_flatten(column)
+
+
+def _finite(values: NDArray[np.float64], name: str, source: Source, rows: Ints | None = None) -> NDArray[np.float64]:
+    wrong = ~(np.abs(values) <= np.finfo(np.float32).max)
+    if wrong.any():
+        at = int(wrong.argmax())
+        row = at if rows is None else int(rows[at])
+        raise DataError(
+            f"{source.where}: the column {name!r} has {values[at]} in row {source.first + row}, and that is not "
+            "finite in 32 bits",
+            hint="correct the value; rows count from 0",
+        )
+    return values
+
+
+def check_label(kind: Any, name: str, source: Source) -> None:
+    """Refuse a column whose type cannot be that of labels; numbers with fractions show as they are read.
+
+    Raises:
+        DataError: names the column and its type.
+    """
+    types = pa.types
+    suited = (types.is_integer, types.is_floating, types.is_boolean, types.is_string, types.is_large_string)
+    if not (types.is_null(kind) or any(suits(kind) for suits in suited)):
+        raise source.wrong_type(name, kind, "whole numbers or strings")
+
+
+class Labels:
+    """A column of whole numbers, booleans or strings, of which 8 bytes a row are kept.
+
+    Args:
+        name: of the column.
+        unlabelled: what stands for no label; None: each row has one.
+    """
+
+    def __init__(self, name: str, unlabelled: int | None) -> None:
+        self._name, self._unlabelled = name, unlabelled
+        self._labels: list[NDArray[np.int64]] = []
+        self._labelled: list[NDArray[np.bool_]] = []
+        self._texts: dict[str, int] | None = None
+
+    def append(self, column: Any, source: Source) -> None:
+        """Take in a batch of rows.
+
+        Args:
+            column: a ``pyarrow.ChunkedArray``.
+            source: where it is from.
+
+        Raises:
+            DataError: a row has no label, or the column no labels.
+        """
+        lacking = pc.is_null(column, nan_is_null=True)
+        if self._unlabelled is None and pc.any(lacking).as_py():
+            raise DataError(
+                f"{source.where}: the column {self._name!r} has no label (null or NaN) in "
+                f"{source.rows(lacking.to_numpy())}",
+                hint="leave these rows out, or set data.unlabelled=-1 to have them in no split",
+            )
+        known = pc.filter(column, pc.invert(lacking))
+        check_label(column.type, self._name, source)
+        if pa.types.is_floating(known.type) and pc.all(pc.equal(known, pc.round(known))).as_py() is not False:
+            known = pc.cast(known, pa.int64())
+        if pa.types.is_boolean(known.type):
+            known = pc.cast(known, pa.int64())
+        labelled = ~lacking.to_numpy()
+        if pa.types.is_string(known.type) or pa.types.is_large_string(known.type):
+            labels = self._numbered(known)
+        elif pa.types.is_integer(known.type):
+            labels = known.to_numpy().astype(np.int64)
+            labelled[labelled] = labels != self._unlabelled
+            labels = labels[labels != self._unlabelled]
+        else:
+            raise source.wrong_type(self._name, column.type, "whole numbers or strings")
+        self._labels.append(labels)
+        self._labelled.append(labelled)
+
+    def classes(self, num_classes: int | None) -> tuple[Tensor, list[Any] | None]:
+        """Number the labels by their values; see :func:`~gtrain.data.sources.feature_rows.number_labels`.
+
+        Returns:
+            The class of each row, int64 ``[N]``, and the label that each class stands for.
+        """
+        labels, labelled = np.concatenate(self._labels), np.concatenate(self._labelled)
+        if self._texts is None:
+            found, values = number_labels(labels, num_classes)
+        else:
+            ranks, values = number_labels(np.array(list(self._texts)), num_classes)
+            found = ranks[torch.from_numpy(labels)]
+        return among_unlabelled(found, labelled, self._unlabelled), values
+
+    def _numbered(self, texts: Any) -> NDArray[np.int64]:
+        """Number strings as they come."""
+        self._texts = {} if self._texts is None else self._texts
+        coded = pc.dictionary_encode(texts).combine_chunks()
+        coded = coded.chunk(0) if isinstance(coded, pa.ChunkedArray) else coded
+        numbers = [self._texts.setdefault(text, len(self._texts)) for text in coded.dictionary.to_pylist()]
+        codes: NDArray[np.int64] = coded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+        return np.array(numbers, np.int64)[codes]
+
+
+BATCH_VALUES = 1 << 20
+"""Numbers and strings of a batch, about."""
+BATCH_BYTES = 1 << 25
+"""Their bytes, at most about."""
+_READ_BYTES = 1 << 20
+"""Of a column that are read from a file at once; else a row group would be in memory whole."""
+_ERRORS = pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OSError
+
+
+class ParquetFiles:
+    """The named columns of some files, one behind another; of these, one batch of rows is in memory.
+
+    Columns that have different types in different files have one that holds them all; what pandas calls a category is
+    of its values' type.
+
+    Args:
+        files: by the option that names them (``path``, ``test_path``), at least one each.
+        named: what these options were set to, for messages.
+        columns: the columns.
+
+    Attributes:
+        counts: rows of the files of each option.
+        schema: of the columns, a ``pyarrow.Schema``.
+
+    Raises:
+        DataError: a file is none of Parquet's, or lacks a column, or the files do not fit each other.
+    """
+
+    def __init__(self, files: Mapping[str, Sequence[Path]], named: Mapping[str, str], columns: Sequence[str]) -> None:
+        self._files = [(key, file) for key, paths in files.items() for file in paths]
+        self._named = dict(named)
+        self.counts = dict.fromkeys(files, 0)
+        schemas: dict[str, list[Any]] = {key: [] for key in files}
+        for key, file in self._files:
+            opened = _opened(key, file)
+            schemas[key].append(_chosen(opened.schema_arrow, file, columns))
+            self.counts[key] += opened.metadata.num_rows
+        for key, count in self.counts.items():
+            if not count:
+                raise DataError(f"data.{key}={named[key]} has no rows", hint=f"correct data.{key}")
+        self.schema = _together({key: self._one(key, found) for key, found in schemas.items()})
+
+    def __len__(self) -> int:
+        return sum(self.counts.values())
+
+    def read(self, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+        """Yield the number of the first row of each batch, and the batch as a ``pyarrow.Table``.
+
+        Args:
+            columns: some of the columns.
+
+        Raises:
+            DataError: a file is damaged.
+        """
+        first = 0
+        schema = pa.schema([self.schema.field(name) for name in columns])
+        for key, file in self._files:
+            opened = _opened(key, file)
+            try:
+                for batch in opened.iter_batches(_rows_of_batch(opened.metadata), columns=list(columns)):
+                    table = pa.Table.from_batches([batch]).select(list(columns)).cast(schema)
+                    yield first, table
+                    first += len(table)
+            except _ERRORS as err:
+                raise self._unreadable(key, err) from err
+
+    def _one(self, key: str, schemas: list[Any]) -> Any:
+        try:
+            return pa.unify_schemas(schemas, promote_options="permissive")
+        except _ERRORS as err:
+            raise self._unreadable(key, err) from err
+
+    def _unreadable(self, key: str, err: Exception) -> DataError:
+        return DataError(
+            f"data.{key}={self._named[key]} cannot be read: {str(err).splitlines()[0]}",
+            hint="write the files again, with the same types of columns in all of them",
+        )
+
+
+def column_names(file: Path, key: str = "path") -> list[str]:
+    """Return the names of a file's columns."""
+    names: list[str] = _opened(key, file).schema_arrow.names
+    return names
+
+
+def _opened(key: str, file: Path) -> Any:
+    try:
+        return pa.parquet.ParquetFile(file, pre_buffer=False, buffer_size=_READ_BYTES)
+    except _ERRORS as err:
+        raise DataError(
+            f"{file} is no Parquet file, or is damaged: {str(err).splitlines()[0].rpartition(': ')[2]}",
+            hint=f"write the file again, or correct data.{key}",
+        ) from err
+
+
+def _chosen(schema: Any, file: Path, columns: Sequence[str]) -> Any:
+    """Return the columns' part of a schema."""
+    missing = [name for name in columns if name not in schema.names]
+    if missing:
+        raise DataError(
+            f"{file} has no column {missing[0]!r}; it has {', '.join(schema.names)}",
+            hint="correct data.label, data.ids, data.values, data.dense or data.categorical",
+        )
+    types = {name: schema.field(name).type for name in columns}
+    plain = {name: kind.value_type if pa.types.is_dictionary(kind) else kind for name, kind in types.items()}
+    return pa.schema([pa.field(name, kind) for name, kind in plain.items()])
+
+
+def _together(schemas: Mapping[str, Any]) -> Any:
+    """Return the schema of what trains and of what tests."""
+    try:
+        return pa.unify_schemas(list(schemas.values()), promote_options="permissive")
+    except _ERRORS as err:
+        raise DataError(
+            f"data.path and data.test_path have columns of other types: {str(err).splitlines()[0]}",
+            hint="write both with the same types of columns",
+        ) from err
+
+
+def _rows_of_batch(metadata: Any) -> int:
+    """Return how many rows a batch may have, by the row group whose rows are the largest."""
+    most = BATCH_VALUES
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        columns = [group.column(place) for place in range(group.num_columns)]
+        values, nbytes = (
+            sum(getattr(column, name) for column in columns) for name in ("num_values", "total_uncompressed_size")
+        )
+        rows = max(1, group.num_rows)
+        most = min(most, BATCH_VALUES * rows // max(1, values), BATCH_BYTES * rows // max(1, nbytes))
+    return max(1, most)

@@ -1,0 +1,251 @@
+"""PyG's data sets: run without writing beside the user's raw files, their graphs by the names that gtrain uses."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import os
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, Dataset, HeteroData, TemporalData
+
+from gtrain.data.readers.unpickling import plain_pickles
+from gtrain.errors import ConfigError, DataError, GtrainError
+
+
+def tidy_graph(graph: object, name: str) -> Data | HeteroData:
+    """Return a graph of PyG's with the names that :meth:`~gtrain.data.module.GraphDataModule.read` lists.
+
+    PyG's data sets name what belongs to edges in ways of their own. Of each edge type:
+
+    - ``edge_label_index`` (MovieLens100K, AmazonBook) becomes ``test_edge_index``;
+    - ``rating``, or else ``edge_label`` with a row for each edge, becomes ``edge_rating``; with ``edge_label_index``
+      ``edge_label`` becomes ``test_edge_rating``;
+    - ``time`` with a row for each edge becomes ``edge_time``;
+    - ``train_edge_index``, ``valid_edge_type`` and so on (RelLinkPredDataset) become ``edge_index``,
+      ``val_edge_type`` and so on, without the reverse edges that PyG adds;
+    - masks with a row for each edge (WordNet18RR) cut the edges into those that train and those held out;
+    - other indices of edges (LastFM's negative ones) are left out.
+
+    A ``TemporalData`` (JODIEDataset) becomes a ``Data`` with ``edge_time`` and ``edge_attr``.
+
+    Args:
+        graph: what the data set holds; it is changed.
+        name: the data set, for messages.
+
+    Raises:
+        DataError: it is no graph with a list of edges.
+    """
+    if isinstance(graph, TemporalData):
+        graph = _from_events(graph)
+    if not isinstance(graph, (Data, HeteroData)):
+        raise DataError(
+            f"{name} is a {type(graph).__name__}, and only Data, HeteroData and TemporalData are served",
+            hint="set data.name to a data set of such a graph, or write its edges to a file and use data=edges",
+        )
+    stores = graph.edge_stores
+    if isinstance(graph, Data) and graph.edge_index is None or not stores:
+        raise DataError(
+            f"{name} has no edge_index, and only graphs with an edge list are served",
+            hint="set data.name to a data set with edges, or write the edges to a file and use data=edges",
+        )
+    if isinstance(graph, Data):
+        graph.num_nodes = _count_nodes(graph)
+    for edges in stores:
+        _tidy_edges(edges, edges.num_nodes if isinstance(graph, Data) else None)
+    for nodes in graph.node_stores:
+        if isinstance(x := nodes.get("x"), Tensor) and x.layout == torch.sparse_coo:
+            nodes["x"] = x.to_sparse_csr()
+    return graph
+
+
+def _from_events(events: TemporalData) -> Data:
+    data = Data(edge_index=torch.stack([events.src, events.dst]), edge_time=events.t)
+    if isinstance(events.msg, Tensor):
+        data.edge_attr = events.msg
+    return data
+
+
+def _count_nodes(graph: Data) -> int:
+    """Return N; without features PyG would guess it from the edges, and warn."""
+    if "num_nodes" in graph or graph.x is not None:
+        return int(graph.num_nodes or 0)
+    if isinstance(graph.y, Tensor) and graph.y.dim():
+        return graph.y.size(0)
+    assert graph.edge_index is not None  # checked
+    return int(graph.edge_index.max()) + 1 if graph.edge_index.numel() else 0
+
+
+def _tidy_edges(edges: Any, num_nodes: int | None) -> None:
+    """Rename the tensors of one edge type.
+
+    Args:
+        edges: its storage.
+        num_nodes: N where the storage holds nodes too, else None.
+    """
+    if "train_edge_index" in edges:
+        _take_splits(edges)
+    if "edge_label_index" in edges:
+        edges["test_edge_index"] = edges.pop("edge_label_index")
+        label = edges.pop("edge_label", None)
+        if label is not None and "rating" in edges:
+            edges["test_edge_rating"] = label.to(edges["rating"].dtype)
+    rows = edges["edge_index"].size(1)
+    for old, new in (("rating", "edge_rating"), ("edge_label", "edge_rating"), ("time", "edge_time")):
+        if isinstance(value := edges.get(old), Tensor) and value.shape[:1] == (rows,) and rows != num_nodes:
+            edges[new] = edges.pop(old)
+    mask = edges.get("train_mask")
+    if isinstance(mask, Tensor) and mask.shape == (rows,) and rows != num_nodes:
+        _cut_by_masks(edges, rows)
+    known = ("edge_index", "val_edge_index", "test_edge_index")
+    for name in [name for name in edges if name.endswith("edge_index") and name not in known]:
+        del edges[name]
+
+
+def _take_splits(edges: Any) -> None:
+    """Rename ``train_edge_*``, ``valid_edge_*`` and ``test_edge_*``, and drop the edges made of them."""
+    for name in [name for name in edges if name.startswith(("edge_", "train_edge_", "valid_edge_"))]:
+        value = edges.pop(name)
+        if name.startswith("train_"):
+            edges[name.removeprefix("train_")] = value
+        elif name.startswith("valid_"):
+            edges[name.replace("valid_", "val_", 1)] = value
+
+
+def _cut_by_masks(edges: Any, rows: int) -> None:
+    """Keep the training edges, and hold the others out."""
+    masks = {split: edges.pop(f"{split}_mask", None) for split in ("train", "val", "test")}
+    names = [name for name in edges if name.startswith("edge_") and isinstance(edges[name], Tensor)]
+    for name in names:
+        value, dim = edges[name], int(name == "edge_index")
+        if value.size(dim) != rows:
+            continue
+        for split, mask in masks.items():
+            if mask is not None:
+                kept = value[:, mask] if dim else value[mask]
+                edges[name if split == "train" else f"{split}_{name}"] = kept
+
+
+_INSTALL = {
+    "sklearn": "pip install scikit-learn",
+    "sentence_transformers": "pip install sentence-transformers; it downloads a language model, and data.name="
+    "MovieLens100K and MovieLens1M do without",
+}
+"""What to do about a missing package whose name pip spells otherwise."""
+
+
+class Missing(Exception):
+    """Raw files are missing.
+
+    Args:
+        files: where they were looked for.
+    """
+
+    def __init__(self, files: list[Path]) -> None:
+        self.files = files
+        super().__init__(", ".join(str(file) for file in files))
+
+
+class _Complete(Exception):
+    """All raw files are there, at ``paths``."""
+
+    def __init__(self, paths: list[str]) -> None:
+        self.paths = paths
+
+
+def probe(cls: type[Dataset], root: Path, options: dict[str, Any], *, skip: Path) -> list[Path]:
+    """Return the raw files of a data set under ``root``, without downloading or processing anything.
+
+    Args:
+        cls: the data set class.
+        root: the folder that PyG would be given.
+        options: the class's arguments other than ``root``.
+        skip: a folder below ``root`` that holds no raw files.
+
+    Raises:
+        Missing: names the files that are not there.
+    """
+    if cls.download is Dataset.download:
+        return []  # generated or built in: the class reads no files
+    with tempfile.TemporaryDirectory(prefix="gtrain-") as scratch:
+        mirror(root, Path(scratch), skip=skip)
+        try:
+            construct(_without_work(cls), scratch, options)
+        except Missing as missing:
+            wanted = [file for file in missing.files if not file.exists()]
+            raise Missing([root / file.relative_to(scratch) for file in wanted]) from None
+        except _Complete as found:
+            return [Path(path).resolve() for path in found.paths]
+    return []
+
+
+def download(cls: type[Dataset], root: Path, options: dict[str, Any]) -> None:
+    """Let a data set class download its raw files below ``root``, and do nothing with them."""
+    with contextlib.suppress(_Complete):
+        construct(_without_work(cls, download=True), root, options)
+
+
+def construct(cls: type[Dataset], root: str | Path, options: dict[str, Any]) -> Dataset:
+    """Construct a data set quietly, its root at ``root`` where it takes one; of its pickles only plain ones are read.
+
+    Raises:
+        ConfigError: an option is not one of the class's, or has a value that it does not know.
+        DataError: the class needs a package that is not installed.
+    """
+    parameters = inspect.signature(cls).parameters
+    unknown = [name for name in options if name not in parameters]
+    if unknown:
+        known = ", ".join(name for name in parameters if name not in ("self", "root"))
+        raise ConfigError(f"data.options.{unknown[0]} is not an option of {cls.__name__}", hint=f"it takes {known}")
+    place = {"root": str(root)} if "root" in parameters else {}
+    try:
+        # PyG reports each step to stderr, and warns that it is about to unpickle what plain_pickles then refuses
+        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings(), plain_pickles(root):
+            warnings.filterwarnings("ignore", message="Weights only load failed")
+            return cls(**place, **options)
+    except (Missing, _Complete, GtrainError, OSError):
+        raise
+    except ImportError as err:
+        package = err.name or str(err)
+        raise DataError(
+            f"{cls.__name__} needs the package {package!r}, which is not installed",
+            hint=_INSTALL.get(package, f"pip install {package}"),
+        ) from err
+    except (AssertionError, TypeError) as err:  # how PyG's classes refuse an option's value
+        raise ConfigError(
+            f"{cls.__name__} does not accept data.options={options}: {err}",
+            hint="correct data.options, such as data.options={name: Cora}; the documentation of "
+            f"torch_geometric.datasets.{cls.__name__} lists what it takes",
+        ) from err
+
+
+def mirror(source: Path, target: Path, *, skip: Path) -> None:
+    """Make the folders of ``source`` in ``target``, and a link for each file, without PyG's ``processed`` folders."""
+    stores = skip.resolve()
+    for folder, names, files in os.walk(source.resolve()):
+        names[:] = [name for name in names if name != "processed" and Path(folder, name) != stores]
+        place = target / Path(folder).relative_to(source.resolve())
+        place.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            (place / file).symlink_to(Path(folder, file))
+
+
+def _without_work(cls: type[Dataset], *, download: bool = False) -> type[Dataset]:
+    """Return a subclass that reports its raw files in place of processing, and of downloading if that is not wanted."""
+
+    def report_missing(self: Dataset) -> None:
+        raise Missing([Path(path) for path in self.raw_paths])
+
+    def process(self: Dataset) -> None:
+        raise _Complete(self.raw_paths)
+
+    methods: dict[str, Any] = {"process": process, "__init__": cls.__init__}
+    if not download:
+        methods["download"] = report_missing
+    return type(cls.__name__, (cls,), methods)
