@@ -98,7 +98,7 @@ MOVED = {
     "gtrain.graph.ingest.probe": "gtrain.data.ingest.probe",
     "gtrain.graph.ingest.progress": "gtrain.data.ingest.progress",
     "gtrain.graph.ingest.rows": "gtrain.data.ingest.rows",
-    "gtrain.graph.ingest.scan": "gtrain.data.ingest.scan",
+    "gtrain.graph.ingest.scan": "gtrain.data.ingest.probe",
     "gtrain.graph.ingest.text": "gtrain.data.ingest.text",
     "gtrain.graph.locality": "gtrain.graph.partition.locality",
     "gtrain.graph.lock": "gtrain.graph.store.lock",

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import io
+import itertools
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import numpy as np
-
-from gtrain.data.ingest.scan import PAD, Bytes
 from gtrain.errors import DataError
 
 BLOCK = 1 << 22
@@ -29,26 +26,33 @@ class Block:
 
     Attributes:
         path: the file.
-        data: the bytes, the last of which ends a line, and ``PAD`` more.
-        size: bytes without the padding.
+        text: the lines; LF, CR LF or CR ends them.
         line: number of the first line, from 1.
         read: bytes of the file, packed if it is, that were read so far.
     """
 
     path: Path
-    data: Bytes
-    size: int
+    text: bytes
     line: int
     read: int
 
     def line_at(self, position: int) -> int:
         """Return the number of the line that a byte is in."""
-        return self.line + _line_ends(self.data[:position].tobytes())
+        return self.line + _line_ends(self.text, position)
 
-    def text_at(self, position: int) -> str:
-        """Return the line that begins at a byte, without blanks around it."""
-        text = self.data[position : self.size].tobytes()
-        return text.splitlines()[0].decode(errors="replace").strip()
+    def lines(self, comments: str, blanks: str = " \t") -> Iterator[tuple[int, str]]:
+        """Yield number and contents of each line that is neither blank nor a comment; surrogates stand for bytes that
+        are not UTF-8.
+
+        Args:
+            comments: characters that begin a comment line.
+            blanks: characters that may stand in front of them.
+        """
+        for number, raw in enumerate(self.text.splitlines(), start=self.line):
+            line = raw.decode(errors="surrogateescape")
+            begin = line.lstrip(blanks)[:1]
+            if begin and begin not in comments:
+                yield number, line
 
 
 def read_blocks(path: Path, block: int | None = None) -> Iterator[Block]:
@@ -77,65 +81,33 @@ def _unpacked(raw: IO[bytes], path: Path) -> contextlib.AbstractContextManager[I
 
 def _blocks(path: Path, raw: IO[bytes], stream: IO[bytes], block: int) -> Iterator[Block]:
     rest, line = stream.read(len(_BOM)).removeprefix(_BOM), 1
-    while True:
-        data, size, ended = _fill(stream, rest, len(rest) + block)
-        if ended and size and data[size - 1] not in b"\r\n":
-            data[size] = ord("\n")
-            size += 1
-        end = size if ended else _last_line_end(data, size)
-        if not end and size > LONGEST_LINE:
+    while data := stream.read(block):
+        text = rest + data
+        end = text.rfind(b"\n") + 1
+        if not end:
+            end = text.rfind(b"\r", 0, len(text) - 1) + 1  # a carriage return at the very end may be half a line end
+        if not end and len(text) > LONGEST_LINE:
             raise DataError(
                 f"{path}, line {line}: the line has more than {LONGEST_LINE} bytes",
                 hint="name a text file with one edge in each line, or a Parquet file",
             )
-        rest = data[end:size].tobytes()
+        rest = text[end:]
         if end:
-            yield Block(path, data, end, line, raw.tell())
-            line += _line_ends(data[:end].tobytes())
-        if ended:
-            return
+            yield Block(path, text[:end], line, raw.tell())
+            line += _line_ends(text, end)
+    if rest:
+        yield Block(path, rest if rest.endswith((b"\n", b"\r")) else rest + b"\n", line, raw.tell())
 
 
-def _fill(stream: IO[bytes], rest: bytes, wanted: int) -> tuple[Bytes, int, bool]:
-    """Return ``rest`` and what follows it, how many bytes that are, and whether the file ends there."""
-    data = np.empty(wanted + 1 + PAD, dtype=np.uint8)
-    data[: len(rest)] = np.frombuffer(rest, dtype=np.uint8)
-    size, view = len(rest), data.data
-    while size < wanted:
-        count = stream.readinto(view[size:wanted])  # type: ignore[attr-defined]
-        if not count:
-            return data, size, True
-        size += count
-    return data, size, False
+def _line_ends(text: bytes, end: int) -> int:
+    returns = text.count(b"\r", 0, end)
+    return text.count(b"\n", 0, end) + (returns and returns - text.count(b"\r\n", 0, end))
 
 
-def _last_line_end(data: Bytes, size: int) -> int:
-    """Return where the last complete line ends; 0 where none does."""
-    tail = data[max(0, size - 4096) : size].tobytes()
-    if b"\n" not in tail:
-        tail = data[:size].tobytes()
-    found = tail.rfind(b"\n")
-    if found < 0:
-        found = tail.rfind(b"\r", 0, len(tail) - 1)  # a carriage return at the very end may be half of a line end
-    return size - len(tail) + found + 1 if found >= 0 else 0
-
-
-def _line_ends(text: bytes) -> int:
-    ends = text.count(b"\n")
-    if b"\r" in text:
-        ends += text.count(b"\r") - text.count(b"\r\n")
-    return ends
-
-
-def first_lines(path: Path, comments: bytes, count: int) -> list[tuple[int, str]]:
+def first_lines(path: Path, comments: str, count: int) -> list[tuple[int, str]]:
     """Return number and contents of the first lines of a file that are neither blank nor comments."""
-    found: list[tuple[int, str]] = []
-    for block in read_blocks(path, 1 << 16):
-        lines = io.BytesIO(block.data[: block.size].tobytes().replace(b"\r\n", b"\n").replace(b"\r", b"\n"))
-        for number, raw in enumerate(lines, start=block.line):
-            shown = raw.strip()
-            if shown and shown[:1] not in [comments[i : i + 1] for i in range(len(comments))]:
-                found.append((number, raw.rstrip(b"\n").decode(errors="replace")))
-                if len(found) == count:
-                    return found
-    return found
+    lines = (line for block in read_blocks(path, 1 << 16) for line in block.lines(comments))
+    return [
+        (number, line.encode(errors="surrogateescape").decode(errors="replace"))
+        for number, line in itertools.islice(lines, count)
+    ]

@@ -9,12 +9,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from gtrain.data.ingest.probe import encode, fill
+from gtrain.data.ingest.probe import PAD, Bytes, encode, fill, hash_keys
 from gtrain.data.ingest.rows import Keys
-from gtrain.data.ingest.scan import PAD, Bytes, hash_keys
 
 T = TypeVar("T", bound=np.generic)
-Hash = Callable[[Bytes, NDArray[np.int32], NDArray[np.int32], NDArray[np.uint64]], bool]
+Hash = Callable[[Bytes, NDArray[np.int32], NDArray[np.int32], NDArray[np.uint64]], None]
 
 FIRST_SLOTS = 1 << 16
 FULL = 0.7

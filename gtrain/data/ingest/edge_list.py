@@ -16,8 +16,7 @@ from gtrain.data.ingest.format import EdgeFormat
 from gtrain.data.ingest.layout import Kinds, text_layout
 from gtrain.data.ingest.parquet import ParquetReader, is_parquet
 from gtrain.data.ingest.progress import Progress, ahead
-from gtrain.data.ingest.rows import Keys, Rows, first_true
-from gtrain.data.ingest.scan import Ints
+from gtrain.data.ingest.rows import Ints, Keys, Rows, first_true
 from gtrain.data.ingest.text import TextReader
 from gtrain.errors import DataError
 

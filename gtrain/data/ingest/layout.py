@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from gtrain.errors import DataError
 _SOURCES = ("source", "src", "from", "head", "subject", "u", "source_id", "src_id", "from_id", "node1", "id1", "node_1")
 _TARGETS = ("target", "dst", "to", "tail", "object", "v", "target_id", "dst_id", "to_id", "node2", "id2", "node_2")
 _NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")
-_INTEGER = re.compile(r"[+-]?\d+")
+_INTEGER = re.compile(r"[+-]?[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -57,19 +56,19 @@ def text_layout(path: Path, options: EdgeFormat, kinds: Kinds | None) -> TextLay
     Raises:
         DataError: the first line cannot be one of an edge list, or has no such column.
     """
-    lines = first_lines(path, options.comments.encode(), 2)
+    lines = first_lines(path, options.comments, 2)
     if not lines:
         return None
     ids = kinds.ids if kinds is not None else options.ids
     separator = options.separator_character or line_separator(lines[0][1], ids)
-    number, fields = lines[0][0], split_fields(lines[0][1], separator)
+    number, fields = lines[0][0], split_fields(lines[0][1], separator, f"{path}, line {lines[0][0]}")
     if not options.chosen and len(fields) not in (2, 3):
         raise DataError(
             f"{path}, line {number}: {len(fields)} columns, and 2 or 3 were expected: {lines[0][1].strip()[:60]!r}",
             hint="separate 2 or 3 columns by commas, semicolons, tabs or spaces (or set data.separator), or name the "
             "ones to take: data.columns=[0,1] data.weight=2",
         )
-    second = split_fields(lines[1][1], separator) if len(lines) > 1 else []
+    second = split_fields(lines[1][1], separator, f"{path}, line {lines[1][0]}") if len(lines) > 1 else []
     named = any(isinstance(column, str) for column in options.chosen.values())
     header = options.header
     if header is None and named:
@@ -82,18 +81,44 @@ def text_layout(path: Path, options: EdgeFormat, kinds: Kinds | None) -> TextLay
     return TextLayout(separator, number if header else 0, len(fields), roles, kinds)
 
 
-def split_fields(line: str, separator: str) -> list[str]:
-    """Return the fields of a line, without blanks and quotes around them."""
+def split_fields(line: str, separator: str, place: str) -> list[str]:
+    """Return the fields of a line, without blanks and quotes around them.
+
+    Args:
+        line: the line, without its end.
+        separator: the character between fields; a space stands for any run of spaces and tabs.
+        place: file and line, for the message.
+
+    Raises:
+        DataError: a quote stands inside quotes, or is not closed.
+    """
     if separator == " ":
-        return line.split()
+        return re.findall(r"[^ \t]+", line)
     if separator == "\t" or '"' not in line:
-        return [field.strip() for field in line.split(separator)]
-    return [field.strip() for field in next(csv.reader([line], delimiter=separator, skipinitialspace=True))]
+        return [field.strip(" \t") for field in line.split(separator)]
+    pattern = rf'(?:^|[{separator}])[ \t]*+(?:"([^"]*)"[ \t]*|((?!")[^{separator}]*))(?=[{separator}]|$)'
+    cells = list(re.finditer(pattern, line))
+    if sum(len(cell[0]) for cell in cells) < len(line):
+        raise DataError(
+            f"{place}: a quote inside quotes, or one that is not closed: {line.strip()[:60]!r}",
+            hint="write each field plainly or in one pair of quotes, or separate the columns by tabs, where "
+            "quotes have no meaning",
+        )
+    return [cell[1] if cell[2] is None else cell[2].rstrip(" \t") for cell in cells]
 
 
-def is_integer(field: str) -> bool:
-    """Whether a field is an integer of 64 bits."""
-    return _INTEGER.fullmatch(field) is not None and -(2**63) <= int(field) < 2**63
+def to_integer(field: str) -> int | None:
+    """Return the integer of 64 bits that a field spells; None where it spells none."""
+    value = int(field) if _INTEGER.fullmatch(field) else None
+    return value if value is not None and -(2**63) <= value < 2**63 else None
+
+
+def to_number(field: str) -> float | None:
+    """Return the number that a field spells; None where it spells none."""
+    try:
+        return float(field)
+    except ValueError:
+        return None
 
 
 def line_separator(line: str, ids: str) -> str:
@@ -114,16 +139,7 @@ def _is_header(first: Sequence[str], second: Sequence[str], roles: dict[str, int
     if ends[0].lower() in _SOURCES and ends[1].lower() in _TARGETS:
         return True
     numbers = [roles[role] for role in ("weight", "time") if role in roles]
-    return bool(below) and any(not is_number(first[at]) and is_number(second[at]) for at in numbers)
-
-
-def is_number(field: str) -> bool:
-    """Whether a field is a number."""
-    try:
-        float(field)
-    except ValueError:
-        return False
-    return True
+    return bool(below) and any(to_number(first[at]) is None and to_number(second[at]) is not None for at in numbers)
 
 
 def _kinds(row: Sequence[str], roles: dict[str, int], ids: str) -> Kinds:
@@ -132,5 +148,5 @@ def _kinds(row: Sequence[str], roles: dict[str, int], ids: str) -> Kinds:
         ids = "int" if numbers else "string"
     relation = None
     if "relation" in roles:
-        relation = "int" if is_integer(row[roles["relation"]]) else "string"
+        relation = "string" if to_integer(row[roles["relation"]]) is None else "int"
     return Kinds(ids, relation, "weight" in roles)

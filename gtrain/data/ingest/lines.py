@@ -1,25 +1,34 @@
-"""The fields of lines of text, block by block, as strings, integers or numbers; the line that is wrong is named."""
+"""The fields of lines of text, block by block, as strings, integers or numbers; the line that is wrong is named.
+
+Arrow's reader of CSV parses a block. What it does not know is tidied away before (comments, blanks beside separators,
+runs of blanks as separators); a block that it refuses all the same is taken apart line by line, which either serves
+what Arrow does not (``+5``, a blank in front of a quote) or finds the line to name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
+import pyarrow.csv
 from numpy.typing import NDArray
 
 from gtrain.data.ingest.blocks import Block, read_blocks
-from gtrain.data.ingest.layout import is_number, split_fields
-from gtrain.data.ingest.rows import Keys, first_true
-from gtrain.data.ingest.scan import Ints, gather, hash_keys, parse_integers, split
+from gtrain.data.ingest.layout import split_fields, to_integer, to_number
+from gtrain.data.ingest.rows import Ints, Keys, first_true
 from gtrain.errors import DataError
 
-Places = NDArray[np.int32]
-Floats = NDArray[np.float64]
+Columns = Mapping[int, pa.DataType]
+Floats = NDArray[np.floating[Any]]
 
 _COMMENT_HINT = "or put # in front of the line if it is a comment or names columns"
+_TAB_TO_SPACE = bytes.maketrans(b"\t", b" ")
 
 
 class LineReader:
@@ -27,10 +36,11 @@ class LineReader:
 
     Args:
         path: the file.
-        separator: the character between fields; a space stands for any run of spaces and tabs.
+        separator: the character between fields; a space stands for any run of spaces and tabs. Between other
+            separators than tabs a field may be in quotes, and then hold the separator, but no quotes.
         header: number of the line that names the columns; 0 without.
         num_columns: fields of each line.
-        columns: positions of the columns to read.
+        columns: what to read: the types of columns by their positions; ``string``, ``int64`` or a floating type.
         comments: characters that begin a comment line.
 
     Attributes:
@@ -38,17 +48,18 @@ class LineReader:
     """
 
     def __init__(
-        self, path: Path, separator: str, header: int, num_columns: int, columns: Sequence[int], comments: str
+        self, path: Path, separator: str, header: int, num_columns: int, columns: Columns, comments: str
     ) -> None:
         self.path = path
         self.separator = separator
         self.header = header
         self.num_columns = num_columns
         self.skipped = 0
-        self._width = len(columns)
-        self._marks = np.frombuffer(comments.encode(), dtype=np.uint8).copy()
-        self._slots = np.full(num_columns, -1, dtype=np.int64)
-        self._slots[list(columns)] = np.arange(len(columns))
+        self._columns = columns
+        self._comments = comments
+        self._blanks = " " if separator == "\t" else " \t"
+        marks = re.escape(comments or "#")  # a class cannot be empty
+        self._comment = re.compile(rf"[\r\n][{self._blanks}]*[{marks}][^\r\n]*".encode())
 
     def pieces(self) -> Iterator[Piece]:
         """Yield the lines, some hundred thousand at a time.
@@ -57,57 +68,141 @@ class LineReader:
             DataError: names the first line of another number of columns.
         """
         for block in read_blocks(self.path):
-            starts, lengths = self._split(block)
-            if len(starts):
-                yield Piece(block, starts, lengths)
+            text = self._tidy(block.text)
+            if text.isspace() or not text:
+                continue
+            try:
+                columns = self._parsed(text)
+            except pa.ArrowInvalid:
+                columns = self._split(block)
+            named = block.line <= self.header < block.line_at(len(block.text))  # it is the first line with fields
+            if len(columns[0]) > named:
+                lines = _Lines(block, self._comments, self._blanks, int(named))
+                yield Piece(lines, [column.slice(int(named)) for column in columns])
 
-    def _split(self, block: Block) -> tuple[Places, Places]:
-        most = block.size // self.num_columns + 1  # a field has a byte behind it at least
-        starts = np.empty((most, self._width), dtype=np.int32)
-        lengths = np.empty_like(starts)
-        separator = ord(self.separator)
-        rows, skipped, wrong = split(block.data, block.size, separator, self._marks, self._slots, starts, lengths)
-        if wrong >= 0:
-            self._refuse(block, wrong)
-        self.skipped += skipped
-        named = block.line <= self.header and rows > 0 and block.line_at(int(starts[0, 0])) == self.header
-        return starts[named:rows], lengths[named:rows]
+    def _tidy(self, text: bytes) -> bytes:
+        """Remove comments, and tabs where spaces separate as well."""
+        if any(mark.encode() in text for mark in self._comments):
+            text, count = self._comment.subn(b"", b"\n" + text)
+            self.skipped += count
+        return text.translate(_TAB_TO_SPACE) if self.separator == " " and b"\t" in text else text
 
-    def _refuse(self, block: Block, position: int) -> NoReturn:
-        text, place = block.text_at(position), f"{self.path}, line {block.line_at(position)}"
-        found = len(split_fields(text, self.separator))
-        if found == self.num_columns or text.count('"') % 2:
-            raise DataError(
-                f"{place}: a quote inside quotes, or one that is not closed: {text[:60]!r}",
-                hint="write each field plainly or in one pair of quotes, or separate the columns by tabs, where "
-                "quotes have no meaning",
-            )
-        raise DataError(
-            f"{place}: {found} columns, and the lines before have {self.num_columns}: {text[:60]!r}",
-            hint=f"give the line {self.num_columns} columns, or put # in front of it if it is a comment",
+    def _parsed(self, text: bytes) -> list[pa.Array]:
+        """Return the columns as Arrow reads them.
+
+        Raises:
+            pa.ArrowInvalid: it does not know how, a line is malformed, or a string is empty.
+        """
+        if pa.int64() in self._columns.values() and (b"0x" in text or b"0X" in text):
+            raise pa.ArrowInvalid("Arrow takes hexadecimal numbers for integers")
+        try:
+            return self._read(text)
+        except pa.ArrowInvalid:
+            if self.separator != " ":
+                raise
+            return self._read(_single_spaces(text))
+
+    def _read(self, text: bytes) -> list[pa.Array]:
+        names = [str(column) for column in range(self.num_columns)]
+        quoted = self.separator not in " \t" and b'"' in text
+        table = pyarrow.csv.read_csv(
+            pa.BufferReader(text),
+            read_options=pyarrow.csv.ReadOptions(column_names=names, block_size=len(text) + 1, use_threads=False),
+            parse_options=pyarrow.csv.ParseOptions(
+                delimiter=self.separator, quote_char='"' if quoted else False, double_quote=False
+            ),
+            convert_options=pyarrow.csv.ConvertOptions(
+                column_types={names[column]: dtype for column, dtype in self._columns.items()},
+                include_columns=[names[column] for column in self._columns],
+                null_values=[],
+                strings_can_be_null=False,
+            ),
         )
+        columns = [pa.concat_arrays(column.chunks) for column in table.columns]
+        strings = [i for i, dtype in enumerate(self._columns.values()) if dtype == pa.string()]
+        if self.separator != " " and any(blank.encode() in text for blank in self._blanks):
+            for i in strings:
+                columns[i] = pyarrow.compute.ascii_trim(columns[i], " \t")
+        compute = pyarrow.compute
+        if any(compute.index(compute.binary_length(columns[i]), 0).as_py() >= 0 for i in strings) or (
+            quoted
+            and (
+                len(columns[0]) < sum(map(bool, text.splitlines()))  # a line end within quotes
+                or any(compute.any(compute.match_substring(columns[i], '"')).as_py() for i in strings)
+            )
+        ):
+            raise pa.ArrowInvalid("a field is empty, or has a quote within")
+        return columns
+
+    def _split(self, block: Block) -> list[pa.Array]:
+        """Return the columns as strings, whatever their types."""
+        rows = []
+        for number, line in block.lines(self._comments, self._blanks):
+            place = f"{self.path}, line {number}"
+            fields = split_fields(line, self.separator, place)
+            if len(fields) != self.num_columns:
+                raise DataError(
+                    f"{place}: {len(fields)} columns, and the lines before have {self.num_columns}: "
+                    f"{line.strip()[:60]!r}",
+                    hint=f"give the line {self.num_columns} columns, or put # in front of it if it is a comment",
+                )
+            rows.append([fields[column].encode(errors="surrogateescape") for column in self._columns])
+        if any(dtype == pa.string() for dtype in self._columns.values()):
+            _check_encoding(block)
+        return [pa.array(column, pa.binary()).view(pa.string()) for column in zip(*rows, strict=True)]
+
+
+def _single_spaces(text: bytes) -> bytes:
+    """Return lines whose fields are separated by runs of spaces with one space between them."""
+    text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    while b"  " in text:
+        text = text.replace(b"  ", b" ")
+    return text.replace(b" \n", b"\n").replace(b"\n ", b"\n").strip(b" ")
+
+
+def _check_encoding(block: Block) -> None:
+    try:
+        block.text.decode()
+    except UnicodeDecodeError as err:
+        wrong = block.text[err.start : err.end]
+        raise DataError(
+            f"{block.path}, line {block.line_at(err.start)}: the bytes {wrong!r} are not UTF-8",
+            hint="convert the file: iconv -f latin1 -t utf-8, or from what it is written in",
+        ) from None
+
+
+class _Lines:
+    """The lines of a block's rows, for messages: slow."""
+
+    def __init__(self, block: Block, comments: str, blanks: str, skipped: int) -> None:
+        self.block = block
+        self._arguments = comments, blanks
+        self._skipped = skipped
+
+    def of(self, row: int) -> tuple[int, str]:
+        """Return number and contents of a row's line."""
+        return next(itertools.islice(self.block.lines(*self._arguments), row + self._skipped, None))
 
 
 class Piece:
     """The wanted columns of some lines.
 
     Args:
-        block: the lines.
-        starts: where each field begins, ``[rows, columns]``.
-        lengths: bytes of each field, likewise.
+        lines: the lines.
+        columns: the fields of each column: of its type, or strings where Arrow could not convert them.
     """
 
-    def __init__(self, block: Block, starts: Places, lengths: Places) -> None:
-        self.block = block
-        self._starts = starts
-        self._lengths = lengths
+    def __init__(self, lines: _Lines, columns: Sequence[pa.Array]) -> None:
+        self.block = lines.block
+        self._lines = lines
+        self._columns = columns
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._columns[0])
 
     def place(self, row: int) -> str:
         """Return the file and the line of a row, for messages."""
-        return f"{self.block.path}, line {self.block.line_at(int(self._starts[row, 0]))}"
+        return f"{self.block.path}, line {self._lines.of(row)[0]}"
 
     def keys(self, first: int, last: int) -> Keys:
         """Return the fields of the columns ``first .. last - 1`` row by row, hashed.
@@ -115,23 +210,22 @@ class Piece:
         Raises:
             DataError: a field is empty, or no UTF-8.
         """
-        starts, lengths = self._fields(first, last)
-        empty = first_true(lengths == 0)
-        if empty is not None:
-            row = empty // (last - first)
+        return Keys.interleaved(*(self.strings(column) for column in range(first, last)))
+
+    def strings(self, column: int) -> pa.StringArray:
+        """Return the fields of a column as strings.
+
+        Raises:
+            DataError: a field is empty, or no UTF-8.
+        """
+        strings = self._columns[column]
+        empty = pyarrow.compute.index(pyarrow.compute.binary_length(strings), 0).as_py()
+        if empty >= 0:
             raise DataError(
-                f"{self.place(row)}: a field is empty: {self._line(row)!r}",
+                f"{self.place(empty)}: a field is empty: {self._line(empty)!r}",
                 hint="write a name there, or take the line out",
             )
-        hashes = np.empty(starts.size, dtype=np.uint64)
-        if hash_keys(self.block.data, starts, lengths, hashes):
-            self._check_encoding()
-        return Keys(self.block.data, starts, lengths, hashes)
-
-    def strings(self, column: int) -> pa.LargeStringArray:
-        """Return the fields of a column as strings; those of :meth:`keys`."""
-        keys = self.keys(column, column + 1)
-        return self._packed(keys.starts, keys.lengths).cast(pa.large_string())
+        return strings
 
     def integers(self, first: int, last: int, hint: str = "") -> Ints:
         """Return the fields of the columns ``first .. last - 1`` row by row.
@@ -144,16 +238,8 @@ class Piece:
         Raises:
             DataError: a field is not an integer of 64 bits.
         """
-        starts, lengths = self._fields(first, last)
-        values = np.empty(starts.size, dtype=np.int64)
-        wrong = parse_integers(self.block.data, starts, lengths, values)
-        if wrong >= 0:
-            row, field = wrong // (last - first), self._field(int(starts[wrong]), int(lengths[wrong]))
-            raise DataError(
-                f"{self.place(row)}: {field[:30]!r} is not an integer: {self._line(row)!r}",
-                hint=f"write an integer there, {_COMMENT_HINT}{hint}",
-            )
-        return values
+        columns = [self._numeric(column, to_integer, "an integer", hint) for column in range(first, last)]
+        return np.stack(columns, axis=1).reshape(-1)
 
     def numbers(self, column: int, hint: str = "") -> Floats:
         """Return the fields of a column, which may be infinite or NaN.
@@ -165,12 +251,7 @@ class Piece:
         Raises:
             DataError: a field is not a number.
         """
-        starts, lengths = self._fields(column, column + 1)
-        try:
-            values = self._packed(starts, lengths).cast(pa.float64())
-        except pa.ArrowInvalid:
-            return self._numbers_one_by_one(starts, lengths, hint)  # spellings that Arrow does not know, such as +1.5
-        return np.asarray(values.to_numpy(zero_copy_only=False))
+        return self._numeric(column, to_number, "a number", hint)
 
     def finite(self, column: int, what: str, hint: str = "") -> Floats:
         """Return the fields of a column.
@@ -192,45 +273,20 @@ class Piece:
             )
         return values
 
-    def _numbers_one_by_one(self, starts: Places, lengths: Places, hint: str) -> Floats:
-        fields = [self._field(start, length) for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)]
-        for row, field in enumerate(fields):
-            if not is_number(field):
-                raise DataError(
-                    f"{self.place(row)}: {field[:30]!r} is not a number: {self._line(row)!r}",
-                    hint=f"write a number there, {_COMMENT_HINT}{hint}",
-                )
-        return np.array([float(field) for field in fields])
-
-    def _packed(self, starts: Places, lengths: Places) -> pa.StringArray:
-        offsets = np.zeros(starts.size + 1, dtype=np.int32)
-        np.cumsum(lengths, out=offsets[1:])
-        packed = np.empty(int(offsets[-1]), dtype=np.uint8)
-        gather(self.block.data, starts, offsets, packed)
-        return pa.StringArray.from_buffers(starts.size, pa.py_buffer(offsets), pa.py_buffer(packed))
-
-    def _check_encoding(self) -> None:
-        try:
-            str(self.block.data[: self.block.size].data, "utf-8")
-        except UnicodeDecodeError as err:
-            wrong = self.block.data[err.start : err.end].tobytes()
+    def _numeric(self, column: int, parse: Callable[[str], float | None], wanted: str, hint: str) -> NDArray[Any]:
+        """Return the numbers of a column; one by one those that Arrow did not convert."""
+        if self._columns[column].type != pa.string():
+            return np.asarray(self._columns[column])
+        fields = [raw.decode(errors="replace") for raw in self._columns[column].view(pa.binary()).to_pylist()]
+        values = [parse(field) for field in fields]
+        if None in values:
+            row = values.index(None)
             raise DataError(
-                f"{self.block.path}, line {self.block.line_at(err.start)}: the bytes {wrong!r} are not UTF-8",
-                hint="convert the file: iconv -f latin1 -t utf-8, or from what it is written in",
-            ) from None
-
-    def _fields(self, first: int, last: int) -> tuple[Places, Places]:
-        """Return where the fields of some columns begin and how long they are, row by row."""
-        columns = slice(first, last)
-        return (
-            np.ascontiguousarray(self._starts[:, columns]).reshape(-1),
-            np.ascontiguousarray(self._lengths[:, columns]).reshape(-1),
-        )
-
-    def _field(self, start: int, length: int) -> str:
-        return self.block.data[start : start + length].tobytes().decode(errors="replace")
+                f"{self.place(row)}: {fields[row][:30]!r} is not {wanted}: {self._line(row)!r}",
+                hint=f"write {wanted} there, {_COMMENT_HINT}{hint}",
+            )
+        return np.array(values)
 
     def _line(self, row: int) -> str:
         """Return the beginning of a row's line."""
-        before = self.block.data[: int(self._starts[row].min())].tobytes()
-        return self.block.text_at(max(before.rfind(b"\n"), before.rfind(b"\r")) + 1)[:60]
+        return self._lines.of(row)[1].strip()[:60]

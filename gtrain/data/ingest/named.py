@@ -12,7 +12,7 @@ import pyarrow.compute
 from numpy.typing import NDArray
 
 from gtrain.data.ingest.blocks import first_lines
-from gtrain.data.ingest.layout import is_number, line_separator, split_fields
+from gtrain.data.ingest.layout import line_separator, split_fields, to_number
 from gtrain.data.ingest.lines import LineReader, Piece
 from gtrain.data.ingest.rows import first_true
 from gtrain.errors import DataError
@@ -60,25 +60,26 @@ def read_named_table(path: Path, names: pa.LargeStringArray, comments: str = COM
 
 
 def _reader(path: Path, comments: str) -> LineReader:
-    lines = first_lines(path, comments.encode(), 1)
+    lines = first_lines(path, comments, 1)
     if not lines:
         raise DataError(
             f"{path} has no lines other than comments", hint="name a file with one node in each line: its name, values"
         )
     number, text = lines[0]
     separator = line_separator(text, "string")
-    fields = split_fields(text, separator)
+    fields = split_fields(text, separator, f"{path}, line {number}")
     if len(fields) < 2:
         raise DataError(
             f"{path}, line {number}: 1 column, and 2 or more were expected, since nodes have names: {text[:60]!r}",
             hint="write a name and its values in each line, separated by tabs, commas, semicolons or spaces",
         )
-    header = 0 if is_number(fields[1]) else number
-    return LineReader(path, separator, header, len(fields), range(len(fields)), comments)
+    header = number if to_number(fields[1]) is None else 0
+    columns = {0: pa.string()} | dict.fromkeys(range(1, len(fields)), pa.float64())
+    return LineReader(path, separator, header, len(fields), columns, comments)
 
 
 def _known(piece: Piece, names: pa.LargeStringArray) -> NDArray[np.int64]:
-    strings = piece.strings(0)
+    strings = piece.strings(0).cast(pa.large_string())
     found = pyarrow.compute.index_in(strings, value_set=names)
     unknown = first_true(found.is_null().to_numpy(zero_copy_only=False))
     if unknown is not None:

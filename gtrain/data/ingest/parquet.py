@@ -15,8 +15,7 @@ import pyarrow.parquet
 from gtrain.data.ingest.blocks import LONGEST_LINE
 from gtrain.data.ingest.format import EdgeFormat
 from gtrain.data.ingest.layout import Kinds
-from gtrain.data.ingest.rows import Keys, Rows, first_true
-from gtrain.data.ingest.scan import PAD, Ints, hash_keys
+from gtrain.data.ingest.rows import Ints, Keys, Rows, first_true
 from gtrain.errors import DataError
 
 BATCH = 1 << 18
@@ -93,11 +92,11 @@ class ParquetReader:
         if self.kinds.ids == "int":
             ids = np.stack([end.integers() for end in ends], axis=1).reshape(-1)
         else:
-            ids = _interleaved(*(end.strings() for end in ends))
+            ids = Keys.interleaved(*(end.strings() for end in ends))
         relation: Keys | Ints | None = None
         if "relation" in columns:
             column = columns["relation"]
-            relation = column.integers() if self.kinds.relation == "int" else _interleaved(column.strings())
+            relation = column.integers() if self.kinds.relation == "int" else Keys.interleaved(column.strings())
         return Rows(
             ids=ids,
             relation=relation,
@@ -190,23 +189,6 @@ def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     half = batch.num_rows // 2
     yield from _pieces(batch.slice(0, half))
     yield from _pieces(batch.slice(half))
-
-
-def _interleaved(*columns: pa.LargeStringArray) -> Keys:
-    """Return the strings of some columns as keys, row by row."""
-    buffers, starts, lengths, base = [], [], [], 0
-    for strings in columns:
-        offsets = np.frombuffer(strings.buffers()[1], dtype=np.int64)[strings.offset :][: len(strings) + 1]
-        data = np.frombuffer(strings.buffers()[2] or b"", dtype=np.uint8)
-        buffers.append(data[offsets[0] : offsets[-1]])
-        starts.append(offsets[:-1] - offsets[0] + base)
-        lengths.append(np.diff(offsets))
-        base += int(offsets[-1] - offsets[0])
-    packed = np.concatenate([*buffers, np.zeros(PAD, dtype=np.uint8)])
-    begins, sizes = (np.stack(values, axis=1).reshape(-1).astype(np.int32) for values in (starts, lengths))
-    hashes = np.empty(begins.size, dtype=np.uint64)
-    hash_keys(packed, begins, sizes, hashes)
-    return Keys(packed, begins, sizes, hashes)
 
 
 def _kinds(types: dict[str, pa.DataType], ids: str) -> Kinds:

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from gtrain.data.ingest.scan import Bytes, Ints
+from gtrain.data.ingest.probe import PAD, Bytes, hash_keys
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,24 @@ class Keys:
     starts: NDArray[np.int32]
     lengths: NDArray[np.int32]
     hashes: NDArray[np.uint64]
+
+    @classmethod
+    def interleaved(cls, *columns: pa.Array) -> Keys:
+        """Return the strings of some columns as keys, row by row."""
+        buffers, starts, lengths, base = [], [], [], 0
+        for column in columns:
+            strings = column.cast(pa.large_string())
+            offsets = np.frombuffer(strings.buffers()[1], dtype=np.int64)[strings.offset :][: len(strings) + 1]
+            data = np.frombuffer(strings.buffers()[2] or b"", dtype=np.uint8)
+            buffers.append(data[offsets[0] : offsets[-1]])
+            starts.append(offsets[:-1] - offsets[0] + base)
+            lengths.append(np.diff(offsets))
+            base += int(offsets[-1] - offsets[0])
+        packed = np.concatenate([*buffers, np.zeros(PAD, dtype=np.uint8)])
+        begins, sizes = (np.stack(values, axis=1).reshape(-1).astype(np.int32) for values in (starts, lengths))
+        hashes = np.empty(begins.size, dtype=np.uint64)
+        hash_keys(packed, begins, sizes, hashes)
+        return cls(packed, begins, sizes, hashes)
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from gtrain.data.ingest.format import EdgeFormat
 from gtrain.data.ingest.layout import TextLayout
 from gtrain.data.ingest.lines import LineReader, Piece
-from gtrain.data.ingest.rows import Keys, Rows
-from gtrain.data.ingest.scan import Ints
+from gtrain.data.ingest.rows import Ints, Keys, Rows
 
 _NO_WEIGHT = "; if the column holds no weights, name those to take: data.columns=[0,1]"
 _ORDER = ("source", "target", "weight", "relation", "time")
@@ -30,7 +30,10 @@ class TextReader:
         self._kinds = layout.kinds
         order = sorted(layout.roles, key=_ORDER.index)
         self._slots = {role: slot for slot, role in enumerate(order)}
-        columns = [layout.roles[role] for role in order]
+        strings = {"source", "target"} if layout.kinds.ids == "string" else set()
+        strings |= {"relation"} if layout.kinds.relation == "string" else set()
+        types = {role: pa.string() if role in strings else pa.int64() for role in order} | {"weight": pa.float64()}
+        columns = {layout.roles[role]: types[role] for role in order}
         self._lines = LineReader(path, layout.separator, layout.header, layout.num_columns, columns, options.comments)
 
     @property

@@ -79,7 +79,7 @@ def check_columns(path: Path, time_column: int, features: slice | None) -> None:
     Raises:
         ConfigError, DataError: as :func:`read_events`.
     """
-    text = b"".join(f"{line}\n".encode() for _, line in first_lines(path, b"#%", 2))
+    text = b"".join(f"{line}\n".encode() for _, line in first_lines(path, "#%", 2))
     _columns(_layout(text, path)[2], time_column, features, path)
 
 
