@@ -34,7 +34,7 @@ TUNED = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
     "MALLOC_TOP_PAD_": str(1 << 28),
 }
-PEER = Path(__file__).parent / "pbg_torchbiggraph.py"
+PEER = Path(__file__).parent / "peers" / "pbg_torchbiggraph.py"
 GENERATED = ["data=planted_kg", "data.num_entities=14541", "data.num_relations=237", "data.num_positions=500",
              "data.num_triples=310116", "data.held_out=0.06"]  # fmt: skip
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from ps_peers import BATCHES, FEATURES, NONZEROS, WORKERS, begin, data_parallel
+from peers.ps_peers import BATCHES, FEATURES, NONZEROS, WORKERS, begin, data_parallel
 
 from gtrain_ps.costs import Load, Plan
 
@@ -102,7 +102,7 @@ def data_parallel_reading(rows: int, width: int, sparse: bool, rule: str, steps:
 
 def torchrec(rows: int, width: int, python: str) -> Reading:
     """TorchRec, run by the interpreter of the environment that has it."""
-    command = [python, str(Path(__file__).with_name("ps_torchrec.py")), "--shape", f"{rows},{width}"]
+    command = [python, str(Path(__file__).with_name("peers") / "ps_torchrec.py"), "--shape", f"{rows},{width}"]
     done = subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
     found = json.loads(done.stdout.splitlines()[-1])
     return Reading(found["examples"], found["cpu"], float("nan"))

@@ -1,6 +1,6 @@
 """TorchRec's row-wise sharding, for bench_ps.py: run by the interpreter of an environment that has TorchRec.
 
-    python tests/benchmarks/ps_torchrec.py --shape 512,52 --steps 40
+    python tests/benchmarks/peers/ps_torchrec.py --shape 512,52 --steps 40
 
 Two ranks over gloo, one thread each: one table of 2^20 rows, cut by rows over the ranks (``row_wise``, which TorchRec's
 sharder does not offer on CPUs unless it is told to), weighted sums of 72 rows an example, fused row-wise Adagrad, and

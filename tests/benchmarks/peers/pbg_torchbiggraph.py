@@ -1,6 +1,6 @@
 """PyTorch-BigGraph 1.0.0, for bench_pbg.py: run by the interpreter of an environment that has torchbiggraph.
 
-    python tests/benchmarks/pbg_torchbiggraph.py --data FOLDER --dimension 400 --batch 5000 --negatives 1000 1000
+    python tests/benchmarks/peers/pbg_torchbiggraph.py --data FOLDER --dimension 400 --batch 5000 --negatives 1000 1000
 
 Its importers make its own files of the folder's train, valid and test triples; its trainer runs with one worker, its
 filtered evaluator ranks the test triples among all entities. Prints edges, CPU seconds of all its processes and MRR as
