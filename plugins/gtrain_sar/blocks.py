@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gtrain_sar.call import PropagateCall, message_parameters
+from gtrain_sar.autograd import random_state, replayed_random
 from gtrain_sar.config import Schedule
 from gtrain_sar.halo import HaloExchange, add_rows, count_needed, push, stream
-from gtrain_sar.messages import InFlight
+from gtrain_sar.point_to_point import PendingExchange
+from gtrain_sar.propagate_call import PropagateCall, message_parameters
 
 
 def aggregate_by_blocks(call: PropagateCall, schedule: Schedule) -> Tensor:
@@ -61,9 +61,9 @@ class _Fetched(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         wanted = [i for i, need in enumerate(ctx.needs_input_grad[4 : 4 + len(gradients)]) if need]
-        flight = push([(ctx.exchange, gradients[i].contiguous()) for i in wanted], ctx.r, ctx.tag)
+        transfer = push([(ctx.exchange, gradients[i].contiguous()) for i in wanted], ctx.r, ctx.tag)
         found: list[Tensor | None] = [None] * len(gradients)
-        for i, arrived in zip(wanted, flight.wait(), strict=True):
+        for i, arrived in zip(wanted, transfer.wait(), strict=True):
             shape, dtype = ctx.shapes[i]
             own = torch.zeros(shape, dtype=dtype, device=arrived.device)
             add_rows(own, ctx.exchange.send_rows[ctx.r], arrived)
@@ -225,7 +225,7 @@ class Replay:
         self.data, self.parameters = saved[:count], saved[count:]
         self.gradients = [torch.zeros_like(t) if need else None for t, need in zip(saved, needed, strict=True)]
         self.travel = [i for i in call.sources if needed[i]]
-        self.leaving: list[tuple[int, InFlight]] = []
+        self.leaving: list[tuple[int, PendingExchange]] = []
 
     def run(self, schedule: Schedule, of_messages: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Work off all blocks.
@@ -279,25 +279,9 @@ class Replay:
 
     def _arrive(self) -> None:
         """Take in the gradients that the peers sent in the round before."""
-        for r, flight in self.leaving:
-            for i, arrived in zip(self.travel, flight.wait(), strict=True):
+        for r, transfer in self.leaving:
+            for i, arrived in zip(self.travel, transfer.wait(), strict=True):
                 total = self.gradients[i]
                 assert total is not None
                 add_rows(total, self.call.blocks.exchange.send_rows[r], arrived)
         self.leaving = []
-
-
-@contextmanager
-def replayed_random(state: tuple[Tensor, Tensor | None]) -> Iterator[None]:
-    """Draw the numbers that were drawn since :func:`random_state`, and forget that they were drawn."""
-    devices = [] if state[1] is None else [torch.cuda.current_device()]
-    with torch.random.fork_rng(devices=devices):
-        torch.set_rng_state(state[0])
-        if state[1] is not None:
-            torch.cuda.set_rng_state(state[1])
-        yield
-
-
-def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """States of the generators that a computation on ``device`` may draw from."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None

@@ -59,19 +59,19 @@ class _Extreme(torch.autograd.Function):
         if ctx.schedule.mode == 1:
             rows = [(exchange, x.detach())]
             remote = (block for r, (block,) in stream(rows, ctx.schedule.window) if r > 0)
-        tag, flying = exchange.group.next_tag(), []
+        tag, transfers = exchange.group.next_tag(), []
         for r, block in enumerate(remote, start=1):
             found = torch.zeros_like(block)
             extreme_backward(blocks.blocks[r].by_source, block, out, share, found)
-            flying.append((r, push([(exchange, found)], r, tag)))
-            while ctx.schedule.mode == 1 and len(flying) > 1:
-                _land(blocks, flying, dx)
+            transfers.append((r, push([(exchange, found)], r, tag)))
+            while ctx.schedule.mode == 1 and len(transfers) > 1:
+                _receive(blocks, transfers, dx)
         extreme_backward(blocks.blocks[0].by_source, x, out, share, dx)
-        while flying:
-            _land(blocks, flying, dx)
+        while transfers:
+            _receive(blocks, transfers, dx)
         return None, None, None, dx
 
 
-def _land(blocks: EdgeBlocks, flying: list[Any], dx: Tensor) -> None:
-    r, flight = flying.pop(0)
-    add_rows(dx, blocks.exchange.send_rows[r], flight.wait()[0])
+def _receive(blocks: EdgeBlocks, transfers: list[Any], dx: Tensor) -> None:
+    r, transfer = transfers.pop(0)
+    add_rows(dx, blocks.exchange.send_rows[r], transfer.wait()[0])

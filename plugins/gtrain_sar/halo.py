@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from gtrain.strategy.group import Group
-from gtrain_sar.messages import InFlight, Packet, peers, send_backward, send_forward
+from gtrain_sar.point_to_point import Packet, PendingExchange, peers, send_backward, send_forward
 
 if TYPE_CHECKING:
     from gtrain_sar.constants import Constants
+Make = Callable[[int], None]
+"""Makes the first so many own rows, those that are made already included."""
 
 
 class HaloNodes(Protocol):
@@ -118,10 +120,6 @@ Rows = tuple[HaloExchange, Tensor]
 """An exchange and a tensor ``[num_local, ...]`` of its own rows, or a gradient of one block."""
 
 
-Make = Callable[[int], None]
-"""Makes the first so many own rows, those that are made already included."""
-
-
 def in_order(make: Callable[[int, int], None]) -> Make:
     """Make rows from the first on; ``make`` makes those from a first one to before another."""
     made = 0
@@ -135,7 +133,7 @@ def in_order(make: Callable[[int, int], None]) -> Make:
     return until
 
 
-def fetch(rows: Sequence[Rows], r: int, tag: int, make: Make | None = None) -> InFlight:
+def fetch(rows: Sequence[Rows], r: int, tag: int, make: Make | None = None) -> PendingExchange:
     """Post round r's exchange; the results are ``[reads[r], ...]``, in the order of ``rows``.
 
     Args:
@@ -159,11 +157,11 @@ def fetch(rows: Sequence[Rows], r: int, tag: int, make: Make | None = None) -> I
                 filled[k] = until
 
     incoming = _packet(rows, [exchange.reads[r] for exchange, _ in rows], device)
-    flight = send_forward(group, r, outgoing.buffer, incoming, tag, fill)
-    return flight.as_types([tensor.dtype for _, tensor in rows])
+    transfer = send_forward(group, r, outgoing.buffer, incoming, tag, fill)
+    return transfer.as_types([tensor.dtype for _, tensor in rows])
 
 
-def push(gradients: Sequence[Rows], r: int, tag: int, make: Make | None = None) -> InFlight:
+def push(gradients: Sequence[Rows], r: int, tag: int, make: Make | None = None) -> PendingExchange:
     """Post round r's way back: gradients of block r ``[reads[r], ...]`` to their owners, the readers' to here.
 
     The results are ``[len(send_rows[r]), ...]``, in the order of ``gradients``. Where ``make`` is given, it makes the
@@ -184,8 +182,8 @@ def push(gradients: Sequence[Rows], r: int, tag: int, make: Make | None = None) 
             piece.copy_(gradient)
         buffer = outgoing.buffer
     incoming = _packet(gradients, [len(exchange.send_rows[r]) for exchange, _ in gradients], device)
-    flight = send_backward(group, r, buffer, incoming, tag, fill)
-    return flight.as_types([gradient.dtype for _, gradient in gradients])
+    transfer = send_backward(group, r, buffer, incoming, tag, fill)
+    return transfer.as_types([gradient.dtype for _, gradient in gradients])
 
 
 def _make_bytes(make: Make, rows: Tensor, size: int) -> None:
@@ -220,39 +218,39 @@ def stream(rows: Sequence[Rows], window: int | None, make: Make | None = None) -
     kept = [None if exchange.constants is None else exchange.constants.blocks(tensor) for exchange, tensor in rows]
     rounds = rows[0][0].rounds
     live = [i for i, blocks in enumerate(kept) if blocks is None or len(blocks) < rounds - 1]
-    flights = _Flights([rows[i] for i in live], make)
+    fetches = _Fetches([rows[i] for i in live], make)
     ahead = rounds if window is None else window
-    flights.post(ahead)
+    fetches.post(ahead)
     if make is not None:
         make(len(rows[0][1]))
     yield 0, [tensor for _, tensor in rows]
     for r in range(1, rounds):
-        flights.post(r)
-        fetched = dict(zip(live, flights.take(), strict=True))
-        flights.post(r + ahead)  # after what was sent is let go of
+        fetches.post(r)
+        fetched = dict(zip(live, fetches.take(), strict=True))
+        fetches.post(r + ahead)  # after what was sent is let go of
         for i, block in fetched.items():
             if (blocks := kept[i]) is not None:
                 blocks[r] = block
         yield r, [fetched[i] if i in fetched else kept[i][r] for i in range(len(rows))]  # type: ignore[index]
 
 
-class _Flights:
+class _Fetches:
     """The rounds of one stream, posted in order and taken in order."""
 
     def __init__(self, rows: Sequence[Rows], make: Make | None) -> None:
         self._rows, self._make, self._posted = rows, make, 0
-        self._flying: deque[InFlight] = deque()
+        self._pending: deque[PendingExchange] = deque()
         self._tag = rows[0][0].group.next_tag() if rows else 0
 
     def post(self, until: int) -> None:
         """Post all rounds up to number ``until`` that are not yet posted."""
         while self._rows and self._posted < min(until, self._rows[0][0].rounds - 1):
             self._posted += 1
-            self._flying.append(fetch(self._rows, self._posted, self._tag, self._make))
+            self._pending.append(fetch(self._rows, self._posted, self._tag, self._make))
 
     def take(self) -> list[Tensor]:
         """The next round's blocks."""
-        return self._flying.popleft().wait() if self._rows else []
+        return self._pending.popleft().wait() if self._rows else []
 
 
 def count_needed(rows: Sequence[Rows], passes: int = 1) -> None:
@@ -294,12 +292,12 @@ class _HaloRows(torch.autograd.Function):
             return None, *(None for _ in gradients)
         group, tag = ctx.exchanges[0].group, ctx.exchanges[0].group.next_tag()
         starts = {i: ctx.exchanges[i].shard.block_ptr.tolist() for i in wanted}
-        flying = [
+        transfers = [
             push([(ctx.exchanges[i], gradients[i][starts[i][r] : starts[i][r + 1]]) for i in wanted], r, tag)
             for r in range(1, group.size)
         ]
         own = {i: gradients[i][: starts[i][1]].clone() for i in wanted}
-        for r, flight in enumerate(flying, start=1):
-            for i, arrived in zip(wanted, flight.wait(), strict=True):
+        for r, transfer in enumerate(transfers, start=1):
+            for i, arrived in zip(wanted, transfer.wait(), strict=True):
                 add_rows(own[i], ctx.exchanges[i].send_rows[r], arrived)
         return None, *(own.get(i) for i in range(len(gradients)))

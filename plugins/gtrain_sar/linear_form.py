@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gtrain_sar.call import PropagateCall, remembered, sample, sees_one_edge, trial, unwatched
 from gtrain_sar.edges import EdgeBlock
 from gtrain_sar.linear import LinearCall
+from gtrain_sar.propagate_call import PropagateCall, remembered, sample, sees_one_edge, trial, unwatched
 
 _EDGES = 4
 _VIEWS = (

@@ -23,16 +23,16 @@ from gtrain.strategy.group import Group
 from gtrain_sar.attention.fused import attend
 from gtrain_sar.attention.softmax import attend_by_blocks, calls_softmax, streams
 from gtrain_sar.blocks import aggregate_by_blocks
-from gtrain_sar.call import PropagateCall, normalises_messages, reduction, sees_one_edge
 from gtrain_sar.config import Schedule
 from gtrain_sar.constants import Constants
 from gtrain_sar.edges import BlockIndex, EdgeBlocks
 from gtrain_sar.extremes import extreme
+from gtrain_sar.fused_layers import hooked
 from gtrain_sar.halo import halo_rows
 from gtrain_sar.linear import LinearCall, aggregate
 from gtrain_sar.linear_form import linear_call, source_rows
+from gtrain_sar.propagate_call import PropagateCall, normalises_messages, reduction, sees_one_edge
 from gtrain_sar.transform import Transforms
-from gtrain_sar.whole_layers import hooked
 
 _PLAIN_FORWARD = (GATConv.forward, GATv2Conv.forward)
 """Forward passes that hand the result of ``edge_updater`` on to ``propagate`` and look at it no further."""

@@ -11,10 +11,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.nn.conv import RGCNConv
 
 from gtrain.errors import ConfigError
-from gtrain_sar.call import reduction
 from gtrain_sar.config import Schedule
 from gtrain_sar.edges import BlockIndex, EdgeBlocks, sort_edges
 from gtrain_sar.linear import LinearCall, aggregate
+from gtrain_sar.propagate_call import reduction
 
 
 class RelationalConv:

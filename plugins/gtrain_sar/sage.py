@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gtrain_sar.borrowed import Borrowed
+from gtrain_sar.autograd import SavedOnce
 from gtrain_sar.config import Schedule
 from gtrain_sar.constants import Constants
 from gtrain_sar.edges import EdgeBlocks
-from gtrain_sar.flight import Flight, LinearCall
 from gtrain_sar.halo import in_order
-from gtrain_sar.linear import aggregate
+from gtrain_sar.linear import LinearCall, PackedSums, aggregate
 
 Layers = tuple[Tensor, Tensor | None, Tensor]
 """W_l [out, in], b [out] or None, W_r [out, in]."""
@@ -80,12 +79,12 @@ class _TransformThenSum(torch.autograd.Function):
         rows, (weight, scale) = x.detach(), factors
         sent = rows.new_empty((len(rows), len(left)))
         wanted = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
-        ctx.flight = Flight([LinearCall(blocks, sent, weight, scale=scale)], schedule, wanted)
-        ctx.flight.post(in_order(partial(_multiply, rows, left, sent)))
-        del sent  # the flight lets go of it
+        ctx.packed = PackedSums([LinearCall(blocks, sent, weight, scale=scale)], schedule, wanted)
+        ctx.packed.post(in_order(partial(_multiply, rows, left, sent)))
+        del sent  # the sums release it
         out = rows @ right.t()
-        ctx.flight.add_own([out])
-        ctx.flight.finish([out])
+        ctx.packed.add_own([out])
+        ctx.packed.finish([out])
         ctx.save_for_backward(x, left, right)
         return out if bias is None else out.add_(bias)
 
@@ -93,27 +92,27 @@ class _TransformThenSum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         x, left, right = ctx.saved_tensors
-        gradient, flight = gradient.contiguous(), ctx.flight
+        gradient, packed = gradient.contiguous(), ctx.packed
         of_x = of_left = of_bias = of_right = None
-        if flight.wanted:
-            flight.send([gradient])
+        if packed.wanted:
+            packed.send([gradient])
         if ctx.needs_input_grad[6]:
             of_right = gradient.t() @ x
         if ctx.needs_input_grad[5]:
             of_bias = gradient.sum(0)
-        if flight.wanted:
-            flight.add_local([gradient])
-            of_left, of_sent = torch.zeros_like(left), flight.gradient(0)
+        if packed.wanted:
+            packed.add_local([gradient])
+            of_left, of_sent = torch.zeros_like(left), packed.gradient(0)
             if ctx.needs_input_grad[3]:  # it takes the place of what it is made of, where it is as wide
                 of_x = of_sent if left.size(0) == left.size(1) else torch.empty_like(x)
             first = 0
-            for until in flight.land_by_rows():
+            for until in packed.receive_by_rows():
                 part = slice(first, until)
                 of_left.addmm_(of_sent[part].t(), x[part])
                 if of_x is not None:
                     of_x[part] = (gradient[part] @ right).addmm_(of_sent[part], left)
                 first = until
-            flight.take_gradients()
+            packed.take_gradients()
         return None, None, None, of_x, of_left if ctx.needs_input_grad[4] else None, of_bias, of_right
 
 
@@ -134,15 +133,15 @@ class _SumThenTransform(torch.autograd.Function):
         bias: Tensor | None,
         right: Tensor,
     ) -> Tensor:
-        rows, ctx.flight = x.detach(), None
+        rows, ctx.packed = x.detach(), None
         if known is None:
-            ctx.flight = Flight([call], schedule, ctx.needs_input_grad[3])
-            (known,) = ctx.flight.start()
+            ctx.packed = PackedSums([call], schedule, ctx.needs_input_grad[3])
+            (known,) = ctx.packed.start()
             out = rows @ right.t()
-            ctx.flight.finish([known])
+            ctx.packed.finish([known])
         else:
             out = rows @ right.t()
-        ctx.aggregate = Borrowed(known)
+        ctx.aggregate = SavedOnce(known)
         ctx.save_for_backward(x, left, right)
         out.addmm_(known, left.t())
         return out if bias is None else out.add_(bias)
@@ -151,28 +150,28 @@ class _SumThenTransform(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         x, left, right = ctx.saved_tensors
-        flight: Flight | None = ctx.flight
+        packed: PackedSums | None = ctx.packed
         sums = of_x = of_left = of_bias = of_right = None
-        aggregate = ctx.aggregate.give_back()
+        aggregate = ctx.aggregate.take()
         if ctx.needs_input_grad[4]:
             of_left = gradient.t() @ aggregate
         del aggregate
-        if flight is not None and flight.wanted:
-            sums = _of_sums(flight, gradient @ left)
-            flight.send([sums])
+        if packed is not None and packed.wanted:
+            sums = _of_sums(packed, gradient @ left)
+            packed.send([sums])
         if ctx.needs_input_grad[6]:
             of_right = gradient.t() @ x
         if ctx.needs_input_grad[5]:
             of_bias = gradient.sum(0)
-        if flight is not None and sums is not None:
-            of_x = flight.gradient(0).addmm_(gradient, right)
-            flight.add_local([sums])
-            flight.land()
-            flight.take_gradients()
+        if packed is not None and sums is not None:
+            of_x = packed.gradient(0).addmm_(gradient, right)
+            packed.add_local([sums])
+            packed.receive()
+            packed.take_gradients()
         return None, None, None, of_x, of_left, of_bias, of_right
 
 
-def _of_sums(flight: Flight, of_aggregate: Tensor) -> Tensor:
+def _of_sums(packed: PackedSums, of_aggregate: Tensor) -> Tensor:
     """The gradient of the sums, from that of the aggregate, which may be changed."""
-    (edges,) = flight.sums
+    (edges,) = packed.sums
     return of_aggregate.div_(edges.blocks.divisor(of_aggregate)) if edges.mean else of_aggregate

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.nn.conv import GCNConv, GraphConv, MessagePassing, SAGEConv, SGConv
 
-from gtrain_sar.whole_layers import plain_linear
+from gtrain_sar.fused_layers import plain_linear
 
 AFTER: dict[type[MessagePassing], str] = {SAGEConv: "lin_l", GraphConv: "lin_rel", SGConv: "lin"}
 """Convolutions that apply a linear layer to the aggregate, and its name."""

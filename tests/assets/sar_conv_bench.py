@@ -19,18 +19,18 @@ from gtrain.errors import PeerLostError
 from gtrain.graph.shard import GraphShard, load_shard, load_whole
 from gtrain.graph.store import Store
 from gtrain.strategy.group import Group, flatten, unflatten_into
-from gtrain_sar import refusals
+from gtrain_sar import unsupported
 from gtrain_sar.halo import HaloExchange
-from gtrain_sar.takeover import Takeover
+from gtrain_sar.patching import Patcher
 
 
-def takeover(exchange: HaloExchange, mode: int, **settings: Any) -> Takeover:
+def patcher(exchange: HaloExchange, mode: int, **settings: Any) -> Patcher:
     """The engine; the one place here that knows how it is made."""
     try:
         from gtrain_sar.config import Schedule
     except ImportError:
-        return Takeover(exchange, mode, settings.get("prefetch", 1))
-    return Takeover(exchange, Schedule(mode=mode, **settings))
+        return Patcher(exchange, mode, settings.get("prefetch", 1))
+    return Patcher(exchange, Schedule(mode=mode, **settings))
 
 
 def weights(rows: int, like: Tensor, seed: int) -> Tensor:
@@ -52,9 +52,7 @@ class Bench:
         self.whole, self.shard = load_whole(store), load_shard(store, group.rank)
         self.exchange = HaloExchange(group, self.shard)
 
-    def passes(
-        self, case: Case, net: nn.Module, shard: GraphShard, engine: Takeover | None = None
-    ) -> dict[str, Tensor]:
+    def passes(self, case: Case, net: nn.Module, shard: GraphShard, engine: Patcher | None = None) -> dict[str, Tensor]:
         """Outputs and gradients of one pass over a shard, and the output without autograd.
 
         Args:
@@ -62,9 +60,9 @@ class Bench:
         """
         here = view(shard)
         if engine is not None:
-            engine.constant([here.index])
+            engine.constants.add([here.index])
             if not case.leaves:
-                engine.constant([here.x, here.weight, here.attr])
+                engine.constants.add([here.x, here.weight, here.attr])
         for name in case.leaves:
             getattr(here, name).requires_grad_()
         result = dict(zip(("out", "edge out"), self._tuple(case.call(net, here)), strict=False))
@@ -121,8 +119,8 @@ class Bench:
         return worst | {f"left behind: {name}": float("inf") for name in left - self.usual}
 
     @contextmanager
-    def installed(self, net: nn.Module, mode: int) -> Iterator[Takeover]:
-        engine = takeover(self.exchange, mode)
+    def installed(self, net: nn.Module, mode: int) -> Iterator[Patcher]:
+        engine = patcher(self.exchange, mode)
         engine.install(net)
         try:
             yield engine
@@ -133,7 +131,7 @@ class Bench:
         """Compare one case in each mode: the worst relative difference of each thing, or what was raised."""
         torch.default_generator.manual_seed(1)  # torch.manual_seed looks for devices, and takes longer than many a case
         net = case.make().double()
-        why = [reason for layer in net.modules() if (reason := refusals.reason(layer))]
+        why = [reason for layer in net.modules() if (reason := unsupported.reason(layer))]
         if why and not force:
             return {"refused": why[0]}
         reference = copied(net)

@@ -115,7 +115,7 @@ def traffic(bench: Bench, make: Any, call: Any, forward: int, backward: int, mod
         net, here = make().double(), view(bench.shard)
         here.x.requires_grad_()
         with bench.installed(net, mode) as engine:
-            engine.constant([here.index, here.weight])  # as a strategy does; normalised weights are then kept
+            engine.constants.add([here.index, here.weight])  # as a strategy does; normalised weights are then kept
             call(net, here).sum().backward()
             with Sends(group) as first:
                 loss = call(net, here).sum()

@@ -59,9 +59,9 @@ from gtrain.strategy.forming import form_group
 from gtrain.strategy.group import Group, flatten, unflatten_into
 from gtrain_sar.config import Schedule
 from gtrain_sar.halo import HaloExchange
-from gtrain_sar.takeover import Takeover
+from gtrain_sar.patching import Patcher
+from gtrain_sar.typed.patching import TypedPatcher
 from gtrain_sar.typed.relations import Relations
-from gtrain_sar.typed.takeover import TypedTakeover
 
 COUNTS = {"a": 31, "b": 17, "c": 2}
 WIDTH = 6
@@ -317,10 +317,10 @@ class Bench:
             self.whole, self.part = graph_batch(load_whole(store)), graph_batch(load_shard(store, group.rank))
             self.exchange = HaloExchange(group, load_shard(store, group.rank))
 
-    def takeover(self, schedule: Schedule) -> Takeover:
+    def patcher(self, schedule: Schedule) -> Patcher:
         if isinstance(self.part, HeteroData):
-            return TypedTakeover(self.relations, schedule)
-        return Takeover(self.exchange, schedule)
+            return TypedPatcher(self.relations, schedule)
+        return Patcher(self.exchange, schedule)
 
     def passes(self, net: nn.Module, batch: Data | HeteroData) -> dict[str, Tensor]:
         """Outputs, loss and gradients of one pass, and outputs without autograd."""
@@ -362,10 +362,10 @@ class Bench:
         for mode in modes:
             net.load_state_dict(state)
             net.zero_grad()
-            takeover = self.takeover(Schedule(mode))
-            takeover.install(net)
+            patcher = self.patcher(Schedule(mode))
+            patcher.install(net)
             found = self.passes(net, self.part)
-            takeover.uninstall()
+            patcher.uninstall()
             self.add_up([found[name] for name in ("loss", *(n for n, _ in net.named_parameters()))])
             worst = {name: self.difference(name, found[name], whole) for name, whole in expected.items()}
             worst["left as found"] = float(
@@ -409,15 +409,15 @@ class Bench:
         """Two epochs over inputs that never change, so that the second may use what the first one kept."""
         net = made(case)
         expected = self.expected(f"constants: {case}", lambda: self.step(copy.deepcopy(net), self.whole))
-        takeover = self.takeover(Schedule(mode, cache_inputs="true"))
-        takeover.constant(v for stored in self.part.stores for v in stored.values() if isinstance(v, Tensor))
-        takeover.install(net)
+        patcher = self.patcher(Schedule(mode, cache_inputs="true"))
+        patcher.constants.add(v for stored in self.part.stores for v in stored.values() if isinstance(v, Tensor))
+        patcher.install(net)
         worst: dict[str, float] = {}
         for epoch in range(2):
             found = self.step(net, self.part)
             self.add_up(list(found.values()))
             worst |= {f"epoch {epoch}: {name}": self.difference(name, x, expected[name]) for name, x in found.items()}
-        takeover.uninstall()
+        patcher.uninstall()
         return worst
 
     def dropout(self, case: str, mode: int) -> dict[str, float]:
@@ -426,10 +426,10 @@ class Bench:
         for tried in (mode, 3):
             net = made(case)
             torch.manual_seed(5 + self.group.rank)
-            takeover = self.takeover(Schedule(tried))
-            takeover.install(net)
+            patcher = self.patcher(Schedule(tried))
+            patcher.install(net)
             found.append(self.passes(net, self.part))
-            takeover.uninstall()
+            patcher.uninstall()
         worst = {name: self.gap(found[0][name], found[1][name]) for name in found[0]}
         torch.manual_seed(6 + self.group.rank)
         other = self.passes(net, self.whole)["grad of x a"].norm()  # without the engine, and with other numbers
@@ -439,8 +439,8 @@ class Bench:
     def traffic(self, case: str, mode: int) -> dict[str, float]:
         """Bytes and messages of a pass through two layers, beside each halo row once a set of messages."""
         net, sets = made(case), 3 if mode == 1 and case in REPLAYED else 2
-        takeover = self.takeover(Schedule(mode))
-        takeover.install(net)
+        patcher = self.patcher(Schedule(mode))
+        patcher.install(net)
         self.passes(net, self.part)  # asks once who reads what
         net.zero_grad()
         here = copy.copy(self.part)
@@ -454,7 +454,7 @@ class Bench:
         sum(out.sum() for out in net(here).values()).backward()
         counters.recording = False
         del self.group.send
-        takeover.uninstall()
+        patcher.uninstall()
         exchanges = self.relations.exchanges.values() if isinstance(here, HeteroData) else [self.exchange]
         there = sum(len(ids) for exchange in exchanges for ids in exchange.send_rows)
         back = sum(sum(exchange.reads) for exchange in exchanges)

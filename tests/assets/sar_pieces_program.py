@@ -6,11 +6,11 @@ import sys
 
 import sar_conv_program
 
-from gtrain_sar import messages
-from gtrain_sar.attention import reverse
+from gtrain_sar import point_to_point
+from gtrain_sar.attention import readers
 
 if __name__ == "__main__":
-    messages.PIECE_BYTES = messages.LEAST_BYTES = 128
-    reverse.MOST_ROWS = reverse.LEAST_ROWS = 2  # the test's graph has tens of nodes
-    reverse.Reverse.pays = lambda self, mode: True  # type: ignore[method-assign]
+    point_to_point.PIECE_BYTES = point_to_point.LEAST_BYTES = 128
+    readers.MOST_ROWS = readers.LEAST_ROWS = 2  # the test's graph has tens of nodes
+    readers.ReaderPlan.pays = lambda self, mode: True  # type: ignore[method-assign]
     sys.exit(sar_conv_program.main())

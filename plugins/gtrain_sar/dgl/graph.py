@@ -5,7 +5,7 @@ Imported where a model has a :class:`~gtrain.nn.DglGraph` only: it loads DGL.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,19 +13,20 @@ import dgl
 import torch
 from dgl import core
 from dgl.base import is_all
+from dgl.udf import NodeBatch
 from torch import Tensor
 
 from gtrain.errors import ConfigError
 from gtrain.nn import DglGraph
 from gtrain.nn.dropout import active
 from gtrain_sar.config import Schedule
-from gtrain_sar.dgl import index, messages
-from gtrain_sar.dgl.block import DglBlocks
-from gtrain_sar.dgl.frames import Frame
-from gtrain_sar.dgl.index import ShardIndex, Unserved
+from gtrain_sar.dgl import index
+from gtrain_sar.dgl.functions import Batch, Columns, Frame, Function, aggregate_in_blocks
+from gtrain_sar.dgl.index import DglBlocks, ShardIndex, Unserved, plain
 from gtrain_sar.edges import BlockIndex, EdgeBlocks
 
 NODE, EDGE = "_N", "_E"
+Messages = dict[str, Tensor]
 
 
 class DglShards:
@@ -124,7 +125,7 @@ class ShardGraph:
         if core.is_builtin(message_func) and core.is_builtin(reduce_func):
             found = core.message_passing(self, message_func, reduce_func, None)
         else:
-            found = messages.pass_messages(self, message_func, reduce_func)
+            found = _pass_messages(self, message_func, reduce_func)
         if core.is_builtin(reduce_func) and reduce_func.name in ("max", "min"):  # nodes without edges have 0
             found = {name: value.masked_fill(value.isinf(), 0.0) for name, value in found.items()}
         self.ndata.update(found)
@@ -142,7 +143,7 @@ class ShardGraph:
                 "strategy=sar does not serve this convolution: it applies a function to some edges of the graph.",
                 hint="apply it to all edges, or use strategy=single.",
             )
-        found = core.invoke_gsddmm(self, func) if core.is_builtin(func) else messages.call_on_edges(self, func)
+        found = core.invoke_gsddmm(self, func) if core.is_builtin(func) else _call_on_edges(self, func)
         self.edata.update(found)
 
     # ------------------------------------------------------------------------ structure
@@ -203,3 +204,50 @@ class ShardGraph:
             self.blocks.extra["out_degree"] = index.out_degrees(self.blocks, self._ends[0])
         found: Tensor = self.blocks.extra["out_degree"]
         return found if is_all(u) else found[u]
+
+
+def _call_on_edges(graph: ShardGraph, function: Function) -> Messages:
+    """What a function of edges returns for all of them, [E, ...] each; the halo of what it reads is fetched."""
+    source, target, ids = graph.edges("all")
+    batch = Batch(
+        graph,
+        (source, target),
+        ids,
+        Columns(graph.ndata, lambda rows: graph._graph.with_halo(rows).index_select(0, source)),
+        Columns(graph.edata, plain),
+        Columns(graph.ndata, lambda rows: plain(rows).index_select(0, target)),
+    )
+    return function(batch)
+
+
+def _pass_messages(graph: ShardGraph, message: Any, reduce: Any) -> Messages:
+    """``update_all`` where one of the functions, or both, are written in Python."""
+    if not core.is_builtin(message) and core.is_builtin(reduce):
+        out = aggregate_in_blocks(graph, message, reduce.msg_field, reduce.name, graph._graph.schedule)
+        if out is not None:
+            return {reduce.out_field: out}
+    messages = core.invoke_gsddmm(graph, message) if core.is_builtin(message) else _call_on_edges(graph, message)
+    if not core.is_builtin(reduce):
+        return _reduce_by_function(graph, {name: plain(value) for name, value in messages.items()}, reduce)
+    copied = dgl.function.copy_e(reduce.msg_field, reduce.msg_field)
+    found: Messages = core.invoke_gspmm(graph, copied, reduce, edata=messages)
+    return found
+
+
+def _reduce_by_function(graph: ShardGraph, messages: Messages, reduce: Callable[[NodeBatch], Messages]) -> Messages:
+    """A mailbox for each node, of the nodes with as many edges together, as DGL does."""
+    block, order = graph._graph.whole.ordered  # an exchange, the first time, in which all ranks take part
+    if not graph.num_edges():
+        return _of_no_messages(graph, messages, reduce)
+    with block.local_scope():
+        block.dstdata.update({name: plain(value) for name, value in graph.ndata.items()})
+        found = core.invoke_udf_reduce(block, reduce, {name: value[order] for name, value in messages.items()})
+        return dict(found.items())
+
+
+def _of_no_messages(graph: ShardGraph, messages: Messages, reduce: Callable[[NodeBatch], Messages]) -> Messages:
+    """Zeros, shaped as the function's results; they hang on the messages, for whose gradient the peers wait."""
+    mail = {name: value.new_zeros((1, 1, *value.shape[1:])) + value.sum() for name, value in messages.items()}
+    data = {name: plain(value)[:1] for name, value in graph.ndata.items()}
+    found = reduce(NodeBatch(graph, graph.nodes()[:1], graph.ntypes[0], data, msgs=mail))
+    return {name: value.expand(graph.num_nodes(), *value.shape[1:]) * 0 for name, value in found.items()}

@@ -1,4 +1,4 @@
-"""DGL's three kernels over a shard, and where DGL looks them up.
+"""DGL's three kernels over a shard, what they run on, and where DGL looks them up.
 
 Everything that ``dgl.nn`` computes over edges goes through ``gspmm`` (messages of sources and edges, reduced at
 targets), ``gsddmm`` (values of edges from values of nodes) and ``edge_softmax``. They are handed the graph's index; an
@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
+import dgl
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gtrain.errors import ConfigError
 from gtrain_sar.attention.fused import attend
 from gtrain_sar.config import Schedule
-from gtrain_sar.dgl.attention import EdgeValues
-from gtrain_sar.dgl.block import DglBlocks
-from gtrain_sar.dgl.calls import attend_in_blocks
+from gtrain_sar.dgl.edge_values import EdgeValues, Recipe, attend_in_blocks
 from gtrain_sar.edges import EdgeBlocks
 from gtrain_sar.halo import add_rows, halo_rows, push
 from gtrain_sar.linear import LinearCall, aggregate
@@ -42,6 +43,41 @@ class Unserved(ConfigError, AttributeError):
             "not have.",
             hint="use strategy=single, or another convolution.",
         )
+
+
+class DglBlocks:
+    """What DGL's kernels run on where a convolution is not worked off block by block.
+
+    Args:
+        ends: int64 [2, E], in the shard's local ids.
+        blocks: the same by the blocks of their sources.
+    """
+
+    def __init__(self, ends: Tensor, blocks: EdgeBlocks) -> None:
+        self._ends, self._blocks = ends, blocks
+
+    @cached_property
+    def plain(self) -> Any:
+        """The graph, its edges in the order of ``ends``."""
+        return self._make(*self._ends)
+
+    @cached_property
+    def ordered(self) -> tuple[Any, Tensor]:
+        """The graph, a target's edges ordered by the sources' ids in the source data, and each one's place in ``ends``.
+
+        That is the order of one process. Functions of a mailbox depend on it (an LSTM), and so does the choice among
+        messages that are the same maximum.
+        """
+        exchange, (source, target) = self._blocks.exchange, self._ends
+        (ids,) = halo_rows([(exchange, exchange.orig_id.to(source.device))])
+        order = ids[source].argsort(stable=True)
+        order = order[target[order].argsort(stable=True)]
+        return self._make(source[order], target[order]), order
+
+    def _make(self, source: Tensor, target: Tensor) -> Any:
+        shard = self._blocks.exchange.shard
+        sizes = {"num_src_nodes": shard.num_local + shard.num_halo, "num_dst_nodes": self._blocks.num_targets}
+        return dgl.create_block((source, target), **sizes)
 
 
 class ShardIndex:
@@ -126,7 +162,9 @@ class ShardIndex:
     def gsddmm(self, op: str, lhs: Tensor, rhs: Tensor, lhs_target: str = "u", rhs_target: str = "v") -> Tensor:
         """Values of edges, [E, ...]; arguments as DGL's."""
         if lhs is not None and rhs is not None:
-            later = EdgeValues.of(self, op, (plain(lhs), plain(rhs)), (lhs_target, rhs_target))
+            later = EdgeValues.of(
+                self.blocks.num_edges, self.compute, op, (plain(lhs), plain(rhs)), (lhs_target, rhs_target)
+            )
             if later is not None:
                 return later
         return self.on_edges(op, lhs, rhs, lhs_target, rhs_target)
@@ -139,6 +177,15 @@ class ShardIndex:
         ]
         out: Tensor = _ORIGINAL["gsddmm"](self.whole.plain._graph, op, *operands, lhs_target, rhs_target)
         return out
+
+    def compute(self, recipe: Recipe) -> Tensor:
+        """Values of edges that were put off, [E, ...]."""
+        values = self.on_edges(recipe.op, *recipe.ends, *recipe.targets)
+        for step in recipe.steps:
+            values = step(values)
+        if recipe.normalised:
+            values = self.edge_softmax(values)
+        return F.dropout(values, recipe.dropout) if recipe.dropout else values
 
     def edge_softmax(self, logits: Tensor, eids: Any = "__ALL__", norm_by: str = "dst") -> Tensor:
         """Softmax over the edges of each target, which are all here.
@@ -195,9 +242,9 @@ def serve() -> None:
     if _users > 1:
         return
     for name, (module, attribute) in _PLACES.items():
-        home = sys.modules[module].__dict__
-        _ORIGINAL[name] = home[attribute]
-        home[attribute] = _switch(name)
+        operators = sys.modules[module].__dict__
+        _ORIGINAL[name] = operators[attribute]
+        operators[attribute] = _switch(name)
 
 
 def unserve() -> None:
@@ -225,8 +272,8 @@ def out_degrees(blocks: EdgeBlocks, sources: Tensor) -> Tensor:
     exchange, starts = blocks.exchange, blocks.exchange.shard.block_ptr.tolist()
     counts = torch.bincount(sources, minlength=starts[-1])
     own, tag = counts[: starts[1]].clone(), exchange.group.next_tag()
-    flying = [push([(exchange, counts[starts[r] : starts[r + 1]])], r, tag) for r in range(1, exchange.rounds)]
-    for r, flight in enumerate(flying, start=1):
-        (arrived,) = flight.wait()
+    transfers = [push([(exchange, counts[starts[r] : starts[r + 1]])], r, tag) for r in range(1, exchange.rounds)]
+    for r, transfer in enumerate(transfers, start=1):
+        (arrived,) = transfer.wait()
         add_rows(own, exchange.send_rows[r], arrived)
     return own

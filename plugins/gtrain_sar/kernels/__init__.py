@@ -7,15 +7,15 @@ code in chunks of edges. Both give the same to rounding, and the same dropout ma
 from __future__ import annotations
 
 from gtrain_sar.kernels.attention import (
-    AttentionState,
     attention_backward,
     attention_finish,
     attention_forward,
     attention_state,
+    load_attention,
 )
-from gtrain_sar.kernels.extreme import ExtremeState, extreme_backward, extreme_forward, extreme_state
-from gtrain_sar.kernels.linear import sddmm, spmm
-from gtrain_sar.kernels.warm_up import load_attention, load_sums
+from gtrain_sar.kernels.extreme import extreme_backward, extreme_forward, extreme_state
+from gtrain_sar.kernels.linear import load_sums, sddmm, spmm
+from gtrain_sar.kernels.plain import AttentionState, ExtremeState
 
 __all__ = [
     "AttentionState",

@@ -7,32 +7,19 @@ are walked by source, from the logarithm of the sum: a block needs no other one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gtrain.nn.dropout import Mask
+from gtrain.nn.dropout import NO_DROPOUT, Mask
 from gtrain_sar.kernels import compiled_attention, plain
+from gtrain_sar.kernels.plain import AttentionState
 from gtrain_sar.kernels.threads import array, arrays, compiled, over_rows, spans, threads, together
 
 if TYPE_CHECKING:
     from gtrain_sar.edges import Compressed
-
-
-class AttentionState(NamedTuple):
-    """What the blocks so far come to.
-
-    Attributes:
-        out: ``[T, H, C]``, sum of source rows, each times ``exp(logit - top)`` and its dropout.
-        top: ``[T, H]``, largest logit; -inf where no edge was seen.
-        total: ``[T, H]``, sum of ``exp(logit - top)``.
-    """
-
-    out: Tensor
-    top: Tensor
-    total: Tensor
 
 
 def attention_state(num_targets: int, x: Tensor) -> AttentionState:
@@ -133,6 +120,16 @@ def attention_backward(
     for copy in copies.values():
         dtarget += copy[:, 3]
     return None
+
+
+def load_attention(edge: Compressed, dtype: torch.dtype) -> None:
+    """Load both passes of attention for one type; see :func:`.linear.load_sums`."""
+    rows, logits = torch.zeros(1, 1, 1, dtype=dtype), torch.zeros(1, 1, dtype=dtype)
+    state = attention_state(1, rows)
+    attention_forward(edge, rows, logits, logits, 0.2, state, NO_DROPOUT)
+    lse, delta, grad = attention_finish(state), torch.zeros_like(logits), torch.zeros_like(rows)
+    found = torch.zeros_like(rows), torch.zeros_like(logits), torch.zeros_like(logits)
+    attention_backward(edge, rows, logits, logits, lse, delta, grad, 0.2, NO_DROPOUT, *found)
 
 
 def _arrays(*tensors: Tensor) -> list[Any]:

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from gtrain_sar.kernels.compiled_dropout import masks
+from gtrain.graph.sampling.random import GOLDEN, mix
 from gtrain_sar.kernels.exponential import exponential
 from gtrain_sar.kernels.lanes import data
 from gtrain_sar.kernels.rows import add_scaled, ahead, dot_and_add_scaled, scale_by
 
 EDGES = 256
 FAST = {"reassoc", "contract", "nsz", "arcp"}  # logits may be infinite: without nnan and ninf
+_LOW, _SHIFT_32 = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 @njit(cache=True, nogil=True, forceinline=True, fastmath=FAST)
@@ -226,3 +227,16 @@ def backward(
             low = high
             k += 1
         start = stop
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def masks(part: Any, edges: Any, start: int, count: int, heads: int, stream: Any, threshold: int, scale: Any) -> None:
+    """Set what coefficients of ``count`` edges are multiplied by; ``edges`` are their ids."""
+    words = (heads + 1) // 2
+    for e in range(count):
+        first, at = stream + np.uint64(edges[start + e]) * np.uint64(words) * GOLDEN, e * heads
+        for w in range(words):
+            word = mix(first + np.uint64(w) * GOLDEN)
+            part[at + 2 * w] = scale if np.int64(word & _LOW) >= threshold else 0
+            if 2 * w + 1 < heads:
+                part[at + 2 * w + 1] = scale if np.int64(word >> _SHIFT_32) >= threshold else 0

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from numba import njit
 from torch import Tensor
 
-from gtrain_sar.kernels import compiled_extreme, plain
+from gtrain_sar.kernels import plain
+from gtrain_sar.kernels.lanes import data
+from gtrain_sar.kernels.plain import ExtremeState
+from gtrain_sar.kernels.rows import ahead
 from gtrain_sar.kernels.threads import array, arrays, compiled, over_rows
 
 if TYPE_CHECKING:
     from gtrain_sar.edges import Compressed
-
-
-class ExtremeState(NamedTuple):
-    """What the blocks so far come to.
-
-    Attributes:
-        out: ``[T, C]``, the largest (smallest) message; -inf (inf) where none was seen, NaN where one was.
-        ties: ``[T, C]``, messages that equal ``out``.
-    """
-
-    out: Tensor
-    ties: Tensor
 
 
 def extreme_state(num_targets: int, x: Tensor, largest: bool) -> ExtremeState:
@@ -46,7 +38,7 @@ def extreme_forward(block: Compressed, x: Tensor, largest: bool, state: ExtremeS
     a, out, ties = array(x), array(state.out), array(state.ties)
 
     def work(first: int, last: int) -> None:
-        compiled_extreme.forward(rows, ptr, columns, a, largest, out, ties, first, last)
+        _forward(rows, ptr, columns, a, largest, out, ties, first, last)
 
     return over_rows(block, work)
 
@@ -67,6 +59,53 @@ def extreme_backward(block: Compressed, x: Tensor, out: Tensor, share: Tensor, d
     a, b, c, d = array(x), array(out), array(share), array(dx)
 
     def work(first: int, last: int) -> None:
-        compiled_extreme.backward(rows, ptr, columns, a, b, c, d, first, last)
+        _backward(rows, ptr, columns, a, b, c, d, first, last)
 
     return over_rows(block, work)
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def _merge(out: Any, ties: Any, to: int, x: Any, start: int, largest: bool, count: int) -> None:
+    """Merge one message; NaN stays what it is."""
+    for c in range(count):
+        new, old, attained = x[start + c], out[to + c], ties[to + c]
+        better = (new > old if largest else new < old) or new != new
+        out[to + c] = new if better else old
+        ties[to + c] = 1 if better else (attained + 1 if new == old else attained)
+
+
+@njit(cache=True, nogil=True)
+def _forward(
+    rows: Any, ptr: Any, columns: Any, x: Any, largest: bool, out: Any, ties: Any, first: int, last: int
+) -> None:
+    """Rows ``first .. last-1`` of a block; see :func:`.extreme.extreme_forward`."""
+    width, end = x.shape[1], ptr[last]
+    source, column, best, count = data(x), data(columns), data(out), data(ties)
+    for k in range(first, last):
+        to = rows[k] * width
+        for e in range(ptr[k], ptr[k + 1]):
+            ahead(source, column, e, end, width)
+            if largest:
+                _merge(best, count, to, source, column[e] * width, True, width)
+            else:
+                _merge(best, count, to, source, column[e] * width, False, width)
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def _add_where_equal(dx: Any, x: Any, at: int, out: Any, share: Any, start: int, count: int) -> None:
+    for c in range(count):
+        old = dx[at + c]
+        dx[at + c] = old + share[start + c] if x[at + c] == out[start + c] else old
+
+
+@njit(cache=True, nogil=True)
+def _backward(rows: Any, ptr: Any, columns: Any, x: Any, out: Any, share: Any, dx: Any, first: int, last: int) -> None:
+    """Rows ``first .. last-1`` of a block; see :func:`.extreme.extreme_backward`."""
+    width, end = x.shape[1], ptr[last]
+    source, column, best, part, total = data(x), data(columns), data(out), data(share), data(dx)
+    for k in range(first, last):
+        at = rows[k] * width
+        for e in range(ptr[k], ptr[k + 1]):
+            ahead(best, column, e, end, width)
+            ahead(part, column, e, end, width)
+            _add_where_equal(total, source, at, best, part, column[e] * width, width)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+from numba import njit
 from torch import Tensor
 
-from gtrain_sar.kernels import compiled_linear, plain
+from gtrain_sar.kernels import plain
+from gtrain_sar.kernels.lanes import data
+from gtrain_sar.kernels.rows import add, add_scaled, ahead, dot
 from gtrain_sar.kernels.threads import array, arrays, compiled, over_rows
 
 if TYPE_CHECKING:
@@ -28,7 +32,7 @@ def spmm(block: Compressed, x: Tensor, out: Tensor, weight: Tensor | None = None
     a, b, w = array(x), array(out), None if weight is None else array(weight)
 
     def work(first: int, last: int) -> None:
-        compiled_linear.spmm(rows, ptr, columns, edges, a, b, w, first, last)
+        _spmm(rows, ptr, columns, edges, a, b, w, first, last)
 
     return over_rows(block, work)
 
@@ -48,6 +52,54 @@ def sddmm(block: Compressed, a: Tensor, b: Tensor, out: Tensor) -> None:
     left, right, result = array(a), array(b), array(out)
 
     def work(first: int, last: int) -> None:
-        compiled_linear.sddmm(rows, ptr, columns, edges, left, right, result, first, last)
+        _sddmm(rows, ptr, columns, edges, left, right, result, first, last)
 
     return over_rows(block, work)
+
+
+def load_sums(edge: Compressed, dtype: torch.dtype) -> None:
+    """Load the sparse product for one type.
+
+    Args:
+        edge: a block of one edge, from row 0 to column 0.
+        dtype: of the rows.
+    """
+    rows = torch.zeros(1, 1, 1, dtype=dtype)
+    spmm(edge, rows, torch.zeros_like(rows))
+    spmm(edge, rows, torch.zeros_like(rows), torch.zeros(1, 1, dtype=dtype))
+
+
+@njit(cache=True, nogil=True)
+def _spmm(rows: Any, ptr: Any, columns: Any, edges: Any, x: Any, out: Any, weight: Any, first: int, last: int) -> None:
+    """Rows ``first .. last-1`` of a block; see :func:`.linear.spmm`."""
+    heads, channels = x.shape[1], x.shape[2]
+    width, end = heads * channels, ptr[last]
+    source, total, column, position = data(x), data(out), data(columns), data(edges)
+    for k in range(first, last):
+        to = rows[k] * width
+        for e in range(ptr[k], ptr[k + 1]):
+            ahead(source, column, e, end, width)
+            start = column[e] * width
+            if weight is None:
+                add(total, to, source, start, width)
+            else:
+                ahead(data(weight), position, e, end, heads)
+                for h in range(heads):
+                    c = h * channels
+                    add_scaled(total, to + c, source, start + c, weight[position[e], h], channels)
+
+
+@njit(cache=True, nogil=True)
+def _sddmm(rows: Any, ptr: Any, columns: Any, edges: Any, a: Any, b: Any, out: Any, first: int, last: int) -> None:
+    """Rows ``first .. last-1`` of a block; see :func:`.linear.sddmm`."""
+    heads, channels = a.shape[1], a.shape[2]
+    width, end = heads * channels, ptr[last]
+    left, right, column, position, result = data(a), data(b), data(columns), data(edges), data(out)
+    for k in range(first, last):
+        start = rows[k] * width
+        for e in range(ptr[k], ptr[k + 1]):
+            ahead(right, column, e, end, width)
+            ahead(result, position, e, end, heads)
+            other, to = column[e] * width, position[e] * heads
+            for h in range(heads):
+                result[to + h] = dot(left, start + h * channels, right, other + h * channels, channels)

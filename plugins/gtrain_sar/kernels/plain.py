@@ -1,4 +1,4 @@
-"""The same kernels in plain torch, for tensors that compiled loops do not take: on other devices, of other types.
+"""The kernels in plain torch, for tensors on other devices or of other types, and the states that both kinds update.
 
 Edges are taken in chunks, so that messages in memory are bounded whatever the block.
 """
@@ -16,10 +16,34 @@ from gtrain.nn.dropout import Mask
 
 if TYPE_CHECKING:
     from gtrain_sar.edges import Compressed
-    from gtrain_sar.kernels.attention import AttentionState
-    from gtrain_sar.kernels.extreme import ExtremeState
 
 CHUNK_NUMBERS = 1 << 24  # in the messages of a chunk: 64 MiB of float32
+
+
+class AttentionState(NamedTuple):
+    """What the blocks so far come to.
+
+    Attributes:
+        out: ``[T, H, C]``, sum of source rows, each times ``exp(logit - top)`` and its dropout.
+        top: ``[T, H]``, largest logit; -inf where no edge was seen.
+        total: ``[T, H]``, sum of ``exp(logit - top)``.
+    """
+
+    out: Tensor
+    top: Tensor
+    total: Tensor
+
+
+class ExtremeState(NamedTuple):
+    """What the blocks so far come to.
+
+    Attributes:
+        out: ``[T, C]``, the largest (smallest) message; -inf (inf) where none was seen, NaN where one was.
+        ties: ``[T, C]``, messages that equal ``out``.
+    """
+
+    out: Tensor
+    ties: Tensor
 
 
 class Chunk(NamedTuple):

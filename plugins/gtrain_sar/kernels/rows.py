@@ -1,8 +1,4 @@
-"""Loops over the numbers of one row of a tensor, the inner loops of the kernels.
-
-numba's cache notices a changed caller but no changed callee in another file: whoever edits this file or ``lanes``
-removes ``__pycache__`` here.
-"""
+"""Loops over the numbers of one row of a tensor, the inner loops of the kernels."""
 
 from __future__ import annotations
 

@@ -52,10 +52,12 @@ class Relations:
         make: makes the exchange of a node type's rows.
 
     Attributes:
+        group: the ranks.
         exchanges: of each node type.
     """
 
     def __init__(self, group: Group, shard: HeteroShard, make: Callable[..., HaloExchange] = HaloExchange) -> None:
+        self.group = group
         self.exchanges = {
             node_type: make(group, nodes, orig_id=shard.node_data[node_type].get("orig_id"))
             for node_type, nodes in shard.nodes.items()

@@ -31,18 +31,18 @@ from dgl import nn as dglnn  # noqa: E402
 
 from gtrain.model.dgl_networks import DglGAT, DglRGCN, DglSAGE  # noqa: E402
 from gtrain_sar.config import Schedule  # noqa: E402
-from gtrain_sar.dgl.attention import EdgeValues  # noqa: E402
+from gtrain_sar.dgl.edge_values import EdgeValues  # noqa: E402
 from gtrain_sar.dgl.graph import ShardGraph  # noqa: E402
 from gtrain_sar.halo import HaloExchange  # noqa: E402
+from gtrain_sar.patching import Patcher  # noqa: E402
 from gtrain_sar.strategy import SarStrategy  # noqa: E402
-from gtrain_sar.takeover import Takeover  # noqa: E402
 
 NODES, EDGES = 30, 120
 EDGE_INDEX = torch.randint(0, NODES - 1, (2, EDGES), generator=torch.Generator().manual_seed(3))
 X = torch.randn(NODES, 6, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 
 
-def takeover(mode: int = 1) -> Takeover:
+def patcher(mode: int = 1) -> Patcher:
     empty = torch.empty(0, dtype=torch.int64)
     whole = torch.tensor([0, NODES])
     shard = GraphShard(
@@ -56,12 +56,12 @@ def takeover(mode: int = 1) -> Takeover:
         node_data={},
         edge_data={},
     )
-    return Takeover(HaloExchange(Group(), shard), Schedule(mode=mode))
+    return Patcher(HaloExchange(Group(), shard), Schedule(mode=mode))
 
 
 @pytest.fixture
 def graph() -> Iterator[ShardGraph]:
-    engine, layer = takeover(), DglGraph()
+    engine, layer = patcher(), DglGraph()
     engine.install(layer)
     yield layer(EDGE_INDEX, NODES)
     engine.uninstall()
@@ -237,7 +237,7 @@ def test_dgl_is_left_as_it_was_found() -> None:
     places.append(("dgl.ops.edge_softmax", "edge_softmax_internal"))
     before = [getattr(sys.modules[module], name) for module, name in places]
     nets = [DglGAT(6, 8, 2, heads=2).double() for _ in range(2)]
-    state, engines = set(nets[0].__dict__), [takeover(), takeover(2)]
+    state, engines = set(nets[0].__dict__), [patcher(), patcher(2)]
     for engine, net in zip(engines, nets, strict=True):
         engine.install(net)
     assert all(getattr(sys.modules[m], name) is not kept for (m, name), kept in zip(places, before, strict=True))
@@ -265,7 +265,7 @@ def test_dgl_is_left_as_it_was_found() -> None:
 )
 def test_a_part_without_edges(make: Any, mode: int) -> None:
     net = nn.ModuleDict({"graph": DglGraph(), "conv": make().double()})
-    index, engine, x = EDGE_INDEX[:, :0].clone(), takeover(mode), X.clone().requires_grad_()
+    index, engine, x = EDGE_INDEX[:, :0].clone(), patcher(mode), X.clone().requires_grad_()
     expected = net["conv"](net["graph"](index, NODES), X)
     engine.install(net)
     out = net["conv"](net["graph"](index, NODES), x)
@@ -276,7 +276,7 @@ def test_a_part_without_edges(make: Any, mode: int) -> None:
 
 def test_a_mailbox_without_messages() -> None:
     """The result still hangs on the messages: the peers wait for their gradient."""
-    engine, layer, x = takeover(), DglGraph(), X.clone().requires_grad_()
+    engine, layer, x = patcher(), DglGraph(), X.clone().requires_grad_()
     engine.install(layer)
     empty = layer(EDGE_INDEX[:, :0].clone(), NODES)
     empty.ndata["x"] = x
@@ -333,7 +333,7 @@ def test_dropout_of_attention_keeps_what_it_should(conv: str) -> None:
     make = {"gat": dglnn.GATConv, "gatv2": dglnn.GATv2Conv}[conv]
     layer = make(6, 1, heads, attn_drop=0.5, allow_zero_in_degree=True).double()
     net = nn.ModuleDict({"graph": DglGraph(), "conv": layer})
-    engine, same = takeover(), X[:1].expand(NODES, -1)
+    engine, same = patcher(), X[:1].expand(NODES, -1)
     engine.install(net)
     out = layer(net["graph"](EDGE_INDEX, NODES), same).squeeze(-1)
     plain = layer.eval()(net["graph"](EDGE_INDEX, NODES), same).squeeze(-1)
@@ -373,8 +373,8 @@ def test_functions_of_more_than_one_edge_are_run_at_once(what: str, monkeypatch:
     net = Caught(what).double()
     reference = copy.deepcopy(net)
     ran: list[str] = []
-    monkeypatch.setattr("gtrain_sar.dgl.calls.aggregate_by_blocks", _noted(ran, "gtrain_sar.dgl.calls"))
-    a, b, engine = X.clone().requires_grad_(), X.clone().requires_grad_(), takeover()
+    monkeypatch.setattr("gtrain_sar.dgl.functions.aggregate_by_blocks", _noted(ran, "gtrain_sar.dgl.functions"))
+    a, b, engine = X.clone().requires_grad_(), X.clone().requires_grad_(), patcher()
     engine.install(net)
     out, expected = net(a), reference(b)
     (out**2).sum().backward()

@@ -19,13 +19,12 @@ from gtrain.errors import ConfigError, DataError
 from gtrain.graph.shard.hetero import HeteroShard, load_hetero_shard
 from gtrain.graph.store import Store
 from gtrain.strategy.group import Group
-from gtrain_sar import refusals
-from gtrain_sar.agreement import check_parts_agree
+from gtrain_sar import unsupported
 from gtrain_sar.config import Schedule
-from gtrain_sar.typed.calls import Ends, LayerCall, SeveralHops
-from gtrain_sar.typed.layer import capture
+from gtrain_sar.strategy import check_parts_agree
+from gtrain_sar.typed.layer import Ends, LayerCall, SeveralHops, capture
+from gtrain_sar.typed.patching import TypedPatcher
 from gtrain_sar.typed.relations import Relations
-from gtrain_sar.typed.takeover import TypedTakeover
 
 METADATA = (["author", "paper"], [WRITES, CITES])
 
@@ -47,7 +46,7 @@ class Setting:
         self.batch.target = "paper"
         self.relations = Relations(Group(), self.shard)
         self.relations.know(self.batch.edge_index_dict)
-        self.takeover = TypedTakeover(self.relations, Schedule())
+        self.patcher = TypedPatcher(self.relations, Schedule())
 
     def call(self, conv: nn.Module) -> LayerCall:
         papers = Ends(self.relations.exchanges["paper"], self.batch["paper"].x, pair=False)
@@ -72,17 +71,17 @@ def test_a_module_is_left_as_it_was_found(setting: Setting) -> None:
     hetero = HeteroConv({WRITES: SAGEConv((4, 7), 3), CITES: GATConv(7, 3)})
     module = nn.ModuleList([hetero, HGTConv({"author": 4, "paper": 7}, 8, METADATA, heads=2)]).double()
     before = [(set(layer.__dict__), len(layer._forward_hooks)) for layer in module.modules()]
-    setting.takeover.install(module)
+    setting.patcher.install(module)
     assert all("forward" in layer.__dict__ for layer in module)
-    setting.takeover.uninstall()
+    setting.patcher.uninstall()
     assert [(set(layer.__dict__), len(layer._forward_hooks)) for layer in module.modules()] == before
 
 
 def test_own_methods_come_back_for_a_while(setting: Setting) -> None:
     conv = GATConv(7, 3)
-    setting.takeover.install(conv)
+    setting.patcher.install(conv)
     shadow = conv.__dict__["propagate"]
-    with setting.takeover.plain(conv, propagate=lambda conv, *_: 5):
+    with setting.patcher.patches.suspended(conv, propagate=lambda conv, *_: 5):
         assert conv.propagate() == 5 and "edge_updater" not in conv.__dict__
     assert conv.__dict__["propagate"] is shadow and "edge_updater" in conv.__dict__
 
@@ -90,7 +89,7 @@ def test_own_methods_come_back_for_a_while(setting: Setting) -> None:
 def test_the_relation_is_told_by_edges_by_name_or_not_at_all(setting: Setting) -> None:
     batch, relations = setting.batch, setting.relations
     convs = nn.ModuleDict({"paper__cites__paper": SAGEConv(7, 3), "other": SAGEConv(7, 3)}).double()
-    setting.takeover.install(convs)
+    setting.patcher.install(convs)
     x, copied = batch["paper"].x, batch[CITES].edge_index.clone()
     assert torch.equal(
         convs["other"](x, batch[CITES].edge_index), convs["other"](x, edge_index=batch[CITES].edge_index)
@@ -106,8 +105,8 @@ def test_the_relation_is_told_by_edges_by_name_or_not_at_all(setting: Setting) -
 
 def test_linear_convolutions_are_broken_off_at_propagate(setting: Setting) -> None:
     convs = nn.ModuleList([SAGEConv(7, 3), TAGConv(7, 3), GATConv(7, 3), SAGEConv(7, 3, aggr="max")]).double()
-    setting.takeover.install(convs)
-    works = [capture(setting.call(conv), setting.takeover) for conv in convs]
+    setting.patcher.install(convs)
+    works = [capture(setting.call(conv), setting.patcher.context) for conv in convs]
     assert works[0] is not None and works[0].linear.mean and works[0].linear.x is setting.batch["paper"].x
     assert works[0].finish(torch.zeros(50, 7).double()).shape == (50, 3)
     assert works[1] is not None and works[2] is None and works[3] is None
@@ -124,13 +123,13 @@ def test_linear_convolutions_are_broken_off_at_propagate(setting: Setting) -> No
     ],
 )
 def test_layers_that_look_at_all_nodes_are_refused(layer: nn.Module, reason: str) -> None:
-    assert reason in str(refusals.reason(layer))
-    assert refusals.reason(HGTConv(8, 8, METADATA)) is None
+    assert reason in str(unsupported.reason(layer))
+    assert unsupported.reason(HGTConv(8, 8, METADATA)) is None
 
 
 def test_a_relational_convolution_needs_features_or_ids(setting: Setting) -> None:
     conv = RGCNConv(50, 3, 2)
-    setting.takeover.install(conv)
+    setting.patcher.install(conv)
     with pytest.raises(ConfigError, match="RGCNConv was given no features"):
         conv(None, setting.batch[CITES].edge_index, torch.zeros(300, dtype=torch.int64))
 
@@ -143,7 +142,7 @@ class Rank(Group):
         self._peer = peer
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        from gtrain_sar.agreement import _description
+        from gtrain_sar.strategy import _description
 
         return [_description(self._peer), value]
 

@@ -28,13 +28,13 @@ from torch_geometric.nn.conv import gcn_conv
 from gtrain.errors import ConfigError
 from gtrain.graph.shard import GraphShard
 from gtrain.strategy.group import Group
-from gtrain_sar import refusals
-from gtrain_sar.call import reduction, sees_one_edge
+from gtrain_sar import unsupported
 from gtrain_sar.config import SarConfig, Schedule
 from gtrain_sar.halo import HaloExchange
 from gtrain_sar.normalize import synchronised_batch_norm
+from gtrain_sar.patching import Patcher
+from gtrain_sar.propagate_call import reduction, sees_one_edge
 from gtrain_sar.strategy import SarStrategy
-from gtrain_sar.takeover import Takeover
 
 NODES, EDGES = 30, 120
 
@@ -87,15 +87,15 @@ def test_outputs_and_gradients_are_pygs(name: str, mode: int) -> None:
     conv = CONVS[name]().double()
     results = []
     for taken_over in (False, True):
-        takeover = Takeover(HaloExchange(Group(), whole_shard(edge_index)), Schedule(mode=mode))
+        patcher = Patcher(HaloExchange(Group(), whole_shard(edge_index)), Schedule(mode=mode))
         if taken_over:
-            takeover.install(conv)
+            patcher.install(conv)
         leaf = x.clone().requires_grad_()
         out = conv(leaf, edge_index)
         parameters = [leaf, *(p for p in conv.parameters() if p.requires_grad)]
         weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
         results.append([out, *torch.autograd.grad((out * weights).sum(), parameters, allow_unused=True)])
-        takeover.uninstall()
+        patcher.uninstall()
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
@@ -105,10 +105,10 @@ def test_the_module_is_left_as_it_was_found() -> None:
     before = [set(layer.__dict__) for layer in module.modules()]
     hooks = [len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in module.modules()]
     original = gcn_conv.gcn_norm
-    takeover = Takeover(HaloExchange(Group(), whole_shard(graph()[1])), Schedule())
-    takeover.install(module)
+    patcher = Patcher(HaloExchange(Group(), whole_shard(graph()[1])), Schedule())
+    patcher.install(module)
     assert gcn_conv.gcn_norm is not original and "propagate" in module[0].__dict__
-    takeover.uninstall()
+    patcher.uninstall()
     assert gcn_conv.gcn_norm is original
     assert [set(layer.__dict__) for layer in module.modules()] == before
     assert [len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in module.modules()] == hooks
@@ -117,13 +117,13 @@ def test_the_module_is_left_as_it_was_found() -> None:
 def test_gcn_norm_elsewhere_in_the_process_stays_pygs() -> None:
     _, edge_index = graph()
     taken = GCNConv(6, 4)
-    takeover = Takeover(HaloExchange(Group(), whole_shard(edge_index)), Schedule())
-    takeover.install(taken)
+    patcher = Patcher(HaloExchange(Group(), whole_shard(edge_index)), Schedule())
+    patcher.install(taken)
     other = torch.tensor([[0, 1], [1, 0]])
     try:
         assert GCNConv(6, 4)(torch.ones(2, 6), other).shape == (2, 4)
     finally:
-        takeover.uninstall()
+        patcher.uninstall()
 
 
 def test_blocks_are_used_where_messages_are_per_edge_and_not_elsewhere() -> None:
@@ -170,12 +170,12 @@ def test_dropout_of_attention_changes_no_mean(conv: nn.Module, mode: int) -> Non
     """Coefficients are dropped after they were normalised, and the kept ones scaled up."""
     x, edge_index = graph()
     conv, passes = conv.double(), 200
-    takeover = Takeover(HaloExchange(Group(), whole_shard(edge_index)), Schedule(mode=mode))
-    takeover.install(conv)
+    patcher = Patcher(HaloExchange(Group(), whole_shard(edge_index)), Schedule(mode=mode))
+    patcher.install(conv)
     with torch.no_grad():
         drawn = torch.stack([conv.train()(x, edge_index) for _ in range(passes)])
         expected = conv.eval()(x, edge_index)
-    takeover.uninstall()
+    patcher.uninstall()
     deviation = drawn.std(0) / passes**0.5
     assert deviation.max() > 0
     assert ((drawn.mean(0) - expected).abs() <= 5 * deviation + 1e-12).all()
@@ -184,9 +184,9 @@ def test_dropout_of_attention_changes_no_mean(conv: nn.Module, mode: int) -> Non
 def test_an_attribute_of_the_instance_comes_back() -> None:
     conv = GCNConv(6, 4, decomposed_layers=2)  # PyG sets ``propagate`` on the instance itself
     own = conv.__dict__["propagate"]
-    takeover = Takeover(HaloExchange(Group(), whole_shard(graph()[1])), Schedule())
-    takeover.install(conv)
-    takeover.uninstall()
+    patcher = Patcher(HaloExchange(Group(), whole_shard(graph()[1])), Schedule())
+    patcher.install(conv)
+    patcher.uninstall()
     assert conv.__dict__["propagate"] == own
 
 
@@ -194,11 +194,11 @@ def test_edges_that_point_elsewhere_are_refused() -> None:
     """As ``DirGNNConv`` turns them around; a kernel would write beyond its rows."""
     _, edge_index = graph()
     conv = SAGEConv(6, 4).double()
-    takeover = Takeover(HaloExchange(Group(), whole_shard(edge_index)), Schedule())
-    takeover.install(conv)
+    patcher = Patcher(HaloExchange(Group(), whole_shard(edge_index)), Schedule())
+    patcher.install(conv)
     with pytest.raises(ConfigError, match="point"):
         conv(torch.ones(NODES, 6, dtype=torch.float64), torch.tensor([[0, 1], [1, NODES]]))
-    takeover.uninstall()
+    patcher.uninstall()
 
 
 class OwnPropagate(MessagePassing):
@@ -230,9 +230,9 @@ def test_a_model_without_message_passing_is_refused() -> None:
 
 def test_the_built_in_networks_are_all_served() -> None:
     for conv in CONVS.values():
-        assert refusals.reason(conv()) is None
-    assert refusals.reason(LayerNorm(4, mode="node")) is None
-    assert refusals.reason(nn.BatchNorm1d(4)) is None
+        assert unsupported.reason(conv()) is None
+    assert unsupported.reason(LayerNorm(4, mode="node")) is None
+    assert unsupported.reason(nn.BatchNorm1d(4)) is None
 
 
 @pytest.mark.parametrize("mode", [0, 4, -1])
@@ -248,13 +248,13 @@ def test_what_evaluation_computes_first_does_not_reach_training(make: Any, mode:
     """Autograd cannot use tensors of inference mode, and kept results would be such tensors."""
     x, edge_index = graph()
     conv = make().double()
-    takeover = Takeover(HaloExchange(Group(), whole_shard(edge_index)), Schedule(mode=mode, cache_inputs="true"))
-    takeover.constant([x, edge_index])
-    takeover.install(conv)
+    patcher = Patcher(HaloExchange(Group(), whole_shard(edge_index)), Schedule(mode=mode, cache_inputs="true"))
+    patcher.constants.add([x, edge_index])
+    patcher.install(conv)
     with torch.inference_mode():
         before = conv(x, edge_index).clone()
     out = conv(x, edge_index)
     out.sum().backward()
-    takeover.uninstall()
+    patcher.uninstall()
     assert torch.equal(before, out.detach())
     assert all(parameter.grad is not None for parameter in conv.parameters())

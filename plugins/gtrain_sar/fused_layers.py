@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch_geometric.nn.conv import GATConv, GraphConv, MessagePassing, SAGEConv
 
 from gtrain_sar.attention.gat import gat_layer
-from gtrain_sar.call import reduction
 from gtrain_sar.config import Schedule
 from gtrain_sar.constants import Constants
 from gtrain_sar.edges import BlockIndex
+from gtrain_sar.propagate_call import reduction
 from gtrain_sar.sage import sage_layer
 
 HOOKS = (
@@ -37,7 +37,7 @@ HOOKS = (
 _SAGE = {SAGEConv: ("lin_l", "lin_r"), GraphConv: ("lin_rel", "lin_root")}
 
 
-class WholeLayers:
+class FusedLayers:
     """Takes over the ``forward`` of convolutions of known classes.
 
     Args:

@@ -1,37 +1,102 @@
-"""Functions of edges, written for DGL, as calls that are worked off block by block."""
+"""Functions of edges that users write for DGL: what they read, and running them block by block."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from dgl.udf import EdgeBatch
 from torch import Tensor, nn
-from torch_geometric.utils import softmax
 
+from gtrain.errors import DataError
 from gtrain.nn.dropout import here
-from gtrain_sar.attention.softmax import attend_by_blocks
 from gtrain_sar.blocks import aggregate_by_blocks
-from gtrain_sar.call import Pool, PropagateCall, sample, trial
 from gtrain_sar.config import Schedule
-from gtrain_sar.dgl.attention import EdgeValues, Recipe
-from gtrain_sar.dgl.frames import Columns
-from gtrain_sar.edges import EdgeBlock, EdgeBlocks
-
-if TYPE_CHECKING:
-    from gtrain_sar.dgl.graph import ShardGraph
+from gtrain_sar.dgl.edge_values import EdgeValues, ParameterOwner
+from gtrain_sar.edges import EdgeBlock
+from gtrain_sar.propagate_call import Pool, PropagateCall, sample, trial
 
 Function = Callable[[EdgeBatch], dict[str, Tensor]]
 _ERRORS = (RuntimeError, ValueError, IndexError, KeyError, TypeError, AssertionError, AttributeError)
 
 
-class Batch(EdgeBatch):
-    """Some edges, whose ends are given."""
+class Frame(UserDict[str, Any]):
+    """Tensors of as many rows as there are nodes, or edges.
 
-    def __init__(self, graph: ShardGraph, ends: tuple[Tensor, Tensor], ids: Tensor, *columns: Columns) -> None:
+    Args:
+        rows: their number.
+        of: what they are, for messages.
+        columns: what is there already.
+
+    Raises:
+        DataError: a tensor with another number of rows is set.
+    """
+
+    def __init__(self, rows: int, of: str, columns: dict[str, Tensor] | None = None) -> None:
+        self.rows, self.of = rows, of
+        super().__init__(columns or {})
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        if len(value) != self.rows:
+            raise DataError(
+                f"a convolution sets {name!r} with {len(value)} rows on a graph whose part has {self.rows} {self.of}.",
+                hint="give the convolution the features of the batch's own nodes and edges.",
+            )
+        super().__setitem__(name, value)
+
+    def copied(self) -> Frame:
+        """The same columns in a frame of their own."""
+        return Frame(self.rows, self.of, self.data)
+
+
+class Columns(Mapping[str, Any]):
+    """Columns brought to the edges, each when it is asked for.
+
+    Args:
+        frame: the columns.
+        bring: [n, ...] -> [E, ...].
+        note: told the name of each column that is asked for.
+    """
+
+    def __init__(
+        self,
+        frame: Mapping[str, Tensor],
+        bring: Callable[[Tensor], Tensor],
+        note: Callable[[str], Any] = lambda name: None,
+    ) -> None:
+        self._frame, self._bring, self._note = frame, bring, note
+        self._known: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._known:
+            self._note(name)
+            self._known[name] = self._bring(self._frame[name])
+        return self._known[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._frame
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._frame)
+
+    def __len__(self) -> int:
+        return len(self._frame)
+
+
+class Batch(EdgeBatch):
+    """Some edges, whose ends are given.
+
+    Args:
+        graph: whose edges they are.
+        ends: sources and targets in local ids.
+        ids: of the edges.
+        columns: data of the sources, the edges and the targets.
+    """
+
+    def __init__(self, graph: Any, ends: tuple[Tensor, Tensor], ids: Tensor, *columns: Columns) -> None:
         source, data, target = columns
         super().__init__(graph, ids, graph.canonical_etypes[0], source, data, target)
         self._ends = ends
@@ -41,56 +106,20 @@ class Batch(EdgeBatch):
         return *self._ends, self._eid
 
 
-class _Owner:
-    """What a call says are its convolution's parameters; its module has the name ``softmax``."""
-
-    def __init__(self, parameters: list[Tensor]) -> None:
-        self._parameters = parameters
-
-    def parameters(self) -> Iterator[Tensor]:
-        return iter(self._parameters)
-
-
-class AttentionCall(PropagateCall):
-    """Sum of source rows ``x`` with the coefficients of a recipe, for :mod:`gtrain_sar.attention.softmax`."""
-
-    def __init__(self, blocks: EdgeBlocks, x: Tensor, recipe: Recipe) -> None:
-        self.conv: Any = _Owner([tensor for step in recipe.steps for tensor in step.tensors])
-        self.blocks, self.reduce, self.pool, self.attention = blocks, "sum", Pool(), None
-        self.layer = here()
-        self._recipe = recipe
-        self._x, self._source = self.pool.add("source", x), self.pool.add("source", recipe.source)
-        self._target = self.pool.add("target", recipe.target)
-
-    def message_of(self, block: EdgeBlock, tensors: list[Tensor]) -> Tensor:
-        """Source rows times coefficients, [E_r, ...]."""
-        source = tensors[self._source].index_select(0, block.sources)
-        logits = self._recipe.logits(source, tensors[self._target].index_select(0, block.targets))
-        weights = softmax(logits.flatten(1), block.targets).view_as(logits)
-        weights = F.dropout(weights, self._recipe.dropout)
-        rows = source if self._x == self._source else tensors[self._x].index_select(0, block.sources)
-        return rows * weights
-
-
-def attend_in_blocks(blocks: EdgeBlocks, x: Tensor, recipe: Recipe, schedule: Schedule) -> Tensor:
-    """Attention by a running maximum and sum over blocks (modes 1 and 2), [num_local, ...]."""
-    return attend_by_blocks(AttentionCall(blocks, x, recipe), schedule)
-
-
 class FunctionCall(PropagateCall):
     """Messages that a function in Python makes of edges, for :mod:`gtrain_sar.blocks`.
 
     Args:
-        graph: its data are what the function may read.
+        graph: its ``blocks``, and its ``ndata`` and ``edata``, which the function may read.
         function: returns messages by name.
         field: the message that is reduced.
         reduce: sum, mean, max or min.
     """
 
-    def __init__(self, graph: ShardGraph, function: Function, field: str, reduce: str) -> None:
+    def __init__(self, graph: Any, function: Function, field: str, reduce: str) -> None:
         self.blocks, self.reduce, self.pool, self.attention = graph.blocks, reduce, Pool(), None
         self.layer = here()
-        self.conv: Any = _Owner([])
+        self.conv: Any = ParameterOwner([])
         self._graph, self._function, self._field = graph, function, field
         self._places: dict[tuple[str, str], int] = {}
 
@@ -140,7 +169,7 @@ class FunctionCall(PropagateCall):
         leaves = _leaves(messages, start)
         if not same or len(messages) != len(block.ids) or leaves is None:
             return False
-        self.conv = _Owner(leaves)
+        self.conv = ParameterOwner(leaves)
         self._keep(read)
         return bool(self.sources)
 
@@ -153,9 +182,7 @@ class FunctionCall(PropagateCall):
         self.pool, self._places = pool, places
 
 
-def aggregate_in_blocks(
-    graph: ShardGraph, function: Function, field: str, reduce: str, schedule: Schedule
-) -> Tensor | None:
+def aggregate_in_blocks(graph: Any, function: Function, field: str, reduce: str, schedule: Schedule) -> Tensor | None:
     """``update_all`` with a function in Python, block by block; None where that would not be exact, or in mode 3."""
     if schedule.mode == 3 or reduce not in ("sum", "mean"):
         return None

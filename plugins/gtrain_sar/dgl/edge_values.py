@@ -8,22 +8,36 @@ used in another way, it is computed then, by one exchange.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch_geometric.utils import softmax
 
-if TYPE_CHECKING:
-    from gtrain_sar.dgl.index import ShardIndex
+from gtrain.nn.dropout import here
+from gtrain_sar.attention.softmax import attend_by_blocks
+from gtrain_sar.config import Schedule
+from gtrain_sar.edges import EdgeBlock, EdgeBlocks
+from gtrain_sar.propagate_call import Pool, PropagateCall
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add,
     "sub": torch.sub,
     "mul": torch.mul,
     "dot": lambda a, b: (a * b).sum(-1, keepdim=True),
+}
+Rule = Callable[[Tensor, list[Any], dict[str, Any]], bool]
+_PROPERTIES: Any = [Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.layout, Tensor.is_sparse]
+_OF_SHAPE = {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.__len__,
+    Tensor.numel,
+    Tensor.is_floating_point,
+    *(found.__get__ for found in _PROPERTIES),
 }
 
 
@@ -95,38 +109,53 @@ class Recipe:
         return float(found) if step.function is F.leaky_relu and not step.before and not step.after else None
 
 
-class EdgeValues(Tensor):
-    """[E, ...], computed when it is needed; see the module."""
+Compute = Callable[[Recipe], Tensor]
 
-    shard: ShardIndex
+
+class EdgeValues(Tensor):
+    """[E, ...], computed when it is needed; see the module.
+
+    Attributes:
+        recipe: how it is computed.
+        compute: computes a recipe for all edges, by one exchange.
+        value: the values, once they are computed.
+    """
+
     recipe: Recipe
+    compute: Compute
     value: Tensor | None
 
     @staticmethod
-    def of(shard: ShardIndex, op: str, ends: tuple[Tensor, Tensor], targets: tuple[str, str]) -> EdgeValues | None:
+    def of(
+        num_edges: int, compute: Compute, op: str, ends: tuple[Tensor, Tensor], targets: tuple[str, str]
+    ) -> EdgeValues | None:
         """Values of edges from those of their ends; None where it is not worth while to put them off."""
         dims = {end.dim() for end in ends}
         if op not in _COMBINE or sorted(targets) != ["u", "v"] or len(dims) > 1 or min(dims) < 2:
             return None
         if not ends[0].is_floating_point() or ends[0].dtype != ends[1].dtype:
             return None
-        return EdgeValues._make(shard, Recipe(op, ends, targets))
+        return EdgeValues._make(num_edges, compute, Recipe(op, ends, targets))
 
     @classmethod
-    def _make(cls, shard: ShardIndex, recipe: Recipe) -> EdgeValues:
+    def _make(cls, num_edges: int, compute: Compute, recipe: Recipe) -> EdgeValues:
         with torch.no_grad():
             tail = recipe.logits(*(end.new_zeros((2, *end.shape[1:])) for end in (recipe.source, recipe.target))).shape
         made: EdgeValues = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, (shard.blocks.num_edges, *tail[1:]), dtype=recipe.source.dtype, device=recipe.source.device
+            cls, (num_edges, *tail[1:]), dtype=recipe.source.dtype, device=recipe.source.device
         )
-        made.shard, made.recipe, made.value = shard, recipe, None
+        made.compute, made.recipe, made.value = compute, recipe, None
         return made
+
+    def with_recipe(self, **changes: Any) -> EdgeValues:
+        """Values of the same edges by this recipe with changes."""
+        return self._make(self.size(0), self.compute, replace(self.recipe, **changes))
 
     def normalised(self) -> EdgeValues | None:
         """The softmax over each target's edges; None where that cannot be put off."""
         if self.recipe.normalised or self.value is not None:
             return None
-        return self._make(self.shard, replace(self.recipe, normalised=True))
+        return self.with_recipe(normalised=True)
 
     def weighs(self, x: Tensor) -> bool:
         """Whether a sum of source rows ``x`` [n, C] or [n, H, C] with these as weights is attention."""
@@ -137,13 +166,7 @@ class EdgeValues(Tensor):
     def computed(self) -> Tensor:
         """The values, [E, ...], by one exchange."""
         if self.value is None:
-            recipe = self.recipe
-            value = self.shard.on_edges(recipe.op, *recipe.ends, *recipe.targets)
-            for step in recipe.steps:
-                value = step(value)
-            if recipe.normalised:
-                value = self.shard.edge_softmax(value)
-            self.value = F.dropout(value, recipe.dropout) if recipe.dropout else value
+            self.value = self.compute(self.recipe)
         return self.value
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -182,7 +205,7 @@ def _dropout(values: EdgeValues, p: float = 0.5, training: bool = True, inplace:
     recipe = values.recipe
     if not recipe.normalised or recipe.dropout or inplace or values.value is not None:
         return None
-    return EdgeValues._make(values.shard, replace(recipe, dropout=float(p)))
+    return values.with_recipe(dropout=float(p))
 
 
 def _step(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> EdgeValues | None:
@@ -197,7 +220,7 @@ def _step(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return None
     kwargs = {name: value for name, value in kwargs.items() if name != "inplace"}
     step = Step(func, args[:place], args[place + 1 :], kwargs)
-    return EdgeValues._make(values.shard, replace(values.recipe, steps=(*values.recipe.steps, step)))
+    return values.with_recipe(steps=(*values.recipe.steps, step))
 
 
 def _always(values: Tensor, others: list[Any], kwargs: dict[str, Any]) -> bool:
@@ -220,7 +243,6 @@ def _within_rows(values: Tensor, others: list[Any], kwargs: dict[str, Any]) -> b
     return plain and dims[0] != 0 and dims[0] > -values.dim()
 
 
-Rule = Callable[[Tensor, list[Any], dict[str, Any]], bool]
 _EDGEWISE: dict[Callable[..., Any], Rule] = {
     **dict.fromkeys((F.leaky_relu, F.relu, F.elu, torch.tanh, Tensor.tanh, Tensor.relu, Tensor.neg), _always),
     **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _same_for_all_edges),
@@ -228,12 +250,39 @@ _EDGEWISE: dict[Callable[..., Any], Rule] = {
     **dict.fromkeys((Tensor.add, Tensor.__add__, Tensor.__radd__, torch.add), _same_for_all_edges),
     **dict.fromkeys((Tensor.sum, torch.sum, Tensor.unsqueeze, torch.unsqueeze), _within_rows),
 }
-_PROPERTIES: Any = [Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.layout, Tensor.is_sparse]
-_OF_SHAPE = {
-    Tensor.size,
-    Tensor.dim,
-    Tensor.__len__,
-    Tensor.numel,
-    Tensor.is_floating_point,
-    *(found.__get__ for found in _PROPERTIES),
-}
+
+
+class ParameterOwner:
+    """What a call says are its convolution's parameters; its module has the name ``softmax``."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self._parameters = parameters
+
+    def parameters(self) -> Iterator[Tensor]:
+        return iter(self._parameters)
+
+
+class AttentionCall(PropagateCall):
+    """Sum of source rows ``x`` with the coefficients of a recipe, for :mod:`gtrain_sar.attention.softmax`."""
+
+    def __init__(self, blocks: EdgeBlocks, x: Tensor, recipe: Recipe) -> None:
+        self.conv: Any = ParameterOwner([tensor for step in recipe.steps for tensor in step.tensors])
+        self.blocks, self.reduce, self.pool, self.attention = blocks, "sum", Pool(), None
+        self.layer = here()
+        self._recipe = recipe
+        self._x, self._source = self.pool.add("source", x), self.pool.add("source", recipe.source)
+        self._target = self.pool.add("target", recipe.target)
+
+    def message_of(self, block: EdgeBlock, tensors: list[Tensor]) -> Tensor:
+        """Source rows times coefficients, [E_r, ...]."""
+        source = tensors[self._source].index_select(0, block.sources)
+        logits = self._recipe.logits(source, tensors[self._target].index_select(0, block.targets))
+        weights = softmax(logits.flatten(1), block.targets).view_as(logits)
+        weights = F.dropout(weights, self._recipe.dropout)
+        rows = source if self._x == self._source else tensors[self._x].index_select(0, block.sources)
+        return rows * weights
+
+
+def attend_in_blocks(blocks: EdgeBlocks, x: Tensor, recipe: Recipe, schedule: Schedule) -> Tensor:
+    """Attention by a running maximum and sum over blocks (modes 1 and 2), [num_local, ...]."""
+    return attend_by_blocks(AttentionCall(blocks, x, recipe), schedule)

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from gtrain_sar.edges import Compressed, EdgeBlocks, compress, hashed
 from gtrain_sar.halo import HaloExchange
-from gtrain_sar.messages import peers, send_backward
+from gtrain_sar.point_to_point import peers, send_backward
 
 MOST_ROWS = 1 << 12  # of a message: it is held twice, as it leaves and as it arrives
 LEAST_ROWS = 1 << 9  # the last messages are small, so that little is left to do once they are here
 
 
 @dataclass
-class ReadBy:
+class ReaderEdges:
     """Edges of one message, as the owner of their sources needs them.
 
     Attributes:
@@ -37,7 +37,7 @@ class ReadBy:
 
 
 @dataclass
-class Reverse:
+class ReaderPlan:
     """All messages in their order, and how many bytes they take.
 
     Attributes:
@@ -47,7 +47,7 @@ class Reverse:
         num_local: own rows.
     """
 
-    messages: list[ReadBy]
+    messages: list[ReaderEdges]
     pieces: int
     over_halo: float
     num_local: int
@@ -77,16 +77,16 @@ class Reverse:
         return self._finished[lag]
 
 
-def reverse(blocks: EdgeBlocks) -> Reverse:
+def reader_plan(blocks: EdgeBlocks) -> ReaderPlan:
     """Tell the owners of the sources which edges read them; once for each set of edges, and not counted as traffic."""
-    if "reverse" not in blocks.extra:
+    if "reader_plan" not in blocks.extra:
         counters = blocks.exchange.group.counters
         recording, counters.recording = counters.recording, False
         try:
-            blocks.extra["reverse"] = _ask(blocks)
+            blocks.extra["reader_plan"] = _ask(blocks)
         finally:
             counters.recording = recording
-    found: Reverse = blocks.extra["reverse"]
+    found: ReaderPlan = blocks.extra["reader_plan"]
     return found
 
 
@@ -99,13 +99,13 @@ def sizes(rows: int) -> list[int]:
     return found
 
 
-def _ask(blocks: EdgeBlocks) -> Reverse:
+def _ask(blocks: EdgeBlocks) -> ReaderPlan:
     exchange, each = blocks.exchange, hashed(blocks)
     group, tag = exchange.group, exchange.group.next_tag()
     targets = [block.by_target.rows for block in each]
     lengths = [[len(b), len(t)] for b, t in zip(each, targets, strict=True)]
     of_all = group.all_gather(torch.tensor(lengths, dtype=torch.int64))
-    messages: list[ReadBy] = []
+    messages: list[ReaderEdges] = []
     for r in range(1, exchange.rounds):
         reader, _ = peers(group, r)
         num_edges, num_targets = of_all[reader][r].tolist()
@@ -117,12 +117,12 @@ def _ask(blocks: EdgeBlocks) -> Reverse:
     halo = torch.tensor([sum(exchange.reads)], dtype=torch.int64)
     pieces = max((len(sizes(int(rows))) for lengths in of_all for rows in lengths[1:, 1]), default=0)
     over_halo = sent / max(int(group.all_reduce(halo)), 1)
-    return Reverse(messages, pieces, over_halo, exchange.shard.num_local)
+    return ReaderPlan(messages, pieces, over_halo, exchange.shard.num_local)
 
 
 def _cut(
     r: int, targets: Tensor, num_targets: int, edges: tuple[Tensor, Tensor, Tensor], exchange: HaloExchange
-) -> Iterator[ReadBy]:
+) -> Iterator[ReaderEdges]:
     """One round's messages; edges are own source, position of the reader's target, and number."""
     source, target, number = edges
     out, into = sizes(len(targets)), sizes(num_targets)
@@ -130,7 +130,7 @@ def _cut(
     for piece, (sent, read) in enumerate(zip(_padded(out, count), _padded(into, count), strict=True)):
         here = (target >= first) & (target < first + read)
         chosen = compress(source[here], target[here] - first, number[here], exchange.shard.num_local)
-        yield ReadBy(r, piece, targets[low : low + sent], chosen, read)
+        yield ReaderEdges(r, piece, targets[low : low + sent], chosen, read)
         low, first = low + sent, first + read
 
 

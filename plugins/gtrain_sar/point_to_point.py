@@ -17,6 +17,8 @@ PIECE_BYTES = 8 << 20
 LEAST_BYTES = 1 << 19
 """Of the first and the last pieces: with them the wire begins, and the work on what it brought ends."""
 _ALIGNED = 64  # bytes
+Fill = Callable[[int], object]
+"""Makes the first so many bytes of a buffer, those that are made already included."""
 
 
 class Packet:
@@ -53,11 +55,7 @@ class Packet:
         return min(max(-(-(size - self.starts[k]) // row), 0), len(tensor)) if row else len(tensor)
 
 
-Fill = Callable[[int], object]
-"""Makes the first so many bytes of a buffer, those that are made already included."""
-
-
-class InFlight:
+class PendingExchange:
     """One round's messages on their way: what this rank sends and what it receives.
 
     Its receives are posted first: the word that there is room would else wait behind the rows that go the same way.
@@ -77,7 +75,7 @@ class InFlight:
         self._sends: list[Transfer] = []
         self._dtypes: list[torch.dtype] | None = None
 
-    def send(self, outgoing: Tensor, to: int, fill: Fill | None = None) -> InFlight:
+    def send(self, outgoing: Tensor, to: int, fill: Fill | None = None) -> PendingExchange:
         """Post what leaves in the same round, each piece once ``fill`` has made it."""
         for end, piece in _cut(outgoing):
             if fill is not None:
@@ -115,7 +113,7 @@ class InFlight:
         while self._sends:
             self._sends.pop().wait()
 
-    def as_types(self, dtypes: list[torch.dtype]) -> InFlight:
+    def as_types(self, dtypes: list[torch.dtype]) -> PendingExchange:
         """Give the received tensors these types once they are here."""
         self._dtypes = None if dtypes == [piece.dtype for piece in self._pieces] else dtypes
         return self
@@ -128,18 +126,18 @@ def peers(group: Group, r: int) -> tuple[int, int]:
 
 def send_forward(
     group: Group, r: int, outgoing: Tensor, incoming: Tensor | Packet, tag: int, fill: Fill | None = None
-) -> InFlight:
+) -> PendingExchange:
     """Post round r towards the readers: one tensor to the rank that reads this one, one from that which it reads."""
     reader, owner = peers(group, r)
-    return InFlight(group, incoming, owner, tag).send(outgoing, reader, fill)
+    return PendingExchange(group, incoming, owner, tag).send(outgoing, reader, fill)
 
 
 def send_backward(
     group: Group, r: int, outgoing: Tensor, incoming: Tensor | Packet, tag: int, fill: Fill | None = None
-) -> InFlight:
+) -> PendingExchange:
     """Post round r towards the owners."""
     reader, owner = peers(group, r)
-    return InFlight(group, incoming, reader, tag).send(outgoing, owner, fill)
+    return PendingExchange(group, incoming, reader, tag).send(outgoing, owner, fill)
 
 
 def _cut(buffer: Tensor) -> Iterator[tuple[int, Tensor]]:

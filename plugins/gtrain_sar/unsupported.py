@@ -1,4 +1,4 @@
-"""Layers that would not be exact over shards, and why."""
+"""Layers of PyG and DGL that would not be exact over shards, and why."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch_geometric.nn.models.linkx import SparseLinear
 from torch_geometric.nn.to_hetero_module import ToHeteroMessagePassing
 from torch_geometric.nn.to_hetero_with_bases_transformer import HeteroBasisConv
 
-from gtrain_sar.dgl import refusals as dgl_refusals
+from gtrain.nn import DglGraph
 
 _OVER_ALL_NODES = (
     norm.GraphNorm,
@@ -49,6 +49,17 @@ _CONVS: dict[type[nn.Module], str] = {
     ToHeteroMessagePassing: "it joins the nodes of all types into one numbering, which the halo is no part of",
 }
 
+_DGL_CONVS = {
+    "ChebConv": "it takes the largest eigenvalue of the whole graph's Laplacian",
+    "TWIRLSConv": "it builds the whole graph's adjacency matrix",
+    "TWIRLSUnfoldingAndAttention": "it builds the whole graph's adjacency matrix",
+    "PNAConv": "it scales by the number of nodes of the whole graph",
+    "PNAConvTower": "it scales by the number of nodes of the whole graph",
+    "DGNConv": "it scales by the number of nodes of the whole graph",
+    "DGNConvTower": "it scales by the number of nodes of the whole graph",
+    "HeteroGraphConv": "it is for graphs with several types of nodes or edges; a dgl.nn.RelGraphConv takes edge types",
+}
+
 
 def reason(layer: nn.Module) -> str | None:
     """Why ``layer`` cannot be served, or None if it can; a layer at a time."""
@@ -67,7 +78,7 @@ def reason(layer: nn.Module) -> str | None:
     for cls, why in _CONVS.items():
         if isinstance(layer, cls):
             return why
-    return _conv_reason(layer) if isinstance(layer, MessagePassing) else dgl_refusals.reason(layer)
+    return _conv_reason(layer) if isinstance(layer, MessagePassing) else _dgl_reason(layer)
 
 
 def _conv_reason(conv: MessagePassing) -> str | None:
@@ -78,3 +89,21 @@ def _conv_reason(conv: MessagePassing) -> str | None:
     if getattr(own, "__qualname__", "") not in ("MessagePassing.propagate", "propagate"):
         return "it has a propagate of its own, which cannot be run over shards"
     return None
+
+
+def _dgl_reason(layer: nn.Module) -> str | None:
+    module = type(layer).__module__
+    if not module.startswith("dgl.nn."):
+        return None
+    if module.startswith("dgl.nn.pytorch.glob"):
+        return "pooling is over all nodes of the graph, of which a rank has a part"
+    if type(layer).__name__.startswith("Dense") or type(layer).__name__.startswith("CuGraph"):
+        return "it takes no graph that could be sharded"
+    return _DGL_CONVS.get(type(layer).__name__)
+
+
+def lacks_dgl_graph(module: nn.Module) -> bool:
+    """Whether convolutions of DGL are in the module, and nothing that could give them a shard."""
+    layers = list(module.modules())
+    convs = any(type(layer).__module__.startswith("dgl.nn.pytorch.conv") for layer in layers)
+    return convs and not any(isinstance(layer, DglGraph) for layer in layers)

@@ -1,0 +1,50 @@
+"""What custom autograd functions keep for their backward pass: generator states, and tensors that it releases early."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class SavedOnce:
+    """A tensor that the backward pass releases before it ends; ``save_for_backward`` would keep it longer.
+
+    Args:
+        tensor: not to be written into meanwhile.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor: Tensor | None = tensor.detach()
+        self._version = None if tensor.is_inference() else tensor._version
+
+    def take(self) -> Tensor:
+        """The tensor, once.
+
+        Raises:
+            RuntimeError: it was written into, or taken already.
+        """
+        tensor, self._tensor = self._tensor, None
+        if tensor is None:
+            raise RuntimeError("strategy=sar frees a layer's result in the backward pass, which cannot run twice.")
+        if self._version is not None and tensor._version != self._version:
+            raise RuntimeError("a layer's result, needed for its gradient, was modified by an inplace operation.")
+        return tensor
+
+
+def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """States of the generators that a computation on ``device`` may draw from."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+@contextmanager
+def replayed_random(state: tuple[Tensor, Tensor | None]) -> Iterator[None]:
+    """Draw the numbers that were drawn since :func:`random_state`; afterwards the generators are where they were."""
+    devices = [] if state[1] is None else [torch.cuda.current_device()]
+    with torch.random.fork_rng(devices=devices):
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.cuda.set_rng_state(state[1])
+        yield

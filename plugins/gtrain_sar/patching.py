@@ -1,0 +1,282 @@
+"""Patching a module's message passing for the time of a run, and undoing the patches.
+
+An instance attribute ``propagate`` or ``edge_updater`` shadows the class's method. Functions such as ``gcn_norm`` are
+looked up in the convolution's own module at call time, so they are replaced there, for calls made inside a patched
+convolution only.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+from torch_geometric.nn.conv import GATConv, MessagePassing, RGCNConv
+
+from gtrain.errors import ConfigError
+from gtrain.nn import DglGraph
+from gtrain_sar.config import Schedule
+from gtrain_sar.constants import Constants
+from gtrain_sar.edges import BlockIndex, EdgeBlock
+from gtrain_sar.fused_layers import FusedLayers
+from gtrain_sar.halo import HaloExchange
+from gtrain_sar.kernels import load_attention, load_sums
+from gtrain_sar.normalize import GcnNorm, synchronised_batch_norm
+from gtrain_sar.propagate import Propagation
+from gtrain_sar.relational import RelationalConv
+
+_CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h")
+"""What convolutions with ``cached=True`` keep of a graph: a shard's is not for use outside of the run."""
+_MEMOIZED = ("remove_self_loops", "add_self_loops", "add_remaining_self_loops")
+
+
+class MethodPatches:
+    """Methods of layers that instance attributes shadow, and everything else that a run has to undo."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], Any]] = []
+        self._patched: dict[nn.Module, set[str]] = defaultdict(set)
+
+    def add(self, layer: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        """Shadow a method of ``layer``."""
+        undo = partial(layer.__dict__.__setitem__, name, layer.__dict__[name]) if name in layer.__dict__ else None
+        layer.__dict__[name] = function
+        self._patched[layer].add(name)
+        self._undo.append(undo or partial(layer.__dict__.pop, name))
+
+    def undo_with(self, *actions: Callable[[], Any]) -> None:
+        """Call these when the patches are undone."""
+        self._undo += actions
+
+    def undo(self) -> None:
+        """Undo everything, last first."""
+        while self._undo:
+            self._undo.pop()()
+        self._patched.clear()
+
+    @contextmanager
+    def suspended(self, module: nn.Module, **methods: Callable[..., Any]) -> Iterator[None]:
+        """Give ``module`` and its layers their own methods back for a while; batch norms stay synchronised.
+
+        Args:
+            module: a convolution.
+            methods: by name, what its convolutions have in place of their own methods; called with the convolution.
+        """
+        norms = nn.modules.batchnorm._BatchNorm
+        layers = [layer for layer in module.modules() if layer in self._patched and not isinstance(layer, norms)]
+        before = [dict(layer.__dict__) for layer in layers]
+        for layer in layers:
+            for name in self._patched[layer]:
+                layer.__dict__.pop(name, None)
+            if isinstance(layer, MessagePassing):
+                layer.__dict__.update({name: partial(method, layer) for name, method in methods.items()})
+        try:
+            yield
+        finally:
+            for layer, attributes in zip(layers, before, strict=True):
+                for name in {*self._patched[layer], *methods}:
+                    layer.__dict__.pop(name, None)
+                    if name in attributes:
+                        layer.__dict__[name] = attributes[name]
+
+
+class Patcher:
+    """Patches a module so that its convolutions run over shards.
+
+    Args:
+        exchange: this rank's halo.
+        schedule: how blocks are worked off.
+    """
+
+    typed: ClassVar[bool] = False
+    """Whether the graph has several types; layers then share exchanges, so that none is computed as a whole."""
+
+    def __init__(self, exchange: HaloExchange, schedule: Schedule) -> None:
+        self.exchange, self.schedule = exchange, schedule
+        self.constants, self.patches = Constants(schedule), MethodPatches()
+        exchange.constants = self.constants
+        self.propagation = Propagation(schedule, self.constants, self.patches.add)
+        self._fused_layers = FusedLayers(schedule, self.constants, self.edges)
+        self._functions = PatchedFunctions(exchange, self.constants)
+        self._edges = BlockIndex(exchange, exchange.shard.num_local)
+
+    def install(self, module: nn.Module) -> None:
+        """Shadow the methods of every convolution and batch norm in ``module``."""
+        for layer in module.modules():
+            if isinstance(layer, MessagePassing):
+                self._patch(layer)
+            elif isinstance(layer, DglGraph):
+                self._give_shard(layer)
+            elif isinstance(layer, nn.BatchNorm1d):
+                self.patches.add(layer, "forward", partial(synchronised_batch_norm, layer, self.exchange.group))
+
+    def uninstall(self) -> None:
+        """Undo everything."""
+        self.patches.undo()
+
+    def _patch(self, conv: MessagePassing) -> None:
+        self._set_aside_caches(conv)
+        if "return_attention_weights" in inspect.signature(type(conv).forward).parameters:
+            hook = conv.register_forward_pre_hook(self._note_weights, with_kwargs=True)
+            self.patches.undo_with(hook.remove)
+        propagate: Callable[..., Tensor] = partial(self.propagate, conv)
+        if type(conv).forward is RGCNConv.forward:
+            relational = RelationalConv(conv, self.edges, self.schedule, propagate)
+            self.patches.undo_with(*relational.watch())
+            propagate = relational.propagate
+        self.patches.add(conv, "propagate", propagate)
+        self.patches.add(conv, "edge_updater", partial(self.edge_updater, conv))
+        self.propagation.install(conv)
+        whole = None if self.typed or "forward" in conv.__dict__ else self._fused_layers.of(conv)
+        if whole is not None:
+            self.patches.add(conv, "forward", whole)
+        self.patches.undo_with(*self._functions.install(conv))
+
+    def _give_shard(self, layer: DglGraph) -> None:
+        from gtrain_sar.dgl.graph import DglShards  # loads DGL, which the model has done already
+
+        shards = DglShards(self._edges, self.schedule)
+        self.patches.undo_with(shards.close)
+        self.patches.add(layer, "forward", partial(shards.graph, layer))
+
+    def _note_weights(self, conv: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = inspect.signature(type(conv).forward).bind_partial(conv, *args, **kwargs).arguments
+        asked = given.get("return_attention_weights") is not None
+        self.propagation.returns_weights(conv, asked)  # type: ignore[arg-type]
+
+    def _set_aside_caches(self, conv: MessagePassing) -> None:
+        for name in _CACHES:
+            if name in conv.__dict__:
+                self.patches.undo_with(partial(conv.__dict__.__setitem__, name, conv.__dict__[name]))
+                conv.__dict__[name] = None
+
+    # ------------------------------------------------------------------------ what runs instead
+
+    def propagate(self, conv: MessagePassing, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
+        """``conv.propagate`` over the shard; ``size`` is the shard's own."""
+        _check_ids(conv, kwargs)
+        return self.propagation.propagate(conv, edge_index, self.edges(), kwargs)
+
+    def edge_updater(self, conv: MessagePassing, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Any:
+        """``conv.edge_updater`` over the shard."""
+        return self.propagation.edge_updater(conv, edge_index, self.edges(), kwargs)
+
+    def edges(self) -> BlockIndex:
+        """The blocks of edges between the nodes that the running convolution works on."""
+        return self._edges
+
+
+def load_kernels(module: nn.Module, dtype: torch.dtype) -> None:
+    """Load the kernels that the module's convolutions are likely to need: it takes a moment, and memory."""
+    if dtype not in (torch.float32, torch.float64):
+        return
+    zero = torch.zeros(1, dtype=torch.int64)
+    edge = EdgeBlock(zero, zero, zero, 1, 1).by_target
+    load_sums(edge, dtype)
+    if any(isinstance(layer, GATConv) for layer in module.modules()):
+        load_attention(edge, dtype)
+
+
+def _check_ids(conv: MessagePassing, kwargs: dict[str, Any]) -> None:
+    """Refuse a convolution that takes the number of a node in ``edge_index`` for its id (``FastRGCNConv`` over ids)."""
+    ids = any(
+        isinstance(value, Tensor) and name == "x" and not value.is_floating_point() for name, value in kwargs.items()
+    )
+    if ids and "edge_index_j" in conv._user_args:
+        raise ConfigError(
+            f"{type(conv).__name__} was given ids in place of features, and looks them up by the nodes' places in "
+            "edge_index, which differ from part to part.",
+            hint="use gtrain.model.relational.IdRGCNConv, give the nodes features, or set strategy=single.",
+        )
+
+
+class PatchedFunctions:
+    """Replaces functions in the modules of convolutions, for calls made inside a patched convolution.
+
+    Args:
+        exchange: this rank's halo.
+        constants: inputs that never change; what is made of them alone does not either.
+
+    Attributes:
+        replacements: what is called in place of a function, by its name.
+    """
+
+    def __init__(self, exchange: HaloExchange, constants: Constants) -> None:
+        self._inside = 0
+        self.replacements: dict[str, Callable[..., Any]] = {"gcn_norm": GcnNorm(exchange, constants)}
+        self._constants = constants
+
+    def install(self, conv: MessagePassing) -> list[Callable[[], Any]]:
+        """Replace the functions that ``conv``'s modules have; returns how to undo it."""
+        enter = conv.register_forward_pre_hook(lambda *_: self._count(1))
+        leave = conv.register_forward_hook(lambda *_: self._count(-1), always_call=True)
+        undo: list[Callable[[], Any]] = [enter.remove, leave.remove]
+        for cls in type(conv).__mro__:
+            functions = sys.modules[cls.__module__].__dict__
+            for name in ("gcn_norm", *_MEMOIZED):
+                original = functions.get(name)
+                if callable(original) and not isinstance(original, _Switch):
+                    functions[name] = _Switch(self, original, self._replacement(name, original))
+                    undo.append(partial(functions.__setitem__, name, original))
+        return undo
+
+    def _replacement(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        if name not in self.replacements:
+            self.replacements[name] = _Memoized(original, self._constants)
+        return self.replacements[name]
+
+    @property
+    def inside(self) -> bool:
+        """Whether a patched convolution is running."""
+        return self._inside > 0
+
+    def _count(self, by: int) -> None:
+        self._inside += by
+
+
+class _Switch:
+    """A function as a convolution's module sees it: the replacement inside a patched convolution, PyG's elsewhere."""
+
+    def __init__(
+        self, switches: PatchedFunctions, original: Callable[..., Any], replacement: Callable[..., Any]
+    ) -> None:
+        self._switches, self._original, self._replacement = switches, original, replacement
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self._replacement if self._switches.inside else self._original)(*args, **kwargs)
+
+
+class _Memoized:
+    """A function of edges of constant inputs whose results are kept: equal calls give the same tensors."""
+
+    def __init__(self, original: Callable[..., Any], constants: Constants) -> None:
+        self._original, self._constants = original, constants
+        self._known: Any = WeakIdKeyDictionary()
+
+    def __call__(self, edge_index: Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = (*args, *sorted(kwargs.items()))
+        tensors = [value for value in (edge_index, *args, *kwargs.values()) if isinstance(value, Tensor)]
+        if not all(tensor in self._constants for tensor in tensors):
+            return self._original(edge_index, *args, **kwargs)
+        for known, result in self._known.get(edge_index, []):
+            if len(known) == len(given) and all(map(_same, known, given)):
+                return result
+        result = self._original(edge_index, *args, **kwargs)
+        if torch.is_inference_mode_enabled():  # autograd could not use it later
+            return result
+        self._known.setdefault(edge_index, []).append((given, result))
+        self._constants.add(value for value in result if isinstance(value, Tensor))
+        return result
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and bool(a == b))
