@@ -20,7 +20,7 @@ from gtrain_pyg.ranks.hosting import Hosting, host
 from gtrain_pyg.ranks.parts import PartBook
 from gtrain_pyg.ranks.service import Peers
 from gtrain_pyg.ranks.sharing import Sharing
-from gtrain_pyg.sampling.answering import serve_sampling
+from gtrain_pyg.sampling.remote import serve_sampling
 from gtrain_pyg.sampling.sampler import DistributedSampler
 from gtrain_pyg.structure.hosted import Structure
 

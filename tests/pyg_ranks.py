@@ -16,8 +16,8 @@ from gtrain.graph.store import Store
 from gtrain.graph.store.manifest import EDGE_TYPE
 from gtrain.wire import Client, Message, Server
 from gtrain_pyg.buffers import BufferPool
+from gtrain_pyg.features.feature_store import FeatureStore
 from gtrain_pyg.ranks.parts import PartBook
-from gtrain_pyg.rows.access import Rows
 
 NODES, PARTS = 60, 3
 NAMES = {"node": ("x", "y", "time", "train_mask", "orig_id"), EDGE_TYPE: ("edge_id", "edge_attr", "edge_weight")}
@@ -55,16 +55,16 @@ class Ranks:
     def serve(self, names: Any, **options: Any) -> None:
         for part in range(self.store.num_parts):
             peers = LoopbackPeers()
-            Rows(self.store, self.book, [part], peers, self.pool, names, **options)
+            FeatureStore(self.store, self.book, [part], peers, self.pool, names, **options)
             handlers = {name: lambda message, caller, h=handler: h(message) for name, handler in peers.handlers.items()}
             self.servers.append(Server(handlers, name=f"part {part}", address="tcp://127.0.0.1:0").start())
 
-    def rows(self, hosted: Sequence[int], names: Any, **options: Any) -> tuple[Rows, LoopbackPeers]:
+    def rows(self, hosted: Sequence[int], names: Any, **options: Any) -> tuple[FeatureStore, LoopbackPeers]:
         peers = LoopbackPeers()
         for part, server in enumerate(self.servers):
             peers.clients[part] = Client(server.address, peer=f"rank {part}", timeout_seconds=LIMIT)
         self.clients += peers.clients.values()
-        return Rows(self.store, self.book, hosted, peers, self.pool, names, **options), peers
+        return FeatureStore(self.store, self.book, hosted, peers, self.pool, names, **options), peers
 
     def close(self) -> None:
         for each in (*self.clients, *self.servers):

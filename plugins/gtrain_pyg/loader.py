@@ -16,9 +16,8 @@ from gtrain.strategy.counters import Counters
 from gtrain.strategy.heap import trim_heap
 from gtrain_pyg.batches import Kind, make_batch
 from gtrain_pyg.epoch import Step, common_shares, num_steps, own_shares
+from gtrain_pyg.features.feature_store import FeatureStore, PendingBatch, Prefetcher
 from gtrain_pyg.pipeline import Pipeline, Stages
-from gtrain_pyg.rows.access import Rows
-from gtrain_pyg.rows.stream import Begun, Stream
 from gtrain_pyg.sampling.sampler import DistributedSampler
 from gtrain_pyg.sampling.subgraph import Array, Subgraph
 from gtrain_pyg.seeds import SeedSource
@@ -50,7 +49,7 @@ class SampledBatches:
         loader: describes the split.
         source: its seeds.
         sampler: grows subgraphs from them.
-        rows: fetches the subgraphs' node and edge tensors.
+        features: fetches the subgraphs' node and edge tensors.
         plan: how.
         place: this rank, and the number of ranks.
         counters: where waiting for a batch is counted.
@@ -62,13 +61,13 @@ class SampledBatches:
         loader: SeedLoader,
         source: SeedSource,
         sampler: DistributedSampler,
-        rows: Rows,
+        features: FeatureStore,
         plan: Plan,
         place: tuple[int, int],
         counters: Counters,
         show: Callable[[Data | HeteroData], None] = lambda batch: None,
     ) -> None:
-        self._loader, self._source, self._sampler, self._rows = loader, source, sampler, rows
+        self._loader, self._source, self._sampler, self._features = loader, source, sampler, features
         self._plan, self._counters, self._show = plan, counters, show
         self._rank, self._world = place
         self._hetero = loader.store.is_hetero
@@ -84,8 +83,8 @@ class SampledBatches:
         self._handed_out, self._skip = self._skip, 0
         trim_heap()
         plan = self._plan
-        stream = self._rows.stream(plan.lookahead)
-        stages = Stages(self._sample, partial(self._begin, stream), self._finish)
+        prefetcher = self._features.prefetcher(plan.lookahead)
+        stages = Stages(self._sample, partial(self._prefetch, prefetcher), self._finish)
         pipeline = Pipeline(stages, threads=plan.threads, ahead=plan.prefetch, beside=plan.beside)
         with closing(pipeline.run(self.steps(self._epoch)[self._handed_out :])) as batches:
             while True:
@@ -125,13 +124,13 @@ class SampledBatches:
         roots = self._source.roots(step)
         return self._sampler.sample(roots.ids, epoch=step.epoch, batch=step.batch, seed_time=roots.time)
 
-    def _begin(self, stream: Stream, sample: Subgraph) -> Begun:
+    def _prefetch(self, prefetcher: Prefetcher, sample: Subgraph) -> PendingBatch:
         ids: dict[Kind, Array] = dict(sample.node.items())
         ids.update(sample.edge.items())
         sample.edge.clear()  # nothing else needs the edges' positions
-        return stream.begin(ids)
+        return prefetcher.prefetch(ids)
 
-    def _finish(self, step: Step, sample: Subgraph, begun: Begun) -> Data | HeteroData:
-        rows: dict[Kind, dict[str, Tensor]] = begun.make()
+    def _finish(self, step: Step, sample: Subgraph, pending: PendingBatch) -> Data | HeteroData:
+        rows: dict[Kind, dict[str, Tensor]] = pending.get()
         seeds = self._source.describe(step, sample)
         return make_batch(sample, rows, seeds, hetero=self._hetero, trim=self._plan.trim)

@@ -16,15 +16,14 @@ from gtrain.wire import Security
 from gtrain_pyg.batches import Kind
 from gtrain_pyg.buffers import BufferPool
 from gtrain_pyg.config import PygConfig
+from gtrain_pyg.features.cache import expected_visits, fill_cache
+from gtrain_pyg.features.feature_store import FeatureStore
+from gtrain_pyg.features.tables import Extra
 from gtrain_pyg.ranks.hosting import host
 from gtrain_pyg.ranks.parts import PartBook
 from gtrain_pyg.ranks.service import Peers
 from gtrain_pyg.ranks.sharing import Sharing
-from gtrain_pyg.rows.access import Rows
-from gtrain_pyg.rows.cache import fill_cache
-from gtrain_pyg.rows.hotness import expected_visits
-from gtrain_pyg.rows.shelf import Extra
-from gtrain_pyg.sampling.answering import serve_sampling
+from gtrain_pyg.sampling.remote import serve_sampling
 from gtrain_pyg.seeds import seed_nodes
 from gtrain_pyg.structure.hosted import Structure
 
@@ -59,7 +58,7 @@ class Shard:
         world: number of ranks.
         peers: the other ranks.
         structure: edges, hosted ones.
-        rows: node and edge tensors, hosted and remote.
+        features: node and edge tensors, hosted and remote.
         sharing: memory that the machine's ranks share.
     """
 
@@ -67,7 +66,7 @@ class Shard:
     world: int
     peers: Peers
     structure: Structure
-    rows: Rows
+    features: FeatureStore
     sharing: Sharing
 
     @property
@@ -83,14 +82,16 @@ class Shard:
             options: how they are sampled.
             nbytes: of each rank.
         """
-        if self.rows.cache is not None or not self.asks:
+        if self.features.cache is not None or not self.asks:
             return
         parts, store = self.peers.hosting.parts, self.store
         share = max(1, (loader.batch_size or loader.num_seeds) // self.world)
         fan_out = options.fan_out(store.edge_types)
         visits = expected_visits(store, seed_nodes(loader, parts), share * len(parts), fan_out)
         first = min(parts)
-        fill_cache(self.rows, visits, nbytes * len(parts), lambda make: self.sharing.arrays("halo-cache", first, make))
+        fill_cache(
+            self.features, visits, nbytes * len(parts), lambda make: self.sharing.arrays("halo-cache", first, make)
+        )
 
     def close(self) -> None:
         """Let go of the other ranks."""
@@ -132,10 +133,11 @@ def open_shard(
     structure = Structure(store, book, hosting, sharing, hops=settings.hops)
     more = extra(store, hosting.parts)
     wire = _WIRE[settings.wire_dtype]
-    rows = Rows(store, book, hosting.parts, peers, pool, _names(store, more), wire_dtype=wire, dtype=dtype, extra=more)
+    names, parts = _names(store, more), hosting.parts
+    features = FeatureStore(store, book, parts, peers, pool, names, wire_dtype=wire, dtype=dtype, extra=more)
     serve_sampling(structure, peers, pool)
     peers.open()
-    return Shard(store, group.size, peers, structure, rows, sharing)
+    return Shard(store, group.size, peers, structure, features, sharing)
 
 
 def _names(store: Store, extra: Extra) -> dict[Kind, list[str]]:

@@ -1,10 +1,10 @@
 """A partitioned graph as PyG's own loaders see it: a feature store and a graph store. ::
 
-    features, graph = ShardFeatureStore(rows, store), ShardGraphStore(store, hosted)
-    loader = NodeLoader((features, graph), sampler, input_nodes=("paper", ids), batch_size=128)
+    feature_store, graph_store = ShardFeatureStore(features, store), ShardGraphStore(store, hosted)
+    loader = NodeLoader((feature_store, graph_store), sampler, input_nodes=("paper", ids), batch_size=128)
 
 Nodes are named by global id and edges by global edge position (:class:`gtrain_pyg.ranks.parts.PartBook`). PyG
-fetches no edge tensors from a feature store; ``transform=features.with_edge_tensors`` does.
+fetches no edge tensors from a feature store; ``transform=feature_store.with_edge_tensors`` does.
 
 Loaders that fork workers (``num_workers``) can use these where all parts are hosted: connections to other ranks do not
 outlive a fork.
@@ -18,49 +18,50 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Data, FeatureStore, GraphStore, HeteroData, TensorAttr
+from torch_geometric.data import Data, GraphStore, HeteroData, TensorAttr
+from torch_geometric.data import FeatureStore as PygFeatureStore
 from torch_geometric.data.graph_store import EdgeAttr, EdgeLayout
 
 from gtrain.errors import DataError
 from gtrain.graph.store import Store
 from gtrain.graph.store.manifest import EDGE_TYPE, NODE_TYPE, EdgeType
+from gtrain_pyg.features.feature_store import FeatureStore
 from gtrain_pyg.ranks.parts import Kind
-from gtrain_pyg.rows.access import Rows
 
 Batch = TypeVar("Batch", Data, HeteroData)
 
 
-class ShardFeatureStore(FeatureStore):
-    """The node tensors that rows serve, of whatever part.
+class ShardFeatureStore(PygFeatureStore):
+    """The node tensors of a feature store, of whatever part.
 
     A tensor's ``group_name`` is its node type, or None in a graph without types; its ``index`` a tensor or an array of
     global ids, a slice of them, one of them, or None for all.
 
     Args:
-        rows: the tensors; those that they were made with are the store's.
+        features: serves the tensors; those that it was made with are the store's.
         store: the graph.
     """
 
-    def __init__(self, rows: Rows, store: Store) -> None:
+    def __init__(self, features: FeatureStore, store: Store) -> None:
         super().__init__()
-        self._rows, self._hetero = rows, store.is_hetero
+        self._features, self._hetero = features, store.is_hetero
 
     def get_all_tensor_attrs(self) -> list[TensorAttr]:
         """Each node tensor there is."""
         return [
             TensorAttr(kind if self._hetero else None, name)
-            for kind, names in self._rows.names.items()
+            for kind, names in self._features.names.items()
             if isinstance(kind, str)
             for name in names
         ]
 
     def with_edge_tensors(self, batch: Batch) -> Batch:
-        """Add the edge tensors that rows serve to a batch of PyG's loaders, by its ``e_id``."""
+        """Add the edge tensors to a batch of PyG's loaders, by its ``e_id``."""
         stores = {kind: batch[kind] for kind in batch.edge_types} if isinstance(batch, HeteroData) else {}
         stores = stores or {EDGE_TYPE: batch}
         ids: dict[Kind, Any] = {kind: edges.e_id.numpy() for kind, edges in stores.items() if "e_id" in edges}
-        wanted = {kind: names for kind, names in self._rows.names.items() if kind in ids}
-        for kind, tensors in self._rows.begin(ids, names=wanted).make().items():
+        wanted = {kind: names for kind, names in self._features.names.items() if kind in ids}
+        for kind, tensors in self._features.prefetch(ids, names=wanted).get().items():
             for name, tensor in tensors.items():
                 stores[kind][name] = tensor
         return batch
@@ -74,21 +75,21 @@ class ShardFeatureStore(FeatureStore):
         places: dict[tuple[str, int], list[int]] = {}
         for i, attr in enumerate(attrs):
             kind = attr.group_name or NODE_TYPE
-            if attr.attr_name in self._rows.names.get(kind, ()):
+            if attr.attr_name in self._features.names.get(kind, ()):
                 places.setdefault((kind, id(attr.index)), []).append(i)
         for (kind, _), members in places.items():
             names = [str(attrs[i].attr_name) for i in members]
-            ids = _ids(attrs[members[0]].index, self._rows.shape(kind, names[0])[0])
-            made = self._rows.begin({kind: ids}, names={kind: names}).make()[kind]
+            ids = _ids(attrs[members[0]].index, self._features.shape(kind, names[0])[0])
+            made = self._features.prefetch({kind: ids}, names={kind: names}).get()[kind]
             for i, name in zip(members, names, strict=True):
                 found[i] = made[name]
         return found
 
     def _get_tensor_size(self, attr: TensorAttr) -> tuple[int, ...] | None:
         kind, name = attr.group_name or NODE_TYPE, attr.attr_name
-        if name not in self._rows.names.get(kind, ()):
+        if name not in self._features.names.get(kind, ()):
             return None
-        rows, *shape = self._rows.shape(kind, name)
+        rows, *shape = self._features.shape(kind, name)
         return (rows if attr.index is None else len(_ids(attr.index, rows)), *shape)
 
     def _put_tensor(self, tensor: Any, attr: TensorAttr) -> NoReturn:

@@ -21,11 +21,10 @@ from gtrain.strategy.base import GraphStrategy
 from gtrain_pyg import SERVES
 from gtrain_pyg.buffers import BufferPool
 from gtrain_pyg.config import PygConfig
-from gtrain_pyg.link_evaluation import LinkEvaluation, own_nodes
-from gtrain_pyg.links import link_seeds
+from gtrain_pyg.features.tables import Extra
+from gtrain_pyg.links import LinkEvaluation, link_seeds, own_nodes
 from gtrain_pyg.loader import Plan, SampledBatches
 from gtrain_pyg.norm import SampledNorm, check_uncached
-from gtrain_pyg.rows.shelf import Extra
 from gtrain_pyg.sampling.sampler import DistributedSampler
 from gtrain_pyg.seeds import SeedSource, node_seeds
 from gtrain_pyg.shard import Place, Shard, open_shard
@@ -75,7 +74,7 @@ class PygStrategy(GraphStrategy):
         ):
             nodes = replace(loader, split="predict", shuffle=False)
             node_batches = {
-                kind: SampledBatches(nodes, seeds, sampler, shard.rows, plan, place, self.counters, show)
+                kind: SampledBatches(nodes, seeds, sampler, shard.features, plan, place, self.counters, show)
                 for kind, seeds in own_nodes(loader, self.global_rank, timed=options.temporal is not None).items()
             }
             return LinkEvaluation(self.group, loader, node_batches, self.batch_to_device)
@@ -84,7 +83,7 @@ class PygStrategy(GraphStrategy):
             shard.fill_cache(loader, options, self.settings.cache_bytes)
         if loader.split == "train":
             self._trained = options
-        return SampledBatches(loader, source, sampler, shard.rows, plan, place, self.counters, show)
+        return SampledBatches(loader, source, sampler, shard.features, plan, place, self.counters, show)
 
     def process_dataloader(self, dataloader: object) -> Iterable[Data | HeteroData]:
         if isinstance(dataloader, SeedLoader):

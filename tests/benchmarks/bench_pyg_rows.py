@@ -34,10 +34,9 @@ from gtrain.graph.store.writer import write_store
 from gtrain.strategy.counters import cpu_seconds, rss_bytes
 from gtrain.wire import Client, Message, Server
 from gtrain_pyg.buffers import BufferPool
+from gtrain_pyg.features.cache import expected_visits, fill_cache
+from gtrain_pyg.features.feature_store import Counts, FeatureStore
 from gtrain_pyg.ranks.parts import PartBook
-from gtrain_pyg.rows.access import Counts, Rows
-from gtrain_pyg.rows.cache import fill_cache
-from gtrain_pyg.rows.hotness import expected_visits
 
 FAN_OUT, SEEDS, FEATURES = (15, 10, 5), 1024, 100
 NAMES: Any = {"node": ("x", "y", "orig_id"), EDGE_TYPE: ("edge_id",)}
@@ -65,7 +64,7 @@ class Peer:
 def serve(path: Path, pipe: Any) -> None:
     """The other process: serves part 1, and says what it spent when it is asked."""
     store, peer = Store.open(path), Peer()
-    Rows(store, PartBook.of(store), [1], peer, BufferPool(), NAMES)
+    FeatureStore(store, PartBook.of(store), [1], peer, BufferPool(), NAMES)
     with Server({"rows": lambda m, caller: peer.handler(m)}, name="rank 1", address="tcp://127.0.0.1:0") as server:
         pipe.send(server.address)
         while pipe.recv():
@@ -123,12 +122,12 @@ def hosted(store: Store, batches: list[Batch]) -> None:
     show("x[idx]", lambda index: x[index], ids, count)
     show("torch.index_select(out=reused)", select, ids, count)
     for name, names, dtype in (
-        ("Rows: x", {"node": ("x",)}, None),
-        ("Rows: x as float64", {"node": ("x",)}, torch.float64),
-        ("Rows: x, y, orig_id; edge_id", NAMES, None),
+        ("FeatureStore: x", {"node": ("x",)}, None),
+        ("FeatureStore: x as float64", {"node": ("x",)}, torch.float64),
+        ("FeatureStore: x, y, orig_id; edge_id", NAMES, None),
     ):
-        rows = Rows(store, PartBook.of(store), [0, 1], None, BufferPool(), names, dtype=dtype)
-        show(name, lambda batch, rows=rows: rows.fetch([batch]), batches[:4], count)
+        rows = FeatureStore(store, PartBook.of(store), [0, 1], None, BufferPool(), names, dtype=dtype)
+        show(name, lambda batch, rows=rows: rows.get([batch]), batches[:4], count)
 
 
 def remote(store: Store, batches: list[Batch], windows: int) -> None:
@@ -150,14 +149,14 @@ def remote(store: Store, batches: list[Batch], windows: int) -> None:
         *((None, 1, 0.05), (None, 1, 0.2), (None, 4, 0.2)),
     ):
         peer = Peer(address)
-        rows = Rows(store, PartBook.of(store), [0], peer, BufferPool(), NAMES, wire_dtype=dtype)
+        rows = FeatureStore(store, PartBook.of(store), [0], peer, BufferPool(), NAMES, wire_dtype=dtype)
         if share:
             fill_cache(rows, visits, int(share * nodes * row_bytes))
 
-        def epoch(rows: Rows = rows, window: int = window) -> None:
-            stream = rows.stream(window)
+        def epoch(rows: FeatureStore = rows, window: int = window) -> None:
+            prefetcher = rows.prefetcher(window)
             for batch in batches:
-                stream.begin(batch).make()
+                prefetcher.prefetch(batch).get()
 
         epoch()
         rows.counts, before, other, rss = Counts(), cpu_seconds(), spent(), rss_bytes()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,9 +15,10 @@ from gtrain.errors import ConfigError
 from gtrain.launch.sockets import Listener, listen_here, listen_tcp, own_address
 from gtrain.strategy.counters import Counters
 from gtrain.strategy.group import Group
-from gtrain.wire import Client, Message, Security, Server
-from gtrain_pyg.ranks.handlers import Handler, Handlers
+from gtrain.wire import Caller, Client, Message, Security, Server
 from gtrain_pyg.ranks.hosting import Hosting
+
+Handler = Callable[[Message], Message]
 
 
 class Peers:
@@ -182,3 +183,43 @@ class Peers:
                     timeout_seconds=self._timeout,
                 )
             return self._clients[part]
+
+
+class Handlers(dict[str, Any]):
+    """The handlers of a :class:`gtrain.wire.Server`, which looks them up by ``get``.
+
+    Ranks run the same program at their own pace. A request that comes before its handler was added is kept, and
+    answered as soon as it is; the asker's deadline bounds the wait.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._waiting: dict[str, list[tuple[Message, Future[Message]]]] = {}
+
+    def add(self, name: str, handler: Handler) -> None:
+        """Answer requests of that name from now on; requests that wait for it are answered by this call."""
+
+        def answer(message: Message, caller: Caller) -> Message:
+            return handler(message)
+
+        with self._lock:
+            self[name] = answer
+            waiting = self._waiting.pop(name, [])
+        for message, future in waiting:
+            try:
+                future.set_result(handler(message))
+            except Exception as error:
+                future.set_exception(error)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The handler of that name, or one that keeps the request until there is one."""
+        return super().get(name) or (lambda message, caller: self._keep(name, message, caller))
+
+    def _keep(self, name: str, message: Message, caller: Caller) -> Message | Future[Message]:
+        with self._lock:
+            if name not in self:
+                future: Future[Message] = Future()
+                self._waiting.setdefault(name, []).append((message, future))
+                return future
+        return self[name](message, caller)

@@ -25,12 +25,10 @@ from gtrain.graph.store.manifest import EDGE_TYPE
 from gtrain.graph.store.writer import write_store
 from gtrain.strategy.counters import rss_bytes
 from gtrain.wire import Message, RemoteError, WireError
-from gtrain_pyg.rows import recent as row_recent
-from gtrain_pyg.rows import requests as row_requests
-from gtrain_pyg.rows import stream as row_stream
-from gtrain_pyg.rows.access import Counts, Rows
-from gtrain_pyg.rows.cache import HaloCache, choose, fill_cache
-from gtrain_pyg.rows.hotness import expected_visits
+from gtrain_pyg.features import feature_store
+from gtrain_pyg.features import requests as row_requests
+from gtrain_pyg.features.cache import HaloCache, choose, expected_visits, fill_cache
+from gtrain_pyg.features.feature_store import Counts, FeatureStore
 
 
 def check(store: Store, data: Data, batch: dict[Any, Any], made: dict[Any, dict[str, Tensor]]) -> None:
@@ -66,7 +64,7 @@ def test_rows_are_those_of_the_source_whoever_hosts_them(ranks: Ranks, data: Dat
     ranks.serve(NAMES)
     rows, peers = ranks.rows(hosted, NAMES)
     window = some_batches(3)
-    made = rows.fetch(window)
+    made = rows.get(window)
     for batch, tensors in zip(window, made, strict=True):
         assert list(tensors) == ["node", EDGE_TYPE] and list(tensors["node"]) == list(NAMES["node"])
         check(ranks.store, data, batch, tensors)
@@ -79,12 +77,12 @@ def test_one_request_an_owner_for_distinct_rows(ranks: Ranks, monkeypatch: pytes
     ranks.serve(NAMES)
     rows, peers = ranks.rows([0], NAMES)
     window = some_batches(1)
-    rows.fetch(window)
+    rows.get(window)
     assert max(np.unique(tensors[1], return_counts=True)[1].max() for *_, tensors in peers.asked) > 1
-    monkeypatch.setattr(row_recent, "WIDE_BYTES", 0)
+    monkeypatch.setattr(row_requests, "WIDE_BYTES", 0)
     peers.asked.clear()
     rows.counts = Counts()
-    rows.fetch(window)
+    rows.get(window)
     for part, method, fields, tensors in peers.asked:
         assert (
             method == "rows"
@@ -109,46 +107,46 @@ def test_one_request_an_owner_for_distinct_rows(ranks: Ranks, monkeypatch: pytes
 
 
 def test_nothing_is_asked_where_everything_is_hosted(ranks: Ranks, data: Data) -> None:
-    rows = Rows(ranks.store, ranks.book, range(PARTS), None, ranks.pool, NAMES)
+    rows = FeatureStore(ranks.store, ranks.book, range(PARTS), None, ranks.pool, NAMES)
     (batch,) = some_batches(1)
-    check(ranks.store, data, batch, rows.fetch([batch])[0])
+    check(ranks.store, data, batch, rows.get([batch])[0])
 
 
 def test_empty_batches_and_kinds(ranks: Ranks) -> None:
     ranks.serve(NAMES)
     rows, peers = ranks.rows([1], NAMES)
     none = np.empty(0, np.int64)
-    made = rows.fetch([{"node": none, EDGE_TYPE: none}, {"node": np.array([3])}, {}])
+    made = rows.get([{"node": none, EDGE_TYPE: none}, {"node": np.array([3])}, {}])
     assert made[0]["node"]["x"].shape == (0, 5) and made[0][EDGE_TYPE]["edge_attr"].shape == (0, 2)
     assert list(made[1]) == ["node"] and made[2] == {}
-    assert rows.fetch([]) == [] and len(peers.asked) <= 1
+    assert rows.get([]) == [] and len(peers.asked) <= 1
 
 
 def test_batches_of_a_window_can_be_made_in_any_order_once(ranks: Ranks, data: Data) -> None:
     ranks.serve(NAMES)
     rows, _ = ranks.rows([2], NAMES)
     window = some_batches(3)
-    stream = rows.stream(3)
-    begun = [stream.begin(batch) for batch in window]
+    prefetcher = rows.prefetcher(3)
+    pending = [prefetcher.prefetch(batch) for batch in window]
     for i in (2, 0, 1):
-        check(ranks.store, data, window[i], begun[i].make())
+        check(ranks.store, data, window[i], pending[i].get())
     with pytest.raises(ValueError, match="the batch was made before"):
-        begun[0].make()
+        pending[0].get()
 
 
 @pytest.mark.parametrize("lookahead", [1, 2, 5])
 def test_what_a_batch_asked_for_serves_those_after_it(
     ranks: Ranks, data: Data, lookahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of ``lookahead`` successive batches one asks for each row; after that it is asked for anew."""
-    monkeypatch.setattr(row_stream, "KEPT_BATCHES", 9)
+    """Of ``lookahead`` successive batches one asks for each row; after that it is asked for again."""
+    monkeypatch.setattr(feature_store, "KEPT_BATCHES", 9)
     ranks.serve(NAMES)
     rows, peers = ranks.rows([2], NAMES)
-    stream, asked = rows.stream(lookahead), []
+    prefetcher, asked = rows.prefetcher(lookahead), []
     batches = some_batches(40)
     for batch in batches:
         peers.asked.clear()
-        begun = stream.begin(batch)
+        pending = prefetcher.prefetch(batch)
         nodes = [
             row + ranks.book.range("node", part)[0]
             for part, _, fields, tensors in peers.asked
@@ -160,7 +158,7 @@ def test_what_a_batch_asked_for_serves_those_after_it(
         wanted = set(batch["node"][rows.is_remote("node", batch["node"])].tolist())
         known: set[int] = set().union(*asked[max(0, len(asked) - lookahead) : -1])
         assert asked[-1] == wanted - known
-        check(ranks.store, data, batch, begun.make())
+        check(ranks.store, data, batch, pending.get())
 
 
 def test_no_more_is_kept_than_the_rows_of_one_batch(ranks: Ranks) -> None:
@@ -170,28 +168,28 @@ def test_no_more_is_kept_than_the_rows_of_one_batch(ranks: Ranks) -> None:
     rows, _ = ranks.rows([2], names)
     remote = np.flatnonzero(rows.is_remote("node", np.arange(NODES)))
     most, some, few = remote[:20], remote[20:28], remote[28:32]
-    stream = rows.stream(9)
+    prefetcher = rows.prefetcher(9)
     for ids, asked in [(most, 20), (some, 8), (most, 20), (few, 4), (some, 8), (few, 0), (most, 20)]:
         before = rows.counts.fetched
-        stream.begin({"node": ids}).make()
+        prefetcher.prefetch({"node": ids}).get()
         assert rows.counts.fetched - before == asked
 
 
 def test_batches_grow_and_turns_run_out(ranks: Ranks, data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments are numbered anew while batches wait to be made; kinds come and go."""
-    monkeypatch.setattr(row_stream, "LAST_TURN", 7)
+    monkeypatch.setattr(feature_store, "LAST_TURN", 7)
     monkeypatch.setattr(row_requests, "CHUNK_BYTES", 256)
     ranks.serve(NAMES)
     rows, _ = ranks.rows([2], NAMES)
-    stream, rng = rows.stream(4), np.random.default_rng(0)
+    prefetcher, rng = rows.prefetcher(4), np.random.default_rng(0)
     sizes = [5, 9, 0, 9, 30, 30, 7, 60, 60, 60, 100, 3, 100, 10, 10, 100, 100, 10]
     batches = [{"node": rng.integers(0, NODES, size), EDGE_TYPE: rng.integers(0, 300, size)} for size in sizes]
     for i in (8, 9, 10, 11):
         del batches[i]["node"]
     for start in range(0, len(batches), 3):
-        begun = [stream.begin(batch) for batch in batches[start : start + 3]]
-        for batch, handle in zip(batches[start:], begun, strict=False):
-            made = {"node": {}, EDGE_TYPE: {}, **handle.make()}
+        pending = [prefetcher.prefetch(batch) for batch in batches[start : start + 3]]
+        for batch, handle in zip(batches[start:], pending, strict=False):
+            made = {"node": {}, EDGE_TYPE: {}, **handle.get()}
             check(ranks.store, data, {"node": np.empty(0, np.int64), **batch}, made)
 
 
@@ -202,7 +200,7 @@ def test_threads_share_rows(ranks: Ranks, data: Data) -> None:
     def work(seed: int) -> None:
         for turn in range(15):
             window = some_batches(2, 100 * seed + turn)
-            for batch, made in zip(window, rows.fetch(window), strict=True):
+            for batch, made in zip(window, rows.get(window), strict=True):
                 check(ranks.store, data, batch, made)
 
     with ThreadPoolExecutor(4) as pool:
@@ -214,7 +212,7 @@ def test_ids_that_may_not_be_written_to_and_other_integers(ranks: Ranks, data: D
     rows, _ = ranks.rows([1], NAMES)
     (batch,) = some_batches(1)
     batch["node"].flags.writeable = False
-    check(ranks.store, data, batch, rows.fetch([batch | {EDGE_TYPE: batch[EDGE_TYPE].astype(np.int32)}])[0])
+    check(ranks.store, data, batch, rows.get([batch | {EDGE_TYPE: batch[EDGE_TYPE].astype(np.int32)}])[0])
     assert batch[EDGE_TYPE].flags.writeable
 
 
@@ -226,7 +224,7 @@ def test_many_chunks_and_requests(ranks: Ranks, data: Data, chunk_bytes: int, mo
     ranks.serve(NAMES)
     rows, peers = ranks.rows([0], NAMES)
     window = some_batches(2)
-    for batch, made in zip(window, rows.fetch(window), strict=True):
+    for batch, made in zip(window, rows.get(window), strict=True):
         check(ranks.store, data, batch, made)
     assert len(peers.asked) > PARTS - 1
     assert max(len(answer.tensors) for answer in peers.answers) <= 12
@@ -237,7 +235,7 @@ def test_floats_change_their_dtype_and_nothing_else_does(ranks: Ranks, data: Dat
     ranks.serve(NAMES)
     rows, _ = ranks.rows([0], NAMES, dtype=dtype)
     (batch,) = some_batches(1)
-    made = rows.fetch([batch])[0]
+    made = rows.get([batch])[0]
     changed = data.clone()
     changed.x, changed.edge_weight = data.x.to(dtype), data.edge_weight.to(dtype)
     check(ranks.store, changed, batch, made)
@@ -248,7 +246,7 @@ def test_features_are_rounded_on_the_wire_alone(ranks: Ranks, data: Data, wire: 
     ranks.serve(NAMES)
     rows, peers = ranks.rows([0], NAMES, wire_dtype=wire)
     (batch,) = some_batches(1)
-    made = rows.fetch([batch])[0]
+    made = rows.get([batch])[0]
     rounded = data.clone()
     here = torch.isin(torch.arange(NODES), ranks.store.node("orig_id", 0))
     rounded.x = torch.where(here[:, None], data.x, data.x.to(wire).float())
@@ -264,7 +262,7 @@ def test_float32_on_the_wire_leaves_float64_alone(tmp_path: Path) -> None:
     ranks.serve(NAMES)
     rows, _ = ranks.rows([0], NAMES, wire_dtype=torch.float32)
     (batch,) = some_batches(1)
-    check(ranks.store, data, batch, rows.fetch([batch])[0])
+    check(ranks.store, data, batch, rows.get([batch])[0])
     ranks.close()
 
 
@@ -275,7 +273,7 @@ def test_features_too_large_for_float16_are_refused(tmp_path: Path) -> None:
     ranks.serve(NAMES)
     rows, _ = ranks.rows([0], NAMES, wire_dtype=torch.float16)
     with pytest.raises(RemoteError, match="features reach 1e\\+05, and float16, in which .* ends at 65504") as caught:
-        rows.fetch(some_batches(1))
+        rows.get(some_batches(1))
     assert caught.value.hint == "set strategy.wire_dtype=bfloat16, or scale the features"
     ranks.close()
 
@@ -301,11 +299,11 @@ def test_sparse_features(tmp_path: Path, hosted: tuple[int, ...], dtype: Any, ch
     if hosted == (0,):
         fill_cache(rows, {"node": np.arange(NODES)}, 2500)
         assert rows.cache is not None and "node" in rows.cache
-    for batch, made in zip(window, rows.fetch(window), strict=True):
+    for batch, made in zip(window, rows.get(window), strict=True):
         x, orig = made["node"]["x"], orig_ids(ranks.store)[batch["node"]]
         assert x.layout == torch.sparse_csr and x.shape == (40, 30) and x.dtype == (dtype or torch.float32)
         assert torch.equal(x.to_dense(), data.x.to_dense()[orig].to(x.dtype))
-    empty = rows.fetch([{"node": np.empty(0, np.int64)}])[0]["node"]["x"]
+    empty = rows.get([{"node": np.empty(0, np.int64)}])[0]["node"]["x"]
     assert empty.shape == (0, 30) and empty.values().numel() == 0
     ranks.close()
 
@@ -316,7 +314,7 @@ def test_sparse_values_are_rounded_on_the_wire(tmp_path: Path) -> None:
     ranks.serve({"node": ("x",)})
     rows, _ = ranks.rows([0], {"node": ("x",)}, wire_dtype=torch.bfloat16)
     ids = np.flatnonzero(rows.is_remote("node", np.arange(NODES)))
-    made = rows.fetch([{"node": ids}])[0]["node"]["x"]
+    made = rows.get([{"node": ids}])[0]["node"]["x"]
     assert torch.equal(made.to_dense(), data.x.to_dense()[orig_ids(ranks.store)[ids]].bfloat16().double())
     ranks.close()
 
@@ -333,7 +331,7 @@ def test_rows_of_any_shape(tmp_path: Path) -> None:
     ranks.serve(names)
     rows, _ = ranks.rows([0], names)
     (batch,) = some_batches(1)
-    check(ranks.store, data, batch, rows.fetch([batch])[0])
+    check(ranks.store, data, batch, rows.get([batch])[0])
     ranks.close()
 
 
@@ -351,7 +349,7 @@ def test_types(tmp_path: Path) -> None:
         rows, _ = ranks.rows(hosted, names)
         batch: dict[Any, Any] = {kind: rng.integers(0, int(data[kind].num_nodes), 40) for kind in data.node_types}
         batch |= {kind: rng.integers(0, 80, 50) for kind in data.edge_types}
-        (made,) = rows.fetch([batch])
+        (made,) = rows.get([batch])
         for kind in data.node_types:
             orig = orig_ids(store, kind)[batch[kind]]
             for name, tensor in made[kind].items():
@@ -369,7 +367,7 @@ def test_extra_tensors_are_served_like_the_stores_own(ranks: Ranks) -> None:
     ranks.serve(names, extra=extra, wire_dtype=torch.float16)
     rows, _ = ranks.rows([1], names, extra=extra, wire_dtype=torch.float16)
     (batch,) = some_batches(1)
-    (made,) = rows.fetch([{"node": batch["node"]}])
+    (made,) = rows.get([{"node": batch["node"]}])
     assert torch.equal(made["node"]["in_degree"], torch.cat(list(degree.values()))[batch["node"]])
 
 
@@ -378,7 +376,7 @@ def test_extra_tensors_are_served_like_the_stores_own(ranks: Ranks) -> None:
 
 def test_an_extra_tensor_of_another_length_is_refused(ranks: Ranks) -> None:
     with pytest.raises(DataError, match=r"in_degree of node has 1 rows in part 0, which has \d+"):
-        Rows(
+        FeatureStore(
             ranks.store,
             ranks.book,
             [0],
@@ -400,19 +398,19 @@ def test_an_extra_tensor_of_another_length_is_refused(ranks: Ranks) -> None:
 )
 def test_names_that_do_not_exist(ranks: Ranks, names: Any, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
-        Rows(ranks.store, ranks.book, range(PARTS), None, ranks.pool, names)
+        FeatureStore(ranks.store, ranks.book, range(PARTS), None, ranks.pool, names)
 
 
 def test_parts_that_nobody_can_be_asked_for(ranks: Ranks) -> None:
     with pytest.raises(DataError, match=r"of 3 parts this rank hosts \[0, 2\], and it has no peers to ask"):
-        Rows(ranks.store, ranks.book, [2, 0], None, ranks.pool, NAMES)
+        FeatureStore(ranks.store, ranks.book, [2, 0], None, ranks.pool, NAMES)
 
 
 @pytest.mark.parametrize("wrong", [-1, NODES])
 def test_ids_out_of_range(ranks: Ranks, wrong: int) -> None:
-    rows = Rows(ranks.store, ranks.book, range(PARTS), None, ranks.pool, NAMES)
+    rows = FeatureStore(ranks.store, ranks.book, range(PARTS), None, ranks.pool, NAMES)
     with pytest.raises(DataError, match=f"a batch names row {wrong} of node, and there are {NODES}"):
-        rows.begin({"node": np.array([3, wrong, 5])})
+        rows.prefetch({"node": np.array([3, wrong, 5])})
 
 
 def test_another_store_is_refused_by_the_owner(tmp_path: Path, ranks: Ranks) -> None:
@@ -421,7 +419,7 @@ def test_another_store_is_refused_by_the_owner(tmp_path: Path, ranks: Ranks) -> 
     other.servers = ranks.servers
     rows, _ = other.rows([0], NAMES)
     with pytest.raises(RemoteError, match="rank . failed to answer 'rows': StoreError: this rank has the store with"):
-        rows.fetch(some_batches(1))
+        rows.get(some_batches(1))
     other.clients, ranks.clients = [], [*ranks.clients, *other.clients]
 
 
@@ -442,7 +440,7 @@ def _want(names: list[str], dtypes: list[str]) -> dict[str, Any]:
 
 
 def _store_of(ranks: Ranks) -> int:
-    from gtrain_pyg.rows.server import fingerprint
+    from gtrain_pyg.features.server import fingerprint
 
     return fingerprint(ranks.store)
 
@@ -483,7 +481,7 @@ def test_an_answer_that_is_not_what_was_asked_for(tmp_path: Path, sparse: bool, 
     rows, peers = ranks.rows([0], {"node": ("x", "y")})
     rows._peers = WrongPeers(peers, change)
     with pytest.raises(WireError, match=f"rank 1 was asked for rows of its part, and answered with .*{message}"):
-        rows.fetch([{"node": np.arange(NODES)}])
+        rows.get([{"node": np.arange(NODES)}])
     ranks.close()
 
 
@@ -491,11 +489,11 @@ def test_an_owner_that_is_gone_raises_at_each_batch(ranks: Ranks) -> None:
     ranks.serve(NAMES)
     rows, peers = ranks.rows([0], NAMES)
     window = some_batches(2)
-    rows.fetch(window)
+    rows.get(window)
     for client in peers.clients.values():
         client.close()
     with pytest.raises(WireError, match="the client of rank 1 is closed"):
-        rows.begin(window[0])
+        rows.prefetch(window[0])
 
 
 # ---------------------------------------------------------------------------------------------------------- cache
@@ -515,14 +513,14 @@ def test_a_cache_serves_the_hottest_and_asks_for_the_rest(ranks: Ranks, data: Da
     peers.asked.clear()
     before = rows.counts.cached
     window = some_batches(3)
-    for batch, made in zip(window, rows.fetch(window), strict=True):
+    for batch, made in zip(window, rows.get(window), strict=True):
         check(ranks.store, data, batch, made)
     named = np.concatenate([batch["node"] for batch in window])
     assert rows.counts.cached - before == np.isin(named, hottest).sum() > 0
     for part, _, _, (asked, _) in peers.asked:
         assert not np.isin(asked.numpy() + ranks.book.range("node", part)[0], hottest).any()
     peers.asked.clear()
-    assert torch.equal(rows.fetch([{"node": hottest}])[0]["node"]["x"], data.x[orig_ids(ranks.store)[hottest]])
+    assert torch.equal(rows.get([{"node": hottest}])[0]["node"]["x"], data.x[orig_ids(ranks.store)[hottest]])
     assert peers.asked == []
 
 
@@ -531,7 +529,7 @@ def test_a_cache_large_enough_has_all_remote_nodes(ranks: Ranks, data: Data) -> 
     rows, peers = ranks.rows([0], NAMES, wire_dtype=torch.float16, dtype=torch.float64)
     fill_cache(rows, {"node": np.ones(NODES)}, 1 << 20)
     peers.asked.clear()
-    (made,) = rows.fetch([{"node": np.arange(NODES)}])
+    (made,) = rows.get([{"node": np.arange(NODES)}])
     orig = orig_ids(ranks.store)
     here = ~torch.from_numpy(rows.is_remote("node", np.arange(NODES)))
     expected = torch.where(here[:, None], data.x[orig], data.x[orig].half().float()).double()
@@ -543,7 +541,7 @@ def test_no_room_no_cache(ranks: Ranks, data: Data) -> None:
     rows, _ = ranks.rows([0], NAMES)
     assert fill_cache(rows, {"node": np.ones(NODES)}, 20).arrays == {}
     (batch,) = some_batches(1)
-    check(ranks.store, data, batch, rows.fetch([batch])[0])
+    check(ranks.store, data, batch, rows.get([batch])[0])
 
 
 def test_a_cache_is_shared_by_what_one_rank_made(ranks: Ranks, data: Data) -> None:
@@ -561,7 +559,7 @@ def test_a_cache_is_shared_by_what_one_rank_made(ranks: Ranks, data: Data) -> No
     fill_cache(first, {"node": np.ones(NODES)}, 1 << 20, keep)
     fill_cache(second, {"node": np.ones(NODES)}, 1 << 20, lambda make: made)
     (batch,) = some_batches(1)
-    check(ranks.store, data, batch, second.fetch([batch])[0])
+    check(ranks.store, data, batch, second.get([batch])[0])
     assert [fields["wants"][0]["kind"] for _, _, fields, _ in peers.asked] == ["edge node__to__node"] * 2
     assert isinstance(second.cache, HaloCache)
 
@@ -587,7 +585,7 @@ def test_a_batch_that_is_held_keeps_its_rows(ranks: Ranks, data: Data) -> None:
     rng, held = np.random.default_rng(0), []
     for _ in range(6):
         window = [{"node": rng.integers(0, NODES, 20_000), EDGE_TYPE: rng.integers(0, 300, 9000)} for _ in range(2)]
-        held.append((window[1], rows.fetch(window)[1]))
+        held.append((window[1], rows.get(window)[1]))
     for batch, made in held:
         check(ranks.store, data, batch, made)
 
@@ -602,7 +600,7 @@ def test_memory_stays_flat_over_windows(ranks: Ranks) -> None:
             peers.asked.clear()
             peers.answers.clear()
             size = int(rng.integers(19_000, 21_000))
-            rows.fetch([{"node": rng.integers(0, NODES, size), EDGE_TYPE: rng.integers(0, 300, size)}])
+            rows.get([{"node": rng.integers(0, NODES, size), EDGE_TYPE: rng.integers(0, 300, size)}])
 
     windows(50)
     before = rss_bytes()

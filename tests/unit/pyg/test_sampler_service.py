@@ -23,7 +23,7 @@ from gtrain.wire import DeadlineError, Message, RemoteError
 from gtrain_pyg.ranks.hosting import host
 from gtrain_pyg.ranks.parts import PartBook
 from gtrain_pyg.ranks.service import Peers
-from gtrain_pyg.sampling.questions import Answer
+from gtrain_pyg.sampling.remote import SampleReply
 
 SOON = 0.3  # seconds, of a deadline that is to pass
 
@@ -177,14 +177,14 @@ def test_an_owner_that_has_gone_is_named_and_connections_close_all_the_same(tmp_
 def test_a_request_waits_for_a_handler_that_is_added_later(tmp_path: Path) -> None:
     with job_of(split(tmp_path)) as job:
         early = job[0].peers.ask(1, "later", {"value": 3})
-        job[0].peers.wait(job[0].peers.ask(1, "sample", *question(job[0])))  # the server has seen the first one
+        job[0].peers.wait(job[0].peers.ask(1, "sample", *request(job[0])))  # the server has seen the first one
         assert not early.done()
         job[1].peers.handle("later", lambda message: Message({"twice": 2 * message.fields["value"]}))
         assert job[0].peers.wait(early).fields == {"twice": 6}
         assert job[0].peers.ask(1, "later", {"value": 4}).result(LIMIT).fields == {"twice": 8}
 
 
-def question(rank: Rank, sizes: list[int] | None = None, node: int = 0) -> tuple[dict[str, Any], list[torch.Tensor]]:
+def request(rank: Rank, sizes: list[int] | None = None, node: int = 0) -> tuple[dict[str, Any], list[torch.Tensor]]:
     needs = dict.fromkeys(("temporal", "weight", "node_time", "edge_time")) | {"replace": False}
     fields = {"needs": needs, "key": "ff", "hop": 0, "counts": [2], "sizes": sizes or [1]}
     return fields | {"subgraph": False, "limit": False}, [torch.tensor([node])]
@@ -192,18 +192,18 @@ def question(rank: Rank, sizes: list[int] | None = None, node: int = 0) -> tuple
 
 def test_requests_of_another_store_are_refused(tmp_path: Path) -> None:
     with job_of(split(tmp_path)) as job:
-        for wrong, message in ((question(job[0], [1, 0]), "2 types"), (question(job[0], node=99), "node 99 of a part")):
+        for wrong, message in ((request(job[0], [1, 0]), "2 types"), (request(job[0], node=99), "node 99 of a part")):
             with pytest.raises(RemoteError, match=message):
                 job[0].peers.wait(job[0].peers.ask(1, "sample", *wrong))
 
 
 def test_an_answer_to_another_question_is_refused() -> None:
     tensors = [torch.tensor(values, dtype=torch.int32) for values in ([1, 2], [5, 6, 7], [0, 1, 2])]
-    (answer,) = Answer.read(Message({"edges": [3]}, tensors), [2])
+    (answer,) = SampleReply.read(Message({"edges": [3]}, tensors), [2])
     assert answer.counts.tolist() == [1, 2] and answer.source.tolist() == [5, 6, 7]
     for edges, nodes in (([3], [3]), ([2], [2]), ([1, 2], [2]), ([1, 2], [2, 0])):
         with pytest.raises(DataError):
-            Answer.read(Message({"edges": edges}, tensors), nodes)
+            SampleReply.read(Message({"edges": edges}, tensors), nodes)
 
 
 # --------------------------------------------------------------------------------------------------- bad input

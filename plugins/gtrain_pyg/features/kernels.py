@@ -17,7 +17,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from gtrain.graph.prefetch import prefetch
-from gtrain_pyg.rows.memory import copy, count_bits, load32, load64
+from gtrain_pyg.features.memory import copy, count_bits, load32, load64
 
 Array = NDArray[Any]
 

@@ -1,7 +1,8 @@
-"""What crosses between ranks when a hop is sampled: one question and one answer for each owner and hop."""
+"""Sampling by the owners of other parts: one request and one reply for each owner and hop, and who replies."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,8 +13,13 @@ from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from gtrain.errors import DataError
-from gtrain.graph.sampling.hop import Frontier
+from gtrain.graph.sampling import scratch
+from gtrain.graph.sampling.hop import Choice, Frontier, choose
+from gtrain.graph.sampling.rules import hop_key
 from gtrain.wire import Message
+from gtrain_pyg.ranks.service import Peers
+from gtrain_pyg.sampling.kernels import count, narrow
+from gtrain_pyg.structure.hosted import Structure
 from gtrain_pyg.structure.needs import Needs
 
 Array = NDArray[Any]
@@ -21,7 +27,7 @@ METHOD = "sample"
 
 
 @dataclass(frozen=True)
-class Question:
+class SampleRequest:
     """In-edges of one part's nodes to be chosen, for all edge types of a hop.
 
     Attributes:
@@ -72,8 +78,8 @@ class Question:
         return torch.from_numpy(out)
 
     @classmethod
-    def read(cls, message: Message, limits: Sequence[int]) -> Question:
-        """The question of a request.
+    def read(cls, message: Message, limits: Sequence[int]) -> SampleRequest:
+        """Read a request.
 
         Args:
             message: as :meth:`message` made it.
@@ -110,7 +116,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Answer:
+class SampleReply:
     """The chosen edges of one part, for each edge type that was asked for.
 
     Attributes:
@@ -124,15 +130,15 @@ class Answer:
     position: Array
 
     @staticmethod
-    def read(message: Message, frontiers: Sequence[int]) -> list[Answer]:
-        """The answers to a question, in its order.
+    def read(message: Message, frontiers: Sequence[int]) -> list[SampleReply]:
+        """The answers to a request, in its order.
 
         Args:
             message: the peer's.
             frontiers: nodes asked about for each edge type.
 
         Raises:
-            DataError: it answers another question.
+            DataError: it answers another request.
         """
         edges = message.fields["edges"]
         counts, source, position = (tensor.numpy() for tensor in message.tensors)
@@ -147,7 +153,7 @@ class Answer:
         found = []
         for i in range(len(edges)):
             own, part = slice(nodes[i], nodes[i + 1]), slice(bounds[i], bounds[i + 1])
-            answer = Answer(counts[own], source[part], position[part])
+            answer = SampleReply(counts[own], source[part], position[part])
             if answer.counts.sum(dtype=np.int64) != edges[i]:
                 raise DataError("The counts of an answer do not add up.", hint="report this.")
             found.append(answer)
@@ -164,3 +170,66 @@ def _check_range(nodes: Array, size: int) -> None:
             f"A request names node {int(nodes.max())} of a part with {size} nodes of that type.",
             hint="have all ranks open the same store.",
         )
+
+
+def serve_sampling(structure: Structure, peers: Peers, pool: Any) -> None:
+    """Have this rank answer for its part; called once, by every rank."""
+    peers.handle(METHOD, SampleServer(structure, structure.hosting.rank, pool))
+
+
+class SampleServer:
+    """Answers :class:`SampleRequest` for one part. Threads may share it.
+
+    Args:
+        structure: what this rank reads.
+        part: the part, its own.
+        pool: where the answers' memory comes from.
+    """
+
+    def __init__(self, structure: Structure, part: int, pool: Any) -> None:
+        self._structure, self._part, self._pool = structure, part, pool
+        book = structure.book
+        self._sizes = [int(np.diff(book.offsets[name])[part]) for name in structure.node_types]
+        self._ids = narrow(max(book.count(name) for name in structure.node_types))
+        edges = [book.edge_offsets[kind] for kind in structure.edge_types]
+        self._positions = narrow(max((int(starts[part + 1] - starts[part]) for starts in edges), default=0))
+        self._memory = threading.local()
+
+    def __call__(self, message: Message) -> Message:
+        """The answer: the field ``edges``, how many there are of each edge type asked for, and three tensors."""
+        request = SampleRequest.read(message, self._sizes)
+        chosen = self._choose(request)
+        edges = [found.size for found, _ in chosen]
+        counts = self._pool.take((sum(size for _, size in chosen),), np.int32)
+        source = self._pool.take((sum(edges),), self._ids)
+        position = self._pool.take((sum(edges),), self._positions)
+        node = edge = 0
+        for found, size in chosen:
+            nodes, part = slice(node, node + size), slice(edge, edge + found.size)
+            source[part], position[part] = found.row[: found.size], found.position[: found.size]
+            count(found.column[: found.size], counts[nodes])
+            node, edge = nodes.stop, part.stop
+        return Message({"edges": edges}, [torch.from_numpy(array) for array in (counts, source, position)])
+
+    def _choose(self, request: SampleRequest) -> list[tuple[scratch.Edges, int]]:
+        """For each edge type that is asked for the chosen edges, and how many nodes were asked about."""
+        graph = self._structure.graph(request.needs)
+        memory = self._of_this_thread()
+        types, chosen = list(self._structure.node_types), []
+        for relation, (kind, number) in enumerate(zip(self._structure.edge_types, request.counts, strict=True)):
+            frontier = request.frontiers[types.index(kind[2])]
+            if number == 0 or not frontier.node.size:
+                continue
+            columns, rule, edges = graph.columns[kind][self._part], graph.rules[kind], memory.edges[relation]
+            edges.size = 0
+            choice = Choice(number, hop_key(request.key, request.hop, relation), rule)
+            choose(columns, frontier.under(rule), choice, edges, memory.spans)
+            chosen.append((edges, frontier.node.size))
+        return chosen
+
+    def _of_this_thread(self) -> Any:
+        memory = self._memory
+        if not hasattr(memory, "spans"):
+            memory.spans = scratch.Spans()
+            memory.edges = [scratch.Edges() for _ in self._structure.edge_types]
+        return memory

@@ -15,9 +15,9 @@ from gtrain.graph.store import Store
 from gtrain.graph.store.manifest import edge_key
 from gtrain.wire import Message
 from gtrain_pyg.buffers import BufferPool
+from gtrain_pyg.features import kernels
+from gtrain_pyg.features.tables import HostedTensors
 from gtrain_pyg.ranks.parts import Kind
-from gtrain_pyg.rows import kernels
-from gtrain_pyg.rows.shelf import Shelf
 
 
 class RowServer:
@@ -33,13 +33,13 @@ class RowServer:
     memory for large frames is fresh from the system each time.
 
     Args:
-        shelf: the rows.
+        hosted: the rows.
         store: the graph.
         pool: memory of the answers.
     """
 
-    def __init__(self, shelf: Shelf, store: Store, pool: BufferPool) -> None:
-        self._shelf, self._pool = shelf, pool
+    def __init__(self, hosted: HostedTensors, store: Store, pool: BufferPool) -> None:
+        self._hosted, self._pool = hosted, pool
         self._print = fingerprint(store)
         kinds: tuple[Kind, ...] = (*store.node_types, *store.edge_types)
         self._kinds = {wire_name(kind): kind for kind in kinds}
@@ -63,7 +63,7 @@ class RowServer:
         return Message({}, tensors)
 
     def _answer(self, kind: Kind, want: Mapping[str, Any], part: int, rows: Tensor) -> list[Tensor]:
-        tables = [self._shelf.table(kind, name) for name in want["names"]]
+        tables = [self._hosted.table(kind, name) for name in want["names"]]
         dtypes = [getattr(torch, name) for name in want["dtypes"]]
         place = self._places(kind, part, rows)
         return [
@@ -75,12 +75,12 @@ class RowServer:
 
     def _places(self, kind: Kind, part: int, rows: Tensor) -> kernels.Array:
         """The places of rows of one part, all of which are there."""
-        if part not in self._shelf.hosted:
+        if part not in self._hosted.hosted:
             raise DataError(
-                f"was asked for rows of part {part}, and hosts {self._shelf.hosted}",
+                f"was asked for rows of part {part}, and hosts {self._hosted.hosted}",
                 hint="start all ranks from the same configuration",
             )
-        offsets = self._shelf.offsets(kind)
+        offsets = self._hosted.offsets(kind)
         count = int(offsets[part + 1] - offsets[part])
         low, high = (int(bound) for bound in rows.aminmax()) if rows.numel() else (0, -1)
         if low < 0 or high >= count:
