@@ -1,6 +1,6 @@
 """Tables in files: in checkpoints, one file per server's block and tensor, and in exports, in the order of ids.
 
-Rows and optimizer state travel in pieces of :data:`gtrain_ps.worker.home.PIECE_BYTES`, so a worker never holds a block.
+Rows and optimizer state travel in pieces of :data:`.served_table.PIECE_BYTES`, so a worker never holds a block.
 A checkpoint's folder has, for each server::
 
     parameter-<server>.json                       tables: placement, and the optimizer whose state there is
@@ -25,7 +25,7 @@ from gtrain.nn import TableSpec
 from gtrain.strategy.checkpoint import SavedRows
 from gtrain.strategy.tensor_files import Writing, mapped
 from gtrain_ps.placement import Placement
-from gtrain_ps.worker.home import ServedHome, piece_rows
+from gtrain_ps.worker.served_table import ServedTable, piece_rows
 
 FORMAT = 1
 
@@ -61,7 +61,7 @@ class SavedTable:
                 yield cut.ids(block, begin, end), torch.cat([part[begin:end] for part in parts], dim=1)
 
 
-def write_blocks(folder: Path, homes: Mapping[str, ServedHome], servers: Iterable[int]) -> None:
+def write_blocks(folder: Path, homes: Mapping[str, ServedTable], servers: Iterable[int]) -> None:
     """Write the blocks of some servers into a checkpoint."""
     for server in servers:
         said: dict[str, Any] = {}
@@ -123,7 +123,7 @@ def read_table(folder: Path, name: str, table: TableSpec) -> SavedRows:
     return SavedRows(saved.placement.rows, saved.pieces)
 
 
-def export(folder: Path, homes: Mapping[str, ServedHome]) -> None:
+def export(folder: Path, homes: Mapping[str, ServedTable]) -> None:
     """Write each table as ``<name>.npy`` into a folder, in the order of ids."""
     for name, home in homes.items():
         path = folder / f"{name}.npy"

@@ -33,19 +33,18 @@ from gtrain_ps.config import PsConfig
 from gtrain_ps.costs import Load
 from gtrain_ps.folders import make_folder
 from gtrain_ps.server.service import DTYPES
-from gtrain_ps.worker import meters
+from gtrain_ps.worker import lightning_state
 from gtrain_ps.worker.batches import RowSource, Shares, Source, WholeGraph
-from gtrain_ps.worker.home import ServedHome
-from gtrain_ps.worker.look import first_load
-from gtrain_ps.worker.planning import placement_of, plan_of, rules_of, rules_of_tables
-from gtrain_ps.worker.returning import ROLE, ReturningStrategy
-from gtrain_ps.worker.rows import RowTable, is_rows
+from gtrain_ps.worker.planning import first_load, placement_of, plan_of, rules_of
+from gtrain_ps.worker.restarts import ROLE, RestartingStrategy
+from gtrain_ps.worker.row_table import RowTable, is_rows
+from gtrain_ps.worker.served_table import ServedTable
 from gtrain_ps.worker.steps import flat, send_step, take_flat
 
 METERS = "@meters"  # in a worker's state of a checkpoint
 
 
-class PsStrategy(ReturningStrategy):
+class PsStrategy(RestartingStrategy):
     """Tables of ``gtrain.nn`` live on servers; a worker trains the other layers on its share of each step's seeds.
 
     Its settings are those of :class:`gtrain_ps.config.PsConfig`.
@@ -57,7 +56,7 @@ class PsStrategy(ReturningStrategy):
 
     def __init__(self, *values: Any, **settings: Any) -> None:
         super().__init__(*values, **settings)
-        self.homes: dict[str, ServedHome] = {}
+        self.homes: dict[str, ServedTable] = {}
         self._deferred: set[str] = set()
         self._weight = (1.0, 1.0)
         self._trained: list[Parameter] | None = None
@@ -147,7 +146,7 @@ class PsStrategy(ReturningStrategy):
                 make_folder(Path(self.settings.export), "strategy.export")
 
     def check_optimizers(self, module: Module, optimizers: Sequence[Optimizer]) -> None:
-        rules_of_tables({name: layer.weight for name, layer in tables(module)}, optimizers)
+        rules_of({name: layer.weight for name, layer in tables(module)}, optimizers)
 
     def making_model(self) -> AbstractContextManager[None]:
         return deferred()
@@ -161,7 +160,7 @@ class PsStrategy(ReturningStrategy):
                 chosen = settings, self.servers.count(ROLE), wire, self._load
                 plan = plan_of(name, layer, *chosen, tell=self.is_global_zero)
                 placement, pull = placement_of(layer, plan, settings), plan.protocol == "pull"
-                home = ServedHome(name, layer.table, placement, servers, layer.weight.dtype, wire, pull)
+                home = ServedTable(name, layer.table, placement, servers, layer.weight.dtype, wire, pull)
                 self.homes[name] = home
                 new = home.open()
                 if not layer.weight.size(0) and layer.table.rows:
@@ -172,7 +171,12 @@ class PsStrategy(ReturningStrategy):
         self._trained = None
         self.group.barrier()
         if self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING:
-            rules_of(self.homes, self.optimizers)
+            rules_of(self._anchors, self.optimizers)
+
+    @property
+    def _anchors(self) -> dict[str, Parameter]:
+        """What stands for each table in the module."""
+        return {name: home.anchor for name, home in self.homes.items()}
 
     def uninstall(self, module: Module) -> None:
         for name, layer in tables(module):
@@ -223,7 +227,7 @@ class PsStrategy(ReturningStrategy):
         """The parameters that are on the workers."""
         if self._trained is None:
             assert self.lightning_module is not None
-            anchors = {id(home.anchor) for home in self.homes.values()}
+            anchors = {id(anchor) for anchor in self._anchors.values()}
             every = self.lightning_module.parameters()
             self._trained = [p for p in every if p.requires_grad and id(p) not in anchors]
         return self._trained
@@ -233,7 +237,7 @@ class PsStrategy(ReturningStrategy):
         assert servers is not None
         weight = self._weight if self.world_size > 1 else (1.0, 1.0)
         kept = None if self._progress is None else self._progress.end()
-        rules = rules_of(self.homes, self.optimizers)
+        rules = rules_of(self._anchors, self.optimizers)
         self._flying.append(send_step(servers, self.homes.values(), rules, weight, rest, kept))
         if self._shares is not None:
             self._shares.draw()  # while the servers are at work
@@ -285,7 +289,11 @@ class PsStrategy(ReturningStrategy):
 
     def shard_state(self) -> dict[str, Any]:
         self._catch_up()
-        return {METERS: meters.of_module(meters.metrics_of(self._module)) if self._within_epoch else {}}
+        return {
+            METERS: lightning_state.module_metric_states(lightning_state.metrics_of(self._module))
+            if self._within_epoch
+            else {}
+        }
 
     def shard_files(self, folder: Path) -> None:
         write_blocks(folder, self.homes, self._answered_for)
@@ -344,4 +352,4 @@ class PsStrategy(ReturningStrategy):
                 f"the checkpoint has no state of worker {self.global_rank} of {self.world_size}.",
                 hint="set trainer.num_nodes and trainer.devices as in the run that wrote it.",
             )
-        meters.prepare(meters.metrics_of(self._module), state[METERS])
+        lightning_state.prepare_metrics(lightning_state.metrics_of(self._module), state[METERS])

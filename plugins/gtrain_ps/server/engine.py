@@ -11,22 +11,24 @@ interpreter's lock, and be woken, more often than it could compute beside the lo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from gtrain.errors import GtrainError
 from gtrain.wire import Message
-from gtrain_ps.server.block import Block
+from gtrain_ps.server.block import Block, Grouped
 from gtrain_ps.server.journal import Journal
-from gtrain_ps.server.kept import Kept
 from gtrain_ps.server.memory import Region
-from gtrain_ps.server.requests import Answer, Commit, Product, Request
-from gtrain_ps.server.sums import Sums
-from gtrain_ps.server.updates import Updates
+from gtrain_ps.server.replay import ReplayBuffer, Sums
+from gtrain_ps.server.requests import Answer, Commit, Product, Request, factor_of
+
+Rows = Mapping[tuple[int, int], Product]
+"""What was multiplied for a step, by worker and call."""
 
 
 @dataclass
@@ -67,7 +69,7 @@ class Engine:
         self._actions: list[tuple[int, Callable[[], Message | None], Answer]] = []
         self._steps: dict[int, _Step] = {}
         self._sums = Sums(2 * lag + 4, region)
-        self.kept = Kept(lag + 4, region) if keep else None
+        self.replay = ReplayBuffer(lag + 4, region) if keep else None
         self._updates = Updates(self.blocks)
         self._failure: BaseException | None = None
         self.journal: Journal | None = None  # set once what it knows has been done again
@@ -82,7 +84,7 @@ class Engine:
         """
         self._check()
         if product.call is not None:
-            kept = None if self.kept is None else self.kept.product(product)
+            kept = None if self.replay is None else self.replay.product(product)
             if product.step >= self.version:
                 step = self._steps.setdefault(product.step, _Step())
                 step.rows[product.worker, product.call] = product
@@ -201,7 +203,7 @@ class Engine:
 
     def _multiply(self, product: Product) -> None:
         if product.call is not None and product.step < self.version:  # the step was applied while this waited
-            kept = None if self.kept is None else self.kept.product(product)
+            kept = None if self.replay is None else self.replay.product(product)
             product.answer.set_result(Message({"version": self.version}, [] if kept is None else [kept]))
             return
         if product.call is not None:
@@ -213,7 +215,7 @@ class Engine:
             product.answer.set_exception(error)
             return
         made = made.to(product.dtype)
-        if self.kept is not None and product.call is not None:
+        if self.replay is not None and product.call is not None:
             step = self._steps.get(product.step)
             if step is not None and step.rows.get((product.worker, product.call)) is product:
                 step.made[product.worker, product.call] = made
@@ -243,8 +245,8 @@ class Engine:
     def _update(self) -> None:
         """Lead the tables to the next version."""
         step = self._steps[self.version]
-        if self.kept is not None:
-            self.kept.keep(self.version, step.commits, step.made)
+        if self.replay is not None:
+            self.replay.keep(self.version, step.commits, step.made)
         ordered = [step.commits[worker] for worker in range(self.workers)]
         self._updates.apply(step.rows, ordered, self.version + 1)
         self.region.set_version(self.version + 1)
@@ -278,3 +280,75 @@ def _settle(answer: Answer, action: Callable[[], Message | None]) -> None:
         answer.set_exception(error)
         if not isinstance(error, GtrainError):
             raise
+
+
+@dataclass(frozen=True)
+class _Stacked:
+    """Rows of one table that were multiplied in one step, over all workers."""
+
+    calls: list[tuple[int, int]]
+    grouped: Grouped
+
+
+class Updates:
+    """One update of each block from the workers' stacked batches.
+
+    Rows can be stacked, and grouped by id, before their gradients are there.
+
+    Args:
+        blocks: by name; more may come.
+    """
+
+    def __init__(self, blocks: Mapping[str, Block]) -> None:
+        self._blocks = blocks
+        self._stacked: dict[str, _Stacked] = {}
+
+    def ahead(self, rows: Rows, workers: int) -> str | None:
+        """A table whose rows of the next step seem to be all there, and are not grouped yet."""
+        if len({worker for worker, _ in rows}) < workers:
+            return None
+        for product in rows.values():
+            name = product.block.name
+            stacked = self._stacked.get(name)
+            if stacked is None or stacked.calls != _calls_of(rows, name):
+                return name
+        return None
+
+    def stack(self, rows: Rows, name: str) -> None:
+        """Stack and group a table's rows ahead of the update."""
+        kept = dict(rows)
+        calls = _calls_of(kept, name)
+        self._stacked[name] = _Stacked(calls, self._blocks[name].group([kept[call].rows for call in calls]))
+
+    def apply(self, rows: Rows, commits: Sequence[Commit], step: int) -> None:
+        """Apply a step to all blocks that have a gradient.
+
+        Args:
+            rows: what was multiplied.
+            commits: of all workers, in the order of their ranks.
+            step: its number, above 0.
+        """
+        factor = factor_of(commits)
+        given = {
+            (commit.worker, call): gradient
+            for commit in commits
+            for call, gradient in zip(commit.calls, commit.gradients, strict=True)
+        }
+        for name in sorted({rows[call].block.name for call in given}):
+            block, (rule, settings) = self._blocks[name], commits[0].rules[name]
+            block.use(rule, settings)
+            calls = [call for call in _calls_of(rows, name) if call in given]
+            stacked = self._stacked.get(name)
+            if stacked is None or stacked.calls != calls:
+                stacked = _Stacked(calls, block.group([rows[call].rows for call in calls]))
+            gradients = [given[call].to(block.table.dtype) for call in calls]
+            gradient = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
+            if factor != 1.0:
+                gradient = gradient * factor
+            block.update(stacked.grouped, gradient.contiguous(), settings, step)
+        self._stacked.clear()
+
+
+def _calls_of(rows: Rows, name: str) -> list[tuple[int, int]]:
+    """The products of one table, by worker and call."""
+    return sorted(call for call, product in rows.items() if product.block.name == name)

@@ -19,9 +19,8 @@ from gtrain.wire import Caller, Message
 from gtrain_ps.config import PsConfig
 from gtrain_ps.placement import Placement
 from gtrain_ps.server.block import Block
+from gtrain_ps.server.collectives import CollectiveResults, Collectives
 from gtrain_ps.server.engine import Engine
-from gtrain_ps.server.exchanges import Exchanges
-from gtrain_ps.server.gathers import Gathers
 from gtrain_ps.server.journal import Journal
 from gtrain_ps.server.memory import LastingRegion, Region
 from gtrain_ps.server.requests import Answer, Commit, Product
@@ -77,8 +76,8 @@ class Handlers:
         self._placements: dict[str, Placement] = {}
         self._said, self._rules = "", dict[str, Any]()
         self.over = False
-        self._exchanges = Exchanges(engine.lag + 4, engine.region)
-        self._gathers = Gathers(engine.workers, self._exchanges, self._keep)
+        self._exchanges = CollectiveResults(engine.lag + 4, engine.region)
+        self._gathers = Collectives(engine.workers, self._exchanges, self._keep)
         for key, noted in engine.region.notes.get("tables", {}).items():
             self._block_of(key, Placement(**noted["placement"]), DTYPES[noted["dtype"]])
 
@@ -210,8 +209,8 @@ class Handlers:
 
     def recall(self, message: Message, caller: Caller) -> Message:
         """What was kept of a step for this worker. Fields: ``step``."""
-        assert self.engine.kept is not None
-        found = self.engine.kept.recall(message.fields["step"], _rank(caller))
+        assert self.engine.replay is not None
+        found = self.engine.replay.recall(message.fields["step"], _rank(caller))
         return Message({"names": list(found)}, list(found.values()))
 
     def sum(self, message: Message, caller: Caller) -> Answer:

@@ -1,23 +1,28 @@
-"""How tables are cut among the servers, and by which rules these change them."""
+"""How tables are cut among the servers, as the first steps suggest, and by which rules the servers change them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from gtrain.data.batches.loader import SeedLoader
 from gtrain.errors import ConfigError
-from gtrain.nn import Embedding, RowOptimizer, Table
+from gtrain.nn import Embedding, RowOptimizer, Table, as_csr
 from gtrain_ps.config import PsConfig
 from gtrain_ps.costs import Load, Plan, choose, plans, shapes, table
 from gtrain_ps.placement import Placement, spread
-from gtrain_ps.worker.home import ServedHome
+from gtrain_ps.worker.batches import chunks
+from gtrain_ps.worker.row_table import RowTable, is_rows
 
 Rules = dict[str, tuple[str, dict[str, Any]]]
 """By a table's name: its rule, and the rule's numbers."""
+STEPS = 4
+"""Steps that are looked at."""
 
 
 def plan_of(
@@ -60,17 +65,12 @@ def placement_of(layer: Table, plan: Plan, settings: PsConfig) -> Placement:
     return Placement(spec.rows, spec.dim, plan.row_blocks, plan.column_blocks, multiplier)
 
 
-def rules_of(homes: Mapping[str, ServedHome], optimizers: Iterable[Optimizer]) -> Rules:
+def rules_of(tables: Mapping[str, Parameter], optimizers: Iterable[Optimizer]) -> Rules:
     """Each table's rule, and its numbers at this moment.
 
-    Raises:
-        ConfigError: a table has no optimizer of ``gtrain.nn``.
-    """
-    return rules_of_tables({name: home.anchor for name, home in homes.items()}, optimizers)
-
-
-def rules_of_tables(tables: Mapping[str, Parameter], optimizers: Iterable[Optimizer]) -> Rules:
-    """The same for the parameters of tables, by their names.
+    Args:
+        tables: the parameters of tables, by their names.
+        optimizers: of the module.
 
     Raises:
         ConfigError: a table has no optimizer of ``gtrain.nn``.
@@ -95,3 +95,37 @@ def rules_of_tables(tables: Mapping[str, Parameter], optimizers: Iterable[Optimi
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
+
+
+def first_load(loader: SeedLoader, workers: int) -> tuple[Load, bool]:
+    """What the first worker asks of a table in the first steps of an epoch.
+
+    Args:
+        loader: of the training split.
+        workers: K.
+
+    Returns:
+        the mean over the steps, and whether an entry has a value other than 1. All workers read the same store, so all
+        come to the same.
+    """
+    store = loader.store
+    if not is_rows(store):
+        found = [
+            as_csr(store.node("x", part, kind))
+            for kind in store.node_types
+            for part in range(store.num_parts)
+            if "x" in store.node_tensors(kind) and store.node("x", part, kind).layout == torch.sparse_csr
+        ]
+        ids = torch.cat([rows.ids for rows in found]) if found else torch.empty(0)
+        rows = sum(piece.num_rows for piece in found)
+        weighted = any(piece.values is not None and bool((piece.values != 1).any()) for piece in found)
+        return Load(ids.numel(), ids.unique().numel(), rows), weighted
+    table = RowTable(store, torch.float32)
+    seeds = table.rows_of(loader.split)
+    figures, weighted = [], False
+    for chunk in islice(chunks(loader, len(seeds), loader.epoch), STEPS):
+        rows = table.batch(seeds[chunk[: -(-chunk.numel() // workers)]]).x
+        figures.append((rows.ids.numel(), rows.ids.unique().numel(), rows.num_rows))
+        weighted = weighted or bool((rows.values != 1).any())
+    means = [sum(column) / max(1, len(figures)) for column in zip(*figures, strict=True)]
+    return Load(*means), weighted

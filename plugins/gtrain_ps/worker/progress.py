@@ -23,13 +23,12 @@ from torch import Tensor
 
 from gtrain.strategy.checkpoint import rng_state, set_rng_state
 from gtrain_ps.packing import as_bytes, from_bytes, join, pack, split, unpack
-from gtrain_ps.worker import meters
-from gtrain_ps.worker.collect import ServedGroup
-from gtrain_ps.worker.loops import moved
+from gtrain_ps.worker import lightning_state
+from gtrain_ps.worker.group import ServedGroup
 from gtrain_ps.worker.servers import ParameterServers
 
 _MT19937_BYTES = 624 * 4 + 4
-Kept = list[dict[str, Tensor]]
+ReplayEntries = list[dict[str, Tensor]]
 """What each server is to keep of a step, by name."""
 
 
@@ -45,7 +44,7 @@ class Progress:
 
     def __init__(self, trainer: pl.Trainer, group: ServedGroup, servers: ParameterServers, overlap: int) -> None:
         self._trainer, self._group, self._servers = trainer, group, servers
-        self._overlap, self._metrics = overlap, meters.metrics_of(trainer.lightning_module)
+        self._overlap, self._metrics = overlap, lightning_state.metrics_of(trainer.lightning_module)
         self._begun = 0
         self._sign: Any = None
         self._noted = 0
@@ -85,19 +84,19 @@ class Progress:
         self._index, self._flying = self._group.index, flying
         self._begun += 1
 
-    def end(self) -> Kept:
+    def end(self) -> ReplayEntries:
         """The step's gradients are there: what each server keeps of it."""
         if self._again is not None:
-            meters.put_back(self._trainer, self._metrics, self._again["step"]["meters"])
+            lightning_state.restore_metrics(self._trainer, self._metrics, self._again["step"]["meters"])
             self._again = None
         own = {
             "index": self._index,
             "flying": self._flying,
             "since": self._servers.step - self._noted,
-            "meters": meters.taken(self._trainer, self._metrics),
+            "meters": lightning_state.metric_states(self._trainer, self._metrics),
         }
         rank, size, count = self._group.rank, self._group.size, len(self._servers)
-        kept: Kept = [{} for _ in range(count)]
+        kept: ReplayEntries = [{} for _ in range(count)]
         kept[rank % count] |= {"step": pack(own), **self._telling}
         for server, piece in enumerate(self._flat.tensor_split(count)):
             if server % size == rank:
@@ -127,7 +126,7 @@ class Progress:
             "pytorch-lightning_version": pl.__version__,
             "state_dict": layers["module"],
             "optimizer_states": layers["optimizers"],
-            "loops": {"fit_loop": moved(run["loops"], own["since"])},
+            "loops": {"fit_loop": lightning_state.shifted_loops(run["loops"], own["since"])},
             "callbacks": run["callbacks"],
             "lr_schedulers": run["schedulers"],
         }

@@ -157,7 +157,7 @@ class ParameterServers:
     # -------------------------------------------------------------------------------- workers, among themselves
 
     def gather(self, where: int, tensor: Tensor) -> Sequence[Tensor]:
-        """Every worker's tensor in rank order; the first server passes them on. See :mod:`gtrain_ps.server.gathers`."""
+        """Every worker's tensor in rank order; the first server passes them on: :mod:`gtrain_ps.server.collectives`."""
         return self.submit(0, "gather", {"where": where}, [tensor]).result().tensors
 
     def passed(self) -> int:

@@ -11,18 +11,18 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gtrain.strategy.group import flatten
-from gtrain_ps.worker.home import ServedHome
-from gtrain_ps.worker.progress import Kept
+from gtrain_ps.worker.progress import ReplayEntries
+from gtrain_ps.worker.served_table import ServedTable
 from gtrain_ps.worker.servers import ParameterServers, Request
 
 
 def send_step(
     servers: ParameterServers,
-    homes: Iterable[ServedHome],
+    homes: Iterable[ServedTable],
     rules: Mapping[str, tuple[str, dict[str, Any]]],
     weight: tuple[float, float],
     rest: Tensor | None,
-    kept: Kept | None = None,
+    kept: ReplayEntries | None = None,
 ) -> list[Request]:
     """Send every server its part of a step, and go on to the next one.
 

@@ -16,7 +16,7 @@ from forked import gtrain, ok, summary
 from helpers import REPO
 
 from gtrain.nn.table import INIT_ROWS
-from gtrain_ps.worker.home import PIECE_BYTES
+from gtrain_ps.worker.served_table import PIECE_BYTES
 
 ASSETS = REPO / "tests" / "assets"
 MIB = 1 << 20

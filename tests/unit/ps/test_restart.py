@@ -19,14 +19,13 @@ from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy.counters import Counters
 from gtrain.strategy.group import Group
 from gtrain_ps.packing import pack, unpack
-from gtrain_ps.server.exchanges import Exchanges, place
-from gtrain_ps.server.gathers import Gathers
+from gtrain_ps.server.collectives import CollectiveResults, Collectives, collective_id
 from gtrain_ps.server.journal import Journal
 from gtrain_ps.server.memory import Region
-from gtrain_ps.server.slots import Slots
+from gtrain_ps.server.replay import StepHistory
 from gtrain_ps.strategy import METERS, PsStrategy
-from gtrain_ps.worker.collect import ServedGroup
-from gtrain_ps.worker.loops import moved
+from gtrain_ps.worker.group import ServedGroup
+from gtrain_ps.worker.lightning_state import shifted_loops
 from gtrain_ps.worker.progress import _numpy_state
 
 
@@ -72,31 +71,31 @@ def test_random_numbers_go_on_after_packing() -> None:
 
 def test_slots_keep_the_last_steps_and_outlive_their_server() -> None:
     region = Region()
-    slots = Slots(3, region)
+    slots = StepHistory(3, region)
     for step in range(7):
         slots.write(step, {"product/0/0": torch.full((10 * (step + 1),), float(step))})
-    again = Slots(3, region)
+    again = StepHistory(3, region)
     assert [bool(again.read(step)) for step in range(-1, 8)] == [False] * 5 + [True] * 3 + [False]
     assert torch.equal(again.read(6)["product/0/0"], torch.full((70,), 6.0))
 
 
-def told(gathers: Gathers, worker: int, where: int, number: float) -> list[float] | None:
+def told(gathers: Collectives, worker: int, where: int, number: float) -> list[float] | None:
     """What a worker that gives a number is answered; None if it has to wait."""
     answer = gathers.give(worker, where, torch.tensor([number]))
     return [float(one) for one in answer.result().tensors] if answer.done() else None  # type: ignore[union-attr]
 
 
 def test_a_worker_that_comes_back_is_answered_what_its_life_before_was_and_is_waited_for() -> None:
-    gathers = Gathers(2, Exchanges(4, Region()))
-    assert told(gathers, 0, place(0, 0), 0.0) is None
-    assert told(gathers, 1, place(0, 0), 1.0) == [0.0, 1.0]
-    assert told(gathers, 0, place(0, 1), 5.0) is None
+    gathers = Collectives(2, CollectiveResults(4, Region()))
+    assert told(gathers, 0, collective_id(0, 0), 0.0) is None
+    assert told(gathers, 1, collective_id(0, 0), 1.0) == [0.0, 1.0]
+    assert told(gathers, 0, collective_id(0, 1), 5.0) is None
     gathers.drop(0)  # it died, and does the step again
-    assert told(gathers, 0, place(0, 0), 9.0) == [0.0, 1.0]
-    assert gathers.missing() == set() and gathers.passed == place(0, 0) + 1
-    waiting = gathers.give(1, place(0, 1), torch.tensor([6.0]))
+    assert told(gathers, 0, collective_id(0, 0), 9.0) == [0.0, 1.0]
+    assert gathers.missing() == set() and gathers.passed == collective_id(0, 0) + 1
+    waiting = gathers.give(1, collective_id(0, 1), torch.tensor([6.0]))
     assert gathers.missing() == {0} and not waiting.done()
-    assert told(gathers, 0, place(0, 1), 5.0) == [5.0, 6.0]
+    assert told(gathers, 0, collective_id(0, 1), 5.0) == [5.0, 6.0]
     assert [float(one) for one in waiting.result().tensors] == [5.0, 6.0]  # type: ignore[union-attr]
 
 
@@ -104,20 +103,20 @@ def test_what_all_gave_counts_after_the_server_and_every_worker_died() -> None:
     """Each life of the server finds what the lives before were told in the last four steps, whatever its size."""
     region = Region()
     for step in range(7):
-        gathers = Gathers(2, Exchanges(4, region))
+        gathers = Collectives(2, CollectiveResults(4, region))
         for index in range(step):
             rows = torch.arange(100.0 * index), torch.full((3, step), step, dtype=torch.int16)
             for worker, row in enumerate(rows):
-                gathers.give(worker, place(step, index), row)
-        assert told(gathers, 1, place(step, step), 0.5) is None
-    exchanges = Exchanges(4, region)
-    gathers = Gathers(2, exchanges)
-    assert gathers.passed == place(6, 5) + 1
-    assert told(gathers, 0, place(6, 6), 0.25) is None  # the others had not answered
+                gathers.give(worker, collective_id(step, index), row)
+        assert told(gathers, 1, collective_id(step, step), 0.5) is None
+    exchanges = CollectiveResults(4, region)
+    gathers = Collectives(2, exchanges)
+    assert gathers.passed == collective_id(6, 5) + 1
+    assert told(gathers, 0, collective_id(6, 6), 0.25) is None  # the others had not answered
     for step in range(7):
-        kept = [index for index in range(7) if exchanges.of(place(step, index)) is not None]
+        kept = [index for index in range(7) if exchanges.of(collective_id(step, index)) is not None]
         assert kept == (list(range(step)) if step > 2 else [])
-    again = gathers.give(1, place(6, 4), torch.tensor([9.0])).result()  # by one that saw a later table
+    again = gathers.give(1, collective_id(6, 4), torch.tensor([9.0])).result()  # by one that saw a later table
     assert again is not None and torch.equal(again.tensors[0], torch.arange(400.0))
     assert torch.equal(again.tensors[1], torch.full((3, 6), 6, dtype=torch.int16))
 
@@ -137,7 +136,7 @@ def test_loops_begin_with_a_later_step_of_the_epoch() -> None:
             "optimizer": {name: {"total": dict(done), "current": dict(done)} for name in ("step", "zero_grad")}
         },
     }
-    later = moved(loops, 2)
+    later = shifted_loops(loops, 2)
     assert later["epoch_loop.batch_progress"]["current"] == dict.fromkeys(counts, 4)
     assert later["epoch_loop.batch_progress"]["total"] == {"ready": 10, "started": 10, "processed": 9, "completed": 9}
     assert later["epoch_loop.state_dict"]["_batches_that_stepped"] + 1 == 8 + 2
@@ -181,7 +180,7 @@ def test_a_checkpoint_whose_writer_died_is_complete_wherever_it_was(before: int,
 
 def test_a_writer_that_returns_still_skips_what_was_written_after_it_gave_its_state() -> None:
     """All had met once over the checkpoint: its folder is there, and may have files of the others."""
-    servers = SimpleNamespace(step=4, passed=lambda: place(4, 0) + 1)
+    servers = SimpleNamespace(step=4, passed=lambda: collective_id(4, 0) + 1)
     group = ServedGroup(0, 2, servers, Counters())  # type: ignore[arg-type]
     group.again = True
     strategy = SimpleNamespace(group=group, _within_epoch=False, _catch_up=lambda: None, homes={}, global_rank=0)

@@ -26,7 +26,7 @@ from gtrain_ps.server.engine import Engine
 from gtrain_ps.server.journal import Journal
 from gtrain_ps.server.memory import Region
 from gtrain_ps.server.service import Handlers
-from gtrain_ps.worker.home import ServedHome
+from gtrain_ps.worker.served_table import ServedTable
 from gtrain_ps.worker.servers import ParameterServers
 from gtrain_ps.worker.steps import flat, send_step, take_flat
 
@@ -158,7 +158,7 @@ def together(
             for name, layer in (("wide", net.wide), ("ids", net.ids)):
                 cut = shape if name == "wide" else (len(services), 1)
                 place = Placement(layer.table.rows, HIDDEN, *cut, spread(layer.table.rows))
-                homes[name] = ServedHome(name, layer.table, place, servers, torch.float64, torch.float64, pull)
+                homes[name] = ServedTable(name, layer.table, place, servers, torch.float64, torch.float64, pull)
                 homes[name].open()
                 layer.move(homes[name])
             start.wait()
@@ -217,12 +217,12 @@ def test_workers_train_what_one_process_trains(
 
 
 @pytest.fixture
-def homes(services: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[tuple[int, int]], ServedHome]]:
+def homes(services: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[tuple[int, int]], ServedTable]]:
     """A table of float64 rows on new servers, whose pieces have a few rows."""
-    monkeypatch.setattr("gtrain_ps.worker.home.PIECE_BYTES", 500)
+    monkeypatch.setattr("gtrain_ps.worker.served_table.PIECE_BYTES", 500)
     with ExitStack() as stack:
 
-        def start(shape: tuple[int, int]) -> ServedHome:
+        def start(shape: tuple[int, int]) -> ServedTable:
             count = shape[0] * shape[1]
             addresses = [f"ipc://{service.socket.getsockname()}" for service in services(count, 1)]
             clients = [
@@ -232,7 +232,7 @@ def homes(services: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
             table = SparseLinear(FEATURES, HIDDEN, sparse=True, dtype=torch.float64).table
             placement = Placement(FEATURES, HIDDEN, *shape, spread(FEATURES))
             servers = ParameterServers(clients, lasting=True)
-            home = ServedHome("wide", table, placement, servers, torch.float64, torch.float64, False)
+            home = ServedTable("wide", table, placement, servers, torch.float64, torch.float64, False)
             home.open()
             return home
 
@@ -345,7 +345,7 @@ def test_an_id_out_of_range_is_refused_before_it_is_sent(services: Any) -> None:
     with Client(f"ipc://{service.socket.getsockname()}", peer="parameter 0", name="rank 0") as client:
         layer = SparseLinear(FEATURES, HIDDEN)
         place = Placement(FEATURES, HIDDEN, 1, 1)
-        home = ServedHome("wide", layer.table, place, ParameterServers([client]), torch.float32, torch.float32, False)
+        home = ServedTable("wide", layer.table, place, ParameterServers([client]), torch.float32, torch.float32, False)
         home.open()
         layer.move(home)
         with pytest.raises(DataError, match="the id 90 was looked up in the table wide, whose ids are 0 to 89"):
@@ -358,7 +358,7 @@ def test_half_the_bytes_of_numbers_with_bfloat16(services: Any) -> None:
         table = SparseLinear(FEATURES, HIDDEN).table
         answers = {}
         for dtype in (torch.float32, torch.bfloat16):
-            home = ServedHome(
+            home = ServedTable(
                 "wide",
                 table,
                 Placement(FEATURES, HIDDEN, 1, 1),
@@ -392,7 +392,7 @@ def test_bytes_of_a_step_are_within_a_twentieth_of_the_formula(services: Any, sh
         where = [f"ipc://{service.socket.getsockname()}" for service in started]
         clients = [stack.enter_context(Client(address, peer="parameter", name="rank 0")) for address in where]
         servers, layer = ParameterServers(clients, lasting=True), SparseLinear(5000, width)
-        home = ServedHome("wide", layer.table, Placement(5000, width, *shape), servers, *[torch.float32] * 2, False)
+        home = ServedTable("wide", layer.table, Placement(5000, width, *shape), servers, *[torch.float32] * 2, False)
         home.open()
         layer.move(home)
         before = sum(client.counters.bytes_sent + client.counters.bytes_received for client in clients)

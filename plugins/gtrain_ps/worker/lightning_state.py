@@ -1,7 +1,8 @@
-"""What a module's metrics and Lightning's log have taken in since their last reset."""
+"""State of Lightning that a restarted worker needs: metrics and the log since their reset, and the loops' counters."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,6 +11,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 Metrics = list[tuple[str, Metric]]
+State = dict[str, Any]
 
 
 def metrics_of(module: pl.LightningModule) -> Metrics:
@@ -17,19 +19,19 @@ def metrics_of(module: pl.LightningModule) -> Metrics:
     return [(f"module/{name}", one) for name, one in module.named_modules() if isinstance(one, Metric)]
 
 
-def taken(trainer: pl.Trainer, metrics: Metrics) -> dict[str, Any]:
+def metric_states(trainer: pl.Trainer, metrics: Metrics) -> dict[str, Any]:
     """The states of all metrics that have taken in anything, as copies."""
     return {name: [_values(one), one._update_count] for name, one in [*_logged(trainer), *metrics] if _used(one)}
 
 
-def put_back(trainer: pl.Trainer, metrics: Metrics, states: dict[str, Any]) -> None:
+def restore_metrics(trainer: pl.Trainer, metrics: Metrics, states: dict[str, Any]) -> None:
     """Give metrics their states, once each has taken in what the last of it was."""
     for name, metric in [*_logged(trainer), *metrics]:
         if name in states:
             _set(metric, *states[name])
 
 
-def prepare(metrics: Metrics, states: dict[str, Any]) -> None:
+def prepare_metrics(metrics: Metrics, states: dict[str, Any]) -> None:
     """Let a module's metrics begin with these states in the middle of an epoch.
 
     They count as not yet updated: Lightning is told of a metric when it is updated first.
@@ -39,8 +41,8 @@ def prepare(metrics: Metrics, states: dict[str, Any]) -> None:
             _set(metric, states[name][0], 0)
 
 
-def of_module(metrics: Metrics) -> dict[str, Any]:
-    """The states of those that have taken in anything, for :func:`prepare`."""
+def module_metric_states(metrics: Metrics) -> dict[str, Any]:
+    """The states of those that have taken in anything, for :func:`prepare_metrics`."""
     return {name: [_values(one), one._update_count] for name, one in metrics if _used(one)}
 
 
@@ -73,3 +75,32 @@ def _set(metric: Metric, values: dict[str, Any], count: int) -> None:
             metric.set_dtype(kind)
         setattr(metric, name, [item.clone() for item in value] if isinstance(value, list) else _copy(value))
     metric._update_count, metric._computed = count, None
+
+
+def shifted_loops(loops: State, steps: int) -> State:
+    """The counters of a training loop that is to begin with a step some steps later in the same epoch.
+
+    Lightning counts a step when it begins and when it has ended, and takes what it finds for a run that was cut off in
+    the middle of a step only if the totals say so: a run between two steps would take itself for one that had just
+    validated.
+
+    Args:
+        loops: what ``fit_loop.state_dict()`` said in the middle of a step.
+        steps: later, 0 for that step itself.
+    """
+    state = copy.deepcopy(loops)
+    batches = state["epoch_loop.batch_progress"]
+    total, current = batches["total"]["ready"] - 1 + steps, batches["current"]["ready"] - 1 + steps
+    batches["total"] |= {"ready": total, "started": total, "processed": total - 1, "completed": total - 1}
+    batches["current"] |= {"ready": current, "started": current, "processed": current, "completed": current}
+    batches["is_last_batch"] = False
+    state["epoch_loop.state_dict"]["_batches_that_stepped"] += steps - 1  # Lightning adds one when it goes on
+    optimizer = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+    for counts in (optimizer["step"], optimizer["zero_grad"]):
+        for kind in ("total", "current"):
+            done = counts[kind]["completed"] + steps
+            counts[kind] |= {name: done for name in counts[kind]}
+    for loader in state["state_dict"].get("combined_loader", ()):
+        if "done" in loader:
+            loader["done"] = current
+    return state

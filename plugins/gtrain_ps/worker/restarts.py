@@ -16,7 +16,7 @@ from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.group import Group
 from gtrain.strategy.heap import keep_freed
 from gtrain_ps.config import PsConfig
-from gtrain_ps.worker.collect import ServedGroup
+from gtrain_ps.worker.group import ServedGroup
 from gtrain_ps.worker.progress import Progress
 from gtrain_ps.worker.servers import ParameterServers, Request
 
@@ -24,7 +24,7 @@ log = logging.getLogger("gtrain")
 ROLE = "parameter"
 
 
-class ReturningStrategy(GraphStrategy):
+class RestartingStrategy(GraphStrategy):
     """Tells the servers with each step how the worker came into it, and begins with what they know.
 
     Attributes:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gtrain.strategy.counters import Counters
 from gtrain.strategy.group import Group
-from gtrain_ps.server.exchanges import place
+from gtrain_ps.server.collectives import collective_id
 from gtrain_ps.worker.servers import ParameterServers
 
 
@@ -50,7 +50,7 @@ class ServedGroup(Group):
     def passed(self, count: int = 1) -> bool:
         if self.alone or not self.again:
             return False
-        self.again = self._servers.passed() >= place(self._servers.step, self.index) + count
+        self.again = self._servers.passed() >= collective_id(self._servers.step, self.index) + count
         return self.again
 
     # ------------------------------------------------------------------------------------------ collectives
@@ -86,7 +86,7 @@ class ServedGroup(Group):
         given = tensor.detach().clone().contiguous()
         if self.alone:
             return [given] * self.size
-        where = place(self._servers.step, self.index)
+        where = collective_id(self._servers.step, self.index)
         self._step, self._index = self._servers.step, self.index + 1
         with self.counters.span("wait: the other workers"):
             return list(self._servers.gather(where, given))
