@@ -1,6 +1,6 @@
 """Where partitions are while they are in no slot of memory: the interface, and files of one machine.
 
-Several machines share partition servers (:mod:`gtrain_pbg.machines.partition_client`) or a folder
+Several machines share partition servers (:mod:`gtrain_pbg.machines.partition_server`) or a folder
 (:mod:`gtrain_pbg.machines.folder`).
 """
 

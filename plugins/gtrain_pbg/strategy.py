@@ -34,14 +34,13 @@ from gtrain_pbg.config import PBGConfig, check_machines
 from gtrain_pbg.deployment import Deployment, OneMachine
 from gtrain_pbg.edges import BucketEdges, kinds_of
 from gtrain_pbg.evaluation import EvaluationBatches
-from gtrain_pbg.home import PartitionedHome
 from gtrain_pbg.machines.deployment import SeveralMachines
 from gtrain_pbg.machines.members import JobEndedError
 from gtrain_pbg.memory import fill_relations, in_memory_of_all, load_states, relations_layout, save_states
 from gtrain_pbg.optimizers import StepRules
 from gtrain_pbg.step.arithmetic import FORMATS, choose, fastest_of_cpu
 from gtrain_pbg.step.relations import state_width
-from gtrain_pbg.tables import Partitions
+from gtrain_pbg.tables import PartitionedHome, Partitions
 from gtrain_pbg.training import BucketTraining
 from gtrain_pbg.typed import TypedTables, partition_types
 from gtrain_pbg.warm_start import check_numbering, describe, matmul_of, relations_of, warm_start

@@ -6,12 +6,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gtrain.errors import ConfigError
 from gtrain.graph.store.manifest import safe_name
-from gtrain.nn import TableSpec
+from gtrain.nn import Csr, RemoteHome, TableSpec
+from gtrain.nn.rules import Rule, Settings
 from gtrain.nn.table import INIT_ROWS
 from gtrain.wire.shared import SharedTensors
 from gtrain_pbg import files
@@ -283,3 +286,48 @@ class PartitionedTable:
         """What a slot has of a partition, by kind."""
         size = self.partitions.size(partition)
         return {kind: self._shared[f"{self.name}.{kind}"][slot, :size] for kind in files.KINDS}
+
+
+class PartitionedHome(RemoteHome):
+    """Rows for evaluation and export. Training goes around it: the strategy's step changes partitions themselves.
+
+    Args:
+        rows: the table.
+    """
+
+    def __init__(self, rows: PartitionedTable) -> None:
+        super().__init__(rows.spec)
+        self.rows = rows
+
+    def fetch(self, ids: Tensor) -> Tensor:
+        return self.rows.fetch(ids)
+
+    def push(self, ids: Tensor, gradients: Tensor) -> None:
+        raise ConfigError(
+            "the module asked for gradients of the table by autograd; strategy=pbg trains by the module's recipe().",
+            hint="set strategy=single or ps for a training step of your own.",
+        )
+
+    def multiply(self, rows: Csr) -> tuple[Tensor, Any]:
+        raise ConfigError("strategy=pbg serves tables of embeddings, not products.", hint="set strategy=single or ps.")
+
+    def push_product(self, ticket: Any, gradient: Tensor) -> None:
+        raise AssertionError("there is no product")
+
+    def update(self, rule: Rule, settings: Settings) -> None:
+        """Nothing: rows were updated when they were trained."""
+
+    def zero_grad(self) -> None:
+        """Nothing: no gradient is kept."""
+
+    def read(self, begin: int, end: int) -> Tensor:
+        return self.rows.fetch(torch.arange(begin, end))
+
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.rows.blocks()
+
+    def state(self) -> dict[str, Any]:
+        return {}  # partitions are files of the checkpoint
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        assert not state

@@ -19,8 +19,8 @@ from gtrain_pbg.machines.folder import PartitionFolder
 from gtrain_pbg.machines.group import MachinesGroup
 from gtrain_pbg.machines.leased import LeasedBuckets
 from gtrain_pbg.machines.lock_client import LockClient
-from gtrain_pbg.machines.parameters import SharedParameters
-from gtrain_pbg.machines.partition_client import PartitionClient
+from gtrain_pbg.machines.parameter_server import SharedParameters
+from gtrain_pbg.machines.partition_server import PartitionClient
 from gtrain_pbg.partition_store import PartitionStore
 from gtrain_pbg.typed import TypedTables
 from gtrain_pbg.worker import BucketSource

@@ -12,7 +12,7 @@ from gtrain.strategy.group import Group
 from gtrain_pbg.files import partition_key
 from gtrain_pbg.machines.group import MachinesGroup
 from gtrain_pbg.machines.lock_client import LockClient
-from gtrain_pbg.machines.parameters import SharedParameters
+from gtrain_pbg.machines.parameter_server import SharedParameters
 from gtrain_pbg.machines.scheduler import Grant
 from gtrain_pbg.swaps import Visit
 from gtrain_pbg.typed import TypedTables

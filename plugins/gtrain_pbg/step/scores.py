@@ -16,8 +16,7 @@ from gtrain.nn.recipe import EdgeRecipe
 from gtrain_pbg.kernels import rows as kernels
 from gtrain_pbg.kernels import scores as losses
 from gtrain_pbg.step.layout import Floats, Layout, Operand, Workspace, bits
-from gtrain_pbg.step.products import Group, Operands
-from gtrain_pbg.step.rounded import Integers, RoundedGroup, answers_apart, answers_first, answers_in
+from gtrain_pbg.step.products import Group, Integers, Operands, RoundedGroup, answers_apart, answers_first, answers_in
 
 BLOCK = 1 << 18
 """Scores of small chunks computed at a time, about: 512 KiB in bfloat16."""

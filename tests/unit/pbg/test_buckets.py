@@ -24,9 +24,9 @@ from gtrain.strategy.group import Group
 from gtrain.wire.shared import SharedDirectory, SharedTensors
 from gtrain_pbg import evaluation, files
 from gtrain_pbg.config import ORDERS, PBGConfig
+from gtrain_pbg.deployment import PlannedBuckets
 from gtrain_pbg.edges import BucketEdges, EdgeList, batches_of, passes_of
 from gtrain_pbg.order import Bucket, bucket_order
-from gtrain_pbg.planned import PlannedBuckets
 from gtrain_pbg.swaps import Buffer, Visit
 from gtrain_pbg.tables import PartitionedTable, Partitions
 from gtrain_pbg.typed import TypedTables, TypePartitioning

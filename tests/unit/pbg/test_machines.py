@@ -28,9 +28,9 @@ from gtrain_pbg.machines.lock_client import LockClient
 from gtrain_pbg.machines.lock_server import LockServer
 from gtrain_pbg.machines.members import JobEndedError
 from gtrain_pbg.machines.parameter_server import Handlers as ParameterHandlers
-from gtrain_pbg.machines.parameters import SharedParameters
-from gtrain_pbg.machines.partition_client import PartitionClient
+from gtrain_pbg.machines.parameter_server import SharedParameters
 from gtrain_pbg.machines.partition_server import Handlers as PartitionHandlers
+from gtrain_pbg.machines.partition_server import PartitionClient
 from gtrain_pbg.machines.scheduler import BucketScheduler, Grant
 from gtrain_pbg.order import Bucket, bucket_order
 from gtrain_pbg.partition_store import PartitionStore
@@ -562,7 +562,7 @@ def tensors(value: float, rows: int = 5) -> dict[str, torch.Tensor]:
 def test_a_store_has_the_newest_version_and_refuses_older_ones(
     store: PartitionStore, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gtrain_pbg.machines.partition_client.PIECE_BYTES", 24)  # two rows
+    monkeypatch.setattr("gtrain_pbg.machines.partition_server.PIECE_BYTES", 24)  # two rows
     for key in ("node-0", "node-1"):
         for version in (3, 7):
             store.save(key, version, tensors(float(version), rows))
