@@ -23,7 +23,7 @@ LOOK_SECONDS = 0.5
 LOG_SECONDS = 3.0
 """After so long a worker's log says which request has no reply."""
 _SAY_AGAIN_SECONDS = 30.0
-_REPLY_SECONDS = 1.0
+_REPLY_SECONDS = 3.0
 """A server that does not reply to a question within this time is taken for silent."""
 
 
@@ -57,6 +57,7 @@ class Request:
         servers, client = self._servers, self._servers.clients[self._server]
         began = time.monotonic()
         has_logged, say_at = False, SAY_SECONDS
+        asked: list[Future[Message]] = []
         while True:
             try:
                 answer = client.result(self._future, LOOK_SECONDS)
@@ -69,17 +70,21 @@ class Request:
                         "step %d: no reply to %s from parameter %d for %.0f s",
                         servers.step, self._asked[0], self._server, waited,
                     )  # fmt: skip
+                if waited >= say_at - _REPLY_SECONDS and not asked:
+                    asked = servers.ask_for_missing()
                 if waited >= say_at:
-                    say_at = _SAY_AGAIN_SECONDS * (waited // _SAY_AGAIN_SECONDS + 1)
-                    for name in servers.find_missing():
+                    for name in servers.missing(asked):
                         say_waiting(f"waiting for {name}, {waited:.0f} s")
+                    asked, say_at = [], _SAY_AGAIN_SECONDS * (waited // _SAY_AGAIN_SECONDS + 1)
             except PeerRestartedError:
                 if not servers.lasting:
                     raise
                 servers.look(self._server)
                 self._future = self._submit()
             except DeadlineError as error:
-                if not (names := servers.find_missing()):
+                asked = servers.ask_for_missing()
+                wait(asked, _REPLY_SECONDS)
+                if not (names := servers.missing(asked)):
                     raise
                 raise SilentRankError(
                     f"waited {error.seconds:g} s for {', '.join(names)}",
@@ -201,10 +206,12 @@ class ParameterServers:
             for step in [step for step in self._sent[server] if step < version]:
                 del self._sent[server][step]
 
-    def find_missing(self) -> list[str]:
-        """Names of the servers that do not reply; if all do, of the workers that they wait for."""
-        asked = [client.submit("waiting") for client in self.clients]
-        wait(asked, _REPLY_SECONDS)
+    def ask_for_missing(self) -> list[Future[Message]]:
+        """Ask all servers which workers they wait for."""
+        return [client.submit("waiting") for client in self.clients]
+
+    def missing(self, asked: Sequence[Future[Message]]) -> list[str]:
+        """Names of the servers without a reply to :meth:`ask_for_missing`; without any, of the missing workers."""
         silent = [server for server, reply in enumerate(asked) if not reply.done() or reply.exception() is not None]
         if silent:
             return [f"parameter {server}" for server in silent]
