@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.callbacks import formats
+from gtrain.callbacks import predictions as formats
 from gtrain.data.batches.loader import target_type
 from gtrain.errors import ConfigError
 from gtrain.graph.store import Store
@@ -43,7 +43,7 @@ class PredictionWriter(pl.Callback):
         fmt: ``npy``: float [N, D], row i of node i of the source data (all its nodes, NaN for those that the source
             left out); ``parquet``: columns ``id`` (the name, where the data has names) and ``values`` (a list of D
             numbers), and ``prediction`` (the best class) where the values are scores of classes; ``tsv`` and
-            ``pbg_hdf5``: see :mod:`gtrain.callbacks.formats`.
+            ``pbg_hdf5``: see :mod:`gtrain.callbacks.predictions`.
         store: the graph.
         strategy: the ranks.
         embeddings: write what the module's own ``embed(batch)`` returns for the seeds, or where it has none what its

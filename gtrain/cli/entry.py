@@ -28,10 +28,11 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from gtrain import backends, config, messages, runs, targets
+from gtrain import backends, config, messages, targets
 from gtrain.cli import command, explain
 from gtrain.errors import ConfigError, GtrainError, RankFailedError
 from gtrain.launch import launchers
+from gtrain.run import runs
 
 _typed: list[str] = []
 """The command line as the user typed it; Hydra's own list of overrides also holds those that a sweeper's file sets."""

@@ -18,7 +18,7 @@ import torch_geometric.loader  # noqa: F401
 import torch_geometric.nn  # noqa: F401
 import torchmetrics.classification  # noqa: F401
 
-import gtrain.task  # noqa: F401
+import gtrain.run.task  # noqa: F401
 from gtrain.kernel_cache import place as place_kernels  # noqa: F401
 
 

@@ -21,14 +21,15 @@ from typing import NoReturn
 
 from omegaconf import DictConfig
 
-from gtrain import backends, config, errors, keys, runs
+from gtrain import backends, config, errors, keys
 from gtrain.backends import RolePlan
 from gtrain.errors import ConfigError, GtrainError, PeerLostError, RankFailedError
 from gtrain.launch.agent import preload
 from gtrain.launch.children import PRELOAD, die_with_parent
+from gtrain.run import runs
 
-TASK = "gtrain.task:run"
-PREFLIGHT = "gtrain.preflight"
+TASK = "gtrain.run.task:run"
+PREFLIGHT = "gtrain.run.preflight"
 _PREFLIGHT_SECONDS = 120.0
 
 

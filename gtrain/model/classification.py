@@ -13,8 +13,8 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.errors import ConfigError, DataError
-from gtrain.metrics import NAMES, classification_metrics, update
 from gtrain.model.mean_loss import MeanLoss, log_mean_loss
+from gtrain.model.metrics import NAMES, classification_metrics, update
 from gtrain.model.optimizers import MakeOptimizer, configured
 
 UNBALANCED = 1 / 3

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.metrics import NAMES
 from gtrain.model.classification import Classifier
 from gtrain.model.inputs import input_names, run_network
+from gtrain.model.metrics import NAMES
 from gtrain.model.optimizers import MakeOptimizer, configured, with_tables
 
 
@@ -30,7 +30,7 @@ class NodeClassifier(Classifier):
         scheduler: makes a learning-rate scheduler from the optimizer, stepped once an epoch; None: none.
         monitor: the logged value that a ``ReduceLROnPlateau`` scheduler looks at.
         class_weights: weight of each class in the loss, ``balanced`` (inverse frequency among the training labels is
-            the data module's to give: see ``gtrain.task``) resolved to numbers before it comes here; None: all 1.
+            the data module's to give: see ``gtrain.run.task``) resolved to numbers before it comes here; None: all 1.
         test_metrics: which of acc, f1 and auc the test computes; validation leaves auc out for more than two classes,
             where it costs a sort of every class's scores.
 

@@ -11,9 +11,9 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn.resolver import activation_resolver
 
 from gtrain.errors import ConfigError
-from gtrain.metrics import NAMES
 from gtrain.model.classification import Classifier
 from gtrain.model.kinds import SPARSE
+from gtrain.model.metrics import NAMES
 from gtrain.model.optimizers import MakeOptimizer, configured, with_tables
 from gtrain.nn import Csr, SparseLinear, select_rows
 

@@ -10,22 +10,22 @@ has every run.
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gtrain.errors import PeerLostError
+from gtrain.launch import slot as slots
+from gtrain.launch.environment import AgentEnvironment
 from gtrain.strategy import plain_data
 from gtrain.strategy.counters import Counters
+from gtrain.strategy.membership import Forming, Membership
 from gtrain.strategy.mesh import Mesh, Work
-
-if TYPE_CHECKING:
-    from gtrain.strategy.forming import Forming
 
 _OPS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "sum": lambda total, part: total.add_(part),
@@ -39,6 +39,8 @@ _SMALL_SUM = 32 << 10
 """Bytes up to which a sum goes to all ranks at once; above, each rank sums a part and sends that to the others."""
 _COLLECTIVE = 1 << 62
 """What is added to the number of a collective, to tell it from the tags of messages between two ranks."""
+_OUTSIDE = -1
+_groups_formed = 0
 
 
 class Transfer:
@@ -61,21 +63,6 @@ class Transfer:
         if self._target is not None:  # staged through the host's memory
             return self._target.copy_(self._tensor)
         return self._tensor
-
-
-@dataclass(frozen=True)
-class Membership:
-    """A process's place in one incarnation of a group that is formed again and again.
-
-    Attributes:
-        incarnation: its number; a later group has a larger one.
-        members: the job's ranks that belong to it, ascending.
-        mesh: its connections with the others, or None for a group of one.
-    """
-
-    incarnation: int
-    members: tuple[int, ...]
-    mesh: Mesh | None
 
 
 class Group:
@@ -370,3 +357,44 @@ def unflatten_into(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy the pieces of ``flat`` back into the tensors that :func:`flatten` joined."""
     for piece, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True):
         tensor.copy_(piece.view_as(tensor))
+
+
+def form_group(
+    environment: Any,
+    rank: int,
+    size: int,
+    timeout_seconds: float,
+    counters: Counters,
+    *,
+    again: bool = False,
+    name: str = "",
+    first: int = 0,
+) -> Group:
+    """Form a group of a job's workers; every rank calls it the same number of times, in the same order.
+
+    Args:
+        environment: Lightning's cluster environment of this process.
+        rank: this worker's number among them.
+        size: number of workers.
+        timeout_seconds: how long any one communication may take, and a rank that died may stay away.
+        counters: where its traffic is counted.
+        again: whether the group can be formed anew by :meth:`Group.reform`, where our agent started the ranks: no other
+            launcher starts one of them again. A rank that was is then alone in its group until it calls that.
+        name: tells groups of different workers apart, such as those of each machine; empty: of all workers.
+        first: which of the job's workers is number 0 of these.
+    """
+    global _groups_formed
+    if size == 1:
+        return Group(counters=counters)
+    _groups_formed += 1
+    forming = Forming(environment, f"{_groups_formed}{name}", rank, size, timeout_seconds, first)
+    if not again or not isinstance(environment, AgentEnvironment):
+        group = Group(rank, size, forming.connect(0, tuple(range(size))), counters)
+    elif slots.restarts():
+        group = Group(counters=counters, forming=forming, incarnation=_OUTSIDE)
+    else:
+        group = Group(rank, size, counters=counters, forming=forming, incarnation=_OUTSIDE)
+        group.take(forming.meet(_OUTSIDE))
+    # what is under way leaves before the process does
+    atexit.register(group.close)
+    return group

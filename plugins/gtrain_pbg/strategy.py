@@ -24,8 +24,7 @@ from gtrain.nn import deferred, tables
 from gtrain.nn.recipe import ModelRecipe
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.checkpoint import SavedRows
-from gtrain.strategy.forming import form_group
-from gtrain.strategy.group import Group
+from gtrain.strategy.group import Group, form_group
 from gtrain.wire.shared import SharedTensors
 from gtrain_pbg import SERVES
 from gtrain_pbg.checkpoints import Reached, preserve

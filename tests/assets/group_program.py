@@ -14,8 +14,7 @@ from gtrain.launch import slot
 from gtrain.launch.environment import find_environment
 from gtrain.launch.roles import RolePlan
 from gtrain.strategy.counters import Counters
-from gtrain.strategy.forming import form_group
-from gtrain.strategy.group import Group
+from gtrain.strategy.group import Group, form_group
 
 
 def total(group: Group, value: float) -> float:

@@ -31,7 +31,7 @@ from gtrain.launch import (
 )
 from gtrain.launch.environment import find_environment
 from gtrain.strategy.counters import Counters
-from gtrain.strategy.forming import form_group
+from gtrain.strategy.group import form_group
 
 SILENT = " (silent)"
 MODES = {1: [1], 2: [3], 3: [1, 2], 4: [1, 3]}

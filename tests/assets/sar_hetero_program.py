@@ -55,8 +55,7 @@ from gtrain.launch.environment import find_environment
 from gtrain.model.relational import HGT, HeteroSAGE, IdRGCNConv
 from gtrain.nn import Embedding
 from gtrain.strategy.counters import Counters
-from gtrain.strategy.forming import form_group
-from gtrain.strategy.group import Group, flatten, unflatten_into
+from gtrain.strategy.group import Group, flatten, form_group, unflatten_into
 from gtrain_sar.config import Schedule
 from gtrain_sar.halo import HaloExchange
 from gtrain_sar.patching import Patcher

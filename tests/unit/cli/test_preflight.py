@@ -16,10 +16,11 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from omegaconf import open_dict
 
-from gtrain import backends, config, preflight, targets, task
+from gtrain import backends, config, targets
 from gtrain.cli import entry
 from gtrain.errors import DataError, GtrainError
 from gtrain.model.inputs import zero_demand
+from gtrain.run import preflight, task
 
 STRATEGIES = ("pbg", "ps", "pyg", "sar", "single")
 ROWS = "model.sparse_optimizer={_target_:gtrain.nn.RowwiseAdagrad,lr:0.1}"  # which strategy=ps wants of a table
@@ -147,7 +148,7 @@ def test_negative_weights_are_refused_as_they_are_read(
     overrides = ["paths.run=here", "verb=train", "data=edges", "data.path=edges.txt", "data.features=degree"]
     cfg = compose("config", overrides=[*overrides, "data.labels=labels.txt", f"model={model}"])
     settings = config.plain(cfg)
-    data = task._data_module(settings, 1)
+    data = task.data_module(settings, 1)
     data.weight_demand = partial(task._weight_demand, settings, f"model={model}")
     weight = rf"edges\.txt, line 2: the weight is -2, and model={model} takes weights of 0 or more"
     error = (DataError, weight) if refused else (RuntimeError, "the graph was read")
@@ -167,7 +168,7 @@ def test_weights_that_are_all_zero_are_refused_before_the_graph_is_cut(
     Path("labels.txt").write_text("".join(f"{node % 2}\n" for node in range(20)))
     overrides = ["paths.run=here", "verb=train", "data=edges", "data.path=edges.txt", "data.labels=labels.txt"]
     settings = config.plain(compose("config", overrides=[*overrides, "data.features=degree", f"model={model}"]))
-    data = task._data_module(settings, 1)
+    data = task.data_module(settings, 1)
     data.zero_demand = partial(task._weight_demand, settings, f"model={model}", demand=zero_demand)
     sentence = rf"data.path=edges\.txt.*: all edge weights are 0, and with model={model} an edge's weight is the factor"
     error, message = (DataError, sentence) if refused else (RuntimeError, "the graph was cut")

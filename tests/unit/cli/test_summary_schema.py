@@ -1,4 +1,4 @@
-"""docs/summary.schema.json: the contract of summary.json, held against what gtrain.report writes."""
+"""docs/summary.schema.json: the contract of summary.json, held against what gtrain.run.report writes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from helpers import REPO
 from small_graphs import messy_graph, random_parts, stored
 
-from gtrain import report
 from gtrain.callbacks.recorder import RunRecorder
+from gtrain.run import report
 from gtrain.strategy.counters import Counters, PeakMemory
 
 SCHEMA = json.loads((REPO / "docs" / "summary.schema.json").read_text())

@@ -10,8 +10,9 @@ from forked import gtrain
 from helpers import ok, show
 from omegaconf import OmegaConf
 
-from gtrain import build, targets
+from gtrain import targets
 from gtrain.errors import ConfigError
+from gtrain.run import build
 
 QUICK = ("strategy=single", "trainer.max_epochs=1", "data.num_nodes=60", "data.num_edges=300", "hydra.run.dir=run")
 

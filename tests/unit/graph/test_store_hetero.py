@@ -20,7 +20,7 @@ from gtrain.graph.shard.whole import held_out_edges, load_whole_hetero
 from gtrain.graph.store import Store
 from gtrain.graph.store.names import Names
 from gtrain.graph.store.tables import EdgeArrays
-from gtrain.report import print_partition
+from gtrain.run.report import print_partition
 
 
 @pytest.mark.parametrize("num_parts", [1, 3])

@@ -1,4 +1,4 @@
-"""gtrain.kernel_turns: one process compiles, the others read; nobody waits for good, or fails for want of disk."""
+"""gtrain.kernel_cache: one process compiles, the others read; nobody waits for good, or fails for want of disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from helpers import LIMIT
 from numba.core.caching import IndexDataCacheFile
 
-from gtrain import kernel_turns
+from gtrain import kernel_cache
 
 KERNEL = """
 from numba import njit
@@ -49,8 +49,8 @@ fork = multiprocessing.get_context("fork")
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kept"))
-    kernel_turns.take_turns()
-    kernel_turns._say_once.cache_clear()
+    kernel_cache.take_turns()
+    kernel_cache._say_once.cache_clear()
     (tmp_path / "turns_of_kernels.py").write_text(KERNEL)
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -92,7 +92,7 @@ def test_a_turn_ends_with_the_process_that_has_it() -> None:
     begun = fork.Event()
 
     def hold() -> None:
-        turn = kernel_turns.Turn(lock_of(kernel))
+        turn = kernel_cache.Turn(lock_of(kernel))
         turn.take()
         begun.set()
         signal.pause()
@@ -111,7 +111,7 @@ def test_a_turn_ends_with_the_process_that_has_it() -> None:
 
 
 def test_a_process_that_was_stopped_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_turns, "LONGEST_WAIT", 0.05)
+    monkeypatch.setattr(kernel_cache, "LONGEST_WAIT", 0.05)
     kernel = load().inner
     other = os.open(lock_of(kernel), os.O_RDWR | os.O_CREAT)
     fcntl.flock(other, fcntl.LOCK_EX)
@@ -146,16 +146,16 @@ def test_a_full_disk_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytes
         assert module.outer(1) == 4
     assert [record.message.partition(" in ")[0] for record in caplog.records] == ["compiled kernels cannot be kept"]
     assert "No space left on device" in caplog.text
-    assert not kernel_turns.Turn._held
+    assert not kernel_cache.Turn._held
 
 
 def test_a_kernel_that_does_not_compile_gives_its_turn_back() -> None:
     kernel = load().wrong
     with pytest.raises(numba.TypingError):
         kernel(1)
-    assert lock_of(kernel).exists() and not kernel_turns.Turn._held
+    assert lock_of(kernel).exists() and not kernel_cache.Turn._held
 
 
 def test_kernels_that_a_loop_makes_call_each_other() -> None:
     module = load()
-    assert module.chain(1) == 112 and not kernel_turns.Turn._held
+    assert module.chain(1) == 112 and not kernel_cache.Turn._held

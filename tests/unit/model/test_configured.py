@@ -10,8 +10,8 @@ import torch
 from omegaconf import OmegaConf
 from torch.nn import Parameter
 
-from gtrain.build import make, optional
 from gtrain.model.optimizers import optimizer_of
+from gtrain.run.build import make, optional
 
 CONFIGURED = optional({"_target_": "torch.optim.Adam", "lr": 0.02}, "model.optimizer")
 

@@ -14,10 +14,11 @@ from helpers import REPO
 from omegaconf import OmegaConf
 from torch_geometric.data import Data, HeteroData
 
-from gtrain import SingleStrategy, build, config
+from gtrain import SingleStrategy, config
 from gtrain.data.sources.edges import EdgesData
 from gtrain.errors import DataError
 from gtrain.model.inputs import EDGE_DATA, check_weights, edge_data_read, tell_unread, weight_demand
+from gtrain.run import build
 
 NODES, EDGES, COLUMNS = 24, 120, 3
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GCN
 
-from gtrain import build
 from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError, DataError
 from gtrain.model.decoders import DECODERS, make_decoder
 from gtrain.model.link_predictor import LinkPredictor
 from gtrain.model.node_classifier import NodeClassifier
 from gtrain.model.ranking import Ranking, ranks
+from gtrain.run import build
 
 SHARED = {"hidden_channels": 8, "num_layers": 2, "dropout": 0.0}
 

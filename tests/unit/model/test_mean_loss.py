@@ -8,9 +8,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.profilers import SimpleProfiler
 
-from gtrain.build import make_trainer
 from gtrain.model.mean_loss import MeanLoss, log_mean_loss
-from gtrain.profiler import NoProfiler
+from gtrain.run.build import NoProfiler, make_trainer
 
 
 class Module(pl.LightningModule):

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from gtrain.errors import ConfigError, DataError
-from gtrain.metrics import classification_metrics, update
 from gtrain.model.classification import default_score
 from gtrain.model.kinds import kind
+from gtrain.model.metrics import classification_metrics, update
 from gtrain.model.networks import gat, gcn, mlp, sage
 from gtrain.model.node_classifier import NodeClassifier
 

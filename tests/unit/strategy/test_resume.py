@@ -21,7 +21,7 @@ from gtrain.model.decoders import make_decoder
 from gtrain.model.link_predictor import LinkPredictor
 from gtrain.model.networks import sage
 from gtrain.model.node_classifier import NodeClassifier
-from gtrain.runs import how_to_resume
+from gtrain.run.runs import how_to_resume
 from gtrain_single.strategy import SingleStrategy
 
 UNPICKLE = {"weights_only": False} if "weights_only" in inspect.signature(pl.Trainer.fit).parameters else {}

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig
 
-from gtrain import backends, build, report, runs, targets
+from gtrain import backends, targets
 from gtrain.callbacks.predictions import PredictionWriter, check_output
 from gtrain.callbacks.progress import ProgressLine
 from gtrain.callbacks.recorder import RunRecorder
@@ -31,6 +31,8 @@ from gtrain.model.classification import default_score
 from gtrain.model.inputs import weight_demand, zero_demand
 from gtrain.model.kinds import kind
 from gtrain.nn import tables
+from gtrain.run import build, report, runs
+from gtrain.run.sketch import sketch_model
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.counters import PeakMemory
 from gtrain.strategy.preparation import prepare
@@ -58,17 +60,17 @@ def run(cfg: DictConfig, choices: dict[str, str]) -> float | None:
         _partition(config)
         return None
     targets.check_objects(config, build.find_target)
-    return _Task(config, choices).run()
+    return Task(config, choices).run()
 
 
 def _partition(config: dict[str, Any]) -> None:
     ranks = config["trainer"]["num_nodes"] * config["trainer"]["devices"]
-    module = _data_module(config, ranks)
+    module = data_module(config, ranks)
     module.prepare_data()
     report.print_partition(module.open_store())
 
 
-def _data_module(config: dict[str, Any], ranks: int) -> GraphDataModule:
+def data_module(config: dict[str, Any], ranks: int) -> GraphDataModule:
     """The DataModule, cut into one part a rank unless the configuration or the strategy says otherwise."""
     parts = config["data"].get("num_parts")
     parts = ranks if parts is None else parts  # 0 is refused
@@ -90,15 +92,13 @@ def _weight_demand(
     """What the model of a job demands of edge weights, while the graph is read: ``weight_demand`` or ``zero_demand``;
     None: nothing, or the model needs the graph to be made. Called in the process that makes the store: a rank makes a
     user's model once."""
-    from gtrain.preflight import sketch_model
-
     with torch.random.fork_rng(devices=[]):
         module = sketch_model(config, data)
     return None if module is None else demand(module, model)
 
 
 @dataclass
-class _Task:
+class Task:
     """One job in one rank."""
 
     config: dict[str, Any]
@@ -113,15 +113,15 @@ class _Task:
     def run(self) -> float | None:
         config, run_dir = self.config, Path(self.config["paths"]["run"])
         if config["verb"] in ("predict", "export"):
-            check_output(self._output, config["format"])
+            check_output(self.output, config["format"])
         pl.seed_everything(config["seed"], verbose=False)
-        strategy, checkpoint = self._strategy(), self._checkpoint()
+        strategy, checkpoint = self.make_strategy(), self.checkpoint()
         strategy.model_name = self.model_name
         memory = PeakMemory()  # the strategy's imports are among those that count
         if slots.restarts() or strategy.outlives_job:
             checkpoint = strategy.restart_checkpoint(run_dir) or checkpoint
         servers = _server_meter(strategy)
-        data = _data_module(config, strategy.world_size)
+        data = data_module(config, strategy.world_size)
         data.weight_demand = partial(_weight_demand, config, strategy.model_name)
         data.zero_demand = partial(_weight_demand, config, strategy.model_name, demand=zero_demand)
         prepare(data)
@@ -168,7 +168,7 @@ class _Task:
         return None if best is None else best.value
 
     @property
-    def _output(self) -> Path:
+    def output(self) -> Path:
         """What ``gtrain predict`` and ``gtrain export`` write."""
         name = "embeddings" if self.config["verb"] == "export" else "predictions"
         return Path(self.config["output"] or Path(self.config["paths"]["run"], f"{name}.{self.config['format']}"))
@@ -177,12 +177,12 @@ class _Task:
     def _runs(self) -> Path:
         return Path(self.config["paths"]["runs"]).absolute()
 
-    def _strategy(self) -> GraphStrategy:
+    def make_strategy(self) -> GraphStrategy:
         settings = {key: value for key, value in self.config["strategy"].items() if key != "name"}
         strategy: GraphStrategy = backends.get(self.choices["strategy"]).load_strategy()(**settings)
         return strategy
 
-    def _checkpoint(self) -> Path | None:
+    def checkpoint(self) -> Path | None:
         """The checkpoint to go on from, or to test."""
         path = self.config["ckpt_path"]
         if path is None and self.config["verb"] in ("test", "predict", "export"):
@@ -224,7 +224,7 @@ class _Task:
         """Write what the model says of every node."""
         config, strategy = self.config, trainer.strategy
         assert isinstance(strategy, GraphStrategy)
-        output = self._output
+        output = self.output
         embeddings = config["verb"] == "export" or config["embeddings"]
         writer = PredictionWriter(output, config["format"], data.open_store(), strategy, embeddings)
         trainer.callbacks.append(writer)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Forming the group of a job's workers, once or again and again.
+"""Which of a job's workers are members of their group, once or again and again.
 
 Most strategies need one group: all ranks are there from the beginning to the end. Where a rank may die and be started
 again, or leave, the group is formed anew, each time under another number (its *incarnation*), so that nothing of the
@@ -8,68 +8,37 @@ group before can reach it. Who belongs to an incarnation is read from the job's 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from gtrain.errors import PeerLostError
-from gtrain.launch import slot as slots
-from gtrain.launch.environment import AgentEnvironment, say_waiting
+from gtrain.launch.environment import say_waiting
 from gtrain.launch.job_store import JobNetwork, job_store, network_of
 from gtrain.launch.settings_check import LOOK_SECONDS, check_refused
 from gtrain.launch.sockets import listen_here, listen_tcp
-from gtrain.strategy.counters import Counters
-from gtrain.strategy.group import Group, Membership
 from gtrain.strategy.mesh import SAY_SECONDS, Mesh
 
 POLL_SECONDS = 0.02
 CONNECT_SECONDS = 60.0
 """How long the ranks that are all there may take to connect; one that dies meanwhile is waited for no longer."""
-_OUTSIDE = -1
-_groups_formed = 0
 
 
-def form_group(
-    environment: Any,
-    rank: int,
-    size: int,
-    timeout_seconds: float,
-    counters: Counters,
-    *,
-    again: bool = False,
-    name: str = "",
-    first: int = 0,
-) -> Group:
-    """Form a group of a job's workers; every rank calls it the same number of times, in the same order.
+@dataclass(frozen=True)
+class Membership:
+    """A process's place in one incarnation of a group that is formed again and again.
 
-    Args:
-        environment: Lightning's cluster environment of this process.
-        rank: this worker's number among them.
-        size: number of workers.
-        timeout_seconds: how long any one communication may take, and a rank that died may stay away.
-        counters: where its traffic is counted.
-        again: whether the group can be formed anew by :meth:`Group.reform`, where our agent started the ranks: no other
-            launcher starts one of them again. A rank that was is then alone in its group until it calls that.
-        name: tells groups of different workers apart, such as those of each machine; empty: of all workers.
-        first: which of the job's workers is number 0 of these.
+    Attributes:
+        incarnation: its number; a later group has a larger one.
+        members: the job's ranks that belong to it, ascending.
+        mesh: its connections with the others, or None for a group of one.
     """
-    global _groups_formed
-    if size == 1:
-        return Group(counters=counters)
-    _groups_formed += 1
-    forming = Forming(environment, f"{_groups_formed}{name}", rank, size, timeout_seconds, first)
-    if not again or not isinstance(environment, AgentEnvironment):
-        group = Group(rank, size, forming.connect(0, tuple(range(size))), counters)
-    elif slots.restarts():
-        group = Group(counters=counters, forming=forming, incarnation=_OUTSIDE)
-    else:
-        group = Group(rank, size, counters=counters, forming=forming, incarnation=_OUTSIDE)
-        group.take(forming.meet(_OUTSIDE))
-    # what is under way leaves before the process does
-    atexit.register(group.close)
-    return group
+
+    incarnation: int
+    members: tuple[int, ...]
+    mesh: Mesh | None
 
 
 class Forming:
