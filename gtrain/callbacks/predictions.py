@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.callbacks import predictions as formats
+from gtrain.callbacks import formats
 from gtrain.data.batches.loader import target_type
 from gtrain.errors import ConfigError
 from gtrain.graph.store import Store
