@@ -86,6 +86,7 @@ PLUGIN_MAY_USE = (
     "settings",
     "errors",
     "backends",
+    "launch.environment",
     "launch.job_store",
     "launch.environment",
     "launch.sockets",
