@@ -88,7 +88,6 @@ PLUGIN_MAY_USE = (
     "backends",
     "launch.environment",
     "launch.job_store",
-    "launch.environment",
     "launch.sockets",
 )
 
