@@ -341,6 +341,7 @@ def validate(cfg: DictConfig) -> None:
         if not missing:
             OmegaConf.to_object(cfg.strategy)  # runs the dataclass's own checks
             OmegaConf.to_object(cfg.cluster)
+            OmegaConf.to_object(cfg.data)
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0], hint="gtrain --cfg job shows the configuration.") from error
     if missing:

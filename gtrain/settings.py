@@ -11,7 +11,7 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
@@ -67,6 +67,10 @@ def changed(config: type, name: str, default: Any, **declared: Any) -> Any:
     return dataclasses.field(default=default, metadata={**field.metadata, **declared})
 
 
+T = TypeVar("T")
+S = TypeVar("S")
+
+
 class Settings:
     """Base of dataclasses of settings, which check their words and limits when they are made.
 
@@ -93,7 +97,7 @@ def check(group: str, field: dataclasses.Field[Any], value: Any) -> None:
         ConfigError: what was set, what is allowed.
     """
     declared, key = field.metadata, f"{group}.{field.name}" if group else field.name
-    if value is None or not declared:
+    if value is None or value == MISSING or not declared:
         return
     if (words := declared["words"]) is not None and as_typed(value) not in map(as_typed, words):
         raise ConfigError(f"{key}={value} was set.", hint=declared["hint"] or f"choose {choices(words)}.")
@@ -185,6 +189,31 @@ def take(config: type, owner: str, given: dict[str, Any], also: Iterable[str] = 
                 hint=f"did you mean {' or '.join(close)}? {listed}" if close else listed,
             )
     return {name: given.pop(name) for name in names if name in given}
+
+
+def made(config: type[S], owner: str, settings: S | None, keywords: dict[str, Any]) -> S:
+    """Settings of keywords, and of an object with the others.
+
+    Args:
+        config: the dataclass that declares them.
+        owner: whose keywords they are, for messages.
+        settings: the others; None: the defaults.
+        keywords: settings by name.
+
+    Raises:
+        ConfigError: a setting is unknown, not allowed, or missing.
+    """
+    given = take(config, owner, dict(keywords))
+    result = config(**given) if settings is None else dataclasses.replace(settings, **given)  # type: ignore[type-var]
+    missing = [name for name, value in vars(result).items() if value == MISSING and name != "_target_"]
+    if missing:
+        raise ConfigError(f"{owner}() was called without {missing[0]}.", hint=f"give it {', '.join(missing)}.")
+    return result
+
+
+def part(config: type[T], settings: object) -> T:
+    """An object of a dataclass whose fields all are settings of another."""
+    return config(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(config)})  # type: ignore[arg-type]
 
 
 HIDDEN = ("_target_", "name")

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from gtrain import backends, config, messages
 from gtrain.data.config import SCHEMAS
 from gtrain.errors import ConfigError
-from gtrain.settings import HIDDEN, as_typed, default_of, limits
+from gtrain.settings import as_typed, default_of, limits
 
 JOB = "job"
 """What stands for the group of the settings at the top."""
@@ -198,7 +198,10 @@ def _options(group: str) -> list[str]:
 
 def _fields(*owners: type) -> dict[str, dataclasses.Field[Any]]:
     """The settings of dataclasses by name; what names the option itself is left out."""
-    return {field.name: field for owner in owners for field in dataclasses.fields(owner) if field.name not in HIDDEN}
+    shown = {field.name: field for owner in owners for field in dataclasses.fields(owner) if field.name != "_target_"}
+    if any(issubclass(owner, config.StrategyConfig) for owner in owners):
+        del shown["name"]
+    return shown
 
 
 def _full(group: str, name: str) -> str:

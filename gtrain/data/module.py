@@ -7,27 +7,29 @@ import hashlib
 import json
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 from torch import Tensor
 
-from gtrain.data.batches.loader import TASKS, SeedLoader, has_split, num_link_seeds
+from gtrain.data.batches.loader import SeedLoader, has_split, num_link_seeds
 from gtrain.data.batches.sampling import Sampling
+from gtrain.data.config import DataConfig
 from gtrain.data.prepare import Graph, Names, Preparation, cut, describe, group, prepare_graph
 from gtrain.data.prepare.split import SplitOptions
 from gtrain.data.prepare.validate import weight_facts
 from gtrain.data.schema import DataSchema, kept_together
 from gtrain.errors import ConfigError, DataError, negative_weight, zero_weights
-from gtrain.graph.partition import AUTO, METHODS, installed_method, metis
+from gtrain.graph.partition import AUTO, installed_method, metis
 from gtrain.graph.partition.locality import GROUP_NODES
 from gtrain.graph.sampling.options import checked_fan_out
 from gtrain.graph.store import Store
 from gtrain.graph.store.lock import ensure_store
 from gtrain.graph.store.manifest import FORMAT, READABLE
 from gtrain.graph.store.writer import write_store
+from gtrain.settings import made, parameters, part, signature_of
 
 log = logging.getLogger("gtrain")
 
@@ -42,43 +44,6 @@ TRIPLES_OUTLINE = {**OUTLINE, "num_features": None, "num_classes": None, "num_re
 EVENTS_OUTLINE = {**TRIPLES_OUTLINE, "num_relations": None}
 
 
-class SharedOptions(TypedDict):
-    """Keyword arguments that every source hands on as they are; see :class:`GraphDataModule`."""
-
-    root: NotRequired[str]
-    store: NotRequired[str]
-    num_parts: NotRequired[int | None]
-    partitioner: NotRequired[str]
-    partition_path: NotRequired[str | None]
-    split: NotRequired[str]
-    split_index: NotRequired[int]
-    train_fraction: NotRequired[float]
-    val_fraction: NotRequired[float]
-    train_per_class: NotRequired[int]
-    val_per_class: NotRequired[int]
-    normalize_features: NotRequired[bool]
-    seed: NotRequired[int]
-    batch_size: NotRequired[int | None]
-    num_neighbors: NotRequired[Sequence[int] | Mapping[Any, Sequence[int]] | None]
-    replace: NotRequired[bool]
-    disjoint: NotRequired[bool]
-    subgraph_type: NotRequired[str]
-    temporal_strategy: NotRequired[str | None]
-    time_attr: NotRequired[str | None]
-    weight_attr: NotRequired[str | None]
-    neg_sampling: NotRequired[str | None]
-    neg_sampling_ratio: NotRequired[float]
-    unlabelled: NotRequired[int | None]
-    task: NotRequired[str]
-    target: NotRequired[str | None]
-
-
-class CommonOptions(SharedOptions):
-    """The same, for sources that do not set the number of classes themselves."""
-
-    num_classes: NotRequired[int | None]
-
-
 class GraphDataModule(pl.LightningDataModule):
     """A graph with a task on its nodes or its edges, kept as a partitioned store.
 
@@ -87,40 +52,19 @@ class GraphDataModule(pl.LightningDataModule):
     Rows of sparse features are nodes of a graph without edges.
 
     Args:
-        root: folder of the raw files.
-        store: folder that the stores are kept in.
-        num_parts: parts to cut the graph into; None means one for each rank.
-        partitioner: ``auto``, ``metis``, ``ldg``, ``fennel``, ``random`` or ``file``; see
-            :mod:`gtrain.graph.partition`.
-        partition_path: the part of each node, for ``partitioner="file"``.
-        split: ``public``, ``random``, ``per_class`` or ``time``; see
-            :class:`~gtrain.data.prepare.split.SplitOptions`, which explains the next five too.
-        split_index: which of several published splits.
-        train_fraction: share of the labelled nodes that train, for ``random``.
-        val_fraction: share that validates, for ``random``.
-        train_per_class: nodes of each class that train, for ``per_class``.
-        val_per_class: nodes of each class that validate, for ``per_class``.
-        normalize_features: whether to scale each row of ``x`` to the sum 1.
-        seed: seed of generated graphs, of the split, of the partitioner and of the batches' order.
-        batch_size: seeds of one optimizer step over all ranks; None means full batch.
-        num_neighbors: neighbours to draw for each hop, -1 all, for strategies that sample; by edge type
-            (``source,relation,target``) where it is a mapping. See
-            :class:`~gtrain.data.batches.sampling.Sampling`, which explains the next eight.
-        replace: draw neighbours with replacement.
-        disjoint: a subgraph of its own for each seed.
-        subgraph_type: ``directional``, ``bidirectional`` or ``induced``.
-        temporal_strategy: ``uniform`` or ``last``, of the neighbours that are not later than the seed.
-        time_attr: ``time`` (of nodes) or ``edge_time``; None: the first of them that the graph has.
-        weight_attr: the edge tensor that neighbours are drawn in proportion to.
-        neg_sampling: ``binary`` or ``triplet`` random edges, for a model of your own that predicts edges.
-        neg_sampling_ratio: random edges for each true one.
-        unlabelled: the label that means no label; such nodes are in no split.
-        num_classes: number of classes, where it is not the largest label + 1.
-        task: what is predicted, and so what the seeds are: labels of nodes (``node``) or edges (``link``).
-        target: in a heterogeneous graph the node type that is classified, or the edge type that is predicted, as
-            ``source,relation,target``; None where there is one choice.
+        settings: an object of :attr:`settings_type`; None: made of the keywords.
+        keywords: settings by name; they replace those of ``settings``.
+
+    Attributes:
+        settings: all settings.
+
+    Raises:
+        ConfigError: a setting is unknown or missing, or has a value that is not allowed.
     """
 
+    settings_type: ClassVar[type[DataConfig]] = DataConfig
+    """The dataclass that declares the settings, which are the constructor's keywords."""
+    settings: DataConfig
     name: str = "graph"
     schema: DataSchema = DataSchema(None, None)
     """Entity types and relations, of sources that can have them."""
@@ -141,67 +85,42 @@ class GraphDataModule(pl.LightningDataModule):
     made: dict[str, int] | None = None
     """What :attr:`make_apart` returned where this process had the store made."""
 
-    def __init__(
-        self,
-        *,
-        root: str = "data",
-        store: str = "data/stores",
-        num_parts: int | None = None,
-        partitioner: str = AUTO,
-        partition_path: str | None = None,
-        split: str = "public",
-        split_index: int = 0,
-        train_fraction: float = 0.6,
-        val_fraction: float = 0.2,
-        train_per_class: int = 20,
-        val_per_class: int = 30,
-        normalize_features: bool = False,
-        seed: int = 0,
-        batch_size: int | None = None,
-        num_neighbors: Sequence[int] | Mapping[Any, Sequence[int]] | None = None,
-        replace: bool = False,
-        disjoint: bool = False,
-        subgraph_type: str = "directional",
-        temporal_strategy: str | None = None,
-        time_attr: str | None = None,
-        weight_attr: str | None = None,
-        neg_sampling: str | None = None,
-        neg_sampling_ratio: float = 1.0,
-        unlabelled: int | None = None,
-        num_classes: int | None = None,
-        task: str = "node",
-        target: str | None = None,
-    ) -> None:
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Show the settings as the constructor's parameters."""
+        super().__init_subclass__(**kwargs)
+        own = "settings_type" in vars(cls)
+        cls.__signature__ = signature_of(  # type: ignore[attr-defined]
+            cls, lambda: parameters(cls.settings_type, hidden=("_target_",)), own=own
+        )
+
+    def __init__(self, settings: DataConfig | None = None, **keywords: Any) -> None:
         super().__init__()
-        self.root = Path(root).expanduser()
-        self.store = Path(store).expanduser()
-        self.partitioner = partitioner
-        self.partition_path = partition_path
+        self.settings = given = made(self.settings_type, type(self).__name__, settings, keywords)
+        self.root = Path(given.root).expanduser()
+        self.store = Path(given.store).expanduser()
+        self.partitioner = given.partitioner
+        self.partition_path = given.partition_path
         self.split = SplitOptions(
-            split, split_index, train_fraction, val_fraction, train_per_class, val_per_class, seed
+            given.split,
+            given.split_index,
+            given.train_fraction,
+            given.val_fraction,
+            given.train_per_class,
+            given.val_per_class,
+            given.seed,
         )
-        self.normalize_features = normalize_features
-        self.seed = seed
-        self.batch_size = batch_size
-        self.num_neighbors = None if num_neighbors is None else checked_fan_out(num_neighbors)
-        self.sampling = Sampling(
-            replace,
-            disjoint,
-            subgraph_type,
-            temporal_strategy,
-            time_attr,
-            weight_attr,
-            neg_sampling,
-            neg_sampling_ratio,
-        )
-        self.unlabelled = unlabelled
-        self.num_classes = num_classes
-        self.task = task
-        self.target = target
-        self._num_parts = num_parts
+        self.normalize_features = given.normalize_features
+        self.seed = given.seed
+        self.batch_size = given.batch_size
+        self.num_neighbors = None if given.num_neighbors is None else checked_fan_out(given.num_neighbors)
+        self.sampling = part(Sampling, given)
+        self.unlabelled = given.unlabelled
+        self.num_classes = given.num_classes
+        self.task = given.task
+        self.target = given.target
+        self._num_parts = given.num_parts
         self._opened: Store | None = None
         self._prepared = False
-        self._check_options()
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
@@ -382,29 +301,6 @@ class GraphDataModule(pl.LightningDataModule):
         store = self.open_store()
         settings = (self.batch_size, self.num_neighbors, shuffle, self.seed)
         return SeedLoader(store, split, *settings, task=self.task, sampling=self.sampling)
-
-    def _check_options(self) -> None:
-        if self.partitioner not in (AUTO, *METHODS):
-            raise ConfigError(
-                f"data.partitioner={self.partitioner!r} is not a partitioner",
-                hint=f"choose one of {', '.join((AUTO, *METHODS))}",
-            )
-        if (self.partitioner == "file") != (self.partition_path is not None):
-            raise ConfigError(
-                f"data.partitioner={self.partitioner} with data.partition_path={self.partition_path}",
-                hint="set both data.partitioner=file and data.partition_path=FILE, or neither",
-            )
-        if self.task not in TASKS:
-            raise ConfigError(f"data.task={self.task!r} is no task", hint=f"choose one of {', '.join(TASKS)}")
-        if self.sampling.neg_sampling is not None and self.task != "link":
-            raise ConfigError(
-                f"data.neg_sampling={self.sampling.neg_sampling} was set, and data.task={self.task}.",
-                hint="false edges are for data.task=link; set data.neg_sampling=null",
-            )
-        for key in ("_num_parts", "batch_size"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ConfigError(f"data.{key.lstrip('_')}={value} is too small", hint="set 1 or more, or null")
 
     def _source(self) -> dict[str, Any]:
         """Return everything that the contents of the store depend on."""

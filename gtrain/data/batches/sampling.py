@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
 from gtrain.data.batches.negatives import check_negatives
+from gtrain.data.config import DataConfig
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.sampling.options import (
     SUBGRAPH_TYPES,
@@ -40,14 +41,14 @@ class Sampling:
         ConfigError: a word is unknown, or settings contradict each other.
     """
 
-    replace: bool = False
-    disjoint: bool = False
-    subgraph_type: str = "directional"
-    temporal_strategy: str | None = None
-    time_attr: str | None = None
-    weight_attr: str | None = None
-    neg_sampling: str | None = None
-    neg_sampling_ratio: float = 1.0
+    replace: bool = DataConfig.replace
+    disjoint: bool = DataConfig.disjoint
+    subgraph_type: str = DataConfig.subgraph_type
+    temporal_strategy: str | None = DataConfig.temporal_strategy
+    time_attr: str | None = DataConfig.time_attr
+    weight_attr: str | None = DataConfig.weight_attr
+    neg_sampling: str | None = DataConfig.neg_sampling
+    neg_sampling_ratio: float = DataConfig.neg_sampling_ratio
 
     def __post_init__(self) -> None:
         check_word("subgraph_type", self.subgraph_type, SUBGRAPH_TYPES)

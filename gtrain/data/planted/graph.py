@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import torch
 from torch_geometric.data import Data
 
-from gtrain.data.module import OUTLINE, GraphDataModule, SharedOptions
+from gtrain.data.config import PlantedConfig, PlantedParameters
+from gtrain.data.module import OUTLINE, GraphDataModule
 from gtrain.data.planted.common import (
     Floats,
     Ints,
@@ -25,21 +26,12 @@ from gtrain.data.planted.common import (
 )
 from gtrain.data.planted.pairs import draw_pairs
 from gtrain.errors import ConfigError
+from gtrain.settings import part
 
 
-@dataclass(frozen=True)
-class PlantedModel:
-    """The parameters of the generator; see :class:`PlantedData` for their meaning."""
-
-    num_nodes: int = 5000
-    num_edges: int = 50000
-    num_features: int = 64
-    num_classes: int = 8
-    homophily: float = 0.8
-    degree_exponent: float = 3.0
-    feature_signal: float = 2.0
-    label_noise: float = 0.1
-    self_loops: bool = False
+@dataclass
+class PlantedModel(PlantedParameters):
+    """The parameters of the generator, checked; see :class:`PlantedData` for their meaning."""
 
     def __post_init__(self) -> None:
         check_least(self, {"num_nodes": 2, "num_edges": 2, "num_features": 1, "num_classes": 2})
@@ -115,50 +107,18 @@ class PlantedData(GraphDataModule):
     model (simple graph, edge counts fixed) matter only in graphs so dense that pairs run out. The accuracy on a finite
     test split scatters around its expectation, by ``sqrt(a (1 - a) / n)`` for n test nodes.
 
-    Args:
-        num_nodes: N.
-        num_edges: directed edges, both directions of each counted, and the loops; where an odd number is left for the
-            pairs, there is one less.
-        num_features: columns of ``x``.
-        num_classes: k.
-        homophily: share of the edges that stay within a class; ``1/k`` makes the graph uninformative.
-        degree_exponent: exponent of the power law of the degrees, above 2; larger is more even.
-        feature_signal: length of the class means in units of the noise; 0 makes the features uninformative.
-        label_noise: share of the labels that are wrong.
-        self_loops: whether each node has an edge to itself, as some layers expect them in the data.
-        **common: see :class:`~gtrain.data.module.GraphDataModule`; the split is random unless it is set.
+    Its settings are those of :class:`~gtrain.data.config.PlantedConfig`.
     """
 
     name = "planted"
     outline = OUTLINE
 
-    def __init__(
-        self,
-        *,
-        num_nodes: int = 5000,
-        num_edges: int = 50000,
-        num_features: int = 64,
-        num_classes: int = 8,
-        homophily: float = 0.8,
-        degree_exponent: float = 3.0,
-        feature_signal: float = 2.0,
-        label_noise: float = 0.1,
-        self_loops: bool = False,
-        **common: Unpack[SharedOptions],
-    ) -> None:
-        options: SharedOptions = {"split": "random", **common}
-        super().__init__(num_classes=num_classes, **options)
-        self.model = PlantedModel(
-            num_nodes=num_nodes,
-            num_edges=num_edges,
-            num_features=num_features,
-            num_classes=num_classes,
-            homophily=homophily,
-            degree_exponent=degree_exponent,
-            feature_signal=feature_signal,
-            label_noise=label_noise,
-            self_loops=self_loops,
-        )
+    settings_type = PlantedConfig
+    settings: PlantedConfig
+
+    def __init__(self, settings: PlantedConfig | None = None, **keywords: Any) -> None:
+        super().__init__(settings, **keywords)
+        self.model = part(PlantedModel, self.settings)
         if self.split.kind == "public":
             raise ConfigError("data.split=public, and a planted graph has no masks", hint="set data.split=random")
         self._best_acc: float | None = None

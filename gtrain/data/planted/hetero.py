@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import torch
 from torch_geometric.data import HeteroData
 
-from gtrain.data.module import OUTLINE, GraphDataModule, SharedOptions
+from gtrain.data.config import PlantedHeteroConfig, PlantedHeteroParameters
+from gtrain.data.module import OUTLINE, GraphDataModule
 from gtrain.data.planted.common import (
     Floats,
     Ints,
@@ -25,6 +26,7 @@ from gtrain.data.planted.common import (
 )
 from gtrain.data.planted.pairs import draw_between, draw_pairs, room_between
 from gtrain.errors import ConfigError
+from gtrain.settings import part
 
 RELATIONS = {"writes": "author", "cites": "paper", "mentions": "term"}
 """Relations by the node type that they join papers with."""
@@ -40,25 +42,9 @@ _EDGE_TYPES = [
 ]
 
 
-@dataclass(frozen=True)
-class HeteroModel:
-    """The parameters of the generator; see :class:`PlantedHeteroData` for their meaning."""
-
-    num_papers: int = 4000
-    num_authors: int = 2000
-    num_terms: int = 500
-    num_writes: int = 12000
-    num_cites: int = 12000
-    num_mentions: int = 20000
-    writes_homophily: float = 0.8
-    cites_homophily: float = 0.7
-    mentions_homophily: float = 0.4
-    num_classes: int = 4
-    num_features: int = 64
-    num_author_features: int = 16
-    feature_signal: float = 1.0
-    degree_exponent: float = 3.0
-    label_noise: float = 0.1
+@dataclass
+class HeteroModel(PlantedHeteroParameters):
+    """The parameters of the generator, checked; see :class:`PlantedHeteroData` for their meaning."""
 
     def __post_init__(self) -> None:
         check_least(self, {"num_classes": 2, "num_features": 1, "num_author_features": 1})
@@ -129,23 +115,7 @@ class PlantedHeteroData(GraphDataModule):
     ``best_acc`` is the mean over papers: an upper bound, for a trained model has to infer the neighbours' classes. A
     model that takes all relations for one loses what tells a good relation from a poor one.
 
-    Args:
-        num_papers: papers; the target type.
-        num_authors: authors.
-        num_terms: terms.
-        num_writes: edges from authors to papers; reverse edges are not counted, here and below.
-        num_cites: edges from papers to papers.
-        num_mentions: edges from papers to terms.
-        writes_homophily: share of ``writes`` within a class; ``1/k`` makes a relation uninformative.
-        cites_homophily: the same for ``cites``.
-        mentions_homophily: the same for ``mentions``.
-        num_classes: k.
-        num_features: columns of a paper's ``x``.
-        num_author_features: columns of an author's ``x``.
-        feature_signal: length of the class means in units of the noise; 0 makes the features uninformative.
-        degree_exponent: exponent of the power law of the degrees, above 2; larger is more even.
-        label_noise: share of the labels that are wrong.
-        **common: see :class:`~gtrain.data.module.GraphDataModule`; the split is random unless it is set.
+    Its settings are those of :class:`~gtrain.data.config.PlantedHeteroConfig`.
     """
 
     name = "planted_hetero"
@@ -158,45 +128,12 @@ class PlantedHeteroData(GraphDataModule):
         "edge_types": _EDGE_TYPES,
     }
 
-    def __init__(
-        self,
-        *,
-        num_papers: int = 4000,
-        num_authors: int = 2000,
-        num_terms: int = 500,
-        num_writes: int = 12000,
-        num_cites: int = 12000,
-        num_mentions: int = 20000,
-        writes_homophily: float = 0.8,
-        cites_homophily: float = 0.7,
-        mentions_homophily: float = 0.4,
-        num_classes: int = 4,
-        num_features: int = 64,
-        num_author_features: int = 16,
-        feature_signal: float = 1.0,
-        degree_exponent: float = 3.0,
-        label_noise: float = 0.1,
-        **common: Unpack[SharedOptions],
-    ) -> None:
-        options: SharedOptions = {"split": "random", **common}
-        super().__init__(num_classes=num_classes, **options)
-        self.model = HeteroModel(
-            num_papers=num_papers,
-            num_authors=num_authors,
-            num_terms=num_terms,
-            num_writes=num_writes,
-            num_cites=num_cites,
-            num_mentions=num_mentions,
-            writes_homophily=writes_homophily,
-            cites_homophily=cites_homophily,
-            mentions_homophily=mentions_homophily,
-            num_classes=num_classes,
-            num_features=num_features,
-            num_author_features=num_author_features,
-            feature_signal=feature_signal,
-            degree_exponent=degree_exponent,
-            label_noise=label_noise,
-        )
+    settings_type = PlantedHeteroConfig
+    settings: PlantedHeteroConfig
+
+    def __init__(self, settings: PlantedHeteroConfig | None = None, **keywords: Any) -> None:
+        super().__init__(settings, **keywords)
+        self.model = part(HeteroModel, self.settings)
         if self.split.kind == "public":
             raise ConfigError("data.split=public, and a planted graph has no masks", hint="set data.split=random")
         self._best_acc: float | None = None

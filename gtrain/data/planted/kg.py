@@ -4,32 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch_geometric.data import Data
 
-from gtrain.data.module import TRIPLES_OUTLINE, CommonOptions, GraphDataModule
+from gtrain.data.config import PlantedKGConfig, PlantedKGParameters
+from gtrain.data.module import TRIPLES_OUTLINE, GraphDataModule
 from gtrain.data.planted.common import Floats, Ints, check_least, check_shares
-from gtrain.data.schema import DataSchema, Entries
+from gtrain.data.schema import DataSchema
 from gtrain.errors import ConfigError
+from gtrain.settings import part
 
 HITS = (1, 3, 10)
 
 
-@dataclass(frozen=True)
-class KGModel:
-    """The parameters of the generator; see :class:`PlantedKGData` for their meaning."""
-
-    num_entities: int = 1000
-    num_relations: int = 10
-    num_positions: int = 200
-    num_triples: int = 45000
-    noise: float = 0.05
-    held_out: float = 0.05
-    num_types: int = 1
+@dataclass
+class KGModel(PlantedKGParameters):
+    """The parameters of the generator, checked; see :class:`PlantedKGData` for their meaning."""
 
     def __post_init__(self) -> None:
         least = {"num_entities": 2, "num_relations": 1, "num_positions": 2, "num_triples": 3, "num_types": 1}
@@ -108,48 +102,19 @@ class PlantedKGData(GraphDataModule):
     for the order of equals, by which the score on n ranks scatters (about ``0.4 / sqrt(n)``). The denser the allowed
     triples are drawn, the closer it is to 1: it is 1 when all of them are there and ``noise`` is 0.
 
-    Args:
-        num_entities: graph nodes.
-        num_relations: relations, at most ``num_positions``.
-        num_positions: positions on the ring.
-        num_triples: triples of train, val and test together, all different.
-        noise: share of the triples that no rule allows.
-        held_out: share of the triples that validates, and as many test; above 0 and below 0.5.
-        num_types: entity types, called ``type_0``, ``type_1``...
-        entities, relations: settings of types (``num_partitions``) and for the model, see
-            :class:`~gtrain.data.schema.DataSchema`; relations are called ``shift_<shift>``.
-        **common: see :class:`~gtrain.data.module.GraphDataModule`. The split comes with the data (``public``).
+    Its settings are those of :class:`~gtrain.data.config.PlantedKGConfig`.
     """
 
     name = "planted_kg"
 
-    def __init__(
-        self,
-        *,
-        num_entities: int = 1000,
-        num_relations: int = 10,
-        num_positions: int = 200,
-        num_triples: int = 45000,
-        noise: float = 0.05,
-        held_out: float = 0.05,
-        num_types: int = 1,
-        entities: Mapping[str, Any] | None = None,
-        relations: Entries | None = None,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        options: CommonOptions = {"task": "link", **common}
-        super().__init__(**options)
-        self.model = KGModel(
-            num_entities=num_entities,
-            num_relations=num_relations,
-            num_positions=num_positions,
-            num_triples=num_triples,
-            noise=noise,
-            held_out=held_out,
-            num_types=num_types,
-        )
-        if num_types > 1:
-            self.schema = self._make_schema(entities or {})
+    settings_type = PlantedKGConfig
+    settings: PlantedKGConfig
+
+    def __init__(self, settings: PlantedKGConfig | None = None, **keywords: Any) -> None:
+        super().__init__(settings, **keywords)
+        self.model = part(KGModel, self.settings)
+        if self.model.num_types > 1:
+            self.schema = self._make_schema(self.settings.entities or {})
         if self.split.kind != "public":
             raise ConfigError(
                 f"data.split={self.split.kind}, and the generator holds triples out itself, for which the best score "

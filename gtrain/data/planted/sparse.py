@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,26 +12,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch_geometric.data import Data
 
-from gtrain.data.module import SPARSE_OUTLINE, CommonOptions, GraphDataModule
+from gtrain.data.config import PlantedSparseConfig, PlantedSparseParameters
+from gtrain.data.module import SPARSE_OUTLINE, GraphDataModule
 from gtrain.data.planted.common import Floats, Ints, check_finite, check_least, expected_auc
 from gtrain.errors import ConfigError
 from gtrain.graph.store.tables import csr_tensor
+from gtrain.settings import part
 
 ROUNDS = 20
 """After so many rounds a row's missing features are drawn evenly: it may hold all of the frequent ones by then."""
 
 
-@dataclass(frozen=True)
-class SparseModel:
-    """The parameters of the generator; see :class:`PlantedSparseData` for their meaning."""
-
-    num_rows: int = 20000
-    num_features: int = 1000
-    features_per_row: int = 20
-    zipf_exponent: float = 1.0
-    binary: bool = True
-    signal: float = 2.0
-    positive_rate: float = 0.3
+@dataclass
+class SparseModel(PlantedSparseParameters):
+    """The parameters of the generator, checked; see :class:`PlantedSparseData` for their meaning."""
 
     def __post_init__(self) -> None:
         check_least(self, {"num_rows": 2, "num_features": 2, "features_per_row": 1})
@@ -64,45 +58,19 @@ class PlantedSparseData(GraphDataModule):
     ``best_log_loss`` the mean entropy of a label in nats. A trained model has to estimate ``num_features`` weights, and
     comes near only with many rows for each feature. Scores on n test rows scatter by about ``sqrt(a (1 - a) / n)``.
 
-    Args:
-        num_rows: rows.
-        num_features: columns of ``x``.
-        features_per_row: nonzeros of each row, at most half of the columns.
-        zipf_exponent: exponent of the frequencies, 0 or more; 0 makes all features equally frequent.
-        binary: whether values are 1; else standard normal.
-        signal: standard deviation of the logits, 0 or more; 0 makes the features uninformative.
-        positive_rate: expected share of label 1, above 0 and below 1.
-        **common: see :class:`~gtrain.data.module.GraphDataModule`; the split is random unless it is set.
+    Its settings are those of :class:`~gtrain.data.config.PlantedSparseConfig`.
     """
 
     name = "planted_sparse"
     outline = SPARSE_OUTLINE
 
-    def __init__(
-        self,
-        *,
-        num_rows: int = 20000,
-        num_features: int = 1000,
-        features_per_row: int = 20,
-        zipf_exponent: float = 1.0,
-        binary: bool = True,
-        signal: float = 2.0,
-        positive_rate: float = 0.3,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        options: CommonOptions = {"split": "random", **common}
-        if options.get("num_classes") is None:
-            options["num_classes"] = 2
-        super().__init__(**options)
-        self.model = SparseModel(
-            num_rows=num_rows,
-            num_features=num_features,
-            features_per_row=features_per_row,
-            zipf_exponent=zipf_exponent,
-            binary=binary,
-            signal=signal,
-            positive_rate=positive_rate,
-        )
+    settings_type = PlantedSparseConfig
+    settings: PlantedSparseConfig
+
+    def __init__(self, settings: PlantedSparseConfig | None = None, **keywords: Any) -> None:
+        super().__init__(settings, **keywords)
+        self.num_classes = self.num_classes or 2
+        self.model = part(SparseModel, self.settings)
         if self.split.kind == "public":
             raise ConfigError("data.split=public, and generated rows have no masks", hint="set data.split=random")
         self._facts: dict[str, float] = {}

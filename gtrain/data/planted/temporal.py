@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import torch
 from torch_geometric.data import Data
 
-from gtrain.data.module import EVENTS_OUTLINE, CommonOptions, GraphDataModule
+from gtrain.data.config import PlantedTemporalConfig, PlantedTemporalParameters
+from gtrain.data.module import EVENTS_OUTLINE, GraphDataModule
 from gtrain.data.planted.common import (
     Ints,
     check_exponent,
@@ -20,6 +21,7 @@ from gtrain.data.planted.common import (
     power_law,
 )
 from gtrain.errors import ConfigError
+from gtrain.settings import part
 
 PERIODS = 50
 """Communities change between periods of equal length: small against any drift that leaves something to learn."""
@@ -28,17 +30,9 @@ LONGEST = 2**56
 """Times beyond it would overflow 64 bits on the way."""
 
 
-@dataclass(frozen=True)
-class TemporalModel:
-    """The parameters of the generator; see :class:`PlantedTemporalData` for their meaning."""
-
-    num_nodes: int = 1000
-    num_events: int = 50000
-    num_communities: int = 20
-    predictability: float = 0.9
-    drift: float = 0.5
-    time_span: int = 1_000_000
-    degree_exponent: float = 3.0
+@dataclass
+class TemporalModel(PlantedTemporalParameters):
+    """The parameters of the generator, checked; see :class:`PlantedTemporalData` for their meaning."""
 
     def __post_init__(self) -> None:
         check_least(self, {"num_nodes": 4, "num_events": 1, "num_communities": 2, "time_span": 1})
@@ -84,43 +78,18 @@ class PlantedTemporalData(GraphDataModule):
     events the AUC scatters by about ``0.3 / sqrt(n)``. A trained model has to infer the communities, and those of the
     future from those of the past, which drift hides from it: with ``drift=0`` it can come near.
 
-    Args:
-        num_nodes: graph nodes.
-        num_events: events, which are directed edges; the same pair may meet many times.
-        num_communities: communities, of two nodes or more.
-        predictability: probability that the target is drawn from the community; 0 makes events unpredictable.
-        drift: moves of a node during the time span, on average; 0 to 50.
-        time_span: number of different times, in units of time of your choice.
-        degree_exponent: exponent of the power law of the activities, above 2; larger is more even.
-        **common: see :class:`~gtrain.data.module.GraphDataModule`; the split is by time unless it is set.
+    Its settings are those of :class:`~gtrain.data.config.PlantedTemporalConfig`.
     """
 
     name = "planted_temporal"
     outline = EVENTS_OUTLINE
 
-    def __init__(
-        self,
-        *,
-        num_nodes: int = 1000,
-        num_events: int = 50000,
-        num_communities: int = 20,
-        predictability: float = 0.9,
-        drift: float = 0.5,
-        time_span: int = 1_000_000,
-        degree_exponent: float = 3.0,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        options: CommonOptions = {"split": "time", "task": "link", **common}
-        super().__init__(**options)
-        self.model = TemporalModel(
-            num_nodes=num_nodes,
-            num_events=num_events,
-            num_communities=num_communities,
-            predictability=predictability,
-            drift=drift,
-            time_span=time_span,
-            degree_exponent=degree_exponent,
-        )
+    settings_type = PlantedTemporalConfig
+    settings: PlantedTemporalConfig
+
+    def __init__(self, settings: PlantedTemporalConfig | None = None, **keywords: Any) -> None:
+        super().__init__(settings, **keywords)
+        self.model = part(TemporalModel, self.settings)
         if self.split.kind == "public":
             raise ConfigError("data.split=public, and generated events hold none out", hint="set data.split=time")
         self._best_auc: float | None = None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gtrain.data.config import DataConfig
 from gtrain.errors import ConfigError, DataError
 
 log = logging.getLogger("gtrain")
@@ -34,13 +35,13 @@ class SplitOptions:
         seed: seed of ``random`` and ``per_class``.
     """
 
-    kind: str = "public"
-    index: int = 0
-    train_fraction: float = 0.6
-    val_fraction: float = 0.2
-    train_per_class: int = 20
-    val_per_class: int = 30
-    seed: int = 0
+    kind: str = DataConfig.split
+    index: int = DataConfig.split_index
+    train_fraction: float = DataConfig.train_fraction
+    val_fraction: float = DataConfig.val_fraction
+    train_per_class: int = DataConfig.train_per_class
+    val_per_class: int = DataConfig.val_per_class
+    seed: int = DataConfig.seed
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

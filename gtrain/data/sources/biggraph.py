@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.data.module import TRIPLES_OUTLINE, CommonOptions, GraphDataModule, file_stamp
+from gtrain.data.config import BigGraphConfig
+from gtrain.data.module import TRIPLES_OUTLINE, GraphDataModule, file_stamp
 from gtrain.data.readers import biggraph as files
 from gtrain.data.readers.biggraph import BagBook, EdgeReader, Ints, Relation, bag_tensor, find_buckets, require_h5py
 from gtrain.data.readers.edge_sets import facts_of_sets
@@ -35,53 +36,29 @@ class BigGraphData(GivenPartsData):
     relation, or with ``joint_types`` one graph whose ids run through all types. ``weight`` becomes ``edge_weight``.
     Featurized entities need ``joint_types``: each different bag of features becomes an entity.
 
-    Args:
-        path: folder of ``entity_count_<type>_<part>.txt`` (PyTorch-BigGraph's ``entity_path``), with
-            ``entity_names_<type>_<part>.json``, ``dynamic_rel_count.txt`` and ``dynamic_rel_names.json`` where there
-            are any; as it is or below ``root``.
-        edges: folder of ``edges_<lhs>_<rhs>.h5``, or a list of folders, which ``strategy=pbg`` trains one after the
-            other in each epoch; None means ``path``.
-        val_edges: the same of the edges held out for validation.
-        test_edges: the same of the edges held out for test.
-        entities: entity types as in PyTorch-BigGraph's configuration, with ``num_partitions``, ``featurized`` and what
-            the model reads; see :class:`~gtrain.data.schema.DataSchema`. Types in one partition need not be there.
-        relations: relations as in PyTorch-BigGraph's configuration, each with ``name``, ``lhs`` and ``rhs``; other
-            keys are for the model. Needed only with several entity types. Where relations are dynamic, the only one.
-        keep_parts: whether the partitions become the parts of the store. Types in one partition are spread evenly, or
-            with ``joint_types`` kept together. None: False, but for strategies that train in buckets.
-        joint_types: whether edges of all relations are predicted, by a model that knows entity types.
-        **common: see :class:`~gtrain.data.module.GraphDataModule`; the task is ``link`` unless it is set.
+    Its settings are those of :class:`~gtrain.data.config.BigGraphConfig`.
     """
 
     name = "biggraph"
 
-    def __init__(
-        self,
-        *,
-        path: str,
-        edges: str | Sequence[str] | None = None,
-        val_edges: str | Sequence[str] | None = None,
-        test_edges: str | Sequence[str] | None = None,
-        entities: Mapping[str, Any] | None = None,
-        relations: Sequence[Mapping[str, Any]] | None = None,
-        keep_parts: bool | None = None,
-        joint_types: bool = False,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        options: CommonOptions = {"task": "link", **common}
-        super().__init__(**options)
+    settings_type = BigGraphConfig
+    settings: BigGraphConfig
+
+    def __init__(self, settings: BigGraphConfig | None = None, **keywords: Any) -> None:
+        super().__init__(settings, **keywords)
+        given = self.settings
         require_h5py()
-        self.path = path
-        self.edges = {"edges": _listed(edges) or [path], "val_edges": _listed(val_edges)}
-        self.edges["test_edges"] = _listed(test_edges)
-        self.relations = None if relations is None else [_relation(entry) for entry in relations]
-        self._set_by_name = any(set(entry) - set(vars(_relation(entry))) for entry in relations or ())
-        self.keep_parts, self.joint_types = bool(keep_parts), joint_types
-        self._entities = entities or {}
-        self.schema = DataSchema(entities, None)  # until the folders were read
+        self.path = given.path
+        self.edges = {"edges": _listed(given.edges) or [given.path], "val_edges": _listed(given.val_edges)}
+        self.edges["test_edges"] = _listed(given.test_edges)
+        self.relations = None if given.relations is None else [_relation(entry) for entry in given.relations]
+        self._set_by_name = any(set(entry) - set(vars(_relation(entry))) for entry in given.relations or ())
+        self.keep_parts, self.joint_types = bool(given.keep_parts), given.joint_types
+        self._entities = given.entities or {}
+        self.schema = DataSchema(given.entities, None)  # until the folders were read
         self._facts: dict[str, Any] = {}
         self._books: dict[str, BagBook] = {}
-        if keep_parts:
+        if given.keep_parts:
             self._check_partitioner()
         self._names: dict[str, Sequence[str]] = {}
         self._num_relations: int | None = None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.data.module import OUTLINE, CommonOptions, file_stamp
+from gtrain.data.config import DGLPartitionConfig
+from gtrain.data.module import OUTLINE, file_stamp
 from gtrain.data.readers.dgl import Book, DGLGraph, EdgeType, Ranges, read_book, read_graph, read_tensors, tensor_names
 from gtrain.data.readers.files import find_file
 from gtrain.data.sources.given_parts import GivenPartsData
@@ -28,35 +29,26 @@ class DGLPartitionData(GivenPartsData):
     copies of others that it holds. Features keep their names, but for those named here, and a feature ``orig_id``,
     which becomes ``original_id``; ``*_mask`` become bool.
 
-    Args:
-        path: the JSON file, as it is or below ``root``.
-        features: name of the features that become ``x`` of nodes and ``edge_attr`` of edges; None means none.
-        labels: name of the node feature that becomes ``y``; None means none.
-        edge_weights: name of the edge feature that becomes ``edge_weight``; None means none.
-        **common: see :class:`~gtrain.data.module.GraphDataModule`.
+    Its settings are those of :class:`~gtrain.data.config.DGLPartitionConfig`.
     """
 
     name = "dgl_partition"
 
-    def __init__(
-        self,
-        *,
-        path: str,
-        features: str | None = "feat",
-        labels: str | None = "label",
-        edge_weights: str | None = None,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        super().__init__(**common)
+    settings_type = DGLPartitionConfig
+    settings: DGLPartitionConfig
+
+    def __init__(self, settings: DGLPartitionConfig | None = None, **keywords: Any) -> None:
+        super().__init__(settings, **keywords)
+        given = self.settings
         self._check_partitioner()
-        self.path = path
+        self.path = given.path
         self._named: dict[str, tuple[str | None, str | None]] = {
-            "data.features": (features, "feat"),
-            "data.labels": (labels, "label"),
-            "data.edge_weights": (edge_weights, None),
+            "data.features": (given.features, "feat"),
+            "data.labels": (given.labels, "label"),
+            "data.edge_weights": (given.edge_weights, None),
         }
-        self.renamed_nodes = _renamed({features: "x", labels: "y"})
-        self.renamed_edges = _renamed({features: "edge_attr", edge_weights: "edge_weight"})
+        self.renamed_nodes = _renamed({given.features: "x", given.labels: "y"})
+        self.renamed_edges = _renamed({given.features: "edge_attr", given.edge_weights: "edge_weight"})
         self._book: Book | None = None
 
     def identity(self) -> dict[str, Any]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,8 +12,9 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.utils import to_undirected
 
+from gtrain.data.config import EdgesConfig
 from gtrain.data.ingest.format import EdgeFormat
-from gtrain.data.module import OUTLINE, CommonOptions, GraphDataModule, file_stamp
+from gtrain.data.module import OUTLINE, GraphDataModule, file_stamp
 from gtrain.data.readers.edge_sets import Named, facts_of_sets, find_sets
 from gtrain.data.readers.entities import (
     bag_rows,
@@ -24,7 +24,7 @@ from gtrain.data.readers.entities import (
     stamps_of_features,
 )
 from gtrain.data.readers.node_files import GENERATED, NodeFiles, generated
-from gtrain.data.schema import DataSchema, Entries
+from gtrain.data.schema import DataSchema
 from gtrain.errors import ConfigError
 from gtrain.graph.store.tables import EdgeArrays
 
@@ -42,101 +42,40 @@ class EdgesData(GraphDataModule):
     or spaces; lines that begin with ``#`` or ``%`` are comments, and a first line of names is skipped. File names are
     taken as they are, or below ``root``. Lists of more than ``IN_MEMORY_EDGES`` edges stay on disk.
 
-    Args:
-        path: the edge list: a file, a glob pattern, a folder, or a list of them.
-        edge_sets: several edge lists instead, each named as ``path`` is, which ``strategy=pbg`` trains one after the
-            other in each epoch; None: ``path`` is the only one.
-        ids: ``int``: ids are integers from 0; ``string``: anything, numbered in order of first appearance and kept as
-            the names of the nodes; ``auto``: what the first line looks like.
-        columns: the columns of source and target, by position from 0 or by name; None means the first two, and a third
-            column is the weight if there is no fourth and no other column is set.
-        weight: column that becomes ``edge_weight`` (float32), by position or name; None: none.
-        relation: column that becomes ``edge_type``: integers from 0, or names; None: none.
-        time: column that becomes ``edge_time`` (int64); None: none.
-        header: whether the first line of text names the columns; None finds out.
-        separator: a character, or ``comma``, ``semicolon``, ``tab``, ``space``; None finds out.
-        comments: characters that begin comment lines.
-        features: ``.npy``, ``.pt`` (a plain tensor) or text, one row for each node; or ``degree`` (one column,
-            log(1 + in-degree)) or ``constant`` (one column of ones); None means no ``x``. Text for nodes with names
-            has the name in front of each row.
-        labels: ``.npy``, ``.pt`` or text, one label for each line, or ``id label`` (``name label`` for nodes with
-            names); None means no ``y``, which is enough for a store, but not for training on node labels.
-        num_nodes: N; None takes the rows of the features, or else of the labels, or else the largest id + 1.
-        undirected: whether each line stands for both directions. In memory, edges listed twice are merged and their
-            weights averaged; with times, and in lists that stay on disk, they are kept.
-        entities: entity types, with ``num_partitions``, and ``featurized``, a file of the features of the type's
-            entities (:class:`~gtrain.data.readers.entities.EntityFeatures`); see
-            :class:`~gtrain.data.schema.DataSchema`.
-        relations: relations by ``name`` (integers by their digits), with the types ``lhs`` and ``rhs`` that they join;
-            ``*``, or one entry without a name, is all others. Ids are then numbered within each type.
-        **common: see :class:`~gtrain.data.module.GraphDataModule`; the split is random unless it is set.
+    Its settings are those of :class:`~gtrain.data.config.EdgesConfig`.
     """
 
     name = "edges"
 
-    def __init__(
-        self,
-        *,
-        path: Named | None = None,
-        edge_sets: Sequence[Named] | None = None,
-        ids: str = "auto",
-        columns: Sequence[int | str] | None = None,
-        weight: int | str | None = None,
-        relation: int | str | None = None,
-        time: int | str | None = None,
-        header: bool | None = None,
-        separator: str | None = None,
-        comments: str = "#%",
-        features: str | None = None,
-        labels: str | None = None,
-        num_nodes: int | None = None,
-        undirected: bool = False,
-        entities: Mapping[str, Any] | None = None,
-        relations: Entries | None = None,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        options: CommonOptions = {"split": "random", **common}
-        super().__init__(**options)
-        if self.split.kind == "public":
-            raise ConfigError("data.split=public, and an edge list has no masks", hint="set data.split=random")
-        if num_nodes is not None and num_nodes < 1:
-            raise ConfigError(f"data.num_nodes={num_nodes} is too small", hint="set 1 or more, or null")
-        if num_nodes is not None and ids == "string":
-            raise ConfigError(
-                f"data.num_nodes={num_nodes} with data.ids=string, where the nodes are those that the edges name",
-                hint="leave data.num_nodes, or set data.ids=int",
-            )
-        if undirected and relation is not None:
-            raise ConfigError(
-                "data.undirected=true with data.relation, and a relation has a direction",
-                hint="leave data.undirected, or list the other direction as relations of its own",
-            )
-        self.schema = DataSchema(entities, relations)
-        given = {"features": features, "labels": labels, "num_nodes": num_nodes, "undirected": undirected or None}
-        unsuited = [key for key, value in given.items() if value is not None]
+    settings_type = EdgesConfig
+    settings: EdgesConfig
+
+    def __init__(self, settings: EdgesConfig | None = None, **keywords: Any) -> None:
+        super().__init__(settings, **keywords)
+        given = self.settings
+        self.schema = DataSchema(given.entities, given.relations)
+        one_type = {key: getattr(given, key) for key in ("features", "labels", "num_nodes", "undirected")}
+        unsuited = [key for key, value in one_type.items() if value not in (None, False)]
         if (self.schema.is_typed or self.schema.featurized) and unsuited:
             raise ConfigError(
-                f"data.{unsuited[0]}={given[unsuited[0]]} was set with entity types, whose ids begin anew in each.",
+                f"data.{unsuited[0]}={one_type[unsuited[0]]} was set with entity types, whose ids begin anew in each.",
                 hint=f"leave data.{unsuited[0]}, or data.relations.",
             )
-        if (path is None) == (edge_sets is None):
-            raise ConfigError(
-                f"data.path={path} with data.edge_sets={edge_sets} were set.",
-                hint="set one of them: a list of files, or several.",
-            )
-        if edge_sets is not None and undirected:
-            raise ConfigError(
-                "data.undirected=true was set with data.edge_sets.",
-                hint="list both directions, in the set that has them.",
-            )
-        self.edge_sets: list[Named] = list(edge_sets or []) if path is None else [path]
-        self.path = path
-        self.num_nodes = num_nodes
-        self.undirected = undirected
+        self.edge_sets: list[Named] = list(given.edge_sets or []) if given.path is None else [given.path]
+        self.path = given.path
+        self.num_nodes = given.num_nodes
+        self.undirected = given.undirected
         self.format = EdgeFormat(
-            ids, None if columns is None else tuple(columns), weight, relation, time, header, separator, comments
+            given.ids,
+            None if given.columns is None else tuple(given.columns),
+            given.weight,
+            given.relation,
+            given.time,
+            given.header,
+            given.separator,
+            given.comments,
         )
-        self._node_files = NodeFiles(features, labels, self.root, self.unlabelled)
+        self._node_files = NodeFiles(given.features, given.labels, self.root, self.unlabelled)
         self._names: dict[str, Any] = {}
         self._facts: dict[str, Any] = {}
 

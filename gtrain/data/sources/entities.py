@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from gtrain.data.module import OUTLINE, CommonOptions
+from gtrain.data.config import EntitiesConfig
+from gtrain.data.module import OUTLINE
 from gtrain.data.readers.rdf import RDFGraph, read_ntriples
 from gtrain.data.sources.feature_rows import row_masks
 from gtrain.data.sources.pyg import PyGData, known_name
@@ -37,21 +38,21 @@ class EntitiesData(PyGData):
     is ``1.0`` in another. Each triple becomes an edge of the relation 2r, and one back of the relation 2r + 1. Literals
     are nodes, and nodes have no features. Needs rdflib.
 
-    Args:
-        name: ``AIFB``, ``MUTAG``, ``BGS`` or ``AM``.
-        val_fraction: share of the published training entities that validates with the public split, drawn by ``seed``;
-            published figures use all for training, and so does the default, 0.
-        **common: see :class:`~gtrain.data.module.GraphDataModule`; nodes without a label have the label -1.
+    Its settings are those of :class:`~gtrain.data.config.EntitiesConfig`.
     """
 
     outline = {**OUTLINE, "num_features": None, "num_relations": 2}
 
-    def __init__(self, *, name: str = "AIFB", **common: Unpack[CommonOptions]) -> None:
-        name = known_name("Entities", name, tuple(COLUMNS))
-        options: CommonOptions = {"unlabelled": -1, "val_fraction": 0.0, **common}
-        super().__init__(name="Entities", options={"name": name}, **options)
-        self._dataset = name
+    settings_type = EntitiesConfig
+    settings: EntitiesConfig
+
+    def __init__(self, settings: EntitiesConfig | None = None, **keywords: Any) -> None:
+        super().__init__(settings, **keywords)
+        self._dataset = self.options["name"]
         self._graph: RDFGraph | None = None
+
+    def dataset(self) -> tuple[str, dict[str, Any]]:
+        return "Entities", {"name": known_name("Entities", self.settings.name, tuple(COLUMNS))}
 
     def identity(self) -> dict[str, Any]:
         """Return the data set, the stamps of its raw files, and what the public split depends on."""

@@ -6,17 +6,16 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch_geometric.data import HeteroData
 
-from gtrain.data.module import OUTLINE, CommonOptions, GraphDataModule, file_stamp
+from gtrain.data.config import HeCoConfig
+from gtrain.data.module import OUTLINE, GraphDataModule, file_stamp
 from gtrain.data.readers.heco import Arrays, Folder, OneFile, names_of, no_array
 from gtrain.errors import ConfigError, DataError
-
-PER_CLASS = (20, 40, 60)
 
 
 @dataclass(frozen=True)
@@ -50,30 +49,25 @@ class HeCoData(GraphDataModule):
     types are ``paper``, ``author`` and ``subject`` of ACM, ``author``, ``paper``, ``conference`` and ``term`` of DBLP,
     and the first has labels.
 
-    Args:
-        name: ``acm``, ``dblp``, ``aminer`` or ``freebase``.
-        path: the folder or the ``.npz``, as it is or below ``root``; None looks for ``<name>.npz`` and ``<name>`` in
-            ``<root>/heco``, ``<root>/hetero/heco`` and ``root``.
-        per_class: training nodes of each class of the public split: 20, 40 or 60.
-        **common: see :class:`~gtrain.data.module.GraphDataModule`.
+    Its settings are those of :class:`~gtrain.data.config.HeCoConfig`.
     """
 
-    def __init__(
-        self, *, name: str = "acm", path: str | None = None, per_class: int = 20, **common: Unpack[CommonOptions]
-    ) -> None:
-        super().__init__(**common)
+    settings_type = HeCoConfig
+    settings: HeCoConfig
+
+    def __init__(self, settings: HeCoConfig | None = None, **keywords: Any) -> None:
+        super().__init__(settings, **keywords)
+        name, path = self.settings.name, self.settings.path
         if name.lower() not in LAYOUTS:
             near = difflib.get_close_matches(name.lower(), LAYOUTS, n=1)
             raise ConfigError(
                 f"data.name={name!r} is not a data set of HeCo",
                 hint=f"choose one of {', '.join(LAYOUTS)}" + (f"; did you mean {near[0]}?" if near else ""),
             )
-        if per_class not in PER_CLASS:
-            raise ConfigError(f"data.per_class={per_class} is no published split", hint="choose 20, 40 or 60")
         self._dataset = name.lower()
         self.name = f"heco-{self._dataset}"
         self.path = path
-        self.per_class = per_class
+        self.per_class = self.settings.per_class
 
     def identity(self) -> dict[str, Any]:
         """Return the data set, the stamps of its files, and the published split."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
-from gtrain.data.module import TRIPLES_OUTLINE, CommonOptions, GraphDataModule, file_stamp, log
-from gtrain.data.readers.edge_sets import Named, facts_of_sets, find_sets
+from gtrain.data.config import KGConfig
+from gtrain.data.module import TRIPLES_OUTLINE, GraphDataModule, file_stamp, log
+from gtrain.data.readers.edge_sets import facts_of_sets, find_sets
 from gtrain.data.readers.entities import (
     EntityFeatures,
     EntityNames,
@@ -23,10 +24,9 @@ from gtrain.data.readers.entities import (
     stamps_of_features,
 )
 from gtrain.data.readers.triples import COLUMNS, Triples, is_archive, read_archive, read_file, read_folder, split_files
-from gtrain.data.schema import DataSchema, Entries
+from gtrain.data.schema import DataSchema
 from gtrain.errors import ConfigError, DataError
 
-UNKNOWN = ("error", "drop", "keep")
 _PREFIX = {"train": "", "valid": "val_", "test": "test_"}
 
 
@@ -36,47 +36,26 @@ class KGData(GraphDataModule):
     Each line of ``train.txt``, ``valid.txt`` and ``test.txt`` is a head, a relation and a tail, which are any strings,
     separated by tabs. ``.tsv`` and ``.gz`` are understood too. Heads, then tails, are numbered in the order in which
     ``train`` first names them, and so are relations; duplicates stay. The triples of ``train`` become the edges,
-    head to tail, with ``edge_type``; the others become the held-out edges.
+    head to tail, with ``edge_type``; the others become the held-out edges. An entity of a graph with entity types is
+    known by its type and name; which type it is of follows from the relations.
 
-    Args:
-        path: the folder (or the one above its ``raw``), or the archive, as it is or below ``root``.
-        edge_sets: files of triples that train instead of ``train.txt``, as they are or below the folder; each entry is
-            a set (a name, a glob pattern, a folder, or a list of them), and ``strategy=pbg`` trains one after the other
-            in each epoch; None: ``train.txt`` is the only one.
-        unknown: what to do with a validation or test triple that names an entity or relation that ``train`` does not:
-            ``error``; ``drop`` the triple; or ``keep`` it, and give the entity a node without training edges, as the
-            published figures of FB15k-237 and WN18RR do.
-        entities: entity types, with ``num_partitions``, and ``featurized``, a file of the features of the type's
-            entities (:class:`~gtrain.data.readers.entities.EntityFeatures`); see
-            :class:`~gtrain.data.schema.DataSchema`. An entity is then
-            known by its type and name; which type it is of follows from the relations.
-        relations: relations by ``name``, with the types ``lhs`` and ``rhs`` that they join; ``*`` is all others.
-        **common: see :class:`~gtrain.data.module.GraphDataModule`; the task is ``link`` and the split is the files',
-            unless they are set.
+    Its settings are those of :class:`~gtrain.data.config.KGConfig`.
     """
 
     name = "kg"
 
-    def __init__(
-        self,
-        *,
-        path: str,
-        edge_sets: Sequence[Named] | None = None,
-        unknown: str = "error",
-        entities: Mapping[str, Any] | None = None,
-        relations: Entries | None = None,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        options: CommonOptions = {"task": "link", "batch_size": 1000, **common}
-        super().__init__(**options)
-        if unknown not in UNKNOWN:
-            raise ConfigError(f"data.unknown={unknown!r} is not known", hint=f"choose one of {', '.join(UNKNOWN)}")
-        self.path = path
-        self.edge_sets = [] if edge_sets is None else list(edge_sets)
-        if edge_sets is not None and not self.edge_sets:
+    settings_type = KGConfig
+    settings: KGConfig
+
+    def __init__(self, settings: KGConfig | None = None, **keywords: Any) -> None:
+        super().__init__(settings, **keywords)
+        given = self.settings
+        self.path = given.path
+        self.edge_sets = list(given.edge_sets or [])
+        if given.edge_sets is not None and not self.edge_sets:
             raise ConfigError("data.edge_sets is an empty list", hint="name a file for each set, or set it to null")
-        self.unknown = unknown
-        self.schema = DataSchema(entities, relations)
+        self.unknown = given.unknown
+        self.schema = DataSchema(given.entities, given.relations)
         self._names: EntityNames | None = None
         self._features: dict[str, EntityFeatures] = {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch_geometric.data import Data
 
-from gtrain.data.module import SPARSE_OUTLINE, CommonOptions, GraphDataModule, file_stamp
+from gtrain.data.config import LibsvmConfig
+from gtrain.data.module import SPARSE_OUTLINE, GraphDataModule, file_stamp
 from gtrain.data.readers.files import find_file
 from gtrain.data.readers.libsvm import Rows, read_rows
 from gtrain.data.sources.feature_rows import RowColumns, among_unlabelled, no_label, number_labels, row_masks
 from gtrain.errors import ConfigError, DataError
 
 BASES = {"auto": None, "0": 0, "1": 1}
-FORMATS = ("auto", "single", "multi")
 MOST_FEATURES = (1 << 31) - 1
 """Columns: weights are a table with a row for each feature, and tables have fewer than 2^31 rows."""
 MOST_LABELS = 1 << 31
@@ -32,36 +32,19 @@ class LibsvmData(GraphDataModule):
     Rows with several labels, ``1,3,5``, make ``y`` a matrix ``[N, C]`` of zeros and ones, one column for each
     label 0..C-1. ``#`` begins a comment.
 
-    Args:
-        path: the file that trains, as it is or below ``root``; ``.gz`` is unpacked.
-        test_path: the file that tests; None for none.
-        index_base: the smallest feature id: ``1``, ``0``, or ``auto``: 0 if that id occurs in one of the files, else 1.
-        num_features: F; None takes the largest id.
-        labels: ``single``, ``multi``, or ``auto``: multi if a row has several labels; rows without one need that too.
-        val_fraction: share of ``path``'s rows that validate with the public split, drawn by ``seed``; or see
-            :class:`~gtrain.data.prepare.split.SplitOptions` for the other splits, which are of the rows of both files.
-        **common: see :class:`~gtrain.data.module.GraphDataModule`.
+    Its settings are those of :class:`~gtrain.data.config.LibsvmConfig`.
     """
 
     name = "libsvm"
     outline = SPARSE_OUTLINE
 
-    def __init__(
-        self,
-        *,
-        path: str,
-        test_path: str | None = None,
-        index_base: str = "auto",
-        num_features: int | None = None,
-        labels: str = "auto",
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        options: CommonOptions = {"partitioner": "random", "val_fraction": 0.1, "batch_size": 512, **common}
-        super().__init__(**options)
-        if str(index_base) not in BASES:
-            raise ConfigError(f"data.index_base={index_base!r} is not known", hint="choose auto, 0 or 1")
-        if labels not in FORMATS:
-            raise ConfigError(f"data.labels={labels!r} is not known", hint=f"choose one of {', '.join(FORMATS)}")
+    settings_type = LibsvmConfig
+    settings: LibsvmConfig
+
+    def __init__(self, settings: LibsvmConfig | None = None, **keywords: Any) -> None:
+        super().__init__(settings, **keywords)
+        given = self.settings
+        num_features = given.num_features
         if num_features is not None and num_features < 1:
             raise ConfigError(f"data.num_features={num_features} is too small", hint="set 1 or more, or null")
         if num_features is not None and num_features > MOST_FEATURES:
@@ -69,11 +52,11 @@ class LibsvmData(GraphDataModule):
                 f"data.num_features={num_features} was set; {MOST_FEATURES} is the most that is served",
                 hint="number the features without gaps, or hash their ids to fewer",
             )
-        self.path = path
-        self.test_path = test_path
-        self.index_base = str(index_base)
+        self.path = given.path
+        self.test_path = given.test_path
+        self.index_base = str(given.index_base)
         self.num_features = num_features
-        self.labels = labels
+        self.labels = given.labels
         self._label_values: list[int] | None = None
         self._first_feature: int | None = None
 

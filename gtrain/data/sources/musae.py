@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,8 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.utils import to_undirected
 
-from gtrain.data.module import SPARSE_OUTLINE, CommonOptions, GraphDataModule, file_stamp
+from gtrain.data.config import MusaeConfig
+from gtrain.data.module import SPARSE_OUTLINE, GraphDataModule, file_stamp
 from gtrain.data.readers.number_table import read_table
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.store.tables import csr_tensor
@@ -44,31 +45,23 @@ class MusaeData(GraphDataModule):
     or else ``id``, and one of labels); ``musae_`` may stand before their names. Classes are numbered in the order of
     the labels, and nodes in the order of their ids.
 
-    Args:
-        name: what the files begin with: ``facebook``, or a country of Twitch, such as ``DE``.
-        path: the folder, as it is or below ``root``; None looks into ``<root>/musae``, then ``root``.
-        label: the column of labels; None takes ``page_type``, ``mature`` or ``ml_target``, whichever is there.
-        **common: see :class:`~gtrain.data.module.GraphDataModule`; the split is random unless it is set.
+    Its settings are those of :class:`~gtrain.data.config.MusaeConfig`.
     """
 
     outline = SPARSE_OUTLINE
 
-    def __init__(
-        self,
-        *,
-        name: str = "facebook",
-        path: str | None = None,
-        label: str | None = None,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        options: CommonOptions = {"split": "random", **common}
-        super().__init__(**options)
+    settings_type = MusaeConfig
+    settings: MusaeConfig
+
+    def __init__(self, settings: MusaeConfig | None = None, **keywords: Any) -> None:
+        super().__init__(settings, **keywords)
+        name = self.settings.name
         if self.split.kind == "public":
             raise ConfigError("data.split=public, and MUSAE's data have no masks", hint="set data.split=random")
         self._dataset = name
         self.name = f"musae-{name.lower()}"
-        self.path = path
-        self.label = label
+        self.path = self.settings.path
+        self.label = self.settings.label
         self._classes: list[Any] = []
         self._names: Any = None
 

@@ -7,14 +7,15 @@ import gzip
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.data.module import OUTLINE, CommonOptions, GraphDataModule, file_stamp, log
+from gtrain.data.config import OGBConfig
+from gtrain.data.module import OUTLINE, GraphDataModule, file_stamp, log
 from gtrain.data.readers.ogb import download, first_width, read_csv, read_edges, read_masks, read_optional, read_split
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.store.lock import file_lock
@@ -75,28 +76,25 @@ class OGBData(GraphDataModule):
     ``edge_year`` the edges' ``edge_time``, ``edge_weight`` and ``edge_reltype`` (``edge_type``) are kept. Link data
     sets predict edges: their validation and test edges become held-out edges; OGB's own negative edges are not read.
 
-    Args:
-        name: such as ``ogbn-arxiv`` or ``ogbl-collab``.
-        undirected: whether each edge gets one back; in a heterogeneous graph of the type ``rev_<relation>``. None
-            does what OGB does for homogeneous graphs (products, proteins, ppa, collab and ddi), and adds them for mag.
-        **common: see :class:`~gtrain.data.module.GraphDataModule`; the task is ``link`` for ``ogbl``.
+    Its settings are those of :class:`~gtrain.data.config.OGBConfig`; by keywords, the task is ``link`` for ``ogbl``.
     """
 
-    def __init__(
-        self, *, name: str = "ogbn-arxiv", undirected: bool | None = None, **common: Unpack[CommonOptions]
-    ) -> None:
+    settings_type = OGBConfig
+    settings: OGBConfig
+
+    def __init__(self, settings: OGBConfig | None = None, **keywords: Any) -> None:
+        name = keywords.get("name") or (settings or OGBConfig()).name
         if name not in DATASETS:
             near = difflib.get_close_matches(name, DATASETS, n=1)
             raise ConfigError(
                 f"data.name={name!r} is not a data set that is known",
                 hint=f"choose one of {', '.join(DATASETS)}" + (f"; did you mean {near[0]}?" if near else ""),
             )
-        options: CommonOptions = {**common}
-        if name.startswith("ogbl"):
-            options = {"task": "link", **common}
-        super().__init__(**options)
+        if settings is None and name.startswith("ogbl"):
+            keywords = {"task": "link", **keywords}
+        super().__init__(settings, **keywords)
         self.name = name
-        self.undirected = undirected
+        self.undirected = self.settings.undirected
         self._meta = DATASETS[name]
 
     def identity(self) -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch_geometric.data import Data
 
-from gtrain.data.module import SPARSE_OUTLINE, CommonOptions, GraphDataModule, file_stamp
+from gtrain.data.config import ParquetConfig
+from gtrain.data.module import SPARSE_OUTLINE, GraphDataModule, file_stamp
 from gtrain.data.readers.files import find_file
 from gtrain.data.readers.parquet import (
     Entries,
@@ -26,8 +26,6 @@ from gtrain.data.readers.parquet import (
 from gtrain.data.sources.feature_rows import RowColumns, no_label, row_masks
 from gtrain.errors import ConfigError, DataError
 
-NULLS = ("error", "zero")
-
 
 class ParquetData(GraphDataModule):
     """Rows of sparse features with a label, from Parquet files.
@@ -38,63 +36,37 @@ class ParquetData(GraphDataModule):
     :func:`~gtrain.data.readers.parquet.hash_strings`, salted by the column's name, and whole numbers are hashed as
     their decimal digits. Features of a row that meet in one column are added up.
 
-    Args:
-        path: the file that trains, or a folder of them, as it is or below ``root``.
-        test_path: the file or folder that tests; None for none.
-        label: the column of labels: whole numbers, booleans or strings, numbered by their values.
-        ids: a column of lists of feature ids from 0.
-        values: a column of lists of their values; None for ones.
-        num_features: feature ids are below this; None takes the largest.
-        dense: numeric columns.
-        categorical: columns of strings or whole numbers that are hashed.
-        buckets: columns of ``x`` for each categorical column.
-        nulls: what to do with null and NaN features: ``error``, or ``zero``: they count as 0, and a null category has
-            no bucket. A null label is an error, unless ``unlabelled`` is set.
-        **common: see :class:`~gtrain.data.module.GraphDataModule`; with the public split ``val_fraction`` of ``path``'s
-            rows validate, drawn by ``seed``.
+    Its settings are those of :class:`~gtrain.data.config.ParquetConfig`.
     """
 
     name = "parquet"
     outline = SPARSE_OUTLINE
 
-    def __init__(
-        self,
-        *,
-        path: str,
-        test_path: str | None = None,
-        label: str = "label",
-        ids: str | None = None,
-        values: str | None = None,
-        num_features: int | None = None,
-        dense: Sequence[str] | None = None,
-        categorical: Sequence[str] | None = None,
-        buckets: int = 1 << 20,
-        nulls: str = "error",
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        options: CommonOptions = {"partitioner": "random", "val_fraction": 0.1, "batch_size": 512, **common}
-        super().__init__(**options)
-        if nulls not in NULLS:
-            raise ConfigError(f"data.nulls={nulls!r} is not known", hint=f"choose one of {', '.join(NULLS)}")
-        for key, number in (("buckets", buckets), ("num_features", num_features)):
+    settings_type = ParquetConfig
+    settings: ParquetConfig
+
+    def __init__(self, settings: ParquetConfig | None = None, **keywords: Any) -> None:
+        super().__init__(settings, **keywords)
+        given = self.settings
+        for key, number in (("buckets", given.buckets), ("num_features", given.num_features)):
             if number is not None and number < 1:
                 raise ConfigError(f"data.{key}={number} is too small", hint="set 1 or more")
-        if values is not None and ids is None:
+        if given.values is not None and given.ids is None:
             raise ConfigError(
-                f"data.values={values}, and data.ids is not set", hint="name the column of ids: data.ids="
+                f"data.values={given.values}, and data.ids is not set", hint="name the column of ids: data.ids="
             )
-        if label in (ids, values, *(dense or []), *(categorical or [])):
-            raise ConfigError(f"data.label={label} is a feature too", hint="take the label out of the features")
-        self.path = path
-        self.test_path = test_path
-        self.label = label
-        self.ids = ids
-        self.values = values
-        self.num_features = num_features
-        self.dense = list(dense or [])
-        self.categorical = list(categorical or [])
-        self.buckets = buckets
-        self.nulls = nulls
+        if given.label in (given.ids, given.values, *(given.dense or []), *(given.categorical or [])):
+            raise ConfigError(f"data.label={given.label} is a feature too", hint="take the label out of the features")
+        self.path = given.path
+        self.test_path = given.test_path
+        self.label = given.label
+        self.ids = given.ids
+        self.values = given.values
+        self.num_features = given.num_features
+        self.dense = list(given.dense or [])
+        self.categorical = list(given.categorical or [])
+        self.buckets = given.buckets
+        self.nulls = given.nulls
         self._label_values: list[Any] | None = None
 
     def identity(self) -> dict[str, Any]:

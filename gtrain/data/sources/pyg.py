@@ -8,12 +8,13 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, ClassVar
 
 import torch_geometric.datasets
 from torch_geometric.data import Data, Dataset, HeteroData
 
-from gtrain.data.module import OUTLINE, CommonOptions, GraphDataModule, file_stamp, log
+from gtrain.data.config import AmazonConfig, CoauthorConfig, DataConfig, HeterophilousConfig, PlanetoidConfig, PyGConfig
+from gtrain.data.module import OUTLINE, GraphDataModule, file_stamp, log
 from gtrain.data.prepare.components import largest_component
 from gtrain.data.readers.pyg import Missing, construct, download, mirror, probe, tidy_graph
 from gtrain.data.readers.unpickling import plain_pickles
@@ -32,24 +33,27 @@ class PyGData(GraphDataModule):
     Files that have to be downloaded go to the first of them that exists, and otherwise to ``<root>/<class name>``.
     Of pickles among the raw files, as Planetoid's are, only arrays, sparse matrices and plain containers are read.
 
-    Args:
-        name: the data set class, such as ``Planetoid`` or ``KarateClub``.
-        options: its arguments other than ``root``, such as ``{"name": "Cora"}``.
-        **common: see :class:`~gtrain.data.module.GraphDataModule`.
+    Its settings are those of :class:`~gtrain.data.config.PyGConfig`.
     """
 
     preset: str | None = None
 
-    def __init__(
-        self, *, name: str = "Planetoid", options: Mapping[str, Any] | None = None, **common: Unpack[CommonOptions]
-    ) -> None:
-        super().__init__(**common)
-        if options is not None and not isinstance(options, Mapping):
-            raise ConfigError(f"data.options={options!r} is no mapping", hint="set it like data.options={name: Cora}")
-        self.options = dict(options or {})
+    settings_type: ClassVar[type[DataConfig]] = PyGConfig
+
+    def __init__(self, settings: DataConfig | None = None, **keywords: Any) -> None:
+        super().__init__(settings, **keywords)
+        name, self.options = self.dataset()
         self._class = dataset_class(name)
         self._raw: tuple[Path, list[Path]] | None = None
         self.name = "-".join([name, *(str(v) for k, v in self.options.items() if k == "name")])
+
+    def dataset(self) -> tuple[str, dict[str, Any]]:
+        """Return the class of PyG's data set, and its arguments other than ``root``."""
+        assert isinstance(self.settings, PyGConfig)
+        options = self.settings.options
+        if options is not None and not isinstance(options, Mapping):
+            raise ConfigError(f"data.options={options!r} is no mapping", hint="set it like data.options={name: Cora}")
+        return self.settings.name, dict(options or {})
 
     def identity(self) -> dict[str, Any]:
         """Return the class, its options, and the stamps of its raw files."""
@@ -158,29 +162,26 @@ class PlanetoidData(PyGData):
 
     outline = OUTLINE
 
-    def __init__(self, *, name: str = "Cora", **common: Unpack[CommonOptions]) -> None:
-        name = known_name("Planetoid", name, ("Cora", "CiteSeer", "PubMed"))
-        options: CommonOptions = {"split": "public", "normalize_features": True, **common}
-        super().__init__(name="Planetoid", options={"name": name}, **options)
+    settings_type = PlanetoidConfig
+    settings: PlanetoidConfig
+
+    def dataset(self) -> tuple[str, dict[str, Any]]:
+        return "Planetoid", {"name": known_name("Planetoid", self.settings.name, ("Cora", "CiteSeer", "PubMed"))}
 
 
 class _SplitByClass(PyGData):
     """A graph of Shchur et al. 2018, whose figures are of the largest connected component.
 
-    Args:
-        name: the data set class.
-        member: the data set.
-        largest_component: leave all other nodes out. Those that stay keep their order, and their ids in the data set
-            are their names.
-        **common: see :class:`~gtrain.data.module.GraphDataModule`.
+    Those that stay of its nodes keep their order, and their ids in the data set are their names.
     """
 
     outline = OUTLINE
 
-    def __init__(self, name: str, member: str, largest_component: bool, **common: Unpack[CommonOptions]) -> None:
-        options: CommonOptions = {"split": "per_class", **common}
-        super().__init__(name=name, options={"name": member}, **options)
-        self.largest_component = largest_component
+    settings: AmazonConfig | CoauthorConfig
+
+    def __init__(self, settings: DataConfig | None = None, **keywords: Any) -> None:
+        super().__init__(settings, **keywords)
+        self.largest_component = self.settings.largest_component
         self._facts: dict[str, Any] = {}
         self._names: dict[str, list[str]] = {}
 
@@ -212,11 +213,10 @@ class AmazonData(_SplitByClass):
 
     preset = "amazon"
 
-    def __init__(
-        self, *, name: str = "Photo", largest_component: bool = False, **common: Unpack[CommonOptions]
-    ) -> None:
-        member = known_name("Amazon", name, ("Computers", "Photo"))
-        super().__init__("Amazon", member, largest_component, **common)
+    settings_type = AmazonConfig
+
+    def dataset(self) -> tuple[str, dict[str, Any]]:
+        return "Amazon", {"name": known_name("Amazon", self.settings.name, ("Computers", "Photo"))}
 
 
 class CoauthorData(_SplitByClass):
@@ -224,8 +224,10 @@ class CoauthorData(_SplitByClass):
 
     preset = "coauthor"
 
-    def __init__(self, *, name: str = "CS", largest_component: bool = False, **common: Unpack[CommonOptions]) -> None:
-        super().__init__("Coauthor", known_name("Coauthor", name, ("CS", "Physics")), largest_component, **common)
+    settings_type = CoauthorConfig
+
+    def dataset(self) -> tuple[str, dict[str, Any]]:
+        return "Coauthor", {"name": known_name("Coauthor", self.settings.name, ("CS", "Physics"))}
 
 
 class HeterophilousData(PyGData):
@@ -235,10 +237,13 @@ class HeterophilousData(PyGData):
 
     outline = OUTLINE
 
-    def __init__(self, *, name: str = "Minesweeper", **common: Unpack[CommonOptions]) -> None:
+    settings_type = HeterophilousConfig
+    settings: HeterophilousConfig
+
+    def dataset(self) -> tuple[str, dict[str, Any]]:
         options = ("Roman-empire", "Amazon-ratings", "Minesweeper", "Tolokers", "Questions")
-        name = known_name("HeterophilousGraphDataset", name, options)
-        super().__init__(name="HeterophilousGraphDataset", options={"name": name}, **common)
+        name = known_name("HeterophilousGraphDataset", self.settings.name, options)
+        return "HeterophilousGraphDataset", {"name": name}
 
 
 def dataset_class(name: str) -> type[Dataset]:

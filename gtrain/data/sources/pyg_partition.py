@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.data.module import OUTLINE, CommonOptions, file_stamp
+from gtrain.data.config import PyGPartitionConfig
+from gtrain.data.module import OUTLINE, file_stamp
 from gtrain.data.readers.files import find_file, read_array
 from gtrain.data.readers.pyg_partition import (
     NODE,
@@ -35,21 +36,19 @@ class PyGPartitionData(GivenPartsData):
     else was added to ``feats`` of the parts, such as ``y`` or ``train_mask``. The Partitioner itself drops labels, so
     name a file of them. Files are loaded without unpickling objects.
 
-    Args:
-        path: the folder, with ``META.json``; as it is or below ``root``.
-        labels: ``.npy``, ``.pt`` or text, one label or one row of labels for each node, in the order of the original
-            ids; in a heterogeneous folder ``TYPE=FILE``. None takes ``y`` of the parts, where there is one.
-        **common: see :class:`~gtrain.data.module.GraphDataModule`; the split is random unless it is set.
+    Its settings are those of :class:`~gtrain.data.config.PyGPartitionConfig`.
     """
 
     name = "pyg_partition"
 
-    def __init__(self, *, path: str, labels: str | None = None, **common: Unpack[CommonOptions]) -> None:
-        options: CommonOptions = {"split": "random", **common}
-        super().__init__(**options)
+    settings_type = PyGPartitionConfig
+    settings: PyGPartitionConfig
+
+    def __init__(self, settings: PyGPartitionConfig | None = None, **keywords: Any) -> None:
+        super().__init__(settings, **keywords)
         self._check_partitioner()
-        self.path = path
-        self.labels = labels
+        self.path = self.settings.path
+        self.labels = self.settings.labels
         self._meta: Meta | None = None
 
     def identity(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch_geometric.data import Data
 
-from gtrain.data.module import EVENTS_OUTLINE, CommonOptions, GraphDataModule, file_stamp, log
+from gtrain.data.config import TemporalConfig
+from gtrain.data.module import EVENTS_OUTLINE, GraphDataModule, file_stamp, log
 from gtrain.data.readers.events import Events, check_columns, read_events
 from gtrain.data.readers.files import find_file
 from gtrain.errors import ConfigError, DataError
@@ -27,46 +28,28 @@ class TemporalData(GraphDataModule):
     of SNAP (``u v unixtime``) is read as it is, and Wikipedia or Reddit of Kumar et al. 2019 (JODIE; ``user_id,item_id,
     timestamp,state_label,features``) with ``bipartite=True`` and, for its features, ``features="4:"``.
 
-    Args:
-        path: the file, as it is or below ``root``; ``.gz`` is unpacked, a line of names is skipped.
-        time_column: the column of times, counted from 0; times become ``edge_time``, int64.
-        time_scale: what times are multiplied by, for times with fractions: 1000 keeps thousandths.
-        features: the columns that become ``edge_attr``, as a slice: ``4:`` or ``3:5``; None for none.
-        bipartite: whether sources and targets are different nodes although both count from 0; targets come after all
-            sources then, and names begin with ``source:`` or ``target:``.
-        **common: see :class:`~gtrain.data.module.GraphDataModule`; unless they are set, the task is ``link`` and the
-            split is by time, 70 % to train, 15 % to validate, 15 % to test.
+    Its settings are those of :class:`~gtrain.data.config.TemporalConfig`.
     """
 
     name = "temporal"
     outline = EVENTS_OUTLINE
 
-    def __init__(
-        self,
-        *,
-        path: str,
-        time_column: int = 2,
-        time_scale: float = 1.0,
-        features: str | None = None,
-        bipartite: bool = False,
-        **common: Unpack[CommonOptions],
-    ) -> None:
-        options: CommonOptions = {
-            "task": "link",
-            "split": "time",
-            "train_fraction": 0.7,
-            "val_fraction": 0.15,
-            **common,
-        }
-        super().__init__(**options)
-        if time_scale <= 0:
-            raise ConfigError(f"data.time_scale={time_scale:g} is not positive", hint="set 1, or 1000 for thousandths")
-        self.path = path
-        self.time_column = time_column
-        self.time_scale = time_scale
-        self.features = features
-        self.bipartite = bipartite
-        self._columns = _slice(features)
+    settings_type = TemporalConfig
+    settings: TemporalConfig
+
+    def __init__(self, settings: TemporalConfig | None = None, **keywords: Any) -> None:
+        super().__init__(settings, **keywords)
+        given = self.settings
+        if given.time_scale <= 0:
+            raise ConfigError(
+                f"data.time_scale={given.time_scale:g} is not positive", hint="set 1, or 1000 for thousandths"
+            )
+        self.path = given.path
+        self.time_column = given.time_column
+        self.time_scale = given.time_scale
+        self.features = given.features
+        self.bipartite = given.bipartite
+        self._columns = _slice(given.features)
         self._names: Any = None
 
     def identity(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""gtrain.data.config and conf/data: the schema, the YAML and the constructor say the same."""
+"""gtrain.data.config: what it declares is what the command composes and what sources take."""
 
 from __future__ import annotations
 
@@ -19,21 +19,14 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from gtrain.config import VERSION_BASE
-from gtrain.data.config import SCHEMAS, register
+from gtrain.data.config import SCHEMAS, PlantedConfig, register
+from gtrain.data.module import GraphDataModule
+from gtrain.data.planted import PlantedData
+from gtrain.data.sources.edges import EdgesData
+from gtrain.data.sources.kg import KGData
+from gtrain.errors import ConfigError
 
 CONF = REPO / "conf"
-PRESETS = (
-    "split",
-    "train_fraction",
-    "val_fraction",
-    "normalize_features",
-    "unlabelled",
-    "partitioner",
-    "task",
-    "joint_types",
-    "batch_size",
-)
-"""Options that a subclass sets on the way to the base, so that its signature does not show them."""
 
 
 @pytest.fixture
@@ -48,40 +41,29 @@ def composed() -> Iterator[Any]:
     GlobalHydra.instance().clear()
 
 
-def arguments(target: str) -> dict[str, Any]:
-    """Return the keyword arguments of a source, with its defaults, through its base classes."""
-    module, name = target.rsplit(".", 1)
-    found: dict[str, Any] = {}
-    for cls in reversed(getattr(importlib.import_module(module), name).__mro__):
-        if cls.__module__.startswith("gtrain.") and "__init__" in vars(cls):
-            own = inspect.signature(cls.__init__).parameters.values()
-            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in own):
-                found = {}  # takes nothing of its base's
-            found |= {p.name: p.default for p in own if p.kind is p.KEYWORD_ONLY}
+def source(name: str) -> type[Any]:
+    """Return the class of a source."""
+    module, _, cls = SCHEMAS[name]._target_.rpartition(".")
+    found: type[Any] = getattr(importlib.import_module(module), cls)
     return found
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_yaml_schema_and_constructor_agree(name: str, composed: Any) -> None:
+def test_each_source_takes_its_settings(name: str, composed: Any) -> None:
+    fields = {field.name: field for field in dataclasses.fields(SCHEMAS[name]) if field.name != "_target_"}
+    shown = inspect.signature(source(name)).parameters
+    assert {key: parameter.default for key, parameter in shown.items()} == {
+        key: parameter.empty if field.default == MISSING else field.default
+        for (key, field), parameter in zip(fields.items(), shown.values(), strict=True)
+    }
+    assert [key for key, field in fields.items() if not field.metadata["help"]] == []
     config: DictConfig = composed(f"data={name}")
-    fields = {field.name: field for field in dataclasses.fields(SCHEMAS[name])}
-    yaml = OmegaConf.to_container(OmegaConf.load(CONF / "data" / f"{name}.yaml"))
-    assert isinstance(yaml, dict)
-    assert set(yaml) - {"defaults"} == set(fields), "YAML and schema"
-    accepted = arguments(config._target_)
-    if name in ("planetoid", "amazon", "coauthor", "heterophilous", "entities"):
-        accepted.pop("options")  # of the general class; a preset fixes them
-    assert set(accepted) == set(fields) - {"_target_"}, "schema and constructor"
     assert OmegaConf.get_type(config) is SCHEMAS[name]
-    for key in set(fields) - {"_target_", "root", "store", "seed", "path"}:
-        assert yaml[key] == fields[key].default, key
-        preset = key in PRESETS
-        assert preset or accepted[key] == fields[key].default, key
     assert (config.seed, config.root, config.store) == (3, "raw", "made")
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_presets_of_the_yaml_are_those_of_the_class(name: str, composed: Any) -> None:
+def test_defaults_of_python_and_of_the_command_are_the_same(name: str, composed: Any) -> None:
     fields = dataclasses.fields(SCHEMAS[name])
     required = {field.name: "x" for field in fields if field.default == MISSING and field.name != "_target_"}
     if name == "edges":
@@ -89,13 +71,40 @@ def test_presets_of_the_yaml_are_those_of_the_class(name: str, composed: Any) ->
     config = composed(f"data={name}", *(f"data.{key}={value}" for key, value in required.items()))
     values = OmegaConf.to_container(config, resolve=True)
     assert isinstance(values, dict)
-    module, _, cls = values.pop("_target_").rpartition(".")
-    bare = getattr(importlib.import_module(module), cls)(**required, seed=values["seed"])
-    made = getattr(importlib.import_module(module), cls)(**values)
-    for key in ("split", "normalize_features", "unlabelled", "partitioner", "num_classes", "name"):
-        assert getattr(bare, key) == getattr(made, key), key
-    if OmegaConf.to_container(config)["task"].endswith("link}"):
-        assert bare.task == made.task == "link"
+    del values["_target_"]
+    bare = source(name)(**required, seed=3, root="raw", store="made").settings
+    made = source(name)(**values).settings
+    if name == "ogb":
+        assert values["task"] == "node"
+    differ = {key: (value, getattr(made, key)) for key, value in vars(bare).items() if value != getattr(made, key)}
+    assert differ == {}
+
+
+def test_keywords_replace_those_of_an_object() -> None:
+    data = PlantedData(PlantedConfig(num_nodes=60, num_edges=300), seed=4, num_classes=3)
+    assert (data.model.num_nodes, data.seed, data.num_classes, data.settings.num_edges) == (60, 4, 3, 300)
+
+
+def test_a_source_with_a_constructor_of_its_own_works_as_before() -> None:
+    class Mine(EdgesData):
+        def __init__(self, folder: str, **common: Any) -> None:
+            super().__init__(path=f"{folder}/edges.txt", undirected=True, **common)
+
+    class Bare(GraphDataModule):
+        def __init__(self, size: int = 3, **common: Any) -> None:
+            super().__init__(task="link", **common)
+            self.size = size
+
+    assert (Mine("there", num_parts=2).path, Mine("there", num_parts=2).num_parts) == ("there/edges.txt", 2)
+    assert (Bare(7, seed=5).size, Bare(7, seed=5).seed, Bare().settings.task) == (7, 5, "link")
+    assert list(inspect.signature(Mine).parameters) == ["folder", "common"]
+
+
+def test_unknown_and_missing_keywords_are_answered() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)PlantedData\(num_node=5\).*did you mean num_nodes"):
+        PlantedData(num_node=5)
+    with pytest.raises(ConfigError, match=r"KGData\(\) was called without path"):
+        KGData()
 
 
 @pytest.mark.parametrize(

@@ -191,8 +191,8 @@ def test_wrong_files_and_options(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.test_path=b\.gz: there is no such file(.|\n)*a\.gz"):
         LibsvmData(path="a.gz", test_path="b.gz", root=str(tmp_path)).identity()
     for options, message in (
-        ({"index_base": "2"}, r"data\.index_base='2'"),
-        ({"labels": "many"}, r"data\.labels='many'"),
+        ({"index_base": "2"}, r"data\.index_base=2"),
+        ({"labels": "many"}, r"data\.labels=many"),
         ({"num_features": 0}, r"data\.num_features=0"),
     ):
         with pytest.raises(ConfigError, match=message):

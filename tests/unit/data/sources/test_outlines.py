@@ -17,10 +17,9 @@ import test_ogb as ogb
 import test_parquet as parquet
 import test_pyg_partition as pyg
 import torch
-from helpers import REPO
 from hydra.utils import get_class
-from omegaconf import OmegaConf
 
+from gtrain.data.config import SCHEMAS
 from gtrain.data.module import GraphDataModule
 from gtrain.data.prepare.validate import validate_graph
 from gtrain.data.sources.biggraph import BigGraphData
@@ -180,11 +179,11 @@ def test_the_outline_of_a_data_set_that_is_to_be_downloaded(tmp_path: Path) -> N
     assert len(outline["edge_types"]) == 8 and outline["target"] == "paper"
 
 
-@pytest.mark.parametrize("source", sorted((REPO / "conf" / "data").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_source_has_an_outline(source: Path) -> None:
+@pytest.mark.parametrize("source", SCHEMAS)
+def test_every_source_has_an_outline(source: str) -> None:
     """But for the classes of PyG by name, whose graphs only their constructors know."""
-    module = get_class(OmegaConf.load(source)["_target_"])
-    assert (source.stem == "pyg") == (vars(module).get("outline", getattr(module, "outline", None)) is None)
+    module = get_class(SCHEMAS[source]._target_)
+    assert (source == "pyg") == (vars(module).get("outline", getattr(module, "outline", None)) is None)
 
 
 def remove(name: str) -> Callable[[Path], None]:

@@ -263,7 +263,7 @@ def test_wrong_files_and_options(tmp_path: Path) -> None:
         ({"path": "empty"}, DataError, r"data\.path=empty: the folder has no \*\.parquet"),
         ({"path": "none"}, DataError, r"data\.path=none has no rows"),
         ({"path": path, "dense": None}, ConfigError, r"no column of features is named; .* has label, price"),
-        ({"path": path, "nulls": "drop"}, ConfigError, r"data\.nulls='drop'(.|\n)*error, zero"),
+        ({"path": path, "nulls": "drop"}, ConfigError, r"data\.nulls=drop(.|\n)*error(.|\n)*zero"),
         ({"path": path, "buckets": 0}, ConfigError, r"data\.buckets=0"),
         ({"path": path, "values": "weights"}, ConfigError, r"data\.values=weights, and data\.ids is not set"),
     ):
