@@ -41,7 +41,6 @@ MOVED = {
     "gtrain.data.kg": "gtrain.data.sources.kg",
     "gtrain.data.libsvm": "gtrain.data.sources.libsvm",
     "gtrain.data.libsvm_file": "gtrain.data.readers.libsvm",
-    "gtrain.data.libsvm_kernel": "gtrain.data.readers.libsvm_kernel",
     "gtrain.data.loader": "gtrain.data.batches.loader",
     "gtrain.data.musae": "gtrain.data.sources.musae",
     "gtrain.data.negatives": "gtrain.data.batches.negatives",

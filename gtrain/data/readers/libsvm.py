@@ -1,11 +1,14 @@
 """Reading a libsvm file in blocks of lines, and naming the line that is malformed.
 
-Of a file only one block of lines is in memory; entries go to temporary files, from which arrays are mapped.
+Of a file only one block of lines is in memory; entries go to temporary files, from which arrays are mapped. Arrow's
+reader of CSV parses a block, once each token stands in a line of its own; a block that it refuses is parsed line by
+line in Python, which either serves what Arrow does not (``1:+2``) or finds the line to name.
 """
 
 from __future__ import annotations
 
 import gzip
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,12 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.csv
 from numpy.typing import NDArray
 
 from gtrain.data.ingest.columns import Column
 from gtrain.errors import DataError
 
-BLOCK_BYTES = 1 << 26
+BLOCK_BYTES = 1 << 22
+LARGEST_ID = (1 << 31) - 1
+_LARGEST_VALUE = float(np.finfo(np.float32).max)
+_NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_COMMENT = re.compile(rb"#[^\n]*")
+_UNLABELLED = re.compile(rb"\n(?=[^ \n]*:)")
+_BLANKS = bytes.maketrans(b"\t\r", b"  ")
 _BOM = b"\xef\xbb\xbf"  # the byte order mark that some editors put in front
 
 
@@ -78,7 +89,7 @@ def read_rows(path: Path, folder: Path) -> Rows:
         values.append(block_values)
         if block_ids.size:
             ends.append((int(block_ids.min()), int(block_ids.max())))
-        lines += int(np.count_nonzero(text == ord("\n")))
+        lines += text.count(b"\n")
     labels, label_counts, row_counts = (np.concatenate(piece) for piece in zip(*pieces, strict=True))
     if not len(row_counts):
         raise DataError(f"{path} is empty", hint="name a file with one row in each line: label id:value id:value ...")
@@ -90,7 +101,7 @@ def _open(path: Path) -> Any:
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
 
 
-def _blocks(path: Path) -> Iterator[NDArray[np.uint8]]:
+def _blocks(path: Path) -> Iterator[bytes]:
     """Yield the bytes of the file in blocks that end with a line."""
     rest = b""
     try:
@@ -99,7 +110,7 @@ def _blocks(path: Path) -> Iterator[NDArray[np.uint8]]:
             while block := file.read(BLOCK_BYTES):
                 head, newline, tail = block.rpartition(b"\n")
                 if newline:
-                    yield np.frombuffer(rest + head + newline, np.uint8)
+                    yield rest + head + newline
                     rest = tail
                 else:
                     rest += tail
@@ -108,59 +119,132 @@ def _blocks(path: Path) -> Iterator[NDArray[np.uint8]]:
             f"{path} cannot be read: {err}",
             hint="copy or download the file again, or take .gz off its name if it is not compressed",
         ) from err
-    yield np.frombuffer(rest, np.uint8)
+    yield rest
 
 
-def _parse(path: Path, text: NDArray[np.uint8], lines: int) -> tuple[NDArray[Any], ...]:
+def _parse(path: Path, text: bytes, lines: int) -> tuple[NDArray[Any], ...]:
     """Return labels, labels of each row, ids, values, and features of each row.
 
     Args:
         path: the file, for messages.
-        text: the bytes of some of its lines.
+        text: some of its lines.
         lines: lines of the file before these.
     """
-    from gtrain.data.readers import libsvm_kernel as kernel  # compiled code is for ranks alone, not for what forks them
-
-    most_rows = int(np.count_nonzero(text == ord("\n"))) + 1
-    most_features = int(np.count_nonzero(text == ord(":")))
-    labels = np.empty(most_rows + int(np.count_nonzero(text == ord(","))))
-    label_ptr, row_ptr = np.empty(most_rows + 1, np.int64), np.empty(most_rows + 1, np.int64)
-    ids, values = np.empty(most_features, np.int64), np.empty(most_features, np.float32)
-    rows, code, at = kernel.parse(text, labels, label_ptr, ids, values, row_ptr)
-    if code != kernel.OK:
-        raise _malformed(path, text, lines, code, at)
-    label_counts, row_counts = np.diff(label_ptr[: rows + 1]), np.diff(row_ptr[: rows + 1])
-    return labels[: label_ptr[rows]], label_counts, ids[: row_ptr[rows]], values[: row_ptr[rows]], row_counts
+    try:
+        return _parsed(text)
+    except pa.ArrowInvalid:
+        return _parse_lines(path, text, lines)
 
 
-def _malformed(path: Path, text: NDArray[np.uint8], lines: int, code: int, at: int) -> DataError:
-    from gtrain.data.readers import libsvm_kernel as kernel
+def _parsed(text: bytes) -> tuple[NDArray[Any], ...]:
+    """Parse lines by Arrow.
 
-    raw = text.tobytes()
-    start = raw.rfind(b"\n", 0, at) + 1
-    number = lines + raw.count(b"\n", 0, start) + 1
-    line = raw[start : raw.find(b"\n", at) if b"\n" in raw[at:] else len(raw)]
-    first = max(raw.rfind(b" ", start, at), raw.rfind(b"\t", start, at), start - 1) + 1
-    token = raw[first : start + len(line)].split()[:1]
-    shown = (token[0] if token else b"").decode(errors="replace")[:40]
-    wrong = {
-        kernel.BAD_NUMBER: f"{shown!r} has no number where there should be one",
-        kernel.NOT_FINITE: f"{shown!r} is not finite as a 32-bit number",
-        kernel.NO_COLON: f"{shown!r} has no colon",
-        kernel.QUERY_ID: f"{shown!r} groups rows for ranking, which is not served",
-        kernel.BAD_ID: f"{shown!r} has no feature id",
-        kernel.NEGATIVE_ID: f"{shown!r} has a negative feature id",
-        kernel.LARGE_ID: f"{shown!r} has a feature id above {kernel.LARGEST_ID}, the largest that is served",
-    }[code]
-    where = f"{path}, line {number}: {wrong}: {line[:60].decode(errors='replace')!r}"
-    if code == kernel.LARGE_ID:
-        return DataError(where, hint="number the features without gaps, or hash the ids to fewer, such as id % 1048576")
-    if code == kernel.QUERY_ID:
-        return DataError(where, hint="take these fields out: sed 's/ qid:[0-9]*//' FILE > NEW")
-    return DataError(
-        where,
-        hint="write each line as label id:value id:value ..., with ids that are whole numbers and finite values",
+    ``1,3 7:0.5`` becomes the lines ``:1``, ``-1:3`` and ``7:0.5`` of a table of two columns: a row of the file begins
+    where there is no id, with its first label or NaN, and -1 stands before further labels.
+
+    Raises:
+        pa.ArrowInvalid: it does not know how, or a line is malformed.
+    """
+    text = _COMMENT.sub(b"", text) if b"#" in text else text
+    text = text.translate(_BLANKS)
+    for run, single in ((b"  ", b" "), (b" \n", b"\n"), (b"\n ", b"\n"), (b"\n\n", b"\n")):
+        while run in text:
+            text = text.replace(run, single)
+    text = b"\n" + text.strip(b" \n")
+    if any(odd in text for odd in (b" :", b" -", b"++", b"+-", b"x", b"X", b"n", b"N")):
+        raise pa.ArrowInvalid("malformed, and Arrow would take it")
+    text = _UNLABELLED.sub(b"\nnan ", text).replace(b"\n+", b"\n").replace(b"\n", b"\n:") if len(text) > 1 else text
+    tokens = text.replace(b",", b"\n-1:").replace(b" ", b"\n")
+    table = pyarrow.csv.read_csv(
+        pa.BufferReader(tokens),
+        read_options=pyarrow.csv.ReadOptions(
+            column_names=["id", "value"], block_size=len(tokens) + 1, use_threads=False
+        ),
+        parse_options=pyarrow.csv.ParseOptions(delimiter=":", quote_char=False),
+        convert_options=pyarrow.csv.ConvertOptions(
+            column_types={"id": pa.int64(), "value": pa.float64()}, null_values=[""]
+        ),
     )
+    begins_row, ids = np.asarray(table["id"].is_null()), np.asarray(table["id"].fill_null(0))
+    further, values = ids == -1, np.asarray(table["value"])
+    is_label = begins_row | further
+    if (further[1:] & ~is_label[:-1]).any() or not (ids <= LARGEST_ID).all():
+        raise pa.ArrowInvalid("a list in place of a value, or an id that is too large")
+    labels, values = values[is_label], values[~is_label]
+    if np.isinf(labels).any() or not (np.abs(values) <= _LARGEST_VALUE).all():
+        raise pa.ArrowInvalid("a number is not finite")
+    starts = np.flatnonzero(begins_row)
+    several = np.add.reduceat(further, starts, dtype=np.int64) if further.any() else np.zeros_like(starts)
+    unlabelled = np.isnan(labels)
+    label_counts = 1 + several - unlabelled[np.cumsum(1 + several) - 1 - several]
+    row_counts = np.diff(starts, append=len(table)) - 1 - several
+    return labels[~unlabelled], label_counts, ids[~is_label], values.astype(np.float32), row_counts
+
+
+def _parse_lines(path: Path, text: bytes, lines: int) -> tuple[NDArray[Any], ...]:
+    """Parse lines one by one."""
+    labels: list[float] = []
+    features: list[tuple[int, float]] = []
+    label_ptr, row_ptr = [0], [0]
+    for number, line in enumerate(text.split(b"\n"), start=lines + 1):
+        tokens = line.partition(b"#")[0].split()
+        if not tokens:
+            continue
+        token = tokens[0]
+        try:
+            if b":" not in token:
+                labels += [_number(label) for label in tokens.pop(0).split(b",")]
+            for token in tokens:
+                features.append(_feature(token))
+        except ValueError as err:
+            wrong, hint = err.args
+            shown = token.decode(errors="replace")[:40]
+            raise DataError(
+                f"{path}, line {number}: {shown!r} {wrong}: {line[:60].decode(errors='replace').strip()!r}", hint=hint
+            ) from None
+        label_ptr.append(len(labels))
+        row_ptr.append(len(features))
+    ids, values = (np.array(column) for column in zip(*features, strict=True)) if features else ((), ())
+    return (
+        *(np.array(labels, dtype=np.float64), np.diff(label_ptr)),
+        *(np.asarray(ids, dtype=np.int64), np.asarray(values, dtype=np.float32), np.diff(row_ptr)),
+    )
+
+
+_HINT = "write each line as label id:value id:value ..., with ids that are whole numbers and finite values"
+
+
+def _number(field: bytes, largest: float = float(np.finfo(np.float64).max)) -> float:
+    """Return the number that a field spells; ValueError with what is wrong and what helps."""
+    if field.lstrip(b"+-")[:1] in (b"n", b"N", b"i", b"I"):
+        raise ValueError("is not finite as a 32-bit number", _HINT)
+    if not _NUMBER.fullmatch(field):
+        raise ValueError("has no number where there should be one", _HINT)
+    value = float(field)
+    if abs(value) > largest:
+        raise ValueError("is not finite as a 32-bit number", _HINT)
+    return value
+
+
+def _feature(token: bytes) -> tuple[int, float]:
+    """Return id and value of a feature; ValueError as :func:`_number`."""
+    name, colon, value = token.partition(b":")
+    if re.match(rb"q..:", token):
+        raise ValueError(
+            "groups rows for ranking, which is not served", "take these fields out: sed 's/ qid:[0-9]*//' FILE > NEW"
+        )
+    if not re.fullmatch(rb"-?[0-9]+", name):
+        raise ValueError("has no feature id", _HINT)
+    if not colon:
+        raise ValueError("has no colon", _HINT)
+    if name.startswith(b"-"):
+        raise ValueError("has a negative feature id", _HINT)
+    if int(name) > LARGEST_ID:
+        raise ValueError(
+            f"has a feature id above {LARGEST_ID}, the largest that is served",
+            "number the features without gaps, or hash the ids to fewer, such as id % 1048576",
+        )
+    return int(name), _number(value, _LARGEST_VALUE)
 
 
 def _pointers(counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -168,7 +252,7 @@ def _pointers(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _in_order(
-    path: Path, text: NDArray[np.uint8], lines: int, counts: NDArray[Any], ids: NDArray[Any], values: NDArray[Any]
+    path: Path, text: bytes, lines: int, counts: NDArray[Any], ids: NDArray[Any], values: NDArray[Any]
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """Sort the features of each row of a block by id, and refuse an id that a row has twice."""
     row_of = np.repeat(np.arange(len(counts)), counts)
@@ -179,7 +263,7 @@ def _in_order(
     twice = inside & (ids[1:] == ids[:-1])
     if twice.any():
         at = int(twice.argmax())
-        number = nth_row(text.tobytes().split(b"\n"), int(row_of[at]))
+        number = nth_row(text.split(b"\n"), int(row_of[at]))
         raise DataError(
             f"{path}, line {lines + number}: the feature {ids[at]} occurs twice",
             hint="give each feature of a row one value",

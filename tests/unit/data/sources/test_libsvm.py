@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import random
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +56,21 @@ def test_numbers_are_read_exactly(tmp_path: Path) -> None:
     forms = [repr(float(number)) for number in numbers] + ["1e3", "+2", "-.5", "7.", "1E-2", "0.1234567890123456789012"]
     x = read(tmp_path, "1 " + " ".join(f"{i}:{form}" for i, form in enumerate(forms))).x
     assert x.values().tolist() == np.array([float(form) for form in forms], dtype=np.float32).tolist()
+
+
+def test_arrow_parses_what_python_parses_line_by_line() -> None:
+    draw = random.Random(4)
+    lines = []
+    for _ in range(400):
+        labels = draw.choice(["", "1", "+1", "-1", "0,3", "2,0,7", "0.5"])
+        features = [f"{n}:{draw.choice(['1', '-0.25', '1e-3', '7.', '.5'])}" for n in range(draw.randint(0, 4))]
+        tokens = [labels, *features] if labels else features
+        comment = draw.choice(["", "", " # 3:1"])
+        lines.append(draw.choice(["", " "]) + draw.choice([" ", "  ", "\t"]).join(tokens) + comment)
+    text = "\n".join(lines).encode()
+    plain = libsvm_file._parse_lines(Path("e"), text, 0)
+    for one, other in zip(libsvm_file._parsed(text), plain, strict=True):
+        assert np.array_equal(one, other) and one.dtype == other.dtype
 
 
 @pytest.mark.parametrize("block", [7, 64, 1 << 20])
