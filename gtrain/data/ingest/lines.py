@@ -80,6 +80,15 @@ class LineReader:
                 lines = _Lines(block, self._comments, self._blanks, int(named))
                 yield Piece(lines, [column.slice(int(named)) for column in columns])
 
+    def line(self, row: int) -> int:
+        """Return the number of a row's line, from 1; it reads the file again."""
+        first = 0
+        for piece in self.pieces():
+            if row < first + len(piece):
+                return piece.line(row - first)
+            first += len(piece)
+        raise IndexError(row)
+
     def _tidy(self, text: bytes) -> bytes:
         """Remove comments, and tabs where spaces separate as well."""
         if any(mark.encode() in text for mark in self._comments):
@@ -200,9 +209,13 @@ class Piece:
     def __len__(self) -> int:
         return len(self._columns[0])
 
+    def line(self, row: int) -> int:
+        """Return the number of a row's line, from 1; slow, for messages."""
+        return self._lines.of(row)[0]
+
     def place(self, row: int) -> str:
         """Return the file and the line of a row, for messages."""
-        return f"{self.block.path}, line {self._lines.of(row)[0]}"
+        return f"{self.block.path}, line {self.line(row)}"
 
     def keys(self, first: int, last: int) -> Keys:
         """Return the fields of the columns ``first .. last - 1`` row by row, hashed.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,16 +98,7 @@ def _check_once(lines: LineReader, ids: NDArray[np.int64], names: pa.LargeString
     if counts.max() < 2:
         return
     node = int(counts.argmax())
-    first, second = _places(lines, np.flatnonzero(ids == node)[:2].tolist())
+    first, second = (f"{lines.path}, line {lines.line(row)}" for row in np.flatnonzero(ids == node)[:2].tolist())
     raise DataError(
         f"{second}: a second line for {names[node].as_py()!r}, after {first}", hint="delete one of the two lines"
     )
-
-
-def _places(lines: LineReader, rows: Sequence[int]) -> list[str]:
-    """Return the places of some rows, by reading the file again."""
-    places, first = [], 0
-    for piece in lines.pieces():
-        places += [piece.place(row - first) for row in rows if first <= row < first + len(piece)]
-        first += len(piece)
-    return places

@@ -16,7 +16,7 @@ import pyarrow.csv
 from numpy.typing import NDArray
 
 from gtrain.data.ingest.blocks import first_lines
-from gtrain.data.readers.number_table import unpacked
+from gtrain.data.readers.triples import unpack
 from gtrain.errors import ConfigError, DataError
 
 _COMMENT = re.compile(rb"^[ \t]*[#%][^\n]*\n?", re.MULTILINE)
@@ -44,7 +44,7 @@ class Events:
 
     def where(self, row: int) -> str:
         """Return ``file, line n`` of an event; slow, for messages."""
-        return f"{self.path}, line {_line(unpacked(self.path), row + self.skipped)[0]}"
+        return f"{self.path}, line {_line(_text(self.path), row + self.skipped)[0]}"
 
 
 def read_events(path: Path, time_column: int, features: slice | None) -> Events:
@@ -62,7 +62,7 @@ def read_events(path: Path, time_column: int, features: slice | None) -> Events:
         ConfigError: a column that was asked for is not there.
         DataError: names the file and the line that is malformed.
     """
-    text = unpacked(path)
+    text = _text(path)
     separator, skipped, width = _layout(text, path)
     wanted = _columns(width, time_column, features, path)
     table = _parse(text, separator, width, wanted, skipped, path)
@@ -81,6 +81,10 @@ def check_columns(path: Path, time_column: int, features: slice | None) -> None:
     """
     text = b"".join(f"{line}\n".encode() for _, line in first_lines(path, "#%", 2))
     _columns(_layout(text, path)[2], time_column, features, path)
+
+
+def _text(path: Path) -> bytes:
+    return unpack(path).removeprefix(b"\xef\xbb\xbf")  # the byte order mark that spreadsheets put in front
 
 
 def _layout(text: bytes, path: Path) -> tuple[str, int, int]:

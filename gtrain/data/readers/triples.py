@@ -105,8 +105,9 @@ def unpack(path: Path) -> bytes:
     Raises:
         DataError: it cannot be unpacked.
     """
+    raw = path.read_bytes()
     try:
-        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        return gzip.decompress(raw) if path.suffix == ".gz" else raw
     except (OSError, EOFError, zlib.error) as err:
         raise DataError(
             f"{path} cannot be read: {err}",
