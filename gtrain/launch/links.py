@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 
 from gtrain.errors import ConfigError, PeerLostError
 from gtrain.keys import secret_of
+from gtrain.launch import slot
 
 HANDSHAKE_SECONDS = 10.0
 """How long a peer may take to prove who it is."""
@@ -238,7 +239,11 @@ class Door:
         if len(self._refused) < _REMEMBERED:
             self._refused.add(host)
             reason = ": it lacks the job's key" if lacks_key else ""
-            print(f"gtrain: {self._name} refused a connection from {host}{reason}", file=sys.stderr, flush=True)
+            text = f"{self._name} refused a connection from {host}{reason}"
+            if slot.current() is None:
+                print(f"gtrain: {text}", file=sys.stderr, flush=True)
+            else:
+                slot.say(text)
 
 
 def _check_user(line: socket.socket, name: str) -> None:

@@ -55,6 +55,24 @@ def test_who_lacks_the_key_is_refused_at_once_and_the_job_goes_on(tmp_path: Path
     assert losses(tmp_path / "run") == losses(tmp_path / "local")
 
 
+@pytest.mark.slow
+def test_a_wrong_key_is_named_on_both_sides_where_the_store_has_a_process_of_its_own(tmp_path: Path) -> None:
+    """As with ps, whose workers may be restarted."""
+    for name in ("job", "other"):
+        Security.create().save(tmp_path / f"{name}.key")
+    place = f"cluster.rendezvous=tcp://127.0.0.1:{free_port()}"
+    command = ["-m", "gtrain", "strategy=ps", "data=planted_sparse", "data.num_rows=600", "model=sparse",
+               "cluster=manual", "trainer.num_nodes=2", place]  # fmt: skip
+    first = Program(*command, "cluster.rank=0", "cluster.key_file=job.key", cwd=tmp_path)
+    try:
+        stranger = python(*command, "cluster.rank=1", "cluster.key_file=other.key", cwd=tmp_path)
+        assert stranger.returncode == 1 and "has another key, or one has none" in stranger.stderr
+        refused = "gtrain: the job's key-value store refused a connection from 127.0.0.1: it lacks the job's key"
+        until(lambda: refused in first.errors().splitlines(), tmp_path)
+    finally:
+        first.kill()
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])
