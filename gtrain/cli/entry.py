@@ -28,7 +28,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from gtrain import backends, config, messages, targets
+from gtrain import __version__, backends, config, messages, targets
 from gtrain.cli import command, explain
 from gtrain.errors import ConfigError, GtrainError, RankFailedError
 from gtrain.launch import launchers
@@ -115,9 +115,9 @@ def _skip_last_collection() -> None:
 
 
 def version_line() -> str:
-    """The versions of gtrain, torch and Hydra, from the metadata of what is installed."""
-    versions = []
-    for name in ("gtrain", "torch", "hydra-core"):
+    """The versions of gtrain, and of torch and Hydra from the metadata of what is installed."""
+    versions = [__version__]
+    for name in ("torch", "hydra-core"):
         try:
             versions.append(version(name))
         except PackageNotFoundError:

@@ -41,6 +41,7 @@ def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str])
     """
     job, verb = Task(config, choices), config["verb"]
     targets.check_objects(config, build.find_target, ["data"])  # before objects are made of it
+    build.find_target(config["data"]["_target_"], "data")
     ranks = config["trainer"]["num_nodes"] * config["trainer"]["devices"]
     if verb in ("predict", "export"):
         check_output(job.output, config["format"])

@@ -16,13 +16,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gtrain import __version__
 from gtrain.callbacks.recorder import RunRecorder
 from gtrain.data.module import GraphDataModule
 from gtrain.graph.store import Store
 from gtrain.graph.store.manifest import HELD_OUT
 from gtrain.strategy.counters import Counters, PeakMemory
 
-PACKAGES = ("gtrain", "torch", "lightning", "torch-geometric", "hydra-core", "omegaconf", "numpy")
+PACKAGES = ("torch", "lightning", "torch-geometric", "hydra-core", "omegaconf", "numpy")
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,11 @@ def summary(
             "halo": list(partition.halo),
             "preparation": made,
         },
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            "gtrain": __version__,
+            **{name: version(name) for name in PACKAGES},
+        },
     }
 
 

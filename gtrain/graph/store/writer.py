@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import shutil
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gtrain import __version__
 from gtrain.graph.store.buckets import write_buckets
 from gtrain.graph.store.columns import write_columns, write_held_out
 from gtrain.graph.store.files import Ledger
@@ -113,7 +113,7 @@ class _Writer:
         counts = {kind: write_names(self.ledger, kind, entries, self._ids(kind)) for kind, entries in names.items()}
         return Manifest(
             format=FORMAT,
-            gtrain=_version(),
+            gtrain=__version__,
             num_parts=self.num_parts,
             node_types=nodes,
             edge_types=edges,
@@ -159,10 +159,3 @@ def _write_durably(file: Path, text: str) -> None:
         handle.write(text)
         handle.flush()
         os.fsync(handle.fileno())
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("gtrain")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"

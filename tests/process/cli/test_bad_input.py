@@ -120,8 +120,10 @@ def test_a_strategy_that_does_not_serve_the_model_names_those_that_do(tmp_path: 
     assert "nothing to aggregate" in said and "Strategies that do: " in said and "single" in said
 
 
-def test_a_network_that_does_not_exist(tmp_path: Path) -> None:
-    assert "No module named 'nowhere'" in refused("model._target_=nowhere.Net", *QUICK, cwd=tmp_path)
+@pytest.mark.parametrize("group", ["model", "data"])
+def test_a_class_that_does_not_exist(group: str, tmp_path: Path) -> None:
+    said = refused(f"{group}._target_=nowhere.Thing", *QUICK, cwd=tmp_path)
+    assert f"{group}._target_=nowhere.Thing was set" in said and "module" in said and "'nowhere'" in said
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gtrain import backends
+from gtrain import __version__, backends
+from gtrain.cli.entry import version_line
 
 OURS = ["pbg", "ps", "pyg", "sar", "single"]
 
@@ -39,6 +40,7 @@ def test_an_older_build_in_the_current_folder_hides_no_strategy(folder: Path) ->
     assert [name for name in found if name in (*OURS, "gone", "new")] == ["new", *OURS]
     assert found["sar"].value == "gtrain_sar:backend"
     assert found.outdated == [str(folder)]
+    assert version_line().startswith(f"gtrain {__version__} (torch ")
 
 
 def test_a_copy_with_the_same_strategies_is_not_worth_a_word(folder: Path) -> None:
