@@ -84,12 +84,12 @@ class LinkSeeds(SeedSource):
         source, _, target = self.edge_type
         if source == target:
             ids, place = self._unique(torch.cat([at_source, at_target]))
-            found, places = {source: ids}, place.split([at_source.numel(), at_target.numel()])
+            ends, places = {source: ids}, place.split([at_source.numel(), at_target.numel()])
         else:
             (heads, head_place), (tails, tail_place) = self._unique(at_source), self._unique(at_target)
-            found, places = {source: heads, target: tails}, (head_place, tail_place)
+            ends, places = {source: heads, target: tails}, (head_place, tail_place)
         self._grown[step.number] = _Grown(edges, *places)
-        return Roots(found, self._times(edges) if self._timed else None)
+        return Roots(ends, self._times(edges) if self._timed else None)
 
     def describe(self, step: Step, subgraph: Subgraph) -> Seeds:
         grown = self._grown.pop(step.number)
@@ -110,11 +110,11 @@ class LinkSeeds(SeedSource):
         """The nodes to grow from, and the place of each id among them."""
         if self._disjoint:
             return ids.numpy(), torch.arange(ids.numel())
-        found, first, inverse = np.unique(ids.numpy(), return_index=True, return_inverse=True)
+        unique, first, inverse = np.unique(ids.numpy(), return_index=True, return_inverse=True)
         order = np.argsort(first)
         place = np.empty_like(order)
         place[order] = np.arange(order.size)
-        return found[order], torch.from_numpy(place[inverse])
+        return unique[order], torch.from_numpy(place[inverse])
 
     def _times(self, edges: ScoredEdges) -> dict[str, Array]:
         """The time of each root, up to which is sampled: just before its edge, which else would be its neighbour."""
@@ -205,9 +205,9 @@ def own_nodes(loader: SeedLoader, rank: int, *, timed: bool) -> dict[str, NodeSe
         timed: whether sampling goes by times: the nodes are encoded as they are after the last of all.
     """
     store, (source, _, target) = loader.store, target_edge_type(loader.store)
-    found = {}
+    seeds = {}
     for kind in (source, target):
         ids = torch.arange(*store.offsets_of(kind)[rank : rank + 2].tolist())
         times = torch.full_like(ids, _LATEST) if timed else None
-        found[kind] = NodeSeeds(ids, kind, times, store.num_nodes_of(kind), None)
-    return found
+        seeds[kind] = NodeSeeds(ids, kind, times, store.num_nodes_of(kind), None)
+    return seeds

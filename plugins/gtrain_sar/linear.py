@@ -223,8 +223,8 @@ class PackedSums:
 
     def take_gradients(self) -> dict[int, Tensor]:
         """The gradients of the sources that need one, by position; they are forgotten here."""
-        found, self._gradients = self._gradients, {}
-        return found
+        gradients, self._gradients = self._gradients, {}
+        return gradients
 
     def receive(self, keep: int = 0) -> None:
         """Add gradients that arrived to their rows, until only ``keep`` rounds are on their way."""
@@ -249,13 +249,13 @@ class PackedSums:
 
     def weight_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of the weights; mode 1 fetches the remote rows again."""
-        found = [torch.zeros_like(weight) for weight in self.weights]
+        of_weights = [torch.zeros_like(weight) for weight in self.weights]
         for r, rows in self._rows_again():
             for sums, gradient in zip(self.sums, gradients, strict=True):
                 if sums.weight is not None:
-                    sums.dot(r, gradient, rows[sums.source], found[sums.weight])
+                    sums.dot(r, gradient, rows[sums.source], of_weights[sums.weight])
         self._kept.clear()
-        return found
+        return of_weights
 
     def _rows_again(self) -> Iterable[tuple[int, list[Tensor]]]:
         if self.schedule.mode == 1:
@@ -302,5 +302,5 @@ class _Aggregate(torch.autograd.Function):
         if packed.weights_wanted:
             of_weights = [*packed.weight_gradients(scaled)]
         packed.receive()
-        found = packed.take_gradients()
-        return None, *(found.get(i) for i in range(len(packed.rows))), *of_weights
+        of_rows = packed.take_gradients()
+        return None, *(of_rows.get(i) for i in range(len(packed.rows))), *of_weights

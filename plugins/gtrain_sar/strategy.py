@@ -158,9 +158,9 @@ def check_parts_agree(group: Group, shard: GraphShard | HeteroShard) -> None:
         DataError: says on every rank what the first part has that differs, and how.
     """
     described = group.all_gather_object(_description(shard))
-    for part, found in enumerate(described):
-        for what in sorted({*described[0], *found}):
-            here, there = found.get(what, "nothing"), described[0].get(what, "nothing")
+    for part, description in enumerate(described):
+        for what in sorted({*described[0], *description}):
+            here, there = description.get(what, "nothing"), described[0].get(what, "nothing")
             if here != there:
                 raise DataError(
                     f"the parts of the graph differ: of {what}, part {part} has {here} and part 0 has {there}.",

@@ -118,8 +118,8 @@ class DenseTable(Table):
             convert(scratch[: piece.size], out[start : start + step])
 
     def check(self, pieces: Sequence[Tensor], rows: int, dtype: torch.dtype) -> str | None:
-        found, expected = (pieces[0].dtype, tuple(pieces[0].shape)), (dtype, (rows, *self.shape))
-        return None if found == expected else f"{found[0]} {list(found[1])}, not {expected[0]} {list(expected[1])}"
+        actual, expected = (pieces[0].dtype, tuple(pieces[0].shape)), (dtype, (rows, *self.shape))
+        return None if actual == expected else f"{actual[0]} {list(actual[1])}, not {expected[0]} {list(expected[1])}"
 
     def finish(self, pieces: Sequence[Tensor]) -> Tensor:
         return pieces[0]
@@ -156,9 +156,9 @@ class CsrTable(Table):
 
     def check(self, pieces: Sequence[Tensor], rows: int, dtype: torch.dtype) -> str | None:
         indptr, indices, values = pieces
-        found = (indptr.dtype, indices.dtype, values.dtype)
-        if found != (self.index_dtype, self.index_dtype, dtype):
-            return f"rows of {found}, not of {self.index_dtype} and {dtype}"
+        dtypes = (indptr.dtype, indices.dtype, values.dtype)
+        if dtypes != (self.index_dtype, self.index_dtype, dtype):
+            return f"rows of {dtypes}, not of {self.index_dtype} and {dtype}"
         if indptr.numel() != rows + 1 or not indices.numel() == values.numel() == int(indptr[-1]):
             return f"{indptr.numel() - 1} sparse rows of {indices.numel()} entries, not {rows}"
         ascending = int(indptr[0]) == 0 and bool((indptr[1:] >= indptr[:-1]).all())

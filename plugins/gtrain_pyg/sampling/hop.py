@@ -84,11 +84,11 @@ class HopSampler:
             high: by node type, the local id after its last.
         """
         state.cut(low, high, {kind[2] for kind, count in hop.counts.items() if count})
-        remote = {part: found for part in self._remote if (found := self._ask(state, hop, part)) is not None}
+        remote = {part: owner for part in self._remote if (owner := self._ask(state, hop, part)) is not None}
         kinds = [kind for kind in self._graph.columns if hop.counts[kind] and state.frontiers[kind[2]].bounds[-1]]
         chosen = {kind: self._choose(state, hop, kind, remote) for kind in kinds}
-        for found in remote.values():
-            self._receive(found, hop)
+        for owner in remote.values():
+            self._receive(owner, hop)
         for kind, segments in chosen.items():
             self._number(state, kind, self._join(state, kind, segments, remote), hop)
 
@@ -112,20 +112,20 @@ class HopSampler:
             shares[name] = Share.of(cut.piece(part), members, int(self._structure.book.offsets[name][part]))
         if not any(cut.size(part) for cut in state.frontiers.values()):
             return None
-        found = _Remote(shares)
+        remote = _Remote(shares)
         asked = [share.asked for share in shares.values()]
         if any(frontier.node.size for frontier in asked):
             request = SampleRequest(self._graph.needs, hop.key, hop.number, list(hop.counts.values()), asked)
-            found.future = self._peers.ask(part, METHOD, *request.message(self._pool, self._ids))
-        return found
+            remote.future = self._peers.ask(part, METHOD, *request.message(self._pool, self._ids))
+        return remote
 
     def _receive(self, remote: _Remote, hop: Hop) -> None:
         """Wait for an owner's answer. It is for the edge types that some node was asked about, and no others."""
         if remote.future is not None:
             sizes = {kind: remote.shares[kind[2]].asked.node.size for kind, count in hop.counts.items() if count}
             asked = {kind: size for kind, size in sizes.items() if size}
-            found = SampleReply.read(self._peers.wait(remote.future), list(asked.values()))
-            remote.answers = dict(zip(asked, found, strict=True))
+            replies = SampleReply.read(self._peers.wait(remote.future), list(asked.values()))
+            remote.answers = dict(zip(asked, replies, strict=True))
 
     # ------------------------------------------------------------------------------------------ here
 
@@ -239,11 +239,11 @@ class Share:
         if members is None or not frontier.node.size:
             return cls(nobody, frontier)
         rows = np.empty(frontier.node.size, np.int64)
-        found = rows_of(frontier.node, members.bits, members.before, rows)
-        if found == 0:
+        copies = rows_of(frontier.node, members.bits, members.before, rows)
+        if copies == 0:
             return cls(nobody, frontier, rows)
         name = frontier.node + first
-        if found == rows.size:
+        if copies == rows.size:
             return cls(replace(frontier, node=rows, name=name), nobody, rows)
         here, there = np.flatnonzero(rows >= 0), np.flatnonzero(rows < 0)
         copied = _some(replace(frontier, node=rows, name=name), here)

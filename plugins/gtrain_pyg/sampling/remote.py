@@ -72,8 +72,8 @@ class SampleRequest:
         start = 0
         for frontier in self.frontiers:
             stop = start + frontier.node.size
-            found = getattr(frontier, name)
-            out[start:stop] = found if _size(found) else 0
+            column = getattr(frontier, name)
+            out[start:stop] = column if _size(column) else 0
             start = stop
         return torch.from_numpy(out)
 
@@ -150,14 +150,14 @@ class SampleReply:
                 "asked for.",
                 hint="have all ranks run the same version of gtrain on the same store.",
             )
-        found = []
+        replies = []
         for i in range(len(edges)):
             own, part = slice(nodes[i], nodes[i + 1]), slice(bounds[i], bounds[i + 1])
             answer = SampleReply(counts[own], source[part], position[part])
             if answer.counts.sum(dtype=np.int64) != edges[i]:
                 raise DataError("The counts of an answer do not add up.", hint="report this.")
-            found.append(answer)
-        return found
+            replies.append(answer)
+        return replies
 
 
 def _size(array: Array | None) -> int:
@@ -199,15 +199,15 @@ class SampleServer:
         """The answer: the field ``edges``, how many there are of each edge type asked for, and three tensors."""
         request = SampleRequest.read(message, self._sizes)
         chosen = self._choose(request)
-        edges = [found.size for found, _ in chosen]
+        edges = [sampled.size for sampled, _ in chosen]
         counts = self._pool.take((sum(size for _, size in chosen),), np.int32)
         source = self._pool.take((sum(edges),), self._ids)
         position = self._pool.take((sum(edges),), self._positions)
         node = edge = 0
-        for found, size in chosen:
-            nodes, part = slice(node, node + size), slice(edge, edge + found.size)
-            source[part], position[part] = found.row[: found.size], found.position[: found.size]
-            count(found.column[: found.size], counts[nodes])
+        for sampled, size in chosen:
+            nodes, part = slice(node, node + size), slice(edge, edge + sampled.size)
+            source[part], position[part] = sampled.row[: sampled.size], sampled.position[: sampled.size]
+            count(sampled.column[: sampled.size], counts[nodes])
             node, edge = nodes.stop, part.stop
         return Message({"edges": edges}, [torch.from_numpy(array) for array in (counts, source, position)])
 

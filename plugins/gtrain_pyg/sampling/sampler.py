@@ -92,7 +92,7 @@ class DistributedSampler:
         checked = self._checked(seeds)
         times = self._seed_times(checked, seed_time) if self.options.temporal is not None else None
         state.begin(sum(ids.size for ids in checked.values()) if self.options.disjoint else 1, times)
-        found = self._number_seeds(state, checked)
+        seed_ids = self._number_seeds(state, checked)
         num_nodes = {name: [nodes.count] for name, nodes in state.nodes.items()}
         num_edges: dict[EdgeType, list[int]] = {kind: [] for kind in state.edges}
         low = dict.fromkeys(num_nodes, 0)
@@ -106,7 +106,7 @@ class DistributedSampler:
                 num_nodes[name].append(nodes.count - high[name])
             low = high
         unlisted = self._complete(state, num_edges)
-        return self._output(state, found, num_nodes, num_edges, unlisted)
+        return self._output(state, seed_ids, num_nodes, num_edges, unlisted)
 
     # ------------------------------------------------------------------------------------------ seeds
 
@@ -123,7 +123,7 @@ class DistributedSampler:
         return {name: checked_ids(ids, self._structure.book.count(name), "seeds") for name, ids in seeds.items()}
 
     def _seed_times(self, seeds: dict[str, Array], given: Mapping[str, Any] | None) -> Array:
-        found = [np.empty(0, np.int64)]
+        seed_times = [np.empty(0, np.int64)]
         for name, ids in seeds.items():
             times = None
             if given is not None and name in given:
@@ -135,8 +135,8 @@ class DistributedSampler:
                     f"sampling by times needs the time of each seed, and those of {name} are not known here.",
                     hint="give seed_time=...",
                 )
-            found.append(times)
-        return np.concatenate(found)
+            seed_times.append(times)
+        return np.concatenate(seed_times)
 
     def _number_seeds(self, state: SamplerState, seeds: dict[str, Array]) -> dict[str, Array]:
         """Give the seeds their local ids; disjoint: each in a subgraph of its own."""
@@ -220,11 +220,11 @@ class Bidirectional:
         Returns:
             The types whose ``position`` no longer says which edges they hold, since some came from another type.
         """
-        found = {kind: tuple(a[: e.size].copy() for a in (e.row, e.column, e.position)) for kind, e in edges.items()}
+        before = {kind: tuple(a[: e.size].copy() for a in (e.row, e.column, e.position)) for kind, e in edges.items()}
         for kind, other in self._from.items():
             if other is not None:
-                row, column, position = found[kind]
-                back = found[other]
+                row, column, position = before[kind]
+                back = before[other]
                 _keep(edges[kind], np.r_[row, back[1]], np.r_[column, back[0]], np.r_[position, back[2]])
         return {kind for kind, other in self._from.items() if other not in (None, kind)}
 

@@ -160,10 +160,10 @@ class BatchEdges(scratch.Edges):
         for new, kept in zip((self.row, self.column, self.position), old, strict=True):
             new[: self.size] = kept[: self.size]
 
-    def move(self, found: slice, start: int) -> None:
+    def move(self, edges: slice, start: int) -> None:
         """Move edges to where ``start`` is; there must be room, and they may overlap with where they were."""
         for array in (self.row, self.column, self.position):
-            _move(array, found, start)
+            _move(array, edges, start)
 
     def hand_out(self) -> tuple[Array, Array]:
         """``edge_index`` ``[2, size]`` and ``position`` ``[size]``; forgets both."""
@@ -178,8 +178,8 @@ class BatchEdges(scratch.Edges):
         self._ends, (self.row, self.column), self.position = ends, ends, position
 
 
-def _move(array: Array, found: slice, start: int) -> None:
+def _move(array: Array, items: slice, start: int) -> None:
     """Within one contiguous array; numpy would make a copy first."""
-    if found.start != start:
+    if items.start != start:
         first, width = array.ctypes.data, array.itemsize
-        ctypes.memmove(first + start * width, first + found.start * width, (found.stop - found.start) * width)
+        ctypes.memmove(first + start * width, first + items.start * width, (items.stop - items.start) * width)

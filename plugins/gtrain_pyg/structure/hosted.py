@@ -102,14 +102,14 @@ class Structure:
     def node_time(self, name: str, node_type: str, ids: Array) -> Array | None:
         """Times of nodes by global id; None where one of them is of a part that is not hosted."""
         owner = self.book.owner(node_type, ids)
-        found = np.empty(ids.size, np.int64)
+        node_times = np.empty(ids.size, np.int64)
         for part in np.unique(owner).tolist():
             if part not in self.parts:
                 return None
             chosen = owner == part
             times = readable(self.store.node(name, part, node_type).numpy(), name, ("i8",))
-            found[chosen] = times[ids[chosen] - self.book.offsets[node_type][part]]
-        return found
+            node_times[chosen] = times[ids[chosen] - self.book.offsets[node_type][part]]
+        return node_times
 
     def _open(self, needs: Needs) -> Graph:
         made, kinds = self._columns, self.edge_types
@@ -117,7 +117,7 @@ class Structure:
         columns = {kind: {part: made.hosted(kind, part, needs) for part in own_first} for kind in kinds}
         members = made.members(self._hops) if self._hops else {}
         replicas = {
-            kind: {part: made.replica(kind, part, needs, found) for part, found in members[kind[2]].items()}
+            kind: {part: made.replica(kind, part, needs, chosen) for part, chosen in members[kind[2]].items()}
             for kind in (kinds if members else ())
         }
         return Graph(needs, {kind: needs.rule(self.store, kind) for kind in kinds}, columns, replicas, members)
@@ -160,12 +160,12 @@ class PartColumns:
     def members(self, hops: int) -> dict[str, dict[int, Members]]:
         """The nodes of other parts whose in-edges are copied, by node type and part."""
         made = self._sharing.arrays(f"members-{hops}", self._first, lambda: self._members(hops))
-        found: dict[str, dict[int, Members]] = {name: {} for name in self._store.node_types}
+        members: dict[str, dict[int, Members]] = {name: {} for name in self._store.node_types}
         for i, name in enumerate(self._store.node_types):
             for part in range(self._book.num_parts):
                 if part not in self._hosting.parts:
-                    found[name][part] = Members(made[f"{i}-{part}-bits"], made[f"{i}-{part}-before"])
-        return found
+                    members[name][part] = Members(made[f"{i}-{part}-bits"], made[f"{i}-{part}-before"])
+        return members
 
     def replica(self, kind: EdgeType, part: int, needs: Needs, members: Members) -> Replica:
         """The copied in-edges of a part's members."""
@@ -252,11 +252,11 @@ def source_times(store: Store, book: PartBook, node_type: str, name: str, indice
         DataError: times are no whole numbers.
     """
     times = [readable(store.node(name, p, node_type).numpy(), name, ("i8",)) for p in range(store.num_parts)]
-    found = np.empty(indices.size, np.int64)
+    source_time = np.empty(indices.size, np.int64)
     for start in range(0, indices.size, _PIECE):
-        source, out = indices[start : start + _PIECE], found[start : start + _PIECE]
+        source, out = indices[start : start + _PIECE], source_time[start : start + _PIECE]
         owner = book.owner(node_type, source)
         for p in np.unique(owner).tolist():
             chosen = owner == p
             out[chosen] = times[p][source[chosen] - book.offsets[node_type][p]]
-    return found
+    return source_time

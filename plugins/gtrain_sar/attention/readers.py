@@ -86,17 +86,17 @@ def reader_plan(blocks: EdgeBlocks) -> ReaderPlan:
             blocks.extra["reader_plan"] = _ask(blocks)
         finally:
             counters.recording = recording
-    found: ReaderPlan = blocks.extra["reader_plan"]
-    return found
+    plan: ReaderPlan = blocks.extra["reader_plan"]
+    return plan
 
 
 def sizes(rows: int) -> list[int]:
     """How many of a round's rows each of its messages has: as many as may be, but fewer and fewer towards the end."""
-    found = []
+    counts = []
     while rows > 0:
-        found.append(min(rows, MOST_ROWS, max(LEAST_ROWS, rows // 4)))
-        rows -= found[-1]
-    return found
+        counts.append(min(rows, MOST_ROWS, max(LEAST_ROWS, rows // 4)))
+        rows -= counts[-1]
+    return counts
 
 
 def _ask(blocks: EdgeBlocks) -> ReaderPlan:

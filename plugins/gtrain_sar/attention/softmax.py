@@ -173,8 +173,8 @@ def _logits(call: PropagateCall, r: int, tensors: list[Tensor]) -> Tensor:
 
     try:
         _messages(call, r, tensors, stand_in)
-    except _FoundError as found:
-        logits: Tensor = found.args[0]
+    except _FoundError as error:
+        logits: Tensor = error.args[0]
         return logits
     raise AssertionError("a method that calls softmax did not")
 

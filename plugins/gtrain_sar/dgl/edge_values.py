@@ -37,7 +37,7 @@ _OF_SHAPE = {
     Tensor.__len__,
     Tensor.numel,
     Tensor.is_floating_point,
-    *(found.__get__ for found in _PROPERTIES),
+    *(getter.__get__ for getter in _PROPERTIES),
 }
 
 
@@ -105,8 +105,8 @@ class Recipe:
         if not self.steps:
             return 1.0
         (step,) = self.steps
-        found = step.settings.get("negative_slope", 0.01)
-        return float(found) if step.function is F.leaky_relu and not step.before and not step.after else None
+        slope = step.settings.get("negative_slope", 0.01)
+        return float(slope) if step.function is F.leaky_relu and not step.before and not step.after else None
 
 
 Compute = Callable[[Recipe], Tensor]

@@ -207,7 +207,7 @@ def _sequence_number() -> int:
 
 def _leaves(tensor: Tensor, start: int) -> list[Tensor] | None:
     """Leaves that a tensor depends on; None where it depends on what was computed before ``start``."""
-    found: dict[int, Tensor] = {}
+    leaves: dict[int, Tensor] = {}
     seen: set[Any] = set()
     waiting = [tensor.grad_fn]
     while waiting:
@@ -217,8 +217,8 @@ def _leaves(tensor: Tensor, start: int) -> list[Tensor] | None:
         seen.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None:
-            found[id(variable)] = variable
+            leaves[id(variable)] = variable
         elif node._sequence_nr() < start:
             return None
         waiting += [following for following, _ in node.next_functions]
-    return list(found.values())
+    return list(leaves.values())

@@ -123,12 +123,12 @@ class ShardGraph:
     def update_all(self, message_func: Any, reduce_func: Any, apply_node_func: Any = None, etype: Any = None) -> None:
         """Send a message along every edge and reduce them at the targets; functions as DGL's."""
         if core.is_builtin(message_func) and core.is_builtin(reduce_func):
-            found = core.message_passing(self, message_func, reduce_func, None)
+            reduced = core.message_passing(self, message_func, reduce_func, None)
         else:
-            found = _pass_messages(self, message_func, reduce_func)
+            reduced = _pass_messages(self, message_func, reduce_func)
         if core.is_builtin(reduce_func) and reduce_func.name in ("max", "min"):  # nodes without edges have 0
-            found = {name: value.masked_fill(value.isinf(), 0.0) for name, value in found.items()}
-        self.ndata.update(found)
+            reduced = {name: value.masked_fill(value.isinf(), 0.0) for name, value in reduced.items()}
+        self.ndata.update(reduced)
         if apply_node_func is not None:
             self.ndata.update(apply_node_func(dgl.udf.NodeBatch(self, self.nodes(), NODE, self.ndata)))
 
@@ -143,8 +143,8 @@ class ShardGraph:
                 "strategy=sar does not serve this convolution: it applies a function to some edges of the graph.",
                 hint="apply it to all edges, or use strategy=single.",
             )
-        found = core.invoke_gsddmm(self, func) if core.is_builtin(func) else _call_on_edges(self, func)
-        self.edata.update(found)
+        values = core.invoke_gsddmm(self, func) if core.is_builtin(func) else _call_on_edges(self, func)
+        self.edata.update(values)
 
     # ------------------------------------------------------------------------ structure
 
@@ -202,8 +202,8 @@ class ShardGraph:
         """Edges that leave each own node, or some, counted over all parts, int64."""
         if "out_degree" not in self.blocks.extra:
             self.blocks.extra["out_degree"] = index.out_degrees(self.blocks, self._ends[0])
-        found: Tensor = self.blocks.extra["out_degree"]
-        return found if is_all(u) else found[u]
+        degrees: Tensor = self.blocks.extra["out_degree"]
+        return degrees if is_all(u) else degrees[u]
 
 
 def _call_on_edges(graph: ShardGraph, function: Function) -> Messages:
@@ -230,8 +230,8 @@ def _pass_messages(graph: ShardGraph, message: Any, reduce: Any) -> Messages:
     if not core.is_builtin(reduce):
         return _reduce_by_function(graph, {name: plain(value) for name, value in messages.items()}, reduce)
     copied = dgl.function.copy_e(reduce.msg_field, reduce.msg_field)
-    found: Messages = core.invoke_gspmm(graph, copied, reduce, edata=messages)
-    return found
+    reduced: Messages = core.invoke_gspmm(graph, copied, reduce, edata=messages)
+    return reduced
 
 
 def _reduce_by_function(graph: ShardGraph, messages: Messages, reduce: Callable[[NodeBatch], Messages]) -> Messages:
@@ -241,13 +241,13 @@ def _reduce_by_function(graph: ShardGraph, messages: Messages, reduce: Callable[
         return _of_no_messages(graph, messages, reduce)
     with block.local_scope():
         block.dstdata.update({name: plain(value) for name, value in graph.ndata.items()})
-        found = core.invoke_udf_reduce(block, reduce, {name: value[order] for name, value in messages.items()})
-        return dict(found.items())
+        reduced = core.invoke_udf_reduce(block, reduce, {name: value[order] for name, value in messages.items()})
+        return dict(reduced.items())
 
 
 def _of_no_messages(graph: ShardGraph, messages: Messages, reduce: Callable[[NodeBatch], Messages]) -> Messages:
     """Zeros, shaped as the function's results; they hang on the messages, for whose gradient the peers wait."""
     mail = {name: value.new_zeros((1, 1, *value.shape[1:])) + value.sum() for name, value in messages.items()}
     data = {name: plain(value)[:1] for name, value in graph.ndata.items()}
-    found = reduce(NodeBatch(graph, graph.nodes()[:1], graph.ntypes[0], data, msgs=mail))
-    return {name: value.expand(graph.num_nodes(), *value.shape[1:]) * 0 for name, value in found.items()}
+    reduced = reduce(NodeBatch(graph, graph.nodes()[:1], graph.ntypes[0], data, msgs=mail))
+    return {name: value.expand(graph.num_nodes(), *value.shape[1:]) * 0 for name, value in reduced.items()}

@@ -121,9 +121,9 @@ class ShardIndex:
 
     def gspmm(self, op: str, reduce: str, lhs: Tensor | None, rhs: Tensor | None) -> Tensor:
         """Reduced messages, [num_local, ...]; arguments as DGL's: ``lhs`` of sources, ``rhs`` of edges."""
-        found = self._in_blocks(op, lhs, rhs) if reduce == "sum" and lhs is not None else None
-        if found is not None:
-            return found
+        sums = self._in_blocks(op, lhs, rhs) if reduce == "sum" and lhs is not None else None
+        if sums is not None:
+            return sums
         sources = None if lhs is None else self.with_halo(lhs)
         of_edges, block = None if rhs is None else plain(rhs), self.whole.plain
         if reduce != "sum":

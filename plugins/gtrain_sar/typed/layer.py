@@ -178,20 +178,20 @@ class TypedLayer:
         while True:
             try:
                 return self._run(calls, state)
-            except SeveralHops as found:  # in the first pass only, and on all ranks
-                self._alone.add(found.conv)
+            except SeveralHops as error:  # in the first pass only, and on all ranks
+                self._alone.add(error.conv)
                 torch.set_rng_state(state)  # what was drawn does not count
 
     def _run(self, calls: Sequence[LayerCall], state: Tensor) -> list[Any]:
         packed = [call for call in calls if call.conv not in self._alone]
         if self._context.relations.group.size == 1 or len(packed) == 1:
             packed = []
-        found = self._linear(packed)
-        if found is None:
+        results = self._linear(packed)
+        if results is None:
             torch.set_rng_state(state)
             packed = [call for call in packed if not _has_batch_norm(call.conv)]
-            found = ExtendedRun(packed, self._context).results() if packed else []
-        by_call = {id(call): result for call, result in zip(packed, found, strict=True)}
+            results = ExtendedRun(packed, self._context).results() if packed else []
+        by_call = {id(call): result for call, result in zip(packed, results, strict=True)}
         return [by_call[id(call)] if id(call) in by_call else self._by_itself(call) for call in calls]
 
     def _by_itself(self, call: LayerCall) -> Any:
@@ -216,13 +216,13 @@ class TypedLayer:
         constants = self._context.constants
         kept = [i for i, call in enumerate(calls) if constants.keeps(call.x, call.weight)]
         rest = [i for i in range(len(calls)) if i not in kept]
-        found: dict[int, Tensor] = {}
+        sums: dict[int, Tensor] = {}
 
         def make(wanted: Sequence[int], i: int) -> Tensor:
-            if i not in found:
+            if i not in sums:
                 outs = aggregate([calls[k] for k in wanted], self._context.schedule)
-                found.update(zip(wanted, outs, strict=True))
-            return found[i]
+                sums.update(zip(wanted, outs, strict=True))
+            return sums[i]
 
         results = {}
         for i in kept:
@@ -288,10 +288,10 @@ def capture(call: LayerCall, context: LayerContext) -> LinearWork | None:
     if reduce not in ("sum", "mean"):
         return None
     before = random_state(relation.edges.exchange.send_rows[0].device)
-    found = _captured(call, context)
-    if found is None or found.edge_index is None or found.arguments is None:
+    captured = _captured(call, context)
+    if captured is None or captured.edge_index is None or captured.arguments is None:
         return None
-    linear = linear_call(PropagateCall(conv, relation.edges(found.edge_index), reduce, found.arguments))
+    linear = linear_call(PropagateCall(conv, relation.edges(captured.edge_index), reduce, captured.arguments))
     after = random_state(relation.edges.exchange.send_rows[0].device)
     drew = any(a is not None and b is not None and not a.equal(b) for a, b in zip(before, after, strict=True))
     return None if linear is None else LinearWork(call, context, linear, before if drew else None)
@@ -415,8 +415,8 @@ class _Rematerialised(torch.autograd.Function):
         pairs = [(t, g) for t, g in zip(flat, gradients, strict=True) if isinstance(t, Tensor) and t.requires_grad]
         wanted = [i for i, need in enumerate(needed) if need]
         outs, of_outs = zip(*pairs, strict=True)
-        found = torch.autograd.grad(outs, [inputs[i] for i in wanted], of_outs, allow_unused=True)
-        by_place = dict(zip(wanted, found, strict=True))
+        input_gradients = torch.autograd.grad(outs, [inputs[i] for i in wanted], of_outs, allow_unused=True)
+        by_place = dict(zip(wanted, input_gradients, strict=True))
         return None, None, *(by_place.get(i) for i in range(len(inputs)))
 
 

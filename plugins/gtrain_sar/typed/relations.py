@@ -125,8 +125,8 @@ class Relations:
 
     def _by_edges(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Relation | None:
         tensors = (leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor))
-        found: Relation | None = next((self._of_edges[t] for t in tensors if t in self._of_edges), None)
-        return found
+        relation: Relation | None = next((self._of_edges[t] for t in tensors if t in self._of_edges), None)
+        return relation
 
 
 def name_of(edge_type: EdgeType) -> str:
