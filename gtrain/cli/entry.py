@@ -168,6 +168,7 @@ def _prepare_hydra(*, sweep: bool = False) -> None:
     hydra_main.get_args_parser = _with_lazy_help(hydra_main.get_args_parser)  # type: ignore[attr-defined]
     Plugins.instance().register(BackendConfigs)
     config.register(sweep=sweep)
+    launchers.register()
     schemas = ConfigStore.instance()  # nobody changes it from here on, yet Hydra copies it for each group in --help
     schemas.__deepcopy__ = lambda memo: schemas  # type: ignore[attr-defined]
     ConfigLoaderImpl.load_configuration = _with_check(ConfigLoaderImpl.load_configuration)  # type: ignore[method-assign]

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from gtrain import backends, config, messages
 from gtrain.data.config import SCHEMAS
 from gtrain.errors import ConfigError
+from gtrain.launch import launchers
 from gtrain.settings import as_typed, default_of, limits
 
 JOB = "job"
@@ -38,8 +39,8 @@ def declared() -> dict[str, dict[str, type]]:
 
 @cache
 def files() -> dict[str, dict[str, str]]:
-    """The YAML files of each group by option: of gtrain and of the installed backends."""
-    found: dict[str, dict[str, str]] = {}
+    """The YAML of each group by option: files of gtrain and of the installed backends, and what launchers register."""
+    found: dict[str, dict[str, str]] = {"cluster": launchers.options()}
     for package in ("gtrain.conf", *(backend.conf for backend in backends.usable().values())):
         for folder in sorted(importlib.resources.files(package).iterdir(), key=lambda path: path.name):
             for file in folder.iterdir() if folder.is_dir() else ():

@@ -1,14 +1,18 @@
 """Who starts the processes of a job: one class for each launcher, all of them named in :data:`LAUNCHERS`.
 
-A new launcher is a module of this package with one class, its entry in the list, and its test. Mostly that class is an
-:class:`~gtrain.launch.launchers.external.ExternalLauncher`: the names of the environment variables that say which rank
-a process is.
+A new launcher is a module of this package with one class, its entry in the list, and its test; the entry makes the
+option ``cluster=NAME``. Mostly the class is an :class:`~gtrain.launch.launchers.external.ExternalLauncher`: the names
+of the environment variables that say which rank a process is.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
 from gtrain.errors import ConfigError
 from gtrain.launch.launchers.base import Launcher
@@ -19,6 +23,18 @@ from gtrain.launch.launchers.torchrun import Torchrun
 
 LAUNCHERS: Mapping[str, Launcher] = {launcher.name: launcher for launcher in (Local(), Torchrun(), Slurm(), Manual())}
 """By name, in the order in which they are asked whether they started this process."""
+
+
+def options() -> dict[str, str]:
+    """The YAML of each ``cluster=OPTION`` beside ``auto``, headed by the class's docstring of one line."""
+    schema = "defaults: [/schema/cluster/cluster@_here_, _self_]"
+    return {name: f"# {inspect.getdoc(each)}\n{schema}\nkind: {name}\n" for name, each in LAUNCHERS.items()}
+
+
+def register() -> None:
+    """Put the options of ``cluster`` into Hydra's store."""
+    for name, text in options().items():
+        ConfigStore.instance().store(group="cluster", name=name, node=OmegaConf.create(text))
 
 
 def resolve(kind: str, environ: Mapping[str, str] = os.environ) -> Launcher:

@@ -21,7 +21,7 @@ from gtrain.launch.roles import check_shape
 
 
 class Local(Launcher):
-    """The launcher of a process that no other one started."""
+    """gtrain's own agent on this machine, which simulates several machines."""
 
     name = "local"
 

@@ -24,7 +24,7 @@ RUN_WORKER, RUN_SERVER = "gtrain.launch.joining:run_worker", "gtrain.launch.join
 
 
 class Manual(Launcher):
-    """Each machine's command has an agent that starts the machine's ranks; they meet at ``cluster.rendezvous``."""
+    """The same command, started by hand on each machine; their ranks meet at cluster.rendezvous."""
 
     name = "manual"
 

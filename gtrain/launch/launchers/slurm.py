@@ -11,11 +11,11 @@ from gtrain.launch.launchers.external import ExternalLauncher, RankVariables
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import ClusterEnvironment
 
-_INTERACTIVE = ("bash", "interactive")
+_INTERACTIVE = ("bash", "interactive")  # the shell of an allocation is not a rank
 
 
 class Slurm(ExternalLauncher):
-    """SLURM's ``srun``; the shell of an interactive allocation is not a rank."""
+    """SLURM's srun started the ranks."""
 
     name = "slurm"
     variables = RankVariables(

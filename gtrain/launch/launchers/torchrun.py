@@ -21,7 +21,7 @@ _KEY = "gtrain/store"
 
 
 class Torchrun(ExternalLauncher):
-    """``torchrun`` (torch elastic)."""
+    """torchrun, or whoever else sets the variables of torch.distributed, started the ranks."""
 
     name = "torchrun"
     variables = RankVariables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")

@@ -38,6 +38,7 @@ def counting() -> Iterator[None]:
     backends.installed.cache_clear()
     Plugins.instance().register(entry.BackendConfigs)
     config.register()
+    launchers.register()
     GlobalHydra.instance().clear()
     with initialize_config_module("gtrain.conf", **config.VERSION_BASE):
         yield

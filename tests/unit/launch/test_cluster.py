@@ -9,9 +9,17 @@ from pathlib import Path
 
 import pytest
 from helpers import LIMIT, clean_environment
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
 
+from gtrain import config
+from gtrain.cli import entry
+from gtrain.cli.explain import explain
 from gtrain.errors import ConfigError
 from gtrain.launch import launchers
+from gtrain.launch.launchers.base import RankInfo
+from gtrain.launch.launchers.external import ExternalLauncher
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_JOB_NAME": "job"}
@@ -59,23 +67,35 @@ with launchers.detect().printing_once() as prints:
 """
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
-def test_one_rank_of_a_machine_prints_a_refusal(launcher: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [name for name, each in launchers.LAUNCHERS.items() if not each.starts_ranks])
+def test_one_rank_of_a_machine_prints_a_refusal(name: str, tmp_path: Path) -> None:
     """And ends when the others have been silent; two machines that are played on one have one each."""
-    names = {
-        "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-        "slurm": tuple(
-            f"SLURM_{name}" for name in ("PROCID", "NTASKS", "LOCALID", "NTASKS_PER_NODE", "NODEID", "NNODES")
-        ),
-    }[launcher]
-    job = {"TORCHELASTIC_RUN_ID" if launcher == "torchrun" else "SLURM_JOB_ID": tmp_path.name + str(os.getpid())}
+    launcher = launchers.LAUNCHERS[name]
+    assert isinstance(launcher, ExternalLauncher)
+    job = {launcher.job_variables[0]: tmp_path.name + str(os.getpid())}
     ranks = []
     for rank in range(6):
         place = (rank, 6, rank % 3, 3, rank // 3, 2)
-        environment = clean_environment({**job, **dict(zip(names, map(str, place), strict=True))})
+        environment = clean_environment({**job, **dict(zip(launcher.variables, map(str, place), strict=True))})
+        assert launchers.detect(environment) is launcher and launcher.rank_info(environment) == RankInfo(*place)
         ranks.append(
             subprocess.Popen([sys.executable, "-c", SPEAKS], env=environment, stdout=subprocess.PIPE, text=True)
         )
     said = [rank.communicate(timeout=LIMIT)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * 6
     assert [sum(bool(text) for text in said[machine : machine + 3]) for machine in (0, 3)] == [1, 1], said
+
+
+def test_each_launcher_is_an_option_of_cluster() -> None:
+    Plugins.instance().register(entry.BackendConfigs)
+    config.register()
+    launchers.register()
+    GlobalHydra.instance().clear()
+    with initialize_config_module("gtrain.conf", **config.VERSION_BASE):
+        kinds = [
+            compose("config", overrides=[f"cluster={name}"]).cluster.kind for name in ("auto", *launchers.LAUNCHERS)
+        ]
+    assert kinds == ["auto", *launchers.LAUNCHERS]
+    assert "kind: slurm" in explain("cluster=slurm")
+    with pytest.raises(ConfigError, match=", ".join(sorted(("auto", *launchers.LAUNCHERS)))):
+        explain("cluster=carrier-pigeon")
