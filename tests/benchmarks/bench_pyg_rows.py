@@ -122,9 +122,9 @@ def hosted(store: Store, batches: list[Batch]) -> None:
     show("x[idx]", lambda index: x[index], ids, count)
     show("torch.index_select(out=reused)", select, ids, count)
     for name, names, dtype in (
-        ("FeatureStore: x", {"node": ("x",)}, None),
-        ("FeatureStore: x as float64", {"node": ("x",)}, torch.float64),
-        ("FeatureStore: x, y, orig_id; edge_id", NAMES, None),
+        ("rows: x", {"node": ("x",)}, None),
+        ("rows: x as float64", {"node": ("x",)}, torch.float64),
+        ("rows: x, y, orig_id; edge_id", NAMES, None),
     ):
         rows = FeatureStore(store, PartBook.of(store), [0, 1], None, BufferPool(), names, dtype=dtype)
         show(name, lambda batch, rows=rows: rows.get([batch]), batches[:4], count)

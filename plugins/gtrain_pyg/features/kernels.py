@@ -3,9 +3,6 @@
 A row's *place* is ``segment << 40 | row``. A segment is a stretch of memory that holds rows of every tensor of a kind
 (a node type or an edge type): segment p is part p if this rank hosts it, segment P the cache, and those above are what
 other ranks sent. A place below 0 is none yet: the row is to be asked for.
-
-numba's cache notices a changed caller but no changed callee in another file: whoever edits ``row_memory`` removes
-``__pycache__`` here.
 """
 
 from __future__ import annotations

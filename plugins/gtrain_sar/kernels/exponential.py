@@ -2,9 +2,6 @@
 
 float32 after Cody & Waite's range reduction with the polynomial of Cephes' ``expf`` (Moshier), 1 ulp; results below
 the smallest normal number are 0. float64 is the library's.
-
-numba's cache notices a changed caller but no changed callee in another file: whoever edits this file removes
-``__pycache__`` here.
 """
 
 from __future__ import annotations
