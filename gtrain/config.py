@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.resources
 import math
@@ -18,7 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gtrain import backends, messages
 from gtrain.errors import ConfigError
-from gtrain.settings import Settings, defaults, schema, setting
+from gtrain.model.config import NetworkConfig
+from gtrain.settings import Settings, check, defaults, schema, setting
 
 VERBS = {
     "train": "fit, then test with the best checkpoint (the default)",
@@ -190,17 +192,6 @@ class StrategyConfig(Settings):
         300.0, "how long a rank may give no sign of life before the others give it up", above=0
     )
     dropout: str = setting("exact", "random numbers of dropout", words=DROPOUT)
-
-
-_MODEL_TYPES: dict[str, tuple[type, ...]] = {
-    "hidden_channels": (int,),
-    "num_layers": (int,),
-    "heads": (int,),
-    "dropout": (int, float),
-    "norm": (str, type(None)),
-    "optimizer.lr": (int, float),
-    "optimizer.weight_decay": (int, float),
-}
 
 
 def register(*, sweep: bool = False) -> None:
@@ -436,19 +427,13 @@ def _check_trainer(cfg: DictConfig) -> None:
 
 
 def _check_model(model: DictConfig) -> None:
-    """Model settings are open, for any network may be named; those that all share are held to their types."""
-    for key, types in _MODEL_TYPES.items():
-        value = OmegaConf.select(model, key, default=types[0]())
-        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            wanted = " or ".join(t.__name__ for t in types if t is not type(None))
-            raise ConfigError(
-                f"model.{key}={value} was set; it must be of type {wanted}, not {type(value).__name__}.",
-                hint=f"give model.{key} a value of that type.",
-            )
-    for key in ("hidden_channels", "num_layers", "heads"):
-        value = OmegaConf.select(model, key, default=1)
-        if value < 1:
-            raise ConfigError(f"model.{key}={value} was set; it must be at least 1.", hint=f"raise model.{key}.")
+    """Model settings are open, for any network may be named; those that are declared are held to types and limits."""
+    for field in dataclasses.fields(NetworkConfig):
+        value = OmegaConf.select(model, field.name, default=field.default)
+        _check_type(field.name, value, str(field.type))
+        check("model", field, value)
+    for name in ("lr", "weight_decay"):
+        _check_type(f"optimizer.{name}", OmegaConf.select(model, f"optimizer.{name}", default=0.0), "float")
     for key in ("optimizer", "sparse_optimizer"):
         for name in ("lr", "weight_decay"):
             value = OmegaConf.select(model, f"{key}.{name}", default=None)
@@ -456,10 +441,21 @@ def _check_model(model: DictConfig) -> None:
                 raise ConfigError(
                     f"model.{key}.{name}={value} was set; it must be 0 or more.", hint=f"correct model.{key}.{name}."
                 )
-    dropout = OmegaConf.select(model, "dropout", default=0.0)
-    if not 0 <= dropout < 1:
+
+
+_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "None": (type(None),)}
+
+
+def _check_type(key: str, value: Any, annotation: str) -> None:
+    """Refuse a value of another type than an annotation such as ``str | None`` names; ``Any`` is every type."""
+    if annotation == "Any":
+        return
+    types = [one for name in annotation.split(" | ") for one in _TYPES[name]]
+    if not isinstance(value, tuple(types)) or isinstance(value, bool):
+        wanted = " or ".join(one.__name__ for one in types if one is not type(None))
         raise ConfigError(
-            f"model.dropout={dropout} was set; it must be at least 0 and below 1.", hint="0 switches it off."
+            f"model.{key}={value} was set; it must be of type {wanted}, not {type(value).__name__}.",
+            hint=f"give model.{key} a value of that type.",
         )
 
 

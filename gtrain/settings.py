@@ -57,14 +57,17 @@ def setting(
         "hint": hint,
     }
     if isinstance(default, (list, dict)):
-        return dataclasses.field(default_factory=lambda: default.copy(), metadata=declared)
+        return dataclasses.field(default_factory=default.copy, metadata=declared)
     return dataclasses.field(default=default, metadata=declared)
 
 
 def changed(config: type, name: str, default: Any, **declared: Any) -> Any:
     """The field ``name`` of a dataclass with another default, and what else is to differ from its declaration."""
     (field,) = (field for field in dataclasses.fields(config) if field.name == name)
-    return dataclasses.field(default=default, metadata={**field.metadata, **declared})
+    declared = {**field.metadata, **declared}
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=default.copy, metadata=declared)
+    return dataclasses.field(default=default, metadata=declared)
 
 
 T = TypeVar("T")

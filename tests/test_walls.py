@@ -51,13 +51,14 @@ LIGHT = (
     "gtrain.launch.slot",
     "gtrain.launch.sockets",
     "gtrain.messages",
+    "gtrain.model.config",
     "gtrain.moved",
     "gtrain.run.runs",
     "gtrain.settings",
     "gtrain.targets",
 )
 """Modules that the command imports before a rank exists; each imports the standard library, hydra and each other."""
-LIGHT_PACKAGES = ("gtrain.data", "gtrain.launch", "gtrain.run")  # their __init__ imports nothing
+LIGHT_PACKAGES = ("gtrain.data", "gtrain.launch", "gtrain.model", "gtrain.run")  # their __init__ imports nothing
 LATE = {
     "gtrain.cli": {"gtrain.cli.entry"},
     "gtrain.cli.command": {"gtrain.wire"},

@@ -17,7 +17,8 @@ from gtrain import backends, config, messages
 from gtrain.data.config import SCHEMAS
 from gtrain.errors import ConfigError
 from gtrain.launch import launchers
-from gtrain.settings import as_typed, default_of, limits
+from gtrain.model.config import ModuleConfig, NetworkConfig
+from gtrain.settings import as_typed, changed, default_of, limits, setting
 
 JOB = "job"
 """What stands for the group of the settings at the top."""
@@ -31,6 +32,7 @@ def declared() -> dict[str, dict[str, type]]:
         JOB: {"": config.JobConfig},
         "strategy": {name: backend.load_config() for name, backend in backends.usable().items()},
         "data": dict(SCHEMAS),
+        "model": {name: _model(name, text) for name, text in files()["model"].items()},
         "trainer": {"": config.TrainerConfig},
         "cluster": {"": config.ClusterConfig},
         "paths": {"": config.PathsConfig},
@@ -43,10 +45,28 @@ def files() -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {"cluster": launchers.options()}
     for package in ("gtrain.conf", *(backend.conf for backend in backends.usable().values())):
         for folder in sorted(importlib.resources.files(package).iterdir(), key=lambda path: path.name):
-            for file in folder.iterdir() if folder.is_dir() else ():
+            for file in sorted(folder.iterdir(), key=lambda path: path.name) if folder.is_dir() else ():
                 if file.name.endswith(".yaml"):
                     found.setdefault(folder.name, {})[file.name.removesuffix(".yaml")] = file.read_text()
     return found
+
+
+def _model(name: str, text: str) -> type:
+    """A dataclass of the settings of a model: defaults of its file, meanings as declared, or of the file's comments."""
+    known = _fields(NetworkConfig, ModuleConfig)
+    content = OmegaConf.to_container(OmegaConf.create(text))
+    assert isinstance(content, dict)
+    rows = []
+    for key, value in content.items():
+        if key in known:
+            field = changed(NetworkConfig if key in _fields(NetworkConfig) else ModuleConfig, str(key), value)
+            rows.append((str(key), known[str(key)].type, field))
+        elif key != "_target_":
+            comment = re.search(rf"^{key!s}:.*?#\s*(.+)$", text, re.MULTILINE)
+            described = setting(value, comment[1] if comment else "", type="" if value is not None else "any or null")
+            rows.append((str(key), type(value).__name__, described))
+    summary = re.match(r"# (.+)", text)
+    return dataclasses.make_dataclass(name, rows, namespace={"__doc__": summary[1] if summary else content["_target_"]})
 
 
 def main(topics: Sequence[str]) -> None:

@@ -20,35 +20,21 @@ from torch import nn
 from gtrain.errors import ConfigError, GtrainError
 from gtrain.graph.store import Store
 from gtrain.graph.store.entities import entity_bags
+from gtrain.model.config import ModuleConfig, NetworkConfig
 from gtrain.model.decoders import make_decoder
 from gtrain.model.encoder import NodeEncoder, NodeIds
 from gtrain.model.link_predictor import LinkPredictor
 from gtrain.model.networks import norm_settings
 from gtrain.model.node_classifier import NodeClassifier
 from gtrain.nn import Csr
+from gtrain.settings import defaults
 
 # Hydra 1.4 asks which targets a configuration may name. Ours is the user's own and may name any module.
 _UNRESTRICTED = getattr(hydra.utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
 _ANY_TARGET = {} if _UNRESTRICTED is None else {"_execution_whitelist_": _UNRESTRICTED}
 
-# settings that the built-in networks share; a network of another package gets those that it names
-_SHARED = ("hidden_channels", "num_layers", "dropout", "norm", "act", "heads", "aggr", "input_dropout")
-_MODULE = (
-    "optimizer",
-    "scheduler",
-    "monitor",
-    "class_weights",
-    "test_metrics",
-    "sparse_optimizer",
-    "loss",
-    "task",
-    "joint_types",
-    "score",
-    "learn_features",
-    "decoder",
-    "num_negatives",
-    "filtered",
-)
+_SHARED = frozenset(defaults(NetworkConfig))
+_MODULE = frozenset(defaults(ModuleConfig))
 
 
 def make(node: dict[str, Any], key: str, *args: Any) -> Any:
@@ -261,7 +247,7 @@ def _own_module(target: type[pl.LightningModule], settings: dict[str, Any], stor
     """A LightningModule, ours or the user's: it gets the settings that it names, and the sizes if it names them."""
     names, sizes = inspect.signature(target).parameters, _sizes(store)
     given = {
-        k: v for k, v in {**sizes, **settings}.items() if k in names or (k not in _SHARED + _MODULE and k not in sizes)
+        k: v for k, v in {**sizes, **settings}.items() if k in names or (k not in _SHARED | _MODULE and k not in sizes)
     }
     for key in ("optimizer", "sparse_optimizer", "scheduler"):
         if isinstance(given.get(key), dict):
@@ -286,7 +272,7 @@ def _network_settings(target: Any, settings: dict[str, Any], sizes: dict[str, An
         return settings
     if "norm" in settings:
         settings["norm"], settings["norm_kwargs"] = norm_settings(settings["norm"])
-    shared = (*_SHARED, "norm_kwargs")
+    shared = {*_SHARED, "norm_kwargs"}
     return {key: value for key, value in settings.items() if key not in shared or key in parameters}
 
 

@@ -38,6 +38,13 @@ def test_options_without_a_dataclass_are_shown_as_they_stand() -> None:
         ("mode", ["mode (int; default 1)", "3  one exchange"]),
         ("ckpt_path", ["or a path; train goes on from it"]),
         ("paths.stores", ["default ${paths.data}/stores"]),
+        (
+            "model=gcn",
+            ["model.hidden_channels (int; default 64)", "model.optimizer (dict; default {'_target_':'torch.opt"],
+        ),
+        ("model.heads", ["default 8; default 4 with model=hgt", "with model=dgl_gat, dgl_gatv2, gat, hgt"]),
+        ("model.margin", ["model.margin (float; default 0.1)", "of the ranking loss", "with model=kg"]),
+        ("data.batch_size", ["default null; default 1000 with data=kg; default 512 with data=libsvm, parquet"]),
         ("logger", ["logger=csv", "logger=none"]),
         ("callbacks", ["callbacks=early_stopping"]),
     ],
@@ -55,6 +62,9 @@ def test_answers(topic: str, lines: list[str]) -> None:
         ("prefetch", "did you mean strategy.prefetch?"),
         ("strategy=sra", "did you mean sar"),
         ("trainr", "did you mean trainer"),
+        ("model.hidden_chanels", "did you mean model.hidden_channels"),
+        ("num_neighbors", "did you mean data.num_neighbors?"),
+        ("data=plantet", "did you mean planted"),
         ("zzz", "gtrain explain lists the groups"),
     ],
 )
