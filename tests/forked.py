@@ -40,7 +40,7 @@ def gtrain(
     return python("-m", "gtrain", *args, cwd=cwd, timeout=timeout, env=env)
 
 
-def sweep(folder: Path, *overrides: str, timeout: float = 280) -> list[dict[str, Any]]:
+def sweep(folder: Path, *overrides: str, timeout: float = LIMIT) -> list[dict[str, Any]]:
     """Run a sweep and return the summaries of its jobs in their order.
 
     Args:

@@ -73,7 +73,7 @@ class Rank:
 
 @contextmanager
 def job_of(
-    store: Store, transport: str = "tcp", *, hops: int | None = 0, timeout: float = 60.0, silent: Sequence[int] = ()
+    store: Store, transport: str = "tcp", *, hops: int | None = 0, timeout: float = LIMIT, silent: Sequence[int] = ()
 ) -> Iterator[list[Rank]]:
     """All ranks of a job over a store, one for each part, with open connections.
 

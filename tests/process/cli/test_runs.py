@@ -246,7 +246,7 @@ def test_machines_that_share_a_run_folder(tmp_path: Path) -> None:
     other = subprocess.Popen([*command, "cluster.rank=1"], cwd=tmp_path, env=helpers.clean_environment())
     try:
         ok(gtrain(*command[3:], "cluster.rank=0", cwd=tmp_path))
-        assert other.wait(60) == 0
+        assert other.wait(helpers.LIMIT) == 0
     finally:
         other.kill()
         other.wait()

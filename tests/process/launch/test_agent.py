@@ -44,7 +44,7 @@ def write(folder: Path, body: str) -> Path:
     return program
 
 
-def run(folder: Path, body: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, body: str, timeout: float = LIMIT) -> subprocess.CompletedProcess[str]:
     """Run a job of four ranks to its end."""
     return forked.python(str(write(folder, body)), cwd=folder, timeout=timeout)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from forked import Program, gtrain
-from helpers import alive, clean_environment, descendants, ok, summary, until
+from helpers import LIMIT, alive, clean_environment, descendants, ok, summary, until
 
 ARGUMENTS = [
     "trainer.num_nodes=4",
@@ -124,7 +124,7 @@ def test_the_last_line_says_how_to_resume(fault: str, tmp_path: Path) -> None:
                 os.kill(descendants(job.pid)[-1], signal.SIGKILL)
             else:
                 job.send_signal(getattr(signal, fault))
-            code = job.wait(60)
+            code = job.wait(LIMIT)
         finally:
             job.kill()
             job.wait()
@@ -149,7 +149,7 @@ def test_torchrun_that_is_ended_says_how_to_resume(tmp_path: Path) -> None:
     try:
         until(lambda: (tmp_path / "run" / "checkpoints" / "last.ckpt" / "manifest.json").exists(), tmp_path)
         job.terminate()
-        said = job.communicate(timeout=60)[1]
+        said = job.communicate(timeout=LIMIT)[1]
     finally:
         job.kill()
         job.wait()

@@ -57,7 +57,7 @@ def kernel(tmp_path: Path) -> Iterator[Any]:
     manager.start_kernel(cwd=str(tmp_path), env=clean_environment({"OMP_NUM_THREADS": "2"}))
     client = manager.client()
     client.start_channels()
-    client.wait_for_ready(timeout=120)
+    client.wait_for_ready(timeout=LIMIT)
     client.kernel = manager
     yield client
     client.stop_channels()
