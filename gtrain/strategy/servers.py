@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins.environments import ClusterEnvironment
 
 from gtrain.errors import ConfigError, PeerLostError
 from gtrain.launch import slot as slots
+from gtrain.launch.environment import say_waiting
 from gtrain.launch.job_store import job_store
 from gtrain.launch.key_value import KeyValueStore
 from gtrain.strategy.counters import Counters
+from gtrain.strategy.mesh import SAY_SECONDS
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
 START_SECONDS = 300.0
 """How long a server may at least take to come: it imports what the workers import, on a machine that may be busy."""
+SAY_AGAIN_SECONDS = 30.0
 FIGURES = "gtrain.figures"
 """The request by which rank 0 learns what a server spent; every server answers it."""
 Traffic = dict[str, tuple[int, int]]
@@ -160,9 +164,14 @@ def _answer(client: Client, answer: Future[Message]) -> Message:
     """The answer to a request that may be made again: the server may have been restarted meanwhile."""
     from gtrain.wire import PeerRestartedError
 
+    began, say_at = time.monotonic(), SAY_SECONDS
     while True:
         try:
-            return answer.result()
+            return answer.result(max(0.0, began + say_at - time.monotonic()))
+        except TimeoutError:
+            waited = time.monotonic() - began
+            say_at = waited + SAY_AGAIN_SECONDS
+            say_waiting(f"waiting for {client.peer}, {waited:.0f} s")
         except PeerRestartedError:
             answer = client.submit(FIGURES)
 

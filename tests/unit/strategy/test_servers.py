@@ -1,0 +1,30 @@
+"""What a worker learns of its job's servers."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gtrain.strategy import servers
+from gtrain.wire import Message
+
+
+def test_a_server_that_does_not_say_what_it_spent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rank 0 asks each at the beginning and the end of an epoch."""
+    answer: Future[Message] = Future()
+    said: list[str] = []
+
+    def say(sentence: str) -> None:
+        said.append(sentence)
+        if len(said) == 2:
+            answer.set_result(Message({"cpu_seconds": 1.5}))
+
+    monkeypatch.setattr(servers, "say_waiting", say)
+    monkeypatch.setattr(servers, "SAY_SECONDS", 0.01)
+    monkeypatch.setattr(servers, "SAY_AGAIN_SECONDS", 0.01)
+    client: Any = SimpleNamespace(peer="parameter 1")
+    assert servers._answer(client, answer).fields == {"cpu_seconds": 1.5}
+    assert {sentence.partition(",")[0] for sentence in said} == {"waiting for parameter 1"}
