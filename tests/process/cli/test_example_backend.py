@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-from helpers import REPO, gtrain, ok, run, show, summary
+from helpers import REPO, example_site, gtrain, ok, show, summary
 
-EXAMPLE = REPO / "plugins" / "example_backend"
 SMALL = (
     "trainer.precision=64-true",
     "trainer.max_epochs=4",
@@ -24,14 +21,9 @@ SMALL = (
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment in which the example is installed: a folder on the module search path, made by pip."""
-    scratch = tmp_path_factory.mktemp("example")
-    shutil.copytree(EXAMPLE, scratch / "source", ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
-    target = scratch / "site"
-    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--no-build-isolation", "--target"]
-    ok(run([*pip, str(target), str(scratch / "source")], cwd=scratch))
-    return {"PYTHONPATH": str(target)}
+def installed() -> dict[str, str]:
+    """The environment in which the example is installed."""
+    return {"PYTHONPATH": str(example_site())}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +56,6 @@ def slow(*overrides: str) -> Any:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("strategy=replicated", "trainer.num_nodes=2"),
         slow("strategy=replicated", "trainer.num_nodes=3", "strategy.share=contiguous"),
         slow("strategy=sar_auto", "trainer.num_nodes=2", "strategy.halo_limit=0"),
         slow("strategy=sar_auto", "trainer.num_nodes=3", "strategy.halo_limit=100"),

@@ -1,0 +1,27 @@
+"""Faults that tests cause inside a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import lightning.pytorch as pl
+
+
+class KillRank(pl.Callback):
+    """Kill one rank by SIGKILL as a training epoch begins; the epoch before has its checkpoint.
+
+    Args:
+        rank: which one.
+        epoch: the epoch, counted from 0.
+        record: a file that the rank writes the process id of its session's leader into before it dies.
+    """
+
+    def __init__(self, rank: int, epoch: int, record: str) -> None:
+        self._rank, self._epoch, self._record = rank, epoch, Path(record)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if (trainer.global_rank, trainer.current_epoch) == (self._rank, self._epoch):
+            self._record.write_text(str(os.getsid(0)))
+            os.kill(os.getpid(), signal.SIGKILL)
