@@ -204,10 +204,11 @@ class Backend:
         store: ``package.module:function`` beside ``config``, which says what settings the store of a job has, whatever
             the data's own are: ``num_parts``, ``partitioner``, and ``buckets`` (see ``gtrain.graph.store``). Given the
             composed configuration as a dictionary. Empty: the data's own settings, and one part a rank.
+        parts_key: the setting that the store's number of parts comes from, for messages.
         table_reader: ``package.module:function`` that finds the rows of a table in a checkpoint of this backend
             (``gtrain.strategy.checkpoint.SavedRows``), given its folder, the layer's name and its ``TableSpec``. Empty:
             rows are in the module's state.
-        shortcuts: keys outside of ``strategy`` that its YAML file adds to the configuration, such as ``mode``.
+        shortcuts: keys outside of ``strategy`` that its YAML file adds to the configuration.
     """
 
     description: str
@@ -217,6 +218,7 @@ class Backend:
     serves: Serves = field(default_factory=Serves)
     roles: Mapping[str, Role] = field(default_factory=dict)
     store: str = ""
+    parts_key: str = "data.num_parts"
     table_reader: str = ""
     shortcuts: tuple[str, ...] = ()
 

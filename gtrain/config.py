@@ -30,7 +30,7 @@ VERBS = {
     "partition": "make the partitioned store and print edge cut, halo sizes and balance",
     "serve": "start one server of role= by hand, at cluster.rendezvous=",
     "key": "make the file cluster.key_file=, by which a job's processes know each other on a network",
-    "explain": "say what settings mean: explain KEY, GROUP=OPTION or GROUP, such as data.split, strategy=ps, trainer",
+    "explain": "say what settings mean: explain KEY, GROUP=OPTION or GROUP, as data.split, strategy=single, trainer",
     "doctor": "say what this machine and this installation can do, and what is wrong (format=json for programs)",
 }
 

@@ -59,7 +59,8 @@ def disk_full(error: BaseException, advice: str = "") -> DiskFullError | None:
     return DiskFullError(
         f"{error.filename or 'a file of the run'} cannot be written: {reason}.",
         hint=advice
-        or "free space on that disk, or choose another (hydra.run.dir, strategy.folder, data.store, paths.stores).",
+        or "free space on that disk, or choose another (hydra.run.dir, data.store, paths.stores, or the strategy's own "
+        "folder).",
     )
 
 

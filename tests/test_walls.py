@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import graphlib
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from helpers import REPO, ok, run
+
+from gtrain.config import StrategyConfig
 
 PLUGINS = ("gtrain_single", "gtrain_sar", "gtrain_pyg", "gtrain_ps", "gtrain_pbg")
 EXAMPLE = "gtrain_example"
@@ -89,6 +93,7 @@ PLUGIN_MAY_USE = (
     "errors",
     "backends",
     "launch.environment",
+    "protocols",
     "launch.job_store",
     "launch.sockets",
 )
@@ -256,6 +261,142 @@ def test_the_example_uses_what_an_outsider_may(everything: list[Import]) -> None
 def test_one_file_makes_objects_from_the_configuration(everything: list[Import]) -> None:
     found = {found.importer for found in everything if within(found.imported, "hydra.utils")}
     assert found == {"gtrain.run.build"}
+
+
+# ------------------------------------------------------------------------------------------------ the contract
+
+
+def trees() -> Iterator[tuple[str, str, ast.Module]]:
+    """Module name, path and syntax tree of every source file of the framework, our plugins and the example."""
+    for package in ("gtrain", *PLUGINS, EXAMPLE):
+        for name, path in sources(package).items():
+            yield name, str(path.relative_to(REPO)), ast.parse(path.read_text(), str(path))
+
+
+def room(module: str) -> str:
+    """The part of the project that a module belongs to: a package of the framework, or a plugin."""
+    return ".".join(module.split(".")[:2]) if top(module) == "gtrain" else top(module)
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def names_made(tree: ast.AST) -> set[str]:
+    """Names that a file defines: functions, classes, arguments, variables and attributes that it sets."""
+    made = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            made.add(node.name)
+        elif isinstance(node, ast.arg):
+            made.add(node.arg)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            made.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            made.add(node.id)
+    return made
+
+
+def test_nothing_private_crosses_a_wall() -> None:
+    """A private name of ours is used in the room that defines it alone; other libraries' private names are theirs."""
+    files = list(trees())
+    made: dict[str, set[str]] = {}
+    for name, _, tree in files:
+        made.setdefault(room(name), set()).update(filter(is_private, names_made(tree)))
+    ours = set().union(*made.values())
+    wrong = []
+    for name, path, tree in files:
+        for node in ast.walk(tree):
+            used = [node.attr] if isinstance(node, ast.Attribute) else []
+            if isinstance(node, ast.ImportFrom) and within(str(node.module), "gtrain", *PLUGINS, EXAMPLE):
+                used = [alias.name for alias in node.names]
+            wrong += [
+                f"{path}:{node.lineno}: {each}"
+                for each in used
+                if is_private(each) and each in ours - made[room(name)] and each not in FOREIGN
+            ]
+    assert wrong == []
+    assert "_shards" in ours and len(ours) > 300, "private names of base and all; has the test lost sight of them?"
+
+
+FOREIGN = {"_collect", "_fields", "_indices", "_replace", "_results", "_values"}
+"""Names of PyG, torch, namedtuple and Lightning that some room of ours has for something of its own as well."""
+
+
+@pytest.mark.parametrize("name", ["pbg", "ps", "pyg", "sar", "single"])
+def test_a_strategy_overrides_nothing_private(name: str) -> None:
+    """Names of methods and attributes that begin with an underscore are the base's own, and may change."""
+    from gtrain import backends
+
+    strategy = backends.get(name).load_strategy()
+    rooms: dict[str, set[str]] = {}
+    for cls in strategy.__mro__:
+        rooms.setdefault(room(cls.__module__), set()).update(filter(is_private, vars(cls)))
+    own = rooms.pop(f"gtrain_{name}") - {"_abc_impl"}
+    assert not own & set().union(*rooms.values())
+
+
+def members() -> set[str]:
+    """The members of all protocols of ``gtrain/protocols.py``, and names that it has functions for."""
+    tree = ast.parse((REPO / "gtrain" / "protocols.py").read_text())
+    found = {"network", "datamodule", "_trainer"}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            found |= {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+            found |= {ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)}
+    return found
+
+
+def test_the_contract_is_known_by_protocols() -> None:
+    """What base, models and backends know of each other is not looked up by a name in quotes."""
+    contract = members() - {"source", "target", "rank", "size", "first", "rows"}  # of Spread, which a batch carries
+    assert {"row_table", "encodes_nodes", "layers_in_turn", "deal", "recipe", "open_store"} <= contract
+    wrong = []
+    for _, path, tree in trees():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) not in ("getattr", "hasattr"):
+                continue
+            of, key = ast.unparse(node.args[0]).rpartition(".")[2], node.args[1]
+            name = key.value if isinstance(key, ast.Constant) else None
+            if name in contract or of in ("batch", "lightning_module", "pl_module", "datamodule"):
+                wrong.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+    assert wrong == []
+
+
+def strings(tree: ast.AST) -> Iterator[ast.Constant]:
+    """The text in a file, docstrings left out."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    bodies = [node.body for node in ast.walk(tree) if isinstance(node, documented)]
+    docs = {
+        id(item.value) for body in bodies for item in body if isinstance(item, ast.Expr)
+    }  # of attributes and constants too
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            yield node
+
+
+def test_the_core_names_no_setting_of_a_backend() -> None:
+    """A backend declares keys, limits and shortcuts in ``gtrain.backends.Backend``, from which messages are made.
+
+    The text that explains a setting (``gtrain.data.config``) is documentation, and may name strategies.
+    """
+    from gtrain import backends
+
+    installed = {name: backends.get(name) for name in ("pbg", "ps", "pyg", "sar", "single")}
+    shared = {field.name for field in dataclasses.fields(StrategyConfig)}
+    keys = {field.name for each in installed.values() for field in dataclasses.fields(each.load_config())} - shared
+    shortcuts = {key for each in installed.values() for key in each.shortcuts}
+    assert {"halo_hops", "num_partitions", "servers"} <= keys and shortcuts == {"mode"}
+    pattern = re.compile(rf"\bstrategy\.({'|'.join(keys)})\b|\bstrategy=({'|'.join(set(installed) - {'single'})})\b")
+    wrong = []
+    for name, path, tree in trees():
+        if top(name) != "gtrain" or within(name, "gtrain.testing", "gtrain.data.config"):
+            continue
+        for text in strings(tree):
+            light = name in LIGHT and text.value in shortcuts
+            if light or pattern.search(text.value):
+                wrong.append(f"{path}:{text.lineno}: {text.value}")
+    assert wrong == []
 
 
 # ------------------------------------------------------------------------------------------------- unpickling

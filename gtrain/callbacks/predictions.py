@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,6 +23,7 @@ from gtrain.errors import ConfigError
 from gtrain.graph.store import Store
 from gtrain.graph.store.entities import entity_types
 from gtrain.graph.store.manifest import safe_name
+from gtrain.protocols import Embeds, EmbedsTypes, network_of
 from gtrain.strategy.base import GraphStrategy
 
 FORMATS = ("npy", *formats.WRITERS)
@@ -61,10 +62,10 @@ class PredictionWriter(pl.Callback):
         self._ids: list[Tensor] = []
         self._seen: list[Tensor] = []
         self._hook: RemovableHandle | None = None
-        self._dimensions: dict[str, int] = {}  # columns of each entity type, where they differ
+        self._dimensions: Mapping[str, int] = {}  # columns of each entity type, where they differ
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._embeddings and not hasattr(pl_module, "embed"):
+        if self._embeddings and not isinstance(pl_module, Embeds):
             layer = last_layer(pl_module)
             self._hook = layer.register_forward_pre_hook(lambda _, args: self._seen.append(_features(args[0])))
 
@@ -78,8 +79,8 @@ class PredictionWriter(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         if self._embeddings:
-            own = getattr(pl_module, "embed", None)
-            outputs = own(batch) if own is not None else self._embedded(batch)[batch.seeds]
+            own = pl_module.embed(batch) if isinstance(pl_module, Embeds) else None
+            outputs = self._embedded(batch)[batch.seeds] if own is None else own
             self._seen.clear()
         if not isinstance(outputs, Tensor) or len(outputs) != len(batch.seeds):
             found = f"{len(outputs)} rows" if isinstance(outputs, Tensor) else type(outputs).__name__
@@ -93,7 +94,8 @@ class PredictionWriter(pl.Callback):
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._hook is not None:
             self._hook.remove()
-        self._dimensions = getattr(pl_module, "dimensions", {})
+        if isinstance(pl_module, EmbedsTypes):
+            self._dimensions = pl_module.dimensions
         ids = torch.cat(self._ids)
         width = int(self._strategy.group.all_reduce(torch.tensor([self._width]), "max"))
         shape = (self._store.num_nodes_of(target_type(self._store)), width)
@@ -201,8 +203,8 @@ def last_layer(module: pl.LightningModule) -> nn.Module:
     Raises:
         ConfigError: the module has no ``network``, so its embeddings are not known.
     """
-    network = getattr(module, "network", None)
-    if not isinstance(network, nn.Module):
+    network = network_of(module)
+    if network is None:
         raise ConfigError(
             f"embeddings=true was set, and {type(module).__name__} has no network to look into.",
             hint="leave embeddings=false: predict_step then says what is written.",

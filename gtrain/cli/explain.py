@@ -104,7 +104,7 @@ def keys() -> list[str]:
 
 
 def _overview() -> str:
-    lines = ["gtrain explain KEY, GROUP=OPTION or GROUP; such as data.split, strategy=ps, trainer", ""]
+    lines = ["gtrain explain KEY, GROUP=OPTION or GROUP; such as data.split, strategy=single, trainer", ""]
     for group in dict.fromkeys([*declared(), *sorted(files())]):
         lone = declared().get(group, {}).get("")
         names = list(_fields(lone)) if lone else [f"{group}={option}" for option in _options(group)]

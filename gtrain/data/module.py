@@ -72,6 +72,8 @@ class GraphDataModule(pl.LightningDataModule):
     """Facts that decide a model's form, where the source knows them before it reads the graph; any numbers will do."""
     edge_buckets: bool = False
     """Whether the store holds the edges once more by pairs of parts, for strategies that train in buckets."""
+    parts_key: str = "data.num_parts"
+    """The setting that the number of parts comes from, for messages; a backend may have one of its own."""
     weight_demand: str | Callable[[GraphDataModule], str | None] | None = None
     """Why edge weights have to be 0 or more, as :func:`~gtrain.model.inputs.weight_demand` says it: a negative weight
     is refused as it is read. None: weights may be negative. A function is called with this DataModule at the first
@@ -201,7 +203,7 @@ class GraphDataModule(pl.LightningDataModule):
                 hint="name a file with the part of each node.",
             )
         if self.edge_buckets:  # also where the store is there, which other numbers may have made
-            self.schema.check_partitions(self.num_parts)
+            self.schema.check_partitions(self.num_parts, self.parts_key)
         if type(self).fetch is GraphDataModule.fetch:  # else files may still have to be downloaded
             self.identity()  # has the stamp of each file
 

@@ -88,8 +88,12 @@ class DataSchema:
         """What the features of featurized types are read from."""
         return {name: entry["featurized"] for name, entry in self._entities.items() if entry.get("featurized")}
 
-    def check_partitions(self, num_parts: int) -> None:
+    def check_partitions(self, num_parts: int, key: str = "data.num_parts") -> None:
         """Check the types' numbers of partitions against that of the store.
+
+        Args:
+            num_parts: of the store.
+            key: the setting that it comes from.
 
         Raises:
             ConfigError: one is neither 1 nor that.
@@ -105,7 +109,7 @@ class DataSchema:
                 raise ConfigError(
                     f"data.entities.{name}.num_partitions={own} was set, and the tables are cut into {num_parts}: "
                     f"{own} is neither 1 nor {num_parts}.",
-                    hint=f"set strategy.num_partitions={own}, or leave data.entities.{name}.num_partitions out.",
+                    hint=f"set {key}={own}, or leave data.entities.{name}.num_partitions out.",
                 )
 
     def ends(self, names: Sequence[str]) -> list[tuple[str, str]]:

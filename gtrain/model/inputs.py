@@ -14,6 +14,7 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from gtrain.errors import ConfigError, DataError, negative_weight, zero_weights
 from gtrain.model.trim import BY_TYPE, PER_HOP, targets_alone, trimming, without_unread
+from gtrain.protocols import ReadsEdgeData, WeighsLoss, network_of
 
 if TYPE_CHECKING:
     from gtrain.graph.store import Store
@@ -118,11 +119,10 @@ def edge_data_read(module: nn.Module) -> frozenset[str] | None:
 
     Models of gtrain answer by ``edge_data``: what they read besides what their ``network``, if any, reads.
     """
-    own: frozenset[str] | None = getattr(module, "edge_data", None)
-    network = getattr(module, "network", None)
-    if own is None or not isinstance(network, nn.Module):
-        return own
-    return own | _network_reads(network)
+    if not isinstance(module, ReadsEdgeData):
+        return None
+    network = network_of(module)
+    return module.edge_data if network is None else module.edge_data | _network_reads(network)
 
 
 def _network_reads(network: nn.Module) -> frozenset[str]:
@@ -145,7 +145,7 @@ def weight_demand(module: nn.Module, name: str) -> str | None:
     if "edge_weight" not in (edge_data_read(module) or ()):
         return None
     normalising = next((type(layer).__name__ for layer in module.modules() if _normalises(layer)), None)
-    if getattr(module, "weighs_loss", False):
+    if isinstance(module, WeighsLoss) and module.weighs_loss:
         reason = "an edge's weight is the factor of its loss"
     elif normalising is not None:
         reason = f"{normalising} divides by the square roots of sums of weights"
@@ -161,7 +161,8 @@ def zero_demand(module: nn.Module, name: str) -> str | None:
         module: the model.
         name: what the message calls it.
     """
-    if not getattr(module, "weighs_loss", False) or "edge_weight" not in (edge_data_read(module) or ()):
+    weighs = isinstance(module, WeighsLoss) and module.weighs_loss
+    if not weighs or "edge_weight" not in (edge_data_read(module) or ()):
         return None
     return f"with {name} an edge's weight is the factor of its loss: nothing would be learned"
 

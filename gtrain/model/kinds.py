@@ -6,6 +6,7 @@ from torch import nn
 from torch_geometric.nn.conv import MessagePassing
 
 from gtrain.nn import DglGraph
+from gtrain.protocols import HasKind
 
 MESSAGE_PASSING = "message-passing"
 PER_NODE = "per-node"
@@ -15,8 +16,7 @@ SPARSE = "sparse"
 
 def kind(module: nn.Module) -> str:
     """``message-passing`` where convolutions of PyG or DGL are inside, else ``per-node``; its own goes first."""
-    own = getattr(module, "kind", None)
-    if isinstance(own, str):
-        return own
+    if isinstance(module, HasKind) and isinstance(module.kind, str):
+        return module.kind
     passes = any(isinstance(layer, MessagePassing | DglGraph) for layer in module.modules())
     return MESSAGE_PASSING if passes else PER_NODE

@@ -16,7 +16,8 @@ from gtrain.model.edge_model import EdgeModel
 from gtrain.model.inputs import input_names, run_network
 from gtrain.model.optimizers import MakeOptimizer, configured, with_tables
 from gtrain.model.ranking import ranks
-from gtrain.model.spread import Spread, spread_ranks
+from gtrain.model.spread import spread_ranks
+from gtrain.protocols import NodeBatches, Spread, entry
 
 Batch: TypeAlias = Data | HeteroData
 
@@ -82,7 +83,7 @@ class LinkPredictor(EdgeModel):
         ``edge_label_index`` and ``dst_neg_index`` are rows of these. With ``spread``, the first are the rank's own.
         """
         source, target = self.embeddings(batch)
-        spread: Spread | None = getattr(batch, "spread", None)
+        spread: Spread | None = entry(batch, "spread")
         return (source, target) if spread is None else spread.rows(source, target)
 
     def embeddings(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -92,7 +93,7 @@ class LinkPredictor(EdgeModel):
         function that returns batches of such nodes: together they have every own node once, as ``seeds`` (local ids
         [S]), and ``input_id`` [S] says which row of the result each is. The batch itself needs no graph then.
         """
-        parts = getattr(batch, "node_batches", None)
+        parts: NodeBatches | None = entry(batch, "node_batches")
         source, _, target = batch.target if isinstance(batch, HeteroData) else ("node", "to", "node")
         if parts is not None:
             found = {kind: self._encoded(parts[kind]()) for kind in dict.fromkeys((source, target))}
@@ -129,19 +130,19 @@ class LinkPredictor(EdgeModel):
         """Mean loss over the edges of the batch, the weight of that mean, the scores of true and of false edges."""
         true, false = self._scores(batch, embeddings)
         each = F.softplus(-true) + F.softplus(false).mean(1)
-        loss, weight = self._mean(each, getattr(batch, "edge_label_weight", None), split)
+        loss, weight = self._mean(each, entry(batch, "edge_label_weight"), split)
         return loss, weight, true, false
 
     def _scores(self, batch: Batch, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Scores of the true edges [B], and of those with false targets [B, num_negatives]."""
         (head, tail), (source, target) = batch.edge_label_index, embeddings
-        heads, relation = source[head], getattr(batch, "edge_label_type", None)
+        heads, relation = source[head], entry(batch, "edge_label_type")
         false = [self.decoder(heads, target[ids], relation) for ids in self._false_targets(batch).unbind(1)]
         return self.decoder(heads, target[tail], relation), torch.stack(false, dim=1)
 
     def _false_targets(self, batch: Batch) -> Tensor:
         """The batch's ``dst_neg_index``."""
-        found: Tensor | None = getattr(batch, "dst_neg_index", None)
+        found: Tensor | None = entry(batch, "dst_neg_index")
         shape = (batch.edge_label_index.size(1), self.num_negatives)
         if found is None or found.shape != shape:
             there = "none" if found is None else f"dst_neg_index of the shape {list(found.shape)}"
@@ -160,8 +161,8 @@ class LinkPredictor(EdgeModel):
     def _ranks(self, batch: Batch, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Ranks of the targets and of the sources."""
         (head, tail), (source, target) = batch.edge_label_index, embeddings
-        relation = getattr(batch, "edge_label_type", None)
-        spread: Spread | None = getattr(batch, "spread", None)
+        relation = entry(batch, "edge_label_type")
+        spread: Spread | None = entry(batch, "spread")
         if spread is not None:
             own = source[: spread.num_own[0]], target[: spread.num_own[1]]
             return spread_ranks(self.decoder, spread, own, (source[head], target[tail]), relation, self.filtered)
@@ -169,7 +170,7 @@ class LinkPredictor(EdgeModel):
         def part(rows: slice) -> Tensor | None:
             return None if relation is None else relation[rows]
 
-        known = [getattr(batch, name, None) if self.filtered else None for name in _KNOWN]
+        known = [entry(batch, name) if self.filtered else None for name in _KNOWN]
         tails = ranks(
             lambda rows: self.decoder.tails(source[head[rows]], part(rows), target),
             tail,

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from gtrain.errors import ConfigError
 from gtrain.nn import JointOptimizer, RowOptimizer, tables
+from gtrain.protocols import trainer_of
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)
@@ -78,7 +79,8 @@ def with_tables(
     layers = [table for _, table in tables(module)]
     weights = {id(table.weight) for table in layers}
 
-    clip = getattr(getattr(module, "_trainer", None), "gradient_clip_val", None)
+    trainer = trainer_of(module)
+    clip = None if trainer is None else trainer.gradient_clip_val
     if clip and any(table.sparse for table in layers):
         raise ConfigError(
             f"trainer.gradient_clip_val={clip} with model.sparse_optimizer: sparse gradients cannot be clipped.",

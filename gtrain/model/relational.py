@@ -36,7 +36,7 @@ class RGCN(nn.Module):
         x [N, in_channels], or int64 [N]; edge_index [2, E], edge_type [E]; result [N, out_channels].
     """
 
-    layers_in_turn = True  # see gtrain.nn.depth
+    layers_in_turn = True
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class HeteroSAGE(nn.Module):
         x_dict: type -> [n, hidden_channels]; result: type -> [n, out_channels].
     """
 
-    layers_in_turn = True  # see gtrain.nn.depth
+    layers_in_turn = True
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class HGT(nn.Module):
         x_dict: type -> [n, hidden_channels]; result: type -> [n, out_channels].
     """
 
-    layers_in_turn = True  # see gtrain.nn.depth
+    layers_in_turn = True
 
     def __init__(
         self,

@@ -3,50 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from gtrain.model import ranking
 from gtrain.model.decoders import Decoder
-
-Lists = tuple[Tensor, Tensor]
-"""Pointers int64 ``[B + 1]`` and ids int64 ``[K]``: a list of ids for each of B queries."""
-
-
-class Spread(Protocol):
-    """What a link batch carries as ``spread`` where the nodes belong to several ranks, which all have such a batch.
-
-    Attributes:
-        rank, size: which rank this is, and of how many.
-        source, target: int64 ``[B]``, global ids of the ends of the batch's true edges, which are this rank's.
-        first: the first global id that this rank owns of the sources' type, and of the targets'.
-        num_own: how many it owns of each.
-    """
-
-    rank: int
-    size: int
-    source: Tensor
-    target: Tensor
-    first: tuple[int, int]
-    num_own: tuple[int, int]
-
-    def rows(self, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the own nodes' rows ``[num_own, D]`` with those of the remote nodes after them that the batch's
-        ``edge_label_index`` and ``dst_neg_index`` name; with gradients."""
-
-    def known_targets(self, source: Tensor, relation: Tensor | None) -> Lists:
-        """Return, of any sources, the known targets that this rank owns."""
-
-    def known_sources(self, relation: Tensor | None) -> Lists:
-        """Return, of the targets of the batch's true edges, all known sources."""
-
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return every rank's tensor."""
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Add up the ranks' tensors, in place."""
+from gtrain.protocols import Lists, Spread
 
 
 def spread_ranks(

@@ -22,6 +22,7 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 from torch_geometric.utils import trim_to_layer
 
 from gtrain.nn.depth import hop_bounds
+from gtrain.protocols import entry
 
 PER_HOP = ("num_sampled_nodes_per_hop", "num_sampled_edges_per_hop")
 """The arguments of PyG's own networks."""
@@ -38,7 +39,7 @@ def trimming(network: nn.Module, parameters: Collection[str], batch: Data | Hete
         batch: what it will be called with.
     """
     names = next((names for names in (PER_HOP, BY_TYPE) if set(names) <= set(parameters)), None)
-    if names is None or not getattr(batch, "trim", False) or _needs_all_rows(network):
+    if names is None or not entry(batch, "trim") or _needs_all_rows(network):
         return {}
     nodes, edges = _numbers(batch)
     hops = min((len(counts) for counts in (edges.values() if isinstance(edges, dict) else [edges])), default=0)

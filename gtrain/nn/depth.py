@@ -11,6 +11,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch_geometric.nn import ARMAConv, ChebConv, GatedGraphConv, HeteroConv, MessagePassing, MixHopConv, PANConv
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
+from gtrain.protocols import LayersInTurn
+
 
 def conv_hops(conv: MessagePassing) -> int:
     """Hops of one convolution: 1, or as many as it was made for (``K`` of ``APPNP``, ``SGConv``, ``TAGConv``, ...)."""
@@ -42,7 +44,7 @@ def hop_bounds(module: nn.Module) -> tuple[int, int]:
     if isinstance(module, (HeteroConv, nn.ModuleDict)):  # side by side: one for each type
         return _most(least for least, _ in found), _most(most for _, most in found)
     total = sum(most for _, most in found)
-    in_turn = isinstance(module, BasicGNN) or getattr(module, "layers_in_turn", False)
+    in_turn = isinstance(module, BasicGNN) or (isinstance(module, LayersInTurn) and module.layers_in_turn)
     return (total if in_turn else _most(least for least, _ in found)), total
 
 

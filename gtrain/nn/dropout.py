@@ -28,6 +28,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn.conv import MessagePassing
 
 from gtrain.graph.mixing import key
+from gtrain.protocols import entry
 
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORD = 1 << 64
@@ -253,7 +254,7 @@ def rows_of(batch: Any, node_ids: Mapping[str, Tensor] | None = None) -> StepRow
     typed = isinstance(batch, HeteroData)
     # looking up what a Data does not have is slow; its one store has all that there is
     flat: Any = batch.stores[0] if type(batch) is Data else batch
-    target = getattr(batch, "target", None) if typed else None
+    target = entry(batch, "target") if typed else None
     for node_type in batch.node_types if isinstance(batch, HeteroData) else ("node",):
         nodes = batch[node_type] if typed else flat
         own = nodes.get("orig_id") if hasattr(nodes, "get") else getattr(nodes, "orig_id", None)
@@ -269,7 +270,7 @@ def rows_of(batch: Any, node_ids: Mapping[str, Tensor] | None = None) -> StepRow
             step.rows.append(Rows(node_type, len(ids), partial(_first, ids, len(ids))))
         if typed:
             step.types.update((_address(t), node_type) for t in nodes.values() if isinstance(t, Tensor) and t.numel())
-    seeds = flat.get("seeds") if flat is not batch else getattr(batch, "seeds", None)
+    seeds = entry(batch, "seeds")
     seed_type = "node" if not typed else target  # in a link task the target is an edge type: its seeds are edges
     scored = [place for place in ((batch, *batch.stores) if typed else batch.stores) if "edge_label_id" in place]
     if not scored and isinstance(seeds, Tensor) and isinstance(seed_type, str) and seed_type in step.node_ids:

@@ -283,7 +283,7 @@ class Table(nn.Module):
         if not isinstance(self.home, LocalHome):
             raise ConfigError(
                 "model.max_norm is set, and the rows live in other processes.",
-                hint="set strategy=single or pbg, or model.max_norm=null.",
+                hint="choose a strategy that keeps tables in the memory of its ranks, or set model.max_norm=null.",
             )
         with torch.no_grad():
             found = ids.unique()
@@ -312,7 +312,7 @@ def _allocated(table: TableSpec, rows: int, dtype: torch.dtype) -> Tensor:
             f"the table {table.name!r} has {rows} rows of {table.dim} numbers: {rows} * {table.dim} * {dtype.itemsize} "
             f"bytes = {size / 2**30:,.0f} GiB, which this process cannot allocate.",
             hint="number the rows (data.num_features, or the ids in the data) without gaps, make them narrower "
-            "(model.hidden_channels), or spread them over servers with strategy=ps.",
+            "(model.hidden_channels), or choose a strategy that spreads them over servers.",
         ) from error
 
 

@@ -74,7 +74,8 @@ def data_module(config: dict[str, Any], ranks: int) -> GraphDataModule:
     """The DataModule, cut into one part a rank unless the configuration or the strategy says otherwise."""
     parts = config["data"].get("num_parts")
     parts = ranks if parts is None else parts  # 0 is refused
-    wanted = backends.get(config["strategy"]["name"]).store_settings(config)
+    backend = backends.get(config["strategy"]["name"])
+    wanted = backend.store_settings(config)
     buckets = wanted.pop("buckets", False)
     module = build.make({**config["data"], "num_parts": parts, **wanted}, "data")
     if not isinstance(module, GraphDataModule):
@@ -82,7 +83,7 @@ def data_module(config: dict[str, Any], ranks: int) -> GraphDataModule:
             f"data._target_={config['data']['_target_']} is no GraphDataModule.",
             hint="subclass gtrain.GraphDataModule.",
         )
-    module.edge_buckets = buckets
+    module.edge_buckets, module.parts_key = buckets, backend.parts_key
     return module
 
 

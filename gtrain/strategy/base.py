@@ -1,8 +1,9 @@
 """The base of every backend: a Lightning strategy over ranks that each hold a part of the graph.
 
-A backend subclasses :class:`GraphStrategy` and says three things: which shard a rank opens (``open_shard``), how the
-shard becomes batches (``batches``), and which layers it takes over while it runs (``install``, ``uninstall``). The
-group of ranks, gradients, metrics, checkpoints and refusals are here.
+A backend subclasses :class:`GraphStrategy` and implements two methods: which shard a rank opens (``open_shard``) and
+how the shard becomes batches (``batches``). It may override more, such as which layers it takes over while it runs
+(``install``, ``uninstall``); docs/contract.md lists all of it. The group of ranks, gradients, metrics, checkpoints and
+refusals are here.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from gtrain.launch.environment import agent_environment, find_environment
 from gtrain.model.inputs import check_weights, tell_unread, weight_demand, zero_demand
 from gtrain.nn import RemoteHome, tables
 from gtrain.nn.dropout import ExactDropout, StepRows, rows_of
+from gtrain.protocols import DrawsNegatives, StoreData, data_of, network_of, trainer_of
 from gtrain.settings import parameters, signature_of, take
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy import trainer_checks
@@ -75,6 +77,7 @@ class GraphStrategy(GroupCollectives):
         settings: settings by name, and arguments of Lightning's ``ParallelStrategy``.
 
     Attributes:
+        trainer: of the run; None before it.
         settings: all of them, a :attr:`settings_type`.
 
     Raises:
@@ -122,7 +125,7 @@ class GraphStrategy(GroupCollectives):
         self._num_nodes = 1
         self._group_formed = self._accumulating = False
         self._shards: dict[Path, Any] = {}
-        self._trainer: pl.Trainer | None = None
+        self.trainer: pl.Trainer | None = None
         self._servers: Servers | None = None
         self._told: set[str] = set()
 
@@ -173,6 +176,19 @@ class GraphStrategy(GroupCollectives):
         """What a model is made inside of: a backend that keeps tables elsewhere has them made without rows."""
         return nullcontext()
 
+    # ------------------------------------------------------------------------ the run
+
+    @property
+    def fitting(self) -> bool:
+        """Whether the run trains; else it tests, validates or predicts."""
+        return self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
+
+    @property
+    def data(self) -> StoreData | None:
+        """The run's data module; None before a run, and where it has no store."""
+        data = None if self.trainer is None else data_of(self.trainer)
+        return data if isinstance(data, StoreData) else None
+
     # ------------------------------------------------------------------------ the shape of the world
 
     @property
@@ -209,8 +225,9 @@ class GraphStrategy(GroupCollectives):
         assert self.cluster_environment is not None
         trainer_checks.check_world(self.cluster_environment, self.num_nodes, self.num_processes)
         module = self.lightning_module
-        if module is not None and module._trainer is not None:  # before Lightning has the data prepared
-            self.check_start(module._trainer, module, getattr(module._trainer, "datamodule", None))
+        trainer = None if module is None else trainer_of(module)
+        if module is not None and trainer is not None:  # before Lightning has the data prepared
+            self.check_start(trainer, module, data_of(trainer))
         super().setup_environment()
         self.set_world_ranks()
         if not self._group_formed:
@@ -221,11 +238,10 @@ class GraphStrategy(GroupCollectives):
     def _prepare_data(self) -> None:
         """Do what Lightning asks of the DataModule a moment later, while this process can still be forked: the group
         has threads. Every rank does it, for Lightning's own barrier is of torch's default group."""
-        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        data = getattr(trainer, "datamodule", None)
+        if self.lightning_module is None:
+            return
+        model, name, data = self.lightning_module, self._name_of(self.lightning_module), self.data
         if isinstance(data, GraphDataModule):
-            assert self.lightning_module is not None
-            model, name = self.lightning_module, self._name_of(self.lightning_module)
             data.weight_demand, data.zero_demand = weight_demand(model, name), zero_demand(model, name)
             prepare(data)
 
@@ -248,7 +264,7 @@ class GraphStrategy(GroupCollectives):
         Raises:
             ConfigError: a setting or a layer that this strategy does not serve.
         """
-        self._trainer = trainer
+        self.trainer = trainer
         settings = trainer_checks.settings_of(trainer, self.root_device, data)
         serves = self.serves if self.lockstep else replace(self.serves, limits={**self.serves.limits, **UNEQUAL_STEPS})
         for key in serves.violated(settings):
@@ -260,21 +276,22 @@ class GraphStrategy(GroupCollectives):
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
-        self.check_start(trainer, self.lightning_module, getattr(trainer, "datamodule", None))
+        self.check_start(trainer, self.lightning_module, data_of(trainer))
         self.check_module(self.lightning_module)
-        self._check_edge_data(self.lightning_module, getattr(trainer, "datamodule", None))
+        self._check_edge_data(self.lightning_module)
         super().setup(trainer)
         for tensor in (*self.lightning_module.parameters(), *self.lightning_module.buffers()):
             self.group.broadcast(tensor.data)
         self._synchronise_metrics(self.lightning_module)
         self.install(self.lightning_module)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if self.fitting:
             self._install_dropout(self.lightning_module)
             if self.global_rank > 0:
                 torch.manual_seed(torch.initial_seed() + self.global_rank)  # ranks draw different random numbers
 
-    def _check_edge_data(self, module: pl.LightningModule, data: pl.LightningDataModule | None) -> None:
+    def _check_edge_data(self, module: pl.LightningModule) -> None:
         """Refuse edge weights that the model cannot train with, and say once what of the graph nothing reads."""
+        data = self.data
         if not isinstance(data, GraphDataModule):
             return
         name, store = self._name_of(module), data.open_store()
@@ -285,8 +302,7 @@ class GraphStrategy(GroupCollectives):
                 self._told.add(sentence)
 
     def _name_of(self, module: Module) -> str:
-        network = getattr(module, "network", None)
-        return self.model_name or type(network if isinstance(network, Module) else module).__name__
+        return self.model_name or type(network_of(module) or module).__name__
 
     watches_edges: ClassVar[bool] = True
     """Whether convolutions run as they are; else the backend says itself which edges it makes messages of."""
@@ -385,8 +401,9 @@ class GraphStrategy(GroupCollectives):
                 hint="subclass gtrain.GraphDataModule, or return a gtrain.data.SeedLoader from the data module.",
             )
         self._check_data(dataloader)
-        dataloader.draw_negatives(getattr(self.lightning_module, "num_negatives", None))
-        trainer = self._trainer
+        module = self.lightning_module
+        dataloader.draw_negatives(module.num_negatives if isinstance(module, DrawsNegatives) else None)
+        trainer = self.trainer
         if trainer is not None and dataloader.split == "train":
             dataloader.clock = lambda: trainer.current_epoch  # a resumed run continues with the order of its next epoch
         shard = self._shard(dataloader.store)
@@ -427,14 +444,14 @@ class GraphStrategy(GroupCollectives):
         are then *summed*, so that the step is the single process's whatever the ranks' shares.
         """
         if self._exact is not None:
-            assert self._trainer is not None
-            batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
-            self._exact.begin(self._trainer.current_epoch, batch_idx, self.dropout_rows(args[0]))
+            assert self.trainer is not None
+            batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx
+            self._exact.begin(self.trainer.current_epoch, batch_idx, self.dropout_rows(args[0]))
         output = super().training_step(*args, **kwargs)
         if output is None or self.world_size == 1 or not self.lockstep:
             return output
         loss = output["loss"] if isinstance(output, Mapping) else output
-        share = self._share(output, args[0])
+        share = self.loss_share(output, args[0])
         scaled = loss * share if share > 0 else torch.nan_to_num(loss) * 0.0  # the mean over no seeds may be NaN
         return {**output, "loss": scaled} if isinstance(output, Mapping) else scaled
 
@@ -443,7 +460,13 @@ class GraphStrategy(GroupCollectives):
             self._exact.end()
         return super().validation_step(*args, **kwargs)
 
-    def _share(self, output: Any, batch: Any) -> float:
+    def loss_share(self, output: Any, batch: Any) -> float:
+        """This rank's share of a step's loss, 0 to 1: the weight of its mean over the sum of all ranks' weights.
+
+        Args:
+            output: of the module's ``training_step``.
+            batch: what it was called with.
+        """
         weight = output.get("weight") if isinstance(output, Mapping) else None
         if weight is None:
             weight = batch.seeds.numel() if isinstance(batch, (Data, HeteroData)) and "seeds" in batch else 1
@@ -454,10 +477,15 @@ class GraphStrategy(GroupCollectives):
     def post_backward(self, closure_loss: Tensor) -> None:
         assert self.lightning_module is not None
         if not self._accumulating and self.lockstep:
-            sum_gradients(self.group, self.lightning_module.parameters())
-            if not self.full_batch:
-                average_statistics(self.group, self.lightning_module)
+            self.sum_gradients()
         super().post_backward(closure_loss)
+
+    def sum_gradients(self) -> None:
+        """Add up gradients over the ranks, which all call this after the backward pass of a step."""
+        assert self.lightning_module is not None
+        sum_gradients(self.group, self.lightning_module.parameters())
+        if not self.full_batch:
+            average_statistics(self.group, self.lightning_module)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
@@ -505,18 +533,17 @@ class GraphStrategy(GroupCollectives):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
-        fitting = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
         folder = checkpoints.find(Path(checkpoint_path))
         if folder.is_dir():
             elsewhere = any(isinstance(layer.home, RemoteHome) for _, layer in tables(self.lightning_module))
             writer = checkpoints.writer_of_tables(folder, self.lightning_module, self.strategy_name, elsewhere)
             if writer is not None:
-                return self._load_other(folder, writer, fitting)
+                return self._load_other(folder, writer)
         place = Group(self.global_rank, self.world_size)  # not that of self.group, which a returning rank is outside of
         loaded = checkpoints.load(
-            place, Path(checkpoint_path), self.lightning_module, restore_rng=fitting, numbering=self._numbering()
+            place, Path(checkpoint_path), self.lightning_module, restore_rng=self.fitting, numbering=self._numbering()
         )
-        if fitting and self._exact is not None:
+        if self.fitting and self._exact is not None:
             self._exact.seed = int(loaded.checkpoint.get("dropout_seed", self._exact.seed))
         self.loaded_epoch = loaded.checkpoint.get("epoch")
         if folder.is_dir():
@@ -529,10 +556,10 @@ class GraphStrategy(GroupCollectives):
         self.load_shard_state(loaded.shard.get("shard", {}))
         return {**loaded.checkpoint, **loaded.shard.get("own", {})}
 
-    def _load_other(self, folder: Path, writer: str, fitting: bool) -> dict[str, Any]:
+    def _load_other(self, folder: Path, writer: str) -> dict[str, Any]:
         """Read a checkpoint of another strategy, which keeps the rows of tables in another form."""
         assert self.lightning_module is not None
-        if fitting:
+        if self.fitting:
             raise checkpoints.refuse_training(folder, writer, self.strategy_name)
         reader = get(writer).load_table_reader()
         checkpoint, rows = checkpoints.load_other(folder, self.lightning_module, reader, self._numbering())
@@ -549,10 +576,9 @@ class GraphStrategy(GroupCollectives):
 
     def _numbering(self) -> dict[str, Any] | None:
         """What the module's learned rows are numbered by; None: it has none, or the data comes from elsewhere."""
-        datamodule = getattr(self._trainer, "datamodule", None)
-        if not callable(getattr(datamodule, "open_store", None)) or self.lightning_module is None:
+        if self.data is None or self.lightning_module is None:
             return None
-        return checkpoints.numbering_of(self.lightning_module, datamodule.open_store())  # type: ignore[union-attr]
+        return checkpoints.numbering_of(self.lightning_module, self.data.open_store())
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:

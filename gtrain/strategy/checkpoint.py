@@ -41,6 +41,7 @@ from gtrain.graph.store.entities import feature_kind
 from gtrain.graph.store.files import names_file
 from gtrain.nn import TableSpec, tables
 from gtrain.nn.table import BLOCK_ROWS
+from gtrain.protocols import ReturnsNodeIds, network_of
 from gtrain.strategy.group import Group
 
 FORMAT = 1
@@ -237,7 +238,7 @@ def numbering_of(module: Module, store: Store) -> dict[str, Any] | None:
     for layer in layers:
         if layer.table.ids == "orig_id":
             kinds |= {layer.table.name, feature_kind(layer.table.name), "relation"}
-    if any(getattr(each, "returns_node_ids", False) for each in module.modules()):
+    if any(isinstance(each, ReturnsNodeIds) and each.returns_node_ids for each in module.modules()):
         kinds |= {*store.node_types, "relation"}
     if not layers and not kinds:
         return None
@@ -555,8 +556,7 @@ def _shapes(state_dict: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def _model_name(module: Module) -> str:
-    network = getattr(module, "network", module)
-    return type(network).__name__
+    return type(network_of(module) or module).__name__
 
 
 def _check_parameters(path: Path, saved: Mapping[str, list[int]], module: Module) -> None:

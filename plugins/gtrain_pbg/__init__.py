@@ -32,5 +32,6 @@ backend = Backend(
         "parameter": Role("gtrain_pbg.machines.parameter_server:main", config.count_parameter_servers),
     },
     store="gtrain_pbg.config:store_settings",
+    parts_key="strategy.num_partitions",
     table_reader="gtrain_pbg.warm_start:read_table",
 )

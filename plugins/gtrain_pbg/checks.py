@@ -7,9 +7,10 @@ from typing import Any
 from gtrain.errors import ConfigError
 from gtrain.graph.store import Store
 from gtrain.nn.recipe import ModelRecipe
+from gtrain.protocols import StoreData
 
 
-def check_training(trainer: Any, model: ModelRecipe) -> None:
+def check_training(trainer: Any, data: StoreData | None, model: ModelRecipe) -> None:
     """Refuse batches that do not come out even, and a limit of an epoch that cannot be kept.
 
     Raises:
@@ -17,7 +18,7 @@ def check_training(trainer: Any, model: ModelRecipe) -> None:
     """
     if trainer is not None:
         _check_limit(trainer)
-    size = getattr(getattr(trainer, "datamodule", None), "batch_size", None)
+    size = None if data is None else data.batch_size
     recipe = next((group for group in model.groups if not group.all_negs), None)  # without chunks any size will do
     if size is not None and recipe is not None and size > recipe.places and size % recipe.places:
         key = "num_batch_negs" if recipe.num_batch_negs else "num_uniform_negs"

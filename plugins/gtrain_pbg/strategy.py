@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -22,6 +21,7 @@ from gtrain.graph.store import Store
 from gtrain.launch.job_store import store_address
 from gtrain.nn import deferred, tables
 from gtrain.nn.recipe import ModelRecipe
+from gtrain.protocols import HasRecipe
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.checkpoint import SavedRows
 from gtrain.strategy.group import Group, form_group
@@ -98,9 +98,7 @@ class PBGStrategy(GraphStrategy):
         self._deployment = machines = SeveralMachines(
             self.settings, self.servers, *rank, self.counters, store, tell, self.timeout_seconds
         )
-        if (
-            self._fitting and self.settings.on_trainer_loss == "continue" and self.node_rank > 0
-        ):  # all meet on machine 0
+        if self.fitting and self.settings.on_trainer_loss == "continue" and self.node_rank > 0:  # all meet on machine 0
             self.may_be_lost()
             machines.lock.on_loss(lambda error: self.may_be_lost(not isinstance(error, JobEndedError)))
         self.joined()
@@ -110,11 +108,6 @@ class PBGStrategy(GraphStrategy):
         first = self.node_rank * self.num_processes
         machines.machine = form_group(*place, self.timeout_seconds, self.counters, name=name, first=first)
         return machines.group
-
-    @property
-    def _fitting(self) -> bool:
-        """Whether the run trains."""
-        return self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
 
     def restart_checkpoint(self, run_dir: Path) -> Path | None:
         """None: a rank is restarted before it has a part in the job, and begins with the others."""
@@ -129,12 +122,12 @@ class PBGStrategy(GraphStrategy):
         return deferred()
 
     def check_module(self, module: Module) -> None:
-        if not callable(getattr(module, "recipe", None)):
+        if not isinstance(module, HasRecipe):
             raise ConfigError(
                 f"{type(module).__name__} has no recipe(), by which strategy=pbg trains; see gtrain.nn.recipe.",
                 hint="set model=kg, or strategy=single.",
             )
-        check_training(self._trainer, module.recipe())  # type: ignore[operator]
+        check_training(self.trainer, self.data, module.recipe())
 
     def check_optimizers(self, module: Module, optimizers: Sequence[Optimizer]) -> None:
         StepRules(optimizers, module.recipe())  # type: ignore[operator]
@@ -146,7 +139,7 @@ class PBGStrategy(GraphStrategy):
     def install(self, module: Module) -> None:
         """Let the table live in partitions, and relations where all workers have them."""
         self._recipe = recipe = module.recipe()  # type: ignore[operator]
-        rules = StepRules(self.optimizers, recipe) if self._fitting else None
+        rules = StepRules(self.optimizers, recipe) if self.fitting else None
         if self._table is None:
             self._table = self._make_table(recipe, rules)
             if self._leads:
@@ -162,7 +155,7 @@ class PBGStrategy(GraphStrategy):
             self._worker = self._make_worker(recipe, rules)
 
     def _make_worker(self, recipe: ModelRecipe, rules: StepRules) -> BucketWorker:
-        table, shared, settings, trainer = self._table, self._shared, self.settings, self._trainer
+        table, shared, settings, trainer = self._table, self._shared, self.settings, self.trainer
         assert table is not None and shared is not None and trainer is not None and self._store is not None
         matmul = settings.matmul if settings.matmul != "auto" else self._choose_matmul(recipe, table.dtype)
         self._training = training = BucketTraining(self.lightning_module, recipe, rules, shared, table, matmul)
@@ -184,8 +177,8 @@ class PBGStrategy(GraphStrategy):
 
     def _make_table(self, recipe: ModelRecipe, rules: StepRules | None) -> TypedTables:
         """Memory for the tables and for relations, with what optimizers keep of them; the machine's leader makes it."""
-        datamodule = getattr(self._trainer, "datamodule", None)
-        self._store = store = self.open_shard(datamodule.open_store())  # type: ignore[union-attr]
+        assert self.data is not None
+        self._store = store = self.open_shard(self.data.open_store())
         nodes = Partitions(store.offsets, tuple(store.node("orig_id", part) for part in range(store.num_parts)))
         layers = list(recipe.tables.values())
         dtype, types = layers[0].weight.dtype, partition_types(store, [layer.table for layer in layers])
@@ -193,8 +186,8 @@ class PBGStrategy(GraphStrategy):
         slots, machine = self._deployment.slots, self._deployment.machine
         layout = TypedTables.tensors(types, slots, widths, dtype) | relations_layout(recipe, rules)
         self._shared = in_memory_of_all(machine, layout, self.timeout_seconds)
-        assert self._trainer is not None
-        run_dir = Path(self._trainer.default_root_dir)
+        assert self.trainer is not None
+        run_dir = Path(self.trainer.default_root_dir)
         folder = run_dir / self._deployment.folder
         tables = TypedTables(types, nodes, slots, widths, dtype, folder, self._shared, self._leads)
         self._deployment.connect(tables, run_dir, self.is_global_zero)
@@ -232,7 +225,8 @@ class PBGStrategy(GraphStrategy):
         settings, table = self.settings, self._table
         assert table is not None and self._recipe is not None
         if loader.split != "train":
-            filtered = bool(getattr(self.lightning_module, "filtered", True))
+            assert isinstance(self.lightning_module, HasRecipe)
+            filtered = self.lightning_module.filtered
             return EvaluationBatches(loader, table.nodes, filtered, self._deployment.share, not table.whole)
         edges = BucketEdges(
             shard, settings.num_edge_chunks, settings.eval_fraction, settings.shuffle, loader.seed, self.dtype
@@ -247,12 +241,12 @@ class PBGStrategy(GraphStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Train on the batches of a turn; the module's own step is not run."""
         module = self.lightning_module
-        assert module is not None and self._worker is not None
+        assert isinstance(module, HasRecipe) and self._worker is not None
         total, weight, logged = self._worker.train()
         for name, value in logged.items():
             module.log(f"train/{name}", value, on_step=False, on_epoch=True, batch_size=1)
         pair = torch.tensor([total, weight], dtype=torch.float64)
-        return {"loss": module.log_training(pair[0], pair[1])}  # type: ignore[operator]
+        return {"loss": module.log_training(pair[0], pair[1])}
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Nothing: the step has gone back already."""
@@ -272,7 +266,7 @@ class PBGStrategy(GraphStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Write the last checkpoint where an edge chunk is trained, if that is wished for."""
-        trainer, chunk = self._trainer, self._worker.done if self._worker is not None else 0
+        trainer, chunk = self.trainer, self._worker.done if self._worker is not None else 0
         folder = getattr(trainer and trainer.checkpoint_callback, "dirpath", None)
         if not self.settings.checkpoint_chunks or not chunk or trainer is None or folder is None:
             return
@@ -334,7 +328,7 @@ class PBGStrategy(GraphStrategy):
         self.group.barrier()
         self._table.load(folder)
         check_numbering(folder, self._store)
-        if self._fitting and self._training is not None:
+        if self.fitting and self._training is not None:
             self._keep_matmul(folder, self._training)
         self._reached = Reached.read(folder) or self._reached
         if self._leads:

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -23,7 +22,7 @@ from gtrain.graph.shard import GraphShard, load_whole
 from gtrain.graph.shard.whole import load_whole_hetero
 from gtrain.graph.store import Store
 from gtrain.nn import deferred, tables
-from gtrain.strategy.base import GraphStrategy
+from gtrain.protocols import DealsEdges, MultipliesRows
 from gtrain.strategy.checkpoint import SavedRows
 from gtrain.strategy.gradients import sum_gradients
 from gtrain_ps import SERVES
@@ -66,12 +65,11 @@ class PsStrategy(RestartingStrategy):
 
     @property
     def full_batch(self) -> bool:  # type: ignore[override]
-        module = getattr(self._trainer, "datamodule", None)
-        return getattr(module, "batch_size", None) is None
+        return self.data is None or self.data.batch_size is None
 
     def open_shard(self, store: Store) -> Source:
         if is_rows(store) and self._takes_rows is not None:
-            predicts = self._trainer is not None and self._trainer.predicting
+            predicts = self.trainer is not None and self.trainer.predicting
             ids = ("orig_id",) if predicts or self.dropout == "exact" else ()
             return RowSource(RowTable(store, self.dtype), ("y", *ids))
         whole = load_whole_hetero(store) if store.is_hetero else load_whole(store)
@@ -82,9 +80,9 @@ class PsStrategy(RestartingStrategy):
     def batches(self, shard: Source, loader: SeedLoader) -> Iterable[Data | HeteroData]:
         place = self.global_rank, self.world_size
         prefetch = self.settings.prefetch if isinstance(shard, RowSource) else 0
-        training = loader.split == "train" and self._trainer is not None and self._trainer.training
+        training = loader.split == "train" and self.trainer is not None and self.trainer.training
         inline = training and torch.get_num_threads() == 1
-        deal = getattr(self.lightning_module, "deal", None)
+        deal = self.lightning_module.deal if isinstance(self.lightning_module, DealsEdges) else None
         shares = Shares(loader, shard, place, prefetch, self._ahead(training), self._forget_ahead, inline, deal)
         if training:
             self._shares = shares
@@ -106,8 +104,8 @@ class PsStrategy(RestartingStrategy):
     @property
     def _takes_rows(self) -> str | None:
         """The name of the table that multiplies the rows of a batch's seeds, where the module says so."""
-        name = getattr(self.lightning_module, "row_table", None)
-        return name if name in self.homes else None
+        module = self.lightning_module
+        return module.row_table if isinstance(module, MultipliesRows) and module.row_table in self.homes else None
 
     def _ahead(self, training: bool) -> Any:
         """What sends a batch's rows to the servers as soon as they are known."""
@@ -132,14 +130,13 @@ class PsStrategy(RestartingStrategy):
     # ---------------------------------------------------------------------------------------------------- tables
 
     def check_module(self, module: Module) -> None:
-        assert self._trainer is not None
         if not any(True for _ in tables(module)):
             raise ConfigError(
                 f"strategy=ps keeps tables of gtrain.nn on servers, and {type(module).__name__} has none.",
                 hint="choose a model with a SparseLinear or an Embedding (model=sparse, model=kg, or sparse features), "
                 "or strategy=single.",
             )
-        if self._trainer.state.fn == TrainerFn.FITTING:
+        if self.fitting:
             assert isinstance(module, pl.LightningModule)
             check_training(module, self.num_nodes * self.num_processes)
             if self.settings.export is not None and self.is_global_zero:
@@ -170,7 +167,7 @@ class PsStrategy(RestartingStrategy):
             layer.move(self.homes[name])
         self._trained = None
         self.group.barrier()
-        if self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING:
+        if self.fitting:
             rules_of(self._anchors, self.optimizers)
 
     @property
@@ -189,7 +186,7 @@ class PsStrategy(RestartingStrategy):
 
     def _load(self) -> tuple[Load, bool]:
         """What a worker asks of a table in the first steps, and whether entries have values other than 1."""
-        module = getattr(self._trainer, "datamodule", None)
+        module = self.data
         if not isinstance(module, GraphDataModule):
             raise ConfigError(
                 "strategy.split or strategy.protocol leaves a choice, which is made by looking at the first batches of "
@@ -202,10 +199,10 @@ class PsStrategy(RestartingStrategy):
 
     # ---------------------------------------------------------------------------------------------------- steps
 
-    def _share(self, output: Any, batch: Any) -> float:
-        """This rank's share of a step's loss, as far as it can be known here: the servers set right the rest."""
+    def loss_share(self, output: Any, batch: Any) -> float:
+        """Local estimate of this rank's share; servers rescale by the global weight."""
         if self.settings.rest == "allreduce":
-            share = super()._share(output, batch)
+            share = super().loss_share(output, batch)
             self._weight = share, 1.0
             return share
         weight = output.get("weight") if isinstance(output, dict) else None
@@ -213,15 +210,13 @@ class PsStrategy(RestartingStrategy):
         self._weight = weight, float(batch.step_rows)
         return weight / self._weight[1]
 
-    def post_backward(self, closure_loss: Tensor) -> None:
+    def sum_gradients(self) -> None:
         """Send the step to the servers, and take from them what the other layers' gradients come to."""
         rest = self._rest()
         self._send_step(None if self.settings.rest == "allreduce" else flat(rest))
         if self.settings.rest == "allreduce":
-            assert self.lightning_module is not None
             sum_gradients(self.group, rest)
         self._receive_step(rest)
-        super(GraphStrategy, self).post_backward(closure_loss)
 
     def _rest(self) -> list[Parameter]:
         """The parameters that are on the workers."""
@@ -258,8 +253,8 @@ class PsStrategy(RestartingStrategy):
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, *args, **kwargs)
-        assert self._trainer is not None
-        if self._flying and self._trainer.is_last_batch:
+        assert self.trainer is not None
+        if self._flying and self.trainer.is_last_batch:
             self._catch_up()
         return result
 
@@ -311,9 +306,9 @@ class PsStrategy(RestartingStrategy):
     @property
     def _within_epoch(self) -> bool:
         """Whether batches of an epoch have been trained, and it has not ended."""
-        assert self._trainer is not None
-        epochs = self._trainer.fit_loop.epoch_progress.current
-        return self._trainer.state.fn == TrainerFn.FITTING and epochs.processed < epochs.started  # type: ignore[attr-defined]
+        assert self.trainer is not None
+        epochs = self.trainer.fit_loop.epoch_progress.current
+        return self.fitting and epochs.processed < epochs.started  # type: ignore[attr-defined]
 
     def load_tables(self, rows: Mapping[str, SavedRows]) -> None:
         if self.is_global_zero:
@@ -324,7 +319,6 @@ class PsStrategy(RestartingStrategy):
     def load_shard_files(self, folder: Path) -> None:
         """Read blocks as they were cut; to test, predict and export also into blocks that are cut differently."""
         saved = read_blocks(folder)
-        fitting = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
         for name, home in self.homes.items():
             if name not in saved:
                 raise CheckpointError(f"{folder} lacks rows of the table {name}.", hint="use another checkpoint.")
@@ -332,9 +326,9 @@ class PsStrategy(RestartingStrategy):
             if table.placement == home.placement:
                 for server in self._answered_for:
                     block = table.blocks[server]
-                    tensors = block.tensors if fitting else {"rows": block.tensors["rows"]}
-                    home.write_block(server, block.rule if fitting else None, tensors)
-            elif fitting:
+                    tensors = block.tensors if self.fitting else {"rows": block.tensors["rows"]}
+                    home.write_block(server, block.rule if self.fitting else None, tensors)
+            elif self.fitting:
                 raise CheckpointError(
                     f"ckpt_path={folder}: the checkpoint's table {name} was cut as {table.placement.fields()}, and is "
                     f"now cut as {home.placement.fields()}.",
@@ -345,7 +339,7 @@ class PsStrategy(RestartingStrategy):
         self.group.barrier()
 
     def load_shard_state(self, state: dict[str, Any]) -> None:
-        if self._trainer is None or self._trainer.state.fn != TrainerFn.FITTING:
+        if not self.fitting:
             return
         if METERS not in state:
             raise CheckpointError(

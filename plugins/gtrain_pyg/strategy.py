@@ -17,6 +17,7 @@ from gtrain.data.batches.sampling import Sampling, check_hops, seed_time
 from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.store import Store
 from gtrain.nn.depth import HopMeter, hop_bounds
+from gtrain.protocols import EncodesNodes
 from gtrain.strategy.base import GraphStrategy
 from gtrain_pyg import SERVES
 from gtrain_pyg.buffers import BufferPool
@@ -67,11 +68,8 @@ class PygStrategy(GraphStrategy):
         sampler = DistributedSampler(shard.structure, shard.peers, self.pool, options, seed=loader.seed)
         place, plan = (self.global_rank, self.world_size), self._plan(shard, options)
         show = partial(self._norm.see, options=options)
-        if (
-            loader.seeds_are_edges
-            and loader.split != "train"
-            and getattr(self.lightning_module, "encodes_nodes", False)
-        ):
+        encodes = isinstance(self.lightning_module, EncodesNodes) and self.lightning_module.encodes_nodes
+        if loader.seeds_are_edges and loader.split != "train" and encodes:
             nodes = replace(loader, split="predict", shuffle=False)
             node_batches = {
                 kind: SampledBatches(nodes, seeds, sampler, shard.features, plan, place, self.counters, show)

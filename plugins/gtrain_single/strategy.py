@@ -27,8 +27,7 @@ class SingleStrategy(GraphStrategy):
 
     @property
     def full_batch(self) -> bool:  # type: ignore[override]
-        module = getattr(self._trainer, "datamodule", None)
-        return getattr(module, "batch_size", None) is None
+        return self.data is None or self.data.batch_size is None
 
     def setup_environment(self) -> None:
         ranks = self.num_nodes * self.num_processes

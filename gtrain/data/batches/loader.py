@@ -114,7 +114,7 @@ class SeedLoader:
             keys = ", ".join(setting.partition("=")[0] for setting in found)
             raise ConfigError(
                 f"{', '.join(found)} is set, and {reason}",
-                hint=f"leave {keys} out, or choose a strategy that samples (strategy=pyg)",
+                hint=f"leave {keys} out, or choose a strategy that samples",
             )
 
     def sampling_options(self, hops: int | None = None) -> SamplingOptions:

@@ -127,8 +127,8 @@ class BigGraphData(GivenPartsData):
         given = self.given_parts()
         if self.edge_buckets and self._num_parts not in (None, given):
             raise DataError(
-                f"{self.origin} comes in {given} partitions, and strategy.num_partitions={self._num_parts} was set.",
-                hint=f"set strategy.num_partitions={given}, or data.keep_parts=false to cut the entities anew.",
+                f"{self.origin} comes in {given} partitions, and {self.parts_key}={self._num_parts} was set.",
+                hint=f"set {self.parts_key}={given}, or data.keep_parts=false to cut the entities anew.",
             )
         return super().num_parts
 

@@ -221,7 +221,7 @@ def _check(num_nodes: int, num_parts: int, method: str) -> None:
     if num_parts > num_nodes:
         raise DataError(
             f"more parts than nodes: {num_parts} parts were asked for and the graph has {num_nodes} nodes",
-            hint="lower data.num_parts (strategy=pbg: strategy.num_partitions), or run on fewer ranks",
+            hint="lower data.num_parts, or the strategy's setting that it comes from, or run on fewer ranks",
         )
 
 

@@ -27,6 +27,7 @@ from gtrain.model.optimizers import MakeOptimizer, configured, with_tables
 from gtrain.model.ranking import NAMES
 from gtrain.nn import Csr
 from gtrain.nn.recipe import EdgeRecipe, ModelRecipe
+from gtrain.protocols import entry
 
 
 class KGEmbedding(EdgeModel):
@@ -244,7 +245,7 @@ class KGEmbedding(EdgeModel):
         return self._scored(edges, edges.tail)
 
     def training_step(self, batch: Data, batch_idx: int) -> dict[str, Tensor]:
-        loss, weight = self._loss(self._edges(batch), "train", ChunkDraws(getattr(batch, "random_key", None)))
+        loss, weight = self._loss(self._edges(batch), "train", ChunkDraws(entry(batch, "random_key")))
         return {"loss": loss, "weight": weight}
 
     def predict_step(self, batch: Data, batch_idx: int) -> Tensor:
@@ -265,13 +266,13 @@ class KGEmbedding(EdgeModel):
         if isinstance(batch, HeteroData):
             raise _several_types(batch.node_types)
         head, tail = batch.orig_id[batch.edge_label_index]
-        relation = getattr(batch, "edge_label_type", None)
+        relation = entry(batch, "edge_label_type")
         return Edges(
             head,
             torch.zeros_like(head) if relation is None else relation,
             tail,
-            getattr(batch, "edge_label_weight", None),
-            getattr(batch, "edge_label_chunk", None),
+            entry(batch, "edge_label_weight"),
+            entry(batch, "edge_label_chunk"),
         )
 
     def deal(self, relation: Tensor, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
@@ -335,7 +336,7 @@ class KGEmbedding(EdgeModel):
 
     def _evaluate(self, batch: Data, split: str) -> None:
         edges = self._edges(batch)
-        self._loss(edges, split, ChunkDraws(getattr(batch, "random_key", 0)))  # the same negatives every epoch
+        self._loss(edges, split, ChunkDraws(entry(batch, "random_key") or 0))  # the same negatives every epoch
         true, false = self._scored(edges, edges.tail), self._scored(edges, self._drawn(edges, batch.seeds))
         self._log_scores(split, self._ranks(batch, edges), true, false)
 

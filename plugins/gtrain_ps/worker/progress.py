@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gtrain.protocols import Restartable
 from gtrain.strategy.checkpoint import rng_state, set_rng_state
 from gtrain_ps.packing import as_bytes, from_bytes, join, pack, split, unpack
 from gtrain_ps.worker import lightning_state
@@ -163,7 +164,7 @@ class Progress:
                 "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
                 "callbacks": {one.state_key: state for one in callbacks if (state := one.state_dict())},
                 "records": {
-                    type(one).__qualname__: one.restart_state() for one in callbacks if hasattr(one, "restart_state")
+                    type(one).__qualname__: one.restart_state() for one in callbacks if isinstance(one, Restartable)
                 },
                 "metrics": dict(trainer._logger_connector._callback_metrics),
             }

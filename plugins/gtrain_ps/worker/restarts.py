@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import TrainerFn
 
 from gtrain.errors import ConfigError
 from gtrain.launch.job_store import network_of
@@ -89,7 +88,7 @@ class RestartingStrategy(GraphStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
         self._progress = None
-        if isinstance(self.group, ServedGroup) and trainer.state.fn == TrainerFn.FITTING:
+        if isinstance(self.group, ServedGroup) and self.fitting:
             self._progress = Progress(trainer, self.group, self._asked(), self.settings.lag + 3)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

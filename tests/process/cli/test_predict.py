@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -72,13 +72,20 @@ def test_what_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
         check_output(tmp_path / "x", "pbg_hdf5")
 
 
+class Model(pl.LightningModule):
+    def __init__(self, **layers: nn.Module) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+
 def test_the_last_layer_is_the_one_that_makes_the_scores() -> None:
     gcn = GCN(4, 8, 2, 3, norm="BatchNorm")
-    assert last_layer(SimpleNamespace(network=gcn)) is gcn.convs[1]  # type: ignore[arg-type]
+    assert last_layer(Model(network=gcn)) is gcn.convs[1]
     mlp = MLP([4, 8, 3])
-    assert last_layer(SimpleNamespace(network=nn.Sequential(mlp))) is mlp.lins[1]  # type: ignore[arg-type]
+    assert last_layer(Model(network=nn.Sequential(mlp))) is mlp.lins[1]
     with pytest.raises(ConfigError, match="no network to look into"):
-        last_layer(SimpleNamespace())  # type: ignore[arg-type]
+        last_layer(Model())
 
 
 KG_TABLE = ("data=planted_kg", "model=kg", "model.dimension=8", "data.num_entities=60", "data.num_positions=10")

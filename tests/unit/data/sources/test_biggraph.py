@@ -144,7 +144,7 @@ def test_partitions_become_parts(users: Path, tmp_path: Path) -> None:
 def test_buckets_want_as_many_partitions_as_there_are(users: Path) -> None:
     for number in (1, 3):
         trained = module(users, keep_parts=True, num_parts=number)
-        trained.edge_buckets = True
+        trained.edge_buckets, trained.parts_key = True, "strategy.num_partitions"
         with pytest.raises(DataError, match=rf"comes in 2 partitions, and strategy\.num_partitions={number} was set"):
             trained.num_parts  # noqa: B018
     trained = module(users, keep_parts=True, num_parts=2)
