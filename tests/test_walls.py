@@ -378,7 +378,7 @@ def strings(tree: ast.AST) -> Iterator[ast.Constant]:
 def test_the_core_names_no_setting_of_a_backend() -> None:
     """A backend declares keys, limits and shortcuts in ``gtrain.backends.Backend``, from which messages are made.
 
-    The text that explains a setting (``gtrain.data.config``) is documentation, and may name strategies.
+    The text that explains a setting (``config`` modules of data and models) is documentation, and may name strategies.
     """
     from gtrain import backends
 
@@ -390,7 +390,7 @@ def test_the_core_names_no_setting_of_a_backend() -> None:
     pattern = re.compile(rf"\bstrategy\.({'|'.join(keys)})\b|\bstrategy=({'|'.join(set(installed) - {'single'})})\b")
     wrong = []
     for name, path, tree in trees():
-        if top(name) != "gtrain" or within(name, "gtrain.testing", "gtrain.data.config"):
+        if top(name) != "gtrain" or within(name, "gtrain.testing", "gtrain.data.config", "gtrain.model.config"):
             continue
         for text in strings(tree):
             light = name in LIGHT and text.value in shortcuts
