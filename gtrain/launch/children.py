@@ -23,7 +23,7 @@ from gtrain.launch.shipping import write_result
 from gtrain.launch.slot import JobContext, Slot
 from gtrain.launch.sockets import Listener
 
-SAY_AGAIN_SECONDS = 15.0
+SAY_AGAIN_SECONDS = 9.0  # below the 10 s after which a wait is reported, so that the next wait is reported too
 GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
 PRELOAD = "gtrain.launch.preload"
 """What the agent imports before it forks."""
