@@ -16,6 +16,7 @@ import pyarrow.csv
 from numpy.typing import NDArray
 
 from gtrain.data.ingest.blocks import first_lines
+from gtrain.data.ingest.layout import to_number
 from gtrain.data.readers.triples import unpack
 from gtrain.errors import ConfigError, DataError
 
@@ -93,7 +94,7 @@ def _layout(text: bytes, path: Path) -> tuple[str, int, int]:
     if first is None:
         raise DataError(f"{path} is empty", hint="name a file with one event in each line: source target time")
     separator = "," if "," in first[1] else ";" if ";" in first[1] else "\t" if "\t" in first[1] else " "
-    skipped = int(not any(_is_number(field) for field in _split(first[1], separator)))
+    skipped = int(all(to_number(field) is None for field in _split(first[1], separator)))
     second = _line(text, skipped, path)[1] if skipped else first[1]
     return separator, skipped, len(_split(second, separator))
 
@@ -115,14 +116,6 @@ def _line(text: bytes, row: int, path: Path | None = None) -> tuple[int, str]:
 
 def _split(line: str, separator: str) -> list[str]:
     return line.split() if separator == " " else [field.strip() for field in line.split(separator)]
-
-
-def _is_number(field: str) -> bool:
-    try:
-        float(field)
-    except ValueError:
-        return False
-    return True
 
 
 def _columns(width: int, time_column: int, features: slice | None, path: Path) -> list[int]:
@@ -197,7 +190,7 @@ def _malformed(text: bytes, separator: str, width: int, wanted: list[int], skipp
         if "\N{REPLACEMENT CHARACTER}" in line:
             return DataError(f"{path}, line {number}: the text is no UTF-8: {line[:60]!r}", hint="save it as UTF-8")
         for column in wanted[2:]:
-            if not _is_number(fields[column]):
+            if to_number(fields[column]) is None:
                 what = "time" if column == wanted[2] else "feature"
                 return DataError(
                     f"{path}, line {number}: the {what} {fields[column][:30]!r} in column {column} is no number",
