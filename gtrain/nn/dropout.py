@@ -27,10 +27,9 @@ from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn.conv import MessagePassing
 
-from gtrain.graph.mixing import key
 from gtrain.protocols import entry
+from gtrain.kernels.splitmix import GOLDEN, MIX_1, MIX_2, key
 
-_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORD = 1 << 64
 _CHUNK = 1 << 20  # elements whose masks plain torch code holds at once
 _COMPILED: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.float64}
@@ -73,7 +72,7 @@ class Mask(NamedTuple):
         """Return which elements are kept, bool ``[len(ids), columns]``, in plain torch code for any device."""
         words = (columns + 1) // 2
         count = ids.long().view(-1, 1) * words + torch.arange(words, device=ids.device)
-        x = _mixed(count * _signed(_GOLDEN) + _signed(self.stream))  # int64 wraps around as uint64 does
+        x = _mixed(count * _signed(GOLDEN) + _signed(self.stream))  # int64 wraps around as uint64 does
         bits = torch.stack([x & 0xFFFFFFFF, (x >> 32) & 0xFFFFFFFF], -1).flatten(1)
         return bits[:, :columns] >= self.threshold
 
@@ -163,18 +162,19 @@ def edge_ids(edge_index: Tensor, source_ids: Tensor, target_ids: Tensor | None =
 
 def _plain_edge_ids(edge_index: Tensor, source_ids: Tensor, target_ids: Tensor) -> Tensor:
     source, target = source_ids[edge_index[0]], target_ids[edge_index[1]]
-    mixed = _mixed(_mixed(source + _signed(_GOLDEN)) + target * _signed(_GOLDEN))
+    mixed = _mixed(_mixed(source + _signed(GOLDEN)) + target * _signed(GOLDEN))
     return (mixed >> 33) & ((1 << 31) - 1)
 
 
 def _mixed(x: Tensor) -> Tensor:
     """SplitMix64's finaliser of int64."""
-    x = (x ^ _shifted(x, 30)) * _signed(_MIX_1)
-    x = (x ^ _shifted(x, 27)) * _signed(_MIX_2)
+    x = (x ^ _shifted(x, 30)) * _signed(MIX_1)
+    x = (x ^ _shifted(x, 27)) * _signed(MIX_2)
     return x ^ _shifted(x, 31)
 
 
-def _signed(word: int) -> int:
+def _signed(word: int | np.uint64) -> int:
+    word = int(word)
     return word - _WORD if word >= _WORD >> 1 else word
 
 

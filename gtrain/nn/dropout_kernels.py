@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from gtrain.graph.sampling.random import GOLDEN, mix
+from gtrain.kernels.random import GOLDEN, mix
 
 _SHIFT_32, _SHIFT_33 = np.uint64(32), np.uint64(33)
 

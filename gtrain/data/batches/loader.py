@@ -15,12 +15,12 @@ from gtrain.data.batches.edge_seeds import EdgeSeeds, edge_seeds
 from gtrain.data.batches.negatives import Negatives
 from gtrain.data.batches.sampling import Sampling, as_set
 from gtrain.errors import ConfigError, DataError
-from gtrain.graph.mixing import key
 from gtrain.graph.sampling.options import SamplingOptions, checked_fan_out
 from gtrain.graph.shard import GraphShard, load_whole
 from gtrain.graph.shard.hetero import HeteroShard
 from gtrain.graph.shard.whole import load_whole_hetero
 from gtrain.graph.store import Store
+from gtrain.kernels.splitmix import key
 
 SPLITS = ("train", "val", "test", "predict")
 TASKS = ("node", "link")

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from gtrain.data.batches.scored_edges import FORMS, EdgeType, ScoredEdges
 from gtrain.errors import ConfigError
-from gtrain.graph.mixing import below, key
 from gtrain.graph.store import Store
 from gtrain.graph.store.numbering import GlobalIds
+from gtrain.kernels.splitmix import below, key
 
 _SPLITS = ("train", "val", "test")
 _TRIES = 8  # to find a node that is there at the time of its edge

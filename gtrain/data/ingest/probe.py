@@ -6,8 +6,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from gtrain.data.ingest.load8 import load8
-from gtrain.graph.prefetch import prefetch_entry
+from gtrain.kernels.memory import load_word, prefetch_entry
+from gtrain.kernels.splitmix import GOLDEN
 
 Bytes = NDArray[np.uint8]
 
@@ -19,7 +19,6 @@ AHEAD = 16
 """Keys between the steps of a look-up: slot fetched, name fetched, compared. Each step would miss the caches alone."""
 
 
-_SEED = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xD6E8FEB86659FD93)
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 
@@ -35,9 +34,9 @@ def hash_keys(data: Bytes, starts: NDArray[np.int32], lengths: NDArray[np.int32]
     """
     for i in range(starts.size):
         here, left = np.intp(starts[i]), np.intp(lengths[i])
-        value = _SEED ^ np.uint64(left)
+        value = GOLDEN ^ np.uint64(left)
         while left > 0:
-            word = load8(data, here)
+            word = load_word(data, here)
             if left < 8:
                 word &= _ALL >> np.uint64(64 - 8 * left)
             value = (value ^ word) * _MIX
@@ -51,13 +50,13 @@ def hash_keys(data: Bytes, starts: NDArray[np.int32], lengths: NDArray[np.int32]
 @njit(cache=True, nogil=True)
 def _equal(one: Bytes, here: np.intp, other: Bytes, there: np.intp, length: np.intp) -> bool:
     while length >= 8:
-        if load8(one, here) != load8(other, there):
+        if load_word(one, here) != load_word(other, there):
             return False
         here += 8
         there += 8
         length -= 8
     shift = np.uint64(64 - 8 * length)
-    return length == 0 or (load8(one, here) << shift) == (load8(other, there) << shift)
+    return length == 0 or (load_word(one, here) << shift) == (load_word(other, there) << shift)
 
 
 @njit(cache=True, nogil=True)

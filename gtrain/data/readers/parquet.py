@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gtrain.data.sources.feature_rows import among_unlabelled, number_labels
 from gtrain.errors import DataError
-from gtrain.graph.mixing import mix
+from gtrain.kernels.splitmix import mix
 
 _OFFSET, _PRIME = 0xCBF29CE484222325, 0x100000001B3  # of FNV-1a in 64 bits
 _MASK = 2**64 - 1

@@ -14,20 +14,13 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from gtrain.graph.prefetch import prefetch
+from gtrain.kernels.memory import prefetch
+from gtrain.kernels.random import slot_of
 
 Array = NDArray[Any]
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _LOCAL = np.int64(0xFFFFFFFF)
 _AHEAD = 32  # edges
-
-
-@njit(cache=True, nogil=True)
-def _slot(key: int, mask: int) -> int:
-    """Multiplicative hashing (Knuth, TAOCP 3, 6.4), the high half folded onto the low bits that the mask keeps."""
-    x = np.uint64(key) * _GOLDEN
-    return np.int64((x ^ (x >> np.uint64(32))) & np.uint64(mask))  # type: ignore[return-value]
 
 
 @njit(cache=True, nogil=True)
@@ -93,7 +86,7 @@ def number_hashed(
     for j in range(row.size):
         node, owner = row[j], subgraph[column[j]]
         key = node * width + owner
-        slot = _slot(key, mask)
+        slot = slot_of(key, mask)
         while table[slot, 1] >> 32 == turn and table[slot, 0] != key:
             slot = (slot + 1) & mask
         if table[slot, 1] >> 32 == turn:
@@ -114,7 +107,7 @@ def rehash(table: Array, turn: int, width: int, nodes: Array, batch: Array, coun
     mask = table.shape[0] - 1
     for j in range(count):
         key = nodes[j] * width + batch[j]
-        slot = _slot(key, mask)
+        slot = slot_of(key, mask)
         while table[slot, 1] >> 32 == turn:
             slot = (slot + 1) & mask
         table[slot, 0] = key
@@ -142,7 +135,7 @@ def keep_hashed(
     edges = 0
     for j in range(row.size):
         key = row[j] * width + subgraph[column[j]]
-        slot = _slot(key, mask)
+        slot = slot_of(key, mask)
         while table[slot, 1] >> 32 == turn and table[slot, 0] != key:
             slot = (slot + 1) & mask
         if table[slot, 1] >> 32 == turn:

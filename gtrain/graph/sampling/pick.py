@@ -23,8 +23,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from gtrain.graph.prefetch import prefetch
-from gtrain.graph.sampling.random import below, mix, stream
+from gtrain.kernels.memory import prefetch
+from gtrain.kernels.random import below, mix, stream
 
 Array = NDArray[Any]
 

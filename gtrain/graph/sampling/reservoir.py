@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from gtrain.graph.sampling.random import stream, unit
+from gtrain.kernels.random import stream, unit
 
 Array = NDArray[Any]
 

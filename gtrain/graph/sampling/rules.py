@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gtrain.errors import ConfigError, DataError
-from gtrain.graph.mixing import key, mix_one
 from gtrain.graph.sampling.columns import Columns, readable
+from gtrain.kernels.splitmix import key, mix_one
 
 Array = NDArray[Any]
 

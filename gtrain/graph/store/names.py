@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gtrain.errors import DataError
 from gtrain.graph.store.files import Ledger, names_file
+from gtrain.kernels.splitmix import GOLDEN, mix
 
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
@@ -172,11 +173,8 @@ def _hashes(offsets: Ints, data: Bytes) -> NDArray[np.uint64]:
     length = np.diff(offsets)
     inside = np.arange(data.size) - np.repeat(offsets[:-1], length)
     with np.errstate(over="ignore"):
-        powers = np.cumprod(np.full(int(length.max(initial=0)) + 1, 0x9E3779B97F4A7C15, dtype=np.uint64))
+        powers = np.cumprod(np.full(int(length.max(initial=0)) + 1, GOLDEN, dtype=np.uint64))
         terms = (data.astype(np.uint64) + np.uint64(1)) * powers[inside]
         sums = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(terms, dtype=np.uint64)])
-        mixed = sums[offsets[1:]] - sums[offsets[:-1]]
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    result: NDArray[np.uint64] = mixed ^ (mixed >> np.uint64(31))
-    return result
+        mixed: NDArray[np.uint64] = mix(sums[offsets[1:]] - sums[offsets[:-1]])
+    return mixed

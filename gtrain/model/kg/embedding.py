@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.errors import ConfigError
-from gtrain.graph import mixing
+from gtrain.kernels import splitmix as mixing
 from gtrain.model.edge_model import EdgeModel
 from gtrain.model.kg.evaluation import GroupRanks
 from gtrain.model.kg.groups import GroupedEdges, RelationGroup

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from gtrain.graph.mixing import below, key
+from gtrain.kernels.splitmix import below, key
 
 DrawNodes: TypeAlias = Callable[[int, int, int, Tensor, int], Tensor]
 """Draws nodes for chunks, as :meth:`ChunkDraws.__call__` does."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from gtrain_pbg.kernels.numbers import STRICT, compiled, number, stored
+from gtrain.kernels.options import STRICT, inlined
+from gtrain_pbg.kernels.numbers import number, stored
 from gtrain_pbg.kernels.rows import edge_of
 from gtrain_pbg.kernels.updates import apply
 
 
-@compiled(fastmath=STRICT)
+@inlined(fastmath=STRICT)
 def fetch_bags(
     table: Any,
     offsets: Any,
@@ -50,7 +51,7 @@ def fetch_bags(
             bias[z] = total * scale
 
 
-@compiled(fastmath=STRICT)
+@inlined(fastmath=STRICT)
 def add_bags(
     ids: Any,
     offsets: Any,
@@ -107,7 +108,7 @@ def add_bags(
     return count
 
 
-@compiled
+@inlined
 def apply_bags(
     touched: Any,
     count: int,

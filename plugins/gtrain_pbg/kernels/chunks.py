@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from gtrain.graph.prefetch import prefetch_row
+from gtrain.kernels.memory import prefetch_row
+from gtrain.kernels.options import STRICT, bare
 from gtrain_pbg.kernels.factors import along, down, steps_of, turn
-from gtrain_pbg.kernels.numbers import STRICT, bare, store
+from gtrain_pbg.kernels.numbers import store
 from gtrain_pbg.kernels.operators import transform_back_row, transform_row
 from gtrain_pbg.kernels.scores import row_loss
 from gtrain_pbg.kernels.tiles import multiply

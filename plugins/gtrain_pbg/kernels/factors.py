@@ -12,7 +12,8 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from gtrain_pbg.kernels.numbers import STRICT, bare, store, stored
+from gtrain.kernels.options import STRICT, bare
+from gtrain_pbg.kernels.numbers import store, stored
 
 _NONE = np.uint16(0)
 _HIGH = np.uint32(16)

@@ -5,36 +5,15 @@ Products of matrices may be in bfloat16; numba has no such type, so these arrays
 
 from __future__ import annotations
 
-import math
-from functools import partial
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import overload
 
-STRICT = {"contract"}  # reassociation would cancel the rounding of ``exponential``; NaN stays NaN
-LOOSE = {"contract", "reassoc", "nsz", "arcp"}
+from gtrain.kernels.exponential import exp_of_negative
+from gtrain.kernels.options import FAST, STRICT, bare
 
-compiled: Any = partial(njit, cache=True, nogil=True, forceinline=True, no_cfunc_wrapper=True)
-"""Compiles a function, into those that call it.
-
-One that is not part of its caller may be another copy of it in the process that compiles than in those that read the
-cache, optimised differently: a run would then round differently from the run that it repeats.
-"""
-bare: Any = partial(compiled, _nrt=False)
-"""Compiles a function that makes no arrays, and returns one only to such functions.
-
-It does not count references to what it is given, which takes longer than a row of a hundred numbers.
-"""
-
-_LOG2_E = np.float32(1.44269504088896341)
-ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, which is then in the low bits
-ROUND_BITS = np.int32(0x4B400000)  # those of ``ROUND``
-_LEAST = np.float32(-126)
-_ONE = np.float32(1)
-_P1, _P2, _P3 = np.float32(0.6931469), np.float32(0.24022239), np.float32(0.05550835)
-_P4, _P5 = np.float32(0.00967167), np.float32(0.00132353)
 _HALF = np.uint32(0x7FFF)
 _LOW_BIT = np.uint32(1)
 _SHIFT = np.uint32(16)
@@ -52,11 +31,6 @@ def scaled(x: Any, row: Any, i: int, column: Any, k: int) -> Any:
 
 def stored(x: Any, like: Any) -> Any:
     """A number as it is stored in an array with items like this one."""
-    raise NotImplementedError("compiled only")
-
-
-def exponential(x: Any) -> Any:
-    """The exponential of a number that is not positive, in its own precision; in float32 at least 2**-126."""
     raise NotImplementedError("compiled only")
 
 
@@ -85,21 +59,6 @@ def _as_given(x: Any, like: Any) -> Any:
     return x
 
 
-def _exp_single(x: Any) -> Any:
-    """A power of 2: the whole part of its exponent in bits, the rest by a polynomial with an error of 1e-7 at most."""
-    y = x * _LOG2_E
-    v = _LEAST if y < _LEAST else y
-    t = v + ROUND
-    r = v - (t - ROUND)
-    p = ((((_P5 * r + _P4) * r + _P3) * r + _P2) * r + _P1) * r + _ONE
-    whole = np.int32((np.float32(t).view(np.int32) - ROUND_BITS) << 23)
-    return np.int32(np.float32(p).view(np.int32) + whole).view(np.float32)
-
-
-def _exp_double(x: Any) -> Any:
-    return math.exp(x)
-
-
 @overload(number, jit_options={"fastmath": STRICT}, inline="always")
 def _typed_number(x: Any) -> Any:
     return _from_bfloat16 if x is types.uint16 else _as_it_is
@@ -115,11 +74,6 @@ def _typed_stored(x: Any, like: Any) -> Any:
     return _to_bfloat16 if like is types.uint16 else _as_given
 
 
-@overload(exponential, jit_options={"fastmath": STRICT, "forceinline": True})
-def _typed_exponential(x: Any) -> Any:
-    return _exp_single if x is types.float32 else _exp_double
-
-
 @bare(fastmath=STRICT)
 def store(row: Any, target: Any, count: int) -> None:
     """Write the first numbers of a row as they are stored in ``target``."""
@@ -127,12 +81,12 @@ def store(row: Any, target: Any, count: int) -> None:
         target[d] = stored(row[d], target[d])
 
 
-@bare(fastmath=LOOSE)
+@bare(fastmath=FAST)
 def exponentials(x: Any, less: Any, count: int) -> Any:
     """``x[:count] = exp(x[:count] - less)``, none of which is more than 1; return their sum."""
     found = x.dtype.type(0)
     for i in range(count):
-        power = exponential(x[i] - less)
+        power = exp_of_negative(x[i] - less)
         x[i] = power
         found += power
     return found
@@ -186,7 +140,7 @@ def largest(x: Any, count: int) -> Any:
     return of_key(found)
 
 
-@bare(fastmath=LOOSE)
+@bare(fastmath=FAST)
 def total(x: Any, count: int) -> Any:
     """The sum of the first numbers."""
     found = x.dtype.type(0)

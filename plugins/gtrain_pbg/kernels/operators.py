@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from gtrain_pbg.kernels.numbers import LOOSE, bare, compiled, number, store
+from gtrain.kernels.options import FAST, bare, inlined
+from gtrain_pbg.kernels.numbers import number, store
 
 NONE, TRANSLATION, DIAGONAL, COMPLEX = 0, 1, 2, 3
 
 
-@compiled
+@inlined
 def transform(
     kind: int, rows: Any, places: int, uniform: int, relation: Any, a: Any, b: Any, result: Any, low: Any, has_low: bool
 ) -> None:
@@ -58,7 +59,7 @@ def transform_row(kind: int, x: Any, a: Any, b: Any, y: Any) -> None:
             _add(a, y)
 
 
-@compiled
+@inlined
 def transform_back(
     kind: int,
     gradient: Any,
@@ -106,37 +107,37 @@ def transform_back_row(kind: int, gradient: Any, x: Any, a: Any, b: Any, y: Any,
 # Loops over few arrays each: LLVM makes vectors only where it can check that none overlaps another.
 
 
-@bare(fastmath=LOOSE)
+@bare(fastmath=FAST)
 def _product(first: Any, second: Any, result: Any) -> None:
     for d in range(result.size):
         result[d] = first[d] * second[d]
 
 
-@bare(fastmath=LOOSE)
+@bare(fastmath=FAST)
 def _add_product(first: Any, second: Any, result: Any) -> None:
     for d in range(result.size):
         result[d] += first[d] * second[d]
 
 
-@bare(fastmath=LOOSE)
+@bare(fastmath=FAST)
 def _subtract_product(first: Any, second: Any, result: Any) -> None:
     for d in range(result.size):
         result[d] -= first[d] * second[d]
 
 
-@bare(fastmath=LOOSE)
+@bare(fastmath=FAST)
 def _add(more: Any, result: Any) -> None:
     for d in range(result.size):
         result[d] += more[d]
 
 
-@compiled(fastmath=LOOSE)
+@inlined(fastmath=FAST)
 def _widen(source: Any, target: Any) -> None:
     for d in range(target.size):
         target[d] = number(source[d])
 
 
-@compiled(fastmath=LOOSE)
+@inlined(fastmath=FAST)
 def cubes(values: Any, more: Any, complex_numbers: bool, weight: Any, by_value: Any, by_more: Any) -> Any:
     """Sum of the cubed absolute values of a row's numbers, and the weighted gradient by them (added).
 
@@ -160,7 +161,7 @@ def cubes(values: Any, more: Any, complex_numbers: bool, weight: Any, by_value: 
     return found
 
 
-@compiled
+@inlined
 def regularize(
     complex_numbers: bool,
     heads: Any,

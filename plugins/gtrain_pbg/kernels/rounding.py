@@ -14,7 +14,9 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from gtrain_pbg.kernels.numbers import ROUND, ROUND_BITS, STRICT, compiled, number, store
+from gtrain.kernels.exponential import ROUND, ROUND_BITS
+from gtrain.kernels.options import STRICT, inlined
+from gtrain_pbg.kernels.numbers import number, store
 
 SPAN, STRIDE = 4096, 1021  # the rows of a chunk that read the same fractions are 4096 apart
 
@@ -24,7 +26,7 @@ _ROOM = np.float32(126)  # and what is added makes at most 127 of it
 _POSITIVE, _NO_NUMBER = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 
 
-@compiled
+@inlined
 def _largest(row: Any) -> Any:
     """Bits of the largest absolute value: without the sign they are in the order of the numbers."""
     found = np.uint16(0)
@@ -34,14 +36,14 @@ def _largest(row: Any) -> Any:
     return found
 
 
-@compiled(fastmath=STRICT)
+@inlined(fastmath=STRICT)
 def _round(row: Any, factor: Any, target: Any) -> None:
     for d in range(row.size):
         near = np.float32(number(row[d]) * factor + ROUND)
         target[d] = np.int8(near.view(np.int32) - ROUND_BITS)
 
 
-@compiled(fastmath=STRICT)
+@inlined(fastmath=STRICT)
 def round_rows(rows: Any, result: Any, scale: Any) -> None:
     """Write ``rows[z]`` as ``scale[z] * result[z]``, as nearly as 8 bits can.
 
@@ -64,7 +66,7 @@ def round_rows(rows: Any, result: Any, scale: Any) -> None:
             _round(rows[z], _MOST / most, result[z])
 
 
-@compiled(fastmath=STRICT)
+@inlined(fastmath=STRICT)
 def _dithered(row: Any, factor: Any, dither: Any, z: int, target: Any) -> None:
     at = z * STRIDE % SPAN
     fraction = dither[at : at + target.size]  # an index that is a sum is checked for its sign, one by one
@@ -73,7 +75,7 @@ def _dithered(row: Any, factor: Any, dither: Any, z: int, target: Any) -> None:
         target[k] = np.int8(near.view(np.int32) - ROUND_BITS)
 
 
-@compiled(fastmath=STRICT)
+@inlined(fastmath=STRICT)
 def level(rows: Any, scale: Any, dither: Any, result: Any) -> Any:
     """Write ``rows[z] * scale[z]`` as ``factor * result[z]``, at random, and return the factor.
 
@@ -100,7 +102,7 @@ def keep(work: Any, columns: int, dither: Any, i: int, row: Any) -> Any:
     raise NotImplementedError("compiled only")
 
 
-@compiled(fastmath=STRICT)
+@inlined(fastmath=STRICT)
 def _most(work: Any, columns: int) -> Any:
     """The largest absolute value, found by its bits; what is no number is larger than any."""
     found = np.int32(0)
@@ -110,7 +112,7 @@ def _most(work: Any, columns: int) -> Any:
     return found
 
 
-@compiled(fastmath=STRICT)
+@inlined(fastmath=STRICT)
 def keep_rounded(work: Any, columns: int, dither: Any, i: int, row: Any) -> Any:
     """:func:`keep` in 8 bits: 0 for the scale where all numbers are, NaN where one is no finite number."""
     bits = _most(work, columns)
@@ -132,7 +134,7 @@ def _typed_keep(work: Any, columns: int, dither: Any, i: int, row: Any) -> Any:
     return keep_rounded.py_func if row.dtype is types.int8 else _keep_all
 
 
-@compiled
+@inlined
 def gather(
     products: Any, scale: Any, first: Any, edge: Any, other: Any, by_answer: Any, rows: Any, scratch: Any, result: Any
 ) -> None:
@@ -156,13 +158,13 @@ def gather(
         store(scratch, result[z], scratch.size)
 
 
-@compiled(fastmath=STRICT)
+@inlined(fastmath=STRICT)
 def _scaled(row: Any, factor: Any, target: Any) -> None:
     for d in range(target.size):
         target[d] = np.float32(row[d]) * factor
 
 
-@compiled(fastmath=STRICT)
+@inlined(fastmath=STRICT)
 def _add(row: Any, factor: Any, target: Any) -> None:
     for d in range(target.size):
         target[d] += number(row[d]) * factor

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from gtrain_pbg.kernels.numbers import LOOSE, STRICT, compiled, number, store, stored
+from gtrain.kernels.options import FAST, STRICT, inlined
+from gtrain_pbg.kernels.numbers import number, store, stored
 
 
-@compiled
+@inlined
 def lay_out(ends: Any, drawn: Any, places: int, uniform: int, ids: Any) -> None:
     """Write the ids of a side's rows: ends ``[B]``, drawn ``[C * u]``, ids ``[B + C * u]``."""
     edges = ends.size
@@ -25,7 +26,7 @@ def lay_out(ends: Any, drawn: Any, places: int, uniform: int, ids: Any) -> None:
             ids[at + end - begin + k] = drawn[chunk * uniform + k]
 
 
-@compiled(fastmath=STRICT)
+@inlined(fastmath=STRICT)
 def fetch(table: Any, ids: Any, shift: Any, rows: Any, bias: Any, low: Any, has_bias: bool, has_low: bool) -> None:
     """Fetch rows of a table ``[n, D]`` or, with a bias, ``[n, D + 1]``.
 
@@ -54,7 +55,7 @@ def fetch(table: Any, ids: Any, shift: Any, rows: Any, bias: Any, low: Any, has_
             store(target, low[z], columns)
 
 
-@compiled(fastmath=LOOSE)
+@inlined(fastmath=FAST)
 def clip(table: Any, ids: Any, columns: int, most: float) -> None:
     """Scale the rows of these ids to a norm of ``most`` where it is larger."""
     for z in range(ids.size):
@@ -66,14 +67,14 @@ def clip(table: Any, ids: Any, columns: int, most: float) -> None:
                 row[d] *= scale
 
 
-@compiled
+@inlined
 def lower(rows: Any, low: Any) -> None:
     """Write rows as bfloat16 bits."""
     for z in range(rows.shape[0]):
         store(rows[z], low[z], rows.shape[1])
 
 
-@compiled(fastmath=LOOSE)
+@inlined(fastmath=FAST)
 def _squared(row: Any, columns: int) -> Any:
     found = row.dtype.type(0)
     for d in range(columns):
@@ -81,14 +82,14 @@ def _squared(row: Any, columns: int) -> Any:
     return found
 
 
-@compiled
+@inlined
 def squared_norms(rows: Any, found: Any) -> None:
     """``found[z] = |rows[z]|^2``."""
     for z in range(rows.shape[0]):
         found[z] = _squared(rows[z], rows.shape[1])
 
 
-@compiled(fastmath=LOOSE)
+@inlined(fastmath=FAST)
 def normalize(rows: Any, inverse: Any, unit: Any) -> None:
     """Rows of length 1, and by what they were multiplied; as torch's ``normalize``."""
     for z in range(rows.shape[0]):
@@ -98,7 +99,7 @@ def normalize(rows: Any, inverse: Any, unit: Any) -> None:
             unit[z, d] = rows[z, d] * inverse[z]
 
 
-@compiled(fastmath=LOOSE)
+@inlined(fastmath=FAST)
 def from_units(gradient: Any, unit: Any, inverse: Any, result: Any) -> None:
     """The gradient by rows of that by their :func:`normalize`."""
     columns = unit.shape[1]
@@ -112,7 +113,7 @@ def from_units(gradient: Any, unit: Any, inverse: Any, result: Any) -> None:
             result[z, d] = (number(gradient[z, d]) - along * unit[z, d]) * inverse[z]
 
 
-@compiled(fastmath=LOOSE)
+@inlined(fastmath=FAST)
 def from_distances(product: Any, rows: Any, sums: Any, result: Any) -> None:
     """The gradient by rows, of products with the rows of the other side: ``product - sums * rows``."""
     for z in range(product.shape[0]):
@@ -120,7 +121,7 @@ def from_distances(product: Any, rows: Any, sums: Any, result: Any) -> None:
             result[z, d] = number(product[z, d]) - sums[z] * rows[z, d]
 
 
-@compiled(fastmath=STRICT)
+@inlined(fastmath=STRICT)
 def add_rows(first: Any, second: Any, places: int, uniform: int, edges: int, result: Any) -> None:
     """``result = first``, a row for each row of a side, plus ``second`` at its edges."""
     columns = result.shape[1]
@@ -134,7 +135,7 @@ def add_rows(first: Any, second: Any, places: int, uniform: int, edges: int, res
                 result[z, d] = number(first[z, d])
 
 
-@compiled
+@inlined
 def edge_of(row: int, places: int, uniform: int, edges: int) -> int:
     """The edge of a row of a side; -1 for one that was drawn."""
     chunk, at = divmod(row, places + uniform)
@@ -142,7 +143,7 @@ def edge_of(row: int, places: int, uniform: int, edges: int) -> int:
     return edge if at < places and edge < edges else -1
 
 
-@compiled(fastmath=STRICT)
+@inlined(fastmath=STRICT)
 def widen(source: Any, target: Any) -> None:
     """Write rows as they are computed with."""
     for z in range(source.shape[0]):
@@ -150,7 +151,7 @@ def widen(source: Any, target: Any) -> None:
             target[z, d] = number(source[z, d])
 
 
-@compiled(fastmath=LOOSE)
+@inlined(fastmath=FAST)
 def pairs(queries: Any, rows: Any, places: int, uniform: int, found: Any) -> None:
     """Inner products of queries ``[B, D]`` and the rows of their edges on a side."""
     for e in range(queries.shape[0]):
@@ -161,7 +162,7 @@ def pairs(queries: Any, rows: Any, places: int, uniform: int, found: Any) -> Non
         found[e] = product
 
 
-@compiled
+@inlined
 def pair_gradients(
     by_product: Any, queries: Any, rows: Any, places: int, uniform: int, by_query: Any, by_row: Any
 ) -> None:
@@ -174,7 +175,7 @@ def pair_gradients(
             by_row[z, d] = stored(by_product[e] * queries[e, d], by_row[z, d])
 
 
-@compiled(fastmath=STRICT)
+@inlined(fastmath=STRICT)
 def add_all(first: Any, second: Any, result: Any) -> None:
     """Add the sum of all rows of both to ``result`` ``[D]``."""
     for z in range(first.shape[0]):
@@ -185,7 +186,7 @@ def add_all(first: Any, second: Any, result: Any) -> None:
             result[d] += number(second[e, d])
 
 
-@compiled
+@inlined
 def count_total(values: Any) -> float:
     """Their sum, in float64."""
     found = 0.0

@@ -7,18 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from gtrain_pbg.kernels.numbers import (
-    LOOSE,
-    STRICT,
-    bare,
-    compiled,
-    exponential,
-    exponentials,
-    largest,
-    scaled,
-    store,
-    total,
-)
+from gtrain.kernels.exponential import exp_of_negative
+from gtrain.kernels.options import FAST, STRICT, bare, inlined
+from gtrain_pbg.kernels.numbers import exponentials, largest, scaled, store, total
 from gtrain_pbg.kernels.rounding import keep
 
 RANKING, LOGISTIC, SOFTMAX = 0, 1, 2
@@ -28,7 +19,7 @@ TINY = 1e-30  # least squared distance, as in gtrain.model.kg.comparators
 _RUN = 64  # factors between 1 and 2 whose product is finite
 
 
-@compiled(fastmath=STRICT)
+@inlined(fastmath=STRICT)
 def loss_and_gradient(
     scores: Any,
     row_factor: Any,
@@ -160,13 +151,13 @@ def row_loss(
     return _ranking(work, columns, place, true, weight, margin)
 
 
-@compiled(fastmath=STRICT)
+@inlined(fastmath=STRICT)
 def _load(row: Any, row_factor: Any, i: int, column_factor: Any, work: Any, columns: int) -> None:
     for k in range(columns):
         work[k] = scaled(row[k], row_factor, i, column_factor, k)
 
 
-@compiled
+@inlined
 def _accumulate(source: Any, target: Any, columns: int) -> None:
     for k in range(columns):
         target[k] += source[k]
@@ -178,7 +169,7 @@ def _add(work: Any, row: Any, column: Any, columns: int) -> None:
         work[k] += row + column[k]
 
 
-@compiled
+@inlined
 def _distances(work: Any, row: Any, column: Any, kind: int, columns: int) -> None:
     """Minus the distances, or squared ones, of inner products."""
     two, tiny = work.dtype.type(2), work.dtype.type(TINY)
@@ -191,7 +182,7 @@ def _distances(work: Any, row: Any, column: Any, kind: int, columns: int) -> Non
             work[k] = -math.sqrt(squared if squared > tiny else tiny)
 
 
-@compiled
+@inlined
 def _by_product(work: Any, distance: Any, kind: int, columns: int) -> None:
     """The gradient by scores to what multiplies ``candidate - query`` in the gradient by the query.
 
@@ -214,7 +205,7 @@ def _softmax(work: Any, columns: int, place: int, true: Any, weight: Any) -> Any
     if place < 0 and true > top:
         top = true
     among = exponentials(work, top, columns)
-    own = exponential(true - top)
+    own = exp_of_negative(true - top)
     if place < 0:
         among += own
     scale = weight / among
@@ -237,17 +228,17 @@ def _logistic(work: Any, columns: int, absent: int, place: int, true: Any, weigh
         product, linear = one, zero
         for k in range(begin, end):  # softplus(x) = max(x, 0) + log(1 + exp(-|x|)): one logarithm of many factors
             x = work[k]
-            small = exponential(-abs(x))
+            small = exp_of_negative(-abs(x))
             linear += x if x > zero else zero
             product *= one + small
             work[k] = share * ((one if x > zero else small) / (one + small))
         false += linear + math.log(product)
-    small = exponential(-abs(true))
+    small = exp_of_negative(-abs(true))
     value = max(-true, zero) + math.log1p(small) + false / max(count, 1)
     return value, -weight * ((small if true > zero else one) / (one + small))
 
 
-@bare(fastmath=LOOSE)
+@bare(fastmath=FAST)
 def _ranking(work: Any, columns: int, place: int, true: Any, weight: Any, margin: float) -> Any:
     """The sum over false answers of ``max(0, margin - true + false)``."""
     zero = work.dtype.type(0)

@@ -13,7 +13,7 @@ from llvmlite import binding, ir
 from numba import config, types
 from numba.extending import intrinsic
 
-from gtrain_pbg.kernels.numbers import bare
+from gtrain.kernels.options import bare
 
 TALL = 3
 """Rows of a tile; with 7 vectors there are 21 sums, 7 vectors of ``b`` and 3 numbers of ``a`` in 32 registers."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from gtrain_pbg.kernels.numbers import LOOSE, STRICT, bare, compiled, number
+from gtrain.kernels.options import FAST, STRICT, bare, inlined
+from gtrain_pbg.kernels.numbers import number
 from gtrain_pbg.kernels.rows import edge_of
 
 SGD, ADAGRAD, ROWWISE = 0, 1, 2
 
 
-@compiled
+@inlined
 def chain(ids: Any, first: int, head: Any, after: Any, touched: Any, count: int) -> int:
     """Chain positions ``first ...`` by their ids.
 
@@ -54,7 +55,7 @@ def _any(values: Any) -> bool:
     return False
 
 
-@bare(fastmath=LOOSE)
+@bare(fastmath=FAST)
 def apply(kind: int, row: Any, state: Any, gradient: Any, lr: float, eps: float, decay: float) -> None:
     """Change a row by its gradient, which is lost; the rules are those of ``gtrain.nn.rules``.
 
@@ -84,7 +85,7 @@ def apply(kind: int, row: Any, state: Any, gradient: Any, lr: float, eps: float,
             row[d] -= scale * gradient[d]
 
 
-@compiled
+@inlined
 def scatter(
     touched: Any,
     count: int,
@@ -152,7 +153,7 @@ def scatter(
         apply(kind, table[node], state[node], work, lr, eps, decay)
 
 
-@compiled
+@inlined
 def find_touched(relation: Any, seen: Any, touched: Any) -> int:
     """List each relation of a batch once; ``seen`` is all 0 before and after."""
     count = 0
@@ -166,7 +167,7 @@ def find_touched(relation: Any, seen: Any, touched: Any) -> int:
     return count
 
 
-@compiled
+@inlined
 def update_rows(
     touched: Any, count: int, gradient: Any, table: Any, state: Any, kind: int, lr: float, eps: float, decay: float
 ) -> None:

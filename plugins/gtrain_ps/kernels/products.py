@@ -7,7 +7,7 @@ from typing import Any
 
 from numba import njit
 
-from gtrain.graph.prefetch import prefetch_next_row
+from gtrain.kernels.memory import prefetch_next_row
 from gtrain.kernels.options import FAST, inlined
 from gtrain_ps.kernels.widths import Kernel, deserves_own
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from numba import types
-from numba.extending import intrinsic, overload
+from numba.extending import overload
 from numpy.typing import NDArray
 
+from gtrain.kernels.memory import fence
 from gtrain.kernels.options import BARE, bare
 from gtrain.nn.rules import RULES
 
@@ -62,19 +62,6 @@ class Progress(NamedTuple):
         for tensor, before in zip(state, self.backup[1:], strict=False):
             tensor[row] = before if tensor.ndim == 2 else before[0]
         self.marker[ROW] = -1
-
-
-def _fence(typingctx: Any) -> Any:
-    """Keep the compiler from moving writes across this point; no instruction on x86."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.fence("acq_rel")
-        return context.get_dummy_value()
-
-    return types.void(), generate
-
-
-fence: Any = intrinsic(_fence)
 
 
 def back_up_state(width: int, row: int, state: Any, backup: Any) -> None:

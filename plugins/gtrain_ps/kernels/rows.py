@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from gtrain.graph.prefetch import prefetch_entry
+from gtrain.kernels.memory import prefetch_entry
 
 Array = NDArray[Any]
 _ROWS_AHEAD = 3

@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 from numba.extending import overload
 
-from gtrain.graph.prefetch import prefetch_entry, prefetch_next_row
+from gtrain.kernels.memory import prefetch_entry, prefetch_next_row
 from gtrain.kernels.options import BARE, FAST, bare, inlined
 from gtrain_ps.kernels.progress import DONE, end_row, start_row
 from gtrain_ps.kernels.rules import change, factor, takes_factor

@@ -13,8 +13,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from gtrain.graph.prefetch import prefetch
-from gtrain_pyg.features.memory import copy, count_bits, load32, load64
+from gtrain.kernels.memory import copy, count_bits, load32, load64, prefetch
+from gtrain.kernels.random import slot_of
 
 Array = NDArray[Any]
 
@@ -23,7 +23,6 @@ SHIFT = 40
 _ROW = (1 << SHIFT) - 1
 _AHEAD, _AHEAD_NARROW = 8, 64  # rows that memory is asked for ahead, and rows of a cache line or less
 _LINE = 64  # bytes
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @njit(cache=True, nogil=True)
@@ -77,13 +76,6 @@ def rank_bits(ids: Array, bits: Array, ranks: Array) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _slot(table: Array, node: int) -> int:
-    """Where a hash map begins to look for an id."""
-    mixed = np.uint64(node) * _GOLDEN
-    return np.int64((mixed ^ (mixed >> np.uint64(32))) & np.uint64(table.shape[0] - 1))  # type: ignore[return-value]
-
-
-@njit(cache=True, nogil=True)
 def _enter(node: int, owner: int, unique: Array, owners: Array, counts: Array, segments: Array) -> int:
     """List a row that is to be asked for, and return its place."""
     index = counts[owner]
@@ -126,10 +118,10 @@ def number(
     last, filled, address = table.shape[0] - 1, 0, table.ctypes.data
     for i in range(ids.size):
         if i + _AHEAD_NARROW < ids.size and place[i + _AHEAD_NARROW] < 0:
-            prefetch(address + _slot(table, ids[i + _AHEAD_NARROW]) * table.itemsize * 2)
+            prefetch(address + slot_of(ids[i + _AHEAD_NARROW], last) * table.itemsize * 2)
         if place[i] >= 0:
             continue
-        slot, free = _slot(table, ids[i]), -1
+        slot, free = slot_of(ids[i], last), -1
         while table[slot, 0] != 0 and table[slot, 0] & _ROW != ids[i]:
             if free < 0 and table[slot, 0] >> SHIFT < floor:
                 free = slot
@@ -161,7 +153,7 @@ def rehash(table: Array, floor: int, larger: Array) -> int:
     for old in range(table.shape[0]):
         if table[old, 0] == 0 or table[old, 0] >> SHIFT < floor:
             continue
-        slot = _slot(larger, table[old, 0] & _ROW)
+        slot = slot_of(table[old, 0] & _ROW, last)
         while larger[slot, 0] != 0:
             slot = (slot + 1) & last
         larger[slot, 0], larger[slot, 1] = table[old, 0], table[old, 1]

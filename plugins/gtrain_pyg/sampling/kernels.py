@@ -8,12 +8,12 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from gtrain.kernels.memory import count_bits
+
 Array = NDArray[Any]
 
 INT32_LIMIT = int(np.iinfo(np.int32).max)
 _ONE = np.uint64(1)
-_PAIRS, _FOURS = np.uint64(0x5555555555555555), np.uint64(0x3333333333333333)
-_EIGHTS, _BYTES = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(0x0101010101010101)
 
 
 def narrow(limit: int) -> np.dtype[Any]:
@@ -98,20 +98,11 @@ def rows_of(nodes: Array, bits: Array, before: Array, rows: Array) -> int:
     for i in range(nodes.size):
         word, bit = nodes[i] >> 6, np.uint64(nodes[i] & 63)
         if (bits[word] >> bit) & _ONE:
-            rows[i] = before[word] + _count_bits(bits[word] & ((_ONE << bit) - _ONE))
+            rows[i] = before[word] + count_bits(bits[word] & ((_ONE << bit) - _ONE))
             found += 1
         else:
             rows[i] = -1
     return found
-
-
-@njit(cache=True, nogil=True)
-def _count_bits(x: Any) -> int:
-    """Bits that are set (Warren, Hacker's Delight, 5-1)."""
-    x = x - ((x >> _ONE) & _PAIRS)
-    x = (x & _FOURS) + ((x >> np.uint64(2)) & _FOURS)
-    x = (x + (x >> np.uint64(4))) & _EIGHTS
-    return np.int64((x * _BYTES) >> np.uint64(56))  # type: ignore[return-value]
 
 
 @njit(cache=True, nogil=True)

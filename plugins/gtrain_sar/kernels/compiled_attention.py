@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from gtrain.graph.sampling.random import GOLDEN, mix
-from gtrain_sar.kernels.exponential import exponential
+from gtrain.kernels.exponential import exp_all
+from gtrain.kernels.options import FAST
+from gtrain.kernels.random import GOLDEN, mix
 from gtrain_sar.kernels.lanes import data
 from gtrain_sar.kernels.rows import add_scaled, ahead, dot_and_add_scaled, scale_by
 
 EDGES = 256
-FAST = {"reassoc", "contract", "nsz", "arcp"}  # logits may be infinite: without nnan and ninf
 _LOW, _SHIFT_32 = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
@@ -106,7 +106,7 @@ def forward(
                     at[e * heads + h] -= peak[h]
             low = high
             row += high == ptr[row + 1]
-        exponential(part, (stop - start) * heads)
+        exp_all(part, (stop - start) * heads)
         if threshold > 0:
             masks(mask, position, start, stop - start, heads, stream, threshold, scale)
         k, low = begin, start
@@ -207,7 +207,7 @@ def backward(
             _exponents(data(scratch[at:]), steeps, column, low, high, end, own, rows[row], target, slope, heads)
             low = high
             row += high == ptr[row + 1]
-        exponential(part, (stop - start) * heads)
+        exp_all(part, (stop - start) * heads)
         if threshold > 0:
             masks(mask, position, start, stop - start, heads, stream, threshold, scale)
         k, low = begin, start

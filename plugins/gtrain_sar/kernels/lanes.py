@@ -14,6 +14,8 @@ from numba import types
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
+from gtrain.kernels.memory import emit_prefetch
+
 _BYTES = 64
 _INDEX = ir.IntType(32)
 
@@ -176,9 +178,7 @@ def _prefetch(typingctx: Any, pointer: Any, position: Any) -> Any:
     """Ask for the cache line of an item, without waiting for it."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = _place(builder, ir.IntType(8), *arguments)
-        function = _declare(builder, "llvm.prefetch.p0", ir.VoidType(), [place.type, *[_INDEX] * 3])
-        builder.call(function, [place, _INDEX(0), _INDEX(3), _INDEX(1)])  # for reading, into all caches, data
+        emit_prefetch(builder, builder.gep(arguments[0], [arguments[1]]))
         return context.get_dummy_value()
 
     return types.void(pointer, types.intp), generate

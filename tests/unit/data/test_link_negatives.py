@@ -18,9 +18,9 @@ from gtrain.data.batches.sampling import Sampling
 from gtrain.data.batches.scored_edges import ScoredEdges
 from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError
-from gtrain.graph.mixing import below, key
 from gtrain.graph.store import Store
 from gtrain.graph.store.numbering import GlobalIds
+from gtrain.kernels.splitmix import below, key
 from gtrain.model.link_predictor import LinkPredictor
 
 
@@ -94,7 +94,7 @@ def test_numbers_are_uniform_and_follow_from_what_they_are_for() -> None:
 
 def test_the_finaliser_is_splitmix64() -> None:
     """The first outputs of SplitMix64 with seed 1234567, from its authors' reference program."""
-    from gtrain.graph.mixing import GOLDEN, mix
+    from gtrain.kernels.splitmix import GOLDEN, mix
 
     state = torch.arange(1, 4).numpy().astype("uint64") * GOLDEN + torch.tensor([1234567]).numpy().astype("uint64")
     assert mix(state).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import APPNP, GATConv, HeteroConv, SAGEConv, TransformerConv
 
-from gtrain.graph.mixing import key
+from gtrain.kernels.splitmix import key
 from gtrain.nn.dropout import ExactDropout, Mask, StepRows, _plain_edge_ids, edge_ids, rows_of
 
 N = 60

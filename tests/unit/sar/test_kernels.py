@@ -14,12 +14,12 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from gtrain.graph.mixing import key
+from gtrain.kernels.exponential import exp_all
+from gtrain.kernels.splitmix import key
 from gtrain.nn.dropout import NO_DROPOUT, Mask
 from gtrain_sar import kernels
 from gtrain_sar.edges import Compressed, compress
 from gtrain_sar.kernels import plain, threads
-from gtrain_sar.kernels.exponential import exponential
 from gtrain_sar.kernels.lanes import data
 
 SOURCES, TARGETS, EDGES, SLOPE = 23, 17, 160, 0.2
@@ -246,7 +246,7 @@ def test_a_target_of_very_many_edges(way: str) -> None:
 
 @njit(nogil=True)
 def exponentials(x: Any) -> None:
-    exponential(data(x), x.size)
+    exp_all(data(x), x.size)
 
 
 def test_exponentials_of_float32_are_exact_to_rounding() -> None:

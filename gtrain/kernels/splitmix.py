@@ -1,4 +1,9 @@
-"""Random numbers that follow from what they are for: counters in, numbers out, without state."""
+"""SplitMix64: random numbers that follow from what they are for. Counters in, numbers out, without state.
+
+After Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014): number d of a stream is
+``mix(stream + d * GOLDEN)``. Light: numpy alone. :mod:`gtrain.kernels.random` has the same for compiled loops, and
+:mod:`gtrain.nn.dropout` for tensors on any device.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+MIX_1, MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_SHIFT_27, _SHIFT_30, _SHIFT_31 = np.uint64(27), np.uint64(30), np.uint64(31)
 _MASK = 2**64 - 1
-_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_FIRST, _SECOND, _STEP = int(_MIX_1), int(_MIX_2), int(GOLDEN)  # for Python's own arithmetic
+_FIRST, _SECOND, _STEP = int(MIX_1), int(MIX_2), int(GOLDEN)  # for Python's own arithmetic
 
 
-def mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele et al. 2014): a bijection that scatters neighbouring values."""
-    value = (value ^ (value >> np.uint64(30))) * _MIX_1
-    value = (value ^ (value >> np.uint64(27))) * _MIX_2
-    return value ^ (value >> np.uint64(31))
+def mix(value: Any) -> Any:
+    """The finaliser, a bijection of uint64 that scatters neighbouring values; of an array, or in a compiled loop."""
+    value = (value ^ (value >> _SHIFT_30)) * MIX_1
+    value = (value ^ (value >> _SHIFT_27)) * MIX_2
+    return value ^ (value >> _SHIFT_31)
 
 
 def mix_one(value: int) -> int:

@@ -1,0 +1,152 @@
+"""Memory operations that numba lacks: prefetching, unaligned loads, copies by address, a fence. Nothing is checked.
+
+A prefetch waits for nothing, and any address will do. What is needed at once goes into the first cache. Many whole rows
+go into the second one, for the first has no room for them; a few that come next are quicker in the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic
+
+_LINE = 64  # bytes
+_POINTER, _WORD = ir.IntType(8).as_pointer(), ir.IntType(32)
+_FIRST, _SECOND = _WORD(3), _WORD(2)  # caches, as LLVM's localities
+_READ, _DATA = _WORD(0), _WORD(1)
+
+
+def _prefetch(typingctx: Any, address: Any) -> Any:
+    """Prefetch the cache line at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        emit_prefetch(builder, builder.inttoptr(arguments[0], _POINTER))
+        return context.get_dummy_value()
+
+    return types.void(types.intp), generate
+
+
+def _prefetch_entry(typingctx: Any, array: Any, index: Any) -> Any:
+    """Prefetch the cache line of an entry of a one-dimensional array; the index is not below 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        place = builder.gep(data, [context.cast(builder, arguments[1], signature.args[1], types.intp)])
+        emit_prefetch(builder, place)
+        return context.get_dummy_value()
+
+    return types.void(array, index), generate
+
+
+def _row_into(cache: Any) -> Callable[..., Any]:
+    """Prefetch all cache lines of a row of a two-dimensional array whose rows are contiguous.
+
+    The loop is of ``width`` alone, so a compiler that knows the width leaves no loop.
+    """
+
+    def typed(typingctx: Any, table: Any, row: Any, width: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            array = context.make_array(table)(context, builder, arguments[0])
+            index = context.cast(builder, arguments[1], row, types.intp)
+            count = context.cast(builder, arguments[2], width, types.intp)
+            start = builder.add(
+                builder.ptrtoint(array.data, count.type), builder.mul(index, builder.extract_value(array.strides, 0))
+            )
+            nbytes = builder.mul(count, count.type(table.dtype.bitwidth // 8))
+            here = builder.block
+            loop, after = builder.append_basic_block("prefetch"), builder.append_basic_block("prefetched")
+            builder.branch(loop)
+            builder.position_at_end(loop)
+            offset = builder.phi(count.type)
+            offset.add_incoming(count.type(0), here)
+            emit_prefetch(builder, builder.inttoptr(builder.add(start, offset), _POINTER), cache)
+            following = builder.add(offset, count.type(_LINE))
+            offset.add_incoming(following, loop)
+            builder.cbranch(builder.icmp_signed("<", following, nbytes), loop, after)
+            builder.position_at_end(after)
+            last = builder.add(start, builder.sub(nbytes, count.type(1)))  # a row need not start where a line does
+            emit_prefetch(builder, builder.inttoptr(last, _POINTER), cache)
+            return context.get_dummy_value()
+
+        return types.void(table, row, width), generate
+
+    return typed
+
+
+def emit_prefetch(builder: Any, pointer: Any, cache: Any = _FIRST) -> None:
+    """Add the instruction that prefetches the cache line at an LLVM pointer, to be read."""
+    signature = ir.FunctionType(ir.VoidType(), [_POINTER, _WORD, _WORD, _WORD])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [_POINTER], signature)
+    builder.call(function, [builder.bitcast(pointer, _POINTER), _READ, cache, _DATA])
+
+
+def _load_word(typingctx: Any, array: Any, position: Any) -> Any:
+    """Read eight bytes of a uint8 array, at any position, as one little-endian uint64."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        return _unaligned(builder, builder.gep(data, [arguments[1]]), 64)
+
+    return types.uint64(array, types.intp), generate
+
+
+def _load_at(result: Any) -> Callable[..., Any]:
+    """Read an integer at an address."""
+
+    def typed(typingctx: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return _unaligned(builder, builder.inttoptr(arguments[0], _POINTER), result.bitwidth)
+
+        return result(types.int64), generate
+
+    return typed
+
+
+def _unaligned(builder: Any, pointer: Any, bits: int) -> Any:
+    return builder.load(builder.bitcast(pointer, ir.IntType(bits).as_pointer()), align=1)
+
+
+def _copy(typingctx: Any, target: Any, source: Any, nbytes: Any) -> Any:
+    """Copy bytes from one address to another; a constant number of them becomes plain loads and stores."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        function = builder.module.declare_intrinsic("llvm.memcpy", [_POINTER, _POINTER, ir.IntType(64)])
+        places = [builder.inttoptr(argument, _POINTER) for argument in arguments[:2]]
+        builder.call(function, [*places, arguments[2], ir.Constant(ir.IntType(1), 0)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+def _count_bits(typingctx: Any, word: Any) -> Any:
+    """Count the bits that are set in a uint64."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ctpop(arguments[0])
+
+    return types.int64(types.uint64), generate
+
+
+def _fence(typingctx: Any) -> Any:
+    """Keep the compiler from moving writes across this point; no instruction on x86."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("acq_rel")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+prefetch: Any = intrinsic(_prefetch)
+prefetch_entry: Any = intrinsic(_prefetch_entry)
+prefetch_row: Any = intrinsic(_row_into(_SECOND))
+prefetch_next_row: Any = intrinsic(_row_into(_FIRST))
+load_word: Any = intrinsic(_load_word)
+load32: Any = intrinsic(_load_at(types.int32))
+load64: Any = intrinsic(_load_at(types.int64))
+copy: Any = intrinsic(_copy)
+count_bits: Any = intrinsic(_count_bits)
+fence: Any = intrinsic(_fence)
