@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.nn.resolver import activation_resolver
 
 from gtrain.errors import ConfigError
+from gtrain.model.relational import Relational
 from gtrain.nn.dgl_graph import DglGraph, load_dgl
 
 _NORMS: dict[str, type[nn.Module]] = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm, "none": nn.Identity}
@@ -147,7 +148,7 @@ class DglGATv2(DglGAT):
     conv_name = "GATv2Conv"
 
 
-class DglRGCN(nn.Module):
+class DglRGCN(Relational):
     """Relational graph convolutional network (Schlichtkrull et al. 2018): ``dgl.nn.RelGraphConv``.
 
     A relation's messages are averaged (equation 2 there). Where nodes have no features, a learned row for each node
@@ -167,33 +168,21 @@ class DglRGCN(nn.Module):
         x [N, in_channels], or int64 [N]; edge_index [2, E], edge_type [E]; result [N, out_channels].
     """
 
-    def __init__(
-        self,
-        in_channels: int | None,
-        hidden_channels: int,
-        out_channels: int,
-        num_relations: int,
-        num_nodes: int | None = None,
-        *,
-        num_layers: int = 2,
-        num_bases: int | None = None,
-        root_weight: bool = True,
-        dropout: float = 0.0,
+    def build(
+        self, before: int | None, widths: list[int], relations: int, nodes: int | None, bases: int | None, root: bool
     ) -> None:
-        super().__init__()
+        """Make the node embeddings and the convolutions."""
         conv = load_dgl("model=dgl_rgcn").nn.RelGraphConv
-        self.graph, self.dropout = DglGraph(), float(dropout)
-        self.rows = None
-        if in_channels is None:
-            assert num_nodes is not None  # the graph's, where it has no features
-            self.rows, in_channels = nn.Embedding(num_nodes, hidden_channels), hidden_channels
-        shared: dict[str, Any] = {"self_loop": root_weight}
-        if num_bases is not None:
-            shared.update(regularizer="basis", num_bases=min(num_bases, num_relations))
-        widths = [in_channels, *[hidden_channels] * (num_layers - 1), out_channels]
-        self.convs = nn.ModuleList(
-            conv(a, b, num_relations, **shared) for a, b in zip(widths, widths[1:], strict=False)
-        )
+        self.graph, self.rows = DglGraph(), None
+        if before is None:
+            assert nodes is not None  # the graph's, where it has no features
+            before = self.hidden_channels
+            self.rows = nn.Embedding(nodes, before)
+        shared: dict[str, Any] = {"self_loop": root}
+        if bases is not None:
+            shared.update(regularizer="basis", num_bases=bases)
+        pairs = zip([before, *widths], widths, strict=False)
+        self.convs = nn.ModuleList(conv(a, b, relations, **shared) for a, b in pairs)
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
         """Scores of every node."""

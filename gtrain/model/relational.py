@@ -15,7 +15,57 @@ from gtrain.model.trim import trim
 EdgeType = tuple[str, str, str]
 
 
-class RGCN(nn.Module):
+class Relational(nn.Module):
+    """A network of convolutions over edges with relations: the arguments that all such networks take.
+
+    Args:
+        in_channels: columns of x; None where x is the ids.
+        hidden_channels: width of hidden layers.
+        out_channels: columns of the result.
+        num_relations: R, relations of ``edge_type``.
+        num_nodes: N, needed where x is the ids.
+        num_layers: convolutions.
+        num_bases: matrices that the relations share; None gives each its own.
+        root_weight: whether a node's own features count besides its neighbours'.
+        dropout: after each hidden layer.
+    """
+
+    def __init__(
+        self,
+        in_channels: int | None,
+        hidden_channels: int,
+        out_channels: int,
+        num_relations: int,
+        num_nodes: int | None = None,
+        *,
+        num_layers: int = 2,
+        num_bases: int | None = None,
+        root_weight: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.dropout, self.hidden_channels = float(dropout), hidden_channels
+        widths = [*[hidden_channels] * (num_layers - 1), out_channels]
+        bases = None if num_bases is None else min(num_bases, num_relations)
+        self.build(in_channels, widths, num_relations, num_nodes, bases, root_weight)
+
+    def build(
+        self, before: int | None, widths: list[int], relations: int, nodes: int | None, bases: int | None, root: bool
+    ) -> None:
+        """Make the layers.
+
+        Args:
+            before: columns of x; None where x is the ids.
+            widths: columns that each convolution returns.
+            relations: R.
+            nodes: N, or None.
+            bases: matrices that the relations share, at most R; None gives each its own.
+            root: whether a node's own features count.
+        """
+        raise NotImplementedError
+
+
+class RGCN(Relational):
     """Relational graph convolutional network (Schlichtkrull et al. 2018), with basis decomposition (eq. 3 there).
 
     Where nodes have no features, the first layer reads their ids: a learned row for each relation and node, as in the
@@ -38,32 +88,18 @@ class RGCN(nn.Module):
 
     layers_in_turn = True
 
-    def __init__(
-        self,
-        in_channels: int | None,
-        hidden_channels: int,
-        out_channels: int,
-        num_relations: int,
-        num_nodes: int | None = None,
-        *,
-        num_layers: int = 2,
-        num_bases: int | None = None,
-        root_weight: bool = True,
-        dropout: float = 0.0,
+    def build(
+        self, before: int | None, widths: list[int], relations: int, nodes: int | None, bases: int | None, root: bool
     ) -> None:
-        super().__init__()
-        self.dropout = float(dropout)
-        widths = [*[hidden_channels] * (num_layers - 1), out_channels]
-        bases = None if num_bases is None else min(num_bases, num_relations)
-        shared: dict[str, Any] = {"num_bases": bases, "root_weight": root_weight}
+        """Make the convolutions."""
+        shared: dict[str, Any] = {"num_bases": bases, "root_weight": root}
         self.convs = nn.ModuleList()
-        before = in_channels
         for width in widths:
             if before is None:
-                assert num_nodes is not None  # the graph's, where it has no features
-                self.convs.append(IdRGCNConv(num_nodes, width, num_relations, **shared))
+                assert nodes is not None  # the graph's, where it has no features
+                self.convs.append(IdRGCNConv(nodes, width, relations, **shared))
             else:
-                self.convs.append(RGCNConv(before, width, num_relations, **shared))
+                self.convs.append(RGCNConv(before, width, relations, **shared))
             before = width
 
     def forward(

@@ -8,8 +8,7 @@ whole subgraphs, ``output`` what they return.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from gtrain.lazy import lazy_names
 
 _HOME = {
     "Columns": "columns",
@@ -25,13 +24,4 @@ _HOME = {
 }
 
 __all__ = list(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -34,14 +34,7 @@ _LINEAR = 32  # up to so many choices of one node are compared one by one, more 
 
 @njit(cache=True, nogil=True)
 def pick_last(
-    begin: Array,
-    available: Array,
-    count: int,
-    indices: Array,
-    target: Array,
-    position: Array,
-    column: Array,
-    row: Array,
+    begin: Array, available: Array, count: int, source: Array, target: Array, position: Array, column: Array, row: Array
 ) -> int:
     """The last ``count`` edges of each span (all where count < 0); returns the number of edges written."""
     edges = 0
@@ -51,7 +44,7 @@ def pick_last(
         for chosen in range(start, end):
             position[edges] = chosen
             column[edges] = target[i]
-            row[edges] = indices[chosen]
+            row[edges] = source[chosen]
             edges += 1
     return edges
 

@@ -105,7 +105,8 @@ def attention_backward(
         dtarget: ``[T, H]``, added to in place.
     """
     if not compiled([x, source, target, lse, delta, grad], [dx, dsource, dtarget]):
-        return plain.attention_backward(block, x, source, target, lse, delta, grad, slope, keep, dx, dsource, dtarget)
+        saved = lse, delta, grad
+        return plain.attention_backward(block, (x, source, target), saved, slope, keep, (dx, dsource, dtarget))
     inputs: tuple[Any, ...] = (*arrays(block), *_arrays(x, source, grad))
     arguments = (_number(slope, x), *_arrays(dx, dsource), *_hash(keep, x))
     pieces = spans(block, threads())

@@ -17,6 +17,7 @@ from gtrain.nn.dropout import Mask
 if TYPE_CHECKING:
     from gtrain_sar.edges import Compressed
 
+Three = tuple[Tensor, Tensor, Tensor]
 CHUNK_NUMBERS = 1 << 24  # in the messages of a chunk: 64 MiB of float32
 
 
@@ -117,20 +118,10 @@ def attention_finish(state: AttentionState) -> Tensor:
 
 
 def attention_backward(
-    block: Compressed,
-    x: Tensor,
-    source: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    grad: Tensor,
-    slope: float,
-    keep: Mask,
-    dx: Tensor,
-    dsource: Tensor,
-    dtarget: Tensor,
+    block: Compressed, inputs: Three, saved: Three, slope: float, keep: Mask, gradients: Three
 ) -> None:
-    """See :func:`.attention.attention_backward`."""
+    """See :func:`.attention.attention_backward`: ``x, source, target``, ``lse, delta, grad`` and what is added to."""
+    (x, source, target), (lse, delta, grad), (dx, dsource, dtarget) = inputs, saved, gradients
     heads, infinite = source.size(1), float("-inf")
     for chunk in chunks(block, x[0].numel() if len(x) else 1):
         j, i = chunk.rows, chunk.columns
