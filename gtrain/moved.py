@@ -142,6 +142,7 @@ MOVED = {
     "gtrain.runs": "gtrain.run.runs",
     "gtrain.strategy.by_hand": "gtrain.launch.joining",
     "gtrain.strategy.forming": "gtrain.strategy.group",
+    "gtrain.strategy.heap": "gtrain.memory.heap",
     "gtrain.strategy.key_value": "gtrain.launch.key_value",
     "gtrain.strategy.rendezvous": "gtrain.launch.job_store",
     "gtrain.strategy.settings_check": "gtrain.launch.settings_check",

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gtrain.graph.owners import count_by_owner
 from gtrain.strategy.group import Group
 
 
@@ -27,7 +28,7 @@ class RowExchange:
         self._first, end = int(offsets[group.rank]), int(offsets[group.rank + 1])
         self.num_own = end - self._first
         self.wanted = ids[(ids < self._first) | (ids >= end)].unique()
-        self._reads = torch.searchsorted(self.wanted, offsets).diff().tolist()
+        self._reads = count_by_owner(self.wanted, offsets)
         self._serves = self._ask()
 
     def local(self, ids: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gtrain.errors import ConfigError
+from gtrain.graph.owners import owner_of
 from gtrain.graph.store.manifest import safe_name
 from gtrain.nn import Csr, RemoteHome, TableSpec
 from gtrain.nn.rules import Rule, Settings
@@ -243,7 +244,7 @@ class PartitionedTable:
         """Rows of ids of the source data, wherever they are."""
         rows = torch.empty(ids.numel(), self.spec.dim, dtype=self.dtype)
         global_ids = self.global_ids[ids].long()
-        owner = torch.searchsorted(self.partitions.offsets, global_ids, right=True) - 1
+        owner = owner_of(global_ids, self.partitions.offsets)
         for partition in owner.unique().tolist():
             selected = (owner == partition).nonzero().flatten()
             local_ids = global_ids[selected] - self.partitions.offsets[partition]

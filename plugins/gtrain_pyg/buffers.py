@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import mmap
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -21,12 +20,12 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
+from gtrain.memory.pages import address_of, private
+
 Array = NDArray[Any]
 
 SMALL_BYTES = 32 << 10
 """Smaller arrays are numpy's own: malloc has their memory at hand."""
-HUGE_PAGE = 2 << 20
-"""Blocks of at least this size begin at a multiple of it and ask for huge pages."""
 _STEPS = 4  # sizes of blocks from one power of 2 to the next
 _NEAR = 2  # how many sizes larger a free block may be that is taken
 _SWEEP = 256  # arrays between two looks at what nobody uses: those of some six batches
@@ -115,20 +114,14 @@ class BufferPool:
 
 
 class _Block:
-    """A piece of memory: zeros until it is written to, not on disk, not shared with forked children."""
+    """A piece of memory of this process."""
 
     __slots__ = ("_memory", "address", "size")
 
     def __init__(self, size: int) -> None:
-        huge = size >= HUGE_PAGE
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._memory = mmap.mmap(-1, size + HUGE_PAGE * huge, flags=flags)
+        self._memory, start = private(size)
         self.size = size
-        self.address = int(np.frombuffer(self._memory, np.uint8).ctypes.data)
-        if huge:
-            self.address += -self.address % HUGE_PAGE
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self.address = address_of(self._memory) + start
 
 
 class _Lease:

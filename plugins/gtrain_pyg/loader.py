@@ -12,8 +12,8 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.data.batches.loader import SeedLoader
+from gtrain.memory.heap import trim_heap
 from gtrain.strategy.counters import Counters
-from gtrain.strategy.heap import trim_heap
 from gtrain_pyg.batches import Kind, make_batch
 from gtrain_pyg.epoch import Step, common_shares, num_steps, own_shares
 from gtrain_pyg.features.feature_store import FeatureStore, PendingBatch, Prefetcher

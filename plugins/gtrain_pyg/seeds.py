@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gtrain.data.batches.loader import SeedLoader, target_edge_type, target_type
 from gtrain.data.batches.part_edges import PartEdges
+from gtrain.graph.owners import owner_of
 from gtrain.graph.store import Store
 from gtrain.strategy.group import Group
 from gtrain_pyg.batches import Seeds
@@ -98,7 +99,7 @@ def node_seeds(loader: SeedLoader, group: Group, time: str | None, *, everybody:
         return NodeSeeds(ids, kind, times, total, None)
     place = torch.cat(group.all_gather(store.node("orig_id", part, kind)[own])).argsort()
     everybodys = torch.cat(group.all_gather(ids))[place]
-    owner = torch.searchsorted(store.offsets_of(kind), everybodys, right=True) - 1
+    owner = owner_of(everybodys, store.offsets_of(kind))
     times = None if times is None else torch.cat(group.all_gather(times))[place]
     return NodeSeeds(everybodys, kind, times, total, owner)
 

@@ -18,11 +18,11 @@ from gtrain.graph.shard import GraphShard, load_shard
 from gtrain.graph.shard.hetero import HeteroShard, load_hetero_shard
 from gtrain.graph.shard.nodes import ShardNodes
 from gtrain.graph.store import Store
+from gtrain.memory.heap import give_back_freed
 from gtrain.nn import DglGraph
 from gtrain.nn.dropout import StepRows, rows_of
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.group import Group
-from gtrain.strategy.heap import give_back_freed
 from gtrain.strategy.spread_edges import SpreadEdges
 from gtrain_sar import SERVES, config, unsupported
 from gtrain_sar.halo import HaloExchange

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gtrain.data.batches.scored_edges import FORMS, EdgeType, ScoredEdges
 from gtrain.errors import ConfigError
+from gtrain.graph.owners import owner_of
 from gtrain.graph.store import Store
 from gtrain.graph.store.numbering import GlobalIds
 from gtrain.kernels.splitmix import below, key
@@ -106,7 +107,7 @@ class _End:
     def time_of(self, ids: Tensor) -> Tensor:
         """Times of nodes, of any shape."""
         found = torch.empty_like(ids)
-        part = torch.searchsorted(self._offsets, ids.contiguous(), right=True) - 1
+        part = owner_of(ids, self._offsets)
         for number, times in enumerate(self._times):
             mine = part == number
             found[mine] = times[ids[mine] - self._offsets[number]].to(found.dtype)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gtrain.data.batches.scored_edges import EdgeType, ScoredEdges
+from gtrain.graph.owners import owner_of
 from gtrain.graph.store import Store
 
 _OPTIONAL = ("type", "weight", "time")
@@ -74,7 +75,7 @@ class PartEdges:
         """Each piece with the places in ``chosen`` that are its edges, and their positions in it."""
         if len(self._pieces) == 1:
             return [(self._pieces[0], torch.arange(chosen.numel()), chosen)]
-        number = torch.searchsorted(self._start, chosen.contiguous(), right=True) - 1
+        number = owner_of(chosen, self._start)
         dealt = []
         for i, piece in enumerate(self._pieces):
             place = (number == i).nonzero().flatten()

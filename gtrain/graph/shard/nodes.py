@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gtrain.graph.owners import count_by_owner, owner_of
+
 
 @dataclass(frozen=True)
 class ShardNodes:
@@ -67,7 +69,7 @@ class ShardNodes:
         if self.num_parts == 1:
             return None, global_id
         global_id = global_id.contiguous()
-        owner = torch.searchsorted(self.offsets, global_id, right=True) - 1
+        owner = owner_of(global_id, self.offsets)
         block = (self.part - owner) % self.num_parts
         order = torch.argsort(block, stable=True)
         groups = global_id[order].split(torch.bincount(block, minlength=self.num_parts).tolist())
@@ -87,7 +89,7 @@ def shard_nodes(part: int, offsets: Tensor, read: Iterable[Tensor]) -> ShardNode
     num_parts, first, last = offsets.numel() - 1, offsets[part], offsets[part + 1]
     remote = [ids[(ids < first) | (ids >= last)].unique() for ids in read] if num_parts > 1 else []
     halo_ids = torch.cat(remote).unique() if remote else offsets[:0]
-    owned = halo_ids.split(torch.searchsorted(halo_ids, offsets).diff().tolist())
+    owned = halo_ids.split(count_by_owner(halo_ids, offsets))
     blocks = tuple((part - r) % num_parts for r in range(num_parts))
     halo = (offsets[:0], *(owned[owner] for owner in blocks[1:]))
     sizes = torch.tensor([int(last - first), *(ids.numel() for ids in halo[1:])])

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gtrain.errors import DataError
+from gtrain.graph.owners import owner_of
 from gtrain.graph.store.csc import Columns, EdgeView, SortedColumns
 from gtrain.graph.store.files import Array, FileSet, Ledger, chunks, edge_file, held_out_file, release, row_bytes
 from gtrain.graph.store.manifest import EdgeType, TensorSpec, edge_key
@@ -64,7 +65,7 @@ def write_held_out(
     )
     ends.check()
     targets = target.globals(columns["target"])
-    owner = np.searchsorted(target.offsets, targets, side="right") - 1
+    owner = owner_of(targets, target.offsets)
     order = np.argsort(owner, kind="stable")
     counts = np.bincount(owner, minlength=target.num_parts)
     tensors = {**columns, "source": source.globals(columns["source"]), "target": targets, "edge_id": None}

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gtrain_ps.server import pages
+from gtrain.memory import pages
 
 HEADER_BYTES = 1 << 20
 PAGE = mmap.ALLOCATIONGRANULARITY

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from gtrain.errors import ConfigError
+from gtrain.memory.heap import keep_freed
 from gtrain.nn import TableSpec
-from gtrain.strategy.heap import keep_freed
 from gtrain.strategy.server import ServerContext
 from gtrain.wire import Caller, Message
 from gtrain_ps.config import PsConfig

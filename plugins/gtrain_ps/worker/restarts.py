@@ -11,9 +11,9 @@ import lightning.pytorch as pl
 
 from gtrain.errors import ConfigError
 from gtrain.launch.job_store import network_of
+from gtrain.memory.heap import keep_freed
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.group import Group
-from gtrain.strategy.heap import keep_freed
 from gtrain_ps.config import PsConfig
 from gtrain_ps.worker.group import ServedGroup
 from gtrain_ps.worker.progress import Progress

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gtrain.errors import DataError
+from gtrain.graph.owners import owner_of
 from gtrain.graph.store import Store
 from gtrain_pyg.buffers import BufferPool
 from gtrain_pyg.features import kernels
@@ -201,7 +202,7 @@ class FeatureStore:
     def is_remote(self, kind: Kind, ids: Array) -> Array:
         """Whether each row is one that this rank does not host."""
         offsets = self._hosted.offsets(kind)
-        return ~self._hosted.is_hosted[np.searchsorted(offsets, ids, side="right") - 1]
+        return ~self._hosted.is_hosted[owner_of(ids, offsets)]
 
     def shape(self, kind: Kind, name: str) -> tuple[int, ...]:
         """The shape of a tensor over all parts.

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gtrain.errors import ConfigError
+from gtrain.graph.owners import owner_of
 from gtrain.graph.store import Store
 from gtrain.graph.store.manifest import EdgeType, edge_key
 
@@ -72,7 +73,7 @@ class PartBook:
 
     def owner(self, kind: Kind, ids: Any) -> Array:
         """The part of each global id, or global edge position: int64, of the same shape."""
-        return np.searchsorted(self._starts(kind), ids, side="right") - 1
+        return owner_of(ids, self._starts(kind))
 
     def _starts(self, kind: Kind) -> Array:
         return self.offsets[kind] if isinstance(kind, str) else self.edge_offsets[kind]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from gtrain.memory import pages
 from gtrain.strategy.counters import rss_bytes
 from gtrain_pyg import buffers
 from gtrain_pyg.buffers import BufferPool
@@ -119,7 +120,7 @@ def test_a_free_block_serves_slightly_smaller_arrays_only() -> None:
 
 def test_large_blocks_begin_at_huge_pages() -> None:
     pool = BufferPool()
-    assert pool.take(3 << 20, np.uint8).ctypes.data % buffers.HUGE_PAGE == 0
+    assert pool.take(3 << 20, np.uint8).ctypes.data % pages.LARGE_PAGE == 0
     assert pool.take(100_000, np.uint8).ctypes.data % 4096 == 0
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,13 +31,34 @@ def aligned(offset: int, nbytes: int) -> int:
     return -(-offset // LARGE_PAGE) * LARGE_PAGE if nbytes >= _LEAST else offset
 
 
+def private(nbytes: int) -> tuple[mmap.mmap, int]:
+    """Map memory of this process: zeros until it is written to, not on disk, not shared with forked children.
+
+    From the size of a large page on it starts at a multiple of that, and asks for large pages.
+
+    Returns:
+        The mapping, which must be kept as long as the memory is used, and where in it the memory starts.
+    """
+    large = nbytes >= LARGE_PAGE
+    memory = mmap.mmap(-1, nbytes + LARGE_PAGE * large, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if not large:
+        return memory, 0
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory, -address_of(memory) % LARGE_PAGE
+
+
+def address_of(memory: mmap.mmap) -> int:
+    """The address of a mapping's first byte."""
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
 def own(nbytes: int) -> Tensor:
     """Memory of this process, zeros, uint8 ``[nbytes]``."""
     if nbytes < _LEAST:
         return torch.zeros(nbytes, dtype=torch.uint8)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    memory, start = private(nbytes)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=start)
 
 
 def shared(descriptor: int, offset: int, nbytes: int) -> Tensor:
