@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
+
+from gtrain.data.batches.loader import epoch_order
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def own_shares(count: int, steps: int, order: int | None) -> Sequence[Tensor]:
         steps: of the epoch.
         order: seed of the order; None leaves it.
     """
-    return _ordered(count, order).tensor_split(steps)
+    return epoch_order(count, order).tensor_split(steps)
 
 
 def common_shares(owner: Tensor, batch_size: int | None, order: int | None, rank: int, world: int) -> Sequence[Tensor]:
@@ -54,12 +55,6 @@ def common_shares(owner: Tensor, batch_size: int | None, order: int | None, rank
         rank: whose shares to return.
         world: number of ranks.
     """
-    seeds = _ordered(owner.numel(), order)
+    seeds = epoch_order(owner.numel(), order)
     chunks = [seeds] if batch_size is None or not seeds.numel() else seeds.split(batch_size)
     return [chunk[owner[chunk].argsort(stable=True)].tensor_split(world)[rank] for chunk in chunks]
-
-
-def _ordered(count: int, order: int | None) -> Tensor:
-    if order is None:
-        return torch.arange(count)
-    return torch.randperm(count, generator=torch.Generator().manual_seed(order))

@@ -205,9 +205,20 @@ class SeedLoader:
         """Cut the seeds, in the order of the source data, into the steps of one epoch."""
         if self.batch_size is None:
             return (seeds,)
-        if self.shuffle:
-            seeds = seeds[torch.randperm(seeds.numel(), generator=torch.Generator().manual_seed(self.seed + epoch))]
-        return seeds.split(self.batch_size)
+        return [seeds[positions] for positions in self.step_positions(seeds.numel(), epoch)]
+
+    def step_positions(self, count: int, epoch: int) -> Sequence[Tensor]:
+        """Return, for each step of an epoch, the positions of its seeds among ``count`` seeds, int64."""
+        if self.batch_size is None:
+            return (torch.arange(count),)
+        return epoch_order(count, self.seed + epoch if self.shuffle else None).split(self.batch_size)
+
+
+def epoch_order(count: int, seed: int | None) -> Tensor:
+    """Return the numbers below ``count`` in the order of an epoch, int64; None leaves them ascending."""
+    if seed is None:
+        return torch.arange(count)
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
 def has_split(store: Store, split: str) -> bool:

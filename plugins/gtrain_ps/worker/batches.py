@@ -137,7 +137,7 @@ class Shares:
         self._state = {"epoch": epoch, "done": skip}
         if self._seeds is None:
             self._seeds = self._source.seeds(loader)
-        steps = enumerate(islice(chunks(loader, len(self._seeds), epoch), skip, None))
+        steps = enumerate(islice(loader.step_positions(len(self._seeds), epoch), skip, None))
         self._made = (self._make(number, chunk, (epoch, skip + number)) for number, chunk in steps)
         self._ready.clear()
         threaded = self._prefetch and not self._inline
@@ -178,17 +178,6 @@ class Shares:
         batch.step_rows = count
         self._ahead(batch, number)
         return batch
-
-
-def chunks(loader: SeedLoader, count: int, epoch: int) -> Iterator[Tensor]:
-    """The seeds of each step of an epoch, as places among the split's seeds: those of :meth:`SeedLoader.steps`."""
-    order = torch.arange(count)
-    if loader.batch_size is None:
-        yield order
-        return
-    if loader.shuffle:
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(loader.seed + epoch))
-    yield from order.split(loader.batch_size)
 
 
 def _in_thread(made: Iterator[Batch], most: int) -> Iterator[Batch]:

@@ -16,7 +16,6 @@ from gtrain.nn import Embedding, RowOptimizer, Table, as_csr
 from gtrain_ps.config import PsConfig
 from gtrain_ps.costs import Load, Plan, choose, plans, shapes, table
 from gtrain_ps.placement import Placement, spread
-from gtrain_ps.worker.batches import chunks
 from gtrain_ps.worker.row_table import RowTable, is_rows
 
 Rules = dict[str, tuple[str, dict[str, Any]]]
@@ -123,7 +122,7 @@ def first_load(loader: SeedLoader, workers: int) -> tuple[Load, bool]:
     table = RowTable(store, torch.float32)
     seeds = table.rows_of(loader.split)
     figures, weighted = [], False
-    for chunk in islice(chunks(loader, len(seeds), loader.epoch), STEPS):
+    for chunk in islice(loader.step_positions(len(seeds), loader.epoch), STEPS):
         rows = table.batch(seeds[chunk[: -(-chunk.numel() // workers)]]).x
         figures.append((rows.ids.numel(), rows.ids.unique().numel(), rows.num_rows))
         weighted = weighted or bool((rows.values != 1).any())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
+from gtrain.data.batches.loader import SeedLoader
 from gtrain_ps.worker.batches import Shares
 
 
@@ -33,6 +34,7 @@ class Loader:
     """What a loader says of its steps: three seeds each."""
 
     batch_size, shuffle, seed = 3, True, 5
+    step_positions = SeedLoader.step_positions
 
     def __init__(self) -> None:
         self.epoch = 0
