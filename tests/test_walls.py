@@ -32,6 +32,7 @@ LIGHT = (
     "gtrain.data.config",
     "gtrain.errors",
     "gtrain.keys",
+    "gtrain.lazy",
     "gtrain.launch.agent",
     "gtrain.launch.blame",
     "gtrain.launch.children",
@@ -62,7 +63,7 @@ LIGHT = (
     "gtrain.targets",
 )
 """Modules that the command imports before a rank exists; each imports the standard library, hydra and each other."""
-LIGHT_PACKAGES = ("gtrain.data", "gtrain.launch", "gtrain.model", "gtrain.run")  # their __init__ imports nothing
+LIGHT_PACKAGES = ("gtrain.data", "gtrain.launch", "gtrain.model", "gtrain.run")  # these import at most gtrain.lazy
 LATE = {
     "gtrain.cli": {"gtrain.cli.entry"},
     "gtrain.cli.command": {"gtrain.wire"},
