@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn.conv import MessagePassing
 
-from gtrain.protocols import entry
 from gtrain.kernels.splitmix import GOLDEN, MIX_1, MIX_2, key
+from gtrain.protocols import entry
 
 _WORD = 1 << 64
 _CHUNK = 1 << 20  # elements whose masks plain torch code holds at once
