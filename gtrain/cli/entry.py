@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import gc
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -86,7 +87,9 @@ def main() -> None:
 
             sys.exit(report.main([argument for argument in arguments if argument != "verb=doctor"]))
         if "verb=explain" in arguments:
-            return explain.main([argument for argument in arguments if argument != "verb=explain"])
+            explain.main([argument for argument in arguments if argument != "verb=explain"])
+            sys.stdout.flush()  # a closed pipe is noticed here
+            return None
         _typed[:] = arguments
         _prepare_hydra(sweep=any(a in ("-m", "--multirun", "hydra.mode=MULTIRUN") for a in arguments))
         for folder in backends.installed().outdated:
@@ -95,6 +98,9 @@ def main() -> None:
         with _rank_arguments(arguments) as rank_arguments:
             sys.argv[1:] = rank_arguments
             _hydra_main()
+    except BrokenPipeError:  # the reader of a pipe, such as head, has all that it wants
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's last flush fails
+        sys.exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt as interrupt:
         _leave("\ngtrain: ".join(["interrupted", *getattr(interrupt, "__notes__", ())]), 130)
     except Exception as error:
