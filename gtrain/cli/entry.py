@@ -75,7 +75,7 @@ def main() -> None:
     try:
         if "--version" in sys.argv[1:]:  # Hydra would print its own
             print(version_line())
-            return None
+            return
         if any(len(a) > 2 and "--experimental-rerun".startswith(a.partition("=")[0]) for a in sys.argv[1:]):
             raise ConfigError(
                 "--experimental-rerun was given; Hydra would unpickle the file, which runs what it holds.",
@@ -89,7 +89,7 @@ def main() -> None:
         if "verb=explain" in arguments:
             explain.main([argument for argument in arguments if argument != "verb=explain"])
             sys.stdout.flush()  # a closed pipe is noticed here
-            return None
+            return
         _typed[:] = arguments
         _prepare_hydra(sweep=any(a in ("-m", "--multirun", "hydra.mode=MULTIRUN") for a in arguments))
         for folder in backends.installed().outdated:
