@@ -34,7 +34,6 @@ LIGHT = (
     "gtrain.keys",
     "gtrain.lazy",
     "gtrain.launch.agent",
-    "gtrain.launch.blame",
     "gtrain.launch.children",
     "gtrain.launch.cuda",
     "gtrain.launch.interpreter",
