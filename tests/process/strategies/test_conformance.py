@@ -16,7 +16,7 @@ from gtrain.testing.conformance import Conformance as Checks
 
 
 class Conformance(Checks):
-    """Programs are forks of one process, which is faster; ``tests/process/test_example_backend.py`` starts commands."""
+    """Forks of one process, which are faster than commands; ``cli/test_example_backend.py`` starts commands."""
 
     __test__ = False
     command = staticmethod(forked.gtrain)
