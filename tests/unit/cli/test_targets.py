@@ -11,8 +11,10 @@ from helpers import ok, show
 from omegaconf import OmegaConf
 
 from gtrain import targets
+from gtrain.data.config import SCHEMAS
 from gtrain.errors import ConfigError
 from gtrain.run import build
+from gtrain.settings import schema
 
 QUICK = ("strategy=single", "trainer.max_epochs=1", "data.num_nodes=60", "data.num_edges=300", "hydra.run.dir=run")
 
@@ -124,6 +126,7 @@ def test_the_shipped_configurations_name_what_is_allowed(request: pytest.Fixture
         "torch.optim.lr_scheduler.StepLR",
         "torchmetrics.Accuracy",
     }
+    names |= {schema(options)._target_ for options in SCHEMAS.values()}  # of data sources, which have no YAML
     assert len(names) > 30
     for name in names - {"gtrain.model.dgl_networks"}:
         if ".dgl_networks." not in name:

@@ -346,7 +346,7 @@ def test_what_is_no_file_of_edges(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ids": "names"}, "data.ids='names' is no kind of ids(.|\n)*auto, int, string"),
+        ({"ids": "names"}, "data.ids=names was set(.|\n)*int: (.|\n)*string: (.|\n)*auto: "),
         ({"columns": [0]}, "the columns source=0 cannot be"),
         ({"columns": [0, 0]}, "source=0, target=0 cannot be"),
         ({"columns": [0, -1]}, "target=-1 cannot be"),
