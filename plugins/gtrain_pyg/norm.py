@@ -12,9 +12,8 @@ Without replacement that is an approximation, never below 1; it is exact where a
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,6 +27,7 @@ from gtrain.errors import ConfigError
 from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.store import Store
 from gtrain.graph.store.manifest import EDGE_TYPE, EdgeType
+from gtrain.nn.patching import namespaces, patch_function
 from gtrain_pyg.structure.degrees import NAME, WEIGHT, Degrees, degree_rows
 
 _FUNCTION = "gcn_norm"
@@ -77,7 +77,7 @@ class SampledNorm:
     @staticmethod
     def wanted(module: nn.Module) -> bool:
         """Whether a layer of the module may normalise by degrees."""
-        return any(True for _ in _homes(module))
+        return any(True for _ in namespaces(module.modules(), _FUNCTION))
 
     @staticmethod
     def names(edge_types: Iterable[EdgeType]) -> dict[EdgeType, str]:
@@ -113,10 +113,7 @@ class SampledNorm:
             ConfigError: a layer keeps the first batch's edges.
         """
         check_uncached(module)
-        for home in _homes(module):
-            original = home[_FUNCTION]
-            home[_FUNCTION] = _Switch(self, original)
-            self._undo.append(partial(home.__setitem__, _FUNCTION, original))
+        self._undo += patch_function(module.modules(), _FUNCTION, self._gcn_norm)
 
     def uninstall(self) -> None:
         """Put everything back."""
@@ -177,6 +174,11 @@ class SampledNorm:
 
     # -------------------------------------------------------------------------------------------- what runs instead
 
+    def _gcn_norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``gcn_norm`` as a layer's Python module sees it: ours for the edges of a batch, PyG's for others."""
+        result = self.normalised(*args, **kwargs)
+        return original(*args, **kwargs) if result is None else result
+
     def normalised(
         self,
         edge_index: Any,
@@ -215,17 +217,6 @@ class SampledNorm:
         return known if same and edge_weight.size(0) == edge_index.size(1) else None
 
 
-class _Switch:
-    """``gcn_norm`` as a layer's Python module sees it: ours for the edges of a batch, PyG's for others."""
-
-    def __init__(self, norm: SampledNorm, original: Callable[..., Any]) -> None:
-        self._norm, self._original = norm, original
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        found = self._norm.normalised(*args, **kwargs)
-        return self._original(*args, **kwargs) if found is None else found
-
-
 def check_uncached(module: nn.Module) -> None:
     """Refuse layers that keep the edges of the first batch for all others.
 
@@ -239,17 +230,6 @@ def check_uncached(module: nn.Module) -> None:
                 "first batch's edges for all others.",
                 hint="make it with cached=False, or set strategy=sar or single.",
             )
-
-
-def _homes(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """The namespaces in which the classes of a module's layers look functions up, those that have ``gcn_norm``."""
-    seen = set()
-    for layer in module.modules():
-        for cls in type(layer).__mro__:
-            home = sys.modules[cls.__module__].__dict__
-            if id(home) not in seen and callable(home.get(_FUNCTION)):
-                seen.add(id(home))
-                yield home
 
 
 def _key(tensor: Tensor) -> Key:

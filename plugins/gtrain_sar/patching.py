@@ -8,9 +8,8 @@ convolution only.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -22,6 +21,7 @@ from torch_geometric.nn.conv import GATConv, MessagePassing, RGCNConv
 
 from gtrain.errors import ConfigError
 from gtrain.nn import DglGraph
+from gtrain.nn.patching import patch_function
 from gtrain_sar.config import Schedule
 from gtrain_sar.constants import Constants
 from gtrain_sar.edges import BlockIndex, EdgeBlock
@@ -116,6 +116,8 @@ class Patcher:
                 self._give_shard(layer)
             elif isinstance(layer, nn.BatchNorm1d):
                 self.patches.add(layer, "forward", partial(synchronised_batch_norm, layer, self.exchange.group))
+        convs = [layer for layer in module.modules() if isinstance(layer, MessagePassing)]
+        self.patches.undo_with(*self._functions.install(convs))
 
     def uninstall(self) -> None:
         """Undo everything."""
@@ -137,7 +139,6 @@ class Patcher:
         whole = None if self.typed or "forward" in conv.__dict__ else self._fused_layers.of(conv)
         if whole is not None:
             self.patches.add(conv, "forward", whole)
-        self.patches.undo_with(*self._functions.install(conv))
 
     def _give_shard(self, layer: DglGraph) -> None:
         from gtrain_sar.dgl.graph import DglShards  # loads DGL, which the model has done already
@@ -213,44 +214,26 @@ class PatchedFunctions:
         self.replacements: dict[str, Callable[..., Any]] = {"gcn_norm": GcnNorm(exchange, constants)}
         self._constants = constants
 
-    def install(self, conv: MessagePassing) -> list[Callable[[], Any]]:
-        """Replace the functions that ``conv``'s modules have; returns how to undo it."""
-        enter = conv.register_forward_pre_hook(lambda *_: self._count(1))
-        leave = conv.register_forward_hook(lambda *_: self._count(-1), always_call=True)
-        undo: list[Callable[[], Any]] = [enter.remove, leave.remove]
-        for cls in type(conv).__mro__:
-            functions = sys.modules[cls.__module__].__dict__
-            for name in ("gcn_norm", *_MEMOIZED):
-                original = functions.get(name)
-                if callable(original) and not isinstance(original, _Switch):
-                    functions[name] = _Switch(self, original, self._replacement(name, original))
-                    undo.append(partial(functions.__setitem__, name, original))
+    def install(self, convs: Sequence[MessagePassing]) -> list[Callable[[], Any]]:
+        """Replace the functions that the modules of ``convs`` have; returns how to undo it."""
+        undo: list[Callable[[], Any]] = []
+        for conv in convs:
+            undo.append(conv.register_forward_pre_hook(lambda *_: self._count(1)).remove)
+            undo.append(conv.register_forward_hook(lambda *_: self._count(-1), always_call=True).remove)
+        for name in ("gcn_norm", *_MEMOIZED):
+            undo += patch_function(convs, name, partial(self._call, name))
         return undo
 
-    def _replacement(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _call(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A function as a convolution's module sees it: PyG's, outside of a patched convolution."""
+        if not self._inside:
+            return original(*args, **kwargs)
         if name not in self.replacements:
             self.replacements[name] = _Memoized(original, self._constants)
-        return self.replacements[name]
-
-    @property
-    def inside(self) -> bool:
-        """Whether a patched convolution is running."""
-        return self._inside > 0
+        return self.replacements[name](*args, **kwargs)
 
     def _count(self, by: int) -> None:
         self._inside += by
-
-
-class _Switch:
-    """A function as a convolution's module sees it: the replacement inside a patched convolution, PyG's elsewhere."""
-
-    def __init__(
-        self, switches: PatchedFunctions, original: Callable[..., Any], replacement: Callable[..., Any]
-    ) -> None:
-        self._switches, self._original, self._replacement = switches, original, replacement
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (self._replacement if self._switches.inside else self._original)(*args, **kwargs)
 
 
 class _Memoized:

@@ -1,0 +1,38 @@
+"""Patching of functions, such as PyG's ``gcn_norm``, that layers look up in their own Python modules at call time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+
+def patch_function(layers: Iterable[nn.Module], name: str, replacement: Callable[..., Any]) -> list[Callable[[], None]]:
+    """Replace a function in the Python modules of layers and of their base classes.
+
+    Args:
+        layers: whose modules are patched, those that have the function.
+        name: of the function.
+        replacement: called as ``replacement(original, *args, **kwargs)``.
+
+    Returns:
+        What undoes the patch; call these in reverse order.
+    """
+    undo: list[Callable[[], None]] = []
+    for namespace in namespaces(layers, name):
+        undo.append(partial(namespace.__setitem__, name, namespace[name]))
+        namespace[name] = partial(replacement, namespace[name])
+    return undo
+
+
+def namespaces(layers: Iterable[nn.Module], name: str) -> Iterator[dict[str, Any]]:
+    """The namespaces, each once, in which classes of the layers look up a function of this name."""
+    seen = set()
+    for module in (cls.__module__ for layer in layers for cls in type(layer).__mro__):
+        namespace = sys.modules[module].__dict__
+        if id(namespace) not in seen and callable(namespace.get(name)):
+            seen.add(id(namespace))
+            yield namespace
