@@ -147,6 +147,7 @@ MOVED = {
     "gtrain.strategy.key_value": "gtrain.launch.key_value",
     "gtrain.strategy.rendezvous": "gtrain.launch.job_store",
     "gtrain.strategy.settings_check": "gtrain.launch.settings_check",
+    "gtrain.strategy.statistics": "gtrain.strategy.gradients",
     "gtrain.strategy.stopping": "gtrain.launch.children",
     "gtrain.task": "gtrain.run.task",
     "gtrain.wire.answers": "gtrain.wire.session",

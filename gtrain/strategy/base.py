@@ -47,11 +47,10 @@ from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy import trainer_checks
 from gtrain.strategy.collectives import GroupCollectives
 from gtrain.strategy.counters import Counters
-from gtrain.strategy.gradients import sum_gradients
+from gtrain.strategy.gradients import average_statistics, sum_gradients
 from gtrain.strategy.group import Group, form_group
 from gtrain.strategy.preparation import prepare
 from gtrain.strategy.servers import Servers
-from gtrain.strategy.statistics import average_statistics
 
 log = logging.getLogger("gtrain")
 

@@ -1,11 +1,12 @@
-"""Summing the gradients of replicated parameters over the ranks."""
+"""What replicated layers agree on: the sum of their gradients, and the mean of their running statistics."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 import torch
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
+from torch.nn.modules.batchnorm import _NormBase
 
 from gtrain.strategy.group import Group, flatten, unflatten_into
 
@@ -28,3 +29,19 @@ def sum_gradients(group: Group, parameters: Iterable[Parameter]) -> None:
         unflatten_into(flat, [present, *grads])
         for parameter, grad, count in zip(bucket, grads, present.tolist(), strict=True):
             parameter.grad = grad if count else None
+
+
+def average_statistics(group: Group, module: Module) -> None:
+    """Average running means and variances over the ranks, so that they are those of no rank in particular.
+
+    Evaluation and checkpoints then do not depend on who evaluates or saves. (``DistributedDataParallel`` gives all
+    ranks those of rank 0 instead.) Nothing is sent for a module without such layers.
+    """
+    if group.size == 1:
+        return
+    layers = [layer for layer in module.modules() if isinstance(layer, _NormBase) and layer.training]
+    found = [(layer.running_mean, layer.running_var) for layer in layers]
+    tensors = [tensor for pair in found for tensor in pair if tensor is not None]
+    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+        bucket = [tensor for tensor in tensors if tensor.dtype == dtype]
+        unflatten_into(group.all_reduce(flatten(bucket), "mean"), bucket)
