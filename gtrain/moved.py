@@ -129,7 +129,7 @@ MOVED = {
     "gtrain.model.kg_embedding": "gtrain.model.kg.embedding",
     "gtrain.model.kg_evaluation": "gtrain.model.kg.evaluation",
     "gtrain.model.kg_groups": "gtrain.model.kg.groups",
-    "gtrain.model.kg_losses": "gtrain.model.kg.losses",
+    "gtrain.model.kg_losses": "gtrain.model.kg.training",
     "gtrain.model.kg_ranking": "gtrain.model.kg.evaluation",
     "gtrain.model.kg_schema": "gtrain.model.kg.schema",
     "gtrain.model.kg_tables": "gtrain.model.kg.tables",

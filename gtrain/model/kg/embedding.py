@@ -16,11 +16,10 @@ from gtrain.kernels import splitmix as mixing
 from gtrain.model.edge_model import EdgeModel
 from gtrain.model.kg.evaluation import GroupRanks
 from gtrain.model.kg.groups import GroupedEdges, RelationGroup
-from gtrain.model.kg.losses import make_loss
 from gtrain.model.kg.negatives import ChunkDraws, DrawNodes
 from gtrain.model.kg.schema import GraphTypes, make_schema
 from gtrain.model.kg.tables import EntityTables
-from gtrain.model.kg.training import Edges, Negatives
+from gtrain.model.kg.training import Edges, Negatives, make_loss
 from gtrain.model.kinds import EMBEDDING
 from gtrain.model.mean_loss import log_mean_loss
 from gtrain.model.optimizers import MakeOptimizer, configured, with_tables

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gtrain.model.kg.losses import Loss
 from gtrain.model.kg.schema import EntitySpec, GroupSpec, Schema
 from gtrain.model.kg.scores import EdgeScores
-from gtrain.model.kg.training import Edges, Negatives, TrainingLoss
+from gtrain.model.kg.training import Edges, Loss, Negatives, TrainingLoss
 
 
 class RelationGroup(nn.Module):

@@ -1,4 +1,8 @@
-"""The training loss of embeddings: true edges against the negatives that their chunks share."""
+"""The training loss of embeddings: true edges against the negatives that their chunks share.
+
+The losses are those of PyTorch-BigGraph (Lerer et al. 2019, section 3), before it sums over the edges. A false edge that
+does not count has the score minus infinity.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,55 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gtrain.errors import ConfigError
-from gtrain.model.kg.losses import Loss
 from gtrain.model.kg.negatives import Chunks, by_relation, in_order
 from gtrain.model.kg.scores import EdgeScores
+
+LOSSES = ("ranking", "logistic", "softmax")
 
 LIMIT = 1 << 25
 """Numbers of a block of chunks, about: a batch with more is computed block by block, forward and backward."""
 
 Table = Callable[[Tensor], Tensor]
 """Rows ``[..., D]`` of ids ``[...]``."""
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Scores of true edges ``[...]`` and of each one's false edges ``[..., n]`` to a loss for each true edge ``[...]``."""
+
+
+def ranking(margin: float) -> Loss:
+    """Return the sum over false edges of ``max(0, margin - true + false)``."""
+
+    def loss(true: Tensor, false: Tensor) -> Tensor:
+        return (false - true.unsqueeze(-1) + margin).relu().sum(-1)
+
+    return loss
+
+
+def logistic(true: Tensor, false: Tensor) -> Tensor:
+    """Return the logistic loss of the true edge plus the mean one of its false edges."""
+    count = torch.isfinite(false).sum(-1).clamp(min=1)
+    return F.softplus(-true) + F.softplus(false).sum(-1) / count
+
+
+def softmax(true: Tensor, false: Tensor) -> Tensor:
+    """Return the cross-entropy of picking the true edge among itself and its false ones."""
+    return torch.cat([true.unsqueeze(-1), false], dim=-1).logsumexp(-1) - true
+
+
+def make_loss(name: str, margin: float) -> Loss:
+    """Return the loss of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in LOSSES:
+        raise ConfigError(f"model.loss={name} was set.", hint=f"the losses are {', '.join(LOSSES)}.")
+    return ranking(margin) if name == "ranking" else logistic if name == "logistic" else softmax
 
 
 @dataclass(frozen=True)
