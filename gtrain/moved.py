@@ -96,7 +96,7 @@ MOVED = {
     "gtrain.graph.ingest.named": "gtrain.data.ingest.named",
     "gtrain.graph.ingest.parquet": "gtrain.data.ingest.parquet",
     "gtrain.graph.ingest.probe": "gtrain.data.ingest.probe",
-    "gtrain.graph.ingest.progress": "gtrain.data.ingest.progress",
+    "gtrain.graph.ingest.progress": "gtrain.data.ingest.edge_list",
     "gtrain.graph.ingest.rows": "gtrain.data.ingest.rows",
     "gtrain.graph.ingest.scan": "gtrain.data.ingest.probe",
     "gtrain.graph.ingest.text": "gtrain.data.ingest.text",

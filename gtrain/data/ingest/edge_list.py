@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -15,12 +19,17 @@ from gtrain.data.ingest.dictionary import Dictionary
 from gtrain.data.ingest.format import EdgeFormat
 from gtrain.data.ingest.layout import Kinds, text_layout
 from gtrain.data.ingest.parquet import ParquetReader, is_parquet
-from gtrain.data.ingest.progress import Progress, ahead
 from gtrain.data.ingest.rows import Ints, Keys, Rows, first_true
 from gtrain.data.ingest.text import TextReader
 from gtrain.errors import DataError
 
 log = logging.getLogger("gtrain")
+T = TypeVar("T")
+
+EVERY_SECONDS = 5.0
+"""Between two lines of progress."""
+MANY = 100_000
+"""Edges from which on a rate means something."""
 
 MOST_NODES, NODES_FOR_EACH_EDGE = 1 << 24, 32
 """Integer ids that stand for more nodes than both of these allow are not dense, and are refused."""
@@ -274,3 +283,53 @@ class _Sink:
             f"{self._where()}: the id {self._largest} means {num_nodes} nodes, and there are {self.num_edges} edges",
             hint="set data.ids=string to number such ids in order of first appearance, or data.num_nodes if so meant",
         )
+
+
+class Progress:
+    """Logs a line every few seconds: edges read, edges/s, share of the bytes.
+
+    Args:
+        name: what is read.
+        total: bytes of all files.
+    """
+
+    def __init__(self, name: str, total: int) -> None:
+        self._name = name
+        self._total = total
+        self._began = self._said = time.monotonic()
+
+    def update(self, edges: int, read: int) -> None:
+        """Say how far it has come, if that was not said lately.
+
+        Args:
+            edges: edges read so far.
+            read: bytes read so far.
+        """
+        now = time.monotonic()
+        if now - self._said < EVERY_SECONDS:
+            return
+        self._said = now
+        rate, share = edges / (now - self._began), 100 * read / max(1, self._total)
+        log.info("reading %s: %s edges, %s edges/s, %.0f %%", self._name, f"{edges:,}", f"{rate:,.0f}", share)
+
+    def finish(self, edges: int, nodes: int) -> None:
+        """Say what was read."""
+        seconds = time.monotonic() - self._began
+        rate = f", {edges / seconds:,.0f} edges/s" if edges >= MANY else ""
+        log.info(
+            "read %s: %s edges between %s nodes in %.1f s%s", self._name, f"{edges:,}", f"{nodes:,}", seconds, rate
+        )
+
+
+def ahead(items: Iterator[T], depth: int = 3) -> Iterator[T]:
+    """Yield the items of an iterator that runs in a thread of its own, up to ``depth`` of them ahead."""
+    end = object()
+    with ThreadPoolExecutor(1, thread_name_prefix="gtrain-ingest") as pool:
+
+        def submit() -> Future[T | object]:
+            return pool.submit(next, items, end)
+
+        waiting = deque(submit() for _ in range(depth))
+        while (item := waiting.popleft().result()) is not end:
+            waiting.append(submit())
+            yield item  # type: ignore[misc]

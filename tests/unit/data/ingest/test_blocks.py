@@ -14,8 +14,8 @@ import pytest
 from gtrain.data.ingest import blocks, columns
 from gtrain.data.ingest.blocks import first_lines, read_blocks
 from gtrain.data.ingest.columns import Column
+from gtrain.data.ingest.edge_list import ahead
 from gtrain.data.ingest.lines import LineReader
-from gtrain.data.ingest.progress import ahead
 from gtrain.errors import DataError
 
 # ------------------------------------------------------------------------------------------------------ blocks

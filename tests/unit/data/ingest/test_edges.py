@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from gtrain.data.ingest import blocks, columns, parquet, progress
+from gtrain.data.ingest import blocks, columns, edge_list, parquet
 from gtrain.data.sources import edges as edges_module
 from gtrain.data.sources.edges import EdgesData
 from gtrain.errors import ConfigError, DataError
@@ -244,7 +244,7 @@ def test_a_store_keeps_the_names(tmp_path: Path, on_disk: None) -> None:
 def test_progress_is_told(
     tmp_path: Path, on_disk: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(progress, "EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(edge_list, "EVERY_SECONDS", 0.0)
     path = write(tmp_path, "e", "# c\n" + "0 1\n" * 100)
     with caplog.at_level(logging.INFO, logger="gtrain"):
         EdgesData(path=path, store=str(tmp_path)).read()
