@@ -1,7 +1,7 @@
 """The training loss of embeddings: true edges against the negatives that their chunks share.
 
-The losses are those of PyTorch-BigGraph (Lerer et al. 2019, section 3), before it sums over the edges. A false edge that
-does not count has the score minus infinity.
+The losses are those of PyTorch-BigGraph (Lerer et al. 2019, section 3), before it sums over the edges. A false edge
+that does not count has the score minus infinity.
 """
 
 from __future__ import annotations
