@@ -14,6 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from gtrain.data.batches.loader import prefetched
+
 Job = TypeVar("Job")
 Sample = TypeVar("Sample")
 Rows = TypeVar("Rows")
@@ -61,21 +63,13 @@ class Pipeline(Generic[Job, Sample, Rows, Made]):
 
     def _threaded(self, jobs: Iterable[Job]) -> Generator[Made]:
         samplers = ThreadPoolExecutor(self._threads, "gtrain-sample")
-        fetcher, maker = ThreadPoolExecutor(1, "gtrain-fetch"), ThreadPoolExecutor(1, "gtrain-make")
+        fetcher = ThreadPoolExecutor(1, "gtrain-fetch")
         made = self._made(iter(jobs), samplers, fetcher)
         try:
-            yield from self._one_beside(made, maker) if self._beside else made
+            yield from prefetched(made, 1, "gtrain-make", joined=False) if self._beside else made
         finally:
-            for pool in (samplers, fetcher, maker):  # a thread may still wait for a peer's answer; its deadline ends it
+            for pool in (samplers, fetcher):  # a thread may still wait for a peer's answer; its deadline ends it
                 pool.shutdown(wait=False, cancel_futures=True)
-
-    def _one_beside(self, made: Iterator[Made], maker: ThreadPoolExecutor) -> Generator[Made]:
-        """One batch is complete, or being completed, while the one before it is in use."""
-        following = maker.submit(next, made, None)
-        while (batch := following.result()) is not None:
-            following = maker.submit(next, made, None)
-            yield batch
-            del batch  # so that its memory serves the batch after the next
 
     def _made(self, jobs: Iterator[Job], samplers: ThreadPoolExecutor, fetcher: ThreadPoolExecutor) -> Generator[Made]:
         """The batches, one at a time; the rows of one more are under way, and the rest of those ahead are sampled."""

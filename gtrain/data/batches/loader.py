@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -25,6 +27,7 @@ from gtrain.kernels.splitmix import key
 SPLITS = ("train", "val", "test", "predict")
 TASKS = ("node", "link")
 Batch = TypeVar("Batch", bound=Data | HeteroData)
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -372,3 +375,23 @@ def _no_split(split: str) -> DataError:
         f"the stored graph has no {split} split, because it was prepared without labels",
         hint="give the labels (data.labels=FILE for an edge list), or choose a task that needs none",
     )
+
+
+def prefetched(batches: Iterator[Item], count: int, thread_name: str, *, joined: bool = True) -> Generator[Item]:
+    """Draw batches in a background thread, ahead of the step that is in training.
+
+    Args:
+        batches: drawn by the thread alone. What they raise is raised here.
+        count: batches that are drawn ahead, at least 1.
+        thread_name: prefix of the thread's name.
+        joined: closing the generator waits for the batch that is being drawn.
+    """
+    thread = ThreadPoolExecutor(1, thread_name)
+    ahead = deque(thread.submit(next, batches, None) for _ in range(count))
+    try:
+        while (batch := ahead.popleft().result()) is not None:
+            ahead.append(thread.submit(next, batches, None))
+            yield batch
+            del batch  # so that its memory serves a later batch
+    finally:
+        thread.shutdown(joined, cancel_futures=True)

@@ -5,8 +5,6 @@ A batch is the whole graph, sampled neighbours, or rows of a store.
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -17,7 +15,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.data.batches.edge_seeds import EdgeSeeds
-from gtrain.data.batches.loader import SeedLoader, target_type, with_edges, with_seeds
+from gtrain.data.batches.loader import SeedLoader, prefetched, target_type, with_edges, with_seeds
 from gtrain.errors import ConfigError
 from gtrain.graph.sampling import Columns, HeteroNeighborSampler, HeteroSample
 from gtrain.graph.store.manifest import EdgeType
@@ -142,7 +140,7 @@ class Shares:
         self._ready.clear()
         threaded = self._prefetch and not self._inline
         try:
-            for batch in _in_thread(self._made, self._prefetch) if threaded else self._drawn():
+            for batch in prefetched(self._made, self._prefetch, "gtrain-input") if threaded else self._drawn():
                 self._state["done"] += 1
                 yield batch
         finally:
@@ -178,43 +176,6 @@ class Shares:
         batch.step_rows = count
         self._ahead(batch, number)
         return batch
-
-
-def _in_thread(made: Iterator[Batch], most: int) -> Iterator[Batch]:
-    """Draw from an iterator in a thread, so many ahead; the thread ends when this generator is closed."""
-    ready: queue.Queue[Any] = queue.Queue(most)
-    room = threading.Semaphore(most)
-    closed = threading.Event()
-    end = object()
-
-    def draw() -> None:
-        try:
-            while not closed.is_set():
-                room.acquire()
-                if closed.is_set():
-                    return
-                batch = next(made, end)
-                ready.put(batch)
-                if batch is end:
-                    return
-        except BaseException as error:
-            ready.put(error)
-
-    thread = threading.Thread(target=draw, name="gtrain-input", daemon=True)
-    thread.start()
-    try:
-        while True:
-            batch = ready.get()
-            if batch is end:
-                return
-            if isinstance(batch, BaseException):
-                raise batch
-            room.release()
-            yield batch
-    finally:
-        closed.set()
-        room.release()
-        thread.join()
 
 
 class SampledGraph:

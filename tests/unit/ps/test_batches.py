@@ -80,7 +80,7 @@ def test_batches_made_between_steps_are_those_of_a_thread(prefetch: int) -> None
         [min(4, step + 1 + prefetch) + 4 * epoch for step in range(4)] for epoch in range(2)
     ]
     assert sources[True].threads == {"MainThread"}
-    assert sources[False].threads == ({"gtrain-input"} if prefetch else {"MainThread"})
+    assert sources[False].threads == ({"gtrain-input_0"} if prefetch else {"MainThread"})
 
 
 @pytest.mark.parametrize("inline", [True, False])
