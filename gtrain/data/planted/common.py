@@ -1,19 +1,61 @@
-"""What the generated sources share: checks of their knobs, power laws, and the scores that nothing can beat."""
+"""What the generated sources share: their base, checks of their knobs, power laws, and the scores nothing can beat."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import asdict
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gtrain.data.config import DataConfig
+from gtrain.data.module import GraphDataModule
 from gtrain.errors import ConfigError
 from gtrain.graph.store.files import chunks, row_bytes
+from gtrain.settings import part
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+
+
+class PlantedSource(GraphDataModule):
+    """A source that draws its graph from a model and knows the best possible score on it.
+
+    Attributes:
+        model_type: dataclass of the generator's parameters, all of them settings of the source; it checks them.
+        model: the parameters.
+        no_masks: why ``data.split=public`` is refused, and the split to set instead.
+    """
+
+    model_type: ClassVar[type]
+    model: Any
+    no_masks: ClassVar[tuple[str, str]] = ("a planted graph has no masks", "random")
+
+    def __init__(self, settings: DataConfig | None = None, **keywords: Any) -> None:
+        super().__init__(settings, **keywords)
+        self.model = part(self.model_type, self.settings)
+        self._facts: dict[str, Any] = {}
+        self.check_split()
+
+    def check_split(self) -> None:
+        """Raise ConfigError for a split that the generator does not make."""
+        if self.split.kind == "public":
+            reason, instead = self.no_masks
+            raise ConfigError(f"data.split=public, and {reason}", hint=f"set data.split={instead}")
+
+    def identity(self) -> dict[str, Any]:
+        """Return the generator's parameters and its seed."""
+        return {**asdict(self.model), "seed": self.seed}
+
+    def numbering(self) -> dict[str, Any]:
+        """Return the generator's parameters: other ones generate other nodes."""
+        return {"data": self.name, **self.identity()}
+
+    def extra_facts(self) -> dict[str, Any]:
+        """Return the best possible scores, which :meth:`read` computes."""
+        return dict(self._facts)
 
 
 def check_least(model: object, least: Mapping[str, int]) -> None:

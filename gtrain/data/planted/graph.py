@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch_geometric.data import Data
 
 from gtrain.data.config import PlantedConfig, PlantedParameters
-from gtrain.data.module import OUTLINE, GraphDataModule
+from gtrain.data.module import OUTLINE
 from gtrain.data.planted.common import (
     Floats,
     Ints,
+    PlantedSource,
     check_exponent,
     check_least,
     check_shares,
@@ -26,7 +26,6 @@ from gtrain.data.planted.common import (
 )
 from gtrain.data.planted.pairs import draw_pairs
 from gtrain.errors import ConfigError
-from gtrain.settings import part
 
 
 @dataclass
@@ -80,7 +79,7 @@ class PlantedModel(PlantedParameters):
                 )
 
 
-class PlantedData(GraphDataModule):
+class PlantedData(PlantedSource):
     """A degree-corrected planted partition (Karrer and Newman 2011) with Gaussian features.
 
     Every node has a class; classes are of equal size. Node i has a weight ``theta_i`` from a power law. Of the
@@ -115,30 +114,14 @@ class PlantedData(GraphDataModule):
 
     settings_type = PlantedConfig
     settings: PlantedConfig
-
-    def __init__(self, settings: PlantedConfig | None = None, **keywords: Any) -> None:
-        super().__init__(settings, **keywords)
-        self.model = part(PlantedModel, self.settings)
-        if self.split.kind == "public":
-            raise ConfigError("data.split=public, and a planted graph has no masks", hint="set data.split=random")
-        self._best_acc: float | None = None
-
-    def identity(self) -> dict[str, Any]:
-        """Return the generator's parameters and its seed."""
-        return {**asdict(self.model), "seed": self.seed}
-
-    def numbering(self) -> dict[str, Any]:
-        """Return the generator's parameters: other ones generate other nodes."""
-        return {"data": self.name, **self.identity()}
+    model_type = PlantedModel
+    model: PlantedModel
 
     def read(self) -> Data:
         """Generate the graph."""
-        data, self._best_acc = generate(self.model, self.seed)
+        data, best = generate(self.model, self.seed)
+        self._facts = {"best_acc": best}
         return data
-
-    def extra_facts(self) -> dict[str, Any]:
-        """Return the best possible accuracy."""
-        return {"best_acc": self._best_acc}
 
 
 def generate(model: PlantedModel, seed: int) -> tuple[Data, float]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch_geometric.data import HeteroData
 
 from gtrain.data.config import PlantedHeteroConfig, PlantedHeteroParameters
-from gtrain.data.module import OUTLINE, GraphDataModule
+from gtrain.data.module import OUTLINE
 from gtrain.data.planted.common import (
     Floats,
     Ints,
+    PlantedSource,
     check_exponent,
     check_finite,
     check_least,
@@ -26,7 +26,6 @@ from gtrain.data.planted.common import (
 )
 from gtrain.data.planted.pairs import draw_between, draw_pairs, room_between
 from gtrain.errors import ConfigError
-from gtrain.settings import part
 
 RELATIONS = {"writes": "author", "cites": "paper", "mentions": "term"}
 """Relations by the node type that they join papers with."""
@@ -94,7 +93,7 @@ class HeteroModel(PlantedHeteroParameters):
                 )
 
 
-class PlantedHeteroData(GraphDataModule):
+class PlantedHeteroData(PlantedSource):
     """Papers, their authors and their terms: a planted partition with three node types and six relations.
 
     Nodes of every type have a class, classes of equal size. Each of the three kinds of edges (author *writes* paper,
@@ -130,30 +129,14 @@ class PlantedHeteroData(GraphDataModule):
 
     settings_type = PlantedHeteroConfig
     settings: PlantedHeteroConfig
-
-    def __init__(self, settings: PlantedHeteroConfig | None = None, **keywords: Any) -> None:
-        super().__init__(settings, **keywords)
-        self.model = part(HeteroModel, self.settings)
-        if self.split.kind == "public":
-            raise ConfigError("data.split=public, and a planted graph has no masks", hint="set data.split=random")
-        self._best_acc: float | None = None
-
-    def identity(self) -> dict[str, Any]:
-        """Return the generator's parameters and its seed."""
-        return {**asdict(self.model), "seed": self.seed}
-
-    def numbering(self) -> dict[str, Any]:
-        """Return the generator's parameters: other ones generate other nodes."""
-        return {"data": self.name, **self.identity()}
+    model_type = HeteroModel
+    model: HeteroModel
 
     def read(self) -> HeteroData:
         """Generate the graph."""
-        data, self._best_acc = generate(self.model, self.seed)
+        data, best = generate(self.model, self.seed)
+        self._facts = {"best_acc": best}
         return data
-
-    def extra_facts(self) -> dict[str, Any]:
-        """Return the best possible accuracy."""
-        return {"best_acc": self._best_acc}
 
 
 def generate(model: HeteroModel, seed: int) -> tuple[HeteroData, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 from torch_geometric.data import Data
 
 from gtrain.data.config import PlantedKGConfig, PlantedKGParameters
-from gtrain.data.module import TRIPLES_OUTLINE, GraphDataModule
-from gtrain.data.planted.common import Floats, Ints, check_least, check_shares
+from gtrain.data.module import TRIPLES_OUTLINE
+from gtrain.data.planted.common import Floats, Ints, PlantedSource, check_least, check_shares
 from gtrain.data.schema import DataSchema
 from gtrain.errors import ConfigError
-from gtrain.settings import part
 
 HITS = (1, 3, 10)
 
@@ -82,7 +81,7 @@ class KGModel(PlantedKGParameters):
             )
 
 
-class PlantedKGData(GraphDataModule):
+class PlantedKGData(PlantedSource):
     """Triples (head, relation, tail) that follow rules: entities have positions on a ring, and relations are shifts.
 
     Each entity has one of ``num_positions`` positions, with as many entities at each. Relation r allows the triple
@@ -109,20 +108,23 @@ class PlantedKGData(GraphDataModule):
 
     settings_type = PlantedKGConfig
     settings: PlantedKGConfig
+    model_type = KGModel
+    model: KGModel
 
     def __init__(self, settings: PlantedKGConfig | None = None, **keywords: Any) -> None:
         super().__init__(settings, **keywords)
-        self.model = part(KGModel, self.settings)
         if self.model.num_types > 1:
             self.schema = self._make_schema(self.settings.entities or {})
+        self._names: dict[str, Sequence[str]] = {}
+
+    def check_split(self) -> None:
+        """Raise ConfigError for another split than the generator's own."""
         if self.split.kind != "public":
             raise ConfigError(
                 f"data.split={self.split.kind}, and the generator holds triples out itself, for which the best score "
                 "is known",
                 hint="set data.split=public, and data.held_out to the share of val and of test",
             )
-        self._facts: dict[str, Any] = {}
-        self._names: dict[str, Sequence[str]] = {}
 
     @property
     def outline(self) -> dict[str, Any] | None:  # type: ignore[override]
@@ -130,12 +132,8 @@ class PlantedKGData(GraphDataModule):
         return None if self.schema.says_more else TRIPLES_OUTLINE
 
     def identity(self) -> dict[str, Any]:
-        """Return the generator's parameters and its seed."""
-        return {**asdict(self.model), "seed": self.seed, **self.schema.identity()}
-
-    def numbering(self) -> dict[str, Any]:
-        """Return the generator's parameters: other ones generate other nodes."""
-        return {"data": self.name, **self.identity()}
+        """Return the generator's parameters, its seed and the entity types."""
+        return {**super().identity(), **self.schema.identity()}
 
     def read(self) -> Data:
         """Generate the triples."""
@@ -162,10 +160,6 @@ class PlantedKGData(GraphDataModule):
             raise ConfigError(f"data.entities has {unknown[0]!r}.", hint=f"the types are {', '.join(names)}.")
         every = {name: entities.get(name) for name in names}
         return DataSchema(every, [{"lhs": names[0], "rhs": names[-1]}])
-
-    def extra_facts(self) -> dict[str, Any]:
-        """Return the number of relations and the best possible scores."""
-        return dict(self._facts)
 
     def names(self) -> Mapping[str, Sequence[str]]:
         """Return the names of entities and relations; a relation is called after its shift."""

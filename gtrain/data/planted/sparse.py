@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,10 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from gtrain.data.config import PlantedSparseConfig, PlantedSparseParameters
-from gtrain.data.module import SPARSE_OUTLINE, GraphDataModule
-from gtrain.data.planted.common import Floats, Ints, check_finite, check_least, expected_auc
+from gtrain.data.module import SPARSE_OUTLINE
+from gtrain.data.planted.common import Floats, Ints, PlantedSource, check_finite, check_least, expected_auc
 from gtrain.errors import ConfigError
 from gtrain.graph.store.tables import csr_tensor
-from gtrain.settings import part
 
 ROUNDS = 20
 """After so many rounds a row's missing features are drawn evenly: it may hold all of the frequent ones by then."""
@@ -42,7 +41,7 @@ class SparseModel(PlantedSparseParameters):
             )
 
 
-class PlantedSparseData(GraphDataModule):
+class PlantedSparseData(PlantedSource):
     """Rows of a wide sparse matrix with binary labels from a logistic model.
 
     Each row has ``features_per_row`` different features. A feature of frequency rank r (from 1) is drawn in proportion
@@ -66,32 +65,19 @@ class PlantedSparseData(GraphDataModule):
 
     settings_type = PlantedSparseConfig
     settings: PlantedSparseConfig
+    model_type = SparseModel
+    model: SparseModel
+    no_masks = ("generated rows have no masks", "random")
 
     def __init__(self, settings: PlantedSparseConfig | None = None, **keywords: Any) -> None:
         super().__init__(settings, **keywords)
         self.num_classes = self.num_classes or 2
-        self.model = part(SparseModel, self.settings)
-        if self.split.kind == "public":
-            raise ConfigError("data.split=public, and generated rows have no masks", hint="set data.split=random")
-        self._facts: dict[str, float] = {}
-
-    def identity(self) -> dict[str, Any]:
-        """Return the generator's parameters and its seed."""
-        return {**asdict(self.model), "seed": self.seed}
-
-    def numbering(self) -> dict[str, Any]:
-        """Return the generator's parameters: other ones generate other nodes."""
-        return {"data": self.name, **self.identity()}
 
     def read(self) -> Data:
         """Generate the rows."""
         data, probability = generate(self.model, self.seed)
         self._facts = best_scores(probability)
         return data
-
-    def extra_facts(self) -> dict[str, Any]:
-        """Return the best possible scores."""
-        return dict(self._facts)
 
 
 def generate(model: SparseModel, seed: int) -> tuple[Data, Floats]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch_geometric.data import Data
 
 from gtrain.data.config import PlantedTemporalConfig, PlantedTemporalParameters
-from gtrain.data.module import EVENTS_OUTLINE, GraphDataModule
+from gtrain.data.module import EVENTS_OUTLINE
 from gtrain.data.planted.common import (
     Ints,
+    PlantedSource,
     check_exponent,
     check_finite,
     check_least,
@@ -21,7 +21,6 @@ from gtrain.data.planted.common import (
     power_law,
 )
 from gtrain.errors import ConfigError
-from gtrain.settings import part
 
 PERIODS = 50
 """Communities change between periods of equal length: small against any drift that leaves something to learn."""
@@ -59,7 +58,7 @@ class TemporalModel(PlantedTemporalParameters):
         return np.bincount(np.arange(self.num_nodes) % self.num_communities)
 
 
-class PlantedTemporalData(GraphDataModule):
+class PlantedTemporalData(PlantedSource):
     """Events (source, target, time) whose target is, with a known probability, of the source's community of the time.
 
     Times are integers drawn evenly from ``0 .. time_span - 1``, in order. The source of an event is drawn in proportion
@@ -86,31 +85,15 @@ class PlantedTemporalData(GraphDataModule):
 
     settings_type = PlantedTemporalConfig
     settings: PlantedTemporalConfig
-
-    def __init__(self, settings: PlantedTemporalConfig | None = None, **keywords: Any) -> None:
-        super().__init__(settings, **keywords)
-        self.model = part(TemporalModel, self.settings)
-        if self.split.kind == "public":
-            raise ConfigError("data.split=public, and generated events hold none out", hint="set data.split=time")
-        self._best_auc: float | None = None
-
-    def identity(self) -> dict[str, Any]:
-        """Return the generator's parameters and its seed."""
-        return {**asdict(self.model), "seed": self.seed}
-
-    def numbering(self) -> dict[str, Any]:
-        """Return the generator's parameters: other ones generate other nodes."""
-        return {"data": self.name, **self.identity()}
+    model_type = TemporalModel
+    model: TemporalModel
+    no_masks = ("generated events hold none out", "time")
 
     def read(self) -> Data:
         """Generate the events."""
         data, _ = generate(self.model, self.seed)
-        self._best_auc = best_auc(self.model)
+        self._facts = {"best_auc": best_auc(self.model)}
         return data
-
-    def extra_facts(self) -> dict[str, Any]:
-        """Return the best possible AUC."""
-        return {"best_auc": self._best_auc}
 
 
 def generate(model: TemporalModel, seed: int) -> tuple[Data, Ints]:
