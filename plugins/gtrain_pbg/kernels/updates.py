@@ -47,6 +47,19 @@ def _add(target: Any, row: Any, columns: int) -> None:
         target[d] += number(row[d])
 
 
+@bare(fastmath=STRICT)
+def _add_row(
+    target: Any, z: int, by_row: Any, by_edge: Any, by_bias: Any, edge: int, columns: int, has_bias: bool
+) -> None:
+    """Add the gradients of one position of a side; ``edge`` is -1 where no edge's comes on top."""
+    if by_row.shape[0] > 0:
+        _add(target, by_row[z], columns)
+    if edge >= 0 and by_edge.shape[0] > 0:
+        _add(target, by_edge[edge], columns)
+    if has_bias:
+        target[columns] += by_bias[z]
+
+
 @bare
 def _any(values: Any) -> bool:
     for value in values:  # noqa: SIM110 - numba has no any(); the first one is rarely zero
@@ -132,22 +145,10 @@ def scatter(
         z = head[node]
         while z >= 0:
             if z < split:
-                if rows_a.shape[0] > 0:
-                    _add(work, rows_a[z], columns)
-                e = edge_of(z, places, uniform, edges)
-                if e >= 0 and edges_a.shape[0] > 0:
-                    _add(work, edges_a[e], columns)
-                if has_bias:
-                    work[columns] += bias_a[z]
+                _add_row(work, z, rows_a, edges_a, bias_a, edge_of(z, places, uniform, edges), columns, has_bias)
             else:
                 y = z - split
-                if rows_b.shape[0] > 0:
-                    _add(work, rows_b[y], columns)
-                e = edge_of(y, places, uniform, edges)
-                if e >= 0 and edges_b.shape[0] > 0:
-                    _add(work, edges_b[e], columns)
-                if has_bias:
-                    work[columns] += bias_b[y]
+                _add_row(work, y, rows_b, edges_b, bias_b, edge_of(y, places, uniform, edges), columns, has_bias)
             z = after[z]
         head[node] = -1
         apply(kind, table[node], state[node], work, lr, eps, decay)
