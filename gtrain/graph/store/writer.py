@@ -16,14 +16,22 @@ from torch import Tensor
 from gtrain import __version__
 from gtrain.graph.store.buckets import write_buckets
 from gtrain.graph.store.columns import write_columns, write_held_out
-from gtrain.graph.store.files import Ledger
-from gtrain.graph.store.manifest import FORMAT, NODE_TYPE, EdgeTypeSpec, HeldOutSpec, Manifest, NodeTypeSpec, edge_key
+from gtrain.graph.store.files import CHUNK_BYTES, Array, Ledger, chunks, edge_file, node_file, release, row_bytes
+from gtrain.graph.store.manifest import (
+    FORMAT,
+    NODE_TYPE,
+    EdgeTypeSpec,
+    HeldOutSpec,
+    Manifest,
+    NodeTypeSpec,
+    PartitionReport,
+    TensorSpec,
+    edge_key,
+)
 from gtrain.graph.store.names import write_names
 from gtrain.graph.store.numbering import Numbering
-from gtrain.graph.store.quality import measure
-from gtrain.graph.store.rows import write_nodes
 from gtrain.graph.store.store import Store
-from gtrain.graph.store.tables import EdgeArrays, EdgeTable, Graph, NodeTable, Tables, tables_of
+from gtrain.graph.store.tables import CsrArrays, EdgeArrays, EdgeTable, Graph, NodeTable, Tables, tables_of
 
 __all__ = ["EdgeArrays", "temporary_path", "write_store"]
 
@@ -159,3 +167,143 @@ def _write_durably(file: Path, text: str) -> None:
         handle.write(text)
         handle.flush()
         os.fsync(handle.fileno())
+
+
+# ---------------------------------------------------------------------------------------------------- node tensors
+
+
+def write_nodes(ledger: Ledger, kind: str, table: NodeTable, numbering: Numbering) -> dict[str, TensorSpec]:
+    """Write all tensors of one node type, and return what they look like."""
+    specs = {"orig_id": TensorSpec("int64", (table.num_nodes,))}
+    for name, value in table.tensors.items():
+        if isinstance(value, CsrArrays):
+            specs[name] = TensorSpec(value.values.dtype.name, value.shape, "csr", len(value.values))
+        else:
+            specs[name] = TensorSpec(value.dtype.name, value.shape)
+    for part in range(numbering.num_parts):
+        start, stop = numbering.range(part)
+        ledger.write(node_file(part, "orig_id", kind), numbering.originals(start, stop))
+        for name, value in table.tensors.items():
+            if isinstance(value, CsrArrays):
+                _write_sparse(ledger, part, kind, name, value, numbering)
+            else:
+                _write_dense(ledger, part, kind, name, value, numbering)
+    return specs
+
+
+def _write_dense(ledger: Ledger, part: int, kind: str, name: str, tensor: Array, numbering: Numbering) -> None:
+    start, stop = numbering.range(part)
+    with ledger.files() as files:
+        file = files.add(name, node_file(part, name, kind), tensor.dtype, (stop - start, *tensor.shape[1:]))
+        for rows in chunks(start, stop, row_bytes(tensor)):
+            file.append(tensor[numbering.originals(rows.start, rows.stop)])
+            release(tensor)
+
+
+def _write_sparse(ledger: Ledger, part: int, kind: str, name: str, matrix: CsrArrays, numbering: Numbering) -> None:
+    start, stop = numbering.range(part)
+    ids = numbering.originals(start, stop)
+    lengths = matrix.indptr[ids + 1] - matrix.indptr[ids]
+    indptr = np.zeros(ids.size + 1, dtype=matrix.indptr.dtype)
+    np.cumsum(lengths, out=indptr[1:])
+    ledger.write(node_file(part, f"{name}.indptr", kind), indptr)
+    with ledger.files() as files:
+        for piece, column in (("indices", matrix.indices), ("values", matrix.values)):
+            files.add(piece, node_file(part, f"{name}.{piece}", kind), column.dtype, (int(indptr[-1]),))
+        for rows in _row_groups(indptr):
+            entries = _entries(matrix.indptr[ids[rows]], lengths[rows])
+            files.append("indices", matrix.indices[entries])
+            files.append("values", matrix.values[entries])
+            release(matrix.indices)
+            release(matrix.values)
+
+
+def _row_groups(indptr: Array, entries: int = CHUNK_BYTES // 16) -> list[slice]:
+    """Cut rows into groups of about ``entries`` stored entries."""
+    cuts = np.searchsorted(indptr, np.arange(0, int(indptr[-1]) + entries, entries))
+    edges = np.unique(np.concatenate([[0], cuts, [len(indptr) - 1]])).tolist()
+    return [slice(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+
+
+def _entries(starts: Array, lengths: Array) -> Array:
+    """Return the positions of the entries of rows that start at ``starts`` and are so long."""
+    lengths = lengths.astype(np.int64)
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(starts.astype(np.int64) - before, lengths) + np.arange(int(lengths.sum()))
+
+
+# ---------------------------------------------------------------------------------------------------- how well the graph was cut
+
+
+def measure(
+    folder: Path,
+    nodes: dict[str, NodeTypeSpec],
+    edges: dict[str, EdgeTypeSpec],
+    train_nodes: list[int],
+    partitioner: str,
+    seed: int,
+) -> PartitionReport:
+    """Return the report on a store whose tensors are in ``folder``.
+
+    Args:
+        folder: the store that is being written.
+        nodes: its node types.
+        edges: its edge types.
+        train_nodes: training nodes of each part.
+        partitioner: name of the partitioner.
+        seed: its seed.
+    """
+    parts = range(len(train_nodes))
+    nodes_by_type = {kind: tuple(np.diff(spec.offsets).tolist()) for kind, spec in nodes.items()}
+    edges_by_type = {key: tuple(_map(folder, p, spec).size for p in parts) for key, spec in edges.items()}
+    cut, halo = _remote(folder, nodes, edges, len(parts))
+    counts = {"nodes": _sums(nodes_by_type, len(parts)), "edges": _sums(edges_by_type, len(parts))}
+    counts["train_nodes"] = tuple(train_nodes)
+    return PartitionReport(
+        partitioner=partitioner,
+        seed=seed,
+        edge_cut=sum(cut.values()),
+        halo=halo,
+        **counts,
+        imbalance={name: _imbalance(values) for name, values in counts.items()},
+        nodes_by_type=nodes_by_type,
+        edges_by_type=edges_by_type,
+        edge_cut_by_type=cut,
+    )
+
+
+def _remote(
+    folder: Path, nodes: dict[str, NodeTypeSpec], edges: dict[str, EdgeTypeSpec], num_parts: int
+) -> tuple[dict[str, int], tuple[int, ...]]:
+    """Return the cut edges of each type, and each part's distinct remote sources over all types."""
+    cut, halo = dict.fromkeys(edges, 0), []
+    if num_parts == 1:
+        return cut, (0,)
+    seen = {kind: np.zeros(spec.offsets[-1], dtype=bool) for kind, spec in nodes.items()}
+    for part in range(num_parts):
+        for mask in seen.values():
+            mask.fill(False)
+        for key, spec in edges.items():
+            start, stop = nodes[spec.edge_type[0]].offsets[part : part + 2]
+            indices = _map(folder, part, spec)
+            for rows in chunks(0, indices.size):
+                remote = indices[rows][(indices[rows] < start) | (indices[rows] >= stop)]
+                seen[spec.edge_type[0]][remote] = True
+                cut[key] += remote.size
+            release(indices)
+        halo.append(sum(int(np.count_nonzero(mask)) for mask in seen.values()))
+    return cut, tuple(halo)
+
+
+def _map(folder: Path, part: int, spec: EdgeTypeSpec) -> NDArray[Any]:
+    file = folder / edge_file(part, "indices", spec.edge_type)
+    array: NDArray[Any] = np.load(file, mmap_mode="r")
+    return array
+
+
+def _sums(by_type: dict[str, tuple[int, ...]], num_parts: int) -> tuple[int, ...]:
+    return tuple(sum(counts[part] for counts in by_type.values()) for part in range(num_parts))
+
+
+def _imbalance(counts: tuple[int, ...]) -> float:
+    return max(counts) * len(counts) / sum(counts) if sum(counts) else 0.0
