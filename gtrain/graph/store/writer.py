@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gtrain import __version__
-from gtrain.graph.store.buckets import write_buckets
-from gtrain.graph.store.columns import write_columns, write_held_out
+from gtrain.graph.store.edges import write_buckets, write_columns, write_held_out
 from gtrain.graph.store.files import CHUNK_BYTES, Array, Ledger, chunks, edge_file, node_file, release, row_bytes
 from gtrain.graph.store.manifest import (
     FORMAT,
@@ -232,7 +231,7 @@ def _entries(starts: Array, lengths: Array) -> Array:
     return np.repeat(starts.astype(np.int64) - before, lengths) + np.arange(int(lengths.sum()))
 
 
-# ---------------------------------------------------------------------------------------------------- how well the graph was cut
+# ---------------------------------------------------------------------------------------------------- report on the cut
 
 
 def measure(
