@@ -37,7 +37,8 @@ def generate(folder: Path, nodes: int, edges: int, seed: int = 0) -> None:
 def write(folder: Path, nodes: int, parts: int, partitioner: str, buckets: bool) -> None:
     """Write the store in this process, and print what it took."""
     from gtrain.graph.partition import partition_nodes
-    from gtrain.graph.store.writer import EdgeArrays, write_store
+    from gtrain.graph.store.tables import EdgeArrays
+    from gtrain.graph.store.writer import write_store
 
     columns = [np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("source", "target")]
     before, cpu = peak(), time.process_time()

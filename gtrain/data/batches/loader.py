@@ -25,7 +25,6 @@ from gtrain.graph.store import Store
 from gtrain.kernels.splitmix import key
 
 SPLITS = ("train", "val", "test", "predict")
-TASKS = ("node", "link")
 Batch = TypeVar("Batch", bound=Data | HeteroData)
 Item = TypeVar("Item")
 

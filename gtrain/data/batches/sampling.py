@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from gtrain.data.batches.negatives import check_negatives
@@ -164,25 +164,6 @@ def check_hops(fan_out: FanOut, hops: int) -> None:
             hint=f"give {hops} numbers, such as data.num_neighbors={_example(hops)}, or the model fewer layers "
             "(model.num_layers).",
         )
-
-
-def check_weights(store: Store, name: str, parts: Iterable[int]) -> None:
-    """Raise unless the edge weights of these parts are numbers from 0 on.
-
-    Raises:
-        DataError: names the edge type and the weight.
-    """
-    for kind in store.edge_types:
-        for part in parts if name in store.edge_tensors(kind) else ():
-            weights = store.edge(name, part, kind)
-            least = float(weights.min()) if weights.numel() else 0.0  # NaN where there is one
-            if not least >= 0:
-                edges = f"edges {words(kind)}" if store.is_hetero else "edges"
-                raise DataError(
-                    f"data.weight_attr={name} was set, and the {edges} have the weight {least}.",
-                    hint="neighbours are drawn in proportion to weights of 0 or more; shift them, or set "
-                    "data.weight_attr=null.",
-                )
 
 
 def seed_time(store: Store, options: SamplingOptions, kind: str | EdgeType) -> str | None:

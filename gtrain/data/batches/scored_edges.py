@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 EdgeType = tuple[str, str, str]
-Ids = Callable[[Tensor], Tensor]
 
 FORMS = ("binary", "triplet")
 """What ``data.neg_sampling`` may be, as in PyG's ``NegativeSampling``."""

@@ -30,9 +30,7 @@ from gtrain.graph.store.manifest import (
 from gtrain.graph.store.names import write_names
 from gtrain.graph.store.numbering import Numbering
 from gtrain.graph.store.store import Store
-from gtrain.graph.store.tables import CsrArrays, EdgeArrays, EdgeTable, Graph, NodeTable, Tables, tables_of
-
-__all__ = ["EdgeArrays", "temporary_path", "write_store"]
+from gtrain.graph.store.tables import CsrArrays, EdgeTable, Graph, NodeTable, Tables, tables_of
 
 
 def write_store(

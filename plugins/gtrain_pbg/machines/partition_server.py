@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gtrain.errors import DataError, PeerLostError
@@ -18,7 +17,6 @@ from gtrain_pbg.machines.folder import KINDS, PartitionFolder
 from gtrain_pbg.machines.heartbeat import start_heartbeat
 from gtrain_pbg.partition_store import Free, PartitionStore
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
 PIECE_BYTES = 64 << 20
 """Bytes of a partition that are sent at a time."""
 SILENT_SECONDS = 600.0

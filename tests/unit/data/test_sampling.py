@@ -14,7 +14,7 @@ from small_graphs import messy_graph, random_parts, stored
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.data.batches.loader import SeedLoader
-from gtrain.data.batches.sampling import Sampling, check_weights, seed_time
+from gtrain.data.batches.sampling import Sampling, seed_time
 from gtrain.data.planted import PlantedData
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.sampling.options import SamplingOptions
@@ -134,11 +134,6 @@ def test_weights_are_looked_up_and_checked(tmp_path: Path) -> None:
         Sampling(weight_attr="w").options(store, (2,))
     with pytest.raises(DataError, match="weight_attr=edge_attr was set; that tensor is torch.int64 with 2 dimensions"):
         Sampling(weight_attr="edge_attr").options(store, (2,))
-    check_weights(store, "edge_weight", range(3))
-    check_weights(typed_store(tmp_path), "edge_weight", range(2))
-    negative = store_of(tmp_path / "negative", edge_weight=torch.arange(300) - 1.0)
-    with pytest.raises(DataError, match=r"the edges have the weight -1.0"):
-        check_weights(negative, "edge_weight", range(3))
 
 
 def test_fan_outs_have_a_number_for_each_layer(tmp_path: Path) -> None:
