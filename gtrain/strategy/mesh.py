@@ -344,7 +344,6 @@ class Mesh:
         self._timeout_seconds, self._say = timeout_seconds, say
         self._peers = {other: _Peer(self, other) for other in range(size) if other != rank}
         self._waiting: int | None = None
-        self._waiting_since = 0.0
         self._entered = threading.Condition()
 
     # ------------------------------------------------------------------------------------------ forming
@@ -452,7 +451,7 @@ class Mesh:
         peer = self._peers[work.peer]
         began = time.monotonic() - _ASK_SECONDS
         next_said, next_asked, stacks_at = SAY_SECONDS, 0.0, _STACK_SECONDS
-        self._waiting, self._waiting_since = work.peer, began
+        self._waiting = work.peer
         peer.waits_for = -1
         try:
             while True:

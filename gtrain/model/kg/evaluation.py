@@ -101,7 +101,7 @@ class _Side:
     """The queries of one side and what has been counted for them."""
 
     def __init__(self, scores: EdgeScores, queries: Queries, tails: bool) -> None:
-        self._scores, self._tails = scores, tails
+        self._scores = scores
         self._static = tails and not scores.reciprocal  # transforms all candidates, once for each relation
         self.device = queries.answer.device
         self._order = queries.relation.argsort(stable=True) if self._static else self._first(len(queries.relation))
