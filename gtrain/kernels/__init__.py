@@ -1,10 +1,13 @@
-"""What compiled loops of the framework and its backends share; imported by ranks, after the launcher's fork.
+"""What compiled loops of the framework and its backends share.
+
+Ranks import the modules with compiled loops after the launcher's fork; ``splitmix`` alone has none.
 
 ======================  ==================================================================
 :mod:`.options`         compiler options
 :mod:`.memory`          prefetching, unaligned loads, copies by address, a fence
 :mod:`.exponential`     vectorized exponentials
-:mod:`.splitmix`        counter-based random numbers
+:mod:`.random`          counter-based random numbers in compiled loops
+:mod:`.splitmix`        the same with numpy alone
 ======================  ==================================================================
 
 Each kernel of a backend is compiled on first use and cached on disk (:mod:`gtrain.kernel_cache`); a change of any file

@@ -93,6 +93,8 @@ def send_task(
             self._seen: set[str] = set()
 
         def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, types.CodeType):  # cloudpickle 3.1.3 drops the file, by which source lines are looked up
+                return _code_of_file, (obj.co_filename, *self.dispatch_table[types.CodeType](obj))
             name = None
             if isinstance(obj, types.ModuleType):
                 name = obj.__name__
@@ -122,6 +124,11 @@ def send_task(
         finally:
             for module in pickler.by_value:
                 cloudpickle.unregister_pickle_by_value(module)
+
+
+def _code_of_file(file_name: str, make: Callable[..., types.CodeType], args: tuple[Any, ...]) -> types.CodeType:
+    """A code object as cloudpickle makes it, with the name of the file that it was compiled from."""
+    return make(*args).replace(co_filename=file_name)
 
 
 def receive_settings(descriptor: int) -> tuple[dict[str, Any], int]:
