@@ -49,3 +49,9 @@ def _example() -> tempfile.TemporaryDirectory[str]:
 def example_site() -> Path:
     """A folder for the module search path in which pip has installed ``plugins/example_backend``."""
     return Path(_example().name) / "site"
+
+
+def has_logged(run: Path) -> bool:
+    """Whether a run has trained an epoch. Lists no folder, for the run may remove one meanwhile."""
+    metrics = run / "metrics.csv"
+    return metrics.exists() and metrics.stat().st_size > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -117,7 +118,11 @@ def test_the_last_line_says_how_to_resume(fault: str, tmp_path: Path) -> None:
     setting = ["strategy=sar", "hydra.run.dir=run", *TINY]
     command = [sys.executable, "-m", "gtrain", *setting, "trainer.max_epochs=100000"]
     with open(tmp_path / "said", "w") as said:  # both outputs in their order
-        job = subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), stdout=said, stderr=said)
+        # a shell starts background commands, such as the tests themselves, with SIGINT ignored, which is inherited
+        accept_interrupts = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        job = subprocess.Popen(
+            command, cwd=tmp_path, env=clean_environment(), stdout=said, stderr=said, preexec_fn=accept_interrupts
+        )
         try:
             until(lambda: (tmp_path / "run" / "checkpoints" / "last.ckpt" / "manifest.json").exists(), tmp_path)
             if fault == "killed rank":

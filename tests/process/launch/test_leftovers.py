@@ -6,7 +6,7 @@ from pathlib import Path
 
 import forked
 import pytest
-from helpers import gtrain, ok, until
+from helpers import gtrain, has_logged, ok, until
 
 SMALL = ["data.num_nodes=300", "data.num_edges=2000"]
 TRAININGS = {
@@ -60,7 +60,7 @@ def test_a_job_that_is_killed_has_nothing_in_the_temporary_folder(
     more = [*small, "trainer.num_nodes=1", "trainer.devices=2", "trainer.max_epochs=100000", "hydra.run.dir=run"]
     job = forked.Program("-m", "gtrain", *TRAININGS[name], *more, cwd=tmp_path, env=temporary)
     try:
-        until(lambda: [path for path in tmp_path.rglob("metrics.csv") if path.stat().st_size], tmp_path)
+        until(lambda: has_logged(tmp_path / "run"), tmp_path)
         assert [path.name for path in (tmp_path / "tmp").iterdir()] == []
     finally:
         job.kill()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from forked import enough, gtrain, lasting
-from helpers import descendants, ok, summary, until
+from helpers import descendants, has_logged, ok, summary, until
 from strangers import attack
 
 COMMON = ["logger=csv", "callbacks=none", "trainer.limit_test_batches=0", "trainer.enable_progress_bar=false"]
@@ -42,7 +42,7 @@ def test_strangers_change_nothing(name: str, tmp_path: Path) -> None:
     job = lasting(tmp_path, *arguments, *COMMON)
     run = tmp_path / "run"
     try:
-        until(lambda: any(path.stat().st_size for path in run.rglob("metrics.csv")), tmp_path)
+        until(lambda: has_logged(run), tmp_path)
         processes = descendants(job.pid)
         before = {pid: resident(pid) for pid in processes}
         assert attack(processes) == servers

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from forked import Program, enough, gtrain, lasting
-from helpers import REPO, alive, descendants, logs, ok, show, summary, until
+from helpers import REPO, alive, descendants, has_logged, logs, ok, show, summary, until
 
 ASSETS = REPO / "tests" / "assets"
 SMALL = (
@@ -52,11 +52,6 @@ def processes(root: int) -> dict[str, int]:
     return found
 
 
-def steps(run: Path) -> bool:
-    """Whether the run has trained an epoch."""
-    return any(path.stat().st_size for path in run.rglob("metrics.csv"))
-
-
 def compare_with_an_undisturbed_run(folder: Path, *arguments: str) -> None:
     """Hold that a disturbed run has the history and metrics of one of as many epochs."""
     disturbed = summary(folder / "run")
@@ -76,7 +71,7 @@ def test_a_run_of_which_twenty_processes_are_killed_is_like_an_undisturbed_one(t
     job = lasting(tmp_path, *SMALL, killer, f"strategy.max_restarts={KILLS}")
     try:
         until(lambda: len(processes(job.pid)) == 5, tmp_path)
-        until(lambda: steps(run), tmp_path)
+        until(lambda: has_logged(run), tmp_path)
         while len(killed) < KILLS and alive(job.pid):
             time.sleep(chance.uniform(0.02, 1.0))  # the moment is what varies; nothing is waited for
             victim = processes(job.pid).get(chance.choice(["parameter-0", "parameter-1", "rank-0", "rank-1"]))
@@ -101,7 +96,7 @@ def test_every_process_of_a_job_has_a_log_and_killed_servers_have_what_they_had(
     command = (*SMALL, "trainer.limit_test_batches=0")
     job = lasting(tmp_path, *command)
     try:
-        until(lambda: steps(tmp_path / "run"), tmp_path)
+        until(lambda: has_logged(tmp_path / "run"), tmp_path)
         logged = processes(job.pid)
         assert set(descendants(job.pid)) == set(logged.values()) and len(logged) == 5
         for name in ("parameter-0", "parameter-1"):
@@ -129,7 +124,7 @@ def test_where_nothing_is_kept_a_killed_process_ends_the_job(
 ) -> None:
     job = Program("-m", "gtrain", *SMALL, setting, "trainer.max_epochs=100000", "hydra.run.dir=run", cwd=tmp_path)
     try:
-        until(lambda: steps(tmp_path / "run"), tmp_path)
+        until(lambda: has_logged(tmp_path / "run"), tmp_path)
         os.kill(processes(job.pid)[victim], signal.SIGKILL)
         done = job.end()
     finally:
@@ -174,7 +169,7 @@ def test_a_job_of_which_everything_is_killed_goes_on_where_it_was(tmp_path: Path
     command = (*SMALL, "strategy.durability=disk")
     job = lasting(tmp_path, *command)
     try:
-        until(lambda: steps(tmp_path / "run"), tmp_path)
+        until(lambda: has_logged(tmp_path / "run"), tmp_path)
     finally:
         job.kill()
         job.end()
@@ -195,7 +190,7 @@ def test_workers_wait_for_a_server_that_stands_still_and_pile_nothing_up(tmp_pat
     job = lasting(tmp_path, *SMALL, "trainer.limit_test_batches=0", "callbacks=none")
     log = tmp_path / "run" / "logs" / "rank-1.log"
     try:
-        until(lambda: steps(tmp_path / "run"), tmp_path)
+        until(lambda: has_logged(tmp_path / "run"), tmp_path)
         found = processes(job.pid)
         os.kill(found["parameter-0"], signal.SIGSTOP)
         before = resident(found["rank-1"])
@@ -214,7 +209,7 @@ def test_whoever_stands_still_is_named_on_the_terminal(tmp_path: Path) -> None:
     """Rank 0 included, which writes to the terminal itself; losses are those of an undisturbed run."""
     job = lasting(tmp_path, *SMALL)
     try:
-        until(lambda: steps(tmp_path / "run"), tmp_path)
+        until(lambda: has_logged(tmp_path / "run"), tmp_path)
         for process, name in (("parameter-1", "parameter 1"), ("rank-0", r"rank 0 \(machine 0\)")):
             victim = processes(job.pid)[process]
             os.kill(victim, signal.SIGSTOP)
