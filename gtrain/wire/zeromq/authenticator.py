@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from typing import Any
 
 import zmq
 from zmq.utils import z85
 
-from gtrain.wire.counters import Counters
+from gtrain.wire.zeromq.refusals import RefusalLog
 from gtrain.wire.zeromq.security import Security
-
-log = logging.getLogger(__name__)
-MAX_REMEMBERED = 1024
-"""Refused keys and addresses that are remembered, so that each is logged once."""
 
 
 class Authenticator:
@@ -26,12 +21,11 @@ class Authenticator:
         context: the server's; zmq asks within a context.
         security: has the list.
         name: the server's, for messages.
-        counters: ``refused`` is counted there.
+        refusals: counts and logs the keys that are not on the list.
     """
 
-    def __init__(self, context: zmq.Context[Any], security: Security, name: str, counters: Counters) -> None:
-        self._security, self._name, self._counters = security, name, counters
-        self._seen: set[tuple[str, str]] = set()
+    def __init__(self, context: zmq.Context[Any], security: Security, name: str, refusals: RefusalLog) -> None:
+        self._security, self._refusals = security, refusals
         self._socket = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind("inproc://zeromq.zap.01")
@@ -55,12 +49,6 @@ class Authenticator:
         key = z85.encode(request[6]).decode() if mechanism == b"CURVE" and len(request[6:]) == 1 else ""
         if self._security.admits(key):
             return [b"1.0", number, b"200", b"OK", key.encode(), b""]
-        self._counters.refused += 1
-        self._tell(key, address)
+        self._refusals.count()
+        self._refusals.report(address, f"its key {key} is not of this job")
         return [b"1.0", number, b"400", b"this key is not of this job", b"", b""]
-
-    def _tell(self, key: str, address: str) -> None:
-        """Log a refusal, once for each key and address."""
-        if (key, address) not in self._seen and len(self._seen) < MAX_REMEMBERED:
-            self._seen.add((key, address))
-            log.warning("%s refused a connection from %s: its key %s is not of this job", self._name, address, key)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import socket
 import threading
@@ -18,11 +17,11 @@ from gtrain.wire.addresses import is_local
 from gtrain.wire.counters import Counters
 from gtrain.wire.errors import WireError
 from gtrain.wire.limits import Limits
-from gtrain.wire.zeromq.authenticator import MAX_REMEMBERED, Authenticator
+from gtrain.wire.zeromq.authenticator import Authenticator
+from gtrain.wire.zeromq.refusals import ENDED, RefusalLog
 from gtrain.wire.zeromq.security import Security, require_security
 from gtrain.wire.zeromq.sockets import Frames, Monitor, Waiter, configure, hurry, receive, send
 
-log = logging.getLogger(__name__)
 LINGER_MILLISECONDS = 2000
 """How long answers may take to leave when the server ends."""
 BACKLOG = 1024
@@ -91,20 +90,20 @@ class Listener:
         name: str,
         counters: Counters,
     ) -> None:
-        self._name, self._counters, self._secured = name, counters, security is not None
+        self._name, self._secured = name, security is not None
+        self._refusals = RefusalLog(name, counters)
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         configure(self._socket, limits, address)
         self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
         self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
         if security is not None:
-            self._door = Authenticator(self._context, security, name, counters)
+            self._door = Authenticator(self._context, security, name, self._refusals)
             security.guard(self._socket)
         self._monitor = Monitor(self._socket, _EVENTS)
         self._waiter = Waiter(int(self._socket.getsockopt(zmq.FD)), self._monitor.descriptor)
         self._peers: dict[int, str | None] = {}  # addresses of connections by descriptor
         self._failure: str | None = None
-        self._told: set[tuple[str, str]] = set()
         self._untraced: dict[str, float] = {}  # when a peer was refused that had gone before its address was read
         self._closed = False
         self._closing = threading.RLock()  # a signal handler may close it
@@ -152,7 +151,7 @@ class Listener:
 
     def watch(self) -> None:
         """Look at what happened to connections, if the last waiting said that something did."""
-        self._tell_of_untraced(time.monotonic() - UNTRACED_SECONDS)
+        self._report_untraced(time.monotonic() - UNTRACED_SECONDS)
         if self._monitor.descriptor not in self._waiter.ready:
             return
         for event, value in self._monitor.read():
@@ -174,31 +173,26 @@ class Listener:
     def _reason(self, error: int) -> str:
         """Why a handshake failed, in words."""
         if error == _MECHANISM_MISMATCH:
-            return "it has no keys, or ended the handshake" if self._secured else "it uses keys, and this server none"
+            return ENDED if self._secured else "it uses keys, and this server none"
         if error == _CRYPTOGRAPHIC:
             return "it does not know this job's keys"
         return "it does not speak this protocol"
 
     def _refused(self, peer: str | None, reason: str) -> None:
         """Count a failed handshake, and log it; one without an address only if its next attempt shows none either."""
-        self._counters.refused += 1
+        self._refusals.count()
         if peer is not None:
             self._untraced.pop(reason, None)
-            self._tell(peer, reason)
-        elif not any(reason == told for _, told in self._told):
+            self._refusals.report(peer, reason)
+        elif not self._refusals.is_logged(reason):
             self._untraced.setdefault(reason, time.monotonic())
 
-    def _tell_of_untraced(self, before: float) -> None:
-        """Log refusals from before a time that no address was found for."""
+    def _report_untraced(self, before: float) -> None:
+        """Log refusals from before a time whose peers had gone before their address could be read."""
         for reason in [reason for reason, since in self._untraced.items() if since < before]:
             del self._untraced[reason]
-            self._tell("an address that has gone", reason)
-
-    def _tell(self, address: str, reason: str) -> None:
-        """Log a failed handshake, once for each address and reason."""
-        if (address, reason) not in self._told and len(self._told) < MAX_REMEMBERED:
-            self._told.add((address, reason))
-            log.warning("%s refused a connection from %s: %s", self._name, address, reason)
+            if not self._refusals.is_logged(reason):
+                self._refusals.report("an address that has gone", reason)
 
     def close(self) -> None:
         """Close the socket; answers already given leave if their clients take them within two seconds."""
@@ -206,7 +200,7 @@ class Listener:
             if self._closed:
                 return
             self._closed = True
-        self._tell_of_untraced(time.monotonic())
+        self._report_untraced(time.monotonic())
         self._monitor.close()
         self._socket.close()
         self._context.term()
