@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ class Watch(pl.Callback):
 
     Args:
         folder: where.
-        kill: rank, epoch and batch before which it kills itself; the time of that goes to ``killed``.
+        kill: rank, epoch and batch before which it makes a file ``killed`` and kills itself.
     """
 
     def __init__(self, folder: str, kill: tuple[int, int, int] | None = None) -> None:
@@ -29,7 +28,7 @@ class Watch(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, number: int) -> None:
         """Be killed, if it is time."""
         if self._kill == (trainer.global_rank, trainer.current_epoch, number):
-            (self._folder / "killed").write_text(str(time.monotonic()))
+            (self._folder / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_train_batch_end(

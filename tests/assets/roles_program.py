@@ -121,7 +121,7 @@ def kill_agents(rounds: int) -> None:
 
 def survive() -> dict[str, Any]:
     """A worker of :func:`restart`: counts, has the server killed, counts on."""
-    client = Servers(find_environment(), Counters(), timeout_seconds=20.0).client("counter", 0)
+    client = Servers(find_environment(), Counters(), timeout_seconds=600.0).client("counter", 0)
     counts = [client.request("count", {"name": "a"}).fields["count"] for _ in range(3)]
     try:
         client.request("die")

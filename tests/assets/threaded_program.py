@@ -11,9 +11,9 @@ import json
 import logging
 import os
 import random
+import signal
 import sys
 import threading
-import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,7 +121,7 @@ def errors() -> None:
 def wait() -> None:
     def task() -> None:
         Path(f"pid-{slot.current().slot.rank}").write_text(str(os.getpid()))
-        time.sleep(600)
+        signal.pause()
 
     run_local(task, num_nodes=2, log_dir="logs")
 

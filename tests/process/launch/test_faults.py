@@ -81,20 +81,36 @@ def test_ending_the_command_ends_every_rank(tmp_path: Path, number: signal.Signa
     until(lambda: not any(map(alive, ranks)), tmp_path)
 
 
+TINY = ("data.num_nodes=300", "data.num_edges=2000")
+STOPS_BEFORE_THE_MANIFEST = """
+import signal
+from pathlib import Path
+from gtrain.cli import main
+from gtrain.graph.store import writer
+
+def stop(*_):
+    Path("stopped").touch()
+    while True: signal.pause()
+
+writer._write_durably = stop
+main()
+"""
+
+
 def test_a_killed_builder_leaves_no_store_and_the_next_run_makes_it(tmp_path: Path) -> None:
-    job = start("partition", "data.num_nodes=20000", "data.num_edges=800000", cwd=tmp_path)
+    program = tmp_path / "stops.py"
+    program.write_text(STOPS_BEFORE_THE_MANIFEST)
+    job = Program(str(program), "partition", *TINY, cwd=tmp_path)
+    until((tmp_path / "stopped").exists, tmp_path)
     stores = tmp_path / "data" / "stores"
-    until(lambda: stores.exists() and any(path.is_dir() for path in stores.iterdir()), tmp_path)
+    assert list(stores.glob("*/part-0"))
     for pid in children(job.pid):
         os.kill(pid, signal.SIGKILL)
-    job.end()
+    assert job.end().returncode == 1
     assert not list(stores.glob("*/manifest.json"))
-    ok(gtrain("partition", "data.num_nodes=20000", "data.num_edges=800000", cwd=tmp_path))
+    ok(gtrain("partition", *TINY, cwd=tmp_path))
     assert len(list(stores.glob("*/manifest.json"))) == 1
     assert len([path for path in stores.iterdir() if path.is_dir()]) == 1
-
-
-TINY = ("data.num_nodes=300", "data.num_edges=2000")
 
 
 def test_a_disk_that_is_full_when_a_checkpoint_is_written(tmp_path: Path) -> None:

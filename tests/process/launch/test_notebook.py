@@ -40,12 +40,12 @@ source, found, cls = run_local(use, num_nodes=2)
 print("RESULT", "said by rank 0" in source, torch.equal(found, seen), cls is Double)
 """
 WAITING = """
-import os, time
+import os, signal
 from pathlib import Path
 def wait():
     from gtrain.launch import slot
     Path(f"pid-{slot.current().slot.rank}").write_text(str(os.getpid()))
-    time.sleep(600)
+    signal.pause()
 run_local(wait, num_nodes=2)
 """
 
@@ -69,14 +69,14 @@ def execute(client: Any, code: str) -> dict[str, str]:
     return collect(client, client.execute(code))
 
 
-def collect(client: Any, request: str, seconds: float = 200) -> dict[str, str]:
+def collect(client: Any, request: str) -> dict[str, str]:
     said = {"stdout": "", "stderr": "", "error": ""}
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + LIMIT
     while True:
         try:
             message = client.get_iopub_msg(timeout=max(0.1, deadline - time.monotonic()))
         except Empty:
-            raise AssertionError(f"the cell did not end in {seconds} s: {said}") from None
+            raise AssertionError(f"the cell did not end in {LIMIT} s: {said}") from None
         if message["parent_header"].get("msg_id") != request:
             continue
         content = message["content"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from forked import Program, enough, gtrain, lasting, python
-from helpers import REPO, ok, run, summary, until
+from helpers import LIMIT, REPO, ok, run, summary, until
 
 from gtrain.wire import Security
 
@@ -44,7 +44,7 @@ def test_who_lacks_the_key_is_refused_at_once_and_the_job_goes_on(tmp_path: Path
     port = free_port()
     first = machine(0, port, "cluster.key_file=job.key", "hydra.run.dir=run", cwd=tmp_path)
     for wrong in (("cluster.key_file=other.key",), ()):
-        stranger = machine(1, port, *wrong, "cluster.timeout_seconds=60", cwd=tmp_path).end()
+        stranger = machine(1, port, *wrong, f"cluster.timeout_seconds={LIMIT}", cwd=tmp_path).end()
         assert stranger.returncode == 1 and "Traceback" not in stranger.stderr
         assert "has another key, or one has none" in stranger.stderr
         assert "HINT: give all processes of the job the same cluster.key_file." in stranger.stderr
@@ -121,7 +121,7 @@ def test_a_stopped_rank_is_named_and_waited_for(strategy: tuple[str, ...], tmp_p
     until(lambda: (tmp_path / "run" / "checkpoints" / "last.ckpt").exists(), tmp_path)
     victim = children(job.pid)[1]
     os.kill(victim, signal.SIGSTOP)
-    until(lambda: re.search(r"gtrain: waiting for rank 1 \(machine 1\), 1[0-3] s", job.errors()), tmp_path)
+    until(lambda: re.search(r"gtrain: waiting for rank 1 \(machine 1\), \d+ s", job.errors()), tmp_path)
     os.kill(victim, signal.SIGCONT)
     enough(tmp_path)
     done = job.end()
@@ -136,13 +136,13 @@ def test_a_stopped_rank_is_named_and_waited_for(strategy: tuple[str, ...], tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_stays_stopped_is_named_when_the_job_ends(victim: int, tmp_path: Path) -> None:
-    more = ("trainer.num_nodes=3", "trainer.max_epochs=100000", "strategy.timeout_seconds=5")
+    more = ("trainer.num_nodes=3", "trainer.max_epochs=100000", "strategy.timeout_seconds=10")
     job = train(*more, "hydra.run.dir=run", cwd=tmp_path)
     until(lambda: (tmp_path / "run" / "checkpoints" / "last.ckpt").exists(), tmp_path)
     os.kill(children(job.pid)[victim], signal.SIGSTOP)
     done = job.end()
     assert done.returncode == 1
-    assert f"rank {victim} (machine {victim}) has given no sign of life for 5 s" in done.stderr
+    assert re.search(rf"rank {victim} \(machine {victim}\) has given no sign of life for \d+ s", done.stderr)
     assert "gloo" not in done.stderr and "Traceback" not in done.stderr
 
 

@@ -202,12 +202,13 @@ def test_a_killed_lock_server_is_restarted_and_every_bucket_is_trained_once(tmp_
 @pytest.mark.parametrize("has_joined", [False, True])
 def test_a_rank_killed_before_the_first_epoch_is_restarted_or_missed(has_joined: bool, tmp_path: Path) -> None:
     """Before it has met the others, another process takes its place; later the job goes on without its machine."""
-    job = lasting(tmp_path, *SMALL, *TWO)
+    stand_still = [f"+callbacks.still={{_target_:stand_still.StandStill,rank:1,folder:{tmp_path}}}"]
+    job = lasting(tmp_path, *SMALL, *TWO, *([] if has_joined else stand_still))
     run = tmp_path / "run"
     if has_joined:
         until(lambda: "rank 1 has joined" in log_of_lock(run), tmp_path)
     else:
-        until(lambda: (run / "logs" / "rank-1.log").exists(), tmp_path)
+        until((tmp_path / "standing").exists, tmp_path)
     os.kill(children(job)[-1], signal.SIGKILL)
     until(lambda: "rank 1 of 2 (machine 1) was killed" in job.errors(), tmp_path)
     until(lambda: begun(run, 0, 1), tmp_path)

@@ -149,10 +149,12 @@ def test_strangers_are_refused_and_logged_once(server: Server, case: str, caplog
     security, told, logged = REFUSED[case]
     for _ in range(2):
         with (
-            Client(server.address, peer="table 1", security=security, timeout_seconds=2.5) as client,
+            Client(server.address, peer="table 1", security=security, timeout_seconds=LIMIT) as client,
             pytest.raises(RefusedError) as caught,
         ):
-            client.request("echo")
+            early = client.submit("echo")
+            until(lambda: early.done() or client._dialogue._link.suspicion(), NOWHERE)  # noqa: B023
+            client.request("echo", timeout_seconds=0.1)
         assert told in str(caught.value)
         assert "table 1 at tcp://127.0.0.1:" in str(caught.value)
 

@@ -221,7 +221,7 @@ def test_who_comes_for_an_answer_receives_it(folder: IpcFolder) -> None:
         with pytest.raises(TimeoutError):
             client.result(first, 0.05)
         client.submit("release", {"number": 1}, attended=True)
-        assert client.result(second, 20).fields == {"value": 1} and not first.done()
+        assert client.result(second, LIMIT).fields == {"value": 1} and not first.done()
         client.submit("release", {"number": 0}, attended=True)
         assert client.result(first).fields == {"value": 0}
         assert receivers == [threading.current_thread().name] * 2
