@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import ast
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ jupyter_client, nbclient, nbformat = (
     pytest.importorskip(name, reason="install gtrain[test] to run notebooks")
     for name in ("jupyter_client", "nbclient", "nbformat")
 )
-NOTEBOOK = REPO / "docs" / "examples" / "own_module.ipynb"
+NOTEBOOK = REPO / "examples" / "two_ranks.ipynb"
 pytestmark = pytest.mark.slow
 
 PRODUCT = "import torch\na = torch.rand(600, 600) @ torch.rand(600, 600)"
@@ -88,26 +88,27 @@ def collect(client: Any, request: str) -> dict[str, str]:
             return said
 
 
-def test_the_notebook_of_the_docs_runs_after_a_threaded_product(tmp_path: Path) -> None:
-    """Its cells are those of the README's example, and several ranks end where one process does.
-
-    With ipywidgets a progress bar of a forked kernel broke off nbclient: ranks are not kernels.
-    """
+def test_the_example_runs_after_a_threaded_product_and_equals_one_process(tmp_path: Path) -> None:
+    """With ipywidgets a progress bar of a forked kernel broke off nbclient: ranks are not kernels."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
-    example = re.findall(r"```python\n(.*?)```", (REPO / "README.md").read_text(), re.S)[0]
-    assert "\n".join(cells).split() == example.replace('if __name__ == "__main__":', "").split()
-    alone = cells[-2].replace("SarStrategy(mode=1)", "SingleStrategy()").replace("num_nodes=2, dev", "num_nodes=1, dev")
+    sources = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    (train,) = [source for source in sources if "def train" in source]
+    alone = train.replace("SarStrategy(mode=1)", "SingleStrategy()").replace("num_nodes=2,", "num_nodes=1,")
     new = nbformat.v4.new_code_cell
     notebook.cells.insert(0, new(PRODUCT))
-    notebook.cells.append(new(f"from gtrain import SingleStrategy\n{alone}\nprint('sum of norms', run_local(main))"))
+    notebook.cells.append(
+        new(f"from gtrain import SingleStrategy\n{alone}\nprint('POINTS', points, run_local(train), sep='|')")
+    )
     client = nbclient.NotebookClient(notebook, timeout=int(LIMIT), resources={"metadata": {"path": str(tmp_path)}})
     client.execute(env=clean_environment({"OMP_NUM_THREADS": "2"}))
-    several, one = (
-        float("".join(output.get("text", "") for output in cell.outputs).rsplit("sum of norms ", 1)[1].split()[0])
-        for cell in notebook.cells[-2:]
-    )
-    assert several == pytest.approx(one, rel=1e-4)
+    said = "".join(output.get("text", "") for output in notebook.cells[-1].outputs)
+    several, one = (ast.literal_eval(points) for points in said.partition("POINTS|")[2].strip().split("|"))
+    assert len(several) == len(one) == 40
+    assert [loss for loss, _ in several] == pytest.approx([loss for loss, _ in one], rel=1e-4)
+    figures = [
+        output for cell in notebook.cells for output in cell.get("outputs", []) if "image/png" in output.get("data", {})
+    ]
+    assert len(figures) == 1
 
 
 def test_classes_of_cells_work_in_ranks_and_an_interrupt_ends_them(kernel: Any, tmp_path: Path) -> None:
