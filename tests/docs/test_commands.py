@@ -26,10 +26,12 @@ PAGES = [
     REPO / "README.md",
     REPO / "CHANGELOG.md",
     REPO / "SECURITY.md",
+    REPO / "CONTRIBUTING.md",
+    REPO / "examples" / "README.md",
     *sorted((REPO / "docs").glob("*.md")),
     EXAMPLE / "README.md",
 ]
-NOT_RUN = 14
+NOT_RUN = 15
 """Blocks of commands that are marked as not run; a new one raises this number, which a reviewer sees."""
 SETUP = "python3 -m venv .venv && .venv/bin/pip install --quiet {what} && .venv/bin/{command}"
 
@@ -136,7 +138,7 @@ def test_the_two_commands_of_the_readme() -> None:
     assert os.access(REPO / ".ci" / "run", os.X_OK)
     assert 'pip install --quiet -e ".[dev]"' in ci and "python -m pytest -q -n 3" in ci
     extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert "gtrain[test]" in extras["dev"]
+    assert "gtrain[test,docs]" in extras["dev"]
     assert [extra for extra in extras["dev"] if extra.startswith(("ruff", "mypy")) and "==" not in extra] == []
 
 
