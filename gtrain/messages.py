@@ -14,6 +14,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from gtrain import backends
 from gtrain.errors import ConfigError, GtrainError
 
+OPEN_GROUPS = ("model", "callbacks", "logger")
+"""Groups that take arguments of any class."""
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
@@ -92,9 +94,9 @@ def _unknown(full_key: str, setting: str, options: Sequence[str]) -> ConfigError
         owners = " and ".join(f"strategy={name}" for name in owner)
         return ConfigError(f"{setting} was set; {known} here.", hint=f"{full_key} is a setting of {owners}.")
     keys = f"; its keys are {', '.join(options)}" if options else ""
-    return ConfigError(
-        f"{setting} was set; {known}{keys}.", hint=did_you_mean(key, options) or "gtrain --cfg job shows every key."
-    )
+    is_open = where.partition(".")[0] in OPEN_GROUPS
+    other = f"a plus sign adds a new key: +{setting}" if is_open else "gtrain --cfg job shows every key."
+    return ConfigError(f"{setting} was set; {known}{keys}.", hint=did_you_mean(key, options) or other)
 
 
 def _wrong_type(error: ValidationError, arguments: Sequence[str]) -> str:

@@ -121,6 +121,14 @@ def test_an_unknown_verb_lists_the_verbs() -> None:
         (["model=gcnn"], ["model=gcnn was set", "gat, gcn, gin, hetero_sage", "did you mean gcn or"]),
         (["strategy.moode=1"], ["strategy.moode=1 was set", "no key moode", "did you mean mode?"]),
         (["model.hiden_channels=3"], ["its keys are", "did you mean hidden_channels?"]),
+        (
+            ["model.scheduler._target_=torch.optim.lr_scheduler.StepLR"],
+            ["HINT: a plus sign adds a new key: +model.scheduler._target_=torch.optim.lr_scheduler.StepLR"],
+        ),
+        (
+            ["callbacks.checkpoint.save_every=3"],
+            ["HINT: a plus sign adds a new key: +callbacks.checkpoint.save_every=3"],
+        ),
         (["data.num_node=3"], ["data has no key num_node", "did you mean num_nodes"]),
         (["trainer.max_epoch=3"], ["trainer has no key max_epoch", "max_epochs"]),
         (["trainer.max_epochs=many"], ["trainer.max_epochs=many was set", "Integer", "HINT"]),
