@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gtrain.errors import GtrainError, RankFailedError
+from gtrain.errors import GtrainError, RankFailedError, SilentRankError
 from gtrain.launch import cuda, links
 from gtrain.launch.children import PRELOAD, Child, Post
 from gtrain.launch.job import Job, posts_of, start
@@ -119,7 +119,7 @@ def _watch(job: Job) -> bool:
             for key, _ in selector.select(0.05 if deadline else 1.0):
                 if key.data is None:
                     return False  # the job, or the rank that this agent's servers belong to, has ended
-                _heed(selector, key.data, key.fd)
+                _heed(job, selector, key.data, key.fd)
             if deadline is None:
                 _refill(job, selector)
                 _go_on_without(job, selector)
@@ -153,11 +153,16 @@ def _register(selector: selectors.BaseSelector, child: Child) -> None:
     selector.register(child.reports, selectors.EVENT_READ, child)
 
 
-def _heed(selector: selectors.BaseSelector, child: Child, descriptor: int) -> None:
+def _heed(job: Job, selector: selectors.BaseSelector, child: Child, descriptor: int) -> None:
     """Take in a child's report, or its end."""
     if descriptor == child.reports:
         if not child.read_reports():
             selector.unregister(descriptor)
+        while child.complaints:
+            label, seconds, silent = child.complaints.pop(0)
+            for other in job.children:
+                if other.slot.label == label:
+                    other.hear(seconds, silent)
     elif child.reap():
         selector.unregister(descriptor)
         child.read_reports()
@@ -166,7 +171,7 @@ def _heed(selector: selectors.BaseSelector, child: Child, descriptor: int) -> No
 def _refill(job: Job, selector: selectors.BaseSelector) -> None:
     """Fill the posts of those who died and may be restarted; an error of a process's own would repeat itself."""
     for index, child in enumerate(job.children):
-        if child.joined or child.restarts >= child.post.restarts or not died_without_a_cause(child):
+        if child.joined or child.restarts >= child.post.restarts or not died_without_a_cause(child) or _gave_up(child):
             continue
         with contextlib.suppress(KeyError):
             selector.unregister(child.reports)
@@ -278,6 +283,11 @@ def died_without_a_cause(child: Child) -> bool:
     return child.failed and (child.failure is None or child.failure["echo"])
 
 
+def _gave_up(child: Child) -> bool:
+    """Whether a process ended because another one was silent: its own next life would wait for that one too."""
+    return child.failure is not None and child.failure["type"] == SilentRankError.__name__
+
+
 def error_of(child: Child, of: int, log_dir: Path) -> GtrainError:
     """The error that a failed child stands for.
 
@@ -292,7 +302,8 @@ def error_of(child: Child, of: int, log_dir: Path) -> GtrainError:
     log = log_path(log_dir, child.slot.label)
     if failure is not None:
         return RankFailedError(f"{ending(child, of)}", hint=f"the full traceback is in {log}")
-    advice = "the kernel kills with SIGKILL when memory runs out; " if child.status == -signal.SIGKILL else ""
+    killed = child.status == -signal.SIGKILL and child.silent_seconds is None
+    advice = "the kernel kills with SIGKILL when memory runs out; " if killed else ""
     return RankFailedError(f"{ending(child, of)}.", hint=f"{advice}the {_kind(child)}'s log is {log}")
 
 
@@ -302,6 +313,8 @@ def ending(child: Child, of: int) -> str:
     if child.failure is not None:
         return f"{where} failed with {child.failure['type']}: {child.failure['message'] or 'no message'}"
     status = child.status or 0
+    if child.silent_seconds is not None:
+        return f"{where} gave no sign of life for {child.silent_seconds:g} s and was killed"
     if status < 0:
         return f"{where} was killed by {signal.Signals(-status).name}"
     task = "its task was done" if child.slot.role == WORKER else "the job was over"

@@ -8,6 +8,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gtrain.launch import slot as slots
-from gtrain.launch.logs import capture, log_path
+from gtrain.launch.logs import STACKS_SIGNAL, capture, log_path
 from gtrain.launch.shipping import write_result
 from gtrain.launch.slot import JobContext, Slot
 from gtrain.launch.sockets import Listener
@@ -27,6 +28,8 @@ SAY_AGAIN_SECONDS = 9.0  # below the 10 s after which a wait is reported, so tha
 GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
 PRELOAD = "gtrain.launch.preload"
 """What the agent imports before it forks."""
+_STACKS_SECONDS = 30.0  # how long a process was waited for when the agent first asks for its stacks
+_WAITING = re.compile(r"waiting for ([a-z]+ \d+)\b.*?, (\d+) s")
 _PR_SET_PDEATHSIG = 1
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -81,6 +84,10 @@ class Child:
     joined: bool = False  # it has a part in the job that no other process could take
     may_be_lost: bool = False  # it has said that the job goes on without its machine
     lost: bool = False  # it died, or another worker of its machine did, and the job goes on without them
+    silent_seconds: float | None = None  # how long it had given no sign of life when the agent killed it
+    started_at: float = field(default_factory=time.monotonic)
+    stacks_at: float = _STACKS_SECONDS  # how long it is to be waited for when it is next asked for its stacks
+    complaints: list[tuple[str, float, bool]] = field(default_factory=list)  # label, seconds, whether it is silent
     closed: bool = field(default=False, repr=False)
 
     @property
@@ -118,6 +125,10 @@ class Child:
             print(f"gtrain: {message['text']}", file=sys.stderr, flush=True)
         elif message["kind"] == "waiting":
             _say_waiting(message["sentence"])
+            if waiting := _WAITING.match(message["sentence"]):
+                self.complaints.append((waiting[1], float(waiting[2]), False))
+        elif message["kind"] == "silent":
+            self.complaints.append((message["label"], message["seconds"], True))
         else:
             self.failure = self.failure or message
 
@@ -147,6 +158,21 @@ class Child:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(self.pid, number)
                 return  # once: the second SIGTERM means something else to a server
+
+    def hear(self, seconds: float, silent: bool) -> None:
+        """Take in that others have waited for this process: get its stacks, and kill it if it gives no sign of life.
+
+        Several complain of one silence, the last of them perhaps when another life has begun.
+        """
+        if self.status is not None or self.silent_seconds is not None or time.monotonic() - self.started_at <= seconds:
+            return
+        if silent:
+            self.silent_seconds = seconds
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+        elif seconds >= self.stacks_at:
+            self.stacks_at *= 10
+            os.kill(self.pid, STACKS_SIGNAL)
 
     def close(self) -> None:
         """Let go of the descriptors."""

@@ -97,7 +97,8 @@ def server_posts(job: Job) -> list[Post]:
     for post in posts if job.machine is None else ():  # those of other machines are not known here
         assert post.listener is not None
         addresses[post.slot.role] = (*addresses.get(post.slot.role, ()), post.listener.address)
-    job.roster = Roster(role_plans.counts_of(job.roles), addresses, job.key_file)
+    standalone = frozenset(plan.name for plan in job.roles if plan.by_hand)
+    job.roster = Roster(role_plans.counts_of(job.roles), addresses, job.key_file, standalone)
     return posts
 
 

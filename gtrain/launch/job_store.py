@@ -15,6 +15,8 @@ from gtrain.launch import slot as slots
 from gtrain.launch.children import stop_event
 from gtrain.launch.environment import AgentEnvironment, find_environment
 from gtrain.launch.key_value import KeyValueServer, KeyValueStore, await_end
+from gtrain.launch.roles import machine_of_server
+from gtrain.launch.slot import WORKER, Slot
 from gtrain.launch.sockets import Listener, is_loopback, own_address
 
 TIMEOUT_SECONDS = 1800.0
@@ -33,15 +35,44 @@ class JobNetwork:
         key_file: of the job; None where all of them are on this machine.
         own_address: this machine's address for the others; None where all of them are on this machine.
         ranks_of_machine: number of ranks of each machine.
+        machines: number of machines.
     """
 
     key_file: str | None
     own_address: str | None
     ranks_of_machine: int
+    machines: int = 1
 
-    def name_of(self, rank: int) -> str:
-        """What messages call a rank of the job: ``rank 2 (machine 1)``."""
-        return f"rank {rank} (machine {rank // self.ranks_of_machine})"
+    def machine_of(self, rank: int, role: str = WORKER) -> int | None:
+        """Machine of a rank, or of a server of the job; None for a server that was started by hand."""
+        roster = slots.roster()
+        if role == WORKER:
+            return rank // self.ranks_of_machine
+        count = 0 if role in roster.standalone else roster.counts.get(role, 0)
+        return machine_of_server(rank, count, self.machines) if count else None
+
+    def name_of(self, rank: int, role: str = WORKER) -> str:
+        """What messages call a rank, or a server of the job: ``rank 2 (machine 1)``."""
+        machine = self.machine_of(rank, role)
+        label = Slot(role, rank, 0, 0).label
+        return label if machine is None else f"{label} (machine {machine})"
+
+    def end_silent(self, rank: int, role: str, seconds: float) -> bool:
+        """Have this process's agent kill a process that has given no sign of life; it is restarted as one that died.
+
+        Args:
+            rank: of the process, within its role.
+            role: of the process.
+            seconds: how long it was waited for.
+
+        Returns:
+            whether it is a process of this agent's.
+        """
+        context, machine = slots.current(), self.machine_of(rank, role)
+        if context is None or machine is None or not (context.simulated or machine == context.slot.node):
+            return False
+        slots.report("silent", label=Slot(role, rank, machine, 0).label, seconds=seconds)
+        return True
 
 
 def network_of(environment: ClusterEnvironment) -> JobNetwork:
@@ -50,12 +81,12 @@ def network_of(environment: ClusterEnvironment) -> JobNetwork:
     if isinstance(environment, AgentEnvironment):
         job = environment.context
         own = None if is_loopback(job.route) else own_address(job.route, 1)
-        return JobNetwork(key_file, own, job.devices)
+        return JobNetwork(key_file, own, job.devices, job.num_nodes)
     rank_info = launchers.detect().rank_info()
     if rank_info is None:  # one process, which no launcher started
         return JobNetwork(key_file, None, 1)
     own = None if rank_info.machines == 1 else own_address(environment.main_address, 1)
-    return JobNetwork(key_file, own, rank_info.local_size)
+    return JobNetwork(key_file, own, rank_info.local_size, rank_info.machines)
 
 
 def job_store(environment: ClusterEnvironment) -> KeyValueStore:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any, TextIO
@@ -13,6 +15,17 @@ from typing import Any, TextIO
 def log_path(log_dir: Path, label: str) -> Path:
     """``rank-2.log`` for the label ``rank 2``."""
     return log_dir / f"{label.replace(' ', '-')}.log"
+
+
+STACKS_SIGNAL = signal.SIGUSR2
+"""On it a captured process writes the stacks of all its threads to its log, even if it is stuck in compiled code."""
+_log: TextIO | None = None
+
+
+def write_stacks() -> None:
+    """Write the stacks of all threads to this process's log, or to the terminal if it has none."""
+    with contextlib.suppress(OSError, ValueError):
+        faulthandler.dump_traceback(_log or sys.stderr)
 
 
 def capture(path: Path, *, terminal: bool, append: bool = False) -> None:
@@ -25,7 +38,9 @@ def capture(path: Path, *, terminal: bool, append: bool = False) -> None:
         append: go on with the file of the process that was in this place before; else the file is written anew.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    log = open(path, "a" if append else "w", buffering=1)  # noqa: SIM115 - open as long as the process lives
+    global _log
+    log = _log = open(path, "a" if append else "w", buffering=1)  # noqa: SIM115 - open as long as the process lives
+    faulthandler.register(STACKS_SIGNAL, file=log, all_threads=True)
     if terminal:
         before = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = _Tee(sys.stdout, log), _Tee(sys.stderr, log)  # type: ignore[assignment]

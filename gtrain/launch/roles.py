@@ -27,16 +27,18 @@ def worker_slots(num_nodes: int, devices: int, machine: int | None) -> list[Slot
     return [Slot(WORKER, node * devices + local, node, local) for node in machines for local in range(devices)]
 
 
-def server_slots(plans: Iterable[RolePlan], machines: int, machine: int | None) -> list[tuple[Slot, RolePlan]]:
-    """The servers that the agent of one machine starts, or of all of them where ``machine`` is None.
+def machine_of_server(rank: int, count: int, machines: int) -> int:
+    """Machine of server ``rank`` of ``count``: as many on each as the numbers allow, in order."""
+    return rank * machines // count
 
-    Server i of n is on machine ``i * machines // n``: as many on each as the numbers allow, in order.
-    """
+
+def server_slots(plans: Iterable[RolePlan], machines: int, machine: int | None) -> list[tuple[Slot, RolePlan]]:
+    """The servers that the agent of one machine starts, or of all of them where ``machine`` is None."""
     found: list[tuple[Slot, RolePlan]] = []
     for plan in plans:
         seen: dict[int, int] = {}
         for rank in range(0 if plan.by_hand or plan.name == WORKER else plan.count):
-            node = rank * machines // plan.count
+            node = machine_of_server(rank, plan.count, machines)
             local = seen.get(node, 0)
             seen[node] = local + 1
             if machine in (None, node):

@@ -47,11 +47,13 @@ class Roster:
         addresses: where they listen, in rank order, of those roles whose addresses were known when this process
             began; the others are in the job's key-value store.
         key_file: the keys with which this job's processes know each other; None where no address leaves the machine.
+        standalone: roles whose servers are started by hand, on any machine.
     """
 
     counts: Mapping[str, int] = field(default_factory=dict)
     addresses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     key_file: str | None = None
+    standalone: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import faulthandler
 import hashlib
 import socket
 import struct
-import sys
 import threading
 import time
 from collections import deque
@@ -30,6 +28,7 @@ from collections.abc import Callable, Sequence
 
 from gtrain.errors import PeerLostError, SilentRankError
 from gtrain.launch import links
+from gtrain.launch.logs import write_stacks
 
 EAGER_BYTES = 64 << 10
 SAY_SECONDS = 10.0
@@ -204,8 +203,7 @@ class _Peer:
                 elif kind == Kind.PONG:
                     self.waits_for = tag
                 elif kind == Kind.STACKS:
-                    with contextlib.suppress(OSError, ValueError):
-                        faulthandler.dump_traceback(sys.stderr)
+                    write_stacks()
                 elif kind == Kind.BYE:
                     raise ConnectionResetError("it has left")
                 else:

@@ -12,7 +12,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from gtrain.errors import ConfigError, PeerLostError
 from gtrain.launch import slot as slots
 from gtrain.launch.environment import say_waiting
-from gtrain.launch.job_store import job_store
+from gtrain.launch.job_store import job_store, network_of
 from gtrain.launch.key_value import KeyValueStore
 from gtrain.strategy.counters import Counters
 from gtrain.strategy.mesh import SAY_SECONDS
@@ -92,6 +92,10 @@ class Servers:
             )
         return str(found["address"])
 
+    def name_of(self, role: str, rank: int) -> str:
+        """What messages call a server: ``parameter 0 (machine 0)``."""
+        return network_of(self._environment).name_of(rank, role)
+
     def client(self, role: str, rank: int) -> Client:
         """This worker's client of a server. It is named ``rank <r>`` there; that of a later life takes its place."""
         from gtrain.wire import Client  # a job without servers needs no ZeroMQ
@@ -124,7 +128,7 @@ class Servers:
         asked = {one: client.submit(FIGURES) for one, client in clients.items() if one not in self._missing}
         for one, answer in asked.items():
             try:
-                self._figures[one] = _answer(clients[one], answer).fields
+                self._figures[one] = _answer(clients[one], answer, self.name_of(*one)).fields
             except PeerLostError:
                 if one not in self._missing:
                     raise
@@ -160,7 +164,7 @@ class Servers:
         }
 
 
-def _answer(client: Client, answer: Future[Message]) -> Message:
+def _answer(client: Client, answer: Future[Message], name: str) -> Message:
     """The answer to a request that may be made again: the server may have been restarted meanwhile."""
     from gtrain.wire import PeerRestartedError
 
@@ -171,7 +175,7 @@ def _answer(client: Client, answer: Future[Message]) -> Message:
         except TimeoutError:
             waited = time.monotonic() - began
             say_at = waited + SAY_AGAIN_SECONDS
-            say_waiting(f"waiting for {client.peer}, {waited:.0f} s")
+            say_waiting(f"waiting for {name}, {waited:.0f} s")
         except PeerRestartedError:
             answer = client.submit(FIGURES)
 

@@ -18,6 +18,8 @@ BEATS_PER_LEASE = 4
 """Heartbeats per lease, at least; a member of the job that sends none for a whole lease is lost."""
 REPORT_SECONDS = 10.0
 """Silence after which the terminal names a member of the job, where its lease is longer."""
+REPORT_AGAIN_SECONDS = 30.0
+"""How often it is named while its silence lasts."""
 MAX_INTERVAL = 1.0
 """Seconds between heartbeats, at most: their replies tell a rank that the job cannot go on."""
 
@@ -52,6 +54,11 @@ def heartbeat_interval(lease_seconds: float) -> float:
     return min(lease_seconds / BEATS_PER_LEASE, MAX_INTERVAL)
 
 
+def next_report(seconds: float) -> float:
+    """The length of a silence at which it is reported next."""
+    return REPORT_AGAIN_SECONDS * (seconds // REPORT_AGAIN_SECONDS + 1)
+
+
 def pid_namespace() -> str:
     """Host and PID namespace: a process id is unique within them."""
     return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
@@ -71,7 +78,7 @@ class FailureDetector:
         self._heard: dict[str, float] = {}
         self._processes: dict[str, int] = {}  # pidfds
         self._joined: dict[str, tuple[str, int]] = {}  # PID namespace and process id
-        self._late: set[str] = set()  # members that were reported as silent
+        self._late: dict[str, float] = {}  # when members that are silent are reported next, seconds of their silence
 
     def join(self, name: str, namespace: str, pid: int) -> None:
         """Add a member, or replace it after its restart.
@@ -98,7 +105,7 @@ class FailureDetector:
         """Remove a member."""
         self._heard.pop(name, None)
         self._joined.pop(name, None)
-        self._late.discard(name)
+        self._late.pop(name, None)
         self.await_return(name)
 
     def state(self) -> dict[str, tuple[str, int]]:
@@ -122,13 +129,17 @@ class FailureDetector:
         """Seconds since a member's last heartbeat."""
         return self._clock() - self._heard[name]
 
-    def late(self, seconds: float) -> tuple[list[str], list[str]]:
-        """Members newly silent for so long, and those that are heard from again; each is returned once."""
-        limit = self._clock() - seconds
-        silent = {name for name, heard in self._heard.items() if heard < limit}
-        new, back = silent - self._late, self._late - silent
-        self._late = silent
-        return sorted(new), sorted(back)
+    def late(self) -> tuple[dict[str, float], list[str]]:
+        """Silent members that are due to be reported, with the seconds of their silence, and those heard from again.
+
+        A member is reported after :data:`REPORT_SECONDS`, and then every :data:`REPORT_AGAIN_SECONDS`.
+        """
+        silent = {name: self.silence(name) for name in sorted(self._heard)}
+        silent = {name: seconds for name, seconds in silent.items() if seconds > REPORT_SECONDS}
+        back = sorted(self._late.keys() - silent.keys())
+        due = {name: seconds for name, seconds in silent.items() if seconds > self._late.get(name, 0.0)}
+        self._late = {name: next_report(silent[name]) if name in due else self._late[name] for name in silent}
+        return due, back
 
     def await_return(self, name: str) -> None:
         """Stop watching a member's process: it is being restarted."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from gtrain.errors import PeerLostError
+from gtrain.launch.environment import say_waiting
 from gtrain.launch.job_store import await_end_of_store
 from gtrain.wire import Client, Message, PeerRestartedError, RemoteError, WireError
-from gtrain_pbg.machines.heartbeat import REPORT_SECONDS, heartbeat_interval, pid_namespace
+from gtrain_pbg.machines.heartbeat import REPORT_SECONDS, heartbeat_interval, next_report, pid_namespace
 from gtrain_pbg.machines.members import JobEndedError
 
 FOREVER = 1e7
@@ -111,20 +113,23 @@ class LockClient:
                 return
 
     def _answer_to_beat(self) -> Message:
-        """Send a heartbeat and wait for the reply; report to the terminal if it takes long."""
-        beat = self._client.submit("beat", timeout_seconds=self._patience, attended=True)
-        try:
-            return self._client.result(beat, REPORT_SECONDS)
-        except TimeoutError:
-            if self._report is None:
-                return self._client.result(beat)
-        self._report(
-            f"waiting for the lock server, {REPORT_SECONDS:g} s; "
-            f"the job ends after {self._patience:g} s without a reply"
-        )
-        answer = self._client.result(beat)
-        self._report("the lock server replies again")
-        return answer
+        """Send a heartbeat and wait for the reply; report to the terminal while it takes long."""
+        beat, start = self._client.submit("beat", timeout_seconds=self._patience, attended=True), time.monotonic()
+        report_at = REPORT_SECONDS
+        while True:
+            try:
+                answer = self._client.result(beat, max(0.0, start + report_at - time.monotonic()))
+            except TimeoutError:
+                waited = time.monotonic() - start
+                report_at = next_report(waited)
+                say_waiting(
+                    f"waiting for lock 0 (machine 0), {waited:.0f} s; "
+                    f"the job ends after {self._patience:g} s without a reply"
+                )
+            else:
+                if report_at > REPORT_SECONDS and self._report is not None:
+                    self._report("lock 0 (machine 0) replies again")
+                return answer
 
     def _watch(self, store: str) -> None:
         await_end_of_store(store)

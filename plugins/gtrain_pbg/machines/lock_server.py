@@ -18,6 +18,7 @@ import msgpack
 import torch
 
 from gtrain.errors import PeerLostError
+from gtrain.launch.environment import say_waiting
 from gtrain.strategy.server import LastingState, ServerContext
 from gtrain.wire import Caller, Message
 from gtrain_pbg.config import EACH, PBGConfig
@@ -36,7 +37,8 @@ def main(context: ServerContext) -> None:
     """Serve until asked to end."""
     settings, trainer = PBGConfig(**context.config["strategy"]), context.config["trainer"]
     state = None if context.lasting_file is None else LastingState(context.lasting_file)
-    lock = LockServer(settings, trainer["num_nodes"], trainer["devices"], state=state, tell=context.say)
+    shape = trainer["num_nodes"], trainer["devices"]
+    lock = LockServer(settings, *shape, state=state, tell=context.say, tell_waiting=say_waiting)
     if context.restarts:
         print(f"restarted in round {lock.round}", flush=True)
     watch = threading.Thread(target=lock.watch, args=(context.stop,), name="gtrain-leases", daemon=True)
@@ -55,6 +57,7 @@ class LockServer:
         clock: seconds.
         state: what outlives this process; where it has a value, an earlier life's, this one goes on from there.
         tell: prints a line to the terminal.
+        tell_waiting: prints for whom the job waits; None: as ``tell``.
 
     Attributes:
         round: epochs, or parts of them between checkpoints, that have begun.
@@ -68,9 +71,10 @@ class LockServer:
         clock: Callable[[], float] = time.monotonic,
         state: LastingState | None = None,
         tell: Callable[[str], None] = print,
+        tell_waiting: Callable[[str], None] | None = None,
     ) -> None:
         self._settings, self._lock, self._clock = settings, threading.RLock(), clock
-        self._state, self._report = state, tell
+        self._state, self._report, self._report_waiting = state, tell, tell_waiting or tell
         self._settled: Settled = []
         self.members = Members(machines, devices, self._settled)
         self._detector = FailureDetector(settings.lease_seconds, pid_namespace(), clock)
@@ -227,16 +231,16 @@ class LockServer:
 
     def _report_silence(self) -> None:
         """Name members that do not answer before their leases end, and those that answer again."""
-        silent, back = self._detector.late(REPORT_SECONDS)
-        for waited_for, seconds in ((True, self._patience), (False, self._settings.lease_seconds)):
-            names = [name for name in silent if self._is_waited_for(name) == waited_for]
-            if names and not self._ended:
-                self._report(
-                    f"waiting for {self._named(names)}, {REPORT_SECONDS:g} s; "
-                    f"lost after {seconds:g} s without a heartbeat"
-                )
-        if back and not self._ended:
-            self._report(f"heartbeats from {self._named(back)} again")
+        silent, back = self._detector.late()
+        if self._ended:
+            return
+        for name, seconds in silent.items():
+            limit = self._patience if self._is_waited_for(name) else self._settings.lease_seconds
+            waiting = f"waiting for {self._name_of(name)}, {seconds:.0f} s"
+            if seconds < limit:
+                self._report_waiting(f"{waiting}; lost after {limit:g} s without a heartbeat")
+        if back:
+            self._report(f"heartbeats from {', '.join(map(self._name_of, back))} again")
 
     @property
     def _patience(self) -> float:
@@ -249,11 +253,12 @@ class LockServer:
         """
         return self._detector.watches(name) and not (is_rank(name) and self.members.machine_of(_rank(name)) > 0)
 
-    def _named(self, names: list[str]) -> str:
-        """``rank 1 (machine 1), partition 1``."""
-        return ", ".join(
-            f"{name} (machine {self.members.machine_of(_rank(name))})" if is_rank(name) else name for name in names
-        )
+    def _name_of(self, name: str) -> str:
+        """``rank 1 (machine 1)``; server n is on machine n, unless it was started by hand."""
+        number = _rank(name)
+        if name.startswith("partition ") and self._settings.partition_servers != EACH:
+            return name
+        return f"{name} (machine {self.members.machine_of(number) if is_rank(name) else number})"
 
     def _lose_server(self, name: str, how: str) -> None:
         """A server is lost, and with a parameter server its machine: go on if nothing is lost with it."""

@@ -63,7 +63,7 @@ class RestartingStrategy(GraphStrategy):
                 self.servers.clients(ROLE),
                 self.settings.restarts > 0,
                 self.global_rank,
-                network_of(self.cluster_environment).name_of,
+                network_of(self.cluster_environment),
             )
         return self.parameter_servers
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
+from gtrain.backends import WORKER
 from gtrain.errors import SilentRankError
 from gtrain.launch.environment import say_waiting
+from gtrain.launch.job_store import JobNetwork
 from gtrain.strategy.mesh import SAY_SECONDS
 from gtrain.wire import Client, DeadlineError, Message, PeerRestartedError
 
@@ -51,6 +53,9 @@ class Request:
     def result(self) -> Message:
         """Wait for the reply, and name on the terminal who keeps this worker waiting for long.
 
+        Whoever gives no sign of life in time is killed if this worker's agent has started it: it is restarted, and the
+        request made again, or the job ends.
+
         Raises:
             SilentRankError: no reply in time; names the silent servers, or else the workers that are missing.
         """
@@ -73,8 +78,8 @@ class Request:
                 if waited >= say_at - _REPLY_SECONDS and not asked:
                     asked = servers.ask_for_missing()
                 if waited >= say_at:
-                    for name in servers.missing(asked):
-                        say_waiting(f"waiting for {name}, {waited:.0f} s")
+                    for process in servers.missing(asked):
+                        say_waiting(f"waiting for {servers.name_of(*process)}, {waited:.0f} s")
                     asked, say_at = [], _SAY_AGAIN_SECONDS * (waited // _SAY_AGAIN_SECONDS + 1)
             except PeerRestartedError:
                 if not servers.lasting:
@@ -84,10 +89,15 @@ class Request:
             except DeadlineError as error:
                 asked = servers.ask_for_missing()
                 wait(asked, _REPLY_SECONDS)
-                if not (names := servers.missing(asked)):
+                missing = servers.missing(asked)
+                if not missing:
                     raise
+                if servers.end_silent(missing, error.seconds):
+                    asked, self._future = [], self._submit()
+                    continue
+                names = ", ".join(servers.name_of(*process) for process in missing)
                 raise SilentRankError(
-                    f"waited {error.seconds:g} s for {', '.join(names)}",
+                    f"waited {error.seconds:g} s for {names}",
                     hint="see whether it is stopped, or its machine cut off; strategy.timeout_seconds="
                     f"{error.seconds:g} is the longest wait.",
                 ) from error
@@ -112,7 +122,7 @@ class ParameterServers:
         lasting: whether a server that was killed comes back with what it had; then everything that it may not have
             applied is kept here, to be sent again.
         rank: this worker.
-        name_of: what messages call a worker, such as ``rank 2 (machine 1)``.
+        network: where the job's processes are.
 
     Attributes:
         step: steps that this worker has committed.
@@ -123,10 +133,11 @@ class ParameterServers:
         clients: Sequence[Client],
         lasting: bool = False,
         rank: int | None = None,
-        name_of: Callable[[int], str] = lambda rank: f"rank {rank}",
+        network: JobNetwork = JobNetwork(None, None, 1),  # noqa: B008 (it is frozen)
     ) -> None:
         self.clients, self.lasting = list(clients), lasting
-        self._rank, self._name_of = rank, name_of
+        self._rank, self._network = rank, network
+        self.name_of = network.name_of
         self.step = 0
         self._calls: dict[int, int] = {}
         self._sent: list[dict[int, _Sent]] = [{} for _ in self.clients]
@@ -210,13 +221,17 @@ class ParameterServers:
         """Ask all servers which workers they wait for."""
         return [client.submit("waiting") for client in self.clients]
 
-    def missing(self, asked: Sequence[Future[Message]]) -> list[str]:
-        """Names of the servers without a reply to :meth:`ask_for_missing`; without any, of the missing workers."""
+    def missing(self, asked: Sequence[Future[Message]]) -> list[tuple[int, str]]:
+        """Rank and role of the servers without a reply to :meth:`ask_for_missing`; without any, of missing workers."""
         silent = [server for server, reply in enumerate(asked) if not reply.done() or reply.exception() is not None]
         if silent:
-            return [f"parameter {server}" for server in silent]
+            return [(server, "parameter") for server in silent]
         missing = {worker for reply in asked for worker in reply.result().fields["workers"]} - {self._rank}
-        return [self._name_of(worker) for worker in sorted(missing)]
+        return [(worker, WORKER) for worker in sorted(missing)]
+
+    def end_silent(self, missing: Sequence[tuple[int, str]], seconds: float) -> bool:
+        """Have the agent kill processes that give no sign of life; False if one of them is not this agent's."""
+        return all([self._network.end_silent(*process, seconds) for process in missing])
 
     def _remember(self, server: int, method: str, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
         with self._lock:

@@ -210,7 +210,7 @@ def test_whoever_stands_still_is_named_on_the_terminal(tmp_path: Path) -> None:
     job = lasting(tmp_path, *SMALL)
     try:
         until(lambda: has_logged(tmp_path / "run"), tmp_path)
-        for process, name in (("parameter-1", "parameter 1"), ("rank-0", r"rank 0 \(machine 0\)")):
+        for process, name in (("parameter-1", r"parameter 1 \(machine 1\)"), ("rank-0", r"rank 0 \(machine 0\)")):
             victim = processes(job.pid)[process]
             os.kill(victim, signal.SIGSTOP)
             until(lambda name=name: re.search(rf"gtrain: waiting for {name}, \d+ s", job.errors()), tmp_path)
@@ -220,6 +220,24 @@ def test_whoever_stands_still_is_named_on_the_terminal(tmp_path: Path) -> None:
     finally:
         job.kill()
     assert "waiting for rank 1" not in done.stderr  # parameter 0 may have been busy with compiling its kernels
+    compare_with_an_undisturbed_run(tmp_path, *SMALL)
+
+
+@pytest.mark.slow
+def test_who_stays_silent_is_killed_and_restarted_and_nobody_else(tmp_path: Path) -> None:
+    """A server and rank 0, by the agent that has started them; losses are those of an undisturbed run."""
+    job = lasting(tmp_path, *SMALL, "strategy.timeout_seconds=15")
+    try:
+        until(lambda: has_logged(tmp_path / "run"), tmp_path)
+        for process, name in (("parameter-1", "parameter 1"), ("rank-0", "rank 0")):
+            os.kill(processes(job.pid)[process], signal.SIGSTOP)
+            killed = f"{name} of 2 (machine {name[-1]}) gave no sign of life for 15 s and was killed; restarting it (1/"
+            until(lambda killed=killed: killed in job.errors(), tmp_path)
+        enough(tmp_path)
+        done = ok(job.end())
+    finally:
+        job.kill()
+    assert done.stderr.count("restarting it") == 2
     compare_with_an_undisturbed_run(tmp_path, *SMALL)
 
 

@@ -370,7 +370,7 @@ def test_a_lock_server_that_was_killed_knows_who_is_lost_and_whom_to_hear_of() -
         ask(server, "beat", rank)
     server.check_members()
     server.check_members()
-    assert said == ["waiting for rank 1 (machine 1), 10 s; lost after 30 s without a heartbeat"]
+    assert said == ["waiting for rank 1 (machine 1), 11 s; lost after 30 s without a heartbeat"]
     now[0] = 31.0
     for rank in (0, 2):
         ask(server, "beat", rank)
@@ -481,7 +481,14 @@ def test_who_is_silent_is_waited_for_where_its_process_is_there_and_the_job_need
     now[0] = 60.0
     server.check_members()
     assert list(server.members.lost) == [1]  # others train what it had; without rank 0 the job would be over
-    assert said[0] == "waiting for parameter 0, rank 0 (machine 0), 10 s; lost after 100 s without a heartbeat"
+    missing = "waiting for {}, {} s; lost after 100 s without a heartbeat"
+    assert said[:2] == [missing.format("parameter 0 (machine 0)", 60), missing.format("rank 0 (machine 0)", 60)]
+    for now[0], last in ((89.0, None), (91.0, 91), (92.0, None)):  # every 30 s while it lasts
+        said.clear()
+        server.check_members()
+        assert said == (
+            [missing.format(f"{name} (machine 0)", last) for name in ("parameter 0", "rank 0")] if last else []
+        )
     ask(server, "beat", 0)
     now[0] = 101.0
     with pytest.raises(JobEndedError, match="parameter 0 is lost: it sent no heartbeat for 100 s"):
