@@ -284,8 +284,11 @@ def _plain(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def trial() -> Iterator[None]:
-    """Run a convolution's methods on made-up values: no random number is drawn that counts."""
-    with torch.random.fork_rng(devices=[]), made_up():
+    """Run a convolution's methods on made-up values: no random number is drawn that counts.
+
+    In inference mode, in which Lightning validates and tests, autograd would have no graph of them to look at.
+    """
+    with torch.inference_mode(False), torch.random.fork_rng(devices=[]), made_up():
         yield
 
 

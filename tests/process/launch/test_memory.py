@@ -63,6 +63,13 @@ def test_a_rank_holds_its_part(arguments: tuple[str, ...], more: int, tmp_path: 
         assert (preparation is None) == (name == "found")
         if preparation is not None:
             assert preparation["peak_anonymous_bytes"] - preparation["baseline_anonymous_bytes"] > WHOLE
+    trained = (*arguments, *GRAPH, "ckpt_path=made/checkpoints/best.ckpt")
+    meter = ("+callbacks.meter._target_=memory_meter.MemoryMeter", "+callbacks.meter.folder=memory", "output=out.npy")
+    ok(gtrain("test", *trained, "hydra.run.dir=tested", cwd=tmp_path))
+    ok(gtrain("predict", *trained, *meter, cwd=tmp_path, env={"PYTHONPATH": str(ASSETS)}))
+    predicting = [json.loads(path.read_text()) for path in (tmp_path / "memory").iterdir()]
+    for ranks in (summary(tmp_path / "tested")["ranks"], predicting):
+        assert len(ranks) == 2 and max(held(ranks)) <= 1.3 * (PART + more + LIBRARIES)
 
 
 ENTITIES, DIMENSION, PARTITIONS = 320_000, 256, 12

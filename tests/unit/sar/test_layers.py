@@ -258,3 +258,28 @@ def test_what_evaluation_computes_first_does_not_reach_training(make: Any, mode:
     patcher.uninstall()
     assert torch.equal(before, out.detach())
     assert all(parameter.grad is not None for parameter in conv.parameters())
+
+
+@pytest.mark.parametrize("mode", [1, 2, 3])
+@pytest.mark.parametrize("name", ["gcn", "gin", "appnp", "sage-max"])
+def test_evaluation_makes_no_messages_either(name: str, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may take many times the memory of a part. A test or prediction has no training before it."""
+    x, edge_index = graph()
+    conv = CONVS[name]().double().eval()
+    expected = conv(x, edge_index)
+    lengths = []
+    message = conv.message
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        messages = message(*args, **kwargs)
+        lengths.append(len(messages))
+        return messages
+
+    monkeypatch.setattr(conv, "message", counted)
+    patcher = Patcher(HaloExchange(Group(), whole_shard(edge_index)), Schedule(mode=mode))
+    patcher.install(conv)
+    with torch.inference_mode():
+        out = conv(x, edge_index)
+    patcher.uninstall()
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    assert max(lengths) < 10  # of made-up edges
