@@ -14,7 +14,7 @@ REACHED = "reached.json"
 
 
 @dataclass(frozen=True)
-class Reached:
+class EpochProgress:
     """How far an epoch has come.
 
     Attributes:
@@ -30,7 +30,7 @@ class Reached:
         (folder / REACHED).write_text(json.dumps(asdict(self)))
 
     @classmethod
-    def read(cls, folder: Path) -> Reached | None:
+    def read(cls, folder: Path) -> EpochProgress | None:
         """What a checkpoint has; None: it was written between epochs."""
         path = folder / REACHED
         return cls(**json.loads(path.read_text())) if path.exists() else None

@@ -14,9 +14,9 @@ from gtrain.strategy.group import Group
 from gtrain_pbg.config import PBGConfig
 from gtrain_pbg.edges import filled, mixed, passes_of
 from gtrain_pbg.order import Bucket, bucket_order
-from gtrain_pbg.swaps import Visit
+from gtrain_pbg.swaps import ScheduledBucket
 from gtrain_pbg.typed import TypedTables
-from gtrain_pbg.worker import BucketBatches, BucketSource, standing_still
+from gtrain_pbg.worker import BucketBatches, BucketSource, timed_wait
 
 
 class Deployment(Protocol):
@@ -69,7 +69,7 @@ class Deployment(Protocol):
         """
 
 
-class OneMachine:
+class SingleMachineDeployment:
     """A :class:`Deployment`: partitions are in memory and in files, and the order of the buckets is known.
 
     Args:
@@ -130,7 +130,7 @@ class PlannedBuckets:
     ) -> None:
         self._tables, self._group, self._order, self._limit = tables, group, order, limit
         self._leads = group.rank == 0
-        self._plan: list[Visit] = []
+        self._plan: list[ScheduledBucket] = []
         self._under_way: list[Future[None]] = []
         self.done = 0
 
@@ -141,14 +141,14 @@ class PlannedBuckets:
         self._plan = self._tables.buffer.plan(buckets)
         return sum(batches.count(bucket, chunk) for bucket, chunk in buckets)
 
-    def visits(self) -> Iterator[Visit]:
+    def visits(self) -> Iterator[ScheduledBucket]:
         for visit in self._plan:
             self._enter(visit)
             yield visit
 
-    def _enter(self, visit: Visit) -> None:
+    def _enter(self, visit: ScheduledBucket) -> None:
         """All workers have left the last bucket; its successor's partitions must be there before any goes on."""
-        with standing_still(self._group.counters, "partitions"):
+        with timed_wait(self._group.counters, "partitions"):
             self._finish()
             if self._leads and visit.before:
                 self._tables.begin_swaps(visit.before).result()
@@ -157,12 +157,12 @@ class PlannedBuckets:
         if self._leads:
             self._under_way = [self._tables.begin_swaps(visit.during), self._tables.begin_reading_ahead(visit.soon)]
 
-    def trained(self, visit: Visit, edges: int) -> None:
+    def trained(self, visit: ScheduledBucket, edges: int) -> None:
         self._tables.trained(visit.bucket)
         if visit.ends_chunk and not visit.last:
             self.done = visit.chunk + 1
         if visit.last:
-            with standing_still(self._group.counters, "partitions"):
+            with timed_wait(self._group.counters, "partitions"):
                 self._finish()
                 if self._leads:
                     self._tables.settle()

@@ -140,7 +140,7 @@ def mixed(*key: int) -> int:
     return random.Random(repr(key)).getrandbits(62)
 
 
-class Groups:
+class RelationGroups:
     """Which group of relations edges belong to.
 
     Args:
@@ -171,7 +171,7 @@ class Groups:
         return EdgeList(edges.heads - head, self._local[edges.relation], edges.tails - tail, edges.weight)
 
 
-def kinds_of(recipe: ModelRecipe) -> Tensor | None:
+def batching_keys(recipe: ModelRecipe) -> Tensor | None:
     """What edges of a batch have in common: a number for each relation; None: nothing.
 
     It is the group of their relation, and where relations are static the relation itself.

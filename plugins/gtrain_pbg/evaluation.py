@@ -12,7 +12,7 @@ from gtrain.data.batches.edge_seeds import KnownEdges
 from gtrain.data.batches.loader import SeedLoader
 from gtrain.graph.shard.whole import held_out_edges
 from gtrain.graph.store import Store
-from gtrain_pbg.tables import Partitions
+from gtrain_pbg.tables import Partitioning
 
 NODES = 1 << 16
 """Nodes of a batch that are written out."""
@@ -36,7 +36,7 @@ class EvaluationBatches:
     def __init__(
         self,
         loader: SeedLoader,
-        partitions: Partitions,
+        partitions: Partitioning,
         filtered: bool,
         share: Callable[[], tuple[int, int]],
         one_batch: bool,

@@ -13,15 +13,15 @@ from gtrain.strategy.group import Group
 from gtrain.wire.shared import SharedDirectory, SharedTensors
 from gtrain_pbg.optimizers import StepRules
 from gtrain_pbg.step.relations import state_width
-from gtrain_pbg.tables import Layout
+from gtrain_pbg.tables import TensorShapes
 
 NAME = "pbg"
 RELATIONS = "relations.pt"
 
 
-def relations_layout(recipe: ModelRecipe, rules: StepRules | None) -> Layout:
+def relations_layout(recipe: ModelRecipe, rules: StepRules | None) -> TensorShapes:
     """Relation parameters by name, and, where rules change them, ``<name>.state`` with what those keep."""
-    layout: Layout = {}
+    layout: TensorShapes = {}
     for name, parameter in recipe.parameters.items():
         layout[name] = tuple(parameter.shape), parameter.dtype
         if rules is not None:
@@ -30,7 +30,7 @@ def relations_layout(recipe: ModelRecipe, rules: StepRules | None) -> Layout:
     return layout
 
 
-def in_memory_of_all(machine: Group, layout: Layout, timeout_seconds: float) -> SharedTensors:
+def share_memory(machine: Group, layout: TensorShapes, timeout_seconds: float) -> SharedTensors:
     """Tensors that all workers of a machine have; its first makes them.
 
     Args:

@@ -22,7 +22,7 @@ from gtrain_pbg import files
 MAX_PENDING = 2
 """Partitions of a table that are written at a time: they are in the kernel's memory until the disk has them."""
 
-Free = Mapping[str, Callable[[int], None]]
+ReuseWaits = Mapping[str, Callable[[int], None]]
 """By kind: blocks until the given number of bytes at the start of a tensor may be overwritten."""
 
 
@@ -40,7 +40,7 @@ class PartitionStore(ABC):
         """Delete what an earlier job has left: its leases have numbers that this one's may have too."""
 
     @abstractmethod
-    def load(self, key: str, tensors: Mapping[str, Tensor], lease: int = 0, free: Free | None = None) -> None:
+    def load(self, key: str, tensors: Mapping[str, Tensor], lease: int = 0, free: ReuseWaits | None = None) -> None:
         """Fill tensors with the newest version of a partition.
 
         Args:
@@ -51,7 +51,7 @@ class PartitionStore(ABC):
         """
 
     @abstractmethod
-    def save(self, key: str, version: int, tensors: Mapping[str, Tensor]) -> Free:
+    def save(self, key: str, version: int, tensors: Mapping[str, Tensor]) -> ReuseWaits:
         """Write a version. A shared store has it on a disk when this returns; one machine's writes behind.
 
         Returns:
@@ -118,12 +118,12 @@ class LocalPartitions(PartitionStore):
         for kind in files.KINDS:
             self._own(key, kind).unlink(missing_ok=True)
 
-    def load(self, key: str, tensors: Mapping[str, Tensor], lease: int = 0, free: Free | None = None) -> None:
+    def load(self, key: str, tensors: Mapping[str, Tensor], lease: int = 0, free: ReuseWaits | None = None) -> None:
         self._writes.wait(key)
         for kind, tensor in tensors.items():
             files.read(self.path(key, kind), tensor, (free or {}).get(kind))
 
-    def save(self, key: str, version: int, tensors: Mapping[str, Tensor]) -> Free:
+    def save(self, key: str, version: int, tensors: Mapping[str, Tensor]) -> ReuseWaits:
         pending = {
             kind: PendingWrite(self.create(key, kind, tuple(tensor.shape), tensor.dtype), tensor)
             for kind, tensor in tensors.items()

@@ -27,23 +27,23 @@ from gtrain.strategy.checkpoint import SavedRows
 from gtrain.strategy.group import Group, form_group
 from gtrain.wire.shared import SharedTensors
 from gtrain_pbg import SERVES
-from gtrain_pbg.checkpoints import Reached, preserve
+from gtrain_pbg.checkpoints import EpochProgress, preserve
 from gtrain_pbg.checks import check_store, check_training
 from gtrain_pbg.config import PBGConfig, check_machines
-from gtrain_pbg.deployment import Deployment, OneMachine
-from gtrain_pbg.edges import BucketEdges, kinds_of
+from gtrain_pbg.deployment import Deployment, SingleMachineDeployment
+from gtrain_pbg.edges import BucketEdges, batching_keys
 from gtrain_pbg.evaluation import EvaluationBatches
-from gtrain_pbg.machines.deployment import SeveralMachines
+from gtrain_pbg.machines.deployment import MultiMachineDeployment
 from gtrain_pbg.machines.members import JobEndedError
-from gtrain_pbg.memory import fill_relations, in_memory_of_all, load_states, relations_layout, save_states
+from gtrain_pbg.memory import fill_relations, load_states, relations_layout, save_states, share_memory
 from gtrain_pbg.optimizers import StepRules
 from gtrain_pbg.step.arithmetic import FORMATS, choose, fastest_of_cpu
 from gtrain_pbg.step.relations import state_width
-from gtrain_pbg.tables import PartitionedHome, Partitions
+from gtrain_pbg.tables import PartitionedHome, Partitioning
 from gtrain_pbg.training import BucketTraining
 from gtrain_pbg.typed import TypedTables, partition_types
 from gtrain_pbg.warm_start import check_numbering, describe, matmul_of, relations_of, warm_start
-from gtrain_pbg.worker import BucketBatches, BucketWorker, Turns
+from gtrain_pbg.worker import BucketBatches, BucketWorker, EpochSteps
 
 log = logging.getLogger("gtrain")
 
@@ -72,12 +72,12 @@ class PBGStrategy(GraphStrategy):
         self._recipe: ModelRecipe | None = None
         self._table: TypedTables | None = None
         self._shared: SharedTensors | None = None
-        self._deployment: Deployment = OneMachine(self.settings, self.group)
+        self._deployment: Deployment = SingleMachineDeployment(self.settings, self.group)
         self._worker: BucketWorker | None = None
         self._training: BucketTraining | None = None
         self._cpus: list[str] = []  # the fastest number format of each rank's CPU
-        self._now: Reached | None = None  # while a checkpoint is written within an epoch
-        self._reached = Reached(0, 0)
+        self._now: EpochProgress | None = None  # while a checkpoint is written within an epoch
+        self._reached = EpochProgress(0, 0)
 
     # ------------------------------------------------------------------------------------------ set-up
 
@@ -88,14 +88,14 @@ class PBGStrategy(GraphStrategy):
     def make_group(self) -> Group:
         """The group of all workers, and that of this machine's."""
         if self.num_nodes == 1:
-            self._deployment = OneMachine(self.settings, super().make_group())
+            self._deployment = SingleMachineDeployment(self.settings, super().make_group())
             return self._deployment.group
         rank = self.global_rank, self.world_size
         environment = self.cluster_environment
         assert environment is not None
         tell = self.say if self.speaks else None
         store = store_address(environment) if self.node_rank else None
-        self._deployment = machines = SeveralMachines(
+        self._deployment = machines = MultiMachineDeployment(
             self.settings, self.servers, *rank, self.counters, store, tell, self.timeout_seconds
         )
         if self.fitting and self.settings.on_trainer_loss == "continue" and self.node_rank > 0:  # all meet on machine 0
@@ -179,13 +179,13 @@ class PBGStrategy(GraphStrategy):
         """Memory for the tables and for relations, with what optimizers keep of them; the machine's leader makes it."""
         assert self.data is not None
         self._store = store = self.open_shard(self.data.open_store())
-        nodes = Partitions(store.offsets, tuple(store.node("orig_id", part) for part in range(store.num_parts)))
+        nodes = Partitioning(store.offsets, tuple(store.node("orig_id", part) for part in range(store.num_parts)))
         layers = list(recipe.tables.values())
         dtype, types = layers[0].weight.dtype, partition_types(store, [layer.table for layer in layers])
         widths = [state_width(rules.table.kind, layer.table.dim) if rules else 0 for layer in layers]
         slots, machine = self._deployment.slots, self._deployment.machine
         layout = TypedTables.tensors(types, slots, widths, dtype) | relations_layout(recipe, rules)
-        self._shared = in_memory_of_all(machine, layout, self.timeout_seconds)
+        self._shared = share_memory(machine, layout, self.timeout_seconds)
         assert self.trainer is not None
         run_dir = Path(self.trainer.default_root_dir)
         folder = run_dir / self._deployment.folder
@@ -234,7 +234,9 @@ class PBGStrategy(GraphStrategy):
         machine = self._deployment.machine
         size = loader.batch_size or max(1, shard.num_edges)
         assert self._worker is not None
-        return Turns(self._worker, BucketBatches(edges, size, kinds_of(self._recipe), machine.rank, machine.size))
+        return EpochSteps(
+            self._worker, BucketBatches(edges, size, batching_keys(self._recipe), machine.rank, machine.size)
+        )
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -270,7 +272,7 @@ class PBGStrategy(GraphStrategy):
         folder = getattr(trainer and trainer.checkpoint_callback, "dirpath", None)
         if not self.settings.checkpoint_chunks or not chunk or trainer is None or folder is None:
             return
-        self._now = Reached(trainer.current_epoch, chunk)
+        self._now = EpochProgress(trainer.current_epoch, chunk)
         try:
             trainer.save_checkpoint(Path(folder) / "last.ckpt")
         finally:
@@ -330,7 +332,7 @@ class PBGStrategy(GraphStrategy):
         check_numbering(folder, self._store)
         if self.fitting and self._training is not None:
             self._keep_matmul(folder, self._training)
-        self._reached = Reached.read(folder) or self._reached
+        self._reached = EpochProgress.read(folder) or self._reached
         if self._leads:
             load_states(folder, self._shared)
         self.group.barrier()

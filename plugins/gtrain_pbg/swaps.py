@@ -31,7 +31,7 @@ class Swap:
 
 
 @dataclass(frozen=True)
-class Visit:
+class ScheduledBucket:
     """One bucket of an epoch.
 
     Attributes:
@@ -58,7 +58,7 @@ class Visit:
 
 
 @dataclass
-class Buffer:
+class PartitionBuffer:
     """The partitions in memory.
 
     Attributes:
@@ -69,7 +69,7 @@ class Buffer:
     slots: int
     slot_of: dict[int, int] = field(default_factory=dict)
 
-    def plan(self, visits: list[tuple[Bucket, int]]) -> list[Visit]:
+    def plan(self, visits: list[tuple[Bucket, int]]) -> list[ScheduledBucket]:
         """Plan an epoch, and be as it leaves the buffer.
 
         Args:
@@ -87,7 +87,9 @@ class Buffer:
                 later = self._bring(needed[number + 1], set(), needed, number + 1)
             last = number + 1 == len(visits)
             ends_chunk = last or visits[number + 1][1] > chunk
-            plan.append(Visit(bucket, chunk, slots, tuple(now), tuple(during), after, tuple(later), ends_chunk, last))
+            plan.append(
+                ScheduledBucket(bucket, chunk, slots, tuple(now), tuple(during), after, tuple(later), ends_chunk, last)
+            )
             now = later
         return plan
 

@@ -19,15 +19,15 @@ from gtrain.nn.rules import Rule, Settings
 from gtrain.nn.table import INIT_ROWS
 from gtrain.wire.shared import SharedTensors
 from gtrain_pbg import files
-from gtrain_pbg.partition_store import Free, LocalPartitions, PartitionStore
-from gtrain_pbg.step.batch import Rows
-from gtrain_pbg.swaps import Buffer
+from gtrain_pbg.partition_store import LocalPartitions, PartitionStore, ReuseWaits
+from gtrain_pbg.step.batch import PartitionRows
+from gtrain_pbg.swaps import PartitionBuffer
 
-Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+TensorShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)
-class Partitions:
+class Partitioning:
     """How a table is cut.
 
     Attributes:
@@ -59,7 +59,7 @@ class Partitions:
 
 
 class PartitionedTable:
-    """Rows and optimizer state of one table, in slots of shared memory and in a store.
+    """PartitionRows and optimizer state of one table, in slots of shared memory and in a store.
 
     It begins in files of the machine. Where machines share a store, :meth:`publish` moves it there.
 
@@ -80,8 +80,8 @@ class PartitionedTable:
     def __init__(
         self,
         spec: TableSpec,
-        partitions: Partitions,
-        buffer: Buffer,
+        partitions: Partitioning,
+        buffer: PartitionBuffer,
         state_width: int,
         dtype: torch.dtype,
         folder: Path,
@@ -98,8 +98,8 @@ class PartitionedTable:
 
     @staticmethod
     def tensors(
-        slots: int, partitions: Partitions, width: int, state_width: int, dtype: torch.dtype, name: str = "table"
-    ) -> Layout:
+        slots: int, partitions: Partitioning, width: int, state_width: int, dtype: torch.dtype, name: str = "table"
+    ) -> TensorShapes:
         """What :class:`~gtrain.wire.shared.SharedTensors` must hold for a table."""
         rows, columns = partitions.largest, {files.ROWS: width, files.STATE: state_width}
         return {f"{name}.{kind}": ((slots, rows, count), dtype) for kind, count in columns.items()}
@@ -207,18 +207,20 @@ class PartitionedTable:
 
     # ------------------------------------------------------------------------------------------ training
 
-    def rows(self, slot: int, partition: int) -> Rows:
+    def rows(self, slot: int, partition: int) -> PartitionRows:
         """A partition that is in a slot, for the training step."""
         if slot not in self._heads:
             self._heads[slot] = torch.full((self.partitions.largest,), -1, dtype=torch.int32)
         tensors = self._tensors(slot, partition)
-        return Rows(tensors[files.ROWS], tensors[files.STATE], self._heads[slot][: self.partitions.size(partition)])
+        return PartitionRows(
+            tensors[files.ROWS], tensors[files.STATE], self._heads[slot][: self.partitions.size(partition)]
+        )
 
-    def leave(self, partition: int, slot: int, lease: int = 0) -> Free:
+    def leave(self, partition: int, slot: int, lease: int = 0) -> ReuseWaits:
         """Save a partition that is in a slot; see :meth:`PartitionStore.save`."""
         return self.store.save(self._key(partition), lease, self._tensors(slot, partition))
 
-    def fill(self, partition: int, slot: int, lease: int = 0, free: Free | None = None) -> None:
+    def fill(self, partition: int, slot: int, lease: int = 0, free: ReuseWaits | None = None) -> None:
         """Load a partition into a slot while its predecessor is still being copied out, behind it."""
         tensors = {kind: tensor for kind, tensor in self._tensors(slot, partition).items() if tensor.shape[1]}
         self.store.load(self._key(partition), tensors, lease, free)

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from gtrain.errors import DataError
 from gtrain.nn.recipe import ModelRecipe
-from gtrain_pbg.edges import EdgeList, Groups
+from gtrain_pbg.edges import EdgeList, RelationGroups
 from gtrain_pbg.optimizers import StepRules
-from gtrain_pbg.step.batch import EdgeBatch, Rows
-from gtrain_pbg.step.relations import Weights
+from gtrain_pbg.step.batch import EdgeBatch, PartitionRows
+from gtrain_pbg.step.relations import RelationWeights
 from gtrain_pbg.step.training import TrainingStep
-from gtrain_pbg.swaps import Visit
+from gtrain_pbg.swaps import ScheduledBucket
 from gtrain_pbg.typed import TypedTables
 
 HELD = 500
@@ -49,8 +49,8 @@ class BucketTraining:
         matmul: str,
     ) -> None:
         self._module, self._recipe, self._rules, self._tables = module, recipe, rules, tables
-        weights = {name: Weights(shared[name], shared[f"{name}.state"]) for name in recipe.parameters}
-        self._groups, self._weights = Groups(recipe), weights
+        weights = {name: RelationWeights(shared[name], shared[f"{name}.state"]) for name in recipe.parameters}
+        self._groups, self._weights = RelationGroups(recipe), weights
         self.use(matmul)
         self._drawn: dict[str, Tensor] = {}
         self._held = torch.zeros(3, dtype=torch.float64)  # reciprocal ranks before, after, and how many
@@ -65,7 +65,7 @@ class BucketTraining:
             work = self._steps[0].work if self._steps else None
             self._steps.append(TrainingStep(group, own, self._tables.dtype, matmul, work))
 
-    def train(self, batches: list[EdgeList], visit: Visit) -> tuple[float, float]:
+    def train(self, batches: list[EdgeList], visit: ScheduledBucket) -> tuple[float, float]:
         """Train on batches of a bucket; return the weighted sum of the losses, and of the weights.
 
         Raises:
@@ -86,11 +86,11 @@ class BucketTraining:
             total, weight = total + lost, weight + counted
         return total, weight
 
-    def score_before(self, held: EdgeList, visit: Visit) -> None:
+    def score_before(self, held: EdgeList, visit: ScheduledBucket) -> None:
         """Rank edges that were held back, before their bucket is trained."""
         self._held[0] += self._score(held, visit)
 
-    def score_after(self, held: EdgeList, visit: Visit) -> None:
+    def score_after(self, held: EdgeList, visit: ScheduledBucket) -> None:
         """Rank them again after it."""
         self._held += torch.tensor([0.0, self._score(held, visit), 2.0 * len(held)])
 
@@ -100,7 +100,7 @@ class BucketTraining:
         self._held.zero_()
         return ranks
 
-    def _score(self, edges: EdgeList, visit: Visit) -> float:
+    def _score(self, edges: EdgeList, visit: ScheduledBucket) -> float:
         """Sum of the reciprocal ranks of both ends of edges, among each other and nodes drawn from both partitions."""
         generator, total = torch.Generator().manual_seed(0), 0.0
         for number, every in self._groups.split(edges):
@@ -115,19 +115,21 @@ class BucketTraining:
                 total += float(torch.cat(ranks).reciprocal().sum())
         return total
 
-    def _rows(self, number: int, visit: Visit) -> tuple[Rows, Rows]:
+    def _rows(self, number: int, visit: ScheduledBucket) -> tuple[PartitionRows, PartitionRows]:
         """The tables that a group's edges of a bucket refer to."""
         group = self._recipe.groups[number]
         ends = (self._tables.rows(kind, end, visit) for end, kind in enumerate(group.types))
         heads, tails = (replace(rows, bags=bags) for rows, bags in zip(ends, group.bags, strict=True))
         return heads, tails
 
-    def _localized(self, number: int, edges: EdgeList, visit: Visit) -> EdgeList:
+    def _localized(self, number: int, edges: EdgeList, visit: ScheduledBucket) -> EdgeList:
         """A group's edges by rows of these tables and numbers among its relations."""
         lhs, rhs = self._recipe.groups[number].types
         return self._groups.localized(edges, self._tables.begin(lhs, 0, visit), self._tables.begin(rhs, 1, visit))
 
-    def _batch(self, number: int, edges: EdgeList, visit: Visit) -> tuple[EdgeBatch, Rows, Rows]:
+    def _batch(
+        self, number: int, edges: EdgeList, visit: ScheduledBucket
+    ) -> tuple[EdgeBatch, PartitionRows, PartitionRows]:
         heads, tails = self._rows(number, visit)
         count = self._steps[number].draws(len(edges))
         drawn = self._draw("heads", heads.count, count), self._draw("tails", tails.count, count)

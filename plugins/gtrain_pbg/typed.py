@@ -21,10 +21,10 @@ from gtrain.nn import TableSpec
 from gtrain.wire.shared import SharedTensors
 from gtrain_pbg import files
 from gtrain_pbg.order import Bucket
-from gtrain_pbg.partition_store import Free, PartitionStore
-from gtrain_pbg.step.batch import Rows
-from gtrain_pbg.swaps import Buffer, Swap, Visit
-from gtrain_pbg.tables import Layout, PartitionedTable, Partitions
+from gtrain_pbg.partition_store import PartitionStore, ReuseWaits
+from gtrain_pbg.step.batch import PartitionRows
+from gtrain_pbg.swaps import PartitionBuffer, ScheduledBucket, Swap
+from gtrain_pbg.tables import PartitionedTable, Partitioning, TensorShapes
 
 T = TypeVar("T")
 Released = Callable[[int], None]
@@ -46,7 +46,7 @@ class TypePartitioning:
 
     name: str
     spec: TableSpec
-    partitions: Partitions
+    partitions: Partitioning
     begins: tuple[int, ...]
 
     @property
@@ -76,12 +76,12 @@ def partition_types(store: Store, specs: Sequence[TableSpec]) -> list[TypePartit
             own = (torch.arange(spec.rows),)
         sizes = torch.tensor([0, *(len(ids) for ids in own)])
         name = "table" if len(specs) == 1 else spec.name
-        types.append(TypePartitioning(name, spec, Partitions(sizes.cumsum(0), own), tuple(low for low, _ in spans)))
+        types.append(TypePartitioning(name, spec, Partitioning(sizes.cumsum(0), own), tuple(low for low, _ in spans)))
     return types
 
 
 class TypedTables:
-    """Rows and optimizer state of the tables of all types.
+    """PartitionRows and optimizer state of the tables of all types.
 
     Which partition is in which slot follows from a plan, which all processes of a machine know. One of them, the
     leader, moves partitions between slots and the store.
@@ -105,7 +105,7 @@ class TypedTables:
     def __init__(
         self,
         types: Sequence[TypePartitioning],
-        nodes: Partitions,
+        nodes: Partitioning,
         slots: int,
         state_widths: Sequence[int],
         dtype: torch.dtype,
@@ -113,13 +113,13 @@ class TypedTables:
         shared: SharedTensors,
         leader: bool,
     ) -> None:
-        self.types, self.nodes, self.dtype, self.buffer = types, nodes, dtype, Buffer(slots)
+        self.types, self.nodes, self.dtype, self.buffer = types, nodes, dtype, PartitionBuffer(slots)
         self._folder, self._leader = folder, leader
         self.tables = [
             PartitionedTable(
                 entity.spec,
                 entity.partitions,
-                self.buffer if entity.is_partitioned else Buffer(1),
+                self.buffer if entity.is_partitioned else PartitionBuffer(1),
                 width,
                 dtype,
                 folder,
@@ -150,9 +150,9 @@ class TypedTables:
     @staticmethod
     def tensors(
         types: Sequence[TypePartitioning], slots: int, state_widths: Sequence[int], dtype: torch.dtype
-    ) -> Layout:
+    ) -> TensorShapes:
         """What :class:`~gtrain.wire.shared.SharedTensors` must hold."""
-        layout: Layout = {}
+        layout: TensorShapes = {}
         for entity, width in zip(types, state_widths, strict=True):
             number = slots if entity.is_partitioned else 1
             layout |= PartitionedTable.tensors(number, entity.partitions, entity.spec.dim, width, dtype, entity.name)
@@ -221,13 +221,13 @@ class TypedTables:
 
     # ------------------------------------------------------------------------------------------ training
 
-    def rows(self, number: int, end: int, visit: Visit) -> Rows:
+    def rows(self, number: int, end: int, visit: ScheduledBucket) -> PartitionRows:
         """A type's rows at the heads' end (0) or the tails' end (1) of a bucket."""
         if not self.types[number].is_partitioned:
             return self.tables[number].rows(0, 0)
         return self.tables[number].rows(visit.slots[end], visit.bucket[end])
 
-    def begin(self, number: int, end: int, visit: Visit) -> int:
+    def begin(self, number: int, end: int, visit: ScheduledBucket) -> int:
         """The row of the bucket's partition at which a type's rows begin."""
         return self.types[number].begins[visit.bucket[end]]
 
@@ -256,7 +256,7 @@ class TypedTables:
 
     def _swap(self, swap: Swap, leases: Mapping[int, int], released: Released) -> None:
         slot, out, into = swap.slot, swap.out, swap.into
-        free: list[Free] = [{} for _ in self._partitioned]
+        free: list[ReuseWaits] = [{} for _ in self._partitioned]
         if out is not None and (out in self._changed or self.in_shared_store):
             free = self._all(lambda table, _: table.leave(out, slot, leases.get(out, 0)), free)
             self._changed.discard(out)
@@ -264,7 +264,7 @@ class TypedTables:
         if into is not None:
             self._all(lambda table, own: table.fill(into, slot, leases.get(into, 0), own), free)
 
-    def _all(self, move: Callable[[PartitionedTable, Free], T], free: list[Free]) -> list[T]:
+    def _all(self, move: Callable[[PartitionedTable, ReuseWaits], T], free: list[ReuseWaits]) -> list[T]:
         """Move a partition of all tables that are cut, at the same time."""
         if len(self._partitioned) == 1:
             return [move(self._partitioned[0], free[0])]

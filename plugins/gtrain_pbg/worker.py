@@ -15,10 +15,10 @@ from gtrain.strategy.counters import Counters
 from gtrain.strategy.group import Group
 from gtrain_pbg.edges import BucketEdges, EdgeList, batches_of, mixed
 from gtrain_pbg.order import Bucket
-from gtrain_pbg.swaps import Visit
+from gtrain_pbg.swaps import ScheduledBucket
 from gtrain_pbg.training import BucketTraining, held_out
 
-TURN_EDGES = 50_000
+STEP_EDGES = 50_000
 """Edges of one ``training_step``, about: Lightning's own work in a step takes a quarter of a millisecond and more."""
 Trained = tuple[float, float, dict[str, float]]
 """Weighted sum of the losses, sum of the weights, and what is to be logged."""
@@ -31,7 +31,7 @@ class BucketBatches:
     Args:
         edges: where edges come from.
         batch_size: edges of a batch.
-        kinds: of relations, of which each batch has one; see :func:`~gtrain_pbg.edges.kinds_of`.
+        kinds: of relations, of which each batch has one; see :func:`~gtrain_pbg.edges.batching_keys`.
         worker: number of this worker; workers: how many share a bucket.
     """
 
@@ -39,7 +39,7 @@ class BucketBatches:
         self.edges, self._batch_size, self._kinds = edges, batch_size, kinds
         self._worker, self._workers = worker, workers
 
-    def by_turn(self, bucket: tuple[int, int], chunk: int, epoch: int) -> tuple[list[list[EdgeList]], EdgeList]:
+    def steps_of(self, bucket: tuple[int, int], chunk: int, epoch: int) -> tuple[list[list[EdgeList]], EdgeList]:
         """The batches of a bucket by turns, perhaps without edges; and this worker's edges that are held back."""
         mine, held = self.edges.share(bucket, chunk, epoch, self._worker, self._workers)
         generator = torch.Generator().manual_seed(mixed(self.edges.seed, epoch, chunk, *bucket, self._worker))
@@ -52,7 +52,7 @@ class BucketBatches:
     def count(self, bucket: tuple[int, int], chunk: int) -> int:
         """Turns of a chunk of a bucket, the same number on all workers."""
         share = -(-self.edges.size(bucket, chunk) // self._workers)
-        return max(1, -(-share // max(TURN_EDGES, self._batch_size)))
+        return max(1, -(-share // max(STEP_EDGES, self._batch_size)))
 
     def within(self, buckets: Sequence[tuple[Bucket, int]], limit: int) -> list[tuple[Bucket, int]]:
         """The first buckets, with their chunks, that have ``limit`` turns together; the last may have more."""
@@ -81,10 +81,10 @@ class BucketSource(Protocol):
             Its number of turns; None: it is not known before the epoch is over.
         """
 
-    def visits(self) -> Iterator[Visit | None]:
+    def visits(self) -> Iterator[ScheduledBucket | None]:
         """The buckets of the epoch; None: a turn without edges, before which ``done`` was set."""
 
-    def trained(self, visit: Visit, edges: int) -> None:
+    def trained(self, visit: ScheduledBucket, edges: int) -> None:
         """Called when all workers of the machine have trained a bucket, with the sum of their edges."""
 
     def counts(self) -> dict[str, float]:
@@ -154,7 +154,7 @@ class BucketWorker:
             if visit is None:
                 yield NOTHING
                 continue
-            pieces, held = batches.by_turn(visit.bucket, visit.chunk, epoch)
+            pieces, held = batches.steps_of(visit.bucket, visit.chunk, epoch)
             if left is not None:
                 pieces = pieces[:left]
                 left -= len(pieces)
@@ -164,7 +164,9 @@ class BucketWorker:
             self.over = True
             yield 0.0, 0.0, self._end()
 
-    def _bucket(self, visit: Visit, pieces: list[list[EdgeList]], held: EdgeList) -> Iterator[tuple[float, float]]:
+    def _bucket(
+        self, visit: ScheduledBucket, pieces: list[list[EdgeList]], held: EdgeList
+    ) -> Iterator[tuple[float, float]]:
         """Train on a bucket, by turns; the last one leaves it."""
         self._training.score_before(held, visit)
         if self._held_out:
@@ -188,11 +190,11 @@ class BucketWorker:
         return {**self._source.counts(), **ranks}
 
 
-class Turn:
-    """What Lightning takes for a batch: about :data:`TURN_EDGES` edges, which the worker reads when it trains them."""
+class StepPlaceholder:
+    """What Lightning takes for a batch: about :data:`STEP_EDGES` edges, which the worker reads when it trains them."""
 
 
-class Turns:
+class EpochSteps:
     """An epoch of one worker.
 
     Args:
@@ -203,17 +205,17 @@ class Turns:
     def __init__(self, worker: BucketWorker, batches: BucketBatches) -> None:
         self._worker, self._batches = worker, batches
 
-    def __iter__(self) -> Iterator[Turn]:
+    def __iter__(self) -> Iterator[StepPlaceholder]:
         self._worker.prepare(self._batches)
-        yield Turn()  # Lightning fetches one batch before a resumed run knows its epoch
+        yield StepPlaceholder()  # Lightning fetches one batch before a resumed run knows its epoch
         total, number = self._worker.begin(), 1
         while not self._worker.over and (total is None or number < total):
             number += 1
-            yield Turn()
+            yield StepPlaceholder()
 
 
 @contextmanager
-def standing_still(counters: Counters, name: str) -> Iterator[None]:
+def timed_wait(counters: Counters, name: str) -> Iterator[None]:
     """Count a stretch of time in which a worker waits for something and does not train."""
     start = time.perf_counter()
     with counters.span(f"wait: {name}"):

@@ -113,18 +113,18 @@ def measure_step(case: str, matmul: str, batches: int) -> float:
     import torch
 
     from gtrain.model.kg.embedding import KGEmbedding
-    from gtrain_pbg.step.batch import EdgeBatch, Rows
-    from gtrain_pbg.step.relations import UpdateRule, Weights
+    from gtrain_pbg.step.batch import EdgeBatch, PartitionRows
+    from gtrain_pbg.step.relations import RelationWeights, UpdateRule
     from gtrain_pbg.step.training import TrainingStep
 
     dimension, batch, near, far = CASES[case]
     nodes, relations = 14541, 237
     model = KGEmbedding(nodes, relations, dimension=dimension, num_batch_negs=near, num_uniform_negs=far)
     table = model.entities[0].weight.detach().clone()
-    rows = Rows(table, table.new_zeros(nodes, 1), torch.full((nodes,), -1, dtype=torch.int32))
+    rows = PartitionRows(table, table.new_zeros(nodes, 1), torch.full((nodes,), -1, dtype=torch.int32))
     recipe = model.recipe().groups[0]
     weights = {
-        name: Weights(parameter.detach().clone(), torch.zeros(len(parameter), parameter[0].numel()))
+        name: RelationWeights(parameter.detach().clone(), torch.zeros(len(parameter), parameter[0].numel()))
         for name, parameter in recipe.parameters.items()
     }
     step = TrainingStep(recipe, weights, torch.float32, matmul)

@@ -24,8 +24,8 @@ from torchbiggraph.train import Trainer
 from torchbiggraph.types import Partition, Side
 
 from gtrain.model.kg.embedding import KGEmbedding
-from gtrain_pbg.step.batch import EdgeBatch, Rows
-from gtrain_pbg.step.relations import UpdateRule, Weights
+from gtrain_pbg.step.batch import EdgeBatch, PartitionRows
+from gtrain_pbg.step.relations import RelationWeights, UpdateRule
 from gtrain_pbg.step.training import TrainingStep
 
 NODES, RELATIONS, COLUMNS, CHUNK, UNIFORM, LR, EPS = 500, 5, 20, 50, 50, 0.1, 1e-10
@@ -74,9 +74,9 @@ class Ours:
     def __init__(self, table: Tensor, eps: float) -> None:
         model = KGEmbedding(NODES, RELATIONS, dimension=COLUMNS, num_batch_negs=CHUNK, num_uniform_negs=UNIFORM)
         recipe, self.table = model.recipe().groups[0], table.clone()
-        self._rows = Rows(self.table, table.new_zeros(NODES, 1), torch.full((NODES,), -1, dtype=torch.int32))
+        self._rows = PartitionRows(self.table, table.new_zeros(NODES, 1), torch.full((NODES,), -1, dtype=torch.int32))
         self.weights = {
-            name: Weights(parameter.detach().clone(), torch.zeros(len(parameter), parameter[0].numel()))
+            name: RelationWeights(parameter.detach().clone(), torch.zeros(len(parameter), parameter[0].numel()))
             for name, parameter in recipe.parameters.items()
         }
         self._step = TrainingStep(recipe, self.weights, torch.float32, "float32")

@@ -19,7 +19,7 @@ from gtrain.model.kg.groups import GroupedEdges, RelationGroup
 from gtrain.model.kg.negatives import ChunkDraws, DrawNodes
 from gtrain.model.kg.schema import GraphTypes, make_schema
 from gtrain.model.kg.tables import EntityTables
-from gtrain.model.kg.training import Edges, Negatives, make_loss
+from gtrain.model.kg.training import NegativeSampling, Triples, make_loss
 from gtrain.model.kinds import EMBEDDING
 from gtrain.model.mean_loss import log_mean_loss
 from gtrain.model.optimizers import MakeOptimizer, configured, with_tables
@@ -175,7 +175,7 @@ class KGEmbedding(EdgeModel):
             max_norm=max_norm,
             shared=global_emb,
         )
-        negatives = Negatives(num_batch_negs, num_uniform_negs, all_negs, head_negs, tail_negs)
+        negatives = NegativeSampling(num_batch_negs, num_uniform_negs, all_negs, head_negs, tail_negs)
         options: dict[str, Any] = {"comparator": comparator, "reciprocal": reciprocal, "bias": bias, "n3": n3}
         options |= {"loss": make_loss(loss, margin), "init_scale": relation_init_scale}
         self.groups = nn.ModuleList(
@@ -260,13 +260,13 @@ class KGEmbedding(EdgeModel):
         make = with_tables(self, self._make_sparse, self._make_optimizer)
         return configured(self.parameters(), make, self._make_scheduler, self._monitor)
 
-    def _edges(self, batch: Data) -> Edges:
+    def _edges(self, batch: Data) -> Triples:
         """The batch's edges by the ids of the source data."""
         if isinstance(batch, HeteroData):
             raise _several_types(batch.node_types)
         head, tail = batch.orig_id[batch.edge_label_index]
         relation = entry(batch, "edge_label_type")
-        return Edges(
+        return Triples(
             head,
             torch.zeros_like(head) if relation is None else relation,
             tail,
@@ -289,18 +289,18 @@ class KGEmbedding(EdgeModel):
             places int64 ``[b]``, ascending, and the numbers of these edges' chunks within their group, ``[b]``.
         """
         unit, number, total = torch.zeros_like(relation), torch.zeros_like(relation), 0
-        for group, places, some in self._grouped(Edges(relation, relation, relation)):
+        for group, places, some in self._grouped(Triples(relation, relation, relation)):
             chunk = self._groups[group].loss.chunk_numbers(some.relation)
             number[places], unit[places] = chunk, chunk + total
             total += int(chunk.max()) + 1 if len(chunk) else 0
         mine = (unit * ranks // max(total, 1) == rank).nonzero().flatten()
         return mine, number[mine]
 
-    def _loss(self, edges: Edges, split: str, draw: DrawNodes) -> tuple[Tensor, Tensor]:
+    def _loss(self, edges: Triples, split: str, draw: DrawNodes) -> tuple[Tensor, Tensor]:
         """Mean loss over the edges (there may be none), and the weight of that mean."""
         return self._mean(self.losses(edges, draw, training=split == "train"), self._weights(edges), split)
 
-    def losses(self, edges: Edges, draw: DrawNodes | None = None, *, training: bool = True) -> Tensor:
+    def losses(self, edges: Triples, draw: DrawNodes | None = None, *, training: bool = True) -> Tensor:
         """Loss of each edge, ``[B]``, whose weights do not count in it.
 
         Args:
@@ -316,14 +316,14 @@ class KGEmbedding(EdgeModel):
             places.append(place)
         return found[0] if len(found) == 1 else torch.cat(found)[torch.cat(places).argsort()]
 
-    def _weights(self, edges: Edges) -> Tensor | None:
+    def _weights(self, edges: Triples) -> Tensor | None:
         """What each edge's loss counts; None: all the same."""
         if self._relation_weight is None:
             return edges.weight
         by_relation = self._relation_weight.to(self.entities[0].weight.dtype)[edges.relation]
         return by_relation if edges.weight is None else by_relation * edges.weight
 
-    def _scored(self, edges: Edges, tail: Tensor) -> Tensor:
+    def _scored(self, edges: Triples, tail: Tensor) -> Tensor:
         """Scores of finding these tails, [B]."""
         found, places = [], []
         for number, place, some in self._grouped(replace(edges, tail=tail)):
@@ -339,7 +339,7 @@ class KGEmbedding(EdgeModel):
         true, false = self._scored(edges, edges.tail), self._scored(edges, self._drawn(edges, batch.seeds))
         self._log_scores(split, self._ranks(batch, edges), true, false)
 
-    def _drawn(self, edges: Edges, seeds: Tensor) -> Tensor:
+    def _drawn(self, edges: Triples, seeds: Tensor) -> Tensor:
         """False tails, one per edge, of the true tail's type, [B]; they depend on the edges' positions in the split."""
         drawn = torch.empty_like(edges.tail)
         for number, place, _ in self._grouped(edges):
@@ -348,7 +348,7 @@ class KGEmbedding(EdgeModel):
             drawn[place] = torch.from_numpy(others).to(drawn.device)
         return drawn
 
-    def _ranks(self, batch: Data, edges: Edges) -> tuple[Tensor, Tensor]:
+    def _ranks(self, batch: Data, edges: Triples) -> tuple[Tensor, Tensor]:
         """Ranks of the tails and of the heads among all nodes of their types."""
         known = [
             Csr(batch.orig_id[batch[f"known_{side}"]], None, batch[f"known_{side}_ptr"])

@@ -11,20 +11,20 @@ from torch import Tensor
 from gtrain.model.kg.groups import RelationGroup
 from gtrain.model.kg.scores import EdgeScores
 from gtrain.model.kg.tables import EntityTables
-from gtrain.model.kg.training import Edges
+from gtrain.model.kg.training import Triples
 from gtrain.model.ranking import CHUNK, known_of
 from gtrain.nn import Csr, select_rows
 
 _TRANSFORMED = 1 << 20
 """Numbers of candidates that are transformed for a relation at a time: never a copy of a block."""
 
-Blocks = Callable[[], Iterator[tuple[Tensor, Tensor]]]
+EntityBlocks = Callable[[], Iterator[tuple[Tensor, Tensor]]]
 """Begins to go through all entities of a type once: their ids ``[n]`` and embeddings ``[n, D]``, some at a time, in any
 order."""
 
 
 @dataclass(frozen=True)
-class Queries:
+class RankingQueries:
     """B edges of which one end is given.
 
     Attributes:
@@ -39,14 +39,14 @@ class Queries:
     answer: Tensor
     known: Csr | None
 
-    def select(self, order: Tensor) -> Queries:
+    def select(self, order: Tensor) -> RankingQueries:
         """Return some of the queries, in this order."""
         known = None if self.known is None else select_rows(self.known, order)
-        return Queries(self.given[order], self.relation[order], self.answer[order], known)
+        return RankingQueries(self.given[order], self.relation[order], self.answer[order], known)
 
 
 @dataclass(frozen=True)
-class Candidates:
+class EntityCandidates:
     """What an end of an edge may be: all entities of a type.
 
     Attributes:
@@ -54,12 +54,16 @@ class Candidates:
         count: N.
     """
 
-    blocks: Blocks
+    blocks: EntityBlocks
     count: int
 
 
 def rank_ends(
-    scores: EdgeScores, candidates: tuple[Candidates, Candidates], *, tails: Queries, heads: Queries
+    scores: EdgeScores,
+    candidates: tuple[EntityCandidates, EntityCandidates],
+    *,
+    tails: RankingQueries,
+    heads: RankingQueries,
 ) -> list[Tensor]:
     """Return the ranks of tails and of heads among all entities of their types, float64 ``[B]`` each, 1 for the best.
 
@@ -73,7 +77,7 @@ def rank_ends(
         tails: heads are given, tails are ranked.
         heads: tails are given, heads are ranked.
     """
-    sides = [_Side(scores, tails, True), _Side(scores, heads, False)]
+    sides = [_SideRanks(scores, tails, True), _SideRanks(scores, heads, False)]
     if candidates[0] is candidates[1]:
         _rank(sides, candidates[0])
     else:
@@ -82,7 +86,7 @@ def rank_ends(
     return [side.ranks() for side in sides]
 
 
-def _rank(sides: list[_Side], candidates: Candidates) -> None:
+def _rank(sides: list[_SideRanks], candidates: EntityCandidates) -> None:
     device = sides[0].device
     place = torch.full((candidates.count,), -1, device=device)
     for own_scores in (True, False):
@@ -97,10 +101,10 @@ def _rank(sides: list[_Side], candidates: Candidates) -> None:
             assert number < candidates.count
 
 
-class _Side:
+class _SideRanks:
     """The queries of one side and what has been counted for them."""
 
-    def __init__(self, scores: EdgeScores, queries: Queries, tails: bool) -> None:
+    def __init__(self, scores: EdgeScores, queries: RankingQueries, tails: bool) -> None:
         self._scores = scores
         self._static = tails and not scores.reciprocal  # transforms all candidates, once for each relation
         self.device = queries.answer.device
@@ -184,7 +188,7 @@ class GroupRanks:
         self._group, self._tables = group, tables
         self._lhs, self._rhs = group.spec.lhs, group.spec.rhs
 
-    def ends(self, edges: Edges) -> tuple[Tensor, Tensor]:
+    def ends(self, edges: Triples) -> tuple[Tensor, Tensor]:
         """Embeddings of the heads and of the tails; one lookup where they are of one type."""
         rows = self._tables.rows
         if self._lhs == self._rhs:
@@ -192,7 +196,7 @@ class GroupRanks:
             return heads, tails
         return rows[self._lhs](edges.head), rows[self._rhs](edges.tail)
 
-    def among_all(self, edges: Edges, place: Tensor, known: list[Csr | None]) -> list[Tensor]:
+    def among_all(self, edges: Triples, place: Tensor, known: list[Csr | None]) -> list[Tensor]:
         """Ranks of the tails and of the heads among all nodes of their types.
 
         Args:
@@ -210,8 +214,8 @@ class GroupRanks:
         return rank_ends(
             self._group.scores,
             (by_type[self._rhs], by_type[self._lhs]),
-            tails=Queries(heads, edges.relation, edges.tail, known_tails),
-            heads=Queries(tails, edges.relation, edges.head, known_heads),
+            tails=RankingQueries(heads, edges.relation, edges.tail, known_tails),
+            heads=RankingQueries(tails, edges.relation, edges.head, known_heads),
         )
 
     def among_some(self, rows: tuple[Tensor, Tensor], relation: Tensor, others: tuple[Tensor, Tensor]) -> list[Tensor]:
@@ -235,18 +239,18 @@ class GroupRanks:
                 (_listed(torch.cat([tails, more_tails])), _listed(torch.cat([heads, more_heads]))),
                 first,
             )
-        sides = Queries(heads, relation, first, None), Queries(tails, relation, second, None)
+        sides = RankingQueries(heads, relation, first, None), RankingQueries(tails, relation, second, None)
         return rank_ends(self._group.scores, candidates, tails=sides[0], heads=sides[1])
 
-    def _candidates(self, number: int, count: int) -> Candidates:
+    def _candidates(self, number: int, count: int) -> EntityCandidates:
         """All nodes of a type."""
-        return Candidates(lambda: self._tables.blocks(number), count)
+        return EntityCandidates(lambda: self._tables.blocks(number), count)
 
 
-def _listed(rows: Tensor) -> Candidates:
+def _listed(rows: Tensor) -> EntityCandidates:
     """These rows alone."""
     block = torch.arange(len(rows), device=rows.device), rows
-    return Candidates(lambda: iter([block]), len(rows))
+    return EntityCandidates(lambda: iter([block]), len(rows))
 
 
 def _of_type(known: Csr, place: Tensor, first: int) -> Csr:

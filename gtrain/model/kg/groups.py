@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gtrain.model.kg.schema import EntitySpec, GroupSpec, Schema
+from gtrain.model.kg.schema import EmbeddingSchema, EntitySpec, GroupSpec
 from gtrain.model.kg.scores import EdgeScores
-from gtrain.model.kg.training import Edges, Loss, Negatives, TrainingLoss
+from gtrain.model.kg.training import LossFunction, NegativeSampling, TrainingLoss, Triples
 
 
 class RelationGroup(nn.Module):
@@ -37,8 +37,8 @@ class RelationGroup(nn.Module):
         reciprocal: bool,
         bias: bool,
         init_scale: float | None,
-        loss: Loss,
-        negatives: Negatives,
+        loss: LossFunction,
+        negatives: NegativeSampling,
         n3: float,
     ) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class GroupedEdges(nn.Module):
     _group: Tensor
     _local: Tensor
 
-    def __init__(self, schema: Schema) -> None:
+    def __init__(self, schema: EmbeddingSchema) -> None:
         super().__init__()
         self._schema = schema
         of_relation, local = torch.zeros(2, schema.num_relations, dtype=torch.int64)
@@ -69,7 +69,7 @@ class GroupedEdges(nn.Module):
         self.register_buffer("_group", of_relation, persistent=False)
         self.register_buffer("_local", local, persistent=False)
 
-    def forward(self, edges: Edges) -> list[tuple[int, Tensor, Edges]]:
+    def forward(self, edges: Triples) -> list[tuple[int, Tensor, Triples]]:
         """Each group that has edges: its number, the places of its edges ``[b]``, and these by the group's own ids.
 
         Where no group has any, the first one is there without edges.
@@ -83,7 +83,7 @@ class GroupedEdges(nn.Module):
             found.append((number, places, self._localized(number, edges.select(places))))
         return found
 
-    def _localized(self, number: int, edges: Edges) -> Edges:
+    def _localized(self, number: int, edges: Triples) -> Triples:
         group, entities = self._schema.groups[number], self._schema.entities
         head, tail = edges.head - entities[group.lhs].first, edges.tail - entities[group.rhs].first
-        return Edges(head, self._local[edges.relation], tail, edges.weight, edges.chunk)
+        return Triples(head, self._local[edges.relation], tail, edges.weight, edges.chunk)

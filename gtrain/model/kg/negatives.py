@@ -45,7 +45,7 @@ class ChunkDraws:
         return torch.from_numpy(below(size, key(self._seed, group, end), chunk.cpu().numpy(), count))
 
 
-class Chunks(NamedTuple):
+class EdgeChunks(NamedTuple):
     """B edges dealt to C chunks of m places.
 
     Attributes:
@@ -56,9 +56,9 @@ class Chunks(NamedTuple):
     edge: Tensor
     filled: Tensor
 
-    def split(self, chunks: int) -> list[Chunks]:
+    def split(self, chunks: int) -> list[EdgeChunks]:
         """Return blocks of this many chunks."""
-        return [Chunks(*pair) for pair in zip(self.edge.split(chunks), self.filled.split(chunks), strict=True)]
+        return [EdgeChunks(*pair) for pair in zip(self.edge.split(chunks), self.filled.split(chunks), strict=True)]
 
     def false_places(self, others: int) -> Tensor:
         """Return which candidates are negatives of which edge, bool ``[C, m, m + others]``.
@@ -71,15 +71,15 @@ class Chunks(NamedTuple):
         return torch.cat([inside, inside.new_ones(chunks, places, others)], dim=-1)
 
 
-def in_order(edges: Tensor, places: int) -> Chunks:
+def in_order(edges: Tensor, places: int) -> EdgeChunks:
     """Cut edges ``[B]`` into chunks in their order; the last may have empty places."""
     num_edges = len(edges)
     places = max(1, min(places, num_edges))
     slot = torch.arange(-(-num_edges // places) * places, device=edges.device).view(-1, places)
-    return Chunks(slot.clamp(max=max(num_edges - 1, 0)), slot < num_edges)
+    return EdgeChunks(slot.clamp(max=max(num_edges - 1, 0)), slot < num_edges)
 
 
-def by_relation(relation: Tensor, places: int) -> Chunks:
+def by_relation(relation: Tensor, places: int) -> EdgeChunks:
     """Cut edges into chunks of one relation each, in their order within the relation.
 
     Args:
@@ -97,4 +97,4 @@ def by_relation(relation: Tensor, places: int) -> Chunks:
     within = begin.unsqueeze(1) + torch.arange(places, device=relation.device)
     filled = within < counts[group].unsqueeze(1)
     slot = (counts.cumsum(0) - counts)[group].unsqueeze(1) + within
-    return Chunks(order[slot.clamp(max=max(order.numel() - 1, 0))], filled)
+    return EdgeChunks(order[slot.clamp(max=max(order.numel() - 1, 0))], filled)

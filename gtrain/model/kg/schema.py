@@ -50,7 +50,7 @@ class GroupSpec:
 
 
 @dataclass(frozen=True)
-class Schema:
+class EmbeddingSchema:
     """What is embedded and what joins it.
 
     Attributes:
@@ -95,7 +95,7 @@ def make_schema(
     entities: Mapping[str, Mapping[str, Any]] | None,
     relations: Sequence[Mapping[str, Any]] | None,
     weights: Sequence[float] | None,
-) -> Schema:
+) -> EmbeddingSchema:
     """Put together what the data has and what the configuration says.
 
     Args:
@@ -120,7 +120,7 @@ def make_schema(
         key = (lhs, rhs, str(entry.get("operator") or operator), bool(_given(entry, "all_negs", all_negs)))
         groups.setdefault(key, []).append(relation)
     found = tuple(GroupSpec(*key, tuple(members)) for key, members in groups.items())
-    return Schema(specs, found, _weights(types, said, weights))
+    return EmbeddingSchema(specs, found, _weights(types, said, weights))
 
 
 def _entities(types: GraphTypes, dimension: int, said: Mapping[str, Mapping[str, Any]]) -> tuple[EntitySpec, ...]:

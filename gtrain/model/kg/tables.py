@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gtrain.model.kg.schema import EntitySpec
-from gtrain.model.kg.training import Table
+from gtrain.model.kg.training import RowLookup
 from gtrain.nn import Csr, Embedding, mean_rows
 from gtrain.nn.table import BLOCK_ROWS
 
@@ -54,8 +54,8 @@ class EntityTables(nn.Module):
             for spec, own, count in zip(entities, sparse, rows, strict=True)
         )
         self.shifts = nn.ParameterList(nn.Parameter(torch.zeros(1, s.dimension)) for s in entities) if shared else None
-        self.rows: list[Table] = [self._reader(number, False) for number in range(len(entities))]
-        self.trained_rows: list[Table] = [self._reader(number, True) for number in range(len(entities))]
+        self.rows: list[RowLookup] = [self._reader(number, False) for number in range(len(entities))]
+        self.trained_rows: list[RowLookup] = [self._reader(number, True) for number in range(len(entities))]
 
     def __len__(self) -> int:
         return len(self._entities)
@@ -94,7 +94,7 @@ class EntityTables(nn.Module):
         for ids in torch.arange(self._entities[number].count, device=self[number].weight.device).split(BLOCK_ROWS):
             yield ids, self.rows[number](ids).detach()
 
-    def _reader(self, number: int, training: bool) -> Table:
+    def _reader(self, number: int, training: bool) -> RowLookup:
         """What looks rows up; in training those that are too long are made shorter where they lie."""
         columns, most, bags = self._entities[number].dimension, self._max_norm, self.bags[number]
 

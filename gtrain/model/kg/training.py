@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gtrain.errors import ConfigError
-from gtrain.model.kg.negatives import Chunks, by_relation, in_order
+from gtrain.model.kg.negatives import EdgeChunks, by_relation, in_order
 from gtrain.model.kg.scores import EdgeScores
 
 LOSSES = ("ranking", "logistic", "softmax")
@@ -23,14 +23,14 @@ LOSSES = ("ranking", "logistic", "softmax")
 LIMIT = 1 << 25
 """Numbers of a block of chunks, about: a batch with more is computed block by block, forward and backward."""
 
-Table = Callable[[Tensor], Tensor]
+RowLookup = Callable[[Tensor], Tensor]
 """Rows ``[..., D]`` of ids ``[...]``."""
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+LossFunction = Callable[[Tensor, Tensor], Tensor]
 """Scores of true edges ``[...]`` and of each one's false edges ``[..., n]`` to a loss for each true edge ``[...]``."""
 
 
-def ranking(margin: float) -> Loss:
+def ranking(margin: float) -> LossFunction:
     """Return the sum over false edges of ``max(0, margin - true + false)``."""
 
     def loss(true: Tensor, false: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def softmax(true: Tensor, false: Tensor) -> Tensor:
     return torch.cat([true.unsqueeze(-1), false], dim=-1).logsumexp(-1) - true
 
 
-def make_loss(name: str, margin: float) -> Loss:
+def make_loss(name: str, margin: float) -> LossFunction:
     """Return the loss of that name.
 
     Raises:
@@ -62,7 +62,7 @@ def make_loss(name: str, margin: float) -> Loss:
 
 
 @dataclass(frozen=True)
-class Edges:
+class Triples:
     """B edges.
 
     Attributes:
@@ -82,14 +82,14 @@ class Edges:
     def __len__(self) -> int:
         return self.head.numel()
 
-    def select(self, rows: Tensor) -> Edges:
+    def select(self, rows: Tensor) -> Triples:
         """Return some of the edges."""
         weight, chunk = (None if value is None else value[rows] for value in (self.weight, self.chunk))
-        return Edges(self.head[rows], self.relation[rows], self.tail[rows], weight, chunk)
+        return Triples(self.head[rows], self.relation[rows], self.tail[rows], weight, chunk)
 
 
 @dataclass(frozen=True)
-class Negatives:
+class NegativeSampling:
     """Which false edges an edge is trained against.
 
     Attributes:
@@ -144,11 +144,13 @@ class TrainingLoss:
         sizes: entities of the heads' type and of the tails' type.
     """
 
-    def __init__(self, scores: EdgeScores, loss: Loss, negatives: Negatives, n3: float, sizes: tuple[int, int]) -> None:
+    def __init__(
+        self, scores: EdgeScores, loss: LossFunction, negatives: NegativeSampling, n3: float, sizes: tuple[int, int]
+    ) -> None:
         self.scores, self.loss, self.negatives, self.n3, self.sizes = scores, loss, negatives, n3, sizes
 
     def __call__(
-        self, tables: tuple[Table, Table], edges: Edges, draw: Callable[[int, int, Tensor, int], Tensor]
+        self, tables: tuple[RowLookup, RowLookup], edges: Triples, draw: Callable[[int, int, Tensor, int], Tensor]
     ) -> Tensor:
         """Return the loss of each edge, ``[B]``, whose weights do not count in it.
 
@@ -178,7 +180,7 @@ class TrainingLoss:
     def chunk_numbers(self, relation: Tensor) -> Tensor:
         """The number of each edge's chunk, ``[B]``, where these are the relations of all edges of a step.
 
-        Edges that are trained against all nodes are each a chunk: they are computed alike beside any others.
+        Triples that are trained against all nodes are each a chunk: they are computed alike beside any others.
         """
         if self.negatives.all:
             return torch.arange(len(relation), device=relation.device)
@@ -188,7 +190,7 @@ class TrainingLoss:
         number[chunks.edge[chunks.filled]] = chunks.filled.nonzero()[:, 0]
         return number
 
-    def _blocks(self, edges: Edges) -> list[Chunks]:
+    def _blocks(self, edges: Triples) -> list[EdgeChunks]:
         """Cut the batch into blocks of chunks; some whole chunks of a step are cut as the step is."""
         every, reciprocal, most = self.negatives.all, self.scores.reciprocal, max(self.sizes)
         if not every:
@@ -203,7 +205,9 @@ class TrainingLoss:
         size = places * candidates + (0 if every and reciprocal else candidates * dim)
         return chunks.split(max(1, LIMIT // size))
 
-    def _of_block(self, tables: tuple[Table, Table], edges: Edges, chunks: Chunks, drawn: Tensor) -> Tensor:
+    def _of_block(
+        self, tables: tuple[RowLookup, RowLookup], edges: Triples, chunks: EdgeChunks, drawn: Tensor
+    ) -> Tensor:
         """Loss at each place of these chunks, ``[C, m]``; drawn ``[2, C, u]``, heads and tails."""
         head, tail, relation = (ids[chunks.edge] for ids in (edges.head, edges.tail, edges.relation))
         heads, more_heads, tails, more_tails = self._looked_up(tables, (head, drawn[0], tail, drawn[1]))
@@ -220,7 +224,7 @@ class TrainingLoss:
             losses.append(self.n3 * self.scores.cubes(*flat).view(head.shape))
         return torch.stack(losses).sum(0)
 
-    def _looked_up(self, tables: tuple[Table, Table], ids: tuple[Tensor, ...]) -> list[Tensor]:
+    def _looked_up(self, tables: tuple[RowLookup, RowLookup], ids: tuple[Tensor, ...]) -> list[Tensor]:
         """Rows of two blocks of heads and two of tails; one lookup for each table, which may be far away."""
         widths = [block.size(1) for block in ids]
         if tables[0] is tables[1]:
@@ -228,7 +232,7 @@ class TrainingLoss:
         pairs = [tables[end](torch.cat(ids[2 * end : 2 * end + 2], dim=1)) for end in (0, 1)]
         return [rows for end in (0, 1) for rows in pairs[end].split(widths[2 * end : 2 * end + 2], dim=1)]
 
-    def _everything(self, tables: tuple[Table, Table], device: torch.device) -> tuple[Tensor, Tensor]:
+    def _everything(self, tables: tuple[RowLookup, RowLookup], device: torch.device) -> tuple[Tensor, Tensor]:
         """Rows ``[1, N, D]`` of all heads and of all tails."""
         heads, tails = (torch.arange(size, device=device) for size in self.sizes)
         every_head = tables[0](heads).unsqueeze(0)
@@ -242,7 +246,7 @@ class TrainingLoss:
         more: Tensor,
         ids: tuple[Tensor, Tensor],
         everything: Tensor | None,
-        chunks: Chunks,
+        chunks: EdgeChunks,
     ) -> Tensor:
         """Loss of the edges, whose ends have these ids, against other tails."""
         queries = self._queries(self.scores.tail_queries, heads, relation)
@@ -262,7 +266,7 @@ class TrainingLoss:
         return transform(rows.flatten(0, 1).unsqueeze(1), relation.flatten()).view(rows.shape)
 
     def _false(
-        self, queries: Tensor, answers: Tensor, more: Tensor, ids: Tensor, everything: Tensor | None, chunks: Chunks
+        self, queries: Tensor, answers: Tensor, more: Tensor, ids: Tensor, everything: Tensor | None, chunks: EdgeChunks
     ) -> Tensor:
         """Scores ``[C, m, n]`` of the candidates of one side; minus infinity of those that do not count.
 

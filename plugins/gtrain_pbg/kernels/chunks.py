@@ -20,7 +20,7 @@ AHEAD = 8
 """Rows that are asked for before they are changed."""
 
 
-class Sums(NamedTuple):
+class GradientSums(NamedTuple):
     """Gradients by rows of a table, added up over a batch.
 
     Attributes:
@@ -36,7 +36,7 @@ class Sums(NamedTuple):
     gradient: Any
 
 
-class End(NamedTuple):
+class Endpoint(NamedTuple):
     """Heads or tails of a batch, and what is computed of a chunk of them.
 
     A chunk has K rows: those of the ends of its m edges, and those of the u nodes that were drawn.
@@ -55,14 +55,14 @@ class End(NamedTuple):
     table: Any
     ids: Any
     drawn: Any
-    sums: Sums
+    sums: GradientSums
     replaced: bool
     rows: Any
     gradient: Any
     own: Any
 
 
-class Operator(NamedTuple):
+class OperatorArrays(NamedTuple):
     """The operator that queries of one direction are transformed by; as in :mod:`gtrain_pbg.kernels.operators`."""
 
     kind: int
@@ -72,7 +72,7 @@ class Operator(NamedTuple):
     by_b: Any
 
 
-class Loss(NamedTuple):
+class LossSettings(NamedTuple):
     """The loss, its margin, and each edge's weight ``[B]``."""
 
     kind: int
@@ -108,12 +108,12 @@ def train_chunks(ends: Any, operators: Any, relation: Any, places: int, uniform:
     """Compute the loss of a batch and its gradients.
 
     Args:
-        ends: :class:`End`, of heads and of tails.
-        operators: :class:`Operator` of queries that are heads and of those that are tails.
+        ends: :class:`Endpoint`, of heads and of tails.
+        operators: :class:`OperatorArrays` of queries that are heads and of those that are tails.
         relation: int64 ``[B]``.
         places: m; the last chunk may have fewer.
         uniform: u.
-        loss: :class:`Loss`.
+        loss: :class:`LossSettings`.
         scratch: :class:`Scratch`.
 
     Returns:

@@ -54,7 +54,7 @@ def check_tables(tables: TypedTables, warns: bool) -> None:
                         entity.spec.name, nbytes >> 20)  # fmt: skip
 
 
-class SeveralMachines:
+class MultiMachineDeployment:
     """A :class:`~gtrain_pbg.deployment.Deployment`: machines share partitions, and the lock server grants buckets.
 
     Args:

@@ -1,4 +1,4 @@
-"""Partitions in a folder, each version a pair of files: rows and optimizer state.
+"""Partitioning in a folder, each version a pair of files: rows and optimizer state.
 
 A version is the number of the lease under which it was written. The state's file gets its name first and that of the
 rows last, so that a version is there if its rows are, and what was written in part is never read. A version older than
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gtrain.errors import DataError, PeerLostError
 from gtrain_pbg import files
-from gtrain_pbg.partition_store import Free, PartitionStore
+from gtrain_pbg.partition_store import PartitionStore, ReuseWaits
 
 KINDS = (files.STATE, files.ROWS)
 """In the order in which they are written."""
@@ -87,11 +87,11 @@ class PartitionFolder(PartitionStore):
         for path in self.folder.glob("*.v*.npy*"):
             path.unlink(missing_ok=True)
 
-    def load(self, key: str, tensors: Mapping[str, Tensor], lease: int = 0, free: Free | None = None) -> None:
+    def load(self, key: str, tensors: Mapping[str, Tensor], lease: int = 0, free: ReuseWaits | None = None) -> None:
         for kind, tensor in tensors.items():
             files.read(self.path(key, kind), tensor)
 
-    def save(self, key: str, version: int, tensors: Mapping[str, Tensor]) -> Free:
+    def save(self, key: str, version: int, tensors: Mapping[str, Tensor]) -> ReuseWaits:
         for kind in KINDS:
             writing = self.begin(key, version, kind, tuple(tensors[kind].shape), tensors[kind].dtype)
             writing.add(tensors[kind])

@@ -14,9 +14,9 @@ from gtrain_pbg.machines.group import MachinesGroup
 from gtrain_pbg.machines.lock_client import LockClient
 from gtrain_pbg.machines.parameter_server import SharedParameters
 from gtrain_pbg.machines.scheduler import Grant
-from gtrain_pbg.swaps import Visit
+from gtrain_pbg.swaps import ScheduledBucket
 from gtrain_pbg.typed import TypedTables
-from gtrain_pbg.worker import BucketBatches, standing_still
+from gtrain_pbg.worker import BucketBatches, timed_wait
 
 
 class LeasedPartitions:
@@ -32,7 +32,7 @@ class LeasedPartitions:
         self._leases: dict[int, int] = {}
         self._under_way: Future[None] | None = None
 
-    def bring(self, grant: Grant) -> Visit:
+    def bring(self, grant: Grant) -> ScheduledBucket:
         """Bring the partitions of a bucket into slots; while it is trained, others are saved and one is read ahead."""
         self.settle()
         buffer, bucket = self._tables.buffer, grant.bucket
@@ -44,7 +44,7 @@ class LeasedPartitions:
             self._under_way = self._tables.begin_swaps(during, leases, self._released)
         self._tables.swap(before, leases, self._released)
         slots = buffer.slot_of[bucket[0]], buffer.slot_of[bucket[1]]
-        return Visit(bucket, grant.chunk, slots, before, during)
+        return ScheduledBucket(bucket, grant.chunk, slots, before, during)
 
     def give_back(self) -> None:
         """Save all partitions, and hold none any more."""
@@ -106,7 +106,7 @@ class LeasedBuckets:
     def begin(self, batches: BucketBatches, epoch: int) -> None:
         self._batches, self._epoch = batches, epoch
 
-    def visits(self) -> Iterator[Visit | None]:
+    def visits(self) -> Iterator[ScheduledBucket | None]:
         passes, first = self._batches.edges.passes, self._first(self._epoch)
         self._counts = {}
         for chunk in range(first, passes) if self._pauses else [first]:
@@ -119,7 +119,7 @@ class LeasedBuckets:
                 self.done = chunk + 1
                 yield None
 
-    def trained(self, visit: Visit, edges: int) -> None:
+    def trained(self, visit: ScheduledBucket, edges: int) -> None:
         self._edges = edges
 
     def counts(self) -> dict[str, float]:
@@ -155,11 +155,11 @@ class LeasedBuckets:
             self._parameters.get()
         self._machine.barrier()
 
-    def _next(self) -> Visit | None:
+    def _next(self) -> ScheduledBucket | None:
         """The machine's next bucket, with its partitions in memory; None: the round is over."""
         sent = torch.full((6,), -1)
         if self._leads:  # the machine's other workers stand still
-            with standing_still(self._everyone.counters, "bucket"), self._lock.explaining():
+            with timed_wait(self._everyone.counters, "bucket"), self._lock.explaining():
                 self._parameters.check()
                 grant = self._acquire()
                 if grant is not None:
@@ -169,7 +169,7 @@ class LeasedBuckets:
         head, tail, first, second, chunk, _ = self._machine.broadcast(sent).tolist()
         if not self._leads or head < 0:
             self._tables.buffer.slot_of = {} if head < 0 else {head: first, tail: second}
-        return None if head < 0 else Visit((head, tail), chunk, (first, second), (), ())
+        return None if head < 0 else ScheduledBucket((head, tail), chunk, (first, second), (), ())
 
     def _release(self, keys: list[str]) -> None:
         self._lock.ask("release", {"keys": keys})

@@ -24,7 +24,7 @@ from gtrain.wire import Caller, Message
 from gtrain_pbg.config import EACH, PBGConfig
 from gtrain_pbg.edges import mixed
 from gtrain_pbg.machines.heartbeat import ENDED, REPORT_SECONDS, FailureDetector, is_rank, pid_namespace
-from gtrain_pbg.machines.members import JobEndedError, Members, Reply, Settled
+from gtrain_pbg.machines.members import DeferredReplies, JobEndedError, Membership, Reply
 from gtrain_pbg.machines.scheduler import BucketScheduler
 from gtrain_pbg.order import bucket_order
 
@@ -75,8 +75,8 @@ class LockServer:
     ) -> None:
         self._settings, self._lock, self._clock = settings, threading.RLock(), clock
         self._state, self._report, self._report_waiting = state, tell, tell_waiting or tell
-        self._settled: Settled = []
-        self.members = Members(machines, devices, self._settled)
+        self._settled: DeferredReplies = []
+        self.members = Membership(machines, devices, self._settled)
         self._detector = FailureDetector(settings.lease_seconds, pid_namespace(), clock)
         self._scheduler: BucketScheduler | None = None
         self._scheduler_fields: dict[str, Any] = {}  # by which it was made
@@ -184,7 +184,7 @@ class LockServer:
             self._detector.beat(caller.client)
 
     def meet(self, message: Message, rank: int) -> Reply:
-        """See :class:`Members`. Fields: ``number`` and ``value``."""
+        """See :class:`Membership`. Fields: ``number`` and ``value``."""
         for said in self._unreported:
             self._report(said)
         self._unreported.clear()

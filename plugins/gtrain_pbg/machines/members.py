@@ -19,7 +19,7 @@ from gtrain.wire import Limits, Message
 from gtrain.wire.message import from_frames, to_frames
 
 Reply = Future[Message | None]
-Settled = list[Callable[[], None]]
+DeferredReplies = list[Callable[[], None]]
 """Sets the results of replies; called once the state from which they follow is saved."""
 
 
@@ -28,12 +28,12 @@ class JobEndedError(PeerLostError):
 
 
 @dataclass
-class _Meeting:
+class _PendingCollective:
     brought: dict[int, Message] = field(default_factory=dict)
     waiting: dict[int, Reply] = field(default_factory=dict)
 
 
-class Members:
+class Membership:
     """The ranks of a job.
 
     Args:
@@ -45,10 +45,10 @@ class Members:
         lost: why a machine is taken for lost, by its number.
     """
 
-    def __init__(self, machines: int, devices: int, settled: Settled) -> None:
+    def __init__(self, machines: int, devices: int, settled: DeferredReplies) -> None:
         self._devices, self._settled = devices, settled
         self._there = set(range(machines * devices))
-        self._meetings: dict[int, _Meeting] = {}
+        self._meetings: dict[int, _PendingCollective] = {}
         self._results: dict[int, Message] = {}
         self._came: dict[int, int] = {}  # the last meeting to which each rank came
         self.lost: dict[int, str] = {}
@@ -80,7 +80,7 @@ class Members:
         if number in self._results:
             self._settled.append(partial(reply.set_result, self._results[number]))
             return reply
-        meeting = self._meetings.setdefault(number, _Meeting())
+        meeting = self._meetings.setdefault(number, _PendingCollective())
         meeting.brought[rank] = brought
         meeting.waiting[rank] = reply
         self._hold()

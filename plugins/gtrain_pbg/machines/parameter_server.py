@@ -31,10 +31,10 @@ MOST_BYTES = 1e9
 def main(context: ServerContext) -> None:
     """Serve until asked to end."""
     start_heartbeat(context)
-    context.serve(Handlers().methods())
+    context.serve(ParameterHandlers().methods())
 
 
-class Handlers:
+class ParameterHandlers:
     """The methods of a parameter server. Keys are a parameter's name and the number of its piece."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from gtrain.wire import Caller, Client, Message, PeerRestartedError, RemoteError
 from gtrain_pbg import files
 from gtrain_pbg.machines.folder import KINDS, PartitionFolder
 from gtrain_pbg.machines.heartbeat import start_heartbeat
-from gtrain_pbg.partition_store import Free, PartitionStore
+from gtrain_pbg.partition_store import PartitionStore, ReuseWaits
 
 PIECE_BYTES = 64 << 20
 """Bytes of a partition that are sent at a time."""
@@ -30,10 +30,10 @@ def main(context: ServerContext) -> None:
         folder.clear()
     print(f"process {os.getpid()} serves {folder.folder}", flush=True)
     start_heartbeat(context)
-    context.serve(Handlers(folder).methods())
+    context.serve(PartitionHandlers(folder).methods())
 
 
-class Handlers:
+class PartitionHandlers:
     """The methods of a partition server.
 
     Args:
@@ -115,13 +115,13 @@ class PartitionClient(PartitionStore):
     def __init__(self, clients: Sequence[Client]) -> None:
         self._clients = list(clients)
 
-    def load(self, key: str, tensors: Mapping[str, Tensor], lease: int = 0, free: Free | None = None) -> None:
+    def load(self, key: str, tensors: Mapping[str, Tensor], lease: int = 0, free: ReuseWaits | None = None) -> None:
         for kind, tensor in tensors.items():
             for begin, end in _pieces(tensor):
                 fields = {"key": key, "kind": kind, "begin": begin, "end": end, "lease": lease}
                 tensor[begin:end] = self._ask(key, "read", fields).tensors[0]
 
-    def save(self, key: str, version: int, tensors: Mapping[str, Tensor]) -> Free:
+    def save(self, key: str, version: int, tensors: Mapping[str, Tensor]) -> ReuseWaits:
         client = self._client(key)
         while True:
             try:

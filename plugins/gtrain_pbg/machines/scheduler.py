@@ -20,7 +20,7 @@ from typing import Any
 from gtrain_pbg.files import partition_key
 from gtrain_pbg.order import Bucket, components
 
-Work = tuple[int, Bucket]
+BucketTask = tuple[int, Bucket]
 """An edge chunk, and a bucket of it."""
 
 
@@ -42,7 +42,7 @@ class Grant:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class GrantRanking:
     """What the other machines can do while one machine's next bucket is chosen.
 
     Attributes:
@@ -91,14 +91,14 @@ def _load(buckets: Sequence[Bucket]) -> Counter[int]:
 
 
 @dataclass
-class _Machine:
+class _MachineState:
     leases: dict[str, int] = field(default_factory=dict)
-    active: Work | None = None
+    active: BucketTask | None = None
     ahead: int | None = None  # what it reads for its next bucket
-    unsaved: dict[Work, set[str]] = field(default_factory=dict)  # trained, and partitions not yet written back
+    unsaved: dict[BucketTask, set[str]] = field(default_factory=dict)  # trained, and partitions not yet written back
 
     @property
-    def works(self) -> list[Work]:
+    def works(self) -> list[BucketTask]:
         """What is not done, in the order of its grants."""
         return [*self.unsaved, *([] if self.active is None else [self.active])]
 
@@ -131,13 +131,13 @@ class BucketScheduler:
     ) -> None:
         self._table, self._order, self._chunks, self._as_tree = table, order, chunks, as_tree
         self._ahead = ahead and not as_tree
-        self._machines: dict[int, _Machine] = {}
+        self._machines: dict[int, _MachineState] = {}
         self._chunk, self._pending = first, [(first, bucket) for bucket in order(first)]
         self._component = components(bucket for _, bucket in self._pending)
         self._known: set[str] = set()
         self._rooted: set[int] = set()  # components of which a bucket is done
-        self._trained_edges: dict[Work, int] = {}
-        self.edges: dict[Work, int] = {}
+        self._trained_edges: dict[BucketTask, int] = {}
+        self.edges: dict[BucketTask, int] = {}
         self.again = 0
 
     @property
@@ -146,7 +146,7 @@ class BucketScheduler:
         return not self._pending and not self._busy and self._chunk + 1 >= self._chunks
 
     def acquire(self, machine: int, next_lease: Callable[[], int]) -> Grant | None:
-        """Grant a bucket of which no other machine holds any partition, or None; see :class:`Outlook` for which.
+        """Grant a bucket of which no other machine holds any partition, or None; see :class:`GrantRanking` for which.
 
         The machine is to write back what else it holds, and then to say so by :meth:`released`.
         """
@@ -202,7 +202,7 @@ class BucketScheduler:
 
     def lose(self, machine: int) -> None:
         """A machine is gone: what it had not written back is to be trained again."""
-        mine = self._machines.pop(machine, _Machine())
+        mine = self._machines.pop(machine, _MachineState())
         self._pending[:0] = mine.works
         self.again += len(mine.works)
 
@@ -231,21 +231,21 @@ class BucketScheduler:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state` returned, of a scheduler that was made with the same arguments."""
         self._chunk, self.again = state["chunk"], state["again"]
-        self._pending = [_work(work) for work in state["pending"]]
+        self._pending = [_task(work) for work in state["pending"]]
         self._known, self._rooted = set(state["known"]), set(state["rooted"])
-        self._trained_edges = {_work(work): edges for work, edges in state["trained"]}
-        self.edges = {_work(work): edges for work, edges in state["edges"]}
+        self._trained_edges = {_task(work): edges for work, edges in state["trained"]}
+        self.edges = {_task(work): edges for work, edges in state["edges"]}
         for number, saved in state["machines"].items():
-            active = None if saved["active"] is None else _work(saved["active"])
-            unsaved = {_work(work): set(keys) for work, keys in saved["unsaved"]}
-            self._machines[number] = _Machine(saved["leases"], active, saved["ahead"], unsaved)
+            active = None if saved["active"] is None else _task(saved["active"])
+            unsaved = {_task(work): set(keys) for work, keys in saved["unsaved"]}
+            self._machines[number] = _MachineState(saved["leases"], active, saved["ahead"], unsaved)
 
     @property
     def _busy(self) -> bool:
         return any(machine.works for machine in self._machines.values())
 
-    def _of(self, machine: int) -> _Machine:
-        return self._machines.setdefault(machine, _Machine())
+    def _of(self, machine: int) -> _MachineState:
+        return self._machines.setdefault(machine, _MachineState())
 
     def _keys(self, partitions: Iterable[int]) -> set[str]:
         return {partition_key(self._table, partition) for partition in partitions}
@@ -254,12 +254,12 @@ class BucketScheduler:
         """Partitions that others hold."""
         return {key for other, holder in self._machines.items() if other != machine for key in holder.leases}
 
-    def _outlook(self, machine: int) -> Outlook:
+    def _outlook(self, machine: int) -> GrantRanking:
         """What others have before them, for the choice of a machine's bucket."""
         pending = [bucket for _, bucket in self._pending]
         idle = any(other.active is None for number, other in self._machines.items() if number != machine)
         if not idle and (self._known or not self._as_tree):
-            return Outlook(pending, len(self._machines))
+            return GrantRanking(pending, len(self._machines))
         mine, taken = self._of(machine), self._taken(machine)
         known = self._known.union(*(self._keys(bucket) for _, bucket in mine.unsaved))
         free = [
@@ -268,7 +268,7 @@ class BucketScheduler:
             if not (keys := self._keys(bucket)) & taken and (not self._as_tree or keys & known)
         ]
         unknown = [p for p in self._component if partition_key(self._table, p) not in known] if self._as_tree else []
-        return Outlook(pending, len(self._machines), True, free, unknown)
+        return GrantRanking(pending, len(self._machines), True, free, unknown)
 
     def _reserve(self, machine: int, bucket: Bucket, next_lease: Callable[[], int]) -> int | None:
         """Lease the partition that the machine's next bucket needs beside one of these, if it may be read ahead."""
@@ -289,7 +289,7 @@ class BucketScheduler:
                 return partition
         return None
 
-    def _others_get_on(self, machine: int, reserved: set[str], work: Work) -> bool:
+    def _others_get_on(self, machine: int, reserved: set[str], work: BucketTask) -> bool:
         """Whether each other machine has a bucket that it could begin without what is reserved for this work."""
         return all(
             any(other != work and not self._keys(other[1]) & (self._taken(one) | reserved) for other in self._pending)
@@ -297,7 +297,7 @@ class BucketScheduler:
             if one != machine
         )
 
-    def _allowed(self, bucket: Bucket, keys: set[str], mine: _Machine) -> bool:
+    def _allowed(self, bucket: Bucket, keys: set[str], mine: _MachineState) -> bool:
         if not self._as_tree or keys & self._known or any(keys & self._keys(other) for _, other in mine.unsaved):
             return True
         begun = {self._component[other[0]] for machine in self._machines.values() for _, other in machine.works}
@@ -310,7 +310,7 @@ class BucketScheduler:
             self._pending = [(self._chunk, bucket) for bucket in self._order(self._chunk)]
 
 
-def _work(packed: Any) -> Work:
+def _task(packed: Any) -> BucketTask:
     """A work whose tuples were packed as lists."""
     chunk, (head, tail) = packed
     return chunk, (head, tail)

@@ -10,7 +10,7 @@ from gtrain.nn import Csr, mean_rows
 
 
 @dataclass
-class Rows:
+class PartitionRows:
     """The rows that one end of the edges refers to: a partition of the table.
 
     Attributes:

@@ -15,9 +15,9 @@ from torch import Tensor
 from gtrain.nn.recipe import EdgeRecipe
 from gtrain_pbg.kernels import chunks as kernels
 from gtrain_pbg.kernels.tiles import has_words, padded
-from gtrain_pbg.step.batch import EdgeBatch, Rows
+from gtrain_pbg.step.batch import EdgeBatch, PartitionRows
 from gtrain_pbg.step.layout import Floats, Workspace
-from gtrain_pbg.step.relations import KINDS, RelationOperator, UpdateRule
+from gtrain_pbg.step.relations import OPERATOR_CODES, RelationOperator, UpdateRule
 from gtrain_pbg.step.scores import LOSSES
 
 MOST = 1 << 27
@@ -28,7 +28,7 @@ def fits(recipe: EdgeRecipe, work: Workspace) -> bool:
     """Whether :class:`ChunkTraining` trains this model, and is the faster way."""
     small = recipe.places * (recipe.places + recipe.num_uniform_negs) * recipe.dimension <= MOST
     own_rows = recipe.bags == (None, None) and recipe.shifts is None and recipe.max_norm is None and not recipe.bias
-    by_column = recipe.operator in KINDS and (recipe.reciprocal or not recipe.forwards)
+    by_column = recipe.operator in OPERATOR_CODES and (recipe.reciprocal or not recipe.forwards)
     inner = recipe.comparator == "dot" and not recipe.n3
     answers = recipe.num_batch_negs > 0 and not recipe.all_negs and not recipe.self_negs
     return small and own_rows and by_column and inner and answers and (has_words() or not work.low)
@@ -55,7 +55,9 @@ class ChunkTraining:
         self._scratch = self._make_scratch(m, count)
         self._count: Floats = np.zeros((2, 1), dtype=np.int64)
 
-    def __call__(self, batch: EdgeBatch, tables: tuple[Rows, Rows], weight: Tensor, rule: UpdateRule) -> float:
+    def __call__(
+        self, batch: EdgeBatch, tables: tuple[PartitionRows, PartitionRows], weight: Tensor, rule: UpdateRule
+    ) -> float:
         """Train on a batch.
 
         Args:
@@ -72,35 +74,35 @@ class ChunkTraining:
         ends: list[Any] = []
         given = zip(tables, (batch.heads, batch.tails), batch.drawn, sums, self._ends, strict=True)
         for (table, ids, drawn, own, room), replaced in zip(given, (recipe.head_negs, recipe.tail_negs), strict=True):
-            ends.append(kernels.End(table.value.numpy(), ids.numpy(), drawn.numpy(), own, replaced, *room))
-        loss = kernels.Loss(LOSSES[recipe.loss], recipe.margin, weight.numpy())
+            ends.append(kernels.Endpoint(table.value.numpy(), ids.numpy(), drawn.numpy(), own, replaced, *room))
+        loss = kernels.LossSettings(LOSSES[recipe.loss], recipe.margin, weight.numpy())
         arguments: list[Any] = [tuple(ends), self._operators, batch.relation.numpy(), recipe.places]
         lost: float = kernels.train_chunks(*arguments, recipe.num_uniform_negs, loss, self._scratch)
         for table, own in zip(tables, sums, strict=True):
             kernels.apply_sums(own, table.value.numpy(), table.state.numpy(), *rule.numbers)
         return lost
 
-    def _sums(self, batch: EdgeBatch, tables: tuple[Rows, Rows]) -> list[kernels.Sums]:
+    def _sums(self, batch: EdgeBatch, tables: tuple[PartitionRows, PartitionRows]) -> list[kernels.GradientSums]:
         """Room for gradients: the same for both ends where their table is."""
         same = tables[0].value.data_ptr() == tables[1].value.data_ptr()
-        found: list[kernels.Sums] = []
+        found: list[kernels.GradientSums] = []
         for end, table in enumerate(tables):
             if end and same:
                 return found * 2
             most = min(len(table.value), (len(batch) + batch.drawn[end].numel()) * (1 + same))
             rows = self._work.take(f"summed {end}", most, dtype=torch.int64)
             gradient = self._work.take(f"sums {end}", most, self._width)
-            found.append(kernels.Sums(table.head.numpy(), rows.numpy(), self._count[end], gradient.numpy()))
+            found.append(kernels.GradientSums(table.head.numpy(), rows.numpy(), self._count[end], gradient.numpy()))
         return found
 
-    def _operator(self, operator: RelationOperator | None) -> kernels.Operator:
+    def _operator(self, operator: RelationOperator | None) -> kernels.OperatorArrays:
         if operator is None or not operator.weights:
-            return kernels.Operator(KINDS["none"], *[self._none] * 4)
+            return kernels.OperatorArrays(OPERATOR_CODES["none"], *[self._none] * 4)
         first, *rest = operator.weights.values()
         second = rest[0] if rest else first
         pair = (first, second)
         arrays = [weights.value.numpy() for weights in pair] + [weights.gradient.numpy() for weights in pair]
-        return kernels.Operator(KINDS[operator.name], *arrays)
+        return kernels.OperatorArrays(OPERATOR_CODES[operator.name], *arrays)
 
     def _make_scratch(self, m: int, count: int) -> kernels.Scratch:
         """Room for what is computed of m edges and ``count`` candidates."""

@@ -18,7 +18,7 @@ Floats = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """A batch of B edges in chunks of ``places`` edges and ``uniform`` drawn nodes.
 
     Attributes:
@@ -155,7 +155,7 @@ class Workspace:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
 
-def layout_of(recipe: EdgeRecipe, edges: int, nodes: int) -> Layout:
+def layout_of(recipe: EdgeRecipe, edges: int, nodes: int) -> BatchLayout:
     """How a batch lies.
 
     Args:
@@ -163,4 +163,8 @@ def layout_of(recipe: EdgeRecipe, edges: int, nodes: int) -> Layout:
         edges: B.
         nodes: candidates where all nodes are negatives.
     """
-    return Layout(edges, edges, nodes) if recipe.all_negs else Layout(edges, recipe.places, recipe.num_uniform_negs)
+    return (
+        BatchLayout(edges, edges, nodes)
+        if recipe.all_negs
+        else BatchLayout(edges, recipe.places, recipe.num_uniform_negs)
+    )

@@ -29,7 +29,7 @@ _NO_FACTOR = np.ones(1, dtype=np.float32)
 
 
 @dataclass
-class Operands:
+class ChunkOperands:
     """What a group of chunks is computed from, and where its gradients go.
 
     Attributes:
@@ -43,7 +43,7 @@ class Operands:
     by_candidates: Tensor
 
 
-class Piece:
+class QueryBlock:
     """Some queries of each chunk of a group, whose scores are computed at a time.
 
     Args:
@@ -52,7 +52,7 @@ class Piece:
         scores: ``[G, m, K]``, of the group; receives the gradient by the scores.
     """
 
-    def __init__(self, part: slice, rows: Operands, scores: Tensor) -> None:
+    def __init__(self, part: slice, rows: ChunkOperands, scores: Tensor) -> None:
         self.first: int = part.start
         self._queries, self._by_queries = rows.queries[:, part], rows.by_queries[:, part]
         self._candidates, self._turned = rows.candidates, rows.candidates.transpose(1, 2)
@@ -78,7 +78,7 @@ class Piece:
         torch.bmm(self._scores, self._candidates, out=self._by_queries)
 
 
-class Group:
+class ChunkGroup:
     """Chunks that are computed together, piece by piece.
 
     Args:
@@ -89,9 +89,11 @@ class Group:
         each: queries of a piece.
     """
 
-    def __init__(self, begin: int, end: int, rows: Operands, scores: Tensor, each: int) -> None:
+    def __init__(self, begin: int, end: int, rows: ChunkOperands, scores: Tensor, each: int) -> None:
         self.begin, self.end, self._rows, self._scores = begin, end, rows, scores
-        self.pieces: Sequence[Piece] = [Piece(part, rows, scores) for part in slices(rows.queries.size(1), each)]
+        self.pieces: Sequence[QueryBlock] = [
+            QueryBlock(part, rows, scores) for part in slices(rows.queries.size(1), each)
+        ]
 
     @property
     def columns(self) -> int:
@@ -111,7 +113,7 @@ def slices(count: int, each: int) -> list[slice]:
     return [slice(first, min(first + each, count)) for first in range(0, count, each)]
 
 
-class Pairs(NamedTuple):
+class AnswerPairs(NamedTuple):
     """What is added to the gradients of n rows for the scores of answers; as ``kernels.rounding.gather`` takes it.
 
     Attributes:
@@ -125,14 +127,14 @@ class Pairs(NamedTuple):
     other: Floats
 
 
-def answers_apart(edges: int, columns: int) -> tuple[Pairs, Pairs]:
+def answers_apart(edges: int, columns: int) -> tuple[AnswerPairs, AnswerPairs]:
     """Pairs of queries and of candidates where answers are no columns."""
     none: Floats = np.zeros(0, dtype=np.int64)
     first: Floats = np.zeros(max(edges, columns) + 1, dtype=np.int64)
-    return Pairs(first, none, none), Pairs(first, none, none)
+    return AnswerPairs(first, none, none), AnswerPairs(first, none, none)
 
 
-def answers_in(column: Tensor, columns: int) -> tuple[Pairs, Pairs]:
+def answers_in(column: Tensor, columns: int) -> tuple[AnswerPairs, AnswerPairs]:
     """The same where answers are in these columns.
 
     Args:
@@ -143,16 +145,18 @@ def answers_in(column: Tensor, columns: int) -> tuple[Pairs, Pairs]:
     first = torch.zeros(columns + 1, dtype=torch.int64)
     torch.cumsum(torch.bincount(column, minlength=columns), 0, out=first[1:])
     order = column.argsort(stable=True)
-    return Pairs(each.numpy(), each.numpy(), column.numpy()), Pairs(first.numpy(), order.numpy(), each.numpy())
+    return AnswerPairs(each.numpy(), each.numpy(), column.numpy()), AnswerPairs(
+        first.numpy(), order.numpy(), each.numpy()
+    )
 
 
 @lru_cache(maxsize=8)
-def answers_first(edges: int, columns: int) -> tuple[Pairs, Pairs]:
+def answers_first(edges: int, columns: int) -> tuple[AnswerPairs, AnswerPairs]:
     """The same where the answer of an edge is in the column of its number."""
     return answers_in(torch.arange(edges), columns)
 
 
-class _Side(NamedTuple):
+class RoundedRows(NamedTuple):
     """Rows rounded to 8 bits, int8 ``[n, D]``, and their scales, float32 ``[n]``; ``target`` is the memory of rows."""
 
     rows: Tensor
@@ -160,7 +164,7 @@ class _Side(NamedTuple):
     scale: Floats
 
     @classmethod
-    def empty(cls, count: int, width: int, work: Workspace, name: str) -> _Side:
+    def empty(cls, count: int, width: int, work: Workspace, name: str) -> RoundedRows:
         rows = work.take(f"rounded {name}", count, width, dtype=torch.int8)
         return cls(rows, rows.numpy(), np.empty(count, dtype=np.float32))
 
@@ -168,7 +172,7 @@ class _Side(NamedTuple):
         rounding.round_rows(bits(rows), self.target, self.scale)
 
 
-class Integers:
+class IntegerBuffers:
     """What is computed with for chunks of m queries and K candidates of width D, one after the other.
 
     Args:
@@ -186,8 +190,8 @@ class Integers:
     """
 
     def __init__(self, m: int, count: int, width: int, each: int, work: Workspace) -> None:
-        self.queries = _Side.empty(m, width, work, "queries")
-        self.candidates = _Side.empty(count, width, work, "candidates")
+        self.queries = RoundedRows.empty(m, width, work, "queries")
+        self.candidates = RoundedRows.empty(count, width, work, "candidates")
         self.even = work.take("even candidates", count, width, dtype=torch.int8)
         self.gradient = work.take("rounded gradient", m, count, dtype=torch.int8)
         self.scale: Floats = np.empty(m, dtype=np.float32)
@@ -195,10 +199,10 @@ class Integers:
         self.by_candidates = work.take("integers by candidates", count, width, dtype=torch.int32)
         self.scratch: Floats = np.empty(width, dtype=np.float32)
         products = work.take("integers", min(each, m), count, dtype=torch.int32)
-        self.pieces = [RoundedPiece(part, products, self) for part in slices(m, each)]
+        self.pieces = [RoundedQueryBlock(part, products, self) for part in slices(m, each)]
 
 
-class RoundedPiece(Piece):
+class RoundedQueryBlock(QueryBlock):
     """Some queries of a chunk.
 
     Args:
@@ -207,7 +211,7 @@ class RoundedPiece(Piece):
         chunk: has the rows.
     """
 
-    def __init__(self, part: slice, products: Tensor, chunk: Integers) -> None:
+    def __init__(self, part: slice, products: Tensor, chunk: IntegerBuffers) -> None:
         self.first = part.start
         self._queries, self._turned = chunk.queries.rows[part], chunk.candidates.rows.T
         self._found = products[: part.stop - part.start]
@@ -223,7 +227,7 @@ class RoundedPiece(Piece):
         """It is done for all pieces at a time."""
 
 
-class RoundedGroup(Group):
+class RoundedChunk(ChunkGroup):
     """One chunk.
 
     Args:
@@ -235,7 +239,12 @@ class RoundedGroup(Group):
     """
 
     def __init__(
-        self, begin: int, rows: Operands, answers: tuple[Pairs, Pairs], by_answer: Floats, integers: Integers
+        self,
+        begin: int,
+        rows: ChunkOperands,
+        answers: tuple[AnswerPairs, AnswerPairs],
+        by_answer: Floats,
+        integers: IntegerBuffers,
     ) -> None:
         self.begin, self.end, self._rows, self.pieces = begin, begin + 1, rows, integers.pieces
         self._answers, self._by_answer, self._integers = answers, by_answer, integers
@@ -255,7 +264,7 @@ class RoundedGroup(Group):
         scale = np.full(self.columns, factor, dtype=np.float32)
         self._give(chunk.by_candidates, scale, of_candidates, rows.queries, rows.by_candidates)
 
-    def _give(self, found: Tensor, scale: Floats, pairs: Pairs, others: Tensor, result: Tensor) -> None:
+    def _give(self, found: Tensor, scale: Floats, pairs: AnswerPairs, others: Tensor, result: Tensor) -> None:
         scratch = self._integers.scratch
         rounding.gather(found.numpy(), scale, *pairs, self._by_answer, bits(others[0]), scratch, bits(result[0]))
 

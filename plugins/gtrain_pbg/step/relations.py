@@ -11,9 +11,9 @@ from torch import Tensor
 
 from gtrain_pbg.kernels import operators as kernels
 from gtrain_pbg.kernels import updates
-from gtrain_pbg.step.layout import Floats, Layout, Workspace, bits
+from gtrain_pbg.step.layout import BatchLayout, Floats, Workspace, bits
 
-KINDS = {
+OPERATOR_CODES = {
     "none": kernels.NONE,
     "translation": kernels.TRANSLATION,
     "diagonal": kernels.DIAGONAL,
@@ -58,7 +58,7 @@ def state_width(kind: str, width: int) -> int:
 
 
 @dataclass
-class Weights:
+class RelationWeights:
     """One parameter: a row for each relation.
 
     Attributes:
@@ -89,7 +89,7 @@ class RelationOperator:
         work: buffers.
     """
 
-    def __init__(self, name: str, weights: dict[str, Weights], work: Workspace) -> None:
+    def __init__(self, name: str, weights: dict[str, RelationWeights], work: Workspace) -> None:
         assert tuple(weights) == _NAMES[name], (name, tuple(weights))
         self.name, self.weights, self._work = name, weights, work
         self._pair = [weights[key] for key in _NAMES[name]] * 2
@@ -99,7 +99,7 @@ class RelationOperator:
         """Whether it has matrices."""
         return self.name in ("linear", "affine")
 
-    def forward(self, rows: Tensor, layout: Layout, relation: Tensor, result: Tensor, low: Tensor | None) -> None:
+    def forward(self, rows: Tensor, layout: BatchLayout, relation: Tensor, result: Tensor, low: Tensor | None) -> None:
         """Transform the rows of a side's edges ``[Z, D]`` by their relations ``[B]`` into ``[B, D]``."""
         if self.is_linear:
             self._forward_linear(rows, layout, relation, result)
@@ -109,9 +109,11 @@ class RelationOperator:
         a, b = (weights.value.numpy() for weights in self._pair[:2])
         target = bits(torch.empty(1, 1, dtype=torch.bfloat16) if low is None else low)
         place = (layout.places, layout.uniform, relation.numpy())
-        kernels.transform(KINDS[self.name], rows.numpy(), *place, a, b, result.numpy(), target, low is not None)
+        kernels.transform(
+            OPERATOR_CODES[self.name], rows.numpy(), *place, a, b, result.numpy(), target, low is not None
+        )
 
-    def backward(self, gradient: Tensor, rows: Tensor, layout: Layout, relation: Tensor, by_row: Tensor) -> None:
+    def backward(self, gradient: Tensor, rows: Tensor, layout: BatchLayout, relation: Tensor, by_row: Tensor) -> None:
         """From the gradient by the results ``[B, D]`` to those by rows ``[B, D]`` and parameters (added)."""
         if self.is_linear:
             self._backward_linear(gradient, rows, layout, relation, by_row)
@@ -119,9 +121,11 @@ class RelationOperator:
         a, b = (weights.value.numpy() for weights in self._pair[:2])
         by_a, by_b = (weights.gradient.numpy() for weights in self._pair[:2])
         place = (layout.places, layout.uniform, relation.numpy())
-        kernels.transform_back(KINDS[self.name], bits(gradient), rows.numpy(), *place, a, b, by_row.numpy(), by_a, by_b)
+        kernels.transform_back(
+            OPERATOR_CODES[self.name], bits(gradient), rows.numpy(), *place, a, b, by_row.numpy(), by_a, by_b
+        )
 
-    def _groups(self, layout: Layout, relation: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+    def _groups(self, layout: BatchLayout, relation: Tensor) -> list[tuple[int, Tensor, Tensor]]:
         """Each relation with its edges and their rows; one product of matrices each."""
         if layout.edges and bool((relation == relation[0]).all()):
             return [(int(relation[0]), torch.arange(layout.edges), layout.spots)]
@@ -130,14 +134,14 @@ class RelationOperator:
         edges = order.split(counts.tolist())
         return [(r, some, layout.spots[some]) for r, some in zip(found.tolist(), edges, strict=True)]
 
-    def _forward_linear(self, rows: Tensor, layout: Layout, relation: Tensor, result: Tensor) -> None:
+    def _forward_linear(self, rows: Tensor, layout: BatchLayout, relation: Tensor, result: Tensor) -> None:
         matrix, vector = self.weights["matrix"].value, self.weights.get("vector")
         for r, edges, spots in self._groups(layout, relation):
             found = rows[spots] @ matrix[r].T
             result[edges] = found if vector is None else found + vector.value[r]
 
     def _backward_linear(
-        self, gradient: Tensor, rows: Tensor, layout: Layout, relation: Tensor, by_row: Tensor
+        self, gradient: Tensor, rows: Tensor, layout: BatchLayout, relation: Tensor, by_row: Tensor
     ) -> None:
         matrix, vector = self.weights["matrix"], self.weights.get("vector")
         for r, edges, spots in self._groups(layout, relation):
@@ -150,7 +154,7 @@ class RelationOperator:
     def regularize(
         self,
         sides: tuple[Tensor, Tensor],
-        layout: Layout,
+        layout: BatchLayout,
         relation: Tensor,
         weight: Tensor,
         by_rows: tuple[Tensor, Tensor],
@@ -158,7 +162,7 @@ class RelationOperator:
     ) -> float:
         """The weighted N3 norms of edges, and their gradients, added."""
         complex_numbers = self.name == "complex_diagonal"
-        with_relation = self.name in KINDS and bool(self.weights)
+        with_relation = self.name in OPERATOR_CODES and bool(self.weights)
         nothing: Any = np.empty((1, 1), dtype=sides[0].numpy().dtype)
         a, b = (w.value.numpy() for w in self._pair[:2]) if with_relation else (nothing, nothing)
         by_a, by_b = (w.gradient.numpy() for w in self._pair[:2]) if with_relation else (nothing, nothing)

@@ -15,8 +15,16 @@ from torch import Tensor
 from gtrain.nn.recipe import EdgeRecipe
 from gtrain_pbg.kernels import rows as kernels
 from gtrain_pbg.kernels import scores as losses
-from gtrain_pbg.step.layout import Floats, Layout, Operand, Workspace, bits
-from gtrain_pbg.step.products import Group, Integers, Operands, RoundedGroup, answers_apart, answers_first, answers_in
+from gtrain_pbg.step.layout import BatchLayout, Floats, Operand, Workspace, bits
+from gtrain_pbg.step.products import (
+    ChunkGroup,
+    ChunkOperands,
+    IntegerBuffers,
+    RoundedChunk,
+    answers_apart,
+    answers_first,
+    answers_in,
+)
 
 BLOCK = 1 << 18
 """Scores of small chunks computed at a time, about: 512 KiB in bfloat16."""
@@ -29,10 +37,10 @@ FEW = 64
 ROUNDED = 100_000
 """Least number of scores of a chunk whose rows are rounded: of a small one, most of the time is spent elsewhere."""
 LOSSES = {"ranking": losses.RANKING, "logistic": losses.LOGISTIC, "softmax": losses.SOFTMAX}
-KINDS = {"dot": losses.INNER, "cos": losses.INNER, "squared_l2": losses.SQUARED, "l2": losses.ROOT}
+COMPARATOR_CODES = {"dot": losses.INNER, "cos": losses.INNER, "squared_l2": losses.SQUARED, "l2": losses.ROOT}
 
 
-class Own(NamedTuple):
+class SelfNegatives(NamedTuple):
     """One more false answer of each edge, the end that is given.
 
     Attributes:
@@ -56,15 +64,21 @@ class SideScores:
 
     def __init__(self, recipe: EdgeRecipe, work: Workspace) -> None:
         self._work = work
-        self._loss, self._kind, self._margin = LOSSES[recipe.loss], KINDS[recipe.comparator], recipe.margin
+        self._loss, self._kind, self._margin = LOSSES[recipe.loss], COMPARATOR_CODES[recipe.comparator], recipe.margin
         self._biased, self._distances = recipe.bias, self._kind != losses.INNER
         self._skip = recipe.all_negs or not recipe.num_batch_negs  # answers are no columns beside the drawn nodes
         self._answer = losses.LISTED if recipe.all_negs else losses.APART if self._skip else losses.DIAGONAL
         self._first, self._has_own = np.zeros(1, dtype=np.int64), False
-        self._integers: dict[tuple[int, int, int], Integers] = {}
+        self._integers: dict[tuple[int, int, int], IntegerBuffers] = {}
 
     def __call__(
-        self, layout: Layout, queries: Operand, candidates: Operand, answer: Tensor, weight: Tensor, own: Own | None
+        self,
+        layout: BatchLayout,
+        queries: Operand,
+        candidates: Operand,
+        answer: Tensor,
+        weight: Tensor,
+        own: SelfNegatives | None,
     ) -> float:
         """Return the weighted loss; gradients are in the operands.
 
@@ -95,7 +109,7 @@ class SideScores:
             self._give_apart(layout, queries, candidates, by_apart)
         return lost
 
-    def _groups(self, layout: Layout) -> list[tuple[int, int]]:
+    def _groups(self, layout: BatchLayout) -> list[tuple[int, int]]:
         """Chunks that are computed together; a large one is alone, and so is an incomplete one."""
         columns = layout.uniform + (0 if self._skip else layout.places)
         each = max(1, BLOCK // max(1, layout.places * columns))
@@ -103,10 +117,10 @@ class SideScores:
         return groups + ([(layout.full, layout.chunks)] if layout.chunks > layout.full else [])
 
     def _views(
-        self, layout: Layout, queries: Operand, candidates: Operand, answer: Tensor, begin: int, end: int
-    ) -> Group:
+        self, layout: BatchLayout, queries: Operand, candidates: Operand, answer: Tensor, begin: int, end: int
+    ) -> ChunkGroup:
         """What is computed for a group of chunks; the rows of a large chunk are in turn."""
-        rows = Operands(
+        rows = ChunkOperands(
             layout.of_edges(queries.factor, begin, end, spread=queries.spread),
             layout.of_rows(candidates.factor, begin, end, self._skip),
             layout.of_edges(queries.gradient, begin, end, spread=False),
@@ -116,9 +130,9 @@ class SideScores:
         if self._work.rounded and chunks == 1 and places * count >= ROUNDED:
             return self._rounded(layout, rows, answer, begin)
         each = places if chunks > 1 else max(ROWS, LARGE // max(1, count))
-        return Group(begin, end, rows, self._work.product("scores", chunks, places, count), each)
+        return ChunkGroup(begin, end, rows, self._work.product("scores", chunks, places, count), each)
 
-    def _rounded(self, layout: Layout, rows: Operands, answer: Tensor, begin: int) -> Group:
+    def _rounded(self, layout: BatchLayout, rows: ChunkOperands, answer: Tensor, begin: int) -> ChunkGroup:
         """A chunk whose products are of integers."""
         edges, columns = rows.queries.size(1), rows.candidates.size(1)
         if self._answer == losses.LISTED:
@@ -128,10 +142,12 @@ class SideScores:
         by_answer = self._work.take("by apart", layout.edges)[begin * layout.places :].numpy()
         key = edges, columns, rows.queries.size(2)
         if key not in self._integers:  # chunks are of few sizes
-            self._integers[key] = Integers(*key, max(FEW, BLOCK // columns), self._work)
-        return RoundedGroup(begin, rows, answers, by_answer, self._integers[key])
+            self._integers[key] = IntegerBuffers(*key, max(FEW, BLOCK // columns), self._work)
+        return RoundedChunk(begin, rows, answers, by_answer, self._integers[key])
 
-    def _gradients(self, group: Group, places: int, columns: tuple[Tensor, ...], given: tuple[Floats, ...]) -> float:
+    def _gradients(
+        self, group: ChunkGroup, places: int, columns: tuple[Tensor, ...], given: tuple[Floats, ...]
+    ) -> float:
         """Scores of a group of chunks to their gradient."""
         by_column = tuple(column.numpy() for column in columns)
         count = group.columns + 1
@@ -167,7 +183,7 @@ class SideScores:
 
     # ---------------------------------------------------------------------------------- what not every model needs
 
-    def _columns(self, layout: Layout, candidates: Operand, begin: int, end: int) -> tuple[Tensor, ...]:
+    def _columns(self, layout: BatchLayout, candidates: Operand, begin: int, end: int) -> tuple[Tensor, ...]:
         """Norms and biases of candidates ``[G, K]``, and room for the sums of columns."""
         none = self._work.take("no columns", 1, 1)
         if not self._distances and not self._biased:
@@ -188,7 +204,7 @@ class SideScores:
         return tuple(found)
 
     def _give_columns(
-        self, layout: Layout, candidates: Operand, begin: int, end: int, columns: tuple[Tensor, ...]
+        self, layout: BatchLayout, candidates: Operand, begin: int, end: int, columns: tuple[Tensor, ...]
     ) -> None:
         for target, found, needed in (
             (candidates.sums, columns[2], self._distances),
@@ -197,7 +213,7 @@ class SideScores:
             if needed:
                 layout.of_rows(target.unsqueeze(1), begin, end, self._skip).squeeze(2).add_(found)
 
-    def _apart(self, layout: Layout, queries: Operand, candidates: Operand) -> tuple[Tensor, Tensor]:
+    def _apart(self, layout: BatchLayout, queries: Operand, candidates: Operand) -> tuple[Tensor, Tensor]:
         """Scores of the answers where they are no columns, and room for the gradient by them."""
         apart, by_apart = self._work.take("apart", layout.edges), self._work.take("by apart", layout.edges)
         if self._answer != losses.APART:
@@ -212,7 +228,7 @@ class SideScores:
             apart.add_(queries.bias).add_(candidates.bias[layout.spots])
         return apart, by_apart
 
-    def _give_apart(self, layout: Layout, queries: Operand, candidates: Operand, by_apart: Tensor) -> None:
+    def _give_apart(self, layout: BatchLayout, queries: Operand, candidates: Operand, by_apart: Tensor) -> None:
         """Hand on the gradients by the answers' scores."""
         if self._biased:
             candidates.by_bias.index_add_(0, layout.spots, by_apart)
@@ -230,7 +246,7 @@ class SideScores:
             candidates.sums.index_add_(0, layout.spots, product)
 
 
-def compact(work: Workspace, layout: Layout, operand: Operand, name: str = "compact") -> Tensor:
+def compact(work: Workspace, layout: BatchLayout, operand: Operand, name: str = "compact") -> Tensor:
     """Rows of an operand by edge, ``[B, D]``."""
     if not operand.spread:
         return operand.rows

@@ -12,13 +12,13 @@ from gtrain.nn import select_rows
 from gtrain.nn.recipe import EdgeRecipe
 from gtrain_pbg.kernels import bags
 from gtrain_pbg.kernels import rows as kernels
-from gtrain_pbg.step.batch import Rows
-from gtrain_pbg.step.layout import Layout, Operand, Workspace, bits
-from gtrain_pbg.step.relations import RelationOperator, Weights
+from gtrain_pbg.step.batch import PartitionRows
+from gtrain_pbg.step.layout import BatchLayout, Operand, Workspace, bits
+from gtrain_pbg.step.relations import RelationOperator, RelationWeights
 from gtrain_pbg.step.scores import compact
 
 
-class Sides:
+class SideOperands:
     """Makes the operands of comparisons, in buffers that have names.
 
     Args:
@@ -31,7 +31,7 @@ class Sides:
         self._no_shift = torch.empty(0, dtype=work.dtype)
         self._no_bits = torch.empty(1, 1, dtype=torch.bfloat16)
 
-    def ids(self, name: str, ends: Tensor, drawn: Tensor, layout: Layout) -> Tensor:
+    def ids(self, name: str, ends: Tensor, drawn: Tensor, layout: BatchLayout) -> Tensor:
         """The rows of the table that a side has: its edges' ends and what was drawn, chunk by chunk."""
         ids = self._work.take(f"{name} ids", layout.rows, dtype=torch.int64)
         if self._recipe.all_negs:
@@ -41,7 +41,9 @@ class Sides:
             kernels.lay_out(ends.numpy(), drawn.numpy(), layout.places, layout.uniform, ids.numpy())
         return ids
 
-    def fetch(self, name: str, table: Rows, ids: Tensor, layout: Layout, common: Weights | None) -> Operand:
+    def fetch(
+        self, name: str, table: PartitionRows, ids: Tensor, layout: BatchLayout, common: RelationWeights | None
+    ) -> Operand:
         """The rows of a side, as they are; in bfloat16 too, if that is how they are compared."""
         recipe, n = self._recipe, layout.rows
         value = table.value.numpy()
@@ -69,7 +71,7 @@ class Sides:
         return Operand(work.take(name, n, columns), low, True, none, bias, none, none, by_bias)
 
     def query(
-        self, name: str, source: Operand, layout: Layout, operator: RelationOperator | None, relation: Tensor
+        self, name: str, source: Operand, layout: BatchLayout, operator: RelationOperator | None, relation: Tensor
     ) -> Operand:
         """The ends that are given, transformed if need be, with room for gradients."""
         work, n, columns = self._work, layout.edges, self._recipe.dimension
@@ -112,12 +114,12 @@ class Sides:
             kernels.squared_norms(rows.numpy(), norm.numpy())
         return Operand(rows, low, side.spread, norm, side.bias, gradient, sums, side.by_bias)
 
-    def take_bias(self, side: Operand, query: Operand, layout: Layout) -> None:
+    def take_bias(self, side: Operand, query: Operand, layout: BatchLayout) -> None:
         """Give the end of an edge the gradient by its bias as a query."""
         if self._recipe.bias:
             side.by_bias.index_add_(0, layout.spots, query.by_bias)
 
-    def finished(self, name: str, operand: Operand, layout: Layout, *, of_query: bool) -> Tensor:
+    def finished(self, name: str, operand: Operand, layout: BatchLayout, *, of_query: bool) -> Tensor:
         """The gradient by rows as they were before they were made comparable."""
         if self._recipe.comparator == "dot":
             return operand.gradient

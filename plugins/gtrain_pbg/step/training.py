@@ -16,12 +16,12 @@ from gtrain.nn import Csr
 from gtrain.nn.recipe import EdgeRecipe
 from gtrain_pbg.kernels import bags, updates
 from gtrain_pbg.kernels import rows as kernels
-from gtrain_pbg.step.batch import EdgeBatch, Rows
+from gtrain_pbg.step.batch import EdgeBatch, PartitionRows
 from gtrain_pbg.step.chunks import ChunkTraining, fits
-from gtrain_pbg.step.layout import Layout, Operand, Workspace, bits, layout_of
-from gtrain_pbg.step.relations import RelationOperator, UpdateRule, Weights
-from gtrain_pbg.step.scores import Own, SideScores, compact
-from gtrain_pbg.step.sides import Sides
+from gtrain_pbg.step.layout import BatchLayout, Operand, Workspace, bits, layout_of
+from gtrain_pbg.step.relations import RelationOperator, RelationWeights, UpdateRule
+from gtrain_pbg.step.scores import SelfNegatives, SideScores, compact
+from gtrain_pbg.step.sides import SideOperands
 
 
 class TrainingStep:
@@ -38,14 +38,14 @@ class TrainingStep:
     def __init__(
         self,
         recipe: EdgeRecipe,
-        weights: Mapping[str, Weights],
+        weights: Mapping[str, RelationWeights],
         dtype: torch.dtype,
         matmul: str,
         work: Workspace | None = None,
     ) -> None:
         self.recipe, self.weights, self.dtype = recipe, dict(weights), dtype
         self.work = work or Workspace(dtype, matmul)
-        self._sides, self._scores = Sides(recipe, self.work), SideScores(recipe, self.work)
+        self._sides, self._scores = SideOperands(recipe, self.work), SideScores(recipe, self.work)
         self._forwards = self._operator("forwards", recipe.forwards)
         self._backwards = self._operator("backwards", recipe.backwards)
         self._shifts = [self.weights.get(name) for name in ("head_shift", "tail_shift")]
@@ -55,7 +55,7 @@ class TrainingStep:
         self._relation_weight = None if by_relation is None else torch.tensor(by_relation, dtype=dtype)
         self._nothing = torch.empty(0, recipe.dimension, dtype=dtype)
         self._update = TableUpdate(recipe.bias, self._nothing, self.work)
-        self._layouts: dict[tuple[int, int], Layout] = {}
+        self._layouts: dict[tuple[int, int], BatchLayout] = {}
         self._loops: Tensor | None = None
         operators = self._forwards, self._backwards
         self._chunks = ChunkTraining(recipe, operators, self.work) if fits(recipe, self.work) else None
@@ -72,7 +72,12 @@ class TrainingStep:
         return 0 if recipe.all_negs else -(-edges // recipe.places) * recipe.num_uniform_negs
 
     def __call__(
-        self, batch: EdgeBatch, heads: Rows, tails: Rows, table_rule: UpdateRule, relation_rule: UpdateRule
+        self,
+        batch: EdgeBatch,
+        heads: PartitionRows,
+        tails: PartitionRows,
+        table_rule: UpdateRule,
+        relation_rule: UpdateRule,
     ) -> tuple[float, float]:
         """Train on a batch.
 
@@ -90,7 +95,7 @@ class TrainingStep:
         layouts = self._layout(len(batch), heads.count), self._layout(len(batch), tails.count)
         return self._train(batch, (heads, tails), layouts, table_rule, relation_rule)
 
-    def _layout(self, edges: int, nodes: int) -> Layout:
+    def _layout(self, edges: int, nodes: int) -> BatchLayout:
         """That of a batch; few sizes occur, and each has its own once."""
         key = edges, nodes if self.recipe.all_negs else 0
         if key not in self._layouts:
@@ -102,8 +107,8 @@ class TrainingStep:
     def _train(
         self,
         batch: EdgeBatch,
-        tables: tuple[Rows, Rows],
-        layouts: tuple[Layout, Layout],
+        tables: tuple[PartitionRows, PartitionRows],
+        layouts: tuple[BatchLayout, BatchLayout],
         table_rule: UpdateRule,
         relation_rule: UpdateRule,
     ) -> tuple[float, float]:
@@ -143,7 +148,7 @@ class TrainingStep:
         self,
         batch: EdgeBatch,
         sides: tuple[Operand, Operand],
-        layouts: tuple[Layout, Layout],
+        layouts: tuple[BatchLayout, BatchLayout],
         weight: Tensor,
         by_edge: list[Tensor | None],
         by_row: list[Tensor | None],
@@ -168,7 +173,7 @@ class TrainingStep:
         self,
         batch: EdgeBatch,
         sides: tuple[Operand, Operand],
-        layouts: tuple[Layout, Layout],
+        layouts: tuple[BatchLayout, BatchLayout],
         weight: Tensor,
         by_edge: list[Tensor | None],
         by_row: list[Tensor | None],
@@ -177,7 +182,7 @@ class TrainingStep:
         operator, recipe = self._forwards, self.recipe
         assert operator is not None
         head, tail = sides
-        flat = Layout(layouts[1].rows, layouts[1].rows, 0)
+        flat = BatchLayout(layouts[1].rows, layouts[1].rows, 0)
         relation = self.work.take("relation", flat.edges, dtype=torch.int64).fill_(int(batch.relation[0]))
         moved = self._sides.operand("moved", flat.edges, self.recipe.dimension, tail.bias, tail.by_bias)
         operator.forward(tail.rows, flat, relation, moved.rows, moved.low)
@@ -196,11 +201,11 @@ class TrainingStep:
         self,
         given: int,
         sides: tuple[Operand, Operand],
-        layouts: tuple[Layout, Layout],
+        layouts: tuple[BatchLayout, BatchLayout],
         operator: RelationOperator | None,
         batch: EdgeBatch,
         weight: Tensor,
-    ) -> tuple[float, Tensor, Tensor, Own | None]:
+    ) -> tuple[float, Tensor, Tensor, SelfNegatives | None]:
         """Compare the ends that are given, perhaps transformed, with the rows of the other side.
 
         Args:
@@ -232,7 +237,7 @@ class TrainingStep:
             own,
         )
 
-    def _own(self, source: Operand, query: Operand, layout: Layout) -> Own:
+    def _own(self, source: Operand, query: Operand, layout: BatchLayout) -> SelfNegatives:
         """Scores of the ends that are given as answers to themselves."""
         scores, work = self.work.take("own", layout.edges), self.work
         asked = compact(work, layout, query, name="own query")
@@ -241,15 +246,15 @@ class TrainingStep:
             scores.add_(query.bias, alpha=2)
         if self._loops is not None:
             scores.masked_fill_(self._loops, -torch.inf)
-        return Own(scores, work.take("by own", layout.edges), asked)
+        return SelfNegatives(scores, work.take("by own", layout.edges), asked)
 
-    def _take_own(self, own: Own, source: Operand, query: Operand, layout: Layout) -> None:
+    def _take_own(self, own: SelfNegatives, source: Operand, query: Operand, layout: BatchLayout) -> None:
         """Give queries the gradient by these scores."""
         query.gradient.add_(compact(self.work, layout, source, name="own rows") * own.gradient.unsqueeze(1))
         if self.recipe.bias:
             query.by_bias.add_(own.gradient, alpha=2)
 
-    def _merged(self, by_row: Tensor | None, by_edge: Tensor | None, layout: Layout) -> Tensor:
+    def _merged(self, by_row: Tensor | None, by_edge: Tensor | None, layout: BatchLayout) -> Tensor:
         """Gradients by all rows of a side and by its edges, as one."""
         merged = self.work.take("merged", layout.rows, self.recipe.dimension)
         if by_row is None:
@@ -283,7 +288,7 @@ class TrainingStep:
         self,
         batch: EdgeBatch,
         sides: tuple[Operand, Operand],
-        layouts: tuple[Layout, Layout],
+        layouts: tuple[BatchLayout, BatchLayout],
         weight: Tensor,
         by_edge: list[Tensor | None],
     ) -> float:
@@ -304,7 +309,7 @@ class TrainingStep:
             compact(self.work, *pair, name=f"n3 rows {end}")
             for end, pair in enumerate(zip(layouts, sides, strict=True))
         ]
-        whole = Layout(len(batch), len(batch), 0)
+        whole = BatchLayout(len(batch), len(batch), 0)
         found = 0.0
         for number, operator in enumerate(operators):
             found += operator.regularize(
@@ -353,9 +358,9 @@ class TableUpdate:
 
     def __call__(
         self,
-        tables: tuple[Rows, Rows],
+        tables: tuple[PartitionRows, PartitionRows],
         ids: list[Tensor],
-        layouts: tuple[Layout, Layout],
+        layouts: tuple[BatchLayout, BatchLayout],
         by_row: list[Tensor | None],
         by_edge: list[Tensor | None],
         by_bias: tuple[Tensor, Tensor],
@@ -372,9 +377,9 @@ class TableUpdate:
 
     def _scatter(
         self,
-        table: Rows,
+        table: PartitionRows,
         ids: list[Tensor],
-        layouts: tuple[Layout, ...],
+        layouts: tuple[BatchLayout, ...],
         by_row: list[Tensor | None],
         by_edge: list[Tensor | None],
         by_bias: tuple[Tensor, ...],
@@ -403,10 +408,10 @@ class TableUpdate:
 
     def _scatter_bags(
         self,
-        table: Rows,
+        table: PartitionRows,
         entities: Csr,
         ids: list[Tensor],
-        layouts: tuple[Layout, ...],
+        layouts: tuple[BatchLayout, ...],
         by_row: list[Tensor | None],
         by_edge: list[Tensor | None],
         by_bias: tuple[Tensor, ...],

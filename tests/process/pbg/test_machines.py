@@ -15,7 +15,7 @@ import pytest
 from forked import Program, enough, gtrain, lasting, python
 from helpers import alive, logs, ok, summary, until
 
-from gtrain_pbg.checkpoints import Reached
+from gtrain_pbg.checkpoints import EpochProgress
 
 SMALL = ["strategy=pbg", "data=planted_kg", "model=kg", "data.num_entities=120", "data.num_positions=24",
          "data.num_triples=2400", "data.num_relations=4", "model.dimension=16", "model.init_scale=0.1",
@@ -292,7 +292,7 @@ def test_partition_servers_come_back_and_a_full_disk_ends_the_run(tmp_path: Path
     assert done.returncode != 0 and "could not be written: File too large" in done.stderr, logs(tmp_path)
     assert "go on from the last checkpoint" in done.stderr
     last = run / "checkpoints" / "last.ckpt"
-    reached = Reached.read(last)
+    reached = EpochProgress.read(last)
     epochs = f"trainer.max_epochs={(rounds(run) - 1) // 4 + 2}"
     rest = train(tmp_path, "rest", *TWO, *chunks, epochs, f"ckpt_path={last}")
     first, *others = of_epochs(rest, "train/edges")

@@ -142,14 +142,15 @@ def test_a_run_goes_on_with_the_arithmetic_of_its_checkpoint(tmp_path: Path) -> 
 STEP = """
 import hashlib, torch
 from gtrain.model.kg.embedding import KGEmbedding
-from gtrain_pbg.step.batch import EdgeBatch, Rows
-from gtrain_pbg.step.relations import UpdateRule, Weights
+from gtrain_pbg.step.batch import EdgeBatch, PartitionRows
+from gtrain_pbg.step.relations import UpdateRule, RelationWeights
 from gtrain_pbg.step.training import TrainingStep
 torch.manual_seed(0)
 recipe = KGEmbedding(1000, 7, dimension=100, init_scale=0.3).recipe().groups[0]
 table = 0.3 * torch.randn(1000, 100)
-rows = Rows(table, torch.zeros(1000, 1), torch.full((1000,), -1, dtype=torch.int32))
-weights = {n: Weights(p.detach().clone(), torch.zeros(len(p), p[0].numel())) for n, p in recipe.parameters.items()}
+rows = PartitionRows(table, torch.zeros(1000, 1), torch.full((1000,), -1, dtype=torch.int32))
+values = {n: p.detach().clone() for n, p in recipe.parameters.items()}
+weights = {n: RelationWeights(p, torch.zeros(len(p), p[0].numel())) for n, p in values.items()}
 step = TrainingStep(recipe, weights, torch.float32, "float32")
 for _ in range(12):
     head, tail, *drawn = torch.randint(1000, (4, 500))

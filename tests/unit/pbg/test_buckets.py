@@ -27,15 +27,15 @@ from gtrain_pbg.config import ORDERS, PBGConfig
 from gtrain_pbg.deployment import PlannedBuckets
 from gtrain_pbg.edges import BucketEdges, EdgeList, batches_of, passes_of
 from gtrain_pbg.order import Bucket, bucket_order
-from gtrain_pbg.swaps import Buffer, Visit
-from gtrain_pbg.tables import PartitionedTable, Partitions
+from gtrain_pbg.swaps import PartitionBuffer, ScheduledBucket
+from gtrain_pbg.tables import PartitionedTable, Partitioning
 from gtrain_pbg.typed import TypedTables, TypePartitioning
-from gtrain_pbg.worker import BucketBatches, BucketWorker, Turns
+from gtrain_pbg.worker import BucketBatches, BucketWorker, EpochSteps
 
 
 def swaps_of(order: list[Bucket], slots: int) -> int:
     """Partitions that are read when an epoch goes through the buckets."""
-    return sum(len(visit.before) + len(visit.during) for visit in Buffer(slots).plan([(b, 0) for b in order]))
+    return sum(len(visit.before) + len(visit.during) for visit in PartitionBuffer(slots).plan([(b, 0) for b in order]))
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -77,7 +77,7 @@ def test_orders_are_what_their_names_say() -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_plans_bring_what_is_needed(order: str, slots: int) -> None:
     """Played back: each bucket finds its partitions in its slots, and nothing that is trained is moved meanwhile."""
-    buffer, held = Buffer(slots), dict[int, int]()
+    buffer, held = PartitionBuffer(slots), dict[int, int]()
     for epoch in range(2):
         plan = buffer.plan([(b, c) for c in range(2) for b in bucket_order(order, 5, slots, epoch)])
         assert len(plan) == 50
@@ -96,7 +96,7 @@ def test_plans_bring_what_is_needed(order: str, slots: int) -> None:
 
 
 def test_with_room_for_three_nothing_is_waited_for_within_a_row() -> None:
-    plan = Buffer(3).plan([(b, 0) for b in bucket_order("inside_out", 8, 3, 0)])
+    plan = PartitionBuffer(3).plan([(b, 0) for b in bucket_order("inside_out", 8, 3, 0)])
     waits = sum(len(visit.before) for visit in plan[1:])
     assert waits < sum(len(visit.during) for visit in plan) / 4
 
@@ -149,15 +149,15 @@ class Recorder:
         self.turns: list[tuple[Bucket, int]] = []
         self.left: list[tuple[int, bool]] = []  # after how many turns, and whether the epoch ends with it
 
-    def score_before(self, held: EdgeList, visit: Visit) -> None:
+    def score_before(self, held: EdgeList, visit: ScheduledBucket) -> None:
         self.begins = visit
 
-    def train(self, batches: list[EdgeList], visit: Visit) -> tuple[float, float]:
+    def train(self, batches: list[EdgeList], visit: ScheduledBucket) -> tuple[float, float]:
         assert visit is self.begins
         self.turns.append((visit.bucket, len(batches)))
         return 1.0, 1.0
 
-    def score_after(self, held: EdgeList, visit: Visit) -> None:
+    def score_after(self, held: EdgeList, visit: ScheduledBucket) -> None:
         self.left.append((len(self.turns), visit.last))
 
 
@@ -166,7 +166,7 @@ def test_a_limited_epoch_ends_at_the_same_bucket_on_all_workers(
     graph: PlantedKGData, tmp_path: Path, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``trainer.limit_train_batches``: the first batch has edges, and the last one leaves its bucket."""
-    monkeypatch.setattr("gtrain_pbg.worker.TURN_EDGES", 20)
+    monkeypatch.setattr("gtrain_pbg.worker.STEP_EDGES", 20)
     edges = BucketEdges(graph.open_store(), 1, 0.0, True, 5, torch.float32)
     buckets = [(bucket, 0) for bucket in bucket_order("inside_out", 3, 2, 0)]
 
@@ -174,7 +174,7 @@ def test_a_limited_epoch_ends_at_the_same_bucket_on_all_workers(
         tables, recorder, group = make_tables(tmp_path / f"{worker}-{limit}", 2), Recorder(), Group(0, 1)
         source = PlannedBuckets(tables, group, lambda epoch, seed: buckets, limit)
         trainee = BucketWorker(source, recorder, group, group, lambda: 0, False, limit)  # type: ignore[arg-type]
-        turns = iter(Turns(trainee, BucketBatches(edges, 10, torch.arange(4), worker, 2)))
+        turns = iter(EpochSteps(trainee, BucketBatches(edges, 10, torch.arange(4), worker, 2)))
         fetched = next(turns, None)
         while fetched is not None:
             following = next(turns, None) if ahead else None  # Lightning knows the last one, or counts to the limit
@@ -258,7 +258,7 @@ def make_tables(folder: Path, slots: int, rows: int = 5000, parts: int = 3) -> T
     owner = torch.from_numpy(np.random.default_rng(0).integers(parts, size=rows))
     orig = tuple((owner == part).nonzero().flatten() for part in range(parts))
     offsets = torch.tensor([0, *np.cumsum([len(some) for some in orig])])
-    partitions = Partitions(offsets, orig)
+    partitions = Partitioning(offsets, orig)
     cuts = [TypePartitioning("table", TableSpec("node", rows, 4, scale=0.1, seed=7), partitions, (0,) * parts)]
     shared = SharedTensors.create(SharedDirectory().name, "table", TypedTables.tensors(cuts, slots, [1], torch.float32))
     tables = TypedTables(cuts, partitions, slots, [1], torch.float32, folder, shared, leader=True)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from gtrain_pbg.machines.scheduler import BucketScheduler, Outlook
+from gtrain_pbg.machines.scheduler import BucketScheduler, GrantRanking
 from gtrain_pbg.order import bucket_order
 
 
@@ -61,9 +61,9 @@ def test_machines_wait_for_each_other_no_longer_than_they_must(
 def test_a_bucket_is_chosen_that_leaves_another_machine_one() -> None:
     ways = [((0, 0), 0), ((0, 1), 0), ((0, 2), 1)]
     pending = [(0, 0), (0, 1), (0, 2), (1, 3), (4, 5), (5, 4), (4, 4), (5, 5)]
-    assert Outlook(pending, 2).ranked(ways) == [0, 1, 2]  # fewest fetched, in the order of the epoch
-    waits = Outlook(pending, 2, idle=True, free=[(0, 0), (0, 1), (1, 3)])
+    assert GrantRanking(pending, 2).ranked(ways) == [0, 1, 2]  # fewest fetched, in the order of the epoch
+    waits = GrantRanking(pending, 2, idle=True, free=[(0, 0), (0, 1), (1, 3)])
     assert waits.ranked(ways) == [0, 2, 1]  # (0, 1) leaves the machine that waits nothing
-    assert Outlook(pending, 2, idle=True, free=pending, unknown=[2]).ranked(ways) == [2, 0, 1]  # the tree grows
+    assert GrantRanking(pending, 2, idle=True, free=pending, unknown=[2]).ranked(ways) == [2, 0, 1]  # the tree grows
     last = [(0, 0), (1, 2), (1, 3), (1, 1)]
-    assert Outlook(last, 2).ranked([((0, 0), 0), ((1, 2), 2)]) == [1, 0]  # three buckets of 1, one after the other
+    assert GrantRanking(last, 2).ranked([((0, 0), 0), ((1, 2), 2)]) == [1, 0]  # three buckets of 1, one after the other

@@ -27,14 +27,12 @@ from gtrain_pbg.machines.leased import LeasedPartitions
 from gtrain_pbg.machines.lock_client import LockClient
 from gtrain_pbg.machines.lock_server import LockServer
 from gtrain_pbg.machines.members import JobEndedError
-from gtrain_pbg.machines.parameter_server import Handlers as ParameterHandlers
-from gtrain_pbg.machines.parameter_server import SharedParameters
-from gtrain_pbg.machines.partition_server import Handlers as PartitionHandlers
-from gtrain_pbg.machines.partition_server import PartitionClient
+from gtrain_pbg.machines.parameter_server import ParameterHandlers, SharedParameters
+from gtrain_pbg.machines.partition_server import PartitionClient, PartitionHandlers
 from gtrain_pbg.machines.scheduler import BucketScheduler, Grant
 from gtrain_pbg.order import Bucket, bucket_order
 from gtrain_pbg.partition_store import PartitionStore
-from gtrain_pbg.tables import Partitions
+from gtrain_pbg.tables import Partitioning
 from gtrain_pbg.typed import TypedTables, TypePartitioning
 
 BEGIN = {"round": 1, "epoch": 0, "seed": 0, "as_tree": False, "table": "node", "chunks": 1, "first": 0, "holding": [0]}
@@ -150,7 +148,7 @@ def test_machines_keep_a_partition_and_fetch_few() -> None:
 def test_what_machines_train_is_in_the_table_while_they_read_ahead(tmp_path: Path, slots: int, types: int) -> None:
     """Each training of a bucket adds 1 to both of its partitions."""
     store, lease, book, rng = PartitionFolder(tmp_path / "store"), Leases(), threading.Lock(), random.Random(0)
-    partitions = Partitions(torch.arange(9) * 5, tuple(torch.arange(40).split(5)))
+    partitions = Partitioning(torch.arange(9) * 5, tuple(torch.arange(40).split(5)))
     names = [f"type_{number}" for number in range(types)]
     for name in names:
         for partition in range(8):

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from gtrain.model.kg.embedding import KGEmbedding
 from gtrain.model.kg.negatives import DrawNodes
-from gtrain.model.kg.training import Edges
+from gtrain.model.kg.training import Triples
 from gtrain.nn import SGD, Adagrad, RowwiseAdagrad
 from gtrain_pbg.kernels.rounding import SPAN, keep_rounded, level, round_rows
 from gtrain_pbg.kernels.tiles import has_words, multiply, padded
 from gtrain_pbg.step import arithmetic
-from gtrain_pbg.step.batch import EdgeBatch, Rows
+from gtrain_pbg.step.batch import EdgeBatch, PartitionRows
 from gtrain_pbg.step.layout import bits
-from gtrain_pbg.step.relations import UpdateRule, Weights, state_width
+from gtrain_pbg.step.relations import RelationWeights, UpdateRule, state_width
 from gtrain_pbg.step.training import TrainingStep
 
 NODES, RELATIONS, DIM = 40, 3, 8
@@ -41,7 +41,7 @@ def make_model(dtype: torch.dtype = torch.float64, **settings: Any) -> KGEmbeddi
     return model
 
 
-def make_edges(count: int, static: bool, seed: int, dtype: torch.dtype, weighted: bool = False) -> Edges:
+def make_edges(count: int, static: bool, seed: int, dtype: torch.dtype, weighted: bool = False) -> Triples:
     generator = torch.Generator().manual_seed(seed)
     head, tail = torch.randint(NODES, (2, count), generator=generator)
     tail[:2] = head[:2]  # loops
@@ -49,7 +49,7 @@ def make_edges(count: int, static: bool, seed: int, dtype: torch.dtype, weighted
     if static:
         relation[:] = relation[0].clone()
     weight = torch.rand(count, generator=generator, dtype=dtype) + 0.5 if weighted else None
-    return Edges(head, relation, tail, weight)
+    return Triples(head, relation, tail, weight)
 
 
 def drawn_by(seed: int) -> DrawNodes:
@@ -68,7 +68,7 @@ class Reference:
         self.optimizers: list[Any] = [table([model.entities[0].weight], lr=lr)]
         self.optimizers += [relations(rest, lr=0.5 * lr)] if rest else []
 
-    def train(self, edges: Edges, drawn_seed: int) -> float:
+    def train(self, edges: Triples, drawn_seed: int) -> float:
         model = self.model
         each = model.losses(edges, drawn_by(drawn_seed))
         weight = model._weights(edges)
@@ -95,7 +95,7 @@ class Fused:
     ) -> None:
         self.model, self.recipe = model, model.recipe().groups[0]
         table = model.entities[0].weight.detach().clone()
-        self.rows = Rows(
+        self.rows = PartitionRows(
             table,
             table.new_zeros(NODES, state_width(kind, table.size(1))),
             torch.full((NODES,), -1, dtype=torch.int32),
@@ -105,11 +105,11 @@ class Fused:
         for name, parameter in self.recipe.parameters.items():
             value = parameter.detach().clone()
             state = value.new_zeros(len(value), state_width(of_relations, value[0].numel()))
-            self.weights[name] = made.setdefault(id(parameter), Weights(value, state))
+            self.weights[name] = made.setdefault(id(parameter), RelationWeights(value, state))
         self.step = TrainingStep(self.recipe, self.weights, table.dtype, matmul)
         self.rules = UpdateRule(kind, lr), UpdateRule(of_relations, 0.5 * lr)
 
-    def train(self, edges: Edges, drawn_seed: int) -> float:
+    def train(self, edges: Triples, drawn_seed: int) -> float:
         generator = torch.Generator().manual_seed(drawn_seed)
         count = self.step.draws(len(edges))
         drawn = torch.randint(NODES, (2, count), generator=generator)
@@ -335,8 +335,8 @@ def test_full_batches_are_those_of_biggraph_with_eps_by_batch_size() -> None:
     sums["table"] = sums["table"][:, :1].clone()
     results = {}
     for eps in (1e-10, 1e-10 / count):
-        rows = Rows(table.clone(), table.new_zeros(NODES, 1), torch.full((NODES,), -1, dtype=torch.int32))
-        weights = {name: Weights(value.clone(), torch.zeros_like(value)) for name, value in values.items()}
+        rows = PartitionRows(table.clone(), table.new_zeros(NODES, 1), torch.full((NODES,), -1, dtype=torch.int32))
+        weights = {name: RelationWeights(value.clone(), torch.zeros_like(value)) for name, value in values.items()}
         del weights["table"]
         rules = UpdateRule("rowwise_adagrad", 0.1, eps), UpdateRule("adagrad", 0.1, eps)
         results[eps] = TrainingStep(recipe, weights, torch.float64, "float32"), rows, weights, rules
@@ -484,13 +484,15 @@ def test_ends_of_two_partitions() -> None:
     fused, reference = Fused(model, 0.05), Reference(model, 0.05)
     half = NODES // 2
     first, second = (
-        Rows(fused.rows.value[part].clone(), fused.rows.state[part].clone(), torch.full((half,), -1, dtype=torch.int32))
+        PartitionRows(
+            fused.rows.value[part].clone(), fused.rows.state[part].clone(), torch.full((half,), -1, dtype=torch.int32)
+        )
         for part in (slice(half), slice(half, NODES))
     )
     for number in range(5):
         edges = make_edges(20, False, number, torch.float64)
         here = EdgeBatch(edges.head % half, edges.relation, edges.tail % half, None, (Tensor().long(), Tensor().long()))
-        edges = Edges(edges.head % half, edges.relation, edges.tail % half + half)
+        edges = Triples(edges.head % half, edges.relation, edges.tail % half + half)
         lost, weight = fused.step(here, first, second, *fused.rules)
         assert lost / weight == pytest.approx(reference.train(edges, number), rel=1e-10)
     joined = torch.cat([first.value, second.value])

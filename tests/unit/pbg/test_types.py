@@ -11,11 +11,11 @@ import torch
 from gtrain.data.planted.kg import PlantedKGData
 from gtrain.model.kg.embedding import KGEmbedding
 from gtrain.model.kg.negatives import DrawNodes
-from gtrain.model.kg.training import Edges
+from gtrain.model.kg.training import Triples
 from gtrain.nn import Adagrad, Csr, RowwiseAdagrad, TableSpec
-from gtrain_pbg.edges import EdgeList, Groups, batches_of, filled, kinds_of
-from gtrain_pbg.step.batch import EdgeBatch, Rows
-from gtrain_pbg.step.relations import UpdateRule, Weights
+from gtrain_pbg.edges import EdgeList, RelationGroups, batches_of, batching_keys, filled
+from gtrain_pbg.step.batch import EdgeBatch, PartitionRows
+from gtrain_pbg.step.relations import RelationWeights, UpdateRule
 from gtrain_pbg.step.training import TrainingStep
 from gtrain_pbg.typed import partition_types
 
@@ -67,7 +67,7 @@ def test_groups_train_as_autograd_does(variant: int, reciprocal: bool) -> None:
     optimizers = [RowwiseAdagrad(tables, lr=0.05), Adagrad(rest, lr=0.025)]
     recipe = model.recipe()
     rows = [
-        Rows(
+        PartitionRows(
             table.detach().clone(),
             table.new_zeros(len(table), 1).detach(),
             torch.full((len(table),), -1, dtype=torch.int32),
@@ -76,7 +76,7 @@ def test_groups_train_as_autograd_does(variant: int, reciprocal: bool) -> None:
         for table, bags in zip(tables, model.entities.bags, strict=True)
     ]
     weights = {
-        name: Weights(p.detach().clone(), torch.zeros(len(p), p[0].numel(), dtype=torch.float64))
+        name: RelationWeights(p.detach().clone(), torch.zeros(len(p), p[0].numel(), dtype=torch.float64))
         for name, p in recipe.parameters.items()
     }
     steps = [
@@ -96,7 +96,7 @@ def test_groups_train_as_autograd_does(variant: int, reciprocal: bool) -> None:
         rules = UpdateRule("rowwise_adagrad", 0.05), UpdateRule("adagrad", 0.025)
         lost, weight = step(batch, rows[group.types[0]], rows[group.types[1]], *rules)
         firsts = [recipe.firsts[end] for end in group.types]
-        edges = Edges(ends[0] + firsts[0], torch.tensor(group.relations)[local], ends[1] + firsts[1])
+        edges = Triples(ends[0] + firsts[0], torch.tensor(group.relations)[local], ends[1] + firsts[1])
         each = model.losses(edges, drawn_by(seed))
         counted = model._weights(edges)
         assert counted is not None and weight == pytest.approx(float(counted.sum()))
@@ -119,8 +119,8 @@ def test_batches_are_of_one_group(reciprocal: bool) -> None:
     recipe = typed_model(reciprocal=reciprocal).recipe()
     relation = torch.arange(5).repeat(40)
     edges = EdgeList(torch.arange(200), relation, torch.arange(200), None)
-    groups, seen = Groups(recipe), []
-    for batch in batches_of(edges, 16, kinds_of(recipe), torch.Generator().manual_seed(0)):
+    groups, seen = RelationGroups(recipe), []
+    for batch in batches_of(edges, 16, batching_keys(recipe), torch.Generator().manual_seed(0)):
         number = groups.of(batch)
         assert set(batch.relation.tolist()) <= set(recipe.groups[number].relations)
         assert reciprocal or batch.relation.unique().numel() == 1
