@@ -132,9 +132,9 @@ def print_summary(content: dict[str, Any], run_dir: Path) -> None:
     result = Table(
         title=f"strategy={content['strategy']} data={content['data']} model={content['model']}", title_justify="left"
     )
-    result.add_column("result")
-    result.add_column("", justify="right")
-    result.add_column("of epoch", justify="right")
+    result.add_column("result", no_wrap=True)
+    result.add_column("value", justify="right", no_wrap=True)
+    result.add_column("after epoch", justify="right", no_wrap=True)
     for name, value in content["metrics"].items():
         bound = name.startswith("data/")
         result.add_row(name, _shown(value), "expected best" if bound else _epoch(content["metrics_epoch"].get(name)))
@@ -146,7 +146,7 @@ def print_summary(content: dict[str, Any], run_dir: Path) -> None:
         result.add_row("epochs", str(content["epochs"]))
         result.add_row("seconds", f"{content['fit_seconds']:.1f}")
         mean = sum(content["epoch_seconds"]) / content["epochs"]
-        result.add_row("seconds a training epoch", f"{mean:.4f}")
+        result.add_row("seconds per training epoch", f"{mean:.4f}")
         result.add_row(content["throughput"]["unit"], f"{content['throughput']['value']:,.0f}")
     console.print(result)
     console.print(_rank_table(content["ranks"]))
@@ -166,15 +166,15 @@ def _rank_table(ranks: list[dict[str, Any]]) -> Table:
     """Memory, bytes and time of each rank; the lower bound of the bytes where a rank has one."""
     bounded = any(rank["comm_bound_bytes"] is not None for rank in ranks)
     table = Table()
-    memory, least = ("peak memory MiB", "above imports MiB"), ("at least MiB",) * bounded
-    for heading in ("rank", *memory, "sent MiB", *least, "received MiB", "waited s", "CPU s"):
-        table.add_column(heading, justify="right")
+    lower_bound = ("lower bound MiB",) * bounded
+    for heading in ("rank", "peak MiB", "imports MiB", "sent MiB", *lower_bound, "received MiB", "waiting s", "CPU s"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for rank in ranks:
         bound = rank["comm_bound_bytes"]
         table.add_row(
             str(rank["rank"]) if rank["role"] == "worker" else f"{rank['role']} {rank['rank']}",
             _mib(rank["peak_rss_bytes"]),
-            _mib(rank["peak_rss_bytes"] - rank["baseline_rss_bytes"]),
+            _mib(rank["baseline_rss_bytes"]),
             _mib(rank["bytes_sent"]),
             *(["-" if bound is None else _mib(bound)] * bounded),
             _mib(rank["bytes_received"]),

@@ -111,8 +111,8 @@ def test_the_python_example_runs(tmp_path: Path) -> None:
         ok(run([sys.executable, "example.py"], cwd=tmp_path)).stdout.splitlines()[-1],
         ok(forked.python("example.py", cwd=tmp_path)).stdout.splitlines()[-1],
     ]
-    values = [float(line.removeprefix("sum of norms ")) for line in lines]
-    assert values[0] == values[1] > 0, "the same seed, the same weights"
+    accuracies = [float(line.removeprefix("validation accuracy ")) for line in lines]
+    assert accuracies[0] == accuracies[1] > 0.3, "the same seed gives the same weights; one of 8 classes is 0.125"
 
 
 @pytest.mark.slow
@@ -140,6 +140,10 @@ def test_the_two_commands_of_the_readme() -> None:
     extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert "gtrain[test,docs]" in extras["dev"]
     assert [extra for extra in extras["dev"] if extra.startswith(("ruff", "mypy")) and "==" not in extra] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((REPO / "README.md").read_text().splitlines()) <= 150
 
 
 # ------------------------------------------------------------------------------------------------- references
