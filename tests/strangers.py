@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from gtrain.wire import Limits
-from gtrain.wire.header import Header, Kind, pack_body, pack_header
+from gtrain.wire.header import Header, MessageType, pack_body, pack_header
 from gtrain.wire.message import to_frames
 
 IDLE, GARBAGE, OVERSIZE, MUTATED = 500, 600, 200, 500
@@ -80,12 +80,14 @@ def _mutated(chance: random.Random, keys: bool) -> bytes:
     specs, frames = to_frames(tensors, Limits())
     pieces = _opening(chance, keys)
     for kind, method in (
-        (Kind.HELLO, ""),
-        (Kind.REQUEST, chance.choice(["read", "acquire", "rows", "gtrain.figures"])),
+        (MessageType.HELLO, ""),
+        (MessageType.REQUEST, chance.choice(["read", "acquire", "rows", "gtrain.figures"])),
     ):
         header = Header(kind, method, "stranger", 1, 1, 0)
         body = pack_body(method, {"key": "node-0", "step": 1, "a": [1, {"b": b"x"}]}, specs, Limits())
-        message = [pack_header(header, body), *map(bytes, frames)] if kind == Kind.REQUEST else [pack_header(header)]
+        message = (
+            [pack_header(header, body), *map(bytes, frames)] if kind == MessageType.REQUEST else [pack_header(header)]
+        )
         pieces += [_frame(part, more=part is not message[-1]) for part in message]
     text = bytearray(b"".join(pieces))
     for _ in range(chance.randint(1, 3)):

@@ -1,4 +1,4 @@
-"""What went over the wire, for the job's summary."""
+"""Counts of messages and bytes, for the job's summary."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 @dataclass
 class Counters:
-    """Counts of one client or server since it was made; plain numbers, to be read at any time from any thread.
+    """Counts of one client or server since it was created; any thread may read them at any time.
 
-    Bytes are those of headers and tensors that were handed to or taken from zmq, resent ones included; zmq's own
-    framing and encryption are not counted.
+    Bytes count headers and tensors, including those of repeated messages; the framing and encryption of zmq and the
+    prelude of Unix sockets are not counted.
 
     Args:
         bytes_sent: bytes.
         bytes_received: bytes.
         requests: client: requests sent for the first time; server: requests executed.
         errors: client: requests that raised; server: requests whose handler raised or that could not be executed.
-        duplicates: server: requests received again and not executed again.
-        resent: client: requests, server: answers, sent again after a reconnect or silence.
-        malformed: messages that were dropped or answered with an error because they could not be read.
+        duplicates: server: repeated requests, which are not executed again.
+        resent: client: requests, server: replies, sent again after a reconnect or silence.
+        malformed: unreadable messages that were dropped or answered with an error.
         refused: server: handshakes and incarnations refused.
-        restarts: client: how often another server incarnation was found.
+        restarts: client: how often the server's incarnation changed.
     """
 
     bytes_sent: int = 0

@@ -1,4 +1,4 @@
-"""What can go wrong between two processes, each as an exception of its own."""
+"""Errors of requests between two processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class WireError(GtrainError):
     """A request to another process failed; base of all errors of the wire.
 
     Attributes:
-        echo: whether it most likely tells of another process's failure, which is then the one to name.
+        echo: whether another process's failure is the likely cause; the launcher then looks for that one.
     """
 
     echo = False
@@ -21,23 +21,23 @@ class FrameError(WireError):
     """A message is malformed, or larger than the limits allow.
 
     Attributes:
-        header: the :class:`gtrain.wire.header.Header` of a malformed message, as far as it could be read; None if not
-            even the sender's name could be. ``Any``, since headers raise this error and their module imports this one.
+        header: the :class:`gtrain.wire.header.Header` of a malformed message if its sender could be read, else None.
+            ``Any``, because the module of headers imports this one.
     """
 
     header: Any = None
 
 
 class DeadlineError(WireError):
-    """No answer came in time; the request may or may not have been executed.
+    """No reply arrived in time; the request may or may not have been executed.
 
     Args:
-        peer: name of the process that was asked.
-        method: what it was asked for.
-        seconds: how long was waited.
+        peer: name of the server.
+        method: the request's method.
+        seconds: the deadline that passed.
     """
 
-    echo = True  # the peer may be gone: a launcher that looks for the first cause looks further
+    echo = True  # the peer may be gone: the launcher then names the peer's failure
 
     def __init__(self, message: str, *, hint: str | None, peer: str, method: str, seconds: float) -> None:
         super().__init__(message, hint=hint)
@@ -45,24 +45,24 @@ class DeadlineError(WireError):
 
 
 class PeerRestartedError(WireError):
-    """The peer ended and another process answers in its place; whether it executed the request is unknown."""
+    """The peer ended and another process took its place; whether the request was executed is unknown."""
 
     echo = True
 
 
 class RefusedError(WireError):
-    """The peer does not let this process in: no key, another job's key, or a newer incarnation took its place."""
+    """The peer refuses this process: it has no key or another job's, or a newer incarnation took its place."""
 
 
 class RemoteError(WireError):
     """The peer executed the request, and its handler raised.
 
     Args:
-        peer: name of the process that was asked.
-        method: what it was asked for.
-        kind: name of the exception's class there.
-        remote_message: the exception's message there.
-        hint: what to do, where the exception there said so.
+        peer: name of the server.
+        method: the request's method.
+        kind: class name of the handler's exception.
+        remote_message: the exception's message.
+        hint: the exception's hint, or None.
     """
 
     def __init__(self, *, peer: str, method: str, kind: str, remote_message: str, hint: str | None) -> None:

@@ -1,15 +1,14 @@
-"""How large a message may be, and how much may be under way."""
+"""Limits of the size of a message, and of the messages in flight."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from gtrain.errors import ConfigError
 
 MAX_NAME = 256
-"""Characters of a method's or a client's name."""
+"""The most characters in the name of a method or a client."""
 
 _MIN_HEADER = 128 << 10
 _ANNOUNCED = (
@@ -20,18 +19,19 @@ _ANNOUNCED = (
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds that both sides check before they allocate; a client also keeps to those that its server announces.
+    """Limits that both sides check before they allocate memory. The smaller of both sides' limits holds.
 
     Args:
         max_header_bytes: the packed header with all fields of a message; at least 128 KiB.
-        max_frame_bytes: one tensor. zmq refuses a larger frame before it allocates, and ends the connection.
+        max_frame_bytes: one tensor. A larger frame ends the connection before memory is allocated for it.
         max_message_bytes: header and tensors of one message together.
         max_tensors: tensors of one message.
         max_dimensions: dimensions of one tensor.
-        max_bytes_in_flight: bytes of unanswered requests of one client, and bytes of answers that a server holds for
-            one client until they are acknowledged. A single larger message passes when nothing else is under way.
+        max_bytes_in_flight: bytes of a client's unanswered requests (the client waits), and bytes of the replies that
+            a server holds for a client until they are acknowledged (the server executes no more for that client). A
+            single larger message passes when nothing else is in flight.
         max_requests_in_flight: unanswered requests of one client.
-        silence_seconds: a client that waits and hears nothing asks after its requests this often.
+        silence_seconds: a client that waits for a reply repeats its handshake after this much silence.
     """
 
     max_header_bytes: int = 1 << 20
@@ -44,12 +44,12 @@ class Limits:
     silence_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        """Refuse what would let nothing through."""
+        """Check that each limit lets messages through."""
         for field in fields(self):
             value = getattr(self, field.name)
             if not value > 0:
                 raise ConfigError(
-                    f"the wire's limit {field.name} is {value}; it has to be positive",
+                    f"the wire's limit {field.name} is {value}; it must be positive",
                     hint=f"leave {field.name} at its default, {field.default}",
                 )
         if self.max_header_bytes < _MIN_HEADER:
@@ -59,14 +59,17 @@ class Limits:
             )
 
     def announce(self) -> dict[str, int]:
-        """The limits that the other side has to keep, as fields of a greeting."""
+        """Return the limits that the peer must keep to, as a field of the handshake."""
         return {name: int(getattr(self, name)) for name in _ANNOUNCED}
 
-    def agreed(self, announced: Mapping[str, Any]) -> Limits:
-        """What both sides can take: the smaller of each limit; what the other side did not announce well is ours."""
-        theirs = {name: announced.get(name) for name in _ANNOUNCED}
+    def agreed(self, announced: Any) -> Limits:
+        """Return the smaller of both sides' limits; missing or malformed limits of the peer are ignored."""
+        if not isinstance(announced, dict):
+            return self
         smaller = {
-            name: min(value, getattr(self, name)) for name, value in theirs.items() if type(value) is int and value > 0
+            name: min(value, getattr(self, name))
+            for name in _ANNOUNCED
+            if type(value := announced.get(name)) is int and value > 0
         }
         smaller["max_header_bytes"] = max(_MIN_HEADER, smaller.get("max_header_bytes", self.max_header_bytes))
         return replace(self, **smaller)

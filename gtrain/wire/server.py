@@ -1,7 +1,7 @@
-"""The answering side: one loop that takes requests in turn, executes each once, and answers.
+"""The server: one loop that receives requests, executes each once, and replies.
 
-Handlers run in the loop's thread, one after the other, so they need no locks among themselves. One that has to wait,
-for other clients or for a disk, returns a future, and the loop goes on; the answer leaves when the future is done.
+Handlers run in the loop's thread, one at a time, so they need no locks among themselves. A handler that must wait, for
+other clients or for a disk, returns a future and the loop goes on; the reply is sent when the future is done.
 """
 
 from __future__ import annotations
@@ -13,46 +13,46 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from types import TracebackType
 
 from gtrain.errors import ConfigError, GtrainError, disk_full
-from gtrain.wire.addresses import reachable
+from gtrain.wire.addresses import bound_address, reachable, require_keys
 from gtrain.wire.counters import Counters
 from gtrain.wire.errors import FrameError, WireError
-from gtrain.wire.header import EMPTY_BODY, Header, Kind, decode_header, pack_body, pack_header
+from gtrain.wire.header import EMPTY_BODY, Header, MessageType, decode_header, pack_body, pack_header
 from gtrain.wire.limits import Limits
+from gtrain.wire.logs import RateLimitedLog
 from gtrain.wire.message import Message, from_frames
-from gtrain.wire.session import Answer, Caller, Session, Status, failure, success
-from gtrain.wire.throttle import Throttle
-from gtrain.wire.transports import AnyListener, listener
-from gtrain.wire.zeromq.listener import plan_address
+from gtrain.wire.server_session import Caller, Reply, RequestStatus, ServerSession, error_reply, result_reply
+from gtrain.wire.transport import Frames, Listener, uses_unix_sockets
+from gtrain.wire.unix.listener import UnixListener
+from gtrain.wire.zeromq.listener import ZmqListener
 from gtrain.wire.zeromq.security import Security
-from gtrain.wire.zeromq.sockets import Frames
 
 log = logging.getLogger(__name__)
 Result = Message | None
 Handler = Callable[[Message, Caller], "Result | Future[Result]"]
 MAX_SESSIONS = 4096
 STOP_SECONDS = 0.2
-"""How often an event given to ``run`` is looked at."""
+"""How often ``run`` checks its stop event."""
 
 
 class Server:
-    """Answers requests of any number of clients.
+    """Executes the requests of any number of clients.
 
     Args:
-        handlers: for each method a function of the message and its caller that returns the answer, None for an empty
-            one, or a future of either. What it raises is raised at the asker as RemoteError.
-            One that is added to this mapping later is found as well.
+        handlers: for each method a function of the message and its caller that returns the reply, None for an empty
+            one, or a future of either. An exception is raised at the client as RemoteError. Handlers that are added to
+            this mapping later are served as well.
         name: for messages, such as "lock server".
         address: ``ipc://`` path or ``tcp://host:port``; port 0 takes a free one.
-        descriptor: a bound stream socket to use instead, which stays the caller's: a server that is restarted
-            adopts it once more, and clients find it at the same address.
+        descriptor: a bound stream socket to use instead, which the caller keeps: a server that is restarted adopts it
+            again, and clients reach it at the same address.
         security: the job's keys; required unless the address is local.
         limits: see :class:`Limits`.
 
     Raises:
-        ConfigError: no address, a malformed one, or one that is not local without keys.
+        ConfigError: neither or both of address and descriptor were given, the address is malformed or the socket not
+            bound, or the address is not local and no keys were given.
     """
 
     def __init__(
@@ -65,57 +65,62 @@ class Server:
         security: Security | None = None,
         limits: Limits = Limits(),  # noqa: B008 (it is frozen)
     ) -> None:
+        if (address is None) == (descriptor is None):
+            raise ConfigError(
+                "a server needs either an address or a descriptor", hint="give address= or descriptor=, not both"
+            )
         self.name, self.counters = name, Counters()
         self.incarnation = secrets.randbits(62) + 1
         self._handlers, self._limits = handlers, limits
-        self._plan = plan_address(address, descriptor, security)
+        self._address = address if address is not None else bound_address(descriptor or 0)
+        require_keys(self._address, security is not None)
         self._descriptor, self._security = descriptor, security
-        self._listener: AnyListener | None = None
+        self._listener: Listener | None = None
         self._pid = 0
-        self._sessions: OrderedDict[str, Session] = OrderedDict()
-        self._deferred: deque[tuple[Session, Header, Future[Result]]] = deque()
-        self._throttle = Throttle(log)
+        self._sessions: OrderedDict[str, ServerSession] = OrderedDict()
+        self._deferred: deque[tuple[ServerSession, Header, Future[Result]]] = deque()
+        self._log = RateLimitedLog(log)
         self._closing = self._running = False
         self._thread: threading.Thread | None = None
-        self._loop = 0
+        self._loop_thread = 0
 
     @property
     def address(self) -> str:
-        """What clients connect to; binds the socket if it is not bound yet."""
+        """The address for clients; binds the socket if it is not bound yet."""
         return reachable(self._bound().endpoint)
 
     def run(self, stop: threading.Event | None = None, work: Callable[[], bool] | None = None) -> None:
-        """Serve until ``stop`` is set or :meth:`close` is called; then answers already given still leave.
+        """Serve until ``stop`` is set or :meth:`close` is called; replies that were sent still arrive.
 
         Args:
-            stop: looked at every 0.2 s.
-            work: called when all requests that are there were taken, to do a little of what they ask for by futures;
-                returns whether it did anything, and is called again before the loop sleeps. So work needs no thread.
+            stop: checked every 0.2 s.
+            work: called when all requests that have arrived were received, to advance a little the work that futures
+                were returned for; returns whether it did anything, and is called again before the loop sleeps. Such
+                work needs no thread.
         """
-        sockets, self._running, self._loop = self._bound(), True, threading.get_ident()
+        listener, self._running, self._loop_thread = self._bound(), True, threading.get_ident()
         try:
-            while not self._ended(stop):
-                served = self._serve_some(sockets, stop)
+            while not self._stopped(stop):
+                served = self._serve_available(listener, stop)
                 if work is not None and work():
                     continue
                 if not served:
-                    sockets.wait(STOP_SECONDS if stop is not None else 60.0)
+                    listener.wait(STOP_SECONDS if stop is not None else 60.0)
         finally:
-            sockets.close()
+            listener.close()
 
     def start(self, work: Callable[[], bool] | None = None) -> Server:
-        """Serve in a thread of its own, unless it has one; returns the server. See :meth:`run`."""
-        if self._thread is not None:
-            return self
-        self._bound()
-        self._running = True
-        name = f"gtrain-server-{self.name}"
-        self._thread = threading.Thread(target=self.run, args=(None, work), name=name, daemon=True)
-        self._thread.start()
+        """Serve in a thread, unless it already does; return the server. See :meth:`run`."""
+        if self._thread is None:
+            self._bound()
+            self._running = True
+            name = f"gtrain-server-{self.name}"
+            self._thread = threading.Thread(target=self.run, args=(None, work), name=name, daemon=True)
+            self._thread.start()
         return self
 
     def close(self) -> None:
-        """End serving, and wait for the thread that :meth:`start` made."""
+        """Stop serving, and wait for the thread of :meth:`start`."""
         self._closing = True
         if self._listener is None or self._pid != os.getpid():
             return
@@ -129,21 +134,22 @@ class Server:
         """Start serving."""
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close."""
+    def __exit__(self, *_: object) -> None:
+        """Close the server."""
         self.close()
 
     # ------------------------------------------------------------------------------------------------ the loop
 
-    def _bound(self) -> AnyListener:
-        """The listening socket, made on first use: not before, because a fork may come between."""
+    def _bound(self) -> Listener:
+        """Return the listener, created on first use: the process may fork between creation and use of a server."""
         if self._listener is None:
             self._pid = os.getpid()
-            self._listener = listener(
-                self._plan, self._descriptor, self._security, self._limits, self.name, self.counters
-            )
+            if uses_unix_sockets(self._address, self._security is not None):
+                self._listener = UnixListener(self._address, self._descriptor, self._limits, self.name, self.counters)
+            else:
+                self._listener = ZmqListener(
+                    self._address, self._descriptor, self._security, self._limits, self.name, self.counters
+                )
         elif self._pid != os.getpid():
             raise WireError(
                 f"{self.name} was bound by the process that this one was forked from",
@@ -151,27 +157,30 @@ class Server:
             )
         return self._listener
 
-    def _ended(self, stop: threading.Event | None) -> bool:
+    def _stopped(self, stop: threading.Event | None) -> bool:
         return self._closing or (stop is not None and stop.is_set())
 
-    def _serve_some(self, sockets: AnyListener, stop: threading.Event | None) -> bool:
-        """Take all that is there; tell whether there was anything, for sending may eat the signal of more."""
-        served = False
-        while not self._ended(stop) and self._take_one(sockets):
-            served = True
-            self._finish_deferred()
-        sockets.watch()
-        return self._finish_deferred() or served
+    def _serve_available(self, listener: Listener, stop: threading.Event | None) -> bool:
+        """Serve all messages that have arrived; return whether there were any.
 
-    def _take_one(self, sockets: AnyListener) -> bool:
-        """Act on the next message; False if there is none. Its memory is not held on to from here."""
-        frames = sockets.receive()
+        The loop must not sleep after one: sending may have consumed zmq's signal for further input.
+        """
+        served = False
+        while not self._stopped(stop) and self._receive_one(listener):
+            served = True
+            self._reply_deferred()
+        listener.check_connections()
+        return self._reply_deferred() or served
+
+    def _receive_one(self, listener: Listener) -> bool:
+        """Handle the next message; False if none has arrived. Returning releases the memory of its frames."""
+        frames = listener.receive()
         if frames is not None:
-            self._take(frames)
+            self._read(frames)
         return frames is not None
 
-    def _take(self, frames: Frames) -> None:
-        """Read one message and act on it; what cannot be read is answered if its sender can be told, or dropped."""
+    def _read(self, frames: Frames) -> None:
+        """Read and handle one message; a malformed request is answered if its sender can be read, else dropped."""
         routing, nbytes = frames[0].bytes, sum(len(frame) for frame in frames[1:])
         self.counters.bytes_received += nbytes
         header: Header | None = None
@@ -183,54 +192,54 @@ class Server:
             if nbytes > self._limits.max_message_bytes:
                 raise FrameError(f"a message of {nbytes:,} bytes", hint="send it in pieces")
         except FrameError as err:
-            self._malformed(routing, header or err.header, err)
+            self._handle_malformed(routing, header or err.header, err)
             return
-        if header.kind == Kind.HELLO:
-            self._greeted(routing, header)
-        elif (session := self._known(routing, header)) is not None:
+        if header.type == MessageType.HELLO:
+            self._welcome(routing, header)
+        elif (session := self._session_of(routing, header)) is not None:
             session.routing = routing
-            session.acknowledge(header.low, header.done)
-            if header.kind == Kind.REQUEST:
-                self._asked(session, header, Message(header.fields, tensors), nbytes)
-            self._resume(session)
+            session.acknowledge(header.low, header.acknowledged)
+            if header.type == MessageType.REQUEST:
+                self._handle_request(session, header, Message(header.fields, tensors), nbytes)
+            self._execute_parked(session)
 
-    def _malformed(self, routing: bytes, header: Header | None, error: FrameError) -> None:
-        """Answer a request that cannot be read, or drop it; either way it was not executed."""
+    def _handle_malformed(self, routing: bytes, header: Header | None, error: FrameError) -> None:
+        """Answer a request that cannot be read with an error; drop other messages. Nothing is executed."""
         self.counters.malformed += 1
-        self._throttle.warning("malformed", f"{self.name} received {error.message}")
-        if header is None or header.kind != Kind.REQUEST:
+        self._log.warning("malformed", f"{self.name} received {error.message}")
+        if header is None or header.type != MessageType.REQUEST:
             return
-        session = self._known(routing, header)
-        if session is not None and session.status(header.sequence) == Status.NEW:
-            self._answer(session, header, self._failure(header, error))
+        session = self._session_of(routing, header)
+        if session is not None and session.status(header.sequence) == RequestStatus.NEW:
+            self._reply(session, header, self._error_reply(header, error))
 
-    # ------------------------------------------------------------------------------------------- clients' lives
+    # ------------------------------------------------------------------------------------------------ sessions
 
-    def _greeted(self, routing: bytes, header: Header) -> None:
-        """A client is here: for the first time, again, or in a new life."""
+    def _welcome(self, routing: bytes, header: Header) -> None:
+        """Handle a HELLO: open a session, resume it, or replace it by a newer incarnation's."""
         session = self._sessions.get(header.client)
         if session is not None and session.incarnation > header.client_incarnation:
             self._refuse(routing, header)
             return
         if session is None or session.incarnation < header.client_incarnation:
-            session = Session(header.client, header.client_incarnation, routing, self._limits, low=max(1, header.low))
+            low = max(1, header.low)
+            session = ServerSession(header.client, header.client_incarnation, routing, self._limits, low=low)
             self._sessions[header.client] = session
-            self._forget_old_sessions()
+            self._drop_idle_sessions()
         session.routing = routing
-        announced = header.fields.get("limits")
-        session.limits = self._limits.agreed(announced) if isinstance(announced, dict) else self._limits
-        session.acknowledge(header.low, header.done)
+        session.limits = self._limits.agreed(header.fields.get("limits"))
+        session.acknowledge(header.low, header.acknowledged)
         waiting = [number for number in header.fields.get("waiting") or () if type(number) is int]
-        missing = [number for number in waiting if session.status(number) == Status.NEW]
+        missing = [number for number in waiting if session.status(number) == RequestStatus.NEW]
         body = pack_body("", {"limits": self._limits.announce(), "missing": missing}, (), self._limits)
-        self._send(routing, header, Kind.WELCOME, body, [])
+        self._send(routing, header, MessageType.WELCOME, body, [])
         for number in waiting:
-            if number in session.answers:
-                self._send_again(session, header, number)
-        self._resume(session)
+            if number in session.replies:
+                self._resend(session, header, number)
+        self._execute_parked(session)
 
-    def _known(self, routing: bytes, header: Header) -> Session | None:
-        """The session that a message belongs to; None if it was told that there is none."""
+    def _session_of(self, routing: bytes, header: Header) -> ServerSession | None:
+        """Return the session of a message; without one, answer a request with STALE or REFUSED and return None."""
         session = self._sessions.get(header.client)
         if session is not None and session.incarnation > header.client_incarnation:
             self._refuse(routing, header)
@@ -239,8 +248,8 @@ class Server:
             or session.incarnation != header.client_incarnation
             or header.server_incarnation != self.incarnation
         ):
-            if header.kind == Kind.REQUEST:
-                self._send(routing, header, Kind.STALE, EMPTY_BODY, [])
+            if header.type == MessageType.REQUEST:
+                self._send(routing, header, MessageType.STALE, EMPTY_BODY, [])
         else:
             self._sessions.move_to_end(header.client)
             return session
@@ -248,11 +257,11 @@ class Server:
 
     def _refuse(self, routing: bytes, header: Header) -> None:
         self.counters.refused += 1
-        self._throttle.warning("incarnation", f"{self.name} refused an older incarnation of {header.client}")
-        self._send(routing, header, Kind.REFUSED, EMPTY_BODY, [])
+        self._log.warning("incarnation", f"{self.name} refused an older incarnation of {header.client}")
+        self._send(routing, header, MessageType.REFUSED, EMPTY_BODY, [])
 
-    def _forget_old_sessions(self) -> None:
-        """Keep the number of sessions bounded; a forgotten client that asks again is told so and raises."""
+    def _drop_idle_sessions(self) -> None:
+        """Keep the number of sessions bounded; requests of a dropped client that returns raise."""
         excess = len(self._sessions) - MAX_SESSIONS
         if excess > 0:
             for client in [name for name, session in self._sessions.items() if session.idle][:excess]:
@@ -260,109 +269,114 @@ class Server:
 
     # ------------------------------------------------------------------------------------------------ executing
 
-    def _asked(self, session: Session, header: Header, message: Message, nbytes: int) -> None:
-        """Execute a request, unless it came before or has to wait."""
+    def _handle_request(self, session: ServerSession, header: Header, message: Message, nbytes: int) -> None:
+        """Execute a request, unless it was received before or must wait."""
         status = session.status(header.sequence)
-        if status == Status.BEYOND:
+        if status == RequestStatus.OUT_OF_RANGE:
             self.counters.malformed += 1
-            self._throttle.warning("beyond", f"{self.name} dropped a request of {header.client} far ahead of others")
-        elif status != Status.NEW:
+            self._log.warning("range", f"{self.name} dropped a request of {header.client} far ahead of others")
+        elif status != RequestStatus.NEW:
             self.counters.duplicates += 1
-            if status == Status.ANSWERED:
-                self._send_again(session, header, header.sequence)
+            if status == RequestStatus.ANSWERED:
+                self._resend(session, header, header.sequence)
         elif session.overflows(nbytes):
             error = FrameError(
                 f"{nbytes:,} bytes more than the {session.waiting_bytes:,} that wait already",
-                hint="ask for less at a time, or raise max_bytes_in_flight in the Limits of both sides",
+                hint="send smaller requests, or raise max_bytes_in_flight in the Limits of both sides",
             )
-            self._answer(session, header, self._failure(header, error))
+            self._reply(session, header, self._error_reply(header, error))
         elif session.full or session.parked:
             session.park(header, message, nbytes)
         else:
             self._execute(session, header, message, nbytes)
 
-    def _resume(self, session: Session) -> None:
-        """Execute what had to wait, as long as there is room for answers."""
+    def _execute_parked(self, session: ServerSession) -> None:
+        """Execute parked requests as long as the session has room for replies."""
         while session.parked and not session.full:
             header, message, nbytes = session.unpark()
-            if session.status(header.sequence) == Status.NEW:  # else its deadline passed meanwhile
+            if session.status(header.sequence) == RequestStatus.NEW:  # else its deadline has passed at the client
                 self._execute(session, header, message, nbytes)
 
-    def _execute(self, session: Session, header: Header, message: Message, nbytes: int) -> None:
-        """Call the handler, and answer with what it returns or raises."""
+    def _execute(self, session: ServerSession, header: Header, message: Message, nbytes: int) -> None:
+        """Call the handler, and reply with its result or exception."""
         self.counters.requests += 1
         try:
             handler = self._handlers.get(header.method)
             if handler is None:
-                raise self._unknown_method(header.method)
+                known = ", ".join(sorted(self._handlers)) or "none"
+                raise ConfigError(f"the method {header.method!r} does not exist", hint=f"use one of: {known}")
             result = handler(message, Caller(header.client, header.client_incarnation, header.sequence))
         except Exception as err:
-            self._answer(session, header, self._failure(header, err))
+            self._reply(session, header, self._error_reply(header, err))
             return
         if isinstance(result, Future):
             session.start(header.sequence, nbytes)
             result.add_done_callback(lambda future: self._defer(session, header, future))
         else:
-            self._answer(session, header, self._success(session, header, result))
+            self._reply(session, header, self._result_reply(session, header, result))
 
-    def _unknown_method(self, method: str) -> ConfigError:
-        known = ", ".join(sorted(self._handlers)) or "none"
-        return ConfigError(f"there is no method {method!r}", hint=f"use one of: {known}")
-
-    def _defer(self, session: Session, header: Header, future: Future[Result]) -> None:
-        """Have the loop answer; called by whichever thread finished the future."""
+    def _defer(self, session: ServerSession, header: Header, future: Future[Result]) -> None:
+        """Have the loop reply; called by the thread that finished the future."""
         self._deferred.append((session, header, future))
-        if self._listener is not None and threading.get_ident() != self._loop:
+        if self._listener is not None and threading.get_ident() != self._loop_thread:
             self._listener.wake()
 
-    def _finish_deferred(self) -> bool:
-        """Answer requests whose futures are done; tell whether there were any."""
-        any_finished = False
+    def _reply_deferred(self) -> bool:
+        """Reply to the requests whose futures are done; return whether there were any."""
+        replied = bool(self._deferred)
         while self._deferred:
             session, header, future = self._deferred.popleft()
-            any_finished = True
             if future.cancelled():
-                error: BaseException | None = WireError("the request was cancelled", hint="ask once more")
+                error: BaseException | None = WireError("the request was cancelled", hint="send it again")
             else:
                 error = future.exception()
-            answer = self._failure(header, error) if error else self._success(session, header, future.result())
-            self._answer(session, header, answer)
-            self._resume(session)
-        return any_finished
+            self._reply(
+                session,
+                header,
+                self._error_reply(header, error) if error else self._result_reply(session, header, future.result()),
+            )
+            self._execute_parked(session)
+        return replied
 
-    # ------------------------------------------------------------------------------------------------ answering
+    # ------------------------------------------------------------------------------------------------ replying
 
-    def _success(self, session: Session, header: Header, result: Result) -> Answer:
-        """The answer that carries a handler's result, or the error that it cannot be sent."""
+    def _result_reply(self, session: ServerSession, header: Header, result: Result) -> Reply:
+        """Return the reply that carries a handler's result, or the error that it cannot be sent."""
         try:
-            return success(header.method, result, session.limits)
+            return result_reply(header.method, result, session.limits)
         except Exception as err:
-            return self._failure(header, err)
+            return self._error_reply(header, err)
 
-    def _failure(self, header: Header, error: BaseException) -> Answer:
-        """The answer that raises at the asker; a defect is logged here with its traceback."""
+    def _error_reply(self, header: Header, error: BaseException) -> Reply:
+        """Return the reply that raises at the client; bugs are logged with their traceback."""
         self.counters.errors += 1
         error = disk_full(error) or error
         if not isinstance(error, GtrainError):
             log.error("%s failed to answer %r of %s", self.name, header.method, header.client, exc_info=error)
-        return failure(header.method, error, self._limits)
+        return error_reply(header.method, error, self._limits)
 
-    def _answer(self, session: Session, header: Header, answer: Answer) -> None:
-        """Keep an answer until it is acknowledged, and send it."""
-        if session.keep(header.sequence, answer) and self._sessions.get(session.client) is session:
-            self._send(session.routing, header, answer.kind, answer.body, answer.frames)
+    def _reply(self, session: ServerSession, header: Header, reply: Reply) -> None:
+        """Keep a reply until it is acknowledged, and send it."""
+        if session.keep(header.sequence, reply) and self._sessions.get(session.client) is session:
+            self._send(session.routing, header, reply.type, reply.body, reply.frames)
 
-    def _send_again(self, session: Session, header: Header, sequence: int) -> None:
-        """Send a kept answer once more."""
+    def _resend(self, session: ServerSession, header: Header, sequence: int) -> None:
+        """Send a kept reply again."""
         self.counters.resent += 1
-        answer = session.answers[sequence]
-        self._send(session.routing, header, answer.kind, answer.body, answer.frames, sequence)
+        reply = session.replies[sequence]
+        self._send(session.routing, header, reply.type, reply.body, reply.frames, sequence)
 
     def _send(
-        self, routing: bytes, to: Header, kind: Kind, body: bytes, frames: list[memoryview], sequence: int | None = None
+        self,
+        routing: bytes,
+        to: Header,
+        type: MessageType,
+        body: bytes,
+        frames: list[memoryview],
+        sequence: int | None = None,
     ) -> None:
-        """Send a message that answers the one with header ``to``."""
+        """Send a message in reply to the one with header ``to``."""
         assert self._listener is not None
         number = to.sequence if sequence is None else sequence
-        header = Header(kind, "", to.client, to.client_incarnation, number, self.incarnation)
+        header = Header(type, "", to.client, to.client_incarnation, number, self.incarnation)
         self.counters.bytes_sent += self._listener.send(routing, pack_header(header, body), frames)

@@ -1,4 +1,4 @@
-"""A client's connection within a machine: as :class:`gtrain.wire.zeromq.link.Link`, without zmq."""
+"""A client's connection to a server of the same machine."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ import time
 from collections.abc import Sequence
 
 from gtrain.wire.limits import Limits
-from gtrain.wire.unix.stream import EndedError, ForeignError, Stream
-from gtrain.wire.zeromq.link import MAX_RECONNECT_MILLISECONDS, RECONNECT_MILLISECONDS, News, mismatch
-from gtrain.wire.zeromq.sockets import Frames, Waiter
+from gtrain.wire.transport import (
+    MAX_RECONNECT_MILLISECONDS,
+    RECONNECT_MILLISECONDS,
+    ConnectionChange,
+    Frames,
+    Link,
+    Poller,
+)
+from gtrain.wire.unix.stream import ConnectionEndedError, ProtocolError, Stream
 
 
-class LocalLink:
-    """The socket to one server of this machine.
+class UnixLink(Link):
+    """A client's Unix socket.
 
     Args:
         address: the server's, ``ipc://`` and a path.
@@ -23,113 +29,96 @@ class LocalLink:
     def __init__(self, address: str, limits: Limits) -> None:
         self._path, self._limits = address.removeprefix("ipc://"), limits
         self._stream: Stream | None = None
-        self._waiter = Waiter()
-        self.wake = self._waiter.wake
-        self._news = News()
+        self._poller = Poller()
+        self._change = ConnectionChange()
         self._changed = False
         self._pause = RECONNECT_MILLISECONDS / 1000
         self._next_attempt = 0.0
-        self._wants_room = False
+        self._watches_output = False
         self._connect()
 
     def wait(self, seconds: float) -> None:
-        """Return when something may have happened, after ``seconds`` at the latest."""
         if self._stream is None:
             seconds = min(seconds, max(0.0, self._next_attempt - time.monotonic()))
-        self._waiter.wait(seconds)
+        self._poller.wait(seconds)
+
+    def wake(self) -> None:
+        self._poller.wake()
 
     def send(self, header: bytes, frames: Sequence[memoryview]) -> int:
-        """Send one message and return its bytes; 0 if it could not be sent, because the connection has ended."""
         if self._stream is None:
             return 0
         try:
-            sent = self._stream.send(header, frames)
-        except EndedError:
-            self._lose()
+            nbytes = self._stream.send(header, frames)
+        except ConnectionEndedError:
+            self._disconnect()
             return 0
-        self._want_room(self._stream.unsent)
-        return sent
+        self._watch_output(self._stream.unsent)
+        return nbytes
 
     @property
     def unsent(self) -> bool:
-        """Whether something waits until the kernel takes it; :meth:`receive` sees to it."""
+        """Whether data waits for room in the kernel; :meth:`receive` sends it."""
         return self._stream is not None and self._stream.unsent
 
     def receive(self) -> Frames | None:
-        """The next message, or None."""
         if self._stream is None:
             return None
         try:
             if self._stream.unsent:
                 self._stream.flush()
-                self._want_room(self._stream.unsent)
+                self._watch_output(self._stream.unsent)
             return self._stream.receive()
-        except EndedError:
-            self._lose()
-        except ForeignError as err:
-            self._lose()
-            self._news.refusal = mismatch(secured=False) if err.zmq else str(err)
+        except ConnectionEndedError:
+            self._disconnect()
+        except ProtocolError as err:
+            self._disconnect()
+            self._change.refusal = "this process has no keys and it asks for them" if err.is_zmq else str(err)
         return None
 
-    def has_input(self) -> bool:
-        """Whether an answer may have come that a waiting thread is not told of: never, here."""
-        return False
-
-    def connection_changed(self) -> bool:
-        """Whether there is news; that a server has gone is seen by who sends to it, or receives."""
-        return self._changed or (self._stream is None and time.monotonic() >= self._next_attempt)
-
-    def news(self) -> News | None:
-        """What happened to the connection, or None if nothing did."""
-        if self._stream is None and self._news.refusal is None and time.monotonic() >= self._next_attempt:
+    def connection_change(self) -> ConnectionChange | None:
+        """Connect again if it is time to; a lost connection is noticed by sending and receiving."""
+        if self._stream is None and self._change.refusal is None and time.monotonic() >= self._next_attempt:
             self._connect()
         if not self._changed:
             return None
-        news, self._news, self._changed = self._news, News(), False
-        return news
-
-    def suspicion(self) -> str | None:
-        """Why the peer probably refuses this process; here it is known, or there is no sign."""
-        return None
-
-    def renew_if_quiet(self, now: float) -> None:
-        """Nothing: a connection is there, or it is tried again all the time."""
+        change, self._change, self._changed = self._change, ConnectionChange(), False
+        return change
 
     def close(self) -> None:
-        """Close the socket; what the kernel has taken still arrives."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
-        self._waiter.close()
+        self._poller.close()
 
-    # ------------------------------------------------------------------------------------------------- inside
+    # ------------------------------------------------------------------------------------------------ connecting
 
     def _connect(self) -> None:
-        """Try once."""
+        """Try to connect once."""
         sock = socket.socket(socket.AF_UNIX)
         sock.setblocking(False)
         try:
             sock.connect(self._path)
-        except OSError:  # nobody is there yet, or too many wait there
+        except OSError:  # no server listens yet, or its backlog is full
             sock.close()
             self._next_attempt = time.monotonic() + self._pause
             self._pause = min(2 * self._pause, MAX_RECONNECT_MILLISECONDS / 1000)
             return
         self._stream, self._pause = Stream(sock, self._limits), RECONNECT_MILLISECONDS / 1000
-        self._waiter.watch(self._stream.descriptor)
-        self._wants_room = False
-        self._news.arrived = self._changed = True
+        self._poller.watch(self._stream.descriptor)
+        self._watches_output = False
+        self._change.connected = self._changed = True
 
-    def _lose(self) -> None:
-        """The connection has ended."""
+    def _disconnect(self) -> None:
+        """Close the connection after its end was noticed."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
-        self._news.lost, self._news.arrived, self._changed = True, False, True
+        self._change.lost, self._change.connected, self._changed = True, False, True
         self._next_attempt = time.monotonic() + self._pause
 
-    def _want_room(self, wanted: bool) -> None:
-        """Have waiting end as soon as more can be sent."""
-        if wanted != self._wants_room and self._stream is not None:
-            self._waiter.want_room(self._stream.descriptor, wanted)
-            self._wants_room = wanted
+    def _watch_output(self, enabled: bool) -> None:
+        """Have :meth:`wait` return as soon as more data can be sent, or no longer."""
+        if enabled != self._watches_output and self._stream is not None:
+            self._poller.watch_output(self._stream.descriptor, enabled)
+            self._watches_output = enabled

@@ -1,10 +1,10 @@
-"""Messages over a connected stream socket within a machine, sent and received by the threads that ask and answer.
+"""Messages over a connected Unix stream socket.
 
-zmq has a thread of its own carry every message. Where processes share cores, each such step waits for a core, often for
-longer than the work takes that it carries; here a message wakes whom it is for, and nobody else.
+The threads that send a request and compute its reply read and write the socket themselves. ZeroMQ has an I/O thread
+carry every message; where processes share cores, that thread often waits for a core for longer than the message takes.
 
-A message is a prelude (a mark, the number of frames, the length of each) and the frames. Nothing else is added: who may
-connect is a matter of the folder that the socket is in.
+A message is a prelude (magic bytes, the number of frames, the length of each) followed by the frames; see "Wire" in
+docs/formats.md. The mode of the socket's folder decides who may connect.
 """
 
 from __future__ import annotations
@@ -19,61 +19,39 @@ from itertools import islice
 import numpy as np
 
 from gtrain.wire.limits import Limits
+from gtrain.wire.transport import KERNEL_BUFFER, ReceivedFrame
 
-KERNEL_BUFFER = 4 << 20
-"""Bytes that the kernel may buffer for a connection, as far as it lets us (net.core.wmem_max)."""
-MARK = b"gtr1"
-ZMQ_MARK = b"\xff"
-"""What a zmq socket says first."""
-_NO_KEYS = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)  # ZMTP 3.1's greeting
-_FRONT = struct.Struct("=4sI")
+MAGIC = b"gtr1"
+ZMQ_MAGIC = b"\xff"
+"""The first byte that a zmq socket sends."""
+_ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)  # ZMTP 3.1, no keys
+_PRELUDE = struct.Struct("=4sI")  # magic bytes, number of frames
 _SCRATCH_BYTES = 16 << 10
-_MOST_PIECES = 512  # of one system call; the kernel takes 1024
+_MAX_BUFFERS = 512  # per system call; the kernel takes 1024
 
 
-class EndedError(Exception):
-    """The other end has gone."""
+class ConnectionEndedError(Exception):
+    """The peer closed the connection, or is gone."""
 
 
-class ForeignError(Exception):
-    """What came is no message of ours.
+class ProtocolError(Exception):
+    """The peer sent data that is not a message of this protocol.
 
     Args:
-        zmq: whether a zmq socket is at the other end.
+        is_zmq: whether the peer is a zmq socket.
     """
 
-    def __init__(self, zmq: bool = False) -> None:
+    def __init__(self, is_zmq: bool = False) -> None:
         super().__init__("it does not speak this protocol")
-        self.zmq = zmq
-
-
-class Piece:
-    """A received frame; see ``zmq.Frame``.
-
-    Args:
-        buffer: its memory, which is no one else's.
-    """
-
-    __slots__ = ("buffer",)
-
-    def __init__(self, buffer: memoryview) -> None:
-        self.buffer = buffer
-
-    def __len__(self) -> int:
-        return self.buffer.nbytes
-
-    @property
-    def bytes(self) -> bytes:
-        """A copy."""
-        return bytes(self.buffer)
+        self.is_zmq = is_zmq
 
 
 class Stream:
     """One end of a connection.
 
     Args:
-        sock: connected, of which this takes care from now on.
-        limits: of this side; a larger frame, or more frames, end the connection before anything is allocated.
+        sock: a connected socket; the stream closes it.
+        limits: of this side; a larger frame, or more frames, end the connection before memory is allocated.
     """
 
     def __init__(self, sock: socket.socket, limits: Limits) -> None:
@@ -81,28 +59,28 @@ class Stream:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, KERNEL_BUFFER)
         self._socket = sock
-        self._most_bytes = max(limits.max_frame_bytes, limits.max_header_bytes)
-        self._most_frames = limits.max_tensors + 1
+        self._max_frame_bytes = max(limits.max_frame_bytes, limits.max_header_bytes)
+        self._max_frames = limits.max_tensors + 1
         self._unsent: deque[bytes | memoryview] = deque()
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
-        self._begin = self._end = 0  # of what was received and not looked at
-        self._frames: list[memoryview] | None = None  # of the message that is coming in
-        self._missing: deque[memoryview] = deque()
+        self._start = self._end = 0  # of the received bytes in the scratch buffer
+        self._frames: list[memoryview] | None = None  # of the message that is arriving
+        self._missing: deque[memoryview] = deque()  # parts of these frames that have not arrived
 
     @property
     def descriptor(self) -> int:
-        """The socket's."""
+        """The socket's descriptor."""
         return self._socket.fileno()
 
     @property
     def unsent(self) -> bool:
-        """Whether something waits until the kernel takes it."""
+        """Whether data waits until the kernel has room."""
         return bool(self._unsent)
 
     @property
     def buffered(self) -> bool:
-        """Whether something was received that belongs to the next message."""
-        return self._begin < self._end
+        """Whether part of the next message is in the scratch buffer."""
+        return self._start < self._end
 
     def close(self) -> None:
         """Close the socket."""
@@ -111,122 +89,121 @@ class Stream:
     # ------------------------------------------------------------------------------------------------- sending
 
     def send(self, header: bytes, frames: Sequence[memoryview]) -> int:
-        """Send a message, now or as soon as the kernel takes it; return its bytes.
+        """Send a message, now or as soon as the kernel has room; return its size in bytes.
 
-        Memory of frames is not to be written to while :attr:`unsent`.
+        The frames' memory must not be written to while :attr:`unsent`.
 
         Raises:
-            EndedError: the other end has gone.
+            ConnectionEndedError: the peer is gone.
         """
         sizes = [frame.nbytes for frame in frames]
         count = len(sizes) + 1
-        front = struct.pack(f"=4sI{count}Q", MARK, count, len(header), *sizes) + header
-        self._unsent.append(front)
+        self._unsent.append(struct.pack(f"=4sI{count}Q", MAGIC, count, len(header), *sizes) + header)
         self._unsent.extend(frame for frame in frames if frame.nbytes)
         self.flush()
         return len(header) + sum(sizes)
 
     def greet_zmq(self) -> None:
-        """Have a zmq socket at the other end know that there are no keys here; it does not understand more."""
+        """Send a zmq peer the greeting of a server without keys: a client with keys then raises at once."""
         with suppress(OSError):
-            self._socket.send(_NO_KEYS)
+            self._socket.send(_ZMTP_GREETING)
 
     def flush(self) -> None:
-        """Give the kernel what it takes.
+        """Send as much as the kernel takes.
 
         Raises:
-            EndedError: the other end has gone.
+            ConnectionEndedError: the peer is gone.
         """
         unsent = self._unsent
         while unsent:
             try:
-                sent = self._socket.sendmsg(list(islice(unsent, _MOST_PIECES)))
+                sent = self._socket.sendmsg(list(islice(unsent, _MAX_BUFFERS)))
             except BlockingIOError:
                 return
             except OSError as err:
-                raise EndedError from err
+                raise ConnectionEndedError from err
             while sent:
-                piece = memoryview(unsent.popleft())
-                if sent < piece.nbytes:
-                    unsent.appendleft(piece.cast("B")[sent:])
+                buffer = memoryview(unsent.popleft())
+                if sent < buffer.nbytes:
+                    unsent.appendleft(buffer.cast("B")[sent:])
                     break
-                sent -= piece.nbytes
+                sent -= buffer.nbytes
 
     # ----------------------------------------------------------------------------------------------- receiving
 
-    def receive(self) -> list[Piece] | None:
-        """The frames of the next message, or None if it is not all there yet.
+    def receive(self) -> list[ReceivedFrame] | None:
+        """Return the frames of the next message, or None if it has not arrived completely.
 
         Raises:
-            EndedError: the other end has gone.
-            ForeignError: what came is no message.
+            ConnectionEndedError: the peer is gone.
+            ProtocolError: the data is not a message.
         """
         while self._frames is None:
-            if not self._begin_message() and not self._read():
+            if not self._start_message() and not self._read():
                 return None
         while self._missing:
             if not self._fill():
                 return None
         frames, self._frames = self._frames, None
-        return [Piece(frame) for frame in frames]
+        return [ReceivedFrame(frame) for frame in frames]
 
-    def _begin_message(self) -> bool:
-        """Make room for the frames of the next message, if its prelude is here, and take in what is here of them."""
-        there = self._end - self._begin
-        if there and bytes(self._scratch[self._begin : self._begin + 1]) == ZMQ_MARK:
-            raise ForeignError(zmq=True)
-        if there < _FRONT.size:
+    def _start_message(self) -> bool:
+        """Allocate the next message's frames, once its prelude has arrived, and copy the bytes that followed it."""
+        available = self._end - self._start
+        if available and self._scratch[self._start] == ZMQ_MAGIC[0]:
+            raise ProtocolError(is_zmq=True)
+        if available < _PRELUDE.size:
             return False
-        mark, count = _FRONT.unpack_from(self._scratch, self._begin)
-        if mark != MARK or not 0 < count <= self._most_frames:
-            raise ForeignError
-        begin = self._begin + _FRONT.size
-        if self._end - begin < 8 * count:
+        magic, count = _PRELUDE.unpack_from(self._scratch, self._start)
+        if magic != MAGIC or not 0 < count <= self._max_frames:
+            raise ProtocolError
+        start = self._start + _PRELUDE.size
+        if self._end - start < 8 * count:
             return False
-        sizes = struct.unpack_from(f"={count}Q", self._scratch, begin)
-        if max(sizes) > self._most_bytes:
-            raise ForeignError
-        self._begin = begin + 8 * count
+        sizes = struct.unpack_from(f"={count}Q", self._scratch, start)
+        if max(sizes) > self._max_frame_bytes:
+            raise ProtocolError
+        self._start = start + 8 * count
         self._frames = [np.empty(size, np.uint8).data for size in sizes]
-        self._missing.extend(rest for frame in self._frames if len(rest := self._take(frame)))
+        self._missing.extend(rest for frame in self._frames if len(rest := self._copy_to(frame)))
         return True
 
-    def _take(self, frame: memoryview) -> memoryview:
-        """Copy what is here of a frame; return the rest of it."""
-        count = min(len(frame), self._end - self._begin)
-        frame[:count] = self._scratch[self._begin : self._begin + count]
-        self._begin += count
+    def _copy_to(self, frame: memoryview) -> memoryview:
+        """Copy a frame's bytes from the scratch buffer; return the part of the frame that has not arrived."""
+        count = min(len(frame), self._end - self._start)
+        frame[:count] = self._scratch[self._start : self._start + count]
+        self._start += count
         return frame[count:]
 
     def _read(self) -> bool:
-        """Read what there is, up to some number of bytes; False if there is nothing."""
-        if self._begin:
-            rest = bytes(self._scratch[self._begin : self._end])
+        """Read into the scratch buffer; return False if nothing has arrived."""
+        if self._start:
+            rest = bytes(self._scratch[self._start : self._end])
             self._scratch[: len(rest)] = rest
-            self._begin, self._end = 0, len(rest)
-        count = self._received([self._scratch[self._end :]])
+            self._start, self._end = 0, len(rest)
+        count = self._receive_into([self._scratch[self._end :]])
         self._end += count
         return count > 0
 
     def _fill(self) -> bool:
-        """Read into frames; False if there is nothing."""
-        count = there = self._received(list(islice(self._missing, _MOST_PIECES)))
+        """Read into the missing parts of frames; return False if nothing has arrived."""
+        count = received = self._receive_into(list(islice(self._missing, _MAX_BUFFERS)))
         while count:
             frame = self._missing.popleft()
             if count < len(frame):
                 self._missing.appendleft(frame[count:])
                 break
             count -= len(frame)
-        return there > 0
+        return received > 0
 
-    def _received(self, rooms: list[memoryview]) -> int:
-        """Read into memory; return the number of bytes, 0 if there are none now."""
+    def _receive_into(self, buffers: list[memoryview]) -> int:
+        """Read into memory; return the number of bytes, 0 if none have arrived."""
         try:
-            count = self._socket.recvmsg_into(rooms)[0]
+            count = self._socket.recvmsg_into(buffers)[0]
         except BlockingIOError:
             return 0
         except OSError as err:
-            raise EndedError from err
+            raise ConnectionEndedError from err
         if not count:
-            raise EndedError
+            raise ConnectionEndedError
         return count

@@ -1,4 +1,4 @@
-"""Who is let in: the ZAP handler (ZeroMQ RFC 27) of a server with keys, in a thread of its own."""
+"""The authenticator of a server with keys: a ZAP handler (ZeroMQ RFC 27)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from gtrain.wire.zeromq.refusals import RefusalLog
+from gtrain.wire.logs import RefusalLog
 from gtrain.wire.zeromq.security import Security
 
 
 class Authenticator:
-    """Answers zmq's question for each connection: is this key on the list?
+    """Answers zmq's question for each connection: may this key connect?
 
-    A thread of its own, because handshakes go on while a handler of the server computes. It ends with the context.
+    Runs in its own thread, because handshakes go on while a handler of the server computes, and ends with the context.
 
     Args:
-        context: the server's; zmq asks within a context.
-        security: has the list.
-        name: the server's, for messages.
+        context: the server's; zmq authenticates within a context.
+        security: has the list of keys.
+        name: the server's, for the thread's name.
         refusals: counts and logs the keys that are not on the list.
     """
 
@@ -29,20 +29,19 @@ class Authenticator:
         self._socket = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind("inproc://zeromq.zap.01")
-        self._thread = threading.Thread(target=self._run, name=f"gtrain-zap-{name}", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name=f"gtrain-zap-{name}", daemon=True).start()
 
     def _run(self) -> None:
         try:
             while True:
-                self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
+                self._socket.send_multipart(self._reply(self._socket.recv_multipart()))
         except zmq.ContextTerminated:
             pass
         finally:
             self._socket.close()
 
-    def _answer(self, request: list[bytes]) -> list[bytes]:
-        """The reply to one question."""
+    def _reply(self, request: list[bytes]) -> list[bytes]:
+        """Return the reply to one request: accept (200) or refuse (400) a key."""
         if len(request) < 6 or request[0] != b"1.0":
             return [b"1.0", request[1] if len(request) > 1 else b"", b"500", b"not ZAP 1.0", b"", b""]
         number, address, mechanism = request[1], request[3].decode(errors="replace"), request[5]

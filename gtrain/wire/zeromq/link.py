@@ -1,26 +1,32 @@
-"""A client's connection: the DEALER socket, whether the peer is there, and why not."""
+"""A client's ZeroMQ connection: a DEALER socket, whether its server is connected, and why not."""
 
 from __future__ import annotations
 
 import errno
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import zmq
 
 from gtrain.wire.limits import Limits
+from gtrain.wire.transport import (
+    MAX_RECONNECT_MILLISECONDS,
+    RECONNECT_MILLISECONDS,
+    ConnectionChange,
+    Frames,
+    Link,
+    Poller,
+)
 from gtrain.wire.zeromq.security import Security
 from gtrain.wire.zeromq.sockets import (
-    Frames,
+    MECHANISM_MISMATCH,
     Monitor,
-    Waiter,
     configure,
     has_input,
-    hurry,
     process_context,
     receive,
     send,
+    shorten_slices,
 )
 
 _EVENTS = (
@@ -32,43 +38,21 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-_MECHANISM_MISMATCH = 0x11000002  # ZMQ_PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
-_SEVERAL = 3
-RECONNECT_MILLISECONDS = 50
-MAX_RECONNECT_MILLISECONDS = 1000
-LINGER_MILLISECONDS = 1000
-LOOK_SECONDS = 0.01
-QUIET_SECONDS = 10.0
-"""Without any event for so long the connection is begun anew: after some errors zmq gives up without a word."""
+SUSPICIOUS_HANDSHAKES = 3
+"""This many broken handshakes in a row are taken for a refusal."""
+CLIENT_LINGER_MILLISECONDS = 1000
+CHECK_SECONDS = 0.01
+"""The monitor is read this often even if the last wait did not report it."""
+IDLE_SECONDS = 10.0
+"""Without any event for this long the link connects again: after some errors zmq gives up silently."""
 
 
-@dataclass(slots=True)
-class News:
-    """What changed since the last look.
-
-    Args:
-        lost: the connection ended.
-        arrived: a connection was made, after the loss if there was one.
-        refusal: why the peer will never let this process in; None if it may.
-    """
-
-    lost: bool = False
-    arrived: bool = False
-    refusal: str | None = None
-
-
-def mismatch(secured: bool) -> str:
-    """Why a peer refuses a process that has keys, or one that has none."""
-    ours, theirs = ("has keys", "has none") if secured else ("has no keys", "asks for them")
-    return f"this process {ours} and it {theirs}"
-
-
-class Link:
-    """The socket to one server.
+class ZmqLink(Link):
+    """A client's DEALER socket.
 
     Args:
         address: the server's.
-        security: keys, or None.
+        security: the job's keys, or None.
         limits: of this side.
     """
 
@@ -76,7 +60,7 @@ class Link:
         self._address, self._secured = address, security is not None
         self._socket = process_context().socket(zmq.DEALER)
         configure(self._socket, limits, address)
-        self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
+        self._socket.setsockopt(zmq.LINGER, CLIENT_LINGER_MILLISECONDS)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MILLISECONDS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MILLISECONDS)
         self._socket.setsockopt(zmq.CONNECT_TIMEOUT, 5000)
@@ -86,91 +70,85 @@ class Link:
         if security is not None:
             security.identify(self._socket)
         self._monitor = Monitor(self._socket, _EVENTS)
-        self._waiter = Waiter(int(self._socket.getsockopt(zmq.FD)), self._monitor.descriptor)
-        self.wait, self.wake = self._waiter.wait, self._waiter.wake
-        self._looked = 0.0
+        self._poller = Poller(int(self._socket.getsockopt(zmq.FD)), self._monitor.descriptor)
+        self._last_check = 0.0
         self._last_event = time.monotonic()
-        self._broken_off = 0  # handshakes in a row
-        self._retried = 0  # attempts in a row that reached nobody
+        self._broken_handshakes = 0  # in a row
+        self._failed_attempts = 0  # in a row: nothing listened at the address
         self._socket.connect(address)
 
+    def wait(self, seconds: float) -> None:
+        self._poller.wait(seconds)
+
+    def wake(self) -> None:
+        self._poller.wake()
+
     def send(self, header: bytes, frames: Sequence[memoryview]) -> int:
-        """Send one message and return its bytes; 0 if it could not be sent, and the connection is begun anew."""
         try:
             return send(self._socket, [header], frames)
         except zmq.Again:
-            self.renew()
+            self._reconnect()
             return 0
 
-    @property
-    def unsent(self) -> bool:
-        """Whether something waits for a thread of this process to send it: never, zmq has one of its own."""
-        return False
-
     def receive(self) -> Frames | None:
-        """The next message, or None."""
         return receive(self._socket)
 
     def has_input(self) -> bool:
-        """Whether a message can be received; sending may have eaten the signal that says so."""
+        """Whether a message has arrived: sending may have consumed zmq's signal for it."""
         return has_input(self._socket)
 
-    def connection_changed(self) -> bool:
-        """Whether there may be news: the last waiting said so, or nobody has looked for a while."""
-        return self._monitor.descriptor in self._waiter.ready or time.monotonic() - self._looked > LOOK_SECONDS
-
-    def news(self) -> News | None:
-        """What happened to the connection, or None if nothing did."""
-        self._looked = time.monotonic()
-        if not self._monitor.waiting():
+    def connection_change(self) -> ConnectionChange | None:
+        now = time.monotonic()
+        if self._monitor.descriptor not in self._poller.ready and now - self._last_check <= CHECK_SECONDS:
             return None
-        news = News()
-        self._last_event = time.monotonic()
+        self._last_check = now
+        if not self._monitor.has_events():
+            return None
+        change, self._last_event = ConnectionChange(), now
         for event, value in self._monitor.read():
-            self._note(news, event, value)
-        return news
+            self._record(change, event, value)
+        return change
 
-    def _note(self, news: News, event: int, value: int) -> None:
+    def _record(self, change: ConnectionChange, event: int, value: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            news.arrived, self._broken_off = True, 0
-            hurry()  # by now zmq's threads are there
+            change.connected, self._broken_handshakes = True, 0
+            shorten_slices()  # zmq's threads exist by now
         elif event == zmq.EVENT_DISCONNECTED:
-            news.lost, news.arrived = True, False
+            change.lost, change.connected = True, False
         elif event == zmq.EVENT_CONNECTED:
-            self._retried = 0
+            self._failed_attempts = 0
         elif event == zmq.EVENT_CONNECT_RETRIED:
-            self._retried += 1
+            self._failed_attempts += 1
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-            self._broken_off += 1
+            self._broken_handshakes += 1
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            news.refusal = "this process's key is not on its list"
-        elif value == _MECHANISM_MISMATCH:
-            news.refusal = mismatch(self._secured)
+            change.refusal = "this process's key is not on its list"
+        elif value == MECHANISM_MISMATCH:
+            ours, theirs = ("has keys", "has none") if self._secured else ("has no keys", "asks for them")
+            change.refusal = f"this process {ours} and it {theirs}"
 
-    def suspicion(self) -> str | None:
-        """Why the peer probably refuses this process: it ends every handshake; None if there is no such sign."""
-        if self._broken_off < _SEVERAL or self._retried > 1:
+    def suspected_refusal(self) -> str | None:
+        """Return a reason if the server breaks off every handshake: zmq does not say that a server's key is wrong."""
+        if self._broken_handshakes < SUSPICIOUS_HANDSHAKES or self._failed_attempts > 1:
             return None
         reason = "the keys are probably another job's" if self._secured else "it probably asks for keys"
-        return f"it ended {self._broken_off} handshakes in a row; {reason}"
+        return f"it ended {self._broken_handshakes} handshakes in a row; {reason}"
 
-    def renew_if_quiet(self, now: float) -> None:
-        """Begin anew if nothing has been heard of the connection for long; called while the peer is not there."""
-        if now - self._last_event > QUIET_SECONDS:
-            self.renew()
+    def reconnect_if_idle(self, now: float) -> None:
+        if now - self._last_event > IDLE_SECONDS:
+            self._reconnect()
 
-    def renew(self) -> None:
-        """Drop the connection with what is queued for it, and connect once more."""
+    def _reconnect(self) -> None:
+        """Drop the connection with the messages queued for it, and connect again."""
         self._last_event = time.monotonic()
         try:
             self._socket.disconnect(self._address)
-        except zmq.ZMQError as err:  # zmq has given it up by itself
+        except zmq.ZMQError as err:  # zmq has already given it up
             if err.errno != errno.ENOENT:
                 raise
         self._socket.connect(self._address)
 
     def close(self) -> None:
-        """Close the socket; what is queued may leave for a second, without anybody waiting for it."""
         self._monitor.close()
         self._socket.close()
-        self._waiter.close()
+        self._poller.close()

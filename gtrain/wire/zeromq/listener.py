@@ -1,31 +1,32 @@
-"""A server's socket: bound or adopted, guarded, and watched for handshakes that fail."""
+"""A server's ZeroMQ socket: bound or adopted, authenticated, and monitored for handshakes that fail."""
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import zmq
 
-from gtrain.errors import ConfigError
-from gtrain.wire.addresses import is_local
 from gtrain.wire.counters import Counters
 from gtrain.wire.errors import WireError
 from gtrain.wire.limits import Limits
+from gtrain.wire.logs import ENDED, RefusalLog
+from gtrain.wire.transport import (
+    BACKLOG,
+    LINGER_MILLISECONDS,
+    Frames,
+    Listener,
+    Poller,
+    listen_error,
+    refuse_second_server,
+)
 from gtrain.wire.zeromq.authenticator import Authenticator
-from gtrain.wire.zeromq.refusals import ENDED, RefusalLog
-from gtrain.wire.zeromq.security import Security, require_security
-from gtrain.wire.zeromq.sockets import Frames, Monitor, Waiter, configure, hurry, receive, send
+from gtrain.wire.zeromq.security import Security
+from gtrain.wire.zeromq.sockets import MECHANISM_MISMATCH, Monitor, configure, receive, send, shorten_slices
 
-LINGER_MILLISECONDS = 2000
-"""How long answers may take to leave when the server ends."""
-BACKLOG = 1024
-ENDING_SECONDS = 2.0
 UNTRACED_SECONDS = 2.0
 """How long the log waits for the address of a peer that ends its connections at once."""
 _EVENTS = (
@@ -34,48 +35,17 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-)  # HANDSHAKE_FAILED_AUTH is the doorkeeper's, who knows the key
-_MECHANISM_MISMATCH, _CRYPTOGRAPHIC = 0x11000002, 0x11000001  # ZMQ_PROTOCOL_ERROR_ZMTP_*
+)  # the authenticator, which knows the key, reports HANDSHAKE_FAILED_AUTH
+_CRYPTOGRAPHIC = 0x11000001  # ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
 
 
-def plan_address(address: str | None, descriptor: int | None, security: Security | None) -> str:
-    """The address to bind: the one given, or that of a bound socket; checked.
-
-    Raises:
-        ConfigError: neither or both are given, the socket is not bound, or others can reach it and there are no keys.
-    """
-    if (address is None) == (descriptor is None):
-        raise ConfigError(
-            "a server needs an address or a descriptor, and not both", hint="give address= or descriptor="
-        )
-    planned = address if address is not None else _address_of(descriptor or 0)
-    require_security(planned, is_local(planned), security)
-    return planned
-
-
-def _address_of(descriptor: int) -> str:
-    """The address that a socket is bound to."""
-    try:
-        with socket.socket(fileno=os.dup(descriptor)) as bound:
-            name, family = bound.getsockname(), bound.family
-    except OSError as err:
-        raise ConfigError(
-            f"descriptor {descriptor} is no socket: {err.strerror}", hint="bind a stream socket before the fork"
-        ) from err
-    if family == socket.AF_UNIX and isinstance(name, str) and name:
-        return f"ipc://{name}"
-    if family in (socket.AF_INET, socket.AF_INET6) and name[1]:
-        return f"tcp://[{name[0]}]:{name[1]}" if ":" in name[0] else f"tcp://{name[0]}:{name[1]}"
-    raise ConfigError(f"descriptor {descriptor} is a socket that is not bound", hint="bind it before the fork")
-
-
-class Listener:
-    """The ROUTER socket of a server, in a context of its own (zmq asks for keys within a context).
+class ZmqListener(Listener):
+    """A server's ROUTER socket, in its own context: zmq authenticates within a context.
 
     Args:
-        address: what to bind.
-        descriptor: a bound socket to use for it, or None.
-        security: keys, or None.
+        address: the address to bind.
+        descriptor: a bound socket to use instead, or None.
+        security: the job's keys, or None.
         limits: of this side.
         name: the server's, for messages.
         counters: refusals are counted there.
@@ -90,6 +60,7 @@ class Listener:
         name: str,
         counters: Counters,
     ) -> None:
+        super().__init__()
         self._name, self._secured = name, security is not None
         self._refusals = RefusalLog(name, counters)
         self._context: zmq.Context[Any] = zmq.Context()
@@ -98,15 +69,13 @@ class Listener:
         self._socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
         self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
         if security is not None:
-            self._door = Authenticator(self._context, security, name, self._refusals)
+            self._authenticator = Authenticator(self._context, security, name, self._refusals)
             security.guard(self._socket)
         self._monitor = Monitor(self._socket, _EVENTS)
-        self._waiter = Waiter(int(self._socket.getsockopt(zmq.FD)), self._monitor.descriptor)
-        self._peers: dict[int, str | None] = {}  # addresses of connections by descriptor
+        self._poller = Poller(int(self._socket.getsockopt(zmq.FD)), self._monitor.descriptor)
+        self._addresses: dict[int, str | None] = {}  # peers' addresses by descriptor of the connection
         self._failure: str | None = None
-        self._untraced: dict[str, float] = {}  # when a peer was refused that had gone before its address was read
-        self._closed = False
-        self._closing = threading.RLock()  # a signal handler may close it
+        self._untraced: dict[str, float] = {}  # time by reason: refused peers whose address could not be read
         self._bind(address, descriptor)
         self.endpoint = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT)) if descriptor is None else address
 
@@ -119,11 +88,11 @@ class Listener:
                 adopted.setblocking(False)
                 self._socket.setsockopt(zmq.USE_FD, adopted.detach())
             elif address.startswith("ipc://"):
-                refuse_a_second_server(address.removeprefix("ipc://"))
+                refuse_second_server(address.removeprefix("ipc://"))
             self._socket.bind(address)
-        except OSError as err:  # ZMQError is none
+        except OSError as err:  # a ZMQError is not an OSError
             self.close()
-            raise no_place(self._name, address, err) from err
+            raise listen_error(self._name, address, err) from err
         except zmq.ZMQError as err:
             self.close()
             raise WireError(
@@ -132,83 +101,68 @@ class Listener:
             ) from err
 
     def receive(self) -> Frames | None:
-        """The next message, its first frame where it came from; None if there is none."""
         return receive(self._socket)
 
     def send(self, routing: bytes, header: bytes, frames: Sequence[memoryview]) -> int:
-        """Send a message to a connection, if it is still there; return its bytes."""
         return send(self._socket, [routing, header], frames)
 
     def wait(self, seconds: float) -> None:
-        """Return when something may have happened, after ``seconds`` at the latest."""
-        self._waiter.wait(min(seconds, UNTRACED_SECONDS) if self._untraced else seconds)
+        self._poller.wait(seconds)
 
-    def wake(self) -> None:
-        """End the waiting of the loop; from any thread."""
-        with self._closing:
-            if not self._closed:
-                self._waiter.wake()
-
-    def watch(self) -> None:
-        """Look at what happened to connections, if the last waiting said that something did."""
+    def check_connections(self) -> None:
         self._report_untraced(time.monotonic() - UNTRACED_SECONDS)
-        if self._monitor.descriptor not in self._waiter.ready:
+        if self._monitor.descriptor not in self._poller.ready:
             return
         for event, value in self._monitor.read():
             if event == zmq.EVENT_ACCEPTED:
-                self._peers[value] = _peer_name(value)
-                hurry()  # by now zmq's threads are there
+                self._addresses[value] = _peer_address(value)
+                shorten_slices()  # zmq's threads exist by now
             elif event == zmq.EVENT_DISCONNECTED:
-                peer = self._peers.pop(value, None)
+                address = self._addresses.pop(value, None)
                 if self._failure is not None:
-                    self._refused(peer, self._failure)
+                    self._report(address, self._failure)
                 self._failure = None
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 continue
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:  # the loss of that connection is reported next
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:  # the next event is the loss of that connection
                 self._failure = self._reason(value)
-            elif self._secured:  # a peer without keys may be the first to notice, and leave
-                self._failure = self._reason(_MECHANISM_MISMATCH)
+            elif self._secured:  # a peer without keys may be the first to notice, and close the connection
+                self._failure = ENDED
 
     def _reason(self, error: int) -> str:
-        """Why a handshake failed, in words."""
-        if error == _MECHANISM_MISMATCH:
-            return ENDED if self._secured else "it uses keys, and this server none"
+        """Return why a handshake failed, in words."""
+        if error == MECHANISM_MISMATCH:
+            return ENDED if self._secured else "it uses keys, and this server has none"
         if error == _CRYPTOGRAPHIC:
             return "it does not know this job's keys"
         return "it does not speak this protocol"
 
-    def _refused(self, peer: str | None, reason: str) -> None:
-        """Count a failed handshake, and log it; one without an address only if its next attempt shows none either."""
+    def _report(self, address: str | None, reason: str) -> None:
+        """Count and log a failed handshake; one without an address only if the next attempt shows none either."""
         self._refusals.count()
-        if peer is not None:
+        if address is not None:
             self._untraced.pop(reason, None)
-            self._refusals.report(peer, reason)
+            self._refusals.report(address, reason)
         elif not self._refusals.is_logged(reason):
             self._untraced.setdefault(reason, time.monotonic())
 
     def _report_untraced(self, before: float) -> None:
-        """Log refusals from before a time whose peers had gone before their address could be read."""
+        """Log refusals older than ``before`` whose peers had gone before their address could be read."""
         for reason in [reason for reason, since in self._untraced.items() if since < before]:
             del self._untraced[reason]
             if not self._refusals.is_logged(reason):
                 self._refusals.report("an address that has gone", reason)
 
-    def close(self) -> None:
-        """Close the socket; answers already given leave if their clients take them within two seconds."""
-        with self._closing:
-            if self._closed:
-                return
-            self._closed = True
+    def _close(self) -> None:
         self._report_untraced(time.monotonic())
         self._monitor.close()
         self._socket.close()
         self._context.term()
-        self._waiter.close()
+        self._poller.close()
 
 
-def _peer_name(descriptor: int) -> str | None:
-    """The address at the other end of a connection, if the connection is still there."""
+def _peer_address(descriptor: int) -> str | None:
+    """Return the address at the other end of a connection; None if the connection has ended."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             if connection.family == socket.AF_UNIX:
@@ -216,25 +170,3 @@ def _peer_name(descriptor: int) -> str | None:
             return str(connection.getpeername()[0])
     except OSError:
         return None
-
-
-def no_place(name: str, address: str, err: OSError) -> WireError:
-    """What a server raises that cannot listen where it is told to."""
-    return WireError(
-        f"{name} cannot listen at {address}: {err.strerror}",
-        hint="end the server that is there, or choose another address",
-    )
-
-
-def refuse_a_second_server(path: str) -> None:
-    """A socket's path is not taken from a server that is alive; one that was just killed may need a moment to end."""
-    deadline = time.monotonic() + ENDING_SECONDS
-    while time.monotonic() < deadline:
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(ENDING_SECONDS)
-            try:
-                probe.connect(path)
-            except OSError:
-                return
-        time.sleep(0.02)
-    raise OSError(errno.EADDRINUSE, "another server is bound to it")

@@ -1,4 +1,4 @@
-"""The keys of a job: who may talk to its servers, and how both sides know each other (CurveZMQ)."""
+"""The keys of a job: servers and clients authenticate each other with them (CurveZMQ)."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _KEY_LENGTH = 40  # Z85 text of 32 bytes
 
 @dataclass(frozen=True)
 class Security:
-    """One key pair for the job's servers and one for its clients; who has the file belongs to the job.
+    """One key pair for the job's servers and one for its clients. Whoever can read the key file belongs to the job.
 
-    Clients check the server's key, servers let in only the keys of ``allowed`` (without such a list CurveZMQ lets in
-    any key pair). All that crosses is encrypted and authenticated.
+    Clients check the server's key. Servers accept ``client_public`` and the keys in ``allowed`` (without such a list
+    CurveZMQ accepts every key pair). All messages are encrypted and authenticated.
 
     Args:
         server_public: public key of all servers of the job.
         server_secret: its secret half.
         client_public: public key of all clients of the job.
         client_secret: its secret half.
-        allowed: further public keys of clients that servers let in.
+        allowed: further public keys of clients that servers accept.
     """
 
     server_public: str
@@ -43,18 +43,15 @@ class Security:
 
     @classmethod
     def create(cls) -> Security:
-        """New keys, for one job."""
-        pairs = [zmq.curve_keypair() for _ in range(2)]
-        (server_public, server_secret), (client_public, client_secret) = [
-            (public.decode(), secret.decode()) for public, secret in pairs
-        ]
-        return cls(server_public, server_secret, client_public, client_secret)
+        """Return new keys, for one job."""
+        server, client = zmq.curve_keypair(), zmq.curve_keypair()
+        return cls(server[0].decode(), server[1].decode(), client[0].decode(), client[1].decode())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the keys to a file that only this user may read; an existing one is replaced.
+        """Write the keys to a file that only this user may read; an existing file is replaced.
 
         Raises:
-            ConfigError: the folder is missing or not to be written to.
+            ConfigError: the folder is missing or not writable.
         """
         target = Path(path)
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
@@ -65,18 +62,19 @@ class Security:
             temporary.replace(target)
         except OSError as err:
             raise ConfigError(
-                f"the key file {target} cannot be written: {err.strerror}", hint="name a file in a folder of your own"
+                f"the key file {target} cannot be written: {err.strerror}",
+                hint="name a file in a writable folder",
             ) from err
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Security:
-        """Read what :meth:`save` wrote; of :data:`gtrain.keys.ISOLATED` the keys that everybody has.
+        """Read a file that :meth:`save` wrote. For :data:`gtrain.keys.ISOLATED`, return keys that anybody can derive.
 
         Raises:
-            ConfigError: the file is missing, open to other users, or no key file.
+            ConfigError: the file is missing, readable by other users, or not a key file.
         """
         if path == ISOLATED:
-            return cls._of_everybody()
+            return cls._isolated()
         target = Path(path)
         try:
             with target.open("rb") as file:
@@ -95,17 +93,17 @@ class Security:
         return cls._parse(content, target)
 
     @classmethod
-    def _of_everybody(cls) -> Security:
-        """Keys that everybody can make: they protect nothing, on a network that needs no protection."""
-        halves = []
-        for name in ("server", "client"):
-            secret = z85.encode(hashlib.sha256(f"{ISOLATED}: {name}".encode()).digest())
-            halves += [zmq.curve_public(secret).decode(), secret.decode()]
-        return cls(halves[0], halves[1], halves[2], halves[3])
+    def _isolated(cls) -> Security:
+        """Return keys that anybody can derive: they protect nothing, for a network that needs no protection."""
+        server, client = (
+            z85.encode(hashlib.sha256(f"{ISOLATED}: {name}".encode()).digest()) for name in ("server", "client")
+        )
+        publics = zmq.curve_public(server).decode(), zmq.curve_public(client).decode()
+        return cls(publics[0], server.decode(), publics[1], client.decode())
 
     @classmethod
     def _parse(cls, content: bytes, path: Path) -> Security:
-        """The keys in a file's content, each checked."""
+        """Return the keys in a file's content, each checked."""
         try:
             values = json.loads(content)
             if values.pop("format") != _FORMAT:
@@ -114,24 +112,22 @@ class Security:
             loaded._check()
         except (ValueError, TypeError, KeyError, AttributeError, zmq.ZMQError) as err:
             raise ConfigError(
-                f"{path} is no key file of gtrain, or damaged", hint="copy the key file of the job once more"
+                f"{path} is not a key file of gtrain, or it is damaged", hint="copy the key file of the job again"
             ) from err
         return loaded
 
     def _check(self) -> None:
-        """Raise ValueError if a key is none, or a pair does not fit together."""
+        """Raise ValueError if a key is malformed, or a public key does not belong to its secret key."""
         for key in (self.server_public, self.server_secret, self.client_public, self.client_secret, *self.allowed):
             if type(key) is not str or len(key) != _KEY_LENGTH:
                 raise ValueError("not a key")
-        for public, secret in (
-            (self.server_public, self.server_secret),
-            (self.client_public, self.client_secret),
-        ):
+        pairs = ((self.server_public, self.server_secret), (self.client_public, self.client_secret))
+        for public, secret in pairs:
             if zmq.curve_public(secret.encode()) != public.encode():
-                raise ValueError("a pair does not fit together")
+                raise ValueError("a public key does not belong to its secret key")
 
     def guard(self, server: zmq.Socket[Any]) -> None:
-        """Make a socket a CURVE server; :class:`gtrain.wire.zeromq.authenticator.Authenticator` decides who enters."""
+        """Make a socket a CURVE server; the ``Authenticator`` checks the keys of its peers."""
         server.setsockopt(zmq.CURVE_SERVER, 1)
         server.setsockopt_string(zmq.CURVE_SECRETKEY, self.server_secret)
         server.setsockopt_string(zmq.ZAP_DOMAIN, "gtrain")
@@ -143,18 +139,5 @@ class Security:
         client.setsockopt_string(zmq.CURVE_SECRETKEY, self.client_secret)
 
     def admits(self, key: str) -> bool:
-        """Whether a client's public key is on the list."""
+        """Whether servers accept a client's public key."""
         return key == self.client_public or key in self.allowed
-
-
-def require_security(address: str, local: bool, security: Security | None) -> None:
-    """Refuse to use an address that others can reach without keys.
-
-    Raises:
-        ConfigError: the address leaves the machine and there are no keys.
-    """
-    if security is None and not local:
-        raise ConfigError(
-            f"{address} can be reached from other machines, and no keys were given",
-            hint="give all processes of the job its key file, made by Security.create().save(FILE)",
-        )

@@ -203,7 +203,7 @@ class ParameterServers:
         This thread receives from one server at a time; so each client's own thread meets its server meanwhile.
         """
         for server, client in enumerate(self.clients):
-            client.leave()
+            client.receive_in_background()
             self.look(server)
 
     def answered(self, server: int, answer: Message) -> None:

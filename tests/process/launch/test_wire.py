@@ -218,7 +218,7 @@ def test_shared_tensors_leave_nothing_after_a_kill() -> None:
         memory = maker.stdout.readline().split()[0]
         shared = SharedTensors.attach(directory, "table", timeout_seconds=LIMIT)
         again = SharedTensors.attach(directory, "table", timeout_seconds=LIMIT)
-        with pytest.raises(WireError, match="shared tensors 'table' are there already"):
+        with pytest.raises(WireError, match="shared tensors 'table' exist already"):
             SharedTensors.create(directory, "table", {})
         made = SharedTensors.create(directory, "mine", {"x": torch.ones(2)})
         with made, SharedTensors.attach(directory, "mine", timeout_seconds=LIMIT) as mine:
@@ -228,9 +228,9 @@ def test_shared_tensors_leave_nothing_after_a_kill() -> None:
         assert float(again["x"].sum()) == 499_500
         maker.kill()
         maker.wait(LIMIT)
-        with pytest.raises(DeadlineError, match="no process that lives has shared tensors 'table'"):
+        with pytest.raises(DeadlineError, match="no live process has shared tensors 'table'"):
             SharedTensors.attach(directory, "table", timeout_seconds=0.1)
-        with pytest.raises(WireError, match="the process that made the directory of shared tensors is gone"):
+        with pytest.raises(WireError, match="the process that created the directory of shared tensors is gone"):
             SharedTensors.create(directory, "more", {})
     again["n"][0, 0] = 5
     assert int(shared["n"][0, 0]) == 5

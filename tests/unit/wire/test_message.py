@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gtrain.wire import FrameError, Limits
-from gtrain.wire.header import Header, Kind, decode_header, pack_body, pack_header
+from gtrain.wire.header import Header, MessageType, decode_header, pack_body, pack_header
 from gtrain.wire.message import DTYPES, from_frames, to_frames
 
 EXAMPLES = int(os.environ.get("GTRAIN_FUZZ_EXAMPLES", "2000"))
@@ -29,7 +29,7 @@ SMALL = Limits(max_frame_bytes=1 << 16, max_message_bytes=1 << 17, max_header_by
 def pack(fields: dict[str, Any], tensors: Sequence[Tensor], limits: Limits = LIMITS) -> list[bytes]:
     """All frames of a request, as they would go over a socket."""
     specs, frames = to_frames(tensors, limits)
-    header = Header(Kind.REQUEST, "push", "rank 3", 17, 5, 99, 4, [6, 7])
+    header = Header(MessageType.REQUEST, "push", "rank 3", 17, 5, 99, 4, [6, 7])
     return [pack_header(header, pack_body("push", fields, specs, limits)), *(bytes(frame) for frame in frames)]
 
 
@@ -68,7 +68,7 @@ def test_fields_cross_as_they_are() -> None:
     }
     header, _ = unpack(pack(fields, []))
     assert header.fields == fields
-    assert header == Header(Kind.REQUEST, "push", "rank 3", 17, 5, 99, 4, [6, 7], fields, [])
+    assert header == Header(MessageType.REQUEST, "push", "rank 3", 17, 5, 99, 4, [6, 7], fields, [])
 
 
 def test_contiguous_tensors_are_sent_without_a_copy() -> None:
@@ -116,7 +116,7 @@ def test_memory_that_does_not_suit_the_dtype_is_copied() -> None:
         ([torch.zeros(SMALL.max_frame_bytes + 1, dtype=torch.uint8)], "65,537 bytes; the limit is 65,536"),
         ([torch.zeros(1)] * 9, "9 tensors; the limit is 8"),
         ([torch.zeros([1] * 17)], "17 dimensions; the limit is 16"),
-        ([torch.eye(3).to_sparse_csr()], "torch.sparse_csr does not go over the wire"),
+        ([torch.eye(3).to_sparse_csr()], "torch.sparse_csr cannot be sent"),
         ([torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.qint8)], "torch.qint8"),
     ],
 )
@@ -146,30 +146,30 @@ def values(**changes: Any) -> list[Any]:
     [
         ({"version": 2}, "version is 2; this side speaks 1"),
         ({"version": True}, "version"),
-        ({"kind": 0}, "kind is 0"),
-        ({"kind": 9}, "kind is 9"),
-        ({"kind": "x" * 1000}, r"kind is x{40}\n"),
-        ({"method": b"push"}, "text of at most 256"),
-        ({"client": "x" * 257}, "text of at most 256"),
-        ({"sequence": -1}, "no integer"),
-        ({"sequence": 1.0}, "no integer"),
-        ({"low": True}, "no integer"),
-        ({"life": 2**63}, "no integer"),
+        ({"kind": 0}, "type is 0"),
+        ({"kind": 9}, "type is 9"),
+        ({"kind": "x" * 1000}, r"type is x{40}\n"),
+        ({"method": b"push"}, "string of at most 256"),
+        ({"client": "x" * 257}, "string of at most 256"),
+        ({"sequence": -1}, "not an integer"),
+        ({"sequence": 1.0}, "not an integer"),
+        ({"low": True}, "not an integer"),
+        ({"life": 2**63}, "not an integer"),
         ({"done": None}, "acknowledgements"),
-        ({"done": [1, "2"]}, "no integer"),
+        ({"done": [1, "2"]}, "not an integer"),
         ({"done": [1] * 5000}, "acknowledgements"),
-        ({"fields": []}, "no dictionary"),
-        ({"fields": {b"a": 1}}, "key of its fields is no text"),
-        ({"fields": {"a": {b"b": 1}}}, "key of its fields is no text"),
+        ({"fields": []}, "not a dictionary"),
+        ({"fields": {b"a": 1}}, "key of its fields is not a string"),
+        ({"fields": {"a": {b"b": 1}}}, "key of its fields is not a string"),
         ({"fields": {"a": msgpack.Timestamp(1, 2)}}, "(Timestamp|exceeds)"),
         ({"fields": {"a": msgpack.ExtType(5, b"x")}}, "(exceeds|extension)"),
         ({"specs": None}, "tensors"),
-        ({"specs": [["float32", [1]]] * 9}, "tensors are no list of at most 8"),
-        ({"specs": [["object", [1]]]}, "no known dtype"),
-        ({"specs": [[["float32"], [1]]]}, "no known dtype"),
-        ({"specs": [["float32", [-1]]]}, "no integer"),
-        ({"specs": [["float32", 5]]}, "no shape"),
-        ({"specs": [["float32", [1] * 17]]}, "no shape of at most 16"),
+        ({"specs": [["float32", [1]]] * 9}, "tensors are not a list of at most 8"),
+        ({"specs": [["object", [1]]]}, "the dtype of a tensor in it is unknown"),
+        ({"specs": [[["float32"], [1]]]}, "the dtype of a tensor in it is unknown"),
+        ({"specs": [["float32", [-1]]]}, "not an integer"),
+        ({"specs": [["float32", 5]]}, "the shape of a tensor"),
+        ({"specs": [["float32", [1] * 17]]}, "not a list of at most 16"),
         ({"specs": [["float32", [1 << 40]]]}, "the limits are 65,536"),
         ({"specs": [["float32", [1 << 62, 1 << 62]]]}, "the limits are"),
         ({"specs": [["uint8", [1 << 16]]] * 3}, "196,608 bytes; the limits are 65,536 for one and 131,072"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gtrain.wire.counters import Counters
-from gtrain.wire.zeromq.refusals import ENDED, MAX_LOGGED, RefusalLog
+from gtrain.wire.logs import ENDED, MAX_LOGGED, RefusalLog
 
 WRONG_KEY = "it does not know this job's keys"
 

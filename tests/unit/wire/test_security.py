@@ -58,7 +58,7 @@ def test_a_key_file_open_to_others_is_refused(tmp_path: Path, mode: int) -> None
 def test_a_damaged_key_file_is_refused(tmp_path: Path, change: object) -> None:
     KEYS.save(tmp_path / "keys")
     (tmp_path / "keys").write_text(change((tmp_path / "keys").read_text()))  # type: ignore[operator]
-    with pytest.raises(ConfigError, match="is no key file of gtrain, or damaged"):
+    with pytest.raises(ConfigError, match="is not a key file of gtrain, or it is damaged"):
         Security.load(tmp_path / "keys")
 
 

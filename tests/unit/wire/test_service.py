@@ -40,7 +40,7 @@ from gtrain.wire import (
     WireError,
     ipc_folder,
 )
-from gtrain.wire.header import EMPTY_BODY, Header, Kind, decode_header, pack_body, pack_header
+from gtrain.wire.header import EMPTY_BODY, Header, MessageType, decode_header, pack_body, pack_header
 
 SOCKET_EXAMPLES = int(os.environ.get("GTRAIN_FUZZ_SOCKET_EXAMPLES", "3000"))
 NOWHERE = Path("/nowhere")
@@ -92,10 +92,10 @@ class Raw:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVTIMEO, int(1000 * LIMIT))
         self._socket.connect(server.address)
-        self.send(Kind.HELLO, 1, body=pack_body("", {"waiting": []}, (), Limits()))
-        assert self.receive()[0].kind == Kind.WELCOME
+        self.send(MessageType.HELLO, 1, body=pack_body("", {"waiting": []}, (), Limits()))
+        assert self.receive()[0].type == MessageType.WELCOME
 
-    def send(self, kind: Kind, sequence: int, *, low: int = 0, body: bytes = EMPTY_BODY, **changes: Any) -> None:
+    def send(self, kind: MessageType, sequence: int, *, low: int = 0, body: bytes = EMPTY_BODY, **changes: Any) -> None:
         """Send one message without tensors."""
         header = Header(kind, "count", self.name, self.life, sequence, self.server, low)
         for key, value in changes.items():
@@ -113,8 +113,8 @@ class Raw:
 
     def silent(self) -> bool:
         """Whether nothing came back, once the server has answered something that was sent later."""
-        self.send(Kind.HELLO, 99, body=pack_body("", {"waiting": []}, (), Limits()))
-        return self.receive()[0].kind == Kind.WELCOME
+        self.send(MessageType.HELLO, 99, body=pack_body("", {"waiting": []}, (), Limits()))
+        return self.receive()[0].type == MessageType.WELCOME
 
     def close(self) -> None:
         """Close the socket."""
@@ -239,7 +239,7 @@ def test_who_comes_for_an_answer_receives_it(folder: IpcFolder) -> None:
         left = client.submit("later", attended=True)
         left.add_done_callback(lambda _: receivers.append(threading.current_thread().name))
         client.request("release", {"number": 4})
-        client.leave()
+        client.receive_in_background()
         assert left.result(LIMIT).fields == {"value": 4} and receivers[-1].startswith("gtrain-client-")
 
 
@@ -377,7 +377,7 @@ def test_a_late_answer_raises_and_is_dropped(folder: IpcFolder) -> None:
 def test_a_server_that_is_not_there(folder: IpcFolder) -> None:
     with (
         Client(folder.address("none"), peer="table 9", timeout_seconds=0.2) as client,
-        pytest.raises(DeadlineError, match=r"table 9 at ipc://.* was not reached within 0.2 s to ask for 'echo'"),
+        pytest.raises(DeadlineError, match=r"table 9 at ipc://.* was not reached within 0.2 s for the request 'echo'"),
     ):
         client.request("echo")
 
@@ -392,11 +392,11 @@ def test_closing_raises_what_is_under_way(folder: IpcFolder) -> None:
 
 def test_requests_beyond_the_limits_are_refused_where_they_are_made(folder: IpcFolder) -> None:
     with service(folder, {"echo": echo}, server_limits=Limits(max_message_bytes=1000, max_tensors=2)) as (_, client):
-        with pytest.raises(FrameError, match="table 1 does not take 'echo' with"):
+        with pytest.raises(FrameError, match="table 1 does not accept 'echo' with"):
             client.request("echo", {}, [torch.zeros(1000)])
         with pytest.raises(FrameError, match="in 3 tensors"):
             client.request("echo", {}, [torch.zeros(1)] * 3)
-        with pytest.raises(FrameError, match="is no method's name"):
+        with pytest.raises(FrameError, match="is not the name of a method"):
             client.request("")
         assert client.request("echo", {}, [torch.ones(2)]).tensors[0].tolist() == [1, 1]
 
@@ -425,7 +425,7 @@ def test_a_client_waits_while_too_many_bytes_are_under_way(folder: IpcFolder) ->
         release.set()
         for _ in range(20):
             futures.append(client.submit("slow", {}, [torch.zeros(1000)]))
-            peak.append(client._dialogue._table.nbytes)
+            peak.append(client._session.pending.nbytes)
         assert not wait_for(futures, timeout=LIMIT).not_done
     assert max(peak) <= 10_000
 
@@ -441,11 +441,11 @@ def test_a_server_holds_only_so_many_bytes_of_answers(folder: IpcFolder) -> None
     with service(folder, {"count": give, "echo": echo}, address=ZMQ, limits=limits) as (server, client):
         raw = Raw(server)
         for sequence in range(1, 10):
-            raw.send(Kind.REQUEST, sequence)
+            raw.send(MessageType.REQUEST, sequence)
         answers = [raw.receive()[0].sequence for _ in range(3)]
         client.request("echo")
         assert (answers, executed) == ([1, 2, 3], [1, 2, 3])  # 12,000 bytes
-        raw.send(Kind.ACK, 0, low=3)
+        raw.send(MessageType.ACK, 0, low=3)
         assert [raw.receive()[0].sequence for _ in range(2)] == [4, 5]
         client.request("echo")
         assert executed == [1, 2, 3, 4, 5]
@@ -472,9 +472,9 @@ def test_a_server_takes_only_so_many_bytes_of_requests(folder: IpcFolder) -> Non
     with service(folder, {"count": lambda message, caller: Future()}, address=ZMQ, limits=limits) as (server, _):
         raw = Raw(server)
         for sequence in range(1, 9):
-            raw.send(Kind.REQUEST, sequence)
+            raw.send(MessageType.REQUEST, sequence)
         header, _ = raw.receive()
-        assert header.kind == Kind.ERROR
+        assert header.type == MessageType.ERROR
         assert "bytes more than the" in header.fields["message"]
         raw.close()
 
@@ -485,12 +485,12 @@ def test_a_server_takes_only_so_many_bytes_of_requests(folder: IpcFolder) -> Non
 def test_a_duplicate_is_answered_from_memory(folder: IpcFolder) -> None:
     with counting(folder) as (server, raw, executed):
         for _ in range(3):
-            raw.send(Kind.REQUEST, 1)
+            raw.send(MessageType.REQUEST, 1)
             header, _ = raw.receive()
-            assert (header.kind, header.sequence, header.fields) == (Kind.REPLY, 1, {"count": 1})
-        raw.send(Kind.REQUEST, 2, low=2)  # the first is acknowledged
+            assert (header.type, header.sequence, header.fields) == (MessageType.REPLY, 1, {"count": 1})
+        raw.send(MessageType.REQUEST, 2, low=2)  # the first is acknowledged
         assert raw.receive()[0].fields == {"count": 2}
-        raw.send(Kind.REQUEST, 1)
+        raw.send(MessageType.REQUEST, 1)
         assert raw.silent()
         assert executed == [1, 2]
         assert server.counters.duplicates == 3
@@ -506,7 +506,7 @@ def test_a_duplicate_of_one_under_way_is_dropped(folder: IpcFolder) -> None:
     with service(folder, {"count": count}, address=ZMQ) as (server, _):
         raw = Raw(server)
         for _ in range(3):
-            raw.send(Kind.REQUEST, 1)
+            raw.send(MessageType.REQUEST, 1)
         assert raw.silent()
         later[0].set_result(Message({"a": 1}))
         assert raw.receive()[0].fields == {"a": 1}
@@ -518,10 +518,10 @@ def test_a_duplicate_of_one_under_way_is_dropped(folder: IpcFolder) -> None:
 def test_a_greeting_brings_back_what_was_lost(folder: IpcFolder) -> None:
     """After a reconnect: answers that were lost come again, requests that were lost are named."""
     with counting(folder) as (server, raw, executed):
-        raw.send(Kind.REQUEST, 1)
+        raw.send(MessageType.REQUEST, 1)
         raw.receive()
         other = Raw(server)  # the same client through another connection
-        other.send(Kind.HELLO, 2, body=pack_body("", {"waiting": [1, 2]}, (), Limits()))
+        other.send(MessageType.HELLO, 2, body=pack_body("", {"waiting": [1, 2]}, (), Limits()))
         header, _ = other.receive()
         assert header.fields["missing"] == [2]
         assert other.receive()[0].fields == {"count": 1}
@@ -532,17 +532,17 @@ def test_a_greeting_brings_back_what_was_lost(folder: IpcFolder) -> None:
 def test_requests_for_another_life_of_the_server_are_not_executed(folder: IpcFolder) -> None:
     with counting(folder) as (_, raw, executed):
         raw.server += 1
-        raw.send(Kind.REQUEST, 1)
-        assert raw.receive()[0].kind == Kind.STALE
+        raw.send(MessageType.REQUEST, 1)
+        assert raw.receive()[0].type == MessageType.STALE
         assert executed == []
 
 
 def test_requests_of_a_client_that_is_not_known_are_not_executed(folder: IpcFolder) -> None:
     with counting(folder) as (_, raw, executed):
-        raw.send(Kind.REQUEST, 1, client="stranger")
-        assert raw.receive()[0].kind == Kind.STALE
-        raw.send(Kind.REQUEST, 1, client_incarnation=2)  # it has not said hello
-        assert raw.receive()[0].kind == Kind.STALE
+        raw.send(MessageType.REQUEST, 1, client="stranger")
+        assert raw.receive()[0].type == MessageType.STALE
+        raw.send(MessageType.REQUEST, 1, client_incarnation=2)  # it has not said hello
+        assert raw.receive()[0].type == MessageType.STALE
         assert executed == []
 
 
@@ -567,7 +567,7 @@ def test_a_restarted_server_raises_what_was_under_way_and_serves_what_comes(fold
             until(lambda: first.counters.requests == 1, NOWHERE)
         waiting = client.submit("echo", {"a": 1})
         with Server({"echo": echo}, name="table 1", address=address) as second:
-            with pytest.raises(PeerRestartedError, match="table 1 was restarted.* while 'wait' was under way"):
+            with pytest.raises(PeerRestartedError, match="table 1 was restarted.* during the request 'wait'"):
                 future.result(LIMIT)
             assert waiting.result(LIMIT).fields == {"a": 1}  # it had not been sent
             assert client.server_incarnation == second.incarnation
@@ -685,7 +685,7 @@ def test_a_silent_server_is_asked_again() -> None:
         routing, frame = router.recv_multipart()
         return routing, decode_header(frame, Limits())
 
-    def answer(routing: bytes, to: Header, kind: Kind, fields: dict[str, Any]) -> None:
+    def answer(routing: bytes, to: Header, kind: MessageType, fields: dict[str, Any]) -> None:
         header = Header(kind, "", to.client, to.client_incarnation, to.sequence, 77)
         router.send_multipart([routing, pack_header(header, pack_body("", fields, (), Limits()))])
 
@@ -693,13 +693,13 @@ def test_a_silent_server_is_asked_again() -> None:
         future, asked, requests = client.submit("push", {"a": 1}), [], 0
         while requests < 2:  # it may ask more often, if this thread is late
             routing, header = next_header()
-            if header.kind == Kind.HELLO:
+            if header.type == MessageType.HELLO:
                 asked.append(header.fields["waiting"])
-                answer(routing, header, Kind.WELCOME, {"missing": header.fields["waiting"]})
+                answer(routing, header, MessageType.WELCOME, {"missing": header.fields["waiting"]})
                 continue
-            assert (header.kind, header.sequence, header.fields) == (Kind.REQUEST, 1, {"a": 1})
+            assert (header.type, header.sequence, header.fields) == (MessageType.REQUEST, 1, {"a": 1})
             requests += 1
-        answer(routing, header, Kind.REPLY, {"b": 2})
+        answer(routing, header, MessageType.REPLY, {"b": 2})
         assert future.result(LIMIT).fields == {"b": 2}
         assert asked[0] == [] and [1] in asked
         assert client.counters.requests == 1 and client.counters.resent >= 1
@@ -733,9 +733,11 @@ def test_a_malformed_request_is_answered_if_its_sender_is_known(folder: IpcFolde
             (pack_body("", {}, [("float32", (2,))], Limits()), pack_body("", {}, [("float32", (1 << 50,))], Limits())),
             1,
         ):
-            raw.send(Kind.REQUEST, sequence, body=body)  # announces a tensor that does not follow, and a huge one
+            raw.send(
+                MessageType.REQUEST, sequence, body=body
+            )  # announces a tensor that does not follow, and a huge one
             header, _ = raw.receive()
-            assert (header.kind, header.sequence, header.fields["kind"]) == (Kind.ERROR, sequence, "FrameError")
+            assert (header.type, header.sequence, header.fields["kind"]) == (MessageType.ERROR, sequence, "FrameError")
         assert executed == []
         assert server.counters.malformed == 2
 
@@ -747,14 +749,14 @@ def test_malformed_messages_do_not_stop_a_server(folder: IpcFolder, caplog: pyte
     with counting(folder) as (server, raw, executed):
         body = pack_body("count", {"a": [1, {"b": b"x"}]}, [("float32", (4,))], Limits())
         for sequence in range(1, SOCKET_EXAMPLES + 1):
-            header = Header(Kind.REQUEST, "count", raw.name, raw.life, sequence, raw.server, sequence)
+            header = Header(MessageType.REQUEST, "count", raw.name, raw.life, sequence, raw.server, sequence)
             raw.send_frames(mutated([pack_header(header, body), bytes(16)]))
         raw.send_frames([b""])
         raw.send_frames([b"", b"", b""])
         until(lambda: server.counters.malformed > SOCKET_EXAMPLES // 4, NOWHERE)
         fresh = Raw(server, "fresh")
-        fresh.send(Kind.REQUEST, 1)
-        assert fresh.receive()[0].kind == Kind.REPLY
+        fresh.send(MessageType.REQUEST, 1)
+        assert fresh.receive()[0].type == MessageType.REPLY
         fresh.close()
         assert len(executed) == len(set(executed)) + executed.count(1) - 1
     lines = [record for record in caplog.records if "malformed" in record.message]
@@ -790,12 +792,12 @@ def test_a_client_survives_malformed_answers() -> None:
         future = client.submit("echo")
         routing, frame = router.recv_multipart()
         hello = decode_header(frame, Limits())
-        welcome = Header(Kind.WELCOME, "", hello.client, hello.client_incarnation, 1, 77)
+        welcome = Header(MessageType.WELCOME, "", hello.client, hello.client_incarnation, 1, 77)
         for nonsense in (b"", b"\xc1", pack_header(welcome, pack_body("", {"limits": 3, "missing": {}}, (), Limits()))):
             router.send_multipart([routing, nonsense])
         routing, frame = router.recv_multipart()
         request = decode_header(frame, Limits())
-        reply = Header(Kind.REPLY, "", request.client, request.client_incarnation, 1, 77)
+        reply = Header(MessageType.REPLY, "", request.client, request.client_incarnation, 1, 77)
         router.send_multipart([routing, pack_header(reply, pack_body("", {}, [("int8", (3,))], Limits())), b"ab"])
         with pytest.raises(FrameError, match="3 bytes; its frame has 2"):
             future.result(LIMIT)

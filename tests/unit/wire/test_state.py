@@ -6,19 +6,19 @@ import pytest
 
 from gtrain.errors import ConfigError
 from gtrain.wire import Limits, Message
-from gtrain.wire.header import MAX_DONE, Header, Kind
-from gtrain.wire.outstanding import Outstanding, Pending
-from gtrain.wire.session import Answer, Session, Status
+from gtrain.wire.header import MAX_ACKNOWLEDGED, Header, MessageType
+from gtrain.wire.pending import PendingRequest, PendingRequests
+from gtrain.wire.server_session import Reply, RequestStatus, ServerSession
 
 LIMITS = Limits(max_bytes_in_flight=100, max_requests_in_flight=3)
 
 
-def pending(nbytes: int = 10, deadline: float = 1.0) -> Pending:
+def pending(nbytes: int = 10, deadline: float = 1.0) -> PendingRequest:
     """A request of so many bytes."""
-    return Pending("push", bytes(nbytes), [], nbytes, deadline, 1.0)
+    return PendingRequest("push", bytes(nbytes), [], nbytes, deadline, 1.0)
 
 
-def added(table: Outstanding, count: int) -> list[Pending]:
+def added(table: PendingRequests, count: int) -> list[PendingRequest]:
     """Requests in a table."""
     requests = [pending() for _ in range(count)]
     for request in requests:
@@ -27,7 +27,7 @@ def added(table: Outstanding, count: int) -> list[Pending]:
 
 
 def test_room_is_counted_in_bytes_and_requests() -> None:
-    table = Outstanding()
+    table = PendingRequests()
     assert table.has_room(1000, LIMITS)  # alone, any size passes
     table.add(pending(60))
     assert table.has_room(40, LIMITS)
@@ -38,71 +38,71 @@ def test_room_is_counted_in_bytes_and_requests() -> None:
 
 
 def test_acknowledgements_tell_each_finished_request_once() -> None:
-    table = Outstanding()
+    table = PendingRequests()
     first, second, third, fourth = added(table, 4)
     table.finish(third)
-    assert table.news() == (1, [3])
-    assert table.news() == (1, [])
+    assert table.new_acknowledgements() == (1, [3])
+    assert table.new_acknowledgements() == (1, [])
     table.finish(first)
-    assert table.news() == (2, [])
-    assert table.finished() == (2, [3])  # all of them again, for a new connection
+    assert table.new_acknowledgements() == (2, [])
+    assert table.all_acknowledgements() == (2, [3])  # all of them again, for a new connection
     table.finish(second)
     table.finish(fourth)
-    assert table.news() == (5, [])
+    assert table.new_acknowledgements() == (5, [])
 
 
 def test_a_table_stays_small_and_its_reach_is_bounded() -> None:
     """One request is never answered, all others are."""
-    table = Outstanding()
+    table = PendingRequests()
     added(table, 1)
     count = 0
     while table.has_room(10, LIMITS):
         (request,) = added(table, 1)
         table.finish(request)
         count += 1
-    assert count == MAX_DONE - 1
-    low, finished = table.finished()
-    assert (low, len(finished)) == (1, MAX_DONE - 1)
-    free = Outstanding()
-    for _ in range(10 * MAX_DONE):
+    assert count == MAX_ACKNOWLEDGED - 1
+    low, finished = table.all_acknowledgements()
+    assert (low, len(finished)) == (1, MAX_ACKNOWLEDGED - 1)
+    free = PendingRequests()
+    for _ in range(10 * MAX_ACKNOWLEDGED):
         (request,) = added(free, 1)
         free.finish(request)
-    assert len(free._finished) <= 2 * MAX_DONE
-    assert len(free._deadlines) <= 2 * MAX_DONE
+    assert len(free._finished) <= 2 * MAX_ACKNOWLEDGED
+    assert len(free._deadlines) <= 2 * MAX_ACKNOWLEDGED
 
 
 def test_deadlines_expire_in_their_order() -> None:
-    table = Outstanding()
+    table = PendingRequests()
     late, soon, never = pending(deadline=5.0), pending(deadline=2.0), pending(deadline=9.0)
     for request in (late, soon, never):
         table.add(request)
-    assert table.soonest == 2.0
-    assert table.expired(1.0) == []
-    assert table.expired(5.0) == [soon, late]
+    assert table.first_deadline == 2.0
+    assert table.pop_expired(1.0) == []
+    assert table.pop_expired(5.0) == [soon, late]
 
 
-def session() -> Session:
+def session() -> ServerSession:
     """A client that begins."""
-    return Session("rank 0", 1, b"id", LIMITS)
+    return ServerSession("rank 0", 1, b"id", LIMITS)
 
 
-def answer(nbytes: int = 40) -> Answer:
+def answer(nbytes: int = 40) -> Reply:
     """An answer of so many bytes."""
-    return Answer(Kind.REPLY, b"", [memoryview(bytes(nbytes))])
+    return Reply(MessageType.REPLY, b"", [memoryview(bytes(nbytes))])
 
 
 def test_a_request_passes_from_new_to_forgotten() -> None:
     client = session()
-    assert client.status(1) == Status.NEW
+    assert client.status(1) == RequestStatus.NEW
     client.start(1, 10)
-    assert client.status(1) == Status.UNDER_WAY
+    assert client.status(1) == RequestStatus.IN_PROGRESS
     assert client.keep(1, answer())
-    assert client.status(1) == Status.ANSWERED
+    assert client.status(1) == RequestStatus.ANSWERED
     client.acknowledge(1, [])
-    assert client.status(1) == Status.ANSWERED
+    assert client.status(1) == RequestStatus.ANSWERED
     client.acknowledge(2, [])
-    assert client.status(1) == Status.FINISHED
-    assert (client.answers, client.unacknowledged_bytes, client.waiting_bytes) == ({}, 0, 0)
+    assert client.status(1) == RequestStatus.FINISHED
+    assert (client.replies, client.unacknowledged_bytes, client.waiting_bytes) == ({}, 0, 0)
 
 
 def test_answers_above_the_low_mark_are_forgotten_one_by_one() -> None:
@@ -111,8 +111,8 @@ def test_answers_above_the_low_mark_are_forgotten_one_by_one() -> None:
         client.keep(sequence, answer())
     assert client.full
     client.acknowledge(1, [3])
-    assert (sorted(client.answers), client.unacknowledged_bytes, client.full) == ([1, 2], 80, False)
-    assert client.status(3) == Status.FINISHED
+    assert (sorted(client.replies), client.unacknowledged_bytes, client.full) == ([1, 2], 80, False)
+    assert client.status(3) == RequestStatus.FINISHED
 
 
 def test_an_answer_that_nobody_waits_for_is_not_kept() -> None:
@@ -121,17 +121,17 @@ def test_an_answer_that_nobody_waits_for_is_not_kept() -> None:
     client.start(1, 10)
     client.acknowledge(2, [])
     assert not client.keep(1, answer())
-    assert client.answers == {}
+    assert client.replies == {}
     assert client.waiting_bytes == 0
 
 
 def test_a_client_may_have_so_much_waiting() -> None:
     client = session()
     assert not client.overflows(1000)  # alone, any size passes
-    client.park(Header(Kind.REQUEST, "push", "rank 0", 1, 1, 1), Message(), 60)
+    client.park(Header(MessageType.REQUEST, "push", "rank 0", 1, 1, 1), Message(), 60)
     assert not client.overflows(40)
     assert client.overflows(41)
-    assert client.status(1) == Status.UNDER_WAY
+    assert client.status(1) == RequestStatus.IN_PROGRESS
     assert client.unpark()[0].sequence == 1
     assert client.waiting_bytes == 0
 
@@ -139,8 +139,8 @@ def test_a_client_may_have_so_much_waiting() -> None:
 def test_acknowledgements_cannot_fill_the_memory() -> None:
     client = session()
     client.acknowledge(1, range(1, 10**5))
-    assert len(client.finished) <= 2 * MAX_DONE
-    assert client.status(2 * MAX_DONE + 2) == Status.BEYOND
+    assert len(client.finished) <= 2 * MAX_ACKNOWLEDGED
+    assert client.status(2 * MAX_ACKNOWLEDGED + 2) == RequestStatus.OUT_OF_RANGE
 
 
 def test_limits_have_to_let_something_through() -> None:

@@ -15,7 +15,7 @@ import torch
 from helpers import LIMIT, until
 
 from gtrain.wire import Client, IpcFolder, Limits, Message, RefusedError, Security, Server
-from gtrain.wire.unix.stream import MARK, EndedError, ForeignError, Stream
+from gtrain.wire.unix.stream import MAGIC, ConnectionEndedError, ProtocolError, Stream
 
 LIMITS, NOWHERE = Limits(), Path("/nowhere")
 
@@ -71,9 +71,9 @@ def test_received_memory_is_writable_and_no_one_elses(ends: tuple[Stream, Stream
     [
         (b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f", True),
         (b"GET / HTTP/1.1\r\n\r\n", False),
-        (struct.pack("=4sI", MARK, 0), False),
-        (struct.pack("=4sI", MARK, LIMITS.max_tensors + 2), False),
-        (struct.pack("=4sIQ", MARK, 1, LIMITS.max_frame_bytes + 1), False),
+        (struct.pack("=4sI", MAGIC, 0), False),
+        (struct.pack("=4sI", MAGIC, LIMITS.max_tensors + 2), False),
+        (struct.pack("=4sIQ", MAGIC, 1, LIMITS.max_frame_bytes + 1), False),
     ],
 )
 def test_what_is_no_message_is_refused_before_anything_is_allocated(said: bytes, zmq: bool) -> None:
@@ -81,22 +81,22 @@ def test_what_is_no_message_is_refused_before_anything_is_allocated(said: bytes,
     stream = Stream(ours, LIMITS)
     with theirs:
         theirs.sendall(said)
-        with pytest.raises(ForeignError) as caught:
+        with pytest.raises(ProtocolError) as caught:
             stream.receive()
-    assert caught.value.zmq == zmq
+    assert caught.value.is_zmq == zmq
     stream.close()
 
 
 def test_a_peer_that_goes_in_the_middle_of_a_message_has_ended(ends: tuple[Stream, Stream]) -> None:
     left, right = ends
     left.send(b"first", [frame(10, 1)])
-    left._socket.send(struct.pack("=4sIQQ", MARK, 2, 5, 1000) + b"he")
+    left._socket.send(struct.pack("=4sIQQ", MAGIC, 2, 5, 1000) + b"he")
     left.close()
     first = right.receive()
     assert first is not None and first[0].bytes == b"first"  # what was there before is not lost
-    with pytest.raises(EndedError):
+    with pytest.raises(ConnectionEndedError):
         right.receive()
-    with pytest.raises(EndedError):
+    with pytest.raises(ConnectionEndedError):
         right.send(b"answer", [])
 
 
