@@ -1,7 +1,7 @@
-"""Out-of-core ingest: edge lists larger than memory, by blocks.
+"""Out-of-core ingest: read edge lists larger than memory, block by block.
 
-``blocks`` reads text in pieces that end where a line ends, ``layout`` finds out from the first line what the columns
-are, ``text`` and ``parquet`` turn pieces into :class:`~gtrain.data.ingest.rows.Rows`, ``dictionary`` numbers strings,
-``columns`` keeps what may be larger than memory, and ``edge_list`` puts it together. ``probe`` has the
-kernels of the dictionary. Nothing here is imported before a graph is read: numba compiles, and agents fork.
+``blocks`` reads text in blocks of whole lines, ``layout`` detects the columns from the first line, ``lines`` and
+``parquet`` parse the edges into :class:`~gtrain.data.ingest.rows.EdgeRows`, ``dictionary`` numbers strings,
+``columns`` spills columns to disk, and ``edge_list`` combines the steps. Import these modules only where a graph is
+read: numba compiles its kernels on the first call, and agents fork before that.
 """

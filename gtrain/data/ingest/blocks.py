@@ -1,8 +1,7 @@
-"""Reading a file in blocks that end where a line ends, so that its size does not matter."""
+"""Read a text file in blocks of whole lines, so that memory does not grow with the file."""
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import itertools
 import zlib
@@ -14,10 +13,10 @@ from typing import IO
 from gtrain.errors import DataError
 
 BLOCK = 1 << 22
-"""Bytes read at once; a block with its fields and hashes stays near the caches."""
+"""Bytes per read; a block with its parsed fields and hashes fits into the CPU caches."""
 LONGEST_LINE = 1 << 23
-"""Bytes; with a block more it is below 2^24, since the dictionary keeps lengths of names in 24 bits."""
-_BOM = b"\xef\xbb\xbf"  # the byte order mark that spreadsheets put in front
+"""Bytes. The dictionary stores the length of a name in 24 bits, so a line and a block must stay below 2^24 bytes."""
+_BOM = b"\xef\xbb\xbf"  # the UTF-8 byte order mark, which spreadsheets write
 
 
 @dataclass(frozen=True)
@@ -26,9 +25,9 @@ class Block:
 
     Attributes:
         path: the file.
-        text: the lines; LF, CR LF or CR ends them.
+        text: the lines, each terminated by LF, CR LF or CR.
         line: number of the first line, from 1.
-        read: bytes of the file, packed if it is, that were read so far.
+        read: bytes of the file read so far; for a ``.gz`` file, compressed bytes.
     """
 
     path: Path
@@ -37,32 +36,34 @@ class Block:
     read: int
 
     def line_at(self, position: int) -> int:
-        """Return the number of the line that a byte is in."""
+        """Return the line number of the byte at ``position``."""
         return self.line + _line_ends(self.text, position)
 
     def lines(self, comments: str, blanks: str = " \t") -> Iterator[tuple[int, str]]:
-        """Yield number and contents of each line that is neither blank nor a comment; surrogates stand for bytes that
-        are not UTF-8.
+        """Yield (line number, line) for each line that is neither blank nor a comment.
+
+        Bytes that are not UTF-8 are decoded with ``surrogateescape``.
 
         Args:
-            comments: characters that begin a comment line.
-            blanks: characters that may stand in front of them.
+            comments: each of these characters starts a comment line.
+            blanks: characters allowed before the comment character.
         """
         for number, raw in enumerate(self.text.splitlines(), start=self.line):
             line = raw.decode(errors="surrogateescape")
-            begin = line.lstrip(blanks)[:1]
-            if begin and begin not in comments:
+            first = line.lstrip(blanks)[:1]
+            if first and first not in comments:
                 yield number, line
 
 
 def read_blocks(path: Path, block: int | None = None) -> Iterator[Block]:
-    """Yield the lines of a text file, ``.gz`` unpacked, about ``block`` bytes at a time (None: ``BLOCK``).
+    """Yield the lines of a text file, about ``block`` bytes at a time (None: ``BLOCK``); ``.gz`` is decompressed.
 
     Raises:
-        DataError: the file cannot be read or unpacked, or a line is too long for a line of text.
+        DataError: the file cannot be read or decompressed, or a line is longer than ``LONGEST_LINE``.
     """
     try:
-        with path.open("rb") as raw, _unpacked(raw, path) as stream:
+        with path.open("rb") as raw:
+            stream = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
             yield from _blocks(path, raw, stream, block or BLOCK)
     except (OSError, EOFError, zlib.error) as err:
         if isinstance(err, OSError) and err.errno is not None:
@@ -70,26 +71,22 @@ def read_blocks(path: Path, block: int | None = None) -> Iterator[Block]:
                 f"{path} cannot be read: {err.strerror}", hint="check the file and its permissions"
             ) from err
         raise DataError(
-            f"{path} cannot be unpacked: {err}",
-            hint="copy or download the file again, or take .gz off its name if it is not compressed",
+            f"{path} cannot be decompressed: {err}",
+            hint="copy or download the file again, or remove .gz from its name if it is not compressed",
         ) from err
 
 
-def _unpacked(raw: IO[bytes], path: Path) -> contextlib.AbstractContextManager[IO[bytes]]:
-    return gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else contextlib.nullcontext(raw)  # type: ignore[return-value]
-
-
-def _blocks(path: Path, raw: IO[bytes], stream: IO[bytes], block: int) -> Iterator[Block]:
+def _blocks(path: Path, raw: IO[bytes], stream: IO[bytes] | gzip.GzipFile, block: int) -> Iterator[Block]:
     rest, line = stream.read(len(_BOM)).removeprefix(_BOM), 1
     while data := stream.read(block):
         text = rest + data
         end = text.rfind(b"\n") + 1
         if not end:
-            end = text.rfind(b"\r", 0, len(text) - 1) + 1  # a carriage return at the very end may be half a line end
+            end = text.rfind(b"\r", 0, len(text) - 1) + 1  # a CR at the end of the data may be the first half of CR LF
         if not end and len(text) > LONGEST_LINE:
             raise DataError(
                 f"{path}, line {line}: the line has more than {LONGEST_LINE} bytes",
-                hint="name a text file with one edge in each line, or a Parquet file",
+                hint="give a text file with one edge per line, or a Parquet file",
             )
         rest = text[end:]
         if end:
@@ -105,7 +102,7 @@ def _line_ends(text: bytes, end: int) -> int:
 
 
 def first_lines(path: Path, comments: str, count: int) -> list[tuple[int, str]]:
-    """Return number and contents of the first lines of a file that are neither blank nor comments."""
+    """Return (line number, line) of the first ``count`` lines that are neither blank nor comments."""
     lines = (line for block in read_blocks(path, 1 << 16) for line in block.lines(comments))
     return [
         (number, line.encode(errors="surrogateescape").decode(errors="replace"))

@@ -15,19 +15,19 @@ from numpy.typing import DTypeLike, NDArray
 from gtrain.errors import DataError
 
 IN_MEMORY = 1 << 25
-"""Bytes of a column from which on it goes to a file."""
+"""Bytes above which a column spills to a file."""
 CHUNK = 1 << 22
-"""Items read at once from a column."""
+"""Items per read from a column."""
 
 
 class Column:
-    """An array that grows at its end, kept in a temporary file where it is large.
+    """An append-only array that spills to a temporary file when it exceeds :data:`IN_MEMORY`.
 
-    The file has no name: it is gone as soon as the last array over it is, also after an error or a kill.
+    The file is unlinked, so the operating system frees it with the last array that maps it, also after a kill.
 
     Args:
-        folder: where the file is made; the folder must exist by then, or it is made.
-        dtype: of the items; ``int32`` widens to ``int64`` when an item needs it.
+        folder: folder of the temporary file; created if it is missing.
+        dtype: dtype of the items; ``int32`` widens to ``int64`` when an item does not fit.
     """
 
     def __init__(self, folder: Path, dtype: DTypeLike) -> None:
@@ -41,7 +41,7 @@ class Column:
         return self._size
 
     def append(self, values: NDArray[Any]) -> None:
-        """Add items; integers that do not fit 32 bits widen the whole column.
+        """Append items ``[n]``; an item that does not fit ``int32`` widens the whole column.
 
         Raises:
             DataError: the disk is full.
@@ -58,7 +58,7 @@ class Column:
         return np.memmap(self._file, dtype=self._dtype, mode="r", shape=(self._size,))  # type: ignore[call-overload,no-any-return]
 
     def chunks(self) -> Iterator[NDArray[Any]]:
-        """Yield the items that are there now, ``CHUNK`` at a time, unmapped; more may be added meanwhile."""
+        """Yield copies of the current items, ``CHUNK`` at a time; the caller may append during the iteration."""
         size, file = self._size, self._file
         whole = self.array() if file is None else None
         for first in range(0, size, CHUNK):
@@ -83,10 +83,10 @@ class Column:
 
     def _write(self, values: NDArray[Any]) -> None:
         assert self._file is not None
-        rest = memoryview(values.view(np.uint8).data)
+        unwritten = memoryview(values.view(np.uint8).data)
         try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) :]
         except OSError as err:
             if err.errno != errno.ENOSPC:
                 raise

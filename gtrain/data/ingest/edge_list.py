@@ -1,4 +1,4 @@
-"""Reading an edge list of any size: parsed in one thread, numbered and put away in another."""
+"""Read an edge list of any size: one thread parses the files, another numbers the nodes and stores the columns."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ import numpy as np
 import pyarrow as pa
 
 from gtrain.data.ingest.columns import Column
-from gtrain.data.ingest.dictionary import Dictionary
+from gtrain.data.ingest.dictionary import Dictionary, Keys
 from gtrain.data.ingest.format import EdgeFormat
-from gtrain.data.ingest.layout import Kinds, text_layout
+from gtrain.data.ingest.layout import IdTypes, text_layout
+from gtrain.data.ingest.lines import TextReader
 from gtrain.data.ingest.parquet import ParquetReader, is_parquet
-from gtrain.data.ingest.rows import Ints, Keys, Rows, first_true
-from gtrain.data.ingest.text import TextReader
+from gtrain.data.ingest.rows import EdgeRows, Ints, first_true
 from gtrain.errors import DataError
 
 log = logging.getLogger("gtrain")
 T = TypeVar("T")
 
-EVERY_SECONDS = 5.0
-"""Between two lines of progress."""
-MANY = 100_000
-"""Edges from which on a rate means something."""
+PROGRESS_SECONDS = 5.0
+"""Interval between two progress lines."""
+MIN_EDGES_FOR_RATE = 100_000
+"""Smallest number of edges for which the last line reports a rate."""
 
-MOST_NODES, NODES_FOR_EACH_EDGE = 1 << 24, 32
-"""Integer ids that stand for more nodes than both of these allow are not dense, and are refused."""
+MAX_SPARSE_NODES, MAX_NODES_PER_EDGE = 1 << 24, 32
+"""Integer ids that imply more nodes than both limits allow are rejected: they do not count from 0."""
 
 
 @dataclass(frozen=True)
-class Limit:
-    """How many nodes there are, known before the edges are read.
+class NodeLimit:
+    """The number of nodes, as far as it is known before the edges are read.
 
     Attributes:
-        num_nodes: N; None takes the largest id + 1.
-        told_by: the option that says so, for messages.
+        num_nodes: N; None means the largest id + 1.
+        option: the option that sets it, for messages.
     """
 
     num_nodes: int | None = None
-    told_by: str = "the largest id"
+    option: str = "the largest id"
 
 
 @dataclass(frozen=True)
 class EdgeList:
-    """An edge list that was read.
+    """A parsed edge list.
 
     Attributes:
-        columns: ``source``, ``target`` (int32 or int64), and where there are any ``edge_type`` (int64),
+        columns: ``source``, ``target`` (int32 or int64), and if the files have them ``edge_type`` (int64),
             ``edge_weight`` (float32), ``edge_time`` (int64), ``edge_set`` (int32).
         num_nodes: the largest id + 1, or the number of names.
         names: the name of each id; None for integer ids.
-        relations: the name of each relation; None without, and for integer relations.
-        negative_weight: file, line and value of the first negative weight; None without.
+        relations: the name of each relation; None without relations, and for integer relations.
+        negative_weight: file, line and value of the first negative weight; None if no weight is negative.
     """
 
     columns: dict[str, Column]
@@ -73,76 +73,77 @@ class EdgeList:
         return len(self.columns["source"])
 
     def append_reversed(self) -> None:
-        """Add the other direction of each edge behind the edges, but for self-loops; nothing is merged."""
+        """Append the reverse of each edge except self-loops; duplicates are not merged."""
         names = list(self.columns)
         for pieces in zip(*(self.columns[name].chunks() for name in names), strict=True):
             piece = dict(zip(names, pieces, strict=True))
-            kept = piece["source"] != piece["target"]
+            no_loop = piece["source"] != piece["target"]
             piece["source"], piece["target"] = piece["target"], piece["source"]
             for name, values in piece.items():
-                self.columns[name].append(values[kept])
+                self.columns[name].append(values[no_loop])
 
 
 def read_edge_list(
     paths: Sequence[Path],
     options: EdgeFormat,
     folder: Path,
-    limit: Limit | None = None,
+    limit: NodeLimit | None = None,
     edge_sets: Sequence[int] | None = None,
     check_negative: Callable[[str], None] | None = None,
 ) -> EdgeList:
-    """Read the edges of some files, in their order.
+    """Read the edges of several files, in order.
 
-    Memory: some tens of MB, and for string ids the dictionary (see
-    :class:`~gtrain.data.ingest.dictionary.Dictionary`); columns are in temporary files when they are large.
+    Memory: tens of MB, and for string ids the dictionary (see
+    :class:`~gtrain.data.ingest.dictionary.Dictionary`); large columns are in temporary files.
 
     Args:
-        paths: text or Parquet files of the same kind of ids.
-        options: how they are written.
-        folder: for temporary files.
-        limit: how many nodes there are, for integer ids.
-        edge_sets: for each file the set that its edges are of; None: there are no sets.
-        check_negative: called with file, line and value of the first negative weight, which it may refuse.
+        paths: text or Parquet files with ids of the same type.
+        options: the user's settings.
+        folder: folder of the temporary files.
+        limit: the number of nodes, for integer ids.
+        edge_sets: the edge set of each file; None if the graph has no edge sets.
+        check_negative: called with file, line and value of the first negative weight; may raise.
 
     Raises:
-        DataError: names the file and the line that is malformed.
+        DataError: a line is malformed, or the files hold no edge; the message names file and line.
     """
-    files = _Files(paths, options)
-    sink = _Sink(folder, limit or Limit(), check_negative)
+    files = _FileSequence(paths, options)
+    collector = _EdgeCollector(folder, limit or NodeLimit(), check_negative)
     progress = Progress(paths[0].name if len(paths) == 1 else f"{len(paths)} files", files.total)
-    for rows, read, file in ahead(files.rows()):
-        sink.add(rows, None if edge_sets is None else edge_sets[file])
-        progress.update(sink.num_edges, read)
-    if not sink.num_edges:
-        where = str(paths[0]) if len(paths) == 1 else f"{paths[0]}, with the {len(paths) - 1} files after it,"
-        found = "no lines other than comments" if files.kinds is None else "no edges"
-        raise DataError(f"{where} has {found}", hint="name a file with one edge in each line")
-    edges = sink.finish()
+    for rows, read, file in read_ahead(files.rows()):
+        collector.add(rows, None if edge_sets is None else edge_sets[file])
+        progress.update(collector.num_edges, read)
+    if not collector.num_edges:
+        names = str(paths[0]) if len(paths) == 1 else f"{paths[0]}, with the {len(paths) - 1} files after it,"
+        contents = "no lines other than comments" if files.id_types is None else "no edges"
+        raise DataError(f"{names} has {contents}", hint="give a file with one edge per line")
+    edges = collector.finish()
     if files.comments:
-        log.info("left out as comments, by data.comments=%s: %s lines", options.comments, f"{files.comments:,}")
+        log.info("skipped as comments (data.comments=%s): %s lines", options.comments, f"{files.comments:,}")
     progress.finish(edges.num_edges, edges.num_nodes)
     return edges
 
 
-def kind_of_ids(paths: Sequence[Path], options: EdgeFormat) -> str:
-    """Return ``int`` or ``string``: what the ids of some files are, by the options or the first file with an edge."""
+def id_type(paths: Sequence[Path], options: EdgeFormat) -> str:
+    """Return the type of the ids, ``int`` or ``string``: the setting, or that of the first file with an edge."""
     if options.ids != "auto":
         return options.ids
     for path in paths:
         if is_parquet(path):
-            return ParquetReader(path, options, None).kinds.ids
+            return ParquetReader(path, options, None).id_types.ids
         layout = text_layout(path, options, None)
         if layout is not None:
-            return layout.kinds.ids
+            return layout.id_types.ids
     return "int"
 
 
-class _Files:
-    """The files of an edge list, one behind the other.
+class _FileSequence:
+    """The files of an edge list, read one after the other.
 
     Attributes:
         total: bytes of all files.
-        comments: comment lines in them.
+        comments: comment lines seen so far.
+        id_types: the types that the first file with an edge has.
     """
 
     def __init__(self, paths: Sequence[Path], options: EdgeFormat) -> None:
@@ -151,46 +152,46 @@ class _Files:
         self.sizes = [path.stat().st_size for path in paths]
         self.total = sum(self.sizes)
         self.comments = 0
-        self.kinds: Kinds | None = None
+        self.id_types: IdTypes | None = None
 
-    def rows(self) -> Iterator[tuple[Rows, int, int]]:
-        """Yield rows, how many bytes of all files were read by then, and the number of their file."""
+    def rows(self) -> Iterator[tuple[EdgeRows, int, int]]:
+        """Yield rows, the bytes of all files read so far, and the index of the rows' file."""
         before = 0
         for number, (path, size) in enumerate(zip(self.paths, self.sizes, strict=True)):
             for rows in self._parquet(path) if is_parquet(path) else self._text(path):
                 yield rows, before + rows.read, number
             before += size
 
-    def _parquet(self, path: Path) -> Iterator[Rows]:
-        reader = ParquetReader(path, self.options, self.kinds)
-        self.kinds = self._settle(path, reader.kinds)
+    def _parquet(self, path: Path) -> Iterator[EdgeRows]:
+        reader = ParquetReader(path, self.options, self.id_types)
+        self._set_types(path, reader.id_types)
         yield from reader.read()
 
-    def _text(self, path: Path) -> Iterator[Rows]:
-        layout = text_layout(path, self.options, self.kinds)
+    def _text(self, path: Path) -> Iterator[EdgeRows]:
+        layout = text_layout(path, self.options, self.id_types)
         if layout is None:
             return
-        self.kinds = self._settle(path, layout.kinds)
+        self._set_types(path, layout.id_types)
         if layout.header and self.options.header is None:
             log.debug("%s, line %d names the columns", path, layout.header)
         reader = TextReader(path, self.options, layout)
         yield from reader.read()
         self.comments += reader.comments
 
-    def _settle(self, path: Path, kinds: Kinds) -> Kinds:
-        if self.kinds is not None and self.kinds.weight != kinds.weight:
+    def _set_types(self, path: Path, id_types: IdTypes) -> None:
+        if self.id_types is not None and self.id_types.weight != id_types.weight:
             raise DataError(
-                f"{path} has {'a' if kinds.weight else 'no'} column of weights, and the files before "
-                f"have {'one' if self.kinds.weight else 'none'}",
-                hint="give all files the same columns, or name the ones to take: data.columns=[0,1]",
+                f"{path} has {'a' if id_types.weight else 'no'} column of weights, and the files before "
+                f"have {'one' if self.id_types.weight else 'none'}",
+                hint="give all files the same columns, or select columns: data.columns=[0,1]",
             )
-        return kinds
+        self.id_types = id_types
 
 
-class _Sink:
-    """Numbers the nodes and relations of rows, and puts the edges away."""
+class _EdgeCollector:
+    """Numbers nodes and relations, and appends the edges to columns."""
 
-    def __init__(self, folder: Path, limit: Limit, check_negative: Callable[[str], None] | None) -> None:
+    def __init__(self, folder: Path, limit: NodeLimit, check_negative: Callable[[str], None] | None) -> None:
         self._folder = folder
         self._limit = limit
         self._check_negative = check_negative
@@ -199,20 +200,20 @@ class _Sink:
         self._relations = Dictionary()
         self._named = False
         self._largest = -1
-        self._where: Callable[[], str] = str
+        self._largest_location: Callable[[], str] = str
         self._negative_weight: str | None = None
 
     @property
     def num_edges(self) -> int:
         return len(self._columns["source"])
 
-    def add(self, rows: Rows, edge_set: int | None) -> None:
+    def add(self, rows: EdgeRows, edge_set: int | None) -> None:
         if isinstance(rows.ids, Keys):
             self._named = True
             ids = self._nodes.encode(rows.ids)
         else:
             ids = rows.ids
-            self._check(ids, rows)
+            self._check_range(ids, rows)
         self._columns["source"].append(ids[0::2])
         self._columns["target"].append(ids[1::2])
         if rows.relation is not None:
@@ -221,7 +222,7 @@ class _Sink:
             self._append("edge_weight", np.float32, rows.weight)
             negative = first_true(rows.weight < 0) if self._negative_weight is None else None
             if negative is not None:
-                self._negative_weight = f"{rows.place(negative)}: the weight is {rows.weight[negative]:g}"
+                self._negative_weight = f"{rows.location(negative)}: the weight is {rows.weight[negative]:g}"
                 if self._check_negative is not None:
                     self._check_negative(self._negative_weight)
         if rows.time is not None:
@@ -230,7 +231,7 @@ class _Sink:
             self._append("edge_set", np.int32, np.full(len(ids) // 2, edge_set))
 
     def finish(self) -> EdgeList:
-        """Return what was put away, and free the tables."""
+        """Return the edge list, and free the hash tables."""
         names = self._nodes.freeze() if self._named else None
         relations = self._relations.freeze() if len(self._relations) else None
         num_nodes = len(names) if names is not None else self._largest + 1
@@ -243,19 +244,19 @@ class _Sink:
             self._columns[name] = Column(self._folder, dtype)
         self._columns[name].append(values)
 
-    def _relation_ids(self, relations: Keys | Ints, rows: Rows) -> Ints:
+    def _relation_ids(self, relations: Keys | Ints, rows: EdgeRows) -> Ints:
         if isinstance(relations, Keys):
             return self._relations.encode(relations)
         wrong = first_true(relations < 0)
         if wrong is not None:
             raise DataError(
-                f"{rows.place(wrong)}: the relation is {relations[wrong]}, and relations count from 0",
-                hint="number the relations 0, 1, 2..., or name another column in data.relation",
+                f"{rows.location(wrong)}: the relation is {relations[wrong]}, and relations count from 0",
+                hint="number the relations 0, 1, 2..., or set data.relation to another column",
             )
         return relations
 
-    def _check(self, ids: Ints, rows: Rows) -> None:
-        """Check the ids' range, and remember where the largest is."""
+    def _check_range(self, ids: Ints, rows: EdgeRows) -> None:
+        """Raise if an id is out of range, and remember the location of the largest."""
         if not ids.size:
             return
         limit = self._limit.num_nodes
@@ -265,71 +266,72 @@ class _Sink:
             wrong = (edges < 0) if lowest < 0 else (edges >= (limit or 0))
             row = int(wrong.any(axis=1).argmax())
             node = edges[row][wrong[row]][0]
-            there = "ids start at 0" if limit is None else f"there are {limit} nodes, 0..{limit - 1}"
+            allowed = "ids start at 0" if limit is None else f"there are {limit} nodes, 0..{limit - 1}"
             raise DataError(
-                f"{rows.place(row)}: the edge {edges[row, 0]} -> {edges[row, 1]} names node {node}, and {there} "
-                f"({self._limit.told_by})",
-                hint="correct the line, or give the right number of nodes; ids that do not count from 0 need "
+                f"{rows.location(row)}: the edge {edges[row, 0]} -> {edges[row, 1]} names node {node}, and {allowed} "
+                f"({self._limit.option})",
+                hint="correct the line, or set the right number of nodes; ids that do not count from 0 need "
                 "data.ids=string",
             )
         if highest > self._largest:
             self._largest, row = highest, int(ids.argmax()) // 2
-            self._where = lambda: rows.place(row)
+            self._largest_location = lambda: rows.location(row)
 
     def _check_dense(self, num_nodes: int) -> None:
-        if self._limit.num_nodes is not None or num_nodes <= max(MOST_NODES, NODES_FOR_EACH_EDGE * self.num_edges):
-            return
-        raise DataError(
-            f"{self._where()}: the id {self._largest} means {num_nodes} nodes, and there are {self.num_edges} edges",
-            hint="set data.ids=string to number such ids in order of first appearance, or data.num_nodes if so meant",
-        )
+        limit = max(MAX_SPARSE_NODES, MAX_NODES_PER_EDGE * self.num_edges)
+        if self._limit.num_nodes is None and num_nodes > limit:
+            raise DataError(
+                f"{self._largest_location()}: the id {self._largest} means {num_nodes} nodes, and there are "
+                f"{self.num_edges} edges",
+                hint="set data.ids=string to number such ids in order of first appearance, or set data.num_nodes if "
+                "the ids are right",
+            )
 
 
 class Progress:
-    """Logs a line every few seconds: edges read, edges/s, share of the bytes.
+    """Logs a progress line every few seconds: edges, edges/s, percentage of the bytes.
 
     Args:
-        name: what is read.
+        name: name of the input, for the lines.
         total: bytes of all files.
     """
 
     def __init__(self, name: str, total: int) -> None:
         self._name = name
         self._total = total
-        self._began = self._said = time.monotonic()
+        self._start = self._logged = time.monotonic()
 
     def update(self, edges: int, read: int) -> None:
-        """Say how far it has come, if that was not said lately.
+        """Log the progress, at most once in :data:`PROGRESS_SECONDS`.
 
         Args:
             edges: edges read so far.
             read: bytes read so far.
         """
         now = time.monotonic()
-        if now - self._said < EVERY_SECONDS:
-            return
-        self._said = now
-        rate, share = edges / (now - self._began), 100 * read / max(1, self._total)
-        log.info("reading %s: %s edges, %s edges/s, %.0f %%", self._name, f"{edges:,}", f"{rate:,.0f}", share)
+        if now - self._logged >= PROGRESS_SECONDS:
+            self._logged = now
+            rate, share = edges / (now - self._start), 100 * read / max(1, self._total)
+            log.info("reading %s: %s edges, %s edges/s, %.0f %%", self._name, f"{edges:,}", f"{rate:,.0f}", share)
 
     def finish(self, edges: int, nodes: int) -> None:
-        """Say what was read."""
-        seconds = time.monotonic() - self._began
-        rate = f", {edges / seconds:,.0f} edges/s" if edges >= MANY else ""
+        """Log the totals."""
+        seconds = time.monotonic() - self._start
+        rate = f", {edges / seconds:,.0f} edges/s" if edges >= MIN_EDGES_FOR_RATE else ""
         log.info(
             "read %s: %s edges between %s nodes in %.1f s%s", self._name, f"{edges:,}", f"{nodes:,}", seconds, rate
         )
 
 
-def ahead(items: Iterator[T], depth: int = 3) -> Iterator[T]:
-    """Yield the items of an iterator that runs in a thread of its own, up to ``depth`` of them ahead."""
+def read_ahead(items: Iterator[T], depth: int = 3) -> Iterator[T]:
+    """Yield the items of an iterator that runs in a background thread, up to ``depth`` items ahead."""
     end = object()
     with ThreadPoolExecutor(1, thread_name_prefix="gtrain-ingest") as pool:
 
         def submit() -> Future[T | object]:
             return pool.submit(next, items, end)
 
-        waiting = deque(submit() for _ in range(depth))
-        while (item := waiting.popleft().result()) is not end:
-            waiting.append(submit())
+        pending = deque(submit() for _ in range(depth))
+        while (item := pending.popleft().result()) is not end:
+            pending.append(submit())
             yield item  # type: ignore[misc]

@@ -1,9 +1,9 @@
-"""What the columns of an edge list are: what was set, completed from the first line of the file."""
+"""Column layout of an edge list: the user's settings, completed from the first lines of the file."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,12 +18,26 @@ _INTEGER = re.compile(r"[+-]?[0-9]+")
 
 
 @dataclass(frozen=True)
-class Kinds:
-    """What the first file of a list settles for all of it: ``int`` or ``string`` ids and relations."""
+class IdTypes:
+    """The types of an edge list's columns. The first file with an edge decides them for all files.
+
+    Attributes:
+        ids: type of the node ids, ``int`` or ``string``.
+        relation: type of the relations, ``int`` or ``string``; None without relations.
+        weight: whether the edges have weights.
+    """
 
     ids: str
     relation: str | None
     weight: bool
+
+    @classmethod
+    def detect(cls, ids: str, is_integer: Mapping[str, bool]) -> IdTypes:
+        """Return the types, given which roles' columns hold integers; ``ids`` is the setting ``data.ids``."""
+        if ids == "auto":
+            ids = "int" if is_integer["source"] and is_integer["target"] else "string"
+        relation = {True: "int", False: "string"}.get(is_integer.get("relation"))  # type: ignore[arg-type]
+        return cls(ids, relation, "weight" in is_integer)
 
 
 @dataclass(frozen=True)
@@ -32,65 +46,69 @@ class TextLayout:
 
     Attributes:
         separator: the character between fields; a space stands for any run of spaces and tabs.
-        header: number of the line that names the columns; 0 without.
-        num_columns: fields of each line.
-        roles: position of each role's column.
-        kinds: what ids and relations are.
+        header: number of the line that names the columns; 0 if no line does.
+        num_columns: fields per line.
+        roles: column position by role (``source``, ``target``, ``weight``, ``relation``, ``time``).
+        id_types: the types of ids and relations.
     """
 
     separator: str
     header: int
     num_columns: int
     roles: dict[str, int]
-    kinds: Kinds
+    id_types: IdTypes
 
 
-def text_layout(path: Path, options: EdgeFormat, kinds: Kinds | None) -> TextLayout | None:
-    """Find out the layout of a text file; None where it has no lines other than comments.
+def text_layout(path: Path, options: EdgeFormat, id_types: IdTypes | None) -> TextLayout | None:
+    """Detect the layout of a text file; return None if it holds only comments.
 
     Args:
         path: the file.
-        options: what was set.
-        kinds: what an earlier file of the same list has settled.
+        options: the user's settings.
+        id_types: types from an earlier file of the same edge list; None for the first.
 
     Raises:
-        DataError: the first line cannot be one of an edge list, or has no such column.
+        DataError: the first line is not a line of an edge list, or lacks a column that was set.
     """
     lines = first_lines(path, options.comments, 2)
     if not lines:
         return None
-    ids = kinds.ids if kinds is not None else options.ids
+    ids = id_types.ids if id_types is not None else options.ids
     separator = options.separator_character or line_separator(lines[0][1], ids)
     number, fields = lines[0][0], split_fields(lines[0][1], separator, f"{path}, line {lines[0][0]}")
     if not options.chosen and len(fields) not in (2, 3):
         raise DataError(
             f"{path}, line {number}: {len(fields)} columns, and 2 or 3 were expected: {lines[0][1].strip()[:60]!r}",
-            hint="separate 2 or 3 columns by commas, semicolons, tabs or spaces (or set data.separator), or name the "
-            "ones to take: data.columns=[0,1] data.weight=2",
+            hint="separate 2 or 3 columns by commas, semicolons, tabs or spaces (or set data.separator), or select "
+            "columns: data.columns=[0,1] data.weight=2",
         )
     second = split_fields(lines[1][1], separator, f"{path}, line {lines[1][0]}") if len(lines) > 1 else []
-    named = any(isinstance(column, str) for column in options.chosen.values())
     header = options.header
-    if header is None and named:
+    if header is None and any(isinstance(column, str) for column in options.chosen.values()):
         header = True
     roles = options.roles(fields, path, by_name=bool(header))
     if header is None:
         header = _is_header(fields, second, roles, ids)
-    row = second if header and len(second) == len(fields) else fields
-    kinds = _kinds(row, roles, options.ids) if kinds is None else replace(kinds, weight="weight" in roles)
-    return TextLayout(separator, number if header else 0, len(fields), roles, kinds)
+    if id_types is None:
+        row = second if header and len(second) == len(fields) else fields
+        is_integer = {role: bool(_NUMBER.fullmatch(row[position])) for role, position in roles.items()}
+        if "relation" in roles:  # a relation, unlike a node id, may not be written as 1.0
+            is_integer["relation"] = to_integer(row[roles["relation"]]) is not None
+        id_types = IdTypes.detect(options.ids, is_integer)
+    id_types = replace(id_types, weight="weight" in roles)
+    return TextLayout(separator, number if header else 0, len(fields), roles, id_types)
 
 
-def split_fields(line: str, separator: str, place: str) -> list[str]:
-    """Return the fields of a line, without blanks and quotes around them.
+def split_fields(line: str, separator: str, location: str) -> list[str]:
+    """Return the fields of a line, without surrounding blanks and quotes.
 
     Args:
-        line: the line, without its end.
+        line: the line, without its line end.
         separator: the character between fields; a space stands for any run of spaces and tabs.
-        place: file and line, for the message.
+        location: file and line, for the message.
 
     Raises:
-        DataError: a quote stands inside quotes, or is not closed.
+        DataError: a quoted field contains a quote, or its quote is not closed.
     """
     if separator == " ":
         return re.findall(r"[^ \t]+", line)
@@ -100,21 +118,21 @@ def split_fields(line: str, separator: str, place: str) -> list[str]:
     cells = list(re.finditer(pattern, line))
     if sum(len(cell[0]) for cell in cells) < len(line):
         raise DataError(
-            f"{place}: a quote inside quotes, or one that is not closed: {line.strip()[:60]!r}",
-            hint="write each field plainly or in one pair of quotes, or separate the columns by tabs, where "
+            f"{location}: a quote inside quotes, or one that is not closed: {line.strip()[:60]!r}",
+            hint="write each field without quotes or in one pair of quotes, or separate the columns by tabs, where "
             "quotes have no meaning",
         )
     return [cell[1] if cell[2] is None else cell[2].rstrip(" \t") for cell in cells]
 
 
 def to_integer(field: str) -> int | None:
-    """Return the integer of 64 bits that a field spells; None where it spells none."""
+    """Parse a 64-bit integer; return None if the field is not one."""
     value = int(field) if _INTEGER.fullmatch(field) else None
     return value if value is not None and -(2**63) <= value < 2**63 else None
 
 
 def to_number(field: str) -> float | None:
-    """Return the number that a field spells; None where it spells none."""
+    """Parse a number; return None if the field is not one."""
     try:
         return float(field)
     except ValueError:
@@ -122,7 +140,7 @@ def to_number(field: str) -> float | None:
 
 
 def line_separator(line: str, ids: str) -> str:
-    """Return the separator of a line; tabs separate names that hold blanks, but are blanks between numbers."""
+    """Detect the separator of a line. A tab separates columns of names, but counts as a blank between numbers."""
     numbers = ids == "int" or (ids == "auto" and all(_NUMBER.fullmatch(word) for word in line.split()))
     if "\t" in line.strip() and not numbers:
         return "\t"
@@ -140,13 +158,3 @@ def _is_header(first: Sequence[str], second: Sequence[str], roles: dict[str, int
         return True
     numbers = [roles[role] for role in ("weight", "time") if role in roles]
     return bool(below) and any(to_number(first[at]) is None and to_number(second[at]) is not None for at in numbers)
-
-
-def _kinds(row: Sequence[str], roles: dict[str, int], ids: str) -> Kinds:
-    if ids == "auto":
-        numbers = all(_NUMBER.fullmatch(row[roles[end]]) for end in ("source", "target"))
-        ids = "int" if numbers else "string"
-    relation = None
-    if "relation" in roles:
-        relation = "string" if to_integer(row[roles["relation"]]) is None else "int"
-    return Kinds(ids, relation, "weight" in roles)

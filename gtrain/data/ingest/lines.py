@@ -1,8 +1,8 @@
-"""The fields of lines of text, block by block, as strings, integers or numbers; the line that is wrong is named.
+"""Parse lines of text, block by block, into strings, integers or numbers; errors name the malformed line.
 
-Arrow's reader of CSV parses a block. What it does not know is tidied away before (comments, blanks beside separators,
-runs of blanks as separators); a block that it refuses all the same is taken apart line by line, which either serves
-what Arrow does not (``+5``, a blank in front of a quote) or finds the line to name.
+Arrow's CSV reader parses a block, after comments, blanks beside separators and runs of blanks have been removed, which
+it does not support. If Arrow rejects the block, Python parses it line by line: that either accepts syntax that Arrow
+does not (``+5``, a blank before a quote) or raises an error that names the line.
 """
 
 from __future__ import annotations
@@ -20,15 +20,63 @@ import pyarrow.csv
 from numpy.typing import NDArray
 
 from gtrain.data.ingest.blocks import Block, read_blocks
-from gtrain.data.ingest.layout import split_fields, to_integer, to_number
-from gtrain.data.ingest.rows import Ints, Keys, first_true
+from gtrain.data.ingest.dictionary import Keys
+from gtrain.data.ingest.format import EdgeFormat
+from gtrain.data.ingest.layout import TextLayout, split_fields, to_integer, to_number
+from gtrain.data.ingest.rows import EdgeRows, Ints, first_true
 from gtrain.errors import DataError
 
-Columns = Mapping[int, pa.DataType]
+ColumnTypes = Mapping[int, pa.DataType]
 Floats = NDArray[np.floating[Any]]
 
 _COMMENT_HINT = "or put # in front of the line if it is a comment or names columns"
+_NO_WEIGHT = "; if the column does not hold weights, select columns: data.columns=[0,1]"
+_ORDER = ("source", "target", "weight", "relation", "time")
 _TAB_TO_SPACE = bytes.maketrans(b"\t", b" ")
+
+
+class TextReader:
+    """Reads one text file of an edge list.
+
+    Args:
+        path: the file.
+        options: the user's settings.
+        layout: the columns of the file.
+    """
+
+    def __init__(self, path: Path, options: EdgeFormat, layout: TextLayout) -> None:
+        self._names = layout.id_types.ids == "string"
+        self._named_relations = layout.id_types.relation == "string"
+        order = sorted(layout.roles, key=_ORDER.index)
+        self._slots = {role: slot for slot, role in enumerate(order)}
+        ids = pa.string() if self._names else pa.int64()
+        relation = pa.string() if self._named_relations else pa.int64()
+        types = dict(source=ids, target=ids, weight=pa.float64(), relation=relation, time=pa.int64())
+        columns = {layout.roles[role]: types[role] for role in order}
+        self._lines = LineReader(path, layout.separator, layout.header, layout.num_columns, columns, options.comments)
+
+    @property
+    def comments(self) -> int:
+        """Comment lines seen so far."""
+        return self._lines.skipped
+
+    def read(self) -> Iterator[EdgeRows]:
+        """Yield the edges, some hundred thousand at a time.
+
+        Raises:
+            DataError: a line is malformed; the message names the first such line.
+        """
+        weight, relation, time = map(self._slots.get, ("weight", "relation", "time"))
+        for piece in self._lines.pieces():
+            relations = piece.keys if self._named_relations else piece.integers
+            yield EdgeRows(
+                ids=piece.keys(0, 2) if self._names else piece.integers(0, 2, "; names need data.ids=string"),
+                relation=None if relation is None else relations(relation, relation + 1),
+                weight=None if weight is None else piece.finite(weight, "weight", _NO_WEIGHT).astype(np.float32),
+                time=None if time is None else piece.integers(time, time + 1),
+                read=piece.block.read,
+                location=piece.location,
+            )
 
 
 class LineReader:
@@ -36,19 +84,19 @@ class LineReader:
 
     Args:
         path: the file.
-        separator: the character between fields; a space stands for any run of spaces and tabs. Between other
-            separators than tabs a field may be in quotes, and then hold the separator, but no quotes.
-        header: number of the line that names the columns; 0 without.
-        num_columns: fields of each line.
-        columns: what to read: the types of columns by their positions; ``string``, ``int64`` or a floating type.
-        comments: characters that begin a comment line.
+        separator: the character between fields; a space stands for any run of spaces and tabs. Unless it is a tab, a
+            quoted field may contain the separator, but not a quote.
+        header: number of the line that names the columns; 0 if no line does.
+        num_columns: fields per line.
+        columns: the columns to read: type by position; ``string``, ``int64`` or a floating type.
+        comments: each of these characters starts a comment line.
 
     Attributes:
         skipped: comment lines seen so far.
     """
 
     def __init__(
-        self, path: Path, separator: str, header: int, num_columns: int, columns: Columns, comments: str
+        self, path: Path, separator: str, header: int, num_columns: int, columns: ColumnTypes, comments: str
     ) -> None:
         self.path = path
         self.separator = separator
@@ -61,11 +109,11 @@ class LineReader:
         marks = re.escape(comments or "#")  # a class cannot be empty
         self._comment = re.compile(rf"[\r\n][{self._blanks}]*[{marks}][^\r\n]*".encode())
 
-    def pieces(self) -> Iterator[Piece]:
-        """Yield the lines, some hundred thousand at a time.
+    def pieces(self) -> Iterator[TextPiece]:
+        """Yield the parsed columns, some hundred thousand lines at a time.
 
         Raises:
-            DataError: names the first line of another number of columns.
+            DataError: a line has another number of columns; the message names the first such line.
         """
         for block in read_blocks(self.path):
             text = self._tidy(block.text)
@@ -75,13 +123,13 @@ class LineReader:
                 columns = self._parsed(text)
             except pa.ArrowInvalid:
                 columns = self._split(block)
-            named = block.line <= self.header < block.line_at(len(block.text))  # it is the first line with fields
-            if len(columns[0]) > named:
-                lines = _Lines(block, self._comments, self._blanks, int(named))
-                yield Piece(lines, [column.slice(int(named)) for column in columns])
+            skipped = int(block.line <= self.header < block.line_at(len(block.text)))  # the header is the first row
+            if len(columns[0]) > skipped:
+                lines = _BlockLines(block, self._comments, self._blanks, skipped)
+                yield TextPiece(lines, [column.slice(skipped) for column in columns])
 
     def line(self, row: int) -> int:
-        """Return the number of a row's line, from 1; it reads the file again."""
+        """Return the line number of a row, from 1; reads the file again."""
         first = 0
         for piece in self.pieces():
             if row < first + len(piece):
@@ -90,20 +138,20 @@ class LineReader:
         raise IndexError(row)
 
     def _tidy(self, text: bytes) -> bytes:
-        """Remove comments, and tabs where spaces separate as well."""
+        """Remove comments, and replace tabs by spaces where both separate fields."""
         if any(mark.encode() in text for mark in self._comments):
             text, count = self._comment.subn(b"", b"\n" + text)
             self.skipped += count
         return text.translate(_TAB_TO_SPACE) if self.separator == " " and b"\t" in text else text
 
     def _parsed(self, text: bytes) -> list[pa.Array]:
-        """Return the columns as Arrow reads them.
+        """Parse the columns with Arrow.
 
         Raises:
-            pa.ArrowInvalid: it does not know how, a line is malformed, or a string is empty.
+            pa.ArrowInvalid: Arrow cannot parse a line, or a string is empty.
         """
         if pa.int64() in self._columns.values() and (b"0x" in text or b"0X" in text):
-            raise pa.ArrowInvalid("Arrow takes hexadecimal numbers for integers")
+            raise pa.ArrowInvalid("Arrow would accept hexadecimal numbers as integers")
         try:
             return self._read(text)
         except pa.ArrowInvalid:
@@ -144,16 +192,16 @@ class LineReader:
         return columns
 
     def _split(self, block: Block) -> list[pa.Array]:
-        """Return the columns as strings, whatever their types."""
+        """Split the lines in Python; return all columns as strings."""
         rows = []
         for number, line in block.lines(self._comments, self._blanks):
-            place = f"{self.path}, line {number}"
-            fields = split_fields(line, self.separator, place)
+            location = f"{self.path}, line {number}"
+            fields = split_fields(line, self.separator, location)
             if len(fields) != self.num_columns:
                 raise DataError(
-                    f"{place}: {len(fields)} columns, and the lines before have {self.num_columns}: "
+                    f"{location}: {len(fields)} columns, and the lines before have {self.num_columns}: "
                     f"{line.strip()[:60]!r}",
-                    hint=f"give the line {self.num_columns} columns, or put # in front of it if it is a comment",
+                    hint=f"write {self.num_columns} columns, or put # in front of the line if it is a comment",
                 )
             rows.append([fields[column].encode(errors="surrogateescape") for column in self._columns])
         if any(dtype == pa.string() for dtype in self._columns.values()):
@@ -162,7 +210,7 @@ class LineReader:
 
 
 def _single_spaces(text: bytes) -> bytes:
-    """Return lines whose fields are separated by runs of spaces with one space between them."""
+    """Replace each run of spaces by one space, and strip the lines."""
     text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     while b"  " in text:
         text = text.replace(b"  ", b" ")
@@ -176,12 +224,12 @@ def _check_encoding(block: Block) -> None:
         wrong = block.text[err.start : err.end]
         raise DataError(
             f"{block.path}, line {block.line_at(err.start)}: the bytes {wrong!r} are not UTF-8",
-            hint="convert the file: iconv -f latin1 -t utf-8, or from what it is written in",
+            hint="convert the file to UTF-8, for example: iconv -f latin1 -t utf-8",
         ) from None
 
 
-class _Lines:
-    """The lines of a block's rows, for messages: slow."""
+class _BlockLines:
+    """Maps the rows of a block to its lines, for messages; slow."""
 
     def __init__(self, block: Block, comments: str, blanks: str, skipped: int) -> None:
         self.block = block
@@ -189,19 +237,19 @@ class _Lines:
         self._skipped = skipped
 
     def of(self, row: int) -> tuple[int, str]:
-        """Return number and contents of a row's line."""
+        """Return (line number, line) of a row."""
         return next(itertools.islice(self.block.lines(*self._arguments), row + self._skipped, None))
 
 
-class Piece:
-    """The wanted columns of some lines.
+class TextPiece:
+    """The requested columns of one block.
 
     Args:
-        lines: the lines.
-        columns: the fields of each column: of its type, or strings where Arrow could not convert them.
+        lines: the lines of the block, for messages.
+        columns: the fields of each column: of the requested type, or strings if Arrow could not convert them.
     """
 
-    def __init__(self, lines: _Lines, columns: Sequence[pa.Array]) -> None:
+    def __init__(self, lines: _BlockLines, columns: Sequence[pa.Array]) -> None:
         self.block = lines.block
         self._lines = lines
         self._columns = columns
@@ -210,18 +258,18 @@ class Piece:
         return len(self._columns[0])
 
     def line(self, row: int) -> int:
-        """Return the number of a row's line, from 1; slow, for messages."""
+        """Return the line number of a row, from 1; slow, for messages."""
         return self._lines.of(row)[0]
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """Return the file and the line of a row, for messages."""
         return f"{self.block.path}, line {self.line(row)}"
 
     def keys(self, first: int, last: int) -> Keys:
-        """Return the fields of the columns ``first .. last - 1`` row by row, hashed.
+        """Return the fields of the columns ``first .. last - 1``, row by row, as hashed keys.
 
         Raises:
-            DataError: a field is empty, or no UTF-8.
+            DataError: a field is empty.
         """
         return Keys.interleaved(*(self.strings(column) for column in range(first, last)))
 
@@ -229,24 +277,24 @@ class Piece:
         """Return the fields of a column as strings.
 
         Raises:
-            DataError: a field is empty, or no UTF-8.
+            DataError: a field is empty.
         """
         strings = self._columns[column]
         empty = pyarrow.compute.index(pyarrow.compute.binary_length(strings), 0).as_py()
         if empty >= 0:
             raise DataError(
-                f"{self.place(empty)}: a field is empty: {self._line(empty)!r}",
-                hint="write a name there, or take the line out",
+                f"{self.location(empty)}: a field is empty: {self._line(empty)!r}",
+                hint="write a name there, or delete the line",
             )
         return strings
 
     def integers(self, first: int, last: int, hint: str = "") -> Ints:
-        """Return the fields of the columns ``first .. last - 1`` row by row.
+        """Return the fields of the columns ``first .. last - 1``, row by row, ``[rows * (last - first)]`` int64.
 
         Args:
             first: the first column.
             last: the column behind the last.
-            hint: what else may help where a field is no integer.
+            hint: addition to the hint of the error.
 
         Raises:
             DataError: a field is not an integer of 64 bits.
@@ -255,11 +303,11 @@ class Piece:
         return np.stack(columns, axis=1).reshape(-1)
 
     def numbers(self, column: int, hint: str = "") -> Floats:
-        """Return the fields of a column, which may be infinite or NaN.
+        """Return the numbers of a column; they may be infinite or NaN.
 
         Args:
             column: the column.
-            hint: what else may help where a field is no number.
+            hint: addition to the hint of the error.
 
         Raises:
             DataError: a field is not a number.
@@ -267,27 +315,27 @@ class Piece:
         return self._numeric(column, to_number, "a number", hint)
 
     def finite(self, column: int, what: str, hint: str = "") -> Floats:
-        """Return the fields of a column.
+        """Return the finite numbers of a column.
 
         Args:
             column: the column.
-            what: what the numbers are, for the message.
-            hint: what else may help where a field is no number.
+            what: the name of the quantity, for the message.
+            hint: addition to the hint of the error.
 
         Raises:
-            DataError: a field is not a finite number of 32 bits.
+            DataError: a field is not a number that is finite in float32.
         """
         values = self.numbers(column, hint)
         wrong = first_true(~(np.abs(values) <= np.finfo(np.float32).max))
         if wrong is not None:
             raise DataError(
-                f"{self.place(wrong)}: the {what} is {values[wrong]}: {self._line(wrong)!r}",
-                hint="write a finite number of 32 bits there, or leave the line out",
+                f"{self.location(wrong)}: the {what} is {values[wrong]}: {self._line(wrong)!r}",
+                hint="write a number that is finite in 32 bits there, or delete the line",
             )
         return values
 
     def _numeric(self, column: int, parse: Callable[[str], float | None], wanted: str, hint: str) -> NDArray[Any]:
-        """Return the numbers of a column; one by one those that Arrow did not convert."""
+        """Return the numbers of a column; parse strings that Arrow did not convert one by one."""
         if self._columns[column].type != pa.string():
             return np.asarray(self._columns[column])
         fields = [raw.decode(errors="replace") for raw in self._columns[column].view(pa.binary()).to_pylist()]
@@ -295,11 +343,11 @@ class Piece:
         if None in values:
             row = values.index(None)
             raise DataError(
-                f"{self.place(row)}: {fields[row][:30]!r} is not {wanted}: {self._line(row)!r}",
+                f"{self.location(row)}: {fields[row][:30]!r} is not {wanted}: {self._line(row)!r}",
                 hint=f"write {wanted} there, {_COMMENT_HINT}{hint}",
             )
         return np.array(values)
 
     def _line(self, row: int) -> str:
-        """Return the beginning of a row's line."""
+        """Return the first 60 characters of a row's line."""
         return self._lines.of(row)[1].strip()[:60]

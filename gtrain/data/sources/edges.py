@@ -145,10 +145,10 @@ class EdgesData(GraphDataModule):
 
     def read(self) -> Data | EdgeArrays:
         """Read the files; what is too large for memory stays on disk."""
-        from gtrain.data.ingest.edge_list import Limit, kind_of_ids, read_edge_list
+        from gtrain.data.ingest.edge_list import NodeLimit, id_type, read_edge_list
 
         (paths, sets), options = self._files(), self.format
-        if kind_of_ids(paths, options) == "string":
+        if id_type(paths, options) == "string":
             if self.num_nodes is not None:
                 raise ConfigError(
                     f"data.num_nodes={self.num_nodes}, and the ids are names: the nodes are those that the edges name",
@@ -159,7 +159,7 @@ class EdgesData(GraphDataModule):
             num_nodes = edges.num_nodes
         else:
             nodes = self._node_files.read(self.num_nodes)
-            limit = Limit(nodes.num_nodes, self._counted_by(nodes.labels))
+            limit = NodeLimit(nodes.num_nodes, self._counted_by(nodes.labels))
             edges = read_edge_list(paths, options, self.store, limit, sets, self.check_negative)
             num_nodes = nodes.num_nodes or max(edges.num_nodes, nodes.largest_id + 1)
             x, y = nodes.x, nodes.y(num_nodes)

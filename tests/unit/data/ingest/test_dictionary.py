@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from gtrain.data.ingest import dictionary
-from gtrain.data.ingest.dictionary import Dictionary, Hash
-from gtrain.data.ingest.probe import PAD, hash_keys
-from gtrain.data.ingest.rows import Keys
+from gtrain.data.ingest.dictionary import PAD, Dictionary, Hash, Keys, hash_keys
 
 
 def all_alike(data, starts, lengths, out) -> None:

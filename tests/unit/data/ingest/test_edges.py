@@ -241,16 +241,16 @@ def test_a_store_keeps_the_names(tmp_path: Path, on_disk: None) -> None:
     assert sorted(found) == sorted((f"n{a}", f"n{b}") for a, b in pairs.tolist())
 
 
-def test_progress_is_told(
+def test_progress_is_logged(
     tmp_path: Path, on_disk: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(edge_list, "EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(edge_list, "PROGRESS_SECONDS", 0.0)
     path = write(tmp_path, "e", "# c\n" + "0 1\n" * 100)
     with caplog.at_level(logging.INFO, logger="gtrain"):
         EdgesData(path=path, store=str(tmp_path)).read()
     lines = [record.getMessage() for record in caplog.records]
     assert any(line.startswith("reading e: 19 edges, ") and line.endswith(" %") for line in lines), lines
-    assert lines[-2] == "left out as comments, by data.comments=#%: 1 lines"
+    assert lines[-2] == "skipped as comments (data.comments=#%): 1 lines"
     assert lines[-1].startswith("read e: 100 edges between 2 nodes in ")
 
 
@@ -280,8 +280,8 @@ NAMED_GOOD = "".join(f"n{i % 9}\tm{i % 7}\n" for i in range(50))
         ("0,1,2\n" * 50 + "0,1,\n", {}, "line 51: '' is not a number"),
         ("0,1,2\n" * 50 + "0,1,1.5\n", {"columns": [0, 1], "time": 2}, "line 51: '1.5' is not an integer"),
         ("0,1,2\n" * 50 + "0,1,-1\n", {"columns": [0, 1], "relation": 2}, "line 51: the relation is -1"),
-        ("h,t\n" + "0,1\n" * 50, {"columns": ["h", "q"]}, "has no column 'q', which data.columns asks for.* are h, t"),
-        ("0,1\n" * 50, {"weight": 2}, "has 2 columns, and data.weight asks for column 2"),
+        ("h,t\n" + "0,1\n" * 50, {"columns": ["h", "q"]}, "has no column 'q', which data.columns names.* are h, t"),
+        ("0,1\n" * 50, {"weight": 2}, "has 2 columns, but data.weight is column 2"),
         ("a,b,c\n" * 50, {}, "line 1: 'c' is not a number(.|\n)*data.columns=\\[0,1\\]"),
         ("0 1 2 3\n", {}, "line 1: 4 columns, and 2 or 3 were expected(.|\n)*data.columns"),
         ("source target\n", {}, "has no edges"),
@@ -308,7 +308,7 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arrays", "options", "message"),
     [
-        ({"a": [0], "b": [1]}, {"columns": ["a", "c"]}, "has no column 'c', which data.columns asks for.* are a, b"),
+        ({"a": [0], "b": [1]}, {"columns": ["a", "c"]}, "has no column 'c', which data.columns names.* are a, b"),
         ({"a": [0, 1, None], "b": [1, 2, 3]}, {}, r"row 2 \(from 0\): the column 'a' has no value"),
         ({"a": ["x", "y"], "b": ["y", ""]}, {}, r"row 1 \(from 0\): the name in the column 'b' has 0 bytes"),
         ({"a": [0, 1, 2], "b": [1, 0, -4]}, {}, r"row 2 \(from 0\): the edge 2 -> -4 names node -4"),
@@ -317,7 +317,7 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
         ({"a": ["x"], "b": ["y"]}, {"ids": "int"}, "'a' holds string, and integers are expected(.|\n)*data.ids=string"),
         ({"a": [0.5], "b": [1.5]}, {}, "'a' holds double, and strings or integers are expected"),
         ({"a": [0], "b": [1], "t": [1.5]}, {"time": "t"}, "'t' holds double, and integers are expected"),
-        ({"a": pa.array([2**63], pa.uint64()), "b": [1]}, {}, "a number of more than 63 bits(.|\n)*data.ids=string"),
+        ({"a": pa.array([2**63], pa.uint64()), "b": [1]}, {}, "a number that does not fit int64(.|\n)*data.ids=string"),
         ({"a": pa.array([b"\xff"]), "b": ["y"]}, {}, "'a' holds bytes that are not UTF-8"),
         ({"a": [0], "b": [1], "c": [1], "d": [1]}, {}, "has 4 columns: a, b, c, d; 2 or 3 were expected"),
         ({"a": pa.array([], pa.int64()), "b": pa.array([], pa.int64())}, {}, "has no edges"),
@@ -339,7 +339,7 @@ def test_what_is_no_file_of_edges(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there are no files in the folder"):
         EdgesData(path=str(tmp_path / "empty")).read()
     (tmp_path / "cut.gz").write_bytes(gzip.compress(os.urandom(999).hex().encode())[:-50])
-    with pytest.raises(DataError, match=r"cut\.gz cannot be unpacked"):
+    with pytest.raises(DataError, match=r"cut\.gz cannot be decompressed"):
         EdgesData(path=str(tmp_path / "cut.gz")).read()
 
 
@@ -347,11 +347,11 @@ def test_what_is_no_file_of_edges(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"ids": "names"}, "data.ids=names was set(.|\n)*int: (.|\n)*string: (.|\n)*auto: "),
-        ({"columns": [0]}, "the columns source=0 cannot be"),
-        ({"columns": [0, 0]}, "source=0, target=0 cannot be"),
-        ({"columns": [0, -1]}, "target=-1 cannot be"),
-        ({"columns": [0, 1], "weight": 1}, "weight=1 cannot be"),
-        ({"separator": "||"}, r"data.separator='\|\|' is no separator"),
+        ({"columns": [0]}, "the columns source=0 are not valid"),
+        ({"columns": [0, 0]}, "source=0, target=0 are not valid"),
+        ({"columns": [0, -1]}, "target=-1 are not valid"),
+        ({"columns": [0, 1], "weight": 1}, "weight=1 are not valid"),
+        ({"separator": "||"}, r"data.separator='\|\|' is not a separator"),
         ({"comments": "é"}, "is not ASCII"),
         ({"ids": "string", "num_nodes": 3}, "data.num_nodes=3 with data.ids=string"),
         ({"undirected": True, "relation": 2}, "a relation has a direction"),

@@ -143,7 +143,7 @@ def test_nan_in_a_file_is_named(tmp_path: Path) -> None:
         ({"path": "edges.txt", "features": "dict.pt"}, "holds a dict, and a single tensor is expected"),
         ({"path": "edges.txt", "features": "object.npy"}, "cannot be read as an array"),
         ({"path": "edges.txt", "features": "code.pt"}, "never unpickled"),
-        ({"path": "broken.gz"}, "cannot be unpacked"),
+        ({"path": "broken.gz"}, "cannot be decompressed"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")

@@ -210,7 +210,7 @@ WRONG: dict[str, tuple[Make, Callable[[Path], None] | dict[str, Any], str]] = {
     "a column of Parquet": (rows, {"dense": ["city"]}, "the column 'city' holds string, and numbers were expected"),
     "lists of Parquet": (rows, {"ids": "price"}, "the column 'price' holds double, and lists were expected"),
     "categories of Parquet": (rows, {"categorical": ["price"]}, "strings or whole numbers were expected"),
-    "a column of edges": (small_edges, {"format.relation": 3}, "has 3 columns, and data.relation asks for column 3"),
+    "a column of edges": (small_edges, {"format.relation": 3}, "has 3 columns, but data.relation is column 3"),
     "the column of times": (events, {"time_column": 3}, r"data.time_column=3, and .* has the columns 0..2"),
     "buckets": (users, remove("edges_1_0.h5"), "has no edges_1_0.h5"),
 }
