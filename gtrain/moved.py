@@ -170,6 +170,9 @@ MOVED = {
     "gtrain.wire.transports": "gtrain.wire.transport",
     "gtrain.wire.zap": "gtrain.wire.zeromq.authenticator",
     "gtrain.wire.zeromq.refusals": "gtrain.wire.logs",
+    "gtrain_pyg.epoch": "gtrain_pyg.seeds",
+    "gtrain_pyg.ranks.sharing": "gtrain_pyg.ranks.hosting",
+    "gtrain_pyg.structure.needs": "gtrain_pyg.structure.hosted",
 }
 """New path by old path."""
 

@@ -16,13 +16,12 @@ from gtrain.graph.sampling import Columns
 from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.store import Store
 from gtrain_pyg.buffers import BufferPool
-from gtrain_pyg.ranks.hosting import Hosting, host
+from gtrain_pyg.ranks.hosting import Hosting, SharedArrays, detect_hosting
 from gtrain_pyg.ranks.parts import PartBook
 from gtrain_pyg.ranks.service import Peers
-from gtrain_pyg.ranks.sharing import Sharing
 from gtrain_pyg.sampling.remote import serve_sampling
 from gtrain_pyg.sampling.sampler import DistributedSampler
-from gtrain_pyg.structure.hosted import Structure
+from gtrain_pyg.structure.hosted import GraphStructure
 
 Result = TypeVar("Result")
 
@@ -66,9 +65,9 @@ class Rank:
 
     hosting: Hosting
     peers: Peers
-    structure: Structure
+    structure: GraphStructure
     pool: BufferPool
-    sharing: Sharing
+    sharing: SharedArrays
 
 
 @contextmanager
@@ -86,9 +85,9 @@ def job_of(
     """
 
     def make(group: Any) -> Rank:
-        hosting, pool = host(group, transport), BufferPool()
-        peers, sharing = Peers(group, hosting, timeout=timeout), Sharing.meet(group, hosting)
-        structure = Structure(store, PartBook.of(store), hosting, sharing, hops=hops)
+        hosting, pool = detect_hosting(group, transport), BufferPool()
+        peers, sharing = Peers(group, hosting, timeout=timeout), SharedArrays.create(group, hosting)
+        structure = GraphStructure(store, PartBook.of(store), hosting, sharing, hops=hops)
         if group.rank not in silent:
             serve_sampling(structure, peers, pool)
         peers.open()

@@ -35,7 +35,7 @@ class LoopbackPeers:
     def handle(self, name: str, handler: Any) -> None:
         self.handlers[name] = handler
 
-    def ask(self, part: int, method: str, fields: Any = None, tensors: Any = ()) -> Future[Message]:
+    def request(self, part: int, method: str, fields: Any = None, tensors: Any = ()) -> Future[Message]:
         self.asked.append((part, method, fields, tensors))
         return self.clients[part].submit(method, fields, tensors)
 

@@ -1,4 +1,4 @@
-"""From a sampled subgraph and its rows to the batch that a module sees: an ordinary ``Data`` or ``HeteroData``."""
+"""Assemble a sampled subgraph and its rows into a batch: an ordinary ``Data`` or ``HeteroData``."""
 
 from __future__ import annotations
 
@@ -11,25 +11,23 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.data.batches.scored_edges import ScoredEdges
-from gtrain.graph.store.manifest import EdgeType
+from gtrain_pyg.ranks.parts import NodeOrEdgeType
 from gtrain_pyg.sampling.subgraph import Subgraph
-
-Kind = str | EdgeType
 
 
 @dataclass(frozen=True)
-class Seeds:
-    """What a batch says of its seeds.
+class SeedFields:
+    """The fields of a batch that describe its s seeds.
 
     Attributes:
-        target: the node type, or edge type, that the seeds are of.
-        entries: of the batch as a whole: ``seeds``, ``batch_size``.
+        target: the node type, or edge type, of the seeds.
+        entries: entries of the batch as a whole: ``seeds``, ``batch_size``.
         input_id: int64 ``[s]``, positions among the seeds that the rank draws from.
         time: int64 ``[s]``, of each seed; None without times.
-        edges: the true and false edges that the batch scores, by local ids; None where seeds are nodes.
+        edges: the true and false edges that the batch scores, by local ids; None if seeds are nodes.
     """
 
-    target: Kind
+    target: NodeOrEdgeType
     entries: Mapping[str, Any]
     input_id: Tensor
     time: Tensor | None = None
@@ -37,14 +35,19 @@ class Seeds:
 
 
 def make_batch(
-    subgraph: Subgraph, rows: Mapping[Kind, Mapping[str, Tensor]], seeds: Seeds, *, hetero: bool, trim: bool
+    subgraph: Subgraph,
+    rows: Mapping[NodeOrEdgeType, Mapping[str, Tensor]],
+    seeds: SeedFields,
+    *,
+    hetero: bool,
+    trim: bool,
 ) -> Data | HeteroData:
-    """Put a batch together.
+    """Assemble a batch.
 
     Args:
         subgraph: what was sampled, with n nodes and e edges of each type.
         rows: node and edge tensors by type and name, in the order of the subgraph.
-        seeds: what it was grown from; they are its first nodes.
+        seeds: the seeds it was grown from; they are its first nodes.
         hetero: make a ``HeteroData``.
         trim: whether layers may leave out what the seeds' results do not depend on.
 
@@ -54,11 +57,11 @@ def make_batch(
         * the store's node tensors, ``[n, ...]``, and ``n_id`` int64 ``[n]``, global ids;
         * ``edge_index`` int64 ``[2, e]``, the store's edge tensors, ``[e, ...]``, and ``e_id`` int64 ``[e]``, the
           edges' positions in the source data;
-        * ``num_sampled_nodes`` and ``num_sampled_edges``, of each hop; ``batch`` int64 ``[n]``, the seed whose
-          subgraph a node is in, where subgraphs are disjoint;
+        * ``num_sampled_nodes`` and ``num_sampled_edges``, per hop; ``batch`` int64 ``[n]``, the seed whose subgraph a
+          node is in, if subgraphs are disjoint;
 
         and with ``batch_size`` s, ``seeds`` (local ids of nodes int64 ``[s]``, or positions of edges), ``input_id``,
-        ``seed_time`` where there are times, and ``trim``.
+        ``seed_time`` if seeds have times, and ``trim``.
     """
     batch: Data | HeteroData = HeteroData() if hetero else Data()
     for node_type, ids in subgraph.node.items():
@@ -80,10 +83,10 @@ def make_batch(
         batch[name] = value
     if seeds.edges is not None:
         seeds.edges.put_into(batch, seeds.target if hetero and not isinstance(seeds.target, str) else None)
-    own = batch[seeds.target] if hetero else batch
-    own.input_id, own.batch_size = seeds.input_id, seeds.input_id.numel()
+    target = batch[seeds.target] if hetero else batch
+    target.input_id, target.batch_size = seeds.input_id, seeds.input_id.numel()
     if seeds.time is not None:
-        own.seed_time = seeds.time
+        target.seed_time = seeds.time
     batch.trim = trim
     if hetero:
         batch.target = seeds.target
@@ -91,5 +94,5 @@ def make_batch(
 
 
 def as_tensor(array: Any) -> Tensor:
-    """A tensor over the memory of an array."""
+    """Return a tensor over the memory of an array."""
     return array if isinstance(array, Tensor) else torch.from_numpy(array)

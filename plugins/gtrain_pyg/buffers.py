@@ -1,10 +1,10 @@
-"""Memory for batches that is used again and again, since fresh pages cost more than filling them.
+"""Reusable memory for batches, since touching fresh pages costs more than filling them.
 
-Memory comes in *blocks*. An array over a block keeps a *lease*, and everything that can reach the memory keeps the
+Memory comes in *blocks*. An array over a block holds a *lease*, and everything that can reach the memory holds the
 lease: views and slices of the array, memory views, tensors made of it and their views, storages that autograd has
-saved, messages under way. When the last of them is gone, in whatever thread, the block is free for the next array. So
-nothing has to be given back, and a batch that somebody still holds is never overwritten. Blocks that were not needed
-for some time go back to the system.
+saved, messages in transit. When the last reference is dropped, in any thread, the block is free for the next array.
+Nothing has to be returned explicitly, and a batch that is still referenced is never overwritten. Blocks that stay
+unused go back to the system.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 from torch import Tensor
 
 from gtrain.memory.pages import address_of, private
-
-Array = NDArray[Any]
+from gtrain_pyg.ranks.parts import Array
 
 SMALL_BYTES = 32 << 10
-"""Smaller arrays are numpy's own: malloc has their memory at hand."""
-_STEPS = 4  # sizes of blocks from one power of 2 to the next
-_NEAR = 2  # how many sizes larger a free block may be that is taken
-_SWEEP = 256  # arrays between two looks at what nobody uses: those of some six batches
+"""numpy allocates smaller arrays itself: malloc reuses their memory."""
+_SIZES_PER_OCTAVE = 4  # sizes of blocks from one power of 2 to the next
+_LARGER_SIZES = 2  # a free block of up to this many sizes larger is taken
+_SWEEP_INTERVAL = 256  # arrays between two sweeps: those of some six batches
 
 
 class BufferPool:
-    """Hands out arrays and tensors, not initialised, whose memory returns by itself; threads may share a pool.
+    """Allocates uninitialised arrays and tensors whose memory is reused once unreferenced. Threads may share a pool.
 
     Example:
         >>> pool = BufferPool()
@@ -48,21 +47,21 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._free: dict[int, deque[_Block]] = {}
-        self._fewest: dict[int, int] = {}  # free blocks of a size at any time since the last sweep
-        self._taken = 0
+        self._fewest: dict[int, int] = {}  # by size, the minimum of free blocks since the last sweep
+        self._allocations = 0
 
     def take(self, shape: int | Sequence[int], dtype: DTypeLike = np.int64) -> Array:
         """Return a writable array in C order, aligned to at least 16 bytes."""
-        kind = np.dtype(dtype)
+        dtype = np.dtype(dtype)
         lengths = (shape,) if isinstance(shape, int) else tuple(shape)
-        nbytes = kind.itemsize * math.prod(lengths)
+        nbytes = dtype.itemsize * math.prod(lengths)
         if nbytes < SMALL_BYTES:
-            return np.empty(lengths, kind)
+            return np.empty(lengths, dtype)
         lease = _Lease(self._block(_size(nbytes)), self._free)
         lease.__array_interface__ = {
             "version": 3,
             "shape": lengths,
-            "typestr": kind.str,
+            "typestr": dtype.str,
             "data": (lease.block.address, False),
         }
         return np.asarray(lease)
@@ -78,21 +77,24 @@ class BufferPool:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the blocks that nobody uses."""
+        """Return the bytes of unused blocks."""
         return sum(block.size for blocks in self._free.values() for block in tuple(blocks))
 
     def trim(self) -> None:
-        """Give the blocks that nobody uses back to the system, such as those of larger batches than are to come."""
+        """Free unused blocks, for example after a phase of larger batches."""
         for blocks in tuple(self._free.values()):
             blocks.clear()
 
     def _block(self, size: int) -> _Block:
-        """A free block of this size or a little larger, else a new one. A deque's ends are safe between threads."""
-        self._taken += 1  # more or less, where threads meet
-        if self._taken % _SWEEP == 0:
+        """Return a free block of this size or slightly larger, or a new one.
+
+        Takes no lock: ``append``, ``pop`` and ``popleft`` of a deque are atomic, and counts may be approximate.
+        """
+        self._allocations += 1
+        if self._allocations % _SWEEP_INTERVAL == 0:
             self._sweep()
         larger = size
-        for _ in range(_NEAR + 1):
+        for _ in range(_LARGER_SIZES + 1):
             try:
                 block = self._free[larger].pop()
             except (KeyError, IndexError):
@@ -105,7 +107,7 @@ class BufferPool:
         return _Block(size)
 
     def _sweep(self) -> None:
-        """Give back the blocks that were free all the time since the last sweep, such as those of the first batches."""
+        """Free the blocks that stayed unused since the last sweep, such as those of unusually large batches."""
         for size, blocks in tuple(self._free.items()):
             with contextlib.suppress(IndexError):
                 for _ in range(self._fewest.get(size, 0)):
@@ -114,7 +116,7 @@ class BufferPool:
 
 
 class _Block:
-    """A piece of memory of this process."""
+    """Anonymous memory of this process."""
 
     __slots__ = ("_memory", "address", "size")
 
@@ -125,9 +127,9 @@ class _Block:
 
 
 class _Lease:
-    """The use of a block. numpy takes it for the owner of an array's memory, and of all views of the array.
+    """A reference to a block, which numpy stores as the ``base`` of an array and of all views of it.
 
-    (An array cannot be the owner: numpy has a view of it point past it, at what owns its memory.)
+    An array cannot serve as the lease: the base of its views is not the array, but the owner of its memory.
     """
 
     __slots__ = ("__array_interface__", "_free", "block")
@@ -137,11 +139,11 @@ class _Lease:
         self.__array_interface__: dict[str, Any] = {}
 
     def __del__(self) -> None:
-        """Nobody can reach the memory any more. No lock here: this may run inside of anything, in any thread."""
+        """Return the block to the pool. Takes no lock: a destructor may run in any thread, at any point."""
         self._free[self.block.size].append(self.block)
 
 
 def _size(nbytes: int) -> int:
-    """The size of the blocks that hold so many bytes: a multiple of 1/4 of a power of 2."""
-    step = (1 << (nbytes - 1).bit_length()) // (2 * _STEPS)
+    """Return the size of the blocks for ``nbytes`` bytes: a multiple of 1/4 of a power of 2."""
+    step = (1 << (nbytes - 1).bit_length()) // (2 * _SIZES_PER_OCTAVE)
     return -(-nbytes // step) * step

@@ -15,18 +15,18 @@ class PygConfig(StrategyConfig):
 
     halo_hops: Any = setting(
         0,
-        "hops beyond its parts within which a rank keeps the structure",
+        "hops beyond its own parts of which a rank stores the edges",
         type="int or str",
         words={
-            0: "each rank asks the owners of remote nodes for their neighbours",
-            1: "the in-edges of the part's halo are copied, so that one hop more is sampled without asking",
-            2: "those of their sources too",
-            "all": "every part's edges are mapped, and nothing is asked for",
+            0: "ranks request the neighbours of remote nodes from their owners",
+            1: "the in-edges of the part's halo are copied: one more hop is sampled without a request",
+            2: "the in-edges of their sources are copied too",
+            "all": "every part's edges are mapped: sampling sends no request",
         },
     )
     cache_bytes: int = setting(
         0,
-        "memory of a rank for the features of remote nodes that are likeliest to be needed, in bytes; 0: none",
+        "cache of a rank for the features of the remote nodes it is likeliest to need, in bytes; 0: none",
         least=0,
         unit="bytes",
     )
@@ -35,57 +35,55 @@ class PygConfig(StrategyConfig):
         "which seeds a rank trains on",
         words={
             "local": "each rank trains on the seeds of its own part",
-            "global": "each step's seeds are drawn from all",
+            "global": "each step's seeds are drawn from all parts",
         },
     )
     transport: str = setting(
         "auto",
-        "how a rank comes by what it does not own",
+        "how a rank reads the parts of other ranks",
         words={
             "auto": "shm",
-            "shm": "ranks of a machine read each other's parts of the store, which they share in memory",
-            "tcp": "each rank reads its own part alone, and asks the others over the network",
+            "shm": "ranks of a machine map each other's parts of the store into shared memory",
+            "tcp": "each rank maps its part only, and requests the others over the network",
         },
     )
     wire_dtype: str = setting(
         "float32",
-        "type in which features travel",
+        "dtype of features on the network",
         words={
-            "float32": "features travel as they are",
+            "float32": "as stored",
             "float16": "half the bytes, not exact",
             "bfloat16": "half the bytes, not exact, with float32's range",
         },
     )
     prefetch: int = setting(
-        2, "batches that are made ahead of the one in training; 0: each when it is needed", least=0, unit="batches"
+        2, "batches prepared ahead of the training step; 0: each on demand", least=0, unit="batches"
     )
     lookahead: int = setting(
         32,
-        "successive batches that ask for the features of a remote node once, together; fewer where that would keep "
-        "more than the features of one batch",
+        "successive batches that request the features of a remote node once, together; fewer if they would take more "
+        "memory than the features of one batch",
         least=1,
         unit="batches",
     )
     threads: int | None = setting(
         None,
-        "threads of a rank that sample and gather; null: its share of the machine's cores",
+        "sampling threads of a rank; null: its share of the machine's cores",
         least=1,
         unit="threads",
     )
     evaluation: str = setting(
         "sampled",
-        "how validation and test score",
+        "which neighbours validation and test use",
         words={
-            "sampled": "validation and test draw neighbours, as training does",
-            "exact": "validation and test use every neighbour",
+            "sampled": "they sample neighbours as training does",
+            "exact": "they use every neighbour",
         },
     )
-    trim: bool = setting(True, "leave out of each layer the nodes and edges that the seeds' scores no longer depend on")
-    request_seconds: float = setting(
-        60.0, "how long a rank waits for the answer to one request before it gives up", above=0, unit="seconds"
-    )
+    trim: bool = setting(True, "skip in each layer the nodes and edges that the seeds' scores no longer depend on")
+    request_seconds: float = setting(60.0, "time limit of one request to another rank", above=0, unit="seconds")
 
     @property
     def hops(self) -> int | None:
-        """``halo_hops`` as a number; None: all structure is hosted."""
+        """``halo_hops`` as a number; None: the edges of all parts."""
         return None if self.halo_hops == "all" else int(self.halo_hops)

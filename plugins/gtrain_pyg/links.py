@@ -1,9 +1,9 @@
-"""Edges as seeds: the nodes that a batch of edges is grown around, and what the batch says of the edges."""
+"""Edges as seeds: the nodes that a batch of edges is grown around, and the batch's fields about the edges."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -19,46 +19,31 @@ from gtrain.errors import DataError
 from gtrain.graph.store.manifest import EdgeType
 from gtrain.strategy.group import Group
 from gtrain.strategy.spread_edges import SpreadEdges
-from gtrain_pyg.batches import Seeds
-from gtrain_pyg.epoch import Step
-from gtrain_pyg.sampling.subgraph import Array, Subgraph
-from gtrain_pyg.seeds import NodeSeeds, Roots, SeedSource
+from gtrain_pyg.batches import SeedFields
+from gtrain_pyg.ranks.parts import Array
+from gtrain_pyg.sampling.subgraph import Subgraph
+from gtrain_pyg.seeds import NodeSeeds, Roots, SeedSource, Step
 
 Batch: TypeAlias = Data | HeteroData
 _LATEST = torch.iinfo(torch.int64).max
 
 
-@dataclass(frozen=True)
-class _Grown:
-    """A step's edges, and where their ends are among the roots.
-
-    Attributes:
-        edges: by global ids.
-        sources, targets: int64, for each of ``edges.at_sources()`` and ``edges.at_targets()`` its place among the roots
-            of its type.
-    """
-
-    edges: ScoredEdges
-    sources: Tensor
-    targets: Tensor
-
-
 class LinkSeeds(SeedSource):
     """Edges of the type that is predicted.
 
-    The roots are the ends of the true and of the false edges, each node once in the order of first occurrence: sources,
-    then targets, then false ends. Where subgraphs are disjoint (as with times) a node is a root for each edge that it
-    is an end of.
+    The roots are the endpoints of the true and of the false edges, each node once in the order of first occurrence:
+    sources, then targets, then endpoints of false edges. With disjoint subgraphs (and so with times) a node is a root
+    once for each of its edges.
 
     Args:
-        edges: what the rank draws from.
+        edges: the edges that the rank draws from.
         edge_type: their type.
-        negatives: draws false edges; None: there are none.
-        order: int64 ``[count]``, the position in ``edges`` of each seed; None: the same.
+        negatives: draws false edges; None adds none.
+        order: int64 ``[count]``, the position in ``edges`` of each seed; None keeps the order.
         total: seeds of all ranks.
         owner: see :class:`SeedSource`.
-        timed: whether a subgraph holds nothing but what was before its edge.
-        disjoint: whether each root has a subgraph of its own; so it is where ``timed``.
+        timed: restrict a subgraph to what is earlier than its edge.
+        disjoint: sample a separate subgraph for each root; implied by ``timed``.
     """
 
     def __init__(
@@ -76,83 +61,82 @@ class LinkSeeds(SeedSource):
         self.edges, self.edge_type, self.negatives = edges, edge_type, negatives
         self.count, self.total, self.owner = len(edges), total, owner
         self._order, self._timed, self._disjoint = order, timed, disjoint or timed
-        self._grown: dict[int, _Grown] = {}
+        # by step number: its edges by global ids, and the index of each source and each target among the roots
+        self._pending: dict[int, tuple[ScoredEdges, Tensor, Tensor]] = {}
 
     def roots(self, step: Step) -> Roots:
         edges = self.scored(step)
         at_source, at_target = edges.at_sources(), edges.at_targets()
         source, _, target = self.edge_type
         if source == target:
-            ids, place = self._unique(torch.cat([at_source, at_target]))
-            ends, places = {source: ids}, place.split([at_source.numel(), at_target.numel()])
+            ids, index = self._unique(torch.cat([at_source, at_target]))
+            nodes, (heads, tails) = {source: ids}, index.split([at_source.numel(), at_target.numel()])
         else:
-            (heads, head_place), (tails, tail_place) = self._unique(at_source), self._unique(at_target)
-            ends, places = {source: heads, target: tails}, (head_place, tail_place)
-        self._grown[step.number] = _Grown(edges, *places)
-        return Roots(ends, self._times(edges) if self._timed else None)
+            (source_ids, heads), (target_ids, tails) = self._unique(at_source), self._unique(at_target)
+            nodes = {source: source_ids, target: target_ids}
+        self._pending[step.number] = edges, heads, tails
+        return Roots(nodes, self._times(edges) if self._timed else None)
 
-    def describe(self, step: Step, subgraph: Subgraph) -> Seeds:
-        grown = self._grown.pop(step.number)
+    def fields(self, step: Step, subgraph: Subgraph) -> SeedFields:
+        edges, heads, tails = self._pending.pop(step.number)
         source, _, target = self.edge_type
-        heads, tails = (torch.from_numpy(np.asarray(subgraph.seeds[kind])) for kind in (source, target))
-        local = grown.edges.renumbered(heads[grown.sources], tails[grown.targets])
+        sources, targets = (torch.from_numpy(np.asarray(subgraph.seeds[node_type])) for node_type in (source, target))
+        local = edges.renumbered(sources[heads], targets[tails])
         entries = {"seeds": step.seeds, "batch_size": step.seeds.numel()}
-        return Seeds(self.edge_type, entries, step.seeds, local.extra.get("time") if self._timed else None, local)
+        return SeedFields(self.edge_type, entries, step.seeds, local.extra.get("time") if self._timed else None, local)
 
     def scored(self, step: Step) -> ScoredEdges:
-        """The edges of a step by global ids, true and false."""
+        """Return the true and false edges of a step by global ids."""
         chosen = step.seeds if self._order is None else self._order[step.seeds]
         edge_id = self.edges.edge_id(chosen)
         edges = replace(self.edges.select(chosen), edge_id=edge_id)
         return edges if self.negatives is None else self.negatives(edges, edge_id, step.epoch)
 
     def _unique(self, ids: Tensor) -> tuple[Array, Tensor]:
-        """The nodes to grow from, and the place of each id among them."""
+        """Return the roots, and the index of each id among them."""
         if self._disjoint:
             return ids.numpy(), torch.arange(ids.numel())
         unique, first, inverse = np.unique(ids.numpy(), return_index=True, return_inverse=True)
         order = np.argsort(first)
-        place = np.empty_like(order)
-        place[order] = np.arange(order.size)
-        return unique[order], torch.from_numpy(place[inverse])
+        return unique[order], torch.from_numpy(np.argsort(order)[inverse])
 
     def _times(self, edges: ScoredEdges) -> dict[str, Array]:
-        """The time of each root, up to which is sampled: just before its edge, which else would be its neighbour."""
+        """Return the latest time sampled for each root: just before its edge, or the edge would be its neighbour."""
         time, (source, _, target) = edges.extra["time"].long() - 1, self.edge_type
         heads, tails = (
-            time[torch.arange(ends.numel()) % max(time.numel(), 1)].numpy()
-            for ends in (edges.at_sources(), edges.at_targets())
+            time[torch.arange(ids.numel()) % max(time.numel(), 1)].numpy()
+            for ids in (edges.at_sources(), edges.at_targets())
         )
         return {source: np.concatenate([heads, tails])} if source == target else {source: heads, target: tails}
 
 
 def link_seeds(
-    loader: SeedLoader, group: Group, *, everybody: bool, timed: bool = False, disjoint: bool = False
+    loader: SeedLoader, group: Group, *, all_ranks: bool, timed: bool = False, disjoint: bool = False
 ) -> LinkSeeds:
-    """Return the seeds of a loader over edges. Sends nothing.
+    """Return the seeds of a loader over edges, without communication.
 
     Args:
-        loader: names the store and the split, and says which false edges are drawn.
+        loader: names the store and the split, and configures false edges.
         group: the ranks; rank p owns part p and the edges that point at its nodes.
-        everybody: take the edges of all ranks, in the order of the source data.
-        timed: whether a subgraph is to hold nothing but what was before its edge.
-        disjoint: whether each root has a subgraph of its own.
+        all_ranks: take the edges of all ranks, in the order of the source data.
+        timed: restrict a subgraph to what is earlier than its edge.
+        disjoint: sample a separate subgraph for each root.
 
     Raises:
-        DataError: edges have no times.
+        DataError: the edges have no times.
     """
-    store, kind = loader.store, target_edge_type(loader.store)
-    if timed and "edge_time" not in store.edge_tensors(kind):
+    store, edge_type = loader.store, target_edge_type(loader.store)
+    if timed and "edge_time" not in store.edge_tensors(edge_type):
         raise DataError(
-            f"sampling by times needs the time of each seed, and edges of the type {','.join(kind)} have no edge_time.",
-            hint="set data.temporal_strategy=null, or give the edges times.",
+            f"temporal sampling needs the time of each seed, and edges of type {','.join(edge_type)} have no "
+            "edge_time.",
+            hint="set data.temporal_strategy=null, or add times to the edges.",
         )
-    parts = range(store.num_parts) if everybody else [group.rank]
-    edges = PartEdges(store, kind, loader.split, parts)
-    order = edges.edge_id().argsort() if everybody else None
+    edges = PartEdges(store, edge_type, loader.split, range(store.num_parts) if all_ranks else [group.rank])
+    order = edges.edge_id().argsort() if all_ranks else None
     return LinkSeeds(
         edges,
-        kind,
+        edge_type,
         loader.negatives(),
         order=order,
         total=loader.num_seeds,
@@ -165,14 +149,14 @@ def link_seeds(
 class LinkEvaluation:
     """One batch: this rank's held-out edges of a split, with ``node_batches`` in which its nodes are encoded.
 
-    See :meth:`gtrain.model.link_predictor.LinkPredictor.embeddings` for these, and
-    :meth:`gtrain.strategy.spread_edges.SpreadEdges.batch` for the rest. All ranks make it together.
+    :meth:`gtrain.model.link_predictor.LinkPredictor.embeddings` reads ``node_batches``;
+    :meth:`gtrain.strategy.spread_edges.SpreadEdges.batch` describes the other fields. Construction is collective.
 
     Args:
         group: the ranks.
         loader: describes the split.
-        node_batches: of each node type at an end of the edges, all own nodes.
-        ready: called with each of the node batches before the model has it; returns the batch to hand over.
+        node_batches: for each node type at an end of the edges, batches of all nodes that the rank owns.
+        prepare: called with each node batch before the model; returns the batch to use.
     """
 
     def __init__(
@@ -180,11 +164,13 @@ class LinkEvaluation:
         group: Group,
         loader: SeedLoader,
         node_batches: Mapping[str, Iterable[Batch]],
-        ready: Callable[[Batch], Batch],
+        prepare: Callable[[Batch], Batch],
     ) -> None:
-        self._ready, self._node_batches = ready, node_batches
+        def opener(batches: Iterable[Batch]) -> Callable[[], Iterator[Batch]]:
+            return lambda: map(prepare, batches)
+
         self._batch = SpreadEdges(group, loader).batch(HeteroData() if loader.store.is_hetero else Data(), 0)
-        self._batch.node_batches = {kind: self._opener(kind) for kind in node_batches}
+        self._batch.node_batches = {node_type: opener(batches) for node_type, batches in node_batches.items()}
 
     def __len__(self) -> int:
         return 1
@@ -192,22 +178,19 @@ class LinkEvaluation:
     def __iter__(self) -> Iterator[Batch]:
         yield self._batch
 
-    def _opener(self, kind: str) -> Callable[[], Iterator[Batch]]:
-        return lambda: map(self._ready, self._node_batches[kind])
 
-
-def own_nodes(loader: SeedLoader, rank: int, *, timed: bool) -> dict[str, NodeSeeds]:
+def local_nodes(loader: SeedLoader, rank: int, *, timed: bool) -> dict[str, NodeSeeds]:
     """Return all nodes of a rank, of each type at an end of the predicted edges.
 
     Args:
         loader: names the store.
         rank: the rank, and its part.
-        timed: whether sampling goes by times: the nodes are encoded as they are after the last of all.
+        timed: sampling is temporal: nodes are encoded as of the end of all times.
     """
     store, (source, _, target) = loader.store, target_edge_type(loader.store)
     seeds = {}
-    for kind in (source, target):
-        ids = torch.arange(*store.offsets_of(kind)[rank : rank + 2].tolist())
+    for node_type in (source, target):
+        ids = torch.arange(*store.offsets_of(node_type)[rank : rank + 2].tolist())
         times = torch.full_like(ids, _LATEST) if timed else None
-        seeds[kind] = NodeSeeds(ids, kind, times, store.num_nodes_of(kind), None)
+        seeds[node_type] = NodeSeeds(ids, node_type, times, store.num_nodes_of(node_type), None)
     return seeds

@@ -1,4 +1,4 @@
-"""The batches of a split as Lightning iterates over them: sized, made ahead, and resumable within an epoch."""
+"""The batches of a split as Lightning iterates over them: sized, prepared ahead, and resumable within an epoch."""
 
 from __future__ import annotations
 
@@ -8,52 +8,51 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.data.batches.loader import SeedLoader
 from gtrain.memory.heap import trim_heap
 from gtrain.strategy.counters import Counters
-from gtrain_pyg.batches import Kind, make_batch
-from gtrain_pyg.epoch import Step, common_shares, num_steps, own_shares
+from gtrain_pyg.batches import make_batch
 from gtrain_pyg.features.feature_store import FeatureStore, PendingBatch, Prefetcher
-from gtrain_pyg.pipeline import Pipeline, Stages
+from gtrain_pyg.pipeline import pipelined
+from gtrain_pyg.ranks.parts import Array, NodeOrEdgeType
 from gtrain_pyg.sampling.sampler import DistributedSampler
-from gtrain_pyg.sampling.subgraph import Array, Subgraph
-from gtrain_pyg.seeds import SeedSource
+from gtrain_pyg.sampling.subgraph import Subgraph
+from gtrain_pyg.seeds import SeedSource, Step, global_shares, local_shares, num_steps
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How batches are made ahead.
+class PrefetchPlan:
+    """How batches are prepared ahead.
 
     Attributes:
-        threads: that sample.
-        prefetch: batches that are sampled and whose remote rows are fetched ahead; 0 makes each when it is asked for.
-        lookahead: successive batches that ask for a remote row once, together.
-        beside: put a batch together while the one before it is in use.
+        threads: sampling threads.
+        prefetch: batches that are sampled and whose remote rows are fetched ahead; 0 prepares each on demand.
+        lookahead: successive batches that request a remote row once, together.
+        overlap: assemble a batch while the previous one is in use.
         trim: whether layers may leave out what the seeds' results do not depend on.
     """
 
     threads: int = 1
     prefetch: int = 2
     lookahead: int = 1
-    beside: bool = False
+    overlap: bool = False
     trim: bool = True
 
 
 class SampledBatches:
-    """Batches of one split, another order in each epoch where the loader shuffles.
+    """Batches of one split, in another order in each epoch if the loader shuffles.
 
     Args:
         loader: describes the split.
         source: its seeds.
-        sampler: grows subgraphs from them.
+        sampler: grows subgraphs from the seeds.
         features: fetches the subgraphs' node and edge tensors.
-        plan: how.
-        place: this rank, and the number of ranks.
-        counters: where waiting for a batch is counted.
-        show: called with each batch just before it is handed out.
+        plan: how batches are prepared ahead.
+        ranks: this rank, and the number of ranks.
+        counters: count the time spent waiting for a batch.
+        on_batch: called with each batch just before it is yielded.
     """
 
     def __init__(
@@ -62,16 +61,15 @@ class SampledBatches:
         source: SeedSource,
         sampler: DistributedSampler,
         features: FeatureStore,
-        plan: Plan,
-        place: tuple[int, int],
+        plan: PrefetchPlan,
+        ranks: tuple[int, int],
         counters: Counters,
-        show: Callable[[Data | HeteroData], None] = lambda batch: None,
+        on_batch: Callable[[Data | HeteroData], None] = lambda batch: None,
     ) -> None:
         self._loader, self._source, self._sampler, self._features = loader, source, sampler, features
-        self._plan, self._counters, self._show = plan, counters, show
-        self._rank, self._world = place
-        self._hetero = loader.store.is_hetero
-        self._skip = self._handed_out = 0
+        self._plan, self._counters, self._on_batch = plan, counters, on_batch
+        self._rank, self._world = ranks
+        self._skip = self._yielded = 0
         self._epoch = loader.epoch
 
     def __len__(self) -> int:
@@ -80,20 +78,26 @@ class SampledBatches:
 
     def __iter__(self) -> Iterator[Data | HeteroData]:
         self._epoch = self._loader.next_epoch()
-        self._handed_out, self._skip = self._skip, 0
+        self._yielded, self._skip = self._skip, 0
         trim_heap()
         plan = self._plan
-        prefetcher = self._features.prefetcher(plan.lookahead)
-        stages = Stages(self._sample, partial(self._prefetch, prefetcher), self._finish)
-        pipeline = Pipeline(stages, threads=plan.threads, ahead=plan.prefetch, beside=plan.beside)
-        with closing(pipeline.run(self.steps(self._epoch)[self._handed_out :])) as batches:
+        pipeline = pipelined(
+            self.steps(self._epoch)[self._yielded :],
+            self._sample,
+            partial(self._prefetch, self._features.prefetcher(plan.lookahead)),
+            self._assemble,
+            threads=plan.threads,
+            ahead=plan.prefetch,
+            overlap=plan.overlap,
+        )
+        with closing(pipeline) as batches:
             while True:
                 with self._counters.span("wait: batch"):
                     batch = next(batches, None)
                 if batch is None:
                     return
-                self._handed_out += 1
-                self._show(batch)
+                self._yielded += 1
+                self._on_batch(batch)
                 yield batch
                 del batch
 
@@ -102,20 +106,18 @@ class SampledBatches:
         loader, source = self._loader, self._source
         order = loader.seed + epoch if loader.shuffle else None
         if source.owner is None:
-            shares = own_shares(source.count, len(self), order)
+            shares = local_shares(source.count, len(self), order)
         else:
-            shares = common_shares(source.owner, loader.batch_size, order, self._rank, self._world)
-        named = epoch if loader.shuffle else 0
-        return [Step(named, n, n * self._world + self._rank, share) for n, share in enumerate(shares)]
-
-    # ------------------------------------------------------------------------------- resuming, as Lightning asks
+            shares = global_shares(source.owner, loader.batch_size, order, self._rank, self._world)
+        epoch = epoch if loader.shuffle else 0
+        return [Step(epoch, n, n * self._world + self._rank, share) for n, share in enumerate(shares)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the epoch stands."""
-        return {"epoch": self._epoch, "batches": self._handed_out % len(self)}
+        """Return the position in the epoch."""
+        return {"epoch": self._epoch, "batches": self._yielded % len(self)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the epoch stood: the next iteration leaves out the batches handed out already."""
+        """Resume an epoch: the next iteration skips the batches that were yielded before."""
         self._skip = state["batches"]
 
     # -------------------------------------------------------------------------------------------------- stages
@@ -124,13 +126,14 @@ class SampledBatches:
         roots = self._source.roots(step)
         return self._sampler.sample(roots.ids, epoch=step.epoch, batch=step.batch, seed_time=roots.time)
 
-    def _prefetch(self, prefetcher: Prefetcher, sample: Subgraph) -> PendingBatch:
-        ids: dict[Kind, Array] = dict(sample.node.items())
-        ids.update(sample.edge.items())
-        sample.edge.clear()  # nothing else needs the edges' positions
-        return prefetcher.prefetch(ids)
+    def _prefetch(self, prefetcher: Prefetcher, subgraph: Subgraph) -> PendingBatch:
+        ids: dict[NodeOrEdgeType, Array] = dict(subgraph.node.items())
+        ids.update(subgraph.edge.items())
+        pending = prefetcher.prefetch(ids)
+        subgraph.edge.clear()  # the edge positions are not needed again: their memory serves another batch
+        return pending
 
-    def _finish(self, step: Step, sample: Subgraph, pending: PendingBatch) -> Data | HeteroData:
-        rows: dict[Kind, dict[str, Tensor]] = pending.get()
-        seeds = self._source.describe(step, sample)
-        return make_batch(sample, rows, seeds, hetero=self._hetero, trim=self._plan.trim)
+    def _assemble(self, step: Step, subgraph: Subgraph, pending: PendingBatch) -> Data | HeteroData:
+        fields = self._source.fields(step, subgraph)
+        hetero = self._loader.store.is_hetero
+        return make_batch(subgraph, pending.get(), fields, hetero=hetero, trim=self._plan.trim)

@@ -1,13 +1,13 @@
-r"""Symmetric normalisation on sampled subgraphs: the whole graph's, estimated without bias.
+r"""Symmetric normalisation of sampled subgraphs by the whole graph's degrees: an unbiased estimate.
 
 ``gcn_norm`` (Kipf and Welling 2017, equation 2) divides the message of edge (j, i) by sqrt(d_i d_j). PyG counts these
-degrees in the edges that it is given, and in a sampled subgraph they are too few: a node whose neighbours were not
-sampled has none. Here degrees are the whole graph's, and of the d in-neighbours of a node of which k were drawn, each
-message counts d / k times (Horvitz and Thompson 1952), so that its expectation is the sum over all of them; a self-loop
-that the layer adds is exact. With k = d nothing is estimated, and layers compute what they compute on the whole graph.
+degrees in the edges of its argument, and a sampled subgraph has too few: a node whose neighbours were not sampled has
+none. Here degrees are the whole graph's, and if k of a node's d in-neighbours were drawn, each message is multiplied by
+d / k (Horvitz and Thompson 1952), so that its expectation is the sum over all of them; a self-loop that the layer adds
+is exact. With k = d nothing is estimated, and layers compute the result for the whole graph.
 
-Drawn in proportion to weights w with replacement, a message counts sum(w) / (k w_j) times, which is without bias too.
-Without replacement that is an approximation, never below 1; it is exact where all are taken.
+Drawn in proportion to weights w with replacement, a message is multiplied by sum(w) / (k w_j), which is unbiased too.
+Without replacement that is an approximation, never below 1; it is exact if all neighbours are taken.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.store import Store
 from gtrain.graph.store.manifest import EDGE_TYPE, EdgeType
 from gtrain.nn.patching import namespaces, patch_function
+from gtrain_pyg.ranks.parts import NodeOrEdgeType
 from gtrain_pyg.structure.degrees import NAME, WEIGHT, Degrees, degree_rows
 
 _FUNCTION = "gcn_norm"
@@ -35,19 +36,19 @@ Key = tuple[int, int]
 
 
 @dataclass
-class _Edges:
+class _SampledEdges:
     """The sampled edges of one type of one batch, with e edges between n nodes.
 
     Attributes:
-        edge_index: int64 ``[2, e]``, as the batch has it; held weakly.
+        edge_index: int64 ``[2, e]``, as the batch has it; a weak reference.
         num_nodes: n.
         weight: ``[e]``, the graph's weights; None without.
-        drawn_by: ``[e]``, what neighbours were drawn in proportion to; None: nothing.
+        drawn_by: ``[e]``, the weights that neighbours were drawn in proportion to; None if they were drawn uniformly.
         degrees: of the n nodes.
-        exact: all edges of the degrees are here: messages are not scaled.
+        exact: the degrees are those of these edges: messages are not scaled.
         replace: neighbours were drawn with replacement.
-        took_all: bool ``[n]``, nodes all of whose in-edges were asked for; None: as many as there are tells it.
-        results: of calls that were made already.
+        took_all: bool ``[n]``, nodes that were expanded with a fan-out of -1; None: counting edges tells.
+        results: by arguments, of earlier calls.
     """
 
     edge_index: Callable[[], Tensor | None]
@@ -61,94 +62,93 @@ class _Edges:
     results: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
-class SampledNorm:
-    """Lets a module's layers normalise sampled subgraphs by the whole graph's degrees, while it is installed.
+class SampledGcnNorm:
+    """Makes a module's layers normalise sampled subgraphs by the whole graph's degrees, while it is installed.
 
-    Layers look ``gcn_norm`` up in their own Python modules when they are called; it is exchanged there. Edges of a
-    batch that was shown to :meth:`see` (or its first hops, where layers are trimmed) are normalised here; any others,
-    such as those that a network made itself, as PyG does.
+    Layers look ``gcn_norm`` up in their own Python modules at call time; :meth:`install` replaces it there. The
+    replacement handles the edges of batches passed to :meth:`register` (or their first hops, if layers are trimmed);
+    PyG's function handles any others, such as edges that a network makes.
     """
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
-        self._known: dict[Key, _Edges] = {}
-        self._seen: Any = WeakIdKeyDictionary()
+        self._edges: dict[Key, _SampledEdges] = {}
+        self._options: Any = WeakIdKeyDictionary()  # by batch
 
     @staticmethod
-    def wanted(module: nn.Module) -> bool:
-        """Whether a layer of the module may normalise by degrees."""
+    def applies_to(module: nn.Module) -> bool:
+        """Return whether a layer of the module may normalise by degrees."""
         return any(True for _ in namespaces(module.modules(), _FUNCTION))
 
     @staticmethod
     def names(edge_types: Iterable[EdgeType]) -> dict[EdgeType, str]:
-        """The node tensor that holds the degrees of each edge type from a node type to itself."""
-        return {kind: NAME if kind == EDGE_TYPE else f"{NAME}:{kind[1]}" for kind in edge_types if kind[0] == kind[2]}
+        """Return the name of the node tensor of degrees for each edge type from a node type to itself."""
+        return {t: NAME if t == EDGE_TYPE else f"{NAME}:{t[1]}" for t in edge_types if t[0] == t[2]}
 
     @classmethod
     def tensors(
         cls, store: Store, parts: Iterable[int], drawn_by: str | None, dtype: torch.dtype
-    ) -> dict[str | EdgeType, dict[str, dict[int, Tensor]]]:
-        """The node tensors that batches must carry, by node type, name and part.
+    ) -> dict[NodeOrEdgeType, dict[str, dict[int, Tensor]]]:
+        """Return the node tensors that batches must carry, by node type, name and part.
 
         Args:
             store: the graph.
-            parts: whose to compute.
-            drawn_by: the edge tensor that neighbours are drawn in proportion to; None: they are equally likely.
+            parts: the parts whose degrees are computed.
+            drawn_by: the edge tensor that neighbours are drawn in proportion to; None draws them uniformly.
             dtype: precision of the run.
         """
-        found: dict[str | EdgeType, dict[str, dict[int, Tensor]]] = {}
-        precision = torch.float64 if dtype == torch.float64 else torch.float32
-        parts = list(parts)
-        for kind, name in cls.names(store.edge_types).items():
-            rows = {part: degree_rows(store, kind, part, drawn_by, precision) for part in parts}
-            found.setdefault(kind[2], {})[name] = rows
-        return found
+        parts, precision = list(parts), torch.float64 if dtype == torch.float64 else torch.float32
+        tensors: dict[NodeOrEdgeType, dict[str, dict[int, Tensor]]] = {}
+        for edge_type, name in cls.names(store.edge_types).items():
+            rows = {part: degree_rows(store, edge_type, part, drawn_by, precision) for part in parts}
+            tensors.setdefault(edge_type[2], {})[name] = rows
+        return tensors
 
-    # ------------------------------------------------------------------------------------------------- taking over
+    # ------------------------------------------------------------------------------------------------- installation
 
     def install(self, module: nn.Module) -> None:
-        """Exchange the function in the Python modules of the module's layers.
+        """Replace the function in the Python modules of the module's layers.
 
         Raises:
-            ConfigError: a layer keeps the first batch's edges.
+            ConfigError: a layer caches the first batch's edges.
         """
         check_uncached(module)
         self._undo += patch_function(module.modules(), _FUNCTION, self._gcn_norm)
 
     def uninstall(self) -> None:
-        """Put everything back."""
+        """Restore the function."""
         while self._undo:
             self._undo.pop()()
-        self._known.clear()
+        self._edges.clear()
 
     # ------------------------------------------------------------------------------------------------ batches
 
-    def see(self, batch: Data | HeteroData, options: SamplingOptions) -> None:
-        """Note a batch that layers will be given; it is forgotten with its edges.
+    def register(self, batch: Data | HeteroData, options: SamplingOptions) -> None:
+        """Register a batch that layers will receive, until its edges are deleted.
 
-        Without the tensors of :meth:`tensors` (the degrees up to a seed's time are not known) its own edges are
-        counted, as PyG does, and all of them in every layer.
+        A batch without the tensors of :meth:`tensors` (temporal sampling, where degrees depend on the seed's time) is
+        normalised by the degrees of its own edges, as by PyG, and by all of them in every layer.
         """
         if not self._undo:
             return
-        self._seen[batch] = options
+        self._options[batch] = options
         if isinstance(batch, Data):
-            self._note(batch, batch, EDGE_TYPE, options)
+            self._register(batch, batch, EDGE_TYPE, options)
         elif isinstance(batch, HeteroData):
-            for kind in batch.edge_types:
-                if kind[0] == kind[2]:
-                    self._note(batch[kind[2]], batch[kind], kind, options)
+            for edge_type in batch.edge_types:
+                if edge_type[0] == edge_type[2]:
+                    self._register(batch[edge_type[2]], batch[edge_type], edge_type, options)
 
-    def moved(self, batch: Any) -> None:
-        """Note a batch again that was moved to another device."""
-        options = self._seen.get(batch) if isinstance(batch, (Data, HeteroData)) else None
+    def register_moved(self, batch: Any) -> None:
+        """Register a batch again after it was moved to another device."""
+        options = self._options.get(batch) if isinstance(batch, (Data, HeteroData)) else None
         if options is not None:
-            self.see(batch, options)
+            self.register(batch, options)
 
-    def _note(self, nodes: Any, edges: Any, kind: EdgeType, options: SamplingOptions) -> None:
+    def _register(self, nodes: Any, edges: Any, edge_type: EdgeType, options: SamplingOptions) -> None:
         edge_index, count = edges.edge_index, int(nodes.num_nodes)
         weight = edges[WEIGHT] if WEIGHT in edges else None
-        name = self.names([kind])[kind]
+        name = self.names([edge_type])[edge_type]
         drawn_by = edges[options.weight] if options.weight is not None and options.weight in edges else None
         if name in nodes:
             degrees = Degrees.unpacked(nodes[name], weight is not None, options.weight is not None)
@@ -156,7 +156,7 @@ class SampledNorm:
             precision = torch.get_default_dtype() if weight is None else weight.dtype
             degrees = Degrees.counted(edge_index, weight, count, precision)
         key = _key(edge_index)
-        self._known[key] = _Edges(
+        self._edges[key] = _SampledEdges(
             weakref.ref(edge_index, partial(self._forget, key)),
             count,
             weight,
@@ -164,18 +164,18 @@ class SampledNorm:
             degrees,
             name not in nodes,
             options.replace,
-            _took_all(nodes, kind, options, count) if drawn_by is not None and options.replace else None,
+            _took_all(nodes, edge_type, options, count) if drawn_by is not None and options.replace else None,
         )
 
     def _forget(self, key: Key, reference: Any) -> None:
-        known = self._known.get(key)
-        if known is not None and known.edge_index is reference:
-            del self._known[key]
+        edges = self._edges.get(key)
+        if edges is not None and edges.edge_index is reference:  # the memory may have new edges by now
+            del self._edges[key]
 
-    # -------------------------------------------------------------------------------------------- what runs instead
+    # -------------------------------------------------------------------------------------------- the replacement
 
     def _gcn_norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``gcn_norm`` as a layer's Python module sees it: ours for the edges of a batch, PyG's for others."""
+        """Replace ``gcn_norm`` in a layer's Python module: ours for the edges of a batch, PyG's for others."""
         result = self.normalised(*args, **kwargs)
         return original(*args, **kwargs) if result is None else result
 
@@ -189,36 +189,40 @@ class SampledNorm:
         flow: str = "source_to_target",
         dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor] | None:
-        """What ``gcn_norm`` returns: edges and weights; None: these are not a batch's edges. Arguments as PyG's."""
-        known = self._find(edge_index, edge_weight, num_nodes, flow)
-        if known is None:
+        """Return the edges and weights of ``gcn_norm``; None if the edges are not a batch's. Arguments as PyG's."""
+        edges = self._find(edge_index, edge_weight, num_nodes, flow)
+        if edges is None or num_nodes is None:
             return None
-        assert num_nodes is not None  # _find has looked
-        call = (edge_index.size(1), edge_weight is None, num_nodes, improved, add_self_loops, dtype)
-        if call not in known.results:
+        arguments = (edge_index.size(1), edge_weight is None, num_nodes, improved, add_self_loops, dtype)
+        if arguments not in edges.results:
             with torch.no_grad():
-                fill = 2.0 if improved and edge_weight is not None else 1.0  # PyG fills in ones where none has a weight
-                known.results[call] = _normalise(known, edge_index, edge_weight, num_nodes, fill, add_self_loops, dtype)
-        return known.results[call]
+                fill = 2.0 if improved and edge_weight is not None else 1.0  # PyG fills in 1 if no edge has a weight
+                edges.results[arguments] = _normalise(
+                    edges, edge_index, edge_weight, num_nodes, fill, add_self_loops, dtype
+                )
+        return edges.results[arguments]
 
-    def _find(self, edge_index: Any, edge_weight: Tensor | None, num_nodes: int | None, flow: str) -> _Edges | None:
+    def _find(
+        self, edge_index: Any, edge_weight: Tensor | None, num_nodes: int | None, flow: str
+    ) -> _SampledEdges | None:
+        """Return the batch's edges of which these are all, or those of the first hops; None if there are none."""
         if type(edge_index) is not Tensor or edge_index.is_sparse or edge_index.layout != torch.strided:
             return None
-        known = self._known.get(_key(edge_index))
-        whole = None if known is None else known.edge_index()
-        if known is None or whole is None or num_nodes is None or flow != "source_to_target":
+        edges = self._edges.get(_key(edge_index))
+        whole = None if edges is None else edges.edge_index()
+        if edges is None or whole is None or num_nodes is None or flow != "source_to_target":
             return None
         fits = edge_index.stride() == whole.stride() and edge_index.size(1) <= whole.size(1)
-        if not fits or num_nodes > known.num_nodes:
+        if not fits or num_nodes > edges.num_nodes:
             return None
         if edge_weight is None:
-            return known
-        same = known.weight is not None and _key(edge_weight) == _key(known.weight) and edge_weight.dim() == 1
-        return known if same and edge_weight.size(0) == edge_index.size(1) else None
+            return edges
+        same = edges.weight is not None and _key(edge_weight) == _key(edges.weight) and edge_weight.dim() == 1
+        return edges if same and edge_weight.size(0) == edge_index.size(1) else None
 
 
 def check_uncached(module: nn.Module) -> None:
-    """Refuse layers that keep the edges of the first batch for all others.
+    """Raise if a layer caches the edges of the first batch.
 
     Raises:
         ConfigError: names the layer.
@@ -233,20 +237,20 @@ def check_uncached(module: nn.Module) -> None:
 
 
 def _key(tensor: Tensor) -> Key:
-    """What a tensor and its first rows or columns have in common."""
+    """Return what identifies a tensor and its first rows or columns: their common start in memory."""
     return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
 
 
-def _took_all(nodes: Any, kind: EdgeType, options: SamplingOptions, count: int) -> Tensor:
-    """Which nodes were expanded with a fan-out of -1: those of a hop, in the order of the hops."""
+def _took_all(nodes: Any, edge_type: EdgeType, options: SamplingOptions, count: int) -> Tensor:
+    """Return which nodes were expanded with a fan-out of -1, bool ``[n]``; nodes are in the order of the hops."""
     per_hop = torch.tensor(list(nodes.num_sampled_nodes))
-    everything = [number == -1 for number in options.fan_out([kind])[kind]]
-    everything += [True] * (len(per_hop) - len(everything))  # never expanded
-    return torch.tensor(everything[: len(per_hop)]).repeat_interleave(per_hop, output_size=count)
+    takes_all = [number == -1 for number in options.fan_out([edge_type])[edge_type]]
+    takes_all += [True] * (len(per_hop) - len(takes_all))  # nodes of the last hop are not expanded
+    return torch.tensor(takes_all[: len(per_hop)]).repeat_interleave(per_hop, output_size=count)
 
 
 def _normalise(
-    known: _Edges,
+    edges: _SampledEdges,
     edge_index: Tensor,
     edge_weight: Tensor | None,
     num_nodes: int,
@@ -254,15 +258,21 @@ def _normalise(
     add_self_loops: bool,
     dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    degrees = known.degrees.of(num_nodes)
+    """Return the edges ``[2, e']`` and D^-1/2 (A + I) D^-1/2 of each, ``[e']``; A is scaled, D of the whole graph."""
+    degrees = edges.degrees.first(num_nodes)
     weights = degrees.edges.new_ones(()).expand(edge_index.size(1)) if edge_weight is None else edge_weight
-    if not known.exact:
-        weights = weights * _scale(known, degrees, edge_index[1])
+    if not edges.exact:
+        weights = weights * _scale(edges, degrees, edge_index[1])
     total = degrees.edges if edge_weight is None else degrees.weight
     assert total is not None
     if add_self_loops:
-        loop, dropped = _loops(degrees, edge_weight is not None, fill)
-        total = total - dropped + loop
+        # PyG replaces the self-loops of a node by one with the weight of the last of them, or ``fill`` without any
+        if edge_weight is None:
+            loop, replaced = torch.ones_like(degrees.edges), degrees.loops
+        else:
+            assert degrees.last_loop is not None and degrees.loop_weights is not None
+            loop, replaced = degrees.last_loop.masked_fill(degrees.loops == 0, fill), degrees.loop_weights
+        total = total - replaced + loop
         others = edge_index[0] != edge_index[1]
         nodes = torch.arange(num_nodes, device=edge_index.device).expand(2, -1)
         edge_index = torch.cat([edge_index[:, others], nodes], 1)
@@ -273,20 +283,12 @@ def _normalise(
     return edge_index, normalised.to(edge_weight.dtype if edge_weight is not None else dtype)
 
 
-def _loops(degrees: Degrees, weighted: bool, fill: float) -> tuple[Tensor, Tensor]:
-    """The weight of the one self-loop that each node is to have, and that of those that it replaces."""
-    if not weighted:
-        return torch.ones_like(degrees.edges), degrees.loops
-    assert degrees.last_loop is not None and degrees.loop_weights is not None
-    return degrees.last_loop.masked_fill(degrees.loops == 0, fill), degrees.loop_weights
-
-
-def _scale(known: _Edges, degrees: Degrees, target: Tensor) -> Tensor:
-    """How many edges of the graph each sampled edge stands for, ``[e]``."""
+def _scale(edges: _SampledEdges, degrees: Degrees, target: Tensor) -> Tensor:
+    """Return how many edges of the graph each sampled edge stands for, ``[e]``."""
     drawn = torch.bincount(target, minlength=len(degrees.edges)).to(degrees.edges)
-    if degrees.drawable is None or degrees.drawable_weight is None or known.drawn_by is None:
+    if degrees.drawable is None or degrees.drawable_weight is None or edges.drawn_by is None:
         return (degrees.edges / drawn)[target]
-    each = (degrees.drawable_weight / drawn)[target] / known.drawn_by[: len(target)].to(degrees.edges)
-    whole = drawn == degrees.drawable if known.took_all is None else known.took_all[: len(drawn)]
-    whole = whole.to(target.device)[target]
-    return each.masked_fill(whole, 1) if known.replace else each.clamp(min=1).masked_fill(whole, 1)
+    scale = (degrees.drawable_weight / drawn)[target] / edges.drawn_by[: len(target)].to(degrees.edges)
+    complete = drawn == degrees.drawable if edges.took_all is None else edges.took_all[: len(drawn)]
+    complete = complete.to(target.device)[target]
+    return scale.masked_fill(complete, 1) if edges.replace else scale.clamp(min=1).masked_fill(complete, 1)

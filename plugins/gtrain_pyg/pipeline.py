@@ -1,98 +1,74 @@
-"""Batches made ahead of the step that trains on them: sampled, then fetched, then assembled.
+"""Prepare batches ahead of the training step: sample the subgraph, fetch its remote rows, assemble the batch.
 
-While step i trains, the remote rows of batch i+1 are on their way, and the batches after that are sampled, in threads.
-A batch is assembled when it is asked for, or beside the step where that is told to be worth the memory of a second one.
-What a batch holds does not depend on any of this.
+While step i trains, the remote rows of batch i+1 are in transit and threads sample the batches after it. A batch is
+assembled when the trainer asks for it or, with ``overlap``, beside the previous step, which needs memory for a second
+batch. The settings of the pipeline do not change the content of a batch.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from gtrain.data.batches.loader import prefetched
 
 Job = TypeVar("Job")
 Sample = TypeVar("Sample")
 Rows = TypeVar("Rows")
-Made = TypeVar("Made")
+Batch = TypeVar("Batch")
 
 
-@dataclass(frozen=True)
-class Stages(Generic[Job, Sample, Rows, Made]):
-    """What is done for each batch.
-
-    Attributes:
-        sample: called by several threads at once, for different jobs.
-        begin: asks for what a batch needs; called in the order of the jobs.
-        finish: makes a batch from its job, its sample and its rows; called in the order of the jobs.
-    """
-
-    sample: Callable[[Job], Sample]
-    begin: Callable[[Sample], Rows]
-    finish: Callable[[Job, Sample, Rows], Made]
-
-
-class Pipeline(Generic[Job, Sample, Rows, Made]):
-    """Runs the stages ahead of whoever iterates, and no further ahead than asked.
+def pipelined(
+    jobs: Iterable[Job],
+    sample: Callable[[Job], Sample],
+    prefetch: Callable[[Sample], Rows],
+    assemble: Callable[[Job, Sample, Rows], Batch],
+    *,
+    threads: int = 1,
+    ahead: int = 2,
+    overlap: bool = False,
+) -> Generator[Batch]:
+    """Yield a batch for each job, in order; exceptions of the stages are raised here.
 
     Args:
-        stages: what is done.
-        threads: that sample.
-        ahead: batches that are sampled and fetched ahead; 0: nothing is done ahead, and no thread is started.
-        beside: finish a batch while the one before it is in use, in a thread; else when it is asked for.
+        jobs: what to make batches of.
+        sample: called by several threads at once, for different jobs.
+        prefetch: sends the requests of a batch; called in the order of the jobs.
+        assemble: makes a batch from its job, its sample and its rows; called in the order of the jobs.
+        threads: sampling threads.
+        ahead: batches that are sampled and fetched ahead; 0 prepares each batch on demand and starts no thread.
+        overlap: assemble a batch in a thread while the previous one is in use.
     """
-
-    def __init__(
-        self, stages: Stages[Job, Sample, Rows, Made], *, threads: int = 1, ahead: int = 2, beside: bool = False
-    ) -> None:
-        self._stages, self._threads, self._ahead, self._beside = stages, threads, ahead, beside
-
-    def run(self, jobs: Iterable[Job]) -> Generator[Made]:
-        """Yield a batch for each job, in order. What a stage raises is raised here."""
-        return self._threaded(jobs) if self._ahead else self._at_once(jobs)
-
-    def _at_once(self, jobs: Iterable[Job]) -> Generator[Made]:
+    if not ahead:
         for job in jobs:
-            sample = self._stages.sample(job)
-            yield self._stages.finish(job, sample, self._stages.begin(sample))
+            drawn = sample(job)
+            yield assemble(job, drawn, prefetch(drawn))
+        return
+    samplers, fetcher = ThreadPoolExecutor(threads, "gtrain-sample"), ThreadPoolExecutor(1, "gtrain-fetch")
+    queue = iter(jobs)
+    sampled: deque[tuple[Job, Future[Sample]]] = deque()
+    fetching: deque[tuple[Job, Future[Sample], Future[Rows]]] = deque()  # at most one
 
-    def _threaded(self, jobs: Iterable[Job]) -> Generator[Made]:
-        samplers = ThreadPoolExecutor(self._threads, "gtrain-sample")
-        fetcher = ThreadPoolExecutor(1, "gtrain-fetch")
-        made = self._made(iter(jobs), samplers, fetcher)
-        try:
-            yield from prefetched(made, 1, "gtrain-make", joined=False) if self._beside else made
-        finally:
-            for pool in (samplers, fetcher):  # a thread may still wait for a peer's answer; its deadline ends it
-                pool.shutdown(wait=False, cancel_futures=True)
+    def refill() -> None:
+        missing = ahead - len(fetching) - len(sampled)
+        sampled.extend((job, samplers.submit(sample, job)) for job in itertools.islice(queue, missing))
+        if sampled and not fetching:
+            job, drawn = sampled.popleft()
+            fetching.append((job, drawn, fetcher.submit(lambda: prefetch(drawn.result()))))
 
-    def _made(self, jobs: Iterator[Job], samplers: ThreadPoolExecutor, fetcher: ThreadPoolExecutor) -> Generator[Made]:
-        """The batches, one at a time; the rows of one more are under way, and the rest of those ahead are sampled."""
-        sampled: deque[tuple[Job, Future[Sample]]] = deque()
-        begun: deque[tuple[Job, Future[Sample], Future[Rows]]] = deque()
+    def assembled() -> Generator[Batch]:
+        refill()
+        while fetching:
+            job, drawn, rows = fetching.popleft()
+            refill()
+            yield assemble(job, drawn.result(), rows.result())
+            del drawn, rows  # their memory serves a later batch
 
-        def begin(sample: Future[Sample]) -> Rows:
-            return self._stages.begin(sample.result())
-
-        def move_on() -> None:
-            missing = self._ahead - len(begun) - len(sampled)
-            sampled.extend((job, samplers.submit(self._stages.sample, job)) for job in itertools.islice(jobs, missing))
-            if sampled and not begun:
-                job, sample = sampled.popleft()
-                begun.append((job, sample, fetcher.submit(begin, sample)))
-
-        move_on()
-        while begun:
-            ready = begun.popleft()
-            move_on()
-            yield self._finish(*ready)
-            del ready
-
-    def _finish(self, job: Job, sample: Future[Sample], rows: Future[Rows]) -> Made:
-        begun = rows.result()
-        return self._stages.finish(job, sample.result(), begun)
+    try:
+        yield from prefetched(assembled(), 1, "gtrain-make", joined=False) if overlap else assembled()
+    finally:
+        for pool in (samplers, fetcher):  # a thread may still wait for a peer's reply; the request's deadline ends it
+            pool.shutdown(wait=False, cancel_futures=True)

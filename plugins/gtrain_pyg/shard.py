@@ -1,4 +1,4 @@
-"""What a rank opens of one store: its parts, the way to the other ranks, and what it keeps of theirs."""
+"""What a rank opens of one store: its parts, the connections to the other ranks, and its copies of their data."""
 
 from __future__ import annotations
 
@@ -10,43 +10,20 @@ import torch
 from gtrain.data.batches.loader import SeedLoader
 from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.store import Store
-from gtrain.strategy.counters import Counters
 from gtrain.strategy.group import Group
-from gtrain.wire import Security
-from gtrain_pyg.batches import Kind
 from gtrain_pyg.buffers import BufferPool
 from gtrain_pyg.config import PygConfig
 from gtrain_pyg.features.cache import expected_visits, fill_cache
 from gtrain_pyg.features.feature_store import FeatureStore
-from gtrain_pyg.features.tables import Extra
-from gtrain_pyg.ranks.hosting import host
-from gtrain_pyg.ranks.parts import PartBook
+from gtrain_pyg.features.tables import ExtraTensors
+from gtrain_pyg.ranks.hosting import SharedArrays
+from gtrain_pyg.ranks.parts import NodeOrEdgeType, PartBook
 from gtrain_pyg.ranks.service import Peers
-from gtrain_pyg.ranks.sharing import Sharing
 from gtrain_pyg.sampling.remote import serve_sampling
 from gtrain_pyg.seeds import seed_nodes
-from gtrain_pyg.structure.hosted import Structure
+from gtrain_pyg.structure.hosted import GraphStructure
 
-_WIRE = {"float32": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank is.
-
-    Attributes:
-        group: the job's ranks.
-        settings: of the strategy.
-        counters: where traffic is counted.
-        security: the job's keys, where it was given some.
-        main_address: host at which the ranks met.
-    """
-
-    group: Group
-    settings: PygConfig
-    counters: Counters
-    security: Security | None
-    main_address: str
+_WIRE_DTYPES = {"float32": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass
@@ -55,98 +32,101 @@ class Shard:
 
     Attributes:
         store: the graph.
-        world: number of ranks.
         peers: the other ranks.
-        structure: edges, hosted ones.
+        structure: the edges that this rank reads.
         features: node and edge tensors, hosted and remote.
-        sharing: memory that the machine's ranks share.
+        shared: arrays shared by the ranks of the machine.
     """
 
     store: Store
-    world: int
     peers: Peers
-    structure: Structure
+    structure: GraphStructure
     features: FeatureStore
-    sharing: Sharing
+    shared: SharedArrays
 
     @property
-    def asks(self) -> bool:
-        """Whether anything has to be asked of other ranks."""
+    def has_remote_parts(self) -> bool:
+        """Whether some rank has to request data of another."""
         return not self.peers.hosting.complete
 
     def fill_cache(self, loader: SeedLoader, options: SamplingOptions, nbytes: int) -> None:
-        """Keep the rows of remote nodes that this machine's ranks will ask for most, in memory that they share.
+        """Cache the rows of the remote nodes that this machine's ranks are likeliest to need, in shared memory.
 
         Args:
             loader: describes the batches.
             options: how they are sampled.
-            nbytes: of each rank.
+            nbytes: bytes per rank.
         """
-        if self.features.cache is not None or not self.asks:
+        if self.features.cache is not None:
             return
-        parts, store = self.peers.hosting.parts, self.store
-        share = max(1, (loader.batch_size or loader.num_seeds) // self.world)
-        fan_out = options.fan_out(store.edge_types)
-        visits = expected_visits(store, seed_nodes(loader, parts), share * len(parts), fan_out)
-        first = min(parts)
+        hosting, store = self.peers.hosting, self.store
+        share = max(1, (loader.batch_size or loader.num_seeds) // hosting.world)
+        seeds, fan_out = seed_nodes(loader, hosting.parts), options.fan_out(store.edge_types)
+        visits = expected_visits(store, seeds, share * len(hosting.parts), fan_out)
         fill_cache(
-            self.features, visits, nbytes * len(parts), lambda make: self.sharing.arrays("halo-cache", first, make)
+            self.features,
+            visits,
+            nbytes * len(hosting.parts),
+            lambda make: self.shared.arrays("halo-cache", min(hosting.parts), make),
         )
 
     def close(self) -> None:
-        """Let go of the other ranks."""
+        """Close the connections and release the shared memory."""
         self.peers.close()
-        self.sharing.close()
+        self.shared.close()
 
 
 def open_shard(
     store: Store,
-    place: Place,
+    group: Group,
+    peers: Peers,
+    settings: PygConfig,
     pool: BufferPool,
     dtype: torch.dtype,
-    extra: Callable[[Store, tuple[int, ...]], Extra],
+    extra: Callable[[Store, tuple[int, ...]], ExtraTensors],
 ) -> Shard:
-    """Open a store; every rank of the group calls it.
+    """Open a store; collective.
 
     Args:
         store: the graph.
-        place: this rank.
+        group: the job's ranks.
+        peers: the same ranks as servers of their parts, not opened yet.
+        settings: of the strategy.
         pool: memory of the batches.
         dtype: of floating tensors in batches.
-        extra: makes tensors that the store does not have, of the parts that the rank hosts.
+        extra: computes tensors that the store does not have, for the parts that the rank hosts.
 
     Raises:
         ConfigError: the store was made for another number of ranks.
     """
-    book, group, settings = PartBook.of(store), place.group, place.settings
+    book, hosting = PartBook.of(store), peers.hosting
     book.check_world(group.size)
-    hosting = host(group, settings.transport)
-    sharing = Sharing.meet(group, hosting)
-    peers = Peers(
-        group,
-        hosting,
-        counters=place.counters,
-        timeout=settings.request_seconds,
-        security=place.security,
-        main_address=place.main_address,
+    shared = SharedArrays.create(group, hosting)
+    structure = GraphStructure(store, book, hosting, shared, hops=settings.hops)
+    computed = extra(store, hosting.parts)
+    features = FeatureStore(
+        store,
+        book,
+        hosting.parts,
+        peers,
+        pool,
+        _tensor_names(store, computed),
+        wire_dtype=_WIRE_DTYPES[settings.wire_dtype],
+        dtype=dtype,
+        extra=computed,
     )
-    structure = Structure(store, book, hosting, sharing, hops=settings.hops)
-    more = extra(store, hosting.parts)
-    wire = _WIRE[settings.wire_dtype]
-    names, parts = _names(store, more), hosting.parts
-    features = FeatureStore(store, book, parts, peers, pool, names, wire_dtype=wire, dtype=dtype, extra=more)
     serve_sampling(structure, peers, pool)
     peers.open()
-    return Shard(store, group.size, peers, structure, features, sharing)
+    return Shard(store, peers, structure, features, shared)
 
 
-def _names(store: Store, extra: Extra) -> dict[Kind, list[str]]:
-    """The tensors that batches carry: a batch's seeds say what its split's mask would."""
-    names: dict[Kind, list[str]] = {}
-    for kind in store.node_types:
-        names[kind] = [name for name in store.node_tensors(kind) if not name.endswith("_mask")]
+def _tensor_names(store: Store, extra: ExtraTensors) -> dict[NodeOrEdgeType, list[str]]:
+    """Return the tensors that batches carry; masks are left out, since a batch names its seeds."""
+    names: dict[NodeOrEdgeType, list[str]] = {}
+    for node_type in store.node_types:
+        names[node_type] = [name for name in store.node_tensors(node_type) if not name.endswith("_mask")]
     for edge_type in store.edge_types:
         names[edge_type] = [name for name in store.edge_tensors(edge_type) if name != "indices"]
-    for any_kind, tensors in extra.items():
-        names[any_kind] += list(tensors)
+    for graph_type, tensors in extra.items():
+        names[graph_type] += list(tensors)
     return names

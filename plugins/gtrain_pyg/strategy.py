@@ -22,17 +22,19 @@ from gtrain.strategy.base import GraphStrategy
 from gtrain_pyg import SERVES
 from gtrain_pyg.buffers import BufferPool
 from gtrain_pyg.config import PygConfig
-from gtrain_pyg.features.tables import Extra
-from gtrain_pyg.links import LinkEvaluation, link_seeds, own_nodes
-from gtrain_pyg.loader import Plan, SampledBatches
-from gtrain_pyg.norm import SampledNorm, check_uncached
+from gtrain_pyg.features.tables import ExtraTensors
+from gtrain_pyg.links import LinkEvaluation, link_seeds, local_nodes
+from gtrain_pyg.loader import PrefetchPlan, SampledBatches
+from gtrain_pyg.norm import SampledGcnNorm, check_uncached
+from gtrain_pyg.ranks.hosting import detect_hosting
+from gtrain_pyg.ranks.service import Peers
 from gtrain_pyg.sampling.sampler import DistributedSampler
 from gtrain_pyg.seeds import SeedSource, node_seeds
-from gtrain_pyg.shard import Place, Shard, open_shard
+from gtrain_pyg.shard import Shard, open_shard
 
 
 class PygStrategy(GraphStrategy):
-    """Every rank owns a part of the graph and trains on sampled neighbourhoods of its seeds; gradients are summed.
+    """Each rank owns a part of the graph and trains on sampled neighbourhoods of its seeds; gradients are summed.
 
     Its settings are those of :class:`gtrain_pyg.config.PygConfig`.
     """
@@ -47,45 +49,48 @@ class PygStrategy(GraphStrategy):
         super().__init__(*values, **settings)
         self.pool = BufferPool()
         self._opened: Shard | None = None
-        self._norm, self._sampling = SampledNorm(), Sampling()
-        self._trained: SamplingOptions | None = None  # until the first step has shown that the hops suffice
+        self._norm, self._sampling = SampledGcnNorm(), Sampling()
+        self._unchecked_hops: SamplingOptions | None = None  # of training, until the first step has checked its hops
 
     def open_shard(self, store: Store) -> Shard:
         self._close()
         assert self.cluster_environment is not None
-        place = Place(
+        peers = Peers(
             self.group,
-            self.settings,
-            self.counters,
-            self.servers.security,
-            self.cluster_environment.main_address,
+            detect_hosting(self.group, self.settings.transport),
+            counters=self.counters,
+            timeout=self.settings.request_seconds,
+            security=self.servers.security,
+            main_address=self.cluster_environment.main_address,
         )
-        self._opened = open_shard(store, place, self.pool, self.dtype, self._degrees)
+        self._opened = open_shard(store, self.group, peers, self.settings, self.pool, self.dtype, self._degrees)
         return self._opened
 
     def batches(self, shard: Shard, loader: SeedLoader) -> Iterable[Data | HeteroData]:
         options = self._options(loader)
         sampler = DistributedSampler(shard.structure, shard.peers, self.pool, options, seed=loader.seed)
-        place, plan = (self.global_rank, self.world_size), self._plan(shard, options)
-        show = partial(self._norm.see, options=options)
+        ranks, plan = (self.global_rank, self.world_size), self._plan(shard, options)
+        on_batch = partial(self._norm.register, options=options)
+
+        def sampled(loader: SeedLoader, source: SeedSource) -> SampledBatches:
+            return SampledBatches(loader, source, sampler, shard.features, plan, ranks, self.counters, on_batch)
+
         encodes = isinstance(self.lightning_module, EncodesNodes) and self.lightning_module.encodes_nodes
         if loader.seeds_are_edges and loader.split != "train" and encodes:
             nodes = replace(loader, split="predict", shuffle=False)
-            node_batches = {
-                kind: SampledBatches(nodes, seeds, sampler, shard.features, plan, place, self.counters, show)
-                for kind, seeds in own_nodes(loader, self.global_rank, timed=options.temporal is not None).items()
-            }
+            seeds = local_nodes(loader, self.global_rank, timed=options.temporal is not None)
+            node_batches = {node_type: sampled(nodes, source) for node_type, source in seeds.items()}
             return LinkEvaluation(self.group, loader, node_batches, self.batch_to_device)
         source = self._source(loader, options)
-        if self.settings.cache_bytes and loader.split == "train" and shard.asks:
-            shard.fill_cache(loader, options, self.settings.cache_bytes)
         if loader.split == "train":
-            self._trained = options
-        return SampledBatches(loader, source, sampler, shard.features, plan, place, self.counters, show)
+            self._unchecked_hops = options
+            if self.settings.cache_bytes and shard.has_remote_parts:
+                shard.fill_cache(loader, options, self.settings.cache_bytes)
+        return sampled(loader, source)
 
     def process_dataloader(self, dataloader: object) -> Iterable[Data | HeteroData]:
         if isinstance(dataloader, SeedLoader):
-            self._sampling = dataloader.sampling  # which the shard's degrees depend on
+            self._sampling = dataloader.sampling  # the shard's degrees depend on it
         return super().process_dataloader(dataloader)
 
     # -------------------------------------------------------------------------------------------------- the module
@@ -94,7 +99,7 @@ class PygStrategy(GraphStrategy):
         check_uncached(module)
 
     def install(self, module: Module) -> None:
-        if SampledNorm.wanted(module):
+        if SampledGcnNorm.applies_to(module):
             self._norm.install(module)
 
     def uninstall(self, module: Module) -> None:
@@ -103,12 +108,12 @@ class PygStrategy(GraphStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         moved = super().batch_to_device(batch, device, dataloader_idx)
         if self.root_device.type != "cpu":
-            self._norm.moved(moved)
+            self._norm.register_moved(moved)
         return moved
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The first step also finds out how many hops the model looks."""
-        options, self._trained = self._trained, None
+        """Take a step; the first one also checks that batches have the hops that the model reads."""
+        options, self._unchecked_hops = self._unchecked_hops, None
         if options is None:
             return super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
@@ -123,10 +128,10 @@ class PygStrategy(GraphStrategy):
         super().teardown()
         self._close()
 
-    # ------------------------------------------------------------------------------------------------- of batches
+    # ------------------------------------------------------------------------------------------------- batches
 
     def _options(self, loader: SeedLoader) -> SamplingOptions:
-        """What the loader asks for; every neighbour where evaluation is to be exact."""
+        """Return the loader's sampling options; exact evaluation takes every neighbour."""
         assert self.lightning_module is not None
         least, most = hop_bounds(self.lightning_module)
         if self.settings.evaluation == "exact" and not loader.shuffle:
@@ -134,27 +139,29 @@ class PygStrategy(GraphStrategy):
         return loader.sampling_options((most or None) if loader.num_neighbors is None else least)
 
     def _source(self, loader: SeedLoader, options: SamplingOptions) -> SeedSource:
-        everybody = self.settings.seeds == "global"
+        all_ranks, store = self.settings.seeds == "global", loader.store
         if loader.seeds_are_edges:
-            timed = seed_time(loader.store, options, target_edge_type(loader.store)) is not None
-            return link_seeds(loader, self.group, everybody=everybody, timed=timed, disjoint=options.disjoint)
-        time = seed_time(loader.store, options, target_type(loader.store))
-        return node_seeds(loader, self.group, time, everybody=everybody)
+            timed = seed_time(store, options, target_edge_type(store)) is not None
+            return link_seeds(loader, self.group, all_ranks=all_ranks, timed=timed, disjoint=options.disjoint)
+        return node_seeds(loader, self.group, seed_time(store, options, target_type(store)), all_ranks=all_ranks)
 
-    def _plan(self, shard: Shard, options: SamplingOptions) -> Plan:
-        settings, asks = self.settings, shard.asks
-        threads = settings.threads or max(torch.get_num_threads(), 2 if asks else 1)
-        trim = settings.trim and options.trimmable
-        # on a CPU both would share its cores: nothing is won by a second batch's memory
-        beside = self.root_device.type != "cpu"
-        return Plan(threads, settings.prefetch, settings.lookahead if asks else 1, beside, trim)
+    def _plan(self, shard: Shard, options: SamplingOptions) -> PrefetchPlan:
+        settings, remote = self.settings, shard.has_remote_parts
+        return PrefetchPlan(
+            threads=settings.threads or max(torch.get_num_threads(), 2 if remote else 1),
+            prefetch=settings.prefetch,
+            lookahead=settings.lookahead if remote else 1,
+            # on a CPU, assembly and step would compete for the cores: a second batch's memory gains nothing
+            overlap=self.root_device.type != "cpu",
+            trim=settings.trim and options.trimmable,
+        )
 
-    def _degrees(self, store: Store, parts: tuple[int, ...]) -> Extra:
-        """The nodes' degrees in the whole graph, where a layer normalises by them and they do not depend on times."""
+    def _degrees(self, store: Store, parts: tuple[int, ...]) -> ExtraTensors:
+        """Return the nodes' degrees in the whole graph, if a layer normalises by them and times do not change them."""
         assert self.lightning_module is not None
-        if not SampledNorm.wanted(self.lightning_module) or self._sampling.temporal_strategy is not None:
+        if not SampledGcnNorm.applies_to(self.lightning_module) or self._sampling.temporal_strategy is not None:
             return {}
-        return SampledNorm.tensors(store, parts, self._sampling.weight_attr, self.dtype)
+        return SampledGcnNorm.tensors(store, parts, self._sampling.weight_attr, self.dtype)
 
     def _close(self) -> None:
         if self._opened is not None:

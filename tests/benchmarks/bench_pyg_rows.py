@@ -35,7 +35,7 @@ from gtrain.strategy.counters import cpu_seconds, rss_bytes
 from gtrain.wire import Client, Message, Server
 from gtrain_pyg.buffers import BufferPool
 from gtrain_pyg.features.cache import expected_visits, fill_cache
-from gtrain_pyg.features.feature_store import Counts, FeatureStore
+from gtrain_pyg.features.feature_store import FeatureStore, RowCounts
 from gtrain_pyg.ranks.parts import PartBook
 
 FAN_OUT, SEEDS, FEATURES = (15, 10, 5), 1024, 100
@@ -53,7 +53,7 @@ class Peer:
     def handle(self, name: str, handler: Any) -> None:
         self.handler = handler
 
-    def ask(self, part: int, method: str, fields: Any = None, tensors: Any = ()) -> Future[Message]:
+    def request(self, part: int, method: str, fields: Any = None, tensors: Any = ()) -> Future[Message]:
         assert self.client is not None
         return self.client.submit(method, fields, tensors)
 
@@ -159,7 +159,7 @@ def remote(store: Store, batches: list[Batch], windows: int) -> None:
                 prefetcher.prefetch(batch).get()
 
         epoch()
-        rows.counts, before, other, rss = Counts(), cpu_seconds(), spent(), rss_bytes()
+        rows.counts, before, other, rss = RowCounts(), cpu_seconds(), spent(), rss_bytes()
         epoch()
         own, now, count = cpu_seconds() - before, spent(), len(batches)
         named = np.concatenate([batch["node"] for batch in batches])

@@ -26,11 +26,11 @@ from gtrain.graph.store.manifest import NODE_TYPE
 from gtrain.strategy.group import Group
 from gtrain_pyg.buffers import BufferPool
 from gtrain_pyg.pyg_sampler import ShardSampler
-from gtrain_pyg.ranks.hosting import host
+from gtrain_pyg.ranks.hosting import detect_hosting
 from gtrain_pyg.ranks.parts import PartBook
 from gtrain_pyg.ranks.service import Peers
 from gtrain_pyg.sampling.sampler import DistributedSampler
-from gtrain_pyg.structure.hosted import Structure
+from gtrain_pyg.structure.hosted import GraphStructure
 
 WARM_UP = 5
 
@@ -43,8 +43,8 @@ def loader_of(store: Store, fan_out: list[int], batch_size: int) -> NodeLoader:
     if torch_geometric.typing.WITH_PYG_LIB or torch_geometric.typing.WITH_TORCH_SPARSE:
         return NeighborLoader(data, fan_out, seeds, batch_size=batch_size, shuffle=True, drop_last=True)
     group = Group()
-    hosting = host(group)
-    structure = Structure(store, PartBook.of(store), hosting)
+    hosting = detect_hosting(group)
+    structure = GraphStructure(store, PartBook.of(store), hosting)
     options = SamplingOptions(tuple(fan_out))
     sampler = DistributedSampler(structure, Peers(group, hosting), BufferPool(), options, seed=0)
     shards = ShardSampler(sampler, {NODE_TYPE: store.num_nodes}, hetero=False)

@@ -1,7 +1,7 @@
-"""The hottest rows of other ranks' parts, kept by this rank (or by the ranks of a machine together) and never changed.
+"""Cache of the remote rows that are needed most, filled once and then read-only.
 
-Which nodes are hot is estimated from the graph's structure by :func:`expected_visits`. All tensors that batches get of
-a cached node are here, so that it is not asked for at all. ::
+:func:`expected_visits` estimates from the graph's structure which nodes are needed most. A cached node has all tensors
+of a batch, so nothing is requested for it. The ranks of a machine can share a cache. ::
 
     visits = expected_visits(store, {"node": train_ids}, batch_size, fan_out)
     fill_cache(features, visits, cache_bytes)       # after every rank serves its rows
@@ -14,170 +14,166 @@ from typing import Any
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
 from gtrain.graph.store import Store
 from gtrain.graph.store.manifest import EdgeType
 from gtrain_pyg.features import kernels
-from gtrain_pyg.features.feature_store import FeatureStore, HaloCache
-from gtrain_pyg.features.tables import pieces_of
+from gtrain_pyg.features.feature_store import FeatureCache, FeatureStore
+from gtrain_pyg.features.tables import arrays_of
+from gtrain_pyg.ranks.parts import Array
 
-Array = NDArray[Any]
 FanOut = Mapping[EdgeType, tuple[int, ...]]
-Share = Callable[[Callable[[], dict[str, Array]]], dict[str, Array]]
+ShareArrays = Callable[[Callable[[], dict[str, Array]]], dict[str, Array]]
 
 FILL_BYTES = 16 << 20
-"""Rows that are asked for at a time to fill a cache."""
-MARK_BYTES = 12 / 64
-"""Bytes of the marks that tell which nodes are in a cache, for each node of the type."""
+"""Bytes of rows per request while a cache is filled."""
+BITMAP_BYTES = 12 / 64
+"""Bytes of the bitmap of cached ids, per node of the type."""
 
 
 def fill_cache(
-    features: FeatureStore, visits: Mapping[str, Array], nbytes: int, share: Share | None = None
-) -> HaloCache:
-    """Give a feature store a cache of the most visited remote nodes; their owners have to be serving.
+    features: FeatureStore, visits: Mapping[str, Array], nbytes: int, share: ShareArrays | None = None
+) -> FeatureCache:
+    """Fill a feature store's cache with the most visited remote nodes; their owners must be serving.
 
     Args:
-        features: serves them from the cache afterwards.
-        visits: by node type, how often each node is visited, ``[N]``; only their order counts.
+        features: reads these nodes from the cache afterwards.
+        visits: by node type, visits of each node, ``[N]``; only their order matters.
         nbytes: most bytes of the cache.
-        share: takes a function that makes the arrays, and returns them as one rank of the machine has made them; None:
-            this rank makes its own.
+        share: takes a function that computes the arrays, and returns those that one rank of the machine has computed;
+            None: this rank computes its own.
 
     Raises:
-        WireError: an owner failed to answer.
+        WireError: an owner failed.
     """
 
-    def make() -> dict[str, Array]:
-        chosen = choose(features, visits, nbytes)
-        made = {kind: _fetch(features, kind, ids, len(visits[kind])) for kind, ids in chosen.items() if ids.size}
-        return {f"{kind}/{name}": array for kind, arrays in made.items() for name, array in arrays.items()}
+    def fetch() -> dict[str, Array]:
+        return {
+            f"{node_type}/{name}": array
+            for node_type, ids in most_visited(features, visits, nbytes).items()
+            if ids.size
+            for name, array in _fetch(features, node_type, ids, len(visits[node_type])).items()
+        }
 
-    cache = HaloCache()
-    for key, array in (make() if share is None else share(make)).items():
-        kind, _, name = key.rpartition("/")
+    cache = FeatureCache()
+    for key, array in (fetch() if share is None else share(fetch)).items():
+        node_type, _, name = key.rpartition("/")
         array.flags.writeable = False
-        cache.arrays.setdefault(kind, {})[name] = array
-    features.put(cache)
+        cache.arrays.setdefault(node_type, {})[name] = array
+    features.set_cache(cache)
     return cache
 
 
-def choose(features: FeatureStore, visits: Mapping[str, Array], nbytes: int) -> dict[str, Array]:
-    """The remote nodes with most visits for a byte that fit, and that are visited at all: ascending ids by type."""
-    kinds = [kind for kind in visits if features.names.get(kind)]
-    budget = nbytes - sum(MARK_BYTES * len(visits[kind]) for kind in kinds)
-    ids, worth, cost = [], [], []
-    for kind in kinds:
-        remote = np.flatnonzero(visits[kind] > 0)
-        remote = remote[features.is_remote(kind, remote)]
-        row_bytes = features.row_bytes(kind)
-        ids.append(remote)
-        worth.append(visits[kind][remote] / row_bytes)
-        cost.append(np.full(remote.size, row_bytes))
-    if not ids:
+def most_visited(features: FeatureStore, visits: Mapping[str, Array], nbytes: int) -> dict[str, Array]:
+    """Return the remote nodes with most visits per byte that fit into ``nbytes``: ascending ids by node type."""
+    node_types = [node_type for node_type in visits if features.names.get(node_type)]
+    if not node_types:
         return {}
+    budget = nbytes - sum(BITMAP_BYTES * len(visits[node_type]) for node_type in node_types)
+    ids, worth, cost = [], [], []
+    for node_type in node_types:
+        visited = np.flatnonzero(visits[node_type] > 0)
+        remote = visited[features.is_remote(node_type, visited)]
+        row_bytes = features.row_bytes(node_type)
+        ids.append(remote)
+        worth.append(visits[node_type][remote] / row_bytes)
+        cost.append(np.full(remote.size, row_bytes))
     order = np.argsort(-np.concatenate(worth), kind="stable")
-    taken = order[np.cumsum(np.concatenate(cost)[order]) <= budget]
-    bounds = np.cumsum([0, *(remote.size for remote in ids)])
-    chosen = {}
-    for kind, remote, start, stop in zip(kinds, ids, bounds[:-1], bounds[1:], strict=True):
-        chosen[kind] = np.sort(remote[taken[(taken >= start) & (taken < stop)] - start])
-    return chosen
+    fits = np.zeros(order.size, bool)
+    fits[order[np.cumsum(np.concatenate(cost)[order]) <= budget]] = True
+    bounds = np.cumsum([remote.size for remote in ids])[:-1]
+    return {t: remote[chosen] for t, remote, chosen in zip(node_types, ids, np.split(fits, bounds), strict=True)}
 
 
-def _fetch(features: FeatureStore, kind: str, ids: Array, count: int) -> dict[str, Array]:
-    """Ask for the rows of ascending ids, and mark these."""
+def _fetch(features: FeatureStore, node_type: str, ids: Array, count: int) -> dict[str, Array]:
+    """Request the rows of ascending ids; return the arrays of :class:`FeatureCache`."""
     bits, ranks = np.zeros(count // 64 + 1, np.uint64), np.zeros(count // 64 + 1, np.uint32)
     kernels.rank_bits(ids, bits, ranks)
-    step = max(1, int(FILL_BYTES / max(1.0, features.row_bytes(kind))))
-    columns: dict[str, _Column] = {}
+    step = max(1, int(FILL_BYTES / max(1.0, features.row_bytes(node_type))))
+    dense: dict[str, Array] = {}
+    sparse: dict[str, list[list[Array]]] = {}
     for start in range(0, ids.size, step):
-        made = features.prefetch({kind: ids[start : start + step]}, as_stored=True).get()
-        for name, tensor in made[kind].items():
-            columns.setdefault(name, _Column(ids.size)).append(start, [piece.numpy() for piece in pieces_of(tensor)])
+        rows = features.prefetch({node_type: ids[start : start + step]}, as_stored=True).get()[node_type]
+        for name, tensor in rows.items():
+            arrays = [array.numpy() for array in arrays_of(tensor)]
+            if len(arrays) > 1:
+                sparse.setdefault(name, []).append([array.copy() for array in arrays])
+                continue
+            if name not in dense:
+                dense[name] = np.empty((ids.size, *arrays[0].shape[1:]), arrays[0].dtype)
+            dense[name][start : start + step] = arrays[0]
     features.pool.trim()
-    named = {f"{name}.{i}": array for name, column in columns.items() for i, array in enumerate(column.joined())}
-    return {"bits": bits, "ranks": ranks, **named}
-
-
-class _Column:
-    """The rows of one tensor, as they arrive.
-
-    Args:
-        rows: how many there are to be.
-    """
-
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
-        self._dense: Array | None = None
-        self._sparse: list[list[Array]] = []
-
-    def append(self, start: int, pieces: list[Array]) -> None:
-        """Take the pieces of the rows from ``start`` on, which are copied or stay the caller's."""
-        if len(pieces) > 1:
-            self._sparse.append([piece.copy() for piece in pieces])
-            return
-        if self._dense is None:
-            self._dense = np.empty((self._rows, *pieces[0].shape[1:]), pieces[0].dtype)
-        self._dense[start : start + len(pieces[0])] = pieces[0]
-
-    def joined(self) -> list[Array]:
-        """The pieces of all rows."""
-        if self._dense is not None:
-            return [self._dense]
-        lengths = np.concatenate([np.diff(pieces[0]) for pieces in self._sparse])
-        indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(self._sparse[0][0].dtype)
-        return [indptr, *(np.concatenate([pieces[i] for pieces in self._sparse]) for i in (1, 2))]
+    arrays_by_name: dict[str, Array] = {"bits": bits, "ranks": ranks}
+    arrays_by_name.update((f"{name}.0", array) for name, array in dense.items())
+    for name, blocks in sparse.items():
+        lengths = np.concatenate([np.diff(indptr) for indptr, _, _ in blocks])
+        indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(blocks[0][0].dtype)
+        arrays_by_name[f"{name}.0"] = indptr
+        for i in (1, 2):
+            arrays_by_name[f"{name}.{i}"] = np.concatenate([block[i] for block in blocks])
+    return arrays_by_name
 
 
 def expected_visits(store: Store, seeds: Mapping[str, Any], batch_size: int, fan_out: FanOut) -> dict[str, Array]:
-    """The probability that a node is in one of this rank's batches.
+    """Estimate the probability that a node is in one of this rank's batches.
 
     Hop by hop, a target that is new with probability q chooses each of its d in-edges with probability min(1, k/d), so
-    that a source expects the sum of q min(1, k/d) choices and is reached with probability 1 - exp(-sum). Choices are
-    taken for independent and uniform, also where sampling is weighted or temporal. GNNLab (Yang et al., EuroSys 2022,
-    section 6) counts visits of sampled batches instead; that costs an epoch of sampling, this a pass over the edges of
-    all parts for each hop.
+    that a source expects the sum of q min(1, k/d) choices and is reached with probability 1 - exp(-sum). The estimate
+    assumes independent, uniform choices, even if sampling is weighted or temporal. GNNLab (Yang et al., EuroSys 2022,
+    section 6) counts visits of sampled batches instead, which costs an epoch of sampling; the estimate costs a pass
+    over the edges of all parts per hop.
 
     Args:
         store: the graph; the edges of all parts are read.
-        seeds: by node type, int64 global ids that this rank's batches are grown from.
+        seeds: by node type, int64 global ids of this rank's seeds.
         batch_size: seeds of one batch of this rank, over all types.
         fan_out: by edge type, the most in-edges chosen at each hop; -1 all.
 
     Returns:
-        by node type float32 ``[N]``.
+        By node type, float32 ``[N]``.
     """
     total = sum(len(ids) for ids in seeds.values())
     share = min(1.0, batch_size / max(1, total))
-    missed = {kind: np.ones(store.num_nodes_of(kind), np.float32) for kind in store.node_types}
-    fresh = {kind: np.zeros(store.num_nodes_of(kind), np.float32) for kind in store.node_types}
-    for kind, ids in seeds.items():
-        fresh[kind][ids] = share
-        missed[kind] -= fresh[kind]
+    missed = {node_type: np.ones(store.num_nodes_of(node_type), np.float32) for node_type in store.node_types}
+    fresh = {node_type: np.zeros(store.num_nodes_of(node_type), np.float32) for node_type in store.node_types}
+    for node_type, ids in seeds.items():
+        fresh[node_type][ids] = share
+        missed[node_type] -= fresh[node_type]
     for hop in range(max((len(counts) for counts in fan_out.values()), default=0)):
-        reached = _hop(store, fresh, {kind: counts[hop] for kind, counts in fan_out.items() if hop < len(counts)})
-        for kind, choices in reached.items():
-            np.multiply(-np.expm1(-choices), missed[kind], out=fresh[kind])
-            missed[kind] -= fresh[kind]
-    return {kind: 1 - never for kind, never in missed.items()}
+        reached = _hop(store, fresh, {t: counts[hop] for t, counts in fan_out.items() if hop < len(counts)})
+        for node_type, choices in reached.items():
+            np.multiply(-np.expm1(-choices), missed[node_type], out=fresh[node_type])
+            missed[node_type] -= fresh[node_type]
+    return {node_type: 1 - never for node_type, never in missed.items()}
 
 
 def _hop(store: Store, fresh: Mapping[str, Array], fan_out: Mapping[EdgeType, int]) -> dict[str, Array]:
-    """Expected choices of each node as a source."""
-    reached = {kind: np.zeros(weights.size, np.float32) for kind, weights in fresh.items()}
-    for (source, relation, target), count in fan_out.items():
-        edge_type, offsets = (source, relation, target), store.offsets_of(target).tolist()
+    """Return the expected choices of each node as a source, float32 ``[N]`` by node type.
+
+    ``fresh`` has the probability that each node is new in the frontier, ``[N]`` by node type.
+    """
+    reached = {node_type: np.zeros(weights.size, np.float32) for node_type, weights in fresh.items()}
+    for edge_type, count in fan_out.items():
+        source, _, target = edge_type
+        offsets = store.offsets_of(target).tolist()
         for part in range(store.num_parts if count else 0):
             weights = fresh[target][offsets[part] : offsets[part + 1]]
             if weights.any():
                 indptr, indices = (store.edge(name, part, edge_type).numpy() for name in ("indptr", "indices"))
-                _spread(indptr, indices, weights, count, reached[source])
+                _add_choices(indptr, indices, weights, count, reached[source])
     return reached
 
 
 @njit(cache=True, nogil=True)
-def _spread(indptr: Array, indices: Array, weights: Array, count: int, reached: Array) -> None:
+def _add_choices(indptr: Array, indices: Array, weights: Array, count: int, reached: Array) -> None:
+    """Add q min(1, k/d) to the sources of each target's in-edges.
+
+    Args:
+        indptr, indices: columns of one part; sources are global ids.
+        weights: float32 ``[n_p]``, q of each target.
+        count: k, -1 all.
+        reached: float32 ``[N]``, added to.
+    """
     for i in range(weights.size):
         degree = indptr[i + 1] - indptr[i]
         if weights[i] > 0 and degree:

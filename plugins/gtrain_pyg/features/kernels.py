@@ -1,71 +1,101 @@
-"""Compiled kernels that find where rows are and copy them.
+"""Compiled kernels that locate rows and copy them.
 
-A row's *place* is ``segment << 40 | row``. A segment is a stretch of memory that holds rows of every tensor of a kind
-(a node type or an edge type): segment p is part p if this rank hosts it, segment P the cache, and those above are what
-other ranks sent. A place below 0 is none yet: the row is to be asked for.
+The *location* of a row is ``segment << 40 | row``. A segment is a range of memory with rows of every tensor of a node
+type or edge type: segment p is part p if this rank hosts it, segment P is the cache, and those above hold rows that
+other ranks sent. A negative location, ``-1 - owner``, is a row that has to be requested from its owner.
+
+Letters of shapes: n rows of a batch, P parts, S segments.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
 from gtrain.kernels.memory import copy, count_bits, load32, load64, prefetch
 from gtrain.kernels.random import slot_of
-
-Array = NDArray[Any]
+from gtrain_pyg.ranks.parts import Array
 
 SHIFT = 40
-"""Bits of a place that are the row."""
+"""Bits of a location that are the row."""
 _ROW = (1 << SHIFT) - 1
-_AHEAD, _AHEAD_NARROW = 8, 64  # rows that memory is asked for ahead, and rows of a cache line or less
+_AHEAD, _AHEAD_NARROW = 8, 64  # rows whose memory is prefetched ahead: wide ones, and those of a cache line or less
 _LINE = 64  # bytes
 
 
+class RequestList(NamedTuple):
+    """Rows to request, in order of discovery; the arrays have room for more than ``counts[-1]`` rows.
+
+    Attributes:
+        ids: int64.
+        owners: int32, the owner of each.
+        counts: int64 ``[P + 1]``, rows of each owner, and the total.
+    """
+
+    ids: Array
+    owners: Array
+    counts: Array
+
+
+class SegmentRange(NamedTuple):
+    """The segments for the rows of one batch's requests.
+
+    Attributes:
+        first: the first segment of owner 0.
+        per_owner: segments of each owner.
+        shift: log2 of the rows in a segment.
+    """
+
+    first: int
+    per_owner: int
+    shift: int
+
+
 @njit(cache=True, nogil=True)
-def find(ids: Array, offsets: Array, hosted: Array, bits: Array, ranks: Array, place: Array) -> tuple[int, int, int]:
-    """Find the places of rows.
+def locate(
+    ids: Array, offsets: Array, hosted: Array, bits: Array, ranks: Array, location: Array
+) -> tuple[int, int, int]:
+    """Locate rows in the hosted parts and in the cache.
 
     Args:
-        ids: int64 ``[n]``, what to look for.
+        ids: int64 ``[n]``.
         offsets: int64 ``[P + 1]``; part p owns ``offsets[p] .. offsets[p+1]-1``.
         hosted: bool ``[P]``.
-        bits, ranks: what is in the cache; see :func:`rank_bits`; empty without a cache.
-        place: int64 ``[n]``, the result; ``-1 - owner`` of a row that is to be asked for.
+        bits, ranks: the ids in the cache, see :func:`rank_bits`; empty without a cache.
+        location: int64 ``[n]``, written.
 
     Returns:
-        how many are hosted, and how many are in the cache; and the position of an id that is out of range, or -1.
+        the number of hosted rows, the number of cached rows, and the index of an id that is out of range, or -1.
     """
-    parts, part, here, cached = hosted.size, 0, 0, 0
+    parts, part, num_hosted, num_cached = hosted.size, 0, 0, 0
     for i in range(ids.size):
         node = ids[i]
-        if node < offsets[part] or node >= offsets[part + 1]:
+        if node < offsets[part] or node >= offsets[part + 1]:  # successive ids are mostly of the same part
             if node < 0 or node >= offsets[parts]:
-                return here, cached, i
+                return num_hosted, num_cached, i
             part = np.searchsorted(offsets, node, side="right") - 1
         if hosted[part]:
-            place[i] = part << SHIFT | (node - offsets[part])
-            here += 1
+            location[i] = part << SHIFT | (node - offsets[part])
+            num_hosted += 1
         elif bits.size and bits[node >> 6] >> np.uint64(node & 63) & np.uint64(1):
             below = bits[node >> 6] & ((np.uint64(1) << np.uint64(node & 63)) - np.uint64(1))
-            place[i] = parts << SHIFT | (np.int64(ranks[node >> 6]) + count_bits(below))
-            cached += 1
+            location[i] = parts << SHIFT | (np.int64(ranks[node >> 6]) + count_bits(below))
+            num_cached += 1
         else:
-            place[i] = -1 - part
-    return here, cached, -1
+            location[i] = -1 - part
+    return num_hosted, num_cached, -1
 
 
 @njit(cache=True, nogil=True)
 def rank_bits(ids: Array, bits: Array, ranks: Array) -> None:
-    """Mark ascending ids: the one at position i gets the rank i.
+    """Write a bitmap with ranks: the row of an id is ``ranks[word]`` + the ids in lower bits of its word.
 
     Args:
         ids: int64, ascending and distinct.
-        bits: uint64 zeros, one bit for each id there may be.
-        ranks: uint32, as many; how many ids are marked before each word.
+        bits: uint64 zeros ``[words]``, one bit per possible id.
+        ranks: uint32 ``[words]``, written: ids in earlier words.
     """
     for node in ids:
         bits[node >> 6] |= np.uint64(1) << np.uint64(node & 63)
@@ -76,82 +106,83 @@ def rank_bits(ids: Array, bits: Array, ranks: Array) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _enter(node: int, owner: int, unique: Array, owners: Array, counts: Array, segments: Array) -> int:
-    """List a row that is to be asked for, and return its place."""
+def _append(node: int, owner: int, requests: RequestList, segments: SegmentRange) -> int:
+    """Append a row to the list, and return its location."""
+    counts = requests.counts
     index = counts[owner]
     counts[owner] += 1
-    unique[counts[-1]] = node
-    owners[counts[-1]] = owner
+    requests.ids[counts[-1]] = node
+    requests.owners[counts[-1]] = owner
     counts[-1] += 1
-    first, each, shift = segments[0], segments[1], segments[2]
-    return (first + owner * each + (index >> shift)) << SHIFT | (index & ((1 << shift) - 1))
+    segment = segments.first + owner * segments.per_owner + (index >> segments.shift)
+    return segment << SHIFT | (index & ((1 << segments.shift) - 1))
 
 
 @njit(cache=True, nogil=True)
-def number(
+def request_new(
     ids: Array,
-    place: Array,
+    location: Array,
     table: Array,
-    turn: int,
-    floor: int,
-    unique: Array,
-    owners: Array,
-    counts: Array,
-    segments: Array,
+    sequence: int,
+    oldest: int,
+    requests: RequestList,
+    segments: SegmentRange,
 ) -> int:
-    """Give each row that is not here the place that it got in an earlier turn, or else one among those of its owner.
+    """Locate each missing row where an earlier batch requested it, or else append it to the requests.
+
+    The hash map is open-addressed with linear probing. Nothing is deleted: entries of batches before ``oldest`` are
+    stale, and a new entry overwrites the first stale one on its probe path.
 
     Args:
         ids: int64 ``[n]``.
-        place: int64 ``[n]`` of :func:`find`; where below 0, replaced.
-        table: int64 ``[slots, 2]``, a hash map with room for all: ``turn << 40 | id``, and the id's place; 0: empty.
-        turn: the batch's number, from 1 on.
-        floor: the first turn whose places can still be read.
-        unique: int64, the distinct ids that are to be asked for in order of discovery, with room for more.
-        owners: int32, the owner of each.
-        counts: int64 ``[P + 1]``, how many of each owner, and last of all.
-        segments: int64 ``[3]``: the first segment, segments for each owner, and log2 of the rows in each.
+        location: int64 ``[n]`` of :func:`locate`; negative ones are replaced.
+        table: int64 ``[slots, 2]``, the hash map, with room for all: ``sequence << 40 | id``, and the location; 0 is
+            an empty slot.
+        sequence: the batch's number, from 1.
+        oldest: the earliest batch whose rows can still be read.
+        requests: the rows to request, appended to.
+        segments: where they go.
 
     Returns:
-        how many empty slots were filled.
+        the number of empty slots that were filled.
     """
     last, filled, address = table.shape[0] - 1, 0, table.ctypes.data
     for i in range(ids.size):
-        if i + _AHEAD_NARROW < ids.size and place[i + _AHEAD_NARROW] < 0:
+        if i + _AHEAD_NARROW < ids.size and location[i + _AHEAD_NARROW] < 0:
             prefetch(address + slot_of(ids[i + _AHEAD_NARROW], last) * table.itemsize * 2)
-        if place[i] >= 0:
+        if location[i] >= 0:
             continue
-        slot, free = slot_of(ids[i], last), -1
+        slot, stale = slot_of(ids[i], last), -1
         while table[slot, 0] != 0 and table[slot, 0] & _ROW != ids[i]:
-            if free < 0 and table[slot, 0] >> SHIFT < floor:
-                free = slot
+            if stale < 0 and table[slot, 0] >> SHIFT < oldest:
+                stale = slot
             slot = (slot + 1) & last
-        if table[slot, 0] >> SHIFT < floor:
+        if table[slot, 0] >> SHIFT < oldest:
             if table[slot, 0] == 0:
-                if free >= 0:
-                    slot = free
+                if stale >= 0:
+                    slot = stale
                 else:
                     filled += 1
-            table[slot, 0] = turn << SHIFT | ids[i]
-            table[slot, 1] = _enter(ids[i], -1 - place[i], unique, owners, counts, segments)
-        place[i] = table[slot, 1]
+            table[slot, 0] = sequence << SHIFT | ids[i]
+            table[slot, 1] = _append(ids[i], -1 - location[i], requests, segments)
+        location[i] = table[slot, 1]
     return filled
 
 
 @njit(cache=True, nogil=True)
-def enlist(ids: Array, place: Array, unique: Array, owners: Array, counts: Array, segments: Array) -> None:
-    """As :func:`number`, of rows that nobody remembers: each is to be asked for, as often as it is named."""
+def request_all(ids: Array, location: Array, requests: RequestList, segments: SegmentRange) -> None:
+    """As :func:`request_new` without a map: every missing row is requested, duplicates too."""
     for i in range(ids.size):
-        if place[i] < 0:
-            place[i] = _enter(ids[i], -1 - place[i], unique, owners, counts, segments)
+        if location[i] < 0:
+            location[i] = _append(ids[i], -1 - location[i], requests, segments)
 
 
 @njit(cache=True, nogil=True)
-def rehash(table: Array, floor: int, larger: Array) -> int:
-    """Enter what a hash map of :func:`number` has from turn ``floor`` on in another, empty one; returns how much."""
+def rehash(table: Array, oldest: int, larger: Array) -> int:
+    """Copy the entries of a hash map from batch ``oldest`` on to another, empty one, and return their number."""
     last, count = larger.shape[0] - 1, 0
     for old in range(table.shape[0]):
-        if table[old, 0] == 0 or table[old, 0] >> SHIFT < floor:
+        if table[old, 0] == 0 or table[old, 0] >> SHIFT < oldest:
             continue
         slot = slot_of(table[old, 0] & _ROW, last)
         while larger[slot, 0] != 0:
@@ -162,32 +193,47 @@ def rehash(table: Array, floor: int, larger: Array) -> int:
 
 
 @njit(cache=True, nogil=True)
-def deal(unique: Array, owners: Array, offsets: Array, starts: Array, out: Array) -> None:
-    """Sort distinct ids by their owners, as rows within the owner's part; ``starts`` ``[P]`` is used up."""
-    for i in range(unique.size):
+def sort_by_owner(ids: Array, owners: Array, offsets: Array, starts: Array, rows: Array) -> None:
+    """Write ids as rows within their owners' parts, grouped by owner (counting sort).
+
+    Args:
+        ids: int64 ``[r]``.
+        owners: int32 ``[r]``.
+        offsets: int64 ``[P + 1]``.
+        starts: int64 ``[P]``, the first index of each owner in ``rows``; advanced.
+        rows: int32 or int64 ``[r]``, written.
+    """
+    for i in range(ids.size):
         owner = owners[i]
-        out[starts[owner]] = unique[i] - offsets[owner]
+        rows[starts[owner]] = ids[i] - offsets[owner]
         starts[owner] += 1
 
 
 @njit(cache=True, nogil=True)
-def gather(place: Array, bases: Array, nbytes: int, out: int, low: int, high: int) -> None:
-    """Copy rows of so many bytes to ``out``, an address; those of segments outside of ``low .. high-1`` are left out.
+def gather(location: Array, bases: Array, nbytes: int, out: int, low: int, high: int) -> None:
+    """Copy dense rows.
 
-    ``bases`` int64 has the address of each segment's first row.
+    Rows of a few bytes are copied with constant lengths, which LLVM compiles to a load and a store.
+
+    Args:
+        location: int64 ``[n]``.
+        bases: int64 ``[S]``, the address of each segment's first row.
+        nbytes: of a row.
+        out: address of the result, ``[n, nbytes]``.
+        low, high: rows of segments outside ``low .. high-1`` are skipped, and their bytes stay.
     """
-    count, distance = place.size, _AHEAD if nbytes > _LINE else _AHEAD_NARROW
+    count, distance = location.size, _AHEAD if nbytes > _LINE else _AHEAD_NARROW
     for i in range(count):
         if i + distance < count:
-            ahead = place[i + distance]
+            ahead = location[i + distance]
             segment = ahead >> SHIFT
             if low <= segment < high:
                 start = bases[segment] + (ahead & _ROW) * nbytes
                 for c in range(0, nbytes, _LINE):
                     prefetch(start + c)
-        segment = place[i] >> SHIFT
+        segment = location[i] >> SHIFT
         if low <= segment < high:
-            source = bases[segment] + (place[i] & _ROW) * nbytes
+            source = bases[segment] + (location[i] & _ROW) * nbytes
             if nbytes == 8:
                 copy(out + i * 8, source, 8)
             elif nbytes == 4:
@@ -200,39 +246,55 @@ def gather(place: Array, bases: Array, nbytes: int, out: int, low: int, high: in
 
 @njit(cache=True, nogil=True)
 def _start(base: int, row: int, width: int) -> int:
-    """The entry of an indptr of 4 or 8 bytes a number."""
+    """Return an entry of an indptr at an address, of 4 or 8 bytes per number."""
     if width == 4:
         return int(load32(base + row * 4))
     return int(load64(base + row * 8))
 
 
 @njit(cache=True, nogil=True)
-def measure(place: Array, indptr: Array, width: int, out: Array) -> None:
-    """Add up the lengths of sparse rows: ``out`` int ``[n + 1]`` becomes the indptr of these rows.
+def build_indptr(location: Array, indptr: Array, width: int, out: Array) -> None:
+    """Write the indptr of some sparse rows.
 
-    ``indptr`` int64 has the address of each segment's own, whose numbers have ``width`` bytes.
+    Args:
+        location: int64 ``[n]``.
+        indptr: int64 ``[S]``, the address of each segment's indptr.
+        width: bytes of its numbers.
+        out: int ``[n + 1]``, written.
     """
     total = 0
     out[0] = 0
-    for i in range(place.size):
-        if i + _AHEAD < place.size:
-            ahead = place[i + _AHEAD]
+    for i in range(location.size):
+        if i + _AHEAD < location.size:
+            ahead = location[i + _AHEAD]
             prefetch(indptr[ahead >> SHIFT] + (ahead & _ROW) * width)
-        base, row = indptr[place[i] >> SHIFT], place[i] & _ROW
+        base, row = indptr[location[i] >> SHIFT], location[i] & _ROW
         total += _start(base, row + 1, width) - _start(base, row, width)
         out[i + 1] = total
 
 
 @njit(cache=True, nogil=True)
-def gather_entries(place: Array, indptr: Array, width: int, bases: Array, nbytes: int, starts: Array, out: int) -> None:
-    """Copy the entries of sparse rows, ``nbytes`` each, to ``out``, an address; ``starts`` is of :func:`measure`."""
-    for i in range(place.size):
-        if i + _AHEAD < place.size:
-            ahead = place[i + _AHEAD]
-            begin = _start(indptr[ahead >> SHIFT], ahead & _ROW, width)
-            prefetch(bases[ahead >> SHIFT] + begin * nbytes)
-        segment, row = place[i] >> SHIFT, place[i] & _ROW
-        begin = _start(indptr[segment], row, width)
+def gather_entries(
+    location: Array, indptr: Array, width: int, bases: Array, nbytes: int, starts: Array, out: int
+) -> None:
+    """Copy the entries of sparse rows, their column indices or their values.
+
+    Args:
+        location: int64 ``[n]``.
+        indptr: int64 ``[S]``, the address of each segment's indptr.
+        width: bytes of its numbers.
+        bases: int64 ``[S]``, the address of each segment's entries.
+        nbytes: of an entry.
+        starts: int ``[n + 1]`` of :func:`build_indptr`.
+        out: address of the result.
+    """
+    for i in range(location.size):
+        if i + _AHEAD < location.size:
+            ahead = location[i + _AHEAD]
+            first = _start(indptr[ahead >> SHIFT], ahead & _ROW, width)
+            prefetch(bases[ahead >> SHIFT] + first * nbytes)
+        segment, row = location[i] >> SHIFT, location[i] & _ROW
+        first = _start(indptr[segment], row, width)
         length = starts[i + 1] - starts[i]
         if length:
-            copy(out + starts[i] * nbytes, bases[segment] + begin * nbytes, length * nbytes)
+            copy(out + starts[i] * nbytes, bases[segment] + first * nbytes, length * nbytes)

@@ -1,4 +1,4 @@
-"""The answering side: rows that this rank hosts, for those who do not."""
+"""Serve the rows that this rank hosts to ranks that do not host them."""
 
 from __future__ import annotations
 
@@ -17,87 +17,86 @@ from gtrain.wire import Message
 from gtrain_pyg.buffers import BufferPool
 from gtrain_pyg.features import kernels
 from gtrain_pyg.features.tables import HostedTensors
-from gtrain_pyg.ranks.parts import Kind
+from gtrain_pyg.ranks.parts import NodeOrEdgeType
 
 
 class RowServer:
-    """Answers a *request for rows*: a message with
+    """Replies to a *request for rows*: a message with
 
-    * ``store``: the checksum of the asker's manifest, ``part``: whose rows;
+    * ``store``: the checksum of the requester's manifest, ``part``: the part of the rows;
     * ``wants``: a list of ``{"kind", "names", "dtypes", "chunk"}``: the name on the wire of a node type or edge type
-      (:func:`wire_name`), the tensors' names, the dtype in which each one's values travel, and the rows of a chunk;
-    * for each want an int32 or int64 tensor: rows within the part.
+      (:func:`wire_name`), the tensors' names, the dtype of each tensor's values on the wire, and the rows of a chunk;
+    * for each entry of ``wants`` an int32 or int64 tensor: rows within the part.
 
-    The answer has the tensors of each want in turn: for each chunk of its rows, in order, and each name the pieces of
-    these rows, one of a dense tensor, and three (indptr, indices, values) of a sparse one. Rows come in chunks because
-    memory for large frames is fresh from the system each time.
+    The reply has the tensors of each entry in turn: for each chunk of its rows, in order, and each name the arrays of
+    these rows, one for a dense tensor, and three (indptr, indices, values) for a sparse one. Rows travel in chunks
+    because the system allocates memory for large frames anew each time.
 
     Args:
         hosted: the rows.
         store: the graph.
-        pool: memory of the answers.
+        pool: memory of the replies.
     """
 
     def __init__(self, hosted: HostedTensors, store: Store, pool: BufferPool) -> None:
         self._hosted, self._pool = hosted, pool
-        self._print = fingerprint(store)
-        kinds: tuple[Kind, ...] = (*store.node_types, *store.edge_types)
-        self._kinds = {wire_name(kind): kind for kind in kinds}
+        self._checksum = fingerprint(store)
+        self._types = {wire_name(graph_type): graph_type for graph_type in hosted.types}
 
     def __call__(self, message: Message) -> Message:
-        """Answer one request.
+        """Reply to one request.
 
         Raises:
-            StoreError: the asker has another store.
-            DataError: no such part, rows or tensor here.
+            StoreError: the requester has another store.
+            DataError: this rank does not have the part, the rows or the tensor.
         """
         fields = message.fields
-        if fields["store"] != self._print:
+        if fields["store"] != self._checksum:
             raise StoreError(
-                f"this rank has the store with checksum {self._print}, and was asked for rows of {fields['store']}",
+                f"this rank has the store with checksum {self._checksum}, and the request is for rows of "
+                f"{fields['store']}",
                 hint="have all ranks open the same store, or copies of it",
             )
         tensors: list[Tensor] = []
-        for want, rows in zip(fields["wants"], message.tensors, strict=True):
-            tensors += self._answer(self._kinds.get(want["kind"], want["kind"]), want, int(fields["part"]), rows)
+        for entry, rows in zip(fields["wants"], message.tensors, strict=True):
+            tensors += self._read(entry, int(fields["part"]), rows)
         return Message({}, tensors)
 
-    def _answer(self, kind: Kind, want: Mapping[str, Any], part: int, rows: Tensor) -> list[Tensor]:
-        tables = [self._hosted.table(kind, name) for name in want["names"]]
-        dtypes = [getattr(torch, name) for name in want["dtypes"]]
-        place = self._places(kind, part, rows)
+    def _read(self, entry: Mapping[str, Any], part: int, rows: Tensor) -> list[Tensor]:
+        graph_type, chunk = self._types.get(entry["kind"], entry["kind"]), entry["chunk"]
+        tables = [self._hosted.table(graph_type, name) for name in entry["names"]]
+        dtypes = [getattr(torch, name) for name in entry["dtypes"]]
+        location = self._locate(graph_type, part, rows)
         return [
-            piece
-            for start in range(0, place.size, want["chunk"])
+            array
+            for start in range(0, location.size, chunk)
             for table, dtype in zip(tables, dtypes, strict=True)
-            for piece in table.gather(place[start : start + want["chunk"]], table.bases, self._pool, dtype)
+            for array in table.gather(location[start : start + chunk], table.bases, self._pool, dtype)
         ]
 
-    def _places(self, kind: Kind, part: int, rows: Tensor) -> kernels.Array:
-        """The places of rows of one part, all of which are there."""
+    def _locate(self, graph_type: NodeOrEdgeType, part: int, rows: Tensor) -> kernels.Array:
+        """Return the locations of rows of one part."""
         if part not in self._hosted.hosted:
             raise DataError(
-                f"was asked for rows of part {part}, and hosts {self._hosted.hosted}",
+                f"received a request for rows of part {part}, and hosts {self._hosted.hosted}",
                 hint="start all ranks from the same configuration",
             )
-        offsets = self._hosted.offsets(kind)
+        offsets = self._hosted.offsets(graph_type)
         count = int(offsets[part + 1] - offsets[part])
         low, high = (int(bound) for bound in rows.aminmax()) if rows.numel() else (0, -1)
         if low < 0 or high >= count:
             raise DataError(
-                f"was asked for rows {low} to {high} of {kind} in part {part}, which has {count}",
+                f"received a request for rows {low} to {high} of {graph_type} in part {part}, which has {count}",
                 hint="have all ranks open the same store, or copies of it",
             )
-        place = self._pool.take(rows.numel(), np.int64)
-        np.bitwise_or(rows.numpy(), np.int64(part << kernels.SHIFT), out=place)
-        return place
+        return np.bitwise_or(rows.numpy(), np.int64(part << kernels.SHIFT), out=self._pool.take(rows.numel()))
 
 
 def fingerprint(store: Store) -> int:
-    """A checksum of what a store holds."""
+    """Return a checksum of a store's contents."""
     return zlib.crc32(repr(sorted(store.manifest.checksums.items())).encode())
 
 
-def wire_name(kind: Kind) -> str:
-    """How a node type or edge type is called in requests; no two are called the same."""
-    return f"node {kind}" if isinstance(kind, str) else f"edge {edge_key(kind)}"
+def wire_name(graph_type: NodeOrEdgeType) -> str:
+    """Return the distinct name of a node type or edge type in requests."""
+    return f"node {graph_type}" if isinstance(graph_type, str) else f"edge {edge_key(graph_type)}"

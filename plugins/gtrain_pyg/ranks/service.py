@@ -1,4 +1,4 @@
-"""The ranks as each other's servers: what one does not host it asks the owner for, over gtrain.wire."""
+"""Requests between ranks: each rank serves its part to the ranks that do not host it, over gtrain.wire."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ Handler = Callable[[Message], Message]
 
 
 class Peers:
-    """The other ranks of a job, each of which answers for its part.
+    """The ranks of a job as servers of their parts.
 
-    A rank whose part is not hosted by every rank runs a server in a thread. Its handlers run there one at a time, but a
-    handler that is added late may run in the thread that adds it, so handlers keep their memory by thread. ::
+    Unless every rank hosts every part, each rank runs a server in a thread. Its handlers run there one at a time; a
+    handler that is added late may run in the thread that adds it, so handlers keep their memory per thread. ::
 
-        peers = Peers(group, host(group, "tcp"), counters=strategy.counters)
-        peers.handle("rows", rows)             # before or after
+        peers = Peers(group, detect_hosting(group, "tcp"), counters=strategy.counters)
+        peers.handle("rows", rows)             # before or after open()
         peers.open()                           # every rank
-        answer = peers.wait(peers.ask(1, "rows", {}, [ids]))
+        reply = peers.wait(peers.request(1, "rows", {}, [ids]))
 
     Args:
         group: the job's ranks; used by :meth:`open` only.
-        hosting: which parts this rank hosts.
-        counters: where bytes, and the time of waiting, are counted; None: nowhere.
+        hosting: the parts that this rank hosts.
+        counters: count bytes and the time of waiting; None counts nothing.
         timeout: deadline of a request, seconds.
-        security: the job's keys, where its ranks are on several machines.
-        main_address: host that the ranks met at; the address by which this machine is reached is the one that leads
-            there. None: the one of the default route.
+        security: the job's keys; needed if its ranks are on several machines.
+        main_address: host of the ranks' rendezvous. This machine's address is that of the interface that leads there;
+            None: the host name.
 
     Attributes:
-        hosting: as given.
+        hosting: as passed.
     """
 
     def __init__(
@@ -58,45 +58,47 @@ class Peers:
         self.hosting = hosting
         self._group, self._counters, self._timeout = group, counters, timeout
         self._security, self._main_address = security, main_address
-        self._handlers = Handlers()
+        self._handlers = DeferredHandlers()
         self._server: Server | None = None
         self._listener: Listener | None = None
         self._addresses: list[str] = []
         self._clients: dict[int, Client] = {}
         self._lock = threading.Lock()
         self._closed = False
-        self._before: tuple[int, int] | None = None
+        self._traffic_before: tuple[int, int] | None = None
         if counters is not None:
             counters.meters.append(self)
 
     def handle(self, name: str, handler: Handler) -> None:
-        """Answer requests of that name, from any rank, by what ``handler`` makes of the message.
+        """Reply to requests of that name, from any rank, with what ``handler`` returns.
 
-        What it raises is raised at the asker. The tensors of its answer must not be written to until nothing refers to
-        them any more.
+        The requesting rank raises the handler's exceptions. The tensors of a reply must not be written to while
+        anything refers to them.
         """
         self._handlers.add(name, handler)
 
     def open(self) -> None:
-        """Start this rank's server and learn where the others' are; every rank calls it, once."""
+        """Start this rank's server and exchange addresses; collective, once."""
         if self.hosting.complete:
             return
-        name, loopback = f"rank {self.hosting.rank}", self.hosting.loopback
-        if not loopback and self._security is None:
+        if not self.hosting.loopback and self._security is None:
             raise ConfigError(
                 "the job's ranks are on several machines, and it has no keys.",
                 hint="make keys with gtrain key cluster.key_file=job.key, and give all processes of the job the file.",
             )
-        own = own_address(self._main_address, 1) if self._main_address else socket.gethostname()
-        self._listener = listen_here() if self._keys is None else listen_tcp(own)
-        descriptor = self._listener.descriptor
-        self._server = Server(self._handlers, name=name, descriptor=descriptor, security=self._keys).start()
+        if self._security is None:
+            self._listener = listen_here()
+        else:
+            host = own_address(self._main_address, 1) if self._main_address else socket.gethostname()
+            self._listener = listen_tcp(host)
+        name, descriptor = f"rank {self.hosting.rank}", self._listener.descriptor
+        self._server = Server(self._handlers, name=name, descriptor=descriptor, security=self._security).start()
         self._addresses = self._group.all_gather_object(self._listener.address)
 
-    def ask(
+    def request(
         self, part: int, method: str, fields: Mapping[str, Any] | None = None, tensors: Sequence[Tensor] = ()
     ) -> Future[Message]:
-        """Ask the owner of a part; what it answers, or what went wrong, comes with the future.
+        """Send a request to the owner of a part; the future has its reply or its exception.
 
         Args:
             part: the part, and the rank.
@@ -106,62 +108,53 @@ class Peers:
         """
         return self._client(part).submit(method, fields, tensors)
 
-    def wait(self, answer: Future[Message]) -> Message:
-        """Wait for an answer of :meth:`ask`.
+    def wait(self, reply: Future[Message]) -> Message:
+        """Wait for a reply to :meth:`request`, and count the time.
 
         Raises:
-            RemoteError: the rank asked raised; has its message.
-            DeadlineError: no answer in time.
-            PeerRestartedError, WireError: the rank has gone, or this one is closing.
+            RemoteError: the handler raised; has its message.
+            DeadlineError: no reply arrived in time.
+            PeerRestartedError, WireError: the owner died, or this rank is closing.
         """
-        if answer.done() or self._counters is None:
-            return answer.result()
-        began = time.perf_counter()
+        if reply.done() or self._counters is None:
+            return reply.result()
+        start = time.perf_counter()
         try:
-            return answer.result()
+            return reply.result()
         finally:
             with self._lock:
-                self._counters.waited(began, began)
+                self._counters.waited(start, start)
 
     def close(self) -> None:
-        """End; what is under way raises. Can be called twice, and when other ranks are dead."""
+        """Close all connections; pending requests raise. Idempotent, and safe after other ranks have died."""
         with self._lock:
             self._closed = True
             clients, self._clients = self._clients, {}
-        for client in clients.values():
-            client.close()
-        if self._server is not None:
-            self._server.close()
-        if self._listener is not None:
-            self._listener.close()
+        for resource in (*clients.values(), self._server, self._listener):
+            if resource is not None:
+                resource.close()
 
-    # ------------------------------------------------------------------------------------------ as a meter
+    # ------------------------------------------------------------------------------------------ a meter of Counters
 
     def start(self) -> None:
-        """Note what had crossed before training goes on."""
-        self._before = self.traffic()
+        """Remember the traffic before training resumes."""
+        self._traffic_before = self.traffic()
 
     def stop(self) -> None:
-        """Count what has since: requests and answers, both as a client and as a server."""
+        """Count the traffic since :meth:`start`: requests and replies, as a client and as a server."""
         assert self._counters is not None
-        if self._before is not None:
+        if self._traffic_before is not None:
             sent, received = self.traffic()
-            self._counters.bytes_sent += sent - self._before[0]
-            self._counters.bytes_received += received - self._before[1]
-        self._before = None
+            self._counters.bytes_sent += sent - self._traffic_before[0]
+            self._counters.bytes_received += received - self._traffic_before[1]
+        self._traffic_before = None
 
     def traffic(self) -> tuple[int, int]:
         """Return the bytes sent and received since :meth:`open`, as a client and as a server."""
-        counted = [client.counters for client in list(self._clients.values())]
+        counters = [client.counters for client in list(self._clients.values())]
         if self._server is not None:
-            counted.append(self._server.counters)
-        return sum(each.bytes_sent for each in counted), sum(each.bytes_received for each in counted)
-
-    # ------------------------------------------------------------------------------------------ inside
-
-    @property
-    def _keys(self) -> Security | None:
-        return self._security
+            counters.append(self._server.counters)
+        return sum(each.bytes_sent for each in counters), sum(each.bytes_received for each in counters)
 
     def _client(self, part: int) -> Client:
         client = self._clients.get(part)
@@ -171,25 +164,25 @@ class Peers:
             if self._closed or not self._addresses:
                 state = "closed" if self._closed else "not open"
                 raise ConfigError(
-                    f"Rank {self.hosting.rank} asked for part {part} of the graph, and its connections are {state}.",
-                    hint="have every rank call Peers.open() before anything is sampled, and Peers.close() at the end.",
+                    f"Rank {self.hosting.rank} requested data of part {part}, and its connections are {state}.",
+                    hint="have every rank call Peers.open() before it samples, and Peers.close() at the end.",
                 )
             if part not in self._clients:
                 self._clients[part] = Client(
                     self._addresses[part],
                     peer=f"rank {part}",
                     name=f"rank {self.hosting.rank}",
-                    security=self._keys,
+                    security=self._security,
                     timeout_seconds=self._timeout,
                 )
             return self._clients[part]
 
 
-class Handlers(dict[str, Any]):
-    """The handlers of a :class:`gtrain.wire.Server`, which looks them up by ``get``.
+class DeferredHandlers(dict[str, Any]):
+    """The handlers of a :class:`gtrain.wire.Server`, which looks them up with ``get``.
 
-    Ranks run the same program at their own pace. A request that comes before its handler was added is kept, and
-    answered as soon as it is; the asker's deadline bounds the wait.
+    Ranks run the same program at different speeds. A request that arrives before its handler was added waits for it;
+    the requester's deadline bounds the wait.
     """
 
     def __init__(self) -> None:
@@ -198,13 +191,9 @@ class Handlers(dict[str, Any]):
         self._waiting: dict[str, list[tuple[Message, Future[Message]]]] = {}
 
     def add(self, name: str, handler: Handler) -> None:
-        """Answer requests of that name from now on; requests that wait for it are answered by this call."""
-
-        def answer(message: Message, caller: Caller) -> Message:
-            return handler(message)
-
+        """Add a handler; this call also replies to the requests that wait for it."""
         with self._lock:
-            self[name] = answer
+            self[name] = lambda message, caller: handler(message)
             waiting = self._waiting.pop(name, [])
         for message, future in waiting:
             try:
@@ -213,10 +202,10 @@ class Handlers(dict[str, Any]):
                 future.set_exception(error)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The handler of that name, or one that keeps the request until there is one."""
-        return super().get(name) or (lambda message, caller: self._keep(name, message, caller))
+        """Return the handler of that name, or one that defers the request until it is added."""
+        return super().get(name) or (lambda message, caller: self._defer(name, message, caller))
 
-    def _keep(self, name: str, message: Message, caller: Caller) -> Message | Future[Message]:
+    def _defer(self, name: str, message: Message, caller: Caller) -> Message | Future[Message]:
         with self._lock:
             if name not in self:
                 future: Future[Message] = Future()

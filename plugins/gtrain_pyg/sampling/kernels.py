@@ -1,43 +1,73 @@
-"""Compiled kernels of sampling over parts; those that choose edges are :mod:`gtrain.graph.sampling`'s."""
+"""Compiled kernels of sampling over parts. The kernels that choose edges are in :mod:`gtrain.graph.sampling`.
+
+Letters of shapes: f frontier nodes, e edges, P parts.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
 from gtrain.kernels.memory import count_bits
-
-Array = NDArray[Any]
+from gtrain_pyg.ranks.parts import Array
 
 INT32_LIMIT = int(np.iinfo(np.int32).max)
 _ONE = np.uint64(1)
 
 
-def narrow(limit: int) -> np.dtype[Any]:
-    """int32 where numbers below ``limit`` fit in, else int64."""
+class EdgeColumns(NamedTuple):
+    """Edges of one type, each array ``[e]``.
+
+    Attributes:
+        row: sources.
+        column: targets.
+        position: positions in the columns that the edges were chosen from, or global edge positions.
+    """
+
+    row: Array
+    column: Array
+    position: Array
+
+
+class SampleReply(NamedTuple):
+    """The edges that the owner of a part chose for the f frontier nodes of one request and edge type.
+
+    Attributes:
+        counts: int32 ``[f]``, edges of each frontier node.
+        source: int32 or int64 ``[e]``, global ids, frontier node by frontier node.
+        position: int32 or int64 ``[e]``, edge positions within the part.
+    """
+
+    counts: Array
+    source: Array
+    position: Array
+
+
+def index_dtype(limit: int) -> np.dtype[Any]:
+    """Return int32 if numbers below ``limit`` fit, else int64."""
     return np.dtype(np.int32 if limit <= INT32_LIMIT else np.int64)
 
 
 @njit(cache=True, nogil=True)
-def by_owner(
+def group_by_owner(
     nodes: Array, first: int, offsets: Array, owner: Array, bounds: Array, target: Array, local: Array
 ) -> None:
-    """Group a frontier by the parts that own its nodes; within a part the order stays (a counting sort).
+    """Group a frontier by the parts that own its nodes, in the order of the frontier within a part (counting sort).
 
     Args:
         nodes: int64 ``[f]``, global ids.
         first: the local id of the first; the others follow.
-        offsets: int64 ``[P + 1]``.
-        owner: int16 ``[f]``, memory that is overwritten.
-        bounds: int64 ``[P + 1]``, written: part p has the places ``bounds[p] .. bounds[p+1]-1`` of the new order.
-        target: int64 ``[f]``, written: the local id of each one.
-        local: int64 ``[f]``, written: its number within its part.
+        offsets: int64 ``[P + 1]``, the first global id of each part.
+        owner: int16 or int32 ``[f]``, scratch memory.
+        bounds: int64 ``[P + 1]``, written: part p has ``bounds[p] .. bounds[p+1]-1`` of the new order.
+        target: int64 ``[f]``, written: the local id of each node, in the new order.
+        local: int64 ``[f]``, written: the number of each node within its part, in the new order.
     """
     parts = offsets.size - 1
     bounds[:] = 0
+    # Count: bounds[p + 1] becomes the nodes of part p. A binary search, since P is small and offsets stay in cache.
     for i in range(nodes.size):
         low, high = 0, parts - 1
         while low < high:
@@ -50,20 +80,22 @@ def by_owner(
         bounds[low + 1] += 1
     for part in range(parts):
         bounds[part + 1] += bounds[part]
+    # Scatter: bounds[p] is the next free index of part p, and ends at the first index of part p + 1 ...
     for i in range(nodes.size):
         part = owner[i]
-        place = bounds[part]
+        index = bounds[part]
         bounds[part] += 1
-        target[place] = first + i
-        local[place] = nodes[i] - offsets[part]
+        target[index] = first + i
+        local[index] = nodes[i] - offsets[part]
+    # ... so that shifting by one restores the bounds.
     for part in range(parts - 1, 0, -1):
         bounds[part] = bounds[part - 1]
     bounds[0] = 0
 
 
 @njit(cache=True, nogil=True)
-def spread(counts: Array, target: Array, column_out: Array) -> None:
-    """Write the target of each edge, where the i-th frontier node, ``target[i]``, has ``counts[i]`` edges."""
+def repeat_targets(counts: Array, target: Array, column_out: Array) -> None:
+    """Write ``target[i]`` (``[f]``) ``counts[i]`` times: ``numpy.repeat`` into existing memory ``[e]``."""
     edge = 0
     for i in range(counts.size):
         for _ in range(counts[i]):
@@ -72,87 +104,69 @@ def spread(counts: Array, target: Array, column_out: Array) -> None:
 
 
 @njit(cache=True, nogil=True)
-def count(column: Array, counts: Array) -> None:
-    """Count the chosen edges of each frontier node.
-
-    Args:
-        column: ``[e]``, places in the frontier.
-        counts: written, ``[f]``.
-    """
+def count_edges(column: Array, counts: Array) -> None:
+    """Write the number of edges of each frontier node, ``[f]``; ``column`` ``[e]`` has indices in the frontier."""
     counts[:] = 0
     for j in range(column.size):
         counts[column[j]] += 1
 
 
 @njit(cache=True, nogil=True)
-def rows_of(nodes: Array, bits: Array, before: Array, rows: Array) -> int:
-    """The row of each node in a replica, -1 where it has none; returns how many have one.
+def replica_rows(nodes: Array, bits: Array, before: Array, rows: Array) -> int:
+    """Look up the row of each node in a replica, and return the number of nodes that have one.
+
+    The row of a member is its rank: the members in earlier words plus those in lower bits of its own word.
 
     Args:
         nodes: int64 ``[f]``, numbers within the part.
-        bits: see :class:`gtrain_pyg.structure.replica.Members`.
-        before: likewise.
-        rows: int64 ``[f]``, written.
+        bits: uint64 ``[words]``, see :class:`gtrain_pyg.structure.replica.ReplicaIndex`.
+        before: int64 ``[words]``, likewise.
+        rows: int64 ``[f]``, written; -1 for nodes that are not in the replica.
     """
-    found = 0
+    members = 0
     for i in range(nodes.size):
         word, bit = nodes[i] >> 6, np.uint64(nodes[i] & 63)
         if (bits[word] >> bit) & _ONE:
             rows[i] = before[word] + count_bits(bits[word] & ((_ONE << bit) - _ONE))
-            found += 1
+            members += 1
         else:
             rows[i] = -1
-    return found
+    return members
 
 
 @njit(cache=True, nogil=True)
-def merge(
-    rows: Array,
-    shift: Array,
-    own_source: Array,
-    own_position: Array,
-    own_column: Array,
-    counts: Array,
-    source: Array,
-    position: Array,
-    target: Array,
-    first_edge: int,
-    row_out: Array,
-    column_out: Array,
-    edge_out: Array,
+def merge_edges(
+    rows: Array, shift: Array, copied: EdgeColumns, reply: SampleReply, target: Array, first_edge: int, out: EdgeColumns
 ) -> None:
-    """Merge the edges of one part that a replica and the part's owner chose, in the order of the frontier.
+    """Merge the edges of one part that were chosen in a replica and by the part's owner, in the order of the frontier.
+
+    The order makes a batch independent of what is replicated. Both inputs are in the order of the frontier already, so
+    one pass over it suffices.
 
     Args:
-        rows: of the part's frontier nodes, see :func:`rows_of`; those without one the owner was asked about.
-        shift: see :class:`gtrain_pyg.structure.replica.Replica`.
-        own_source: sources of the edges chosen in the replica, global ids.
-        own_position: their positions in the replica's columns.
-        own_column: their targets, in the order of ``target``.
-        counts: edges of each node that the owner was asked about.
-        source: their sources, global ids.
-        position: their positions within the part.
-        target: the local id of each of the part's frontier nodes.
+        rows: int64 ``[f]`` of :func:`replica_rows`; the owner chose the edges of nodes with -1.
+        shift: int64, see :class:`gtrain_pyg.structure.replica.EdgeReplica`.
+        copied: edges chosen in the replica: global ids of sources, local ids of targets, positions in the replica.
+        reply: the owner's edges.
+        target: int64 ``[f]``, the local id of each frontier node of the part.
         first_edge: the global position of the part's first edge.
-        row_out: written, global ids of the sources.
-        column_out: written, local ids of the targets.
-        edge_out: written, global positions.
+        out: written: global ids of the sources, local ids of the targets, global edge positions.
     """
-    edge = asked = own = other = 0
+    edge = requested = own = other = 0
     for i in range(rows.size):
         start = edge
         if rows[i] >= 0:
-            while own < own_column.size and own_column[own] == target[i]:
-                row_out[edge] = own_source[own]
-                edge_out[edge] = first_edge + own_position[own] + shift[rows[i]]
+            while own < copied.column.size and copied.column[own] == target[i]:
+                out.row[edge] = copied.row[own]
+                out.position[edge] = first_edge + copied.position[own] + shift[rows[i]]
                 own += 1
                 edge += 1
         else:
-            for _ in range(counts[asked]):
-                row_out[edge] = source[other]
-                edge_out[edge] = first_edge + position[other]
+            for _ in range(reply.counts[requested]):
+                out.row[edge] = reply.source[other]
+                out.position[edge] = first_edge + reply.position[other]
                 other += 1
                 edge += 1
-            asked += 1
+            requested += 1
         for j in range(start, edge):
-            column_out[j] = target[i]
+            out.column[j] = target[i]

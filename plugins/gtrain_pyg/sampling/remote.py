@@ -1,4 +1,4 @@
-"""Sampling by the owners of other parts: one request and one reply for each owner and hop, and who replies."""
+"""Sampling of remote parts: one request and one reply per owner and hop, and the handler that replies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 from torch import Tensor
 
 from gtrain.errors import DataError
@@ -17,58 +17,58 @@ from gtrain.graph.sampling import scratch
 from gtrain.graph.sampling.hop import Choice, Frontier, choose
 from gtrain.graph.sampling.rules import hop_key
 from gtrain.wire import Message
+from gtrain_pyg.buffers import BufferPool
+from gtrain_pyg.ranks.parts import Array
 from gtrain_pyg.ranks.service import Peers
-from gtrain_pyg.sampling.kernels import count, narrow
-from gtrain_pyg.structure.hosted import Structure
-from gtrain_pyg.structure.needs import Needs
+from gtrain_pyg.sampling.kernels import SampleReply, count_edges, index_dtype
+from gtrain_pyg.structure.hosted import GraphStructure, SamplingInputs
 
-Array = NDArray[Any]
 METHOD = "sample"
 
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """In-edges of one part's nodes to be chosen, for all edge types of a hop.
+    """A request to choose in-edges of one part's nodes, for all edge types of a hop.
 
     Attributes:
-        needs: how edges are chosen.
+        inputs: the tensors and the rule by which edges are chosen.
         key: of :func:`gtrain.graph.sampling.batch_key`.
         hop: number of the hop.
-        counts: for each edge type of the graph how many edges of each node, -1 all.
-        frontiers: for each node type of the graph the nodes, numbered within the part, with their subgraphs where
-            these are disjoint, and their limits where there are times.
+        counts: for each edge type of the graph, edges per node, -1 all.
+        frontiers: for each node type of the graph, the nodes by their numbers within the part, with their subgraphs if
+            these are disjoint, and their limits if sampling is temporal.
     """
 
-    needs: Needs
+    inputs: SamplingInputs
     key: int
     hop: int
     counts: list[int]
     frontiers: list[Frontier]
 
-    def message(self, pool: Any, dtype: DTypeLike) -> tuple[dict[str, Any], list[Tensor]]:
-        """Fields and tensors of the request.
+    def message(self, pool: BufferPool, dtype: DTypeLike) -> tuple[dict[str, Any], list[Tensor]]:
+        """Return the fields and tensors of the request.
 
         Args:
-            pool: where its memory comes from.
-            dtype: in which the nodes' numbers fit.
+            pool: memory of the tensors.
+            dtype: an integer dtype that holds the nodes' numbers.
         """
         sizes = [frontier.node.size for frontier in self.frontiers]
         fields: dict[str, Any] = {
-            "needs": asdict(self.needs),
-            "key": f"{self.key:x}",  # it may be above 2**63
+            "needs": asdict(self.inputs),
+            "key": f"{self.key:x}",  # hexadecimal: it may exceed 2**63
             "hop": self.hop,
             "counts": self.counts,
             "sizes": sizes,
         }
-        tensors = [self._column("node", pool.take((sum(sizes),), dtype))]
+        tensors = [self._column("node", pool.take(sum(sizes), dtype))]
         for name in ("subgraph", "limit"):
             fields[name] = any(_size(getattr(frontier, name)) for frontier in self.frontiers)
             if fields[name]:
-                tensors.append(self._column(name, pool.take((sum(sizes),), np.int64)))
+                tensors.append(self._column(name, pool.take(sum(sizes))))
         return fields, tensors
 
     def _column(self, name: str, out: Array) -> Tensor:
-        """One array of all frontiers, end to end; what a frontier does not have is 0."""
+        """Concatenate an attribute of all frontiers; 0 for a frontier without it."""
         start = 0
         for frontier in self.frontiers:
             stop = start + frontier.node.size
@@ -83,10 +83,10 @@ class SampleRequest:
 
         Args:
             message: as :meth:`message` made it.
-            limits: for each node type how many nodes the part has.
+            limits: the part's nodes of each node type.
 
         Raises:
-            DataError: a node is out of range, or the message fits no graph of these types.
+            DataError: a node is out of range, or the request is for a graph of other types.
         """
         fields, tensors = message.fields, list(message.tensors)
         sizes = fields["sizes"]
@@ -96,140 +96,116 @@ class SampleRequest:
                 f"{len(limits)} types.",
                 hint="have all ranks open the same store.",
             )
-        bounds = np.cumsum([0, *sizes]).tolist()
         node = tensors.pop(0).numpy().astype(np.int64, copy=False)
         subgraph = tensors.pop(0).numpy() if fields["subgraph"] else None
         limit = tensors.pop(0).numpy() if fields["limit"] else None
-        frontiers = []
-        for start, stop, size in zip(bounds, bounds[1:], limits, strict=False):
-            part = slice(start, stop)
-            _check_range(node[part], size)
+        frontiers, start = [], 0
+        for size, num_nodes in zip(sizes, limits, strict=True):
+            part = slice(start, start + size)
+            if size and (node[part].min() < 0 or node[part].max() >= num_nodes):
+                raise DataError(
+                    f"A request names node {int(node[part].max())} of a part with {num_nodes} nodes of that type.",
+                    hint="have all ranks open the same store.",
+                )
             frontiers.append(
                 Frontier(
                     node[part],
                     node[:0] if subgraph is None else subgraph[part],
-                    np.arange(stop - start),
+                    np.arange(size),
                     None if limit is None else limit[part],
                 )
             )
-        return cls(Needs(**fields["needs"]), int(fields["key"], 16), fields["hop"], fields["counts"], frontiers)
+            start = part.stop
+        inputs = SamplingInputs(**fields["needs"])
+        return cls(inputs, int(fields["key"], 16), fields["hop"], fields["counts"], frontiers)
 
 
-@dataclass(frozen=True)
-class SampleReply:
-    """The chosen edges of one part, for each edge type that was asked for.
+def read_replies(message: Message, frontiers: Sequence[int]) -> list[SampleReply]:
+    """Read the replies to a request, one for each edge type requested.
 
-    Attributes:
-        counts: int32 ``[f]``, how many edges of each frontier node.
-        source: int32 or int64 ``[e]``, global ids.
-        position: int32 or int64 ``[e]``, within the part.
+    Args:
+        message: the owner's.
+        frontiers: the nodes requested for each edge type.
+
+    Raises:
+        DataError: the message does not fit the request.
     """
-
-    counts: Array
-    source: Array
-    position: Array
-
-    @staticmethod
-    def read(message: Message, frontiers: Sequence[int]) -> list[SampleReply]:
-        """The answers to a request, in its order.
-
-        Args:
-            message: the peer's.
-            frontiers: nodes asked about for each edge type.
-
-        Raises:
-            DataError: it answers another request.
-        """
-        edges = message.fields["edges"]
-        counts, source, position = (tensor.numpy() for tensor in message.tensors)
-        nodes = np.cumsum([0, *frontiers]).tolist()
-        bounds = np.cumsum([0, *edges]).tolist()
-        if len(edges) != len(frontiers) or counts.size != nodes[-1] or not source.size == position.size == bounds[-1]:
-            raise DataError(
-                f"An answer has {counts.size} nodes of {len(edges)} edge types; {nodes[-1]} of {len(frontiers)} were "
-                "asked for.",
-                hint="have all ranks run the same version of gtrain on the same store.",
-            )
-        replies = []
-        for i in range(len(edges)):
-            own, part = slice(nodes[i], nodes[i + 1]), slice(bounds[i], bounds[i + 1])
-            answer = SampleReply(counts[own], source[part], position[part])
-            if answer.counts.sum(dtype=np.int64) != edges[i]:
-                raise DataError("The counts of an answer do not add up.", hint="report this.")
-            replies.append(answer)
-        return replies
+    edges = message.fields["edges"]
+    counts, source, position = (tensor.numpy() for tensor in message.tensors)
+    nodes, bounds = (np.cumsum([0, *sizes]).tolist() for sizes in (frontiers, edges))
+    if len(edges) != len(frontiers) or counts.size != nodes[-1] or not source.size == position.size == bounds[-1]:
+        raise DataError(
+            f"A reply has {counts.size} nodes of {len(edges)} edge types; {nodes[-1]} of {len(frontiers)} were "
+            "requested.",
+            hint="have all ranks run the same version of gtrain on the same store.",
+        )
+    replies = []
+    for i in range(len(edges)):
+        part = slice(bounds[i], bounds[i + 1])
+        reply = SampleReply(counts[nodes[i] : nodes[i + 1]], source[part], position[part])
+        if reply.counts.sum(dtype=np.int64) != edges[i]:
+            raise DataError("The counts of a reply do not add up to its edges.", hint="report this.")
+        replies.append(reply)
+    return replies
 
 
 def _size(array: Array | None) -> int:
     return 0 if array is None else array.size
 
 
-def _check_range(nodes: Array, size: int) -> None:
-    if nodes.size and (nodes.min() < 0 or nodes.max() >= size):
-        raise DataError(
-            f"A request names node {int(nodes.max())} of a part with {size} nodes of that type.",
-            hint="have all ranks open the same store.",
-        )
-
-
-def serve_sampling(structure: Structure, peers: Peers, pool: Any) -> None:
-    """Have this rank answer for its part; called once, by every rank."""
+def serve_sampling(structure: GraphStructure, peers: Peers, pool: BufferPool) -> None:
+    """Register the handler that samples this rank's part for other ranks; every rank calls it once."""
     peers.handle(METHOD, SampleServer(structure, structure.hosting.rank, pool))
 
 
 class SampleServer:
-    """Answers :class:`SampleRequest` for one part. Threads may share it.
+    """Replies to :class:`SampleRequest` for one part. Threads may share it.
 
     Args:
-        structure: what this rank reads.
-        part: the part, its own.
-        pool: where the answers' memory comes from.
+        structure: the edges that this rank reads.
+        part: the part of this rank.
+        pool: memory of the replies.
     """
 
-    def __init__(self, structure: Structure, part: int, pool: Any) -> None:
+    def __init__(self, structure: GraphStructure, part: int, pool: BufferPool) -> None:
         self._structure, self._part, self._pool = structure, part, pool
         book = structure.book
-        self._sizes = [int(np.diff(book.offsets[name])[part]) for name in structure.node_types]
-        self._ids = narrow(max(book.count(name) for name in structure.node_types))
-        edges = [book.edge_offsets[kind] for kind in structure.edge_types]
-        self._positions = narrow(max((int(starts[part + 1] - starts[part]) for starts in edges), default=0))
+        self._sizes = [int(np.diff(starts)[part]) for starts in book.offsets.values()]
+        self._source_dtype = index_dtype(max(int(starts[-1]) for starts in book.offsets.values()))
+        edges = [int(np.diff(starts)[part]) for starts in book.edge_offsets.values()]
+        self._position_dtype = index_dtype(max(edges, default=0))
         self._memory = threading.local()
 
     def __call__(self, message: Message) -> Message:
-        """The answer: the field ``edges``, how many there are of each edge type asked for, and three tensors."""
+        """Return the field ``edges``, the number of edges of each edge type requested, and the three tensors."""
         request = SampleRequest.read(message, self._sizes)
         chosen = self._choose(request)
         edges = [sampled.size for sampled, _ in chosen]
-        counts = self._pool.take((sum(size for _, size in chosen),), np.int32)
-        source = self._pool.take((sum(edges),), self._ids)
-        position = self._pool.take((sum(edges),), self._positions)
+        counts = self._pool.take(sum(size for _, size in chosen), np.int32)
+        source = self._pool.take(sum(edges), self._source_dtype)
+        position = self._pool.take(sum(edges), self._position_dtype)
         node = edge = 0
         for sampled, size in chosen:
             nodes, part = slice(node, node + size), slice(edge, edge + sampled.size)
             source[part], position[part] = sampled.row[: sampled.size], sampled.position[: sampled.size]
-            count(sampled.column[: sampled.size], counts[nodes])
+            count_edges(sampled.column[: sampled.size], counts[nodes])
             node, edge = nodes.stop, part.stop
         return Message({"edges": edges}, [torch.from_numpy(array) for array in (counts, source, position)])
 
     def _choose(self, request: SampleRequest) -> list[tuple[scratch.Edges, int]]:
-        """For each edge type that is asked for the chosen edges, and how many nodes were asked about."""
-        graph = self._structure.graph(request.needs)
-        memory = self._of_this_thread()
-        types, chosen = list(self._structure.node_types), []
-        for relation, (kind, number) in enumerate(zip(self._structure.edge_types, request.counts, strict=True)):
-            frontier = request.frontiers[types.index(kind[2])]
+        """Return the chosen edges of each edge type requested, with the number of its frontier nodes."""
+        graph, store = self._structure.graph(request.inputs), self._structure.store
+        memory, chosen = self._memory, []
+        if not hasattr(memory, "spans"):
+            memory.spans, memory.edges = scratch.Spans(), [scratch.Edges() for _ in store.edge_types]
+        frontiers = dict(zip(store.node_types, request.frontiers, strict=True))
+        for relation, (edge_type, number) in enumerate(zip(store.edge_types, request.counts, strict=True)):
+            frontier = frontiers[edge_type[2]]
             if number == 0 or not frontier.node.size:
                 continue
-            columns, rule, edges = graph.columns[kind][self._part], graph.rules[kind], memory.edges[relation]
+            columns, rule, edges = graph.columns[edge_type][self._part], graph.rules[edge_type], memory.edges[relation]
             edges.size = 0
             choice = Choice(number, hop_key(request.key, request.hop, relation), rule)
             choose(columns, frontier.under(rule), choice, edges, memory.spans)
             chosen.append((edges, frontier.node.size))
         return chosen
-
-    def _of_this_thread(self) -> Any:
-        memory = self._memory
-        if not hasattr(memory, "spans"):
-            memory.spans = scratch.Spans()
-            memory.edges = [scratch.Edges() for _ in self._structure.edge_types]
-        return memory

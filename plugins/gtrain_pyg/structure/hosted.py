@@ -1,64 +1,121 @@
-"""The edges that a rank reads by itself: those of the parts that it hosts, and what is copied around them."""
+"""The edges that a rank reads itself: those of the parts it hosts, and copies of edges around them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gtrain.errors import DataError
 from gtrain.graph.sampling import Columns, Rule, spans
 from gtrain.graph.sampling.columns import readable
+from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.store import Store
 from gtrain.graph.store.manifest import EdgeType, edge_key, safe_name
-from gtrain_pyg.ranks.hosting import Hosting
-from gtrain_pyg.ranks.parts import PartBook
-from gtrain_pyg.ranks.sharing import Sharing
-from gtrain_pyg.structure.needs import Needs
-from gtrain_pyg.structure.replica import Members, Replica, copied_edges, copied_tensor, reached
+from gtrain_pyg.ranks.hosting import Hosting, SharedArrays
+from gtrain_pyg.ranks.parts import Array, PartBook
+from gtrain_pyg.structure.replica import EdgeReplica, ReplicaIndex, copied_edges, copied_tensor, halo_nodes
 
-Array = NDArray[Any]
 SORTED_TIME = "edge_time"
 """The edge tensor by which a store sorts its columns."""
-_PIECE = 1 << 21  # edges handled at a time
+_BLOCK_EDGES = 1 << 21  # edges whose times are looked up at a time
 
 
 @dataclass(frozen=True)
-class Graph:
-    """What one way of sampling reads.
+class SamplingInputs:
+    """The tensors that sampling reads besides the edges, and how it chooses; equal on all ranks that take part.
 
     Attributes:
-        needs: what it needs.
-        rules: how each edge type is sampled: one without weights or times is sampled without them.
-        columns: by edge type and hosted part.
-        replicas: by edge type and other part; empty where nothing is copied.
-        members: the nodes whose in-edges are copied, by node type and other part; likewise.
+        replace, temporal: see :class:`gtrain.graph.sampling.Rule`.
+        weight, node_time, edge_time: names of tensors, see :class:`gtrain.graph.sampling.options.SamplingOptions`.
     """
 
-    needs: Needs
+    replace: bool = False
+    temporal: str | None = None
+    weight: str | None = None
+    node_time: str | None = None
+    edge_time: str | None = None
+
+    @classmethod
+    def of(cls, options: SamplingOptions) -> SamplingInputs:
+        """Return the inputs of sampling with these options; times only if sampling is temporal."""
+        times = (options.node_time, options.edge_time) if options.temporal is not None else ()
+        return cls(options.replace, options.temporal, options.weight, *times)
+
+    def rule(self, store: Store, edge_type: EdgeType) -> Rule:
+        """Return how an edge type is sampled; a type without times is not sampled by time."""
+        return Rule(self.replace, self.temporal if self.has_times(store, edge_type) else None)
+
+    def has_weights(self, store: Store, edge_type: EdgeType) -> bool:
+        """Return whether an edge type has the weights."""
+        return self.weight is not None and self.weight in store.edge_tensors(edge_type)
+
+    def has_times(self, store: Store, edge_type: EdgeType) -> bool:
+        """Return whether an edge type, or its source nodes, have the times."""
+        by_node = self.node_time is not None and self.node_time in store.node_tensors(edge_type[0])
+        return by_node or (self.edge_time is not None and self.edge_time in store.edge_tensors(edge_type))
+
+    def check(self, store: Store) -> None:
+        """Raise unless at least one edge type has the weights, and one has the times.
+
+        Raises:
+            DataError: names the tensors that the store has.
+        """
+        edge_types, edge_tensors = store.edge_types, {name for t in store.edge_types for name in store.edge_tensors(t)}
+        if self.weight is not None and self.weight not in edge_tensors:
+            raise _missing(f"data.weight_attr={self.weight}", "no edges have", "edge", edge_tensors)
+        if self.temporal is None or any(self.has_times(store, edge_type) for edge_type in edge_types):
+            return
+        setting = f"data.temporal_strategy={self.temporal} with the times {self.node_time or self.edge_time!r}"
+        if self.node_time is None:
+            raise _missing(setting, "no edges have", "edge", edge_tensors)
+        node_tensors = {name for node_type in store.node_types for name in store.node_tensors(node_type)}
+        raise _missing(setting, "no source nodes of edges have", "node", node_tensors)
+
+
+def _missing(setting: str, who: str, level: str, names: set[str]) -> DataError:
+    available = ", ".join(sorted(names - {"indices", "edge_id", "orig_id"})) or "none"
+    return DataError(
+        f"{setting} was set, and {who} a tensor of that name; the {level} tensors are: {available}.",
+        hint="choose one of them, or add such a tensor to the source data and prepare it again.",
+    )
+
+
+@dataclass(frozen=True)
+class SamplingGraph:
+    """The arrays that sampling with some inputs reads.
+
+    Attributes:
+        inputs: the inputs.
+        rules: by edge type, how it is sampled.
+        columns: by edge type and hosted part.
+        replicas: by edge type and other part; empty if nothing is copied.
+        members: by node type and other part, the nodes whose in-edges are copied; empty likewise.
+    """
+
+    inputs: SamplingInputs
     rules: dict[EdgeType, Rule]
     columns: dict[EdgeType, dict[int, Columns]]
-    replicas: dict[EdgeType, dict[int, Replica]]
-    members: dict[str, dict[int, Members]]
+    replicas: dict[EdgeType, dict[int, EdgeReplica]]
+    members: dict[str, dict[int, ReplicaIndex]]
 
 
-class Structure:
-    """The structure of a store as one rank reads it. Threads may share it.
+class GraphStructure:
+    """The edges of a store as one rank reads them. Threads may share it.
 
     Args:
         store: the store.
         book: its offsets.
-        hosting: which parts this rank reads.
-        sharing: memory shared by the machine's ranks, for what is computed; None: nothing is shared.
-        hops: the in-edges of nodes within so many hops of the hosted parts are copied; None: the structure of all
-            parts is mapped, and nothing is asked for.
+        hosting: the parts that this rank reads.
+        shared: holds computed arrays in memory shared by the machine's ranks; None shares nothing.
+        hops: the in-edges of nodes within ``hops`` hops of the hosted parts are copied; None maps the edges of all
+            parts, so that sampling sends no request.
 
     Attributes:
-        store, book, hosting: as given.
-        parts: the parts whose columns are read here.
+        store, book, hosting: as passed.
+        parts: the parts whose columns are mapped.
     """
 
     def __init__(
@@ -66,169 +123,157 @@ class Structure:
         store: Store,
         book: PartBook,
         hosting: Hosting,
-        sharing: Sharing | None = None,
+        shared: SharedArrays | None = None,
         *,
         hops: int | None = 0,
     ) -> None:
         self.store, self.book, self.hosting = store, book, hosting
         self.parts = hosting.parts if hops is not None else tuple(range(book.num_parts))
         self._hops = hops if len(self.parts) < book.num_parts else 0
-        self._columns = PartColumns(store, book, hosting, sharing or Sharing(hosting.rank))
-        self._graphs: dict[Needs, Graph] = {}
+        self._columns = _ColumnReader(store, book, hosting, shared or SharedArrays(hosting.rank))
+        self._graphs: dict[SamplingInputs, SamplingGraph] = {}
         self._lock = threading.Lock()
 
-    @property
-    def node_types(self) -> tuple[str, ...]:
-        """Names of the node types."""
-        return self.store.node_types
-
-    @property
-    def edge_types(self) -> tuple[EdgeType, ...]:
-        """The edge types, in the order in which they are sampled."""
-        return self.store.edge_types
-
-    def graph(self, needs: Needs) -> Graph:
-        """The columns with what sampling needs; opened, and computed where they have to be, when first asked for.
+    def graph(self, inputs: SamplingInputs) -> SamplingGraph:
+        """Return the arrays that sampling reads; the first call opens or computes them.
 
         Raises:
-            DataError: no edge type has the weights or times asked for, or weights or times cannot be used.
+            DataError: no edge type has the weights or times, or their values are invalid.
         """
         with self._lock:
-            if needs not in self._graphs:
-                needs.check(self.store)
-                self._graphs[needs] = self._open(needs)
-            return self._graphs[needs]
+            if inputs not in self._graphs:
+                inputs.check(self.store)
+                self._graphs[inputs] = self._open(inputs)
+            return self._graphs[inputs]
 
     def node_time(self, name: str, node_type: str, ids: Array) -> Array | None:
-        """Times of nodes by global id; None where one of them is of a part that is not hosted."""
+        """Return the times of nodes, int64 ``[n]``, by global id; None if a node's part is not read here."""
         owner = self.book.owner(node_type, ids)
+        if not np.isin(owner, self.parts).all():
+            return None
+
+        def times(part: int) -> Array:
+            return readable(self.store.node(name, part, node_type).numpy(), name, ("i8",))
+
         node_times = np.empty(ids.size, np.int64)
-        for part in np.unique(owner).tolist():
-            if part not in self.parts:
-                return None
-            chosen = owner == part
-            times = readable(self.store.node(name, part, node_type).numpy(), name, ("i8",))
-            node_times[chosen] = times[ids[chosen] - self.book.offsets[node_type][part]]
+        _look_up(times, self.book.offsets[node_type], ids, owner, node_times)
         return node_times
 
-    def _open(self, needs: Needs) -> Graph:
-        made, kinds = self._columns, self.edge_types
-        own_first = sorted(self.parts, key=lambda part: part != self.hosting.rank)  # other ranks may wait for it
-        columns = {kind: {part: made.hosted(kind, part, needs) for part in own_first} for kind in kinds}
-        members = made.members(self._hops) if self._hops else {}
+    def _open(self, inputs: SamplingInputs) -> SamplingGraph:
+        columns, edge_types = self._columns, self.store.edge_types
+        # this rank's part first: other ranks may wait for the arrays that it shares
+        parts = sorted(self.parts, key=lambda part: part != self.hosting.rank)
+        hosted = {t: {part: columns.hosted(t, part, inputs) for part in parts} for t in edge_types}
+        members = columns.members(self._hops) if self._hops else {}
         replicas = {
-            kind: {part: made.replica(kind, part, needs, chosen) for part, chosen in members[kind[2]].items()}
-            for kind in (kinds if members else ())
+            t: {part: columns.replica(t, part, inputs, index) for part, index in members[t[2]].items()}
+            for t in (edge_types if members else ())
         }
-        return Graph(needs, {kind: needs.rule(self.store, kind) for kind in kinds}, columns, replicas, members)
+        return SamplingGraph(inputs, {t: inputs.rule(self.store, t) for t in edge_types}, hosted, replicas, members)
 
 
-class PartColumns:
-    """Opens columns, and computes what is not stored as sampling wants it, in memory that the machine's ranks share.
+class _ColumnReader:
+    """Maps columns, and computes the arrays that a store does not have, in memory that the machine's ranks share."""
 
-    Args:
-        store: the store.
-        book: its offsets.
-        hosting: who is where.
-        sharing: memory shared by the machine's ranks.
-    """
+    def __init__(self, store: Store, book: PartBook, hosting: Hosting, shared: SharedArrays) -> None:
+        self._store, self._book, self._hosting, self._shared = store, book, hosting, shared
+        # the rank that computes what all ranks of the machine read
+        self._maker = hosting.machines[hosting.rank] if len(hosting.parts) > 1 else hosting.rank
 
-    def __init__(self, store: Store, book: PartBook, hosting: Hosting, sharing: Sharing) -> None:
-        self._store, self._book, self._hosting, self._sharing = store, book, hosting, sharing
-        self._first = hosting.machines[hosting.rank] if len(hosting.parts) > 1 else hosting.rank
-
-    def hosted(self, kind: EdgeType, part: int, needs: Needs) -> Columns:
-        """The columns of a part, mapped.
+    def hosted(self, edge_type: EdgeType, part: int, inputs: SamplingInputs) -> Columns:
+        """Map the columns of a part.
 
         Raises:
-            DataError: weights are negative (read by the part's owner alone), or times are no whole numbers.
+            DataError: weights are negative (only the part's owner checks them), or times are not integers.
         """
-        indptr, indices = self._edge(kind, part, "indptr"), self._edge(kind, part, "indices")
+        indptr, indices = self._edge(edge_type, part, "indptr"), self._edge(edge_type, part, "indices")
+        times: dict[str, Array] = {}
+        if inputs.has_times(self._store, edge_type):
+            if inputs.node_time is not None:
+                maker = part if part in self._hosting.parts else self._maker
+                times["loose_time"] = self._source_times(f"{_key(edge_type)}-{part}", maker, edge_type, inputs, indices)
+            else:
+                name = str(inputs.edge_time)
+                times = _edge_times(self._edge(edge_type, part, name), indptr, name)
+        weighted = inputs.has_weights(self._store, edge_type)
         columns = Columns(
             indptr,
             indices,
-            num_sources=self._book.count(kind[0]),
-            weight=self._edge(kind, part, str(needs.weight)) if needs.weights(self._store, kind) else None,
-            first_target=int(self._book.offsets[kind[2]][part]),
+            num_sources=self._book.count(edge_type[0]),
+            weight=self._edge(edge_type, part, str(inputs.weight)) if weighted else None,
+            first_target=int(self._book.offsets[edge_type[2]][part]),
             checked=True,
-            **self._times(kind, part, needs, indices),
+            **times,
         )
         if part == self._hosting.rank:
             columns.check_weight()
         return columns
 
-    def members(self, hops: int) -> dict[str, dict[int, Members]]:
-        """The nodes of other parts whose in-edges are copied, by node type and part."""
-        made = self._sharing.arrays(f"members-{hops}", self._first, lambda: self._members(hops))
-        members: dict[str, dict[int, Members]] = {name: {} for name in self._store.node_types}
-        for i, name in enumerate(self._store.node_types):
-            for part in range(self._book.num_parts):
-                if part not in self._hosting.parts:
-                    members[name][part] = Members(made[f"{i}-{part}-bits"], made[f"{i}-{part}-before"])
-        return members
+    def members(self, hops: int) -> dict[str, dict[int, ReplicaIndex]]:
+        """Return the nodes of other parts whose in-edges are copied, by node type and part."""
+        node_types = self._store.node_types
+        remote = [part for part in range(self._book.num_parts) if part not in self._hosting.parts]
 
-    def replica(self, kind: EdgeType, part: int, needs: Needs, members: Members) -> Replica:
-        """The copied in-edges of a part's members."""
-        key = f"{safe_name(edge_key(kind))}-{part}"
-        made = self._sharing.arrays(
-            f"replica-{key}", self._first, lambda: copied_edges(self._store, kind, part, members.nodes())
+        def make() -> dict[str, Array]:
+            marks = halo_nodes(self._store, self._book, self._hosting.parts, hops)
+            arrays: dict[str, Array] = {}
+            for i, node_type in enumerate(node_types):
+                for part in remote:
+                    index = ReplicaIndex.of(marks[node_type][slice(*self._book.range(node_type, part))])
+                    arrays |= {f"{i}-{part}-bits": index.bits, f"{i}-{part}-before": index.before}
+            return arrays
+
+        arrays = self._shared.arrays(f"members-{hops}", self._maker, make)
+        return {
+            node_type: {p: ReplicaIndex(arrays[f"{i}-{p}-bits"], arrays[f"{i}-{p}-before"]) for p in remote}
+            for i, node_type in enumerate(node_types)
+        }
+
+    def replica(self, edge_type: EdgeType, part: int, inputs: SamplingInputs, members: ReplicaIndex) -> EdgeReplica:
+        """Return the copied in-edges of a part's members."""
+        key = f"{_key(edge_type)}-{part}"
+        edges = self._shared.arrays(
+            f"replica-{key}", self._maker, lambda: copied_edges(self._store, edge_type, part, members.nodes())
         )
+
+        def tensor(name: str) -> Array:
+            def make() -> dict[str, Array]:
+                return {"values": copied_tensor(self._store, edge_type, part, name, edges["indptr"], edges["shift"])}
+
+            return self._shared.arrays(f"replica-{safe_name(name)}-of-{key}", self._maker, make)["values"]
+
         more: dict[str, Array] = {}
-        if needs.weights(self._store, kind):
-            more["weight"] = self._copied(kind, part, str(needs.weight), key, made)
-        if needs.times(self._store, kind):
-            if needs.node_time is None:
-                stored = self._copied(kind, part, str(needs.edge_time), key, made)
-                more |= _by_order(stored, made["indptr"], str(needs.edge_time))
+        if inputs.has_weights(self._store, edge_type):
+            more["weight"] = tensor(str(inputs.weight))
+        if inputs.has_times(self._store, edge_type):
+            if inputs.node_time is None:
+                more |= _edge_times(tensor(str(inputs.edge_time)), edges["indptr"], str(inputs.edge_time))
             else:
-                more["loose_time"] = self._source_times(f"replica-{key}", self._first, kind, needs, made["indices"])
-        size = self._book.count(kind[0])
-        columns = Columns(made["indptr"], made["indices"], num_sources=size, checked=True, **more)
-        return Replica(columns, made["shift"])
+                more["loose_time"] = self._source_times(
+                    f"replica-{key}", self._maker, edge_type, inputs, edges["indices"]
+                )
+        size = self._book.count(edge_type[0])
+        columns = Columns(edges["indptr"], edges["indices"], num_sources=size, checked=True, **more)
+        return EdgeReplica(columns, edges["shift"])
 
-    # ------------------------------------------------------------------------------------------ inside
+    def _edge(self, edge_type: EdgeType, part: int, name: str) -> Array:
+        return self._store.edge(name, part, edge_type).numpy()
 
-    def _edge(self, kind: EdgeType, part: int, name: str) -> Array:
-        return self._store.edge(name, part, kind).numpy()
-
-    def _times(self, kind: EdgeType, part: int, needs: Needs, indices: Array) -> dict[str, Array]:
-        if not needs.times(self._store, kind):
-            return {}
-        if needs.node_time is not None:
-            maker = part if part in self._hosting.parts else self._first
-            return {
-                "loose_time": self._source_times(f"{safe_name(edge_key(kind))}-{part}", maker, kind, needs, indices)
-            }
-        name = str(needs.edge_time)
-        return _by_order(self._edge(kind, part, name), self._edge(kind, part, "indptr"), name)
-
-    def _source_times(self, key: str, maker: int, kind: EdgeType, needs: Needs, indices: Array) -> Array:
-        name = str(needs.node_time)
+    def _source_times(self, key: str, maker: int, edge_type: EdgeType, inputs: SamplingInputs, indices: Array) -> Array:
+        name = str(inputs.node_time)
 
         def make() -> dict[str, Array]:
-            return {"time": source_times(self._store, self._book, kind[0], name, indices)}
+            return {"time": source_times(self._store, self._book, edge_type[0], name, indices)}
 
-        return self._sharing.arrays(f"times-{safe_name(name)}-{key}", maker, make)["time"]
-
-    def _copied(self, kind: EdgeType, part: int, name: str, key: str, made: Mapping[str, Array]) -> Array:
-        def make() -> dict[str, Array]:
-            return {"values": copied_tensor(self._store, kind, part, name, made["indptr"], made["shift"])}
-
-        return self._sharing.arrays(f"replica-{safe_name(name)}-of-{key}", self._first, make)["values"]
-
-    def _members(self, hops: int) -> dict[str, Array]:
-        marks = reached(self._store, self._book, self._hosting.parts, hops)
-        made: dict[str, Array] = {}
-        for i, name in enumerate(self._store.node_types):
-            for part in range(self._book.num_parts):
-                if part not in self._hosting.parts:
-                    members = Members.of(marks[name][slice(*self._book.range(name, part))])
-                    made |= {f"{i}-{part}-bits": members.bits, f"{i}-{part}-before": members.before}
-        return made
+        return self._shared.arrays(f"times-{safe_name(name)}-{key}", maker, make)["time"]
 
 
-def _by_order(times: Array, indptr: Array, name: str) -> dict[str, Array]:
-    """Times of edges as the field of :class:`Columns` that they can serve as: a store sorts by ``edge_time`` alone."""
+def _key(edge_type: EdgeType) -> str:
+    return safe_name(edge_key(edge_type))
+
+
+def _edge_times(times: Array, indptr: Array, name: str) -> dict[str, Array]:
+    """Return times of edges as a field of :class:`Columns`: ``edge_time`` if each column is sorted by them."""
     checked = readable(times, name, ("i8",))
     if name == SORTED_TIME or spans.first_unsorted(readable(indptr, "indptr", ("i8",)), checked) < 0:
         return {"edge_time": checked}
@@ -236,10 +281,10 @@ def _by_order(times: Array, indptr: Array, name: str) -> dict[str, Array]:
 
 
 def source_times(store: Store, book: PartBook, node_type: str, name: str, indices: Array) -> Array:
-    """Look up the times of edges' sources, of whatever part.
+    """Look up the times of edges' sources, of any part.
 
     Args:
-        store: the store, whose files of all parts are read.
+        store: the store; the files of all parts are read.
         book: its offsets.
         node_type: the type of the sources.
         name: of the node tensor.
@@ -249,14 +294,19 @@ def source_times(store: Store, book: PartBook, node_type: str, name: str, indice
         int64 ``[e]``.
 
     Raises:
-        DataError: times are no whole numbers.
+        DataError: times are not integers.
     """
-    times = [readable(store.node(name, p, node_type).numpy(), name, ("i8",)) for p in range(store.num_parts)]
+    times = [readable(store.node(name, part, node_type).numpy(), name, ("i8",)) for part in range(store.num_parts)]
     source_time = np.empty(indices.size, np.int64)
-    for start in range(0, indices.size, _PIECE):
-        source, out = indices[start : start + _PIECE], source_time[start : start + _PIECE]
-        owner = book.owner(node_type, source)
-        for p in np.unique(owner).tolist():
-            chosen = owner == p
-            out[chosen] = times[p][source[chosen] - book.offsets[node_type][p]]
+    for start in range(0, indices.size, _BLOCK_EDGES):
+        block = slice(start, start + _BLOCK_EDGES)
+        owner = book.owner(node_type, indices[block])
+        _look_up(times.__getitem__, book.offsets[node_type], indices[block], owner, source_time[block])
     return source_time
+
+
+def _look_up(times: Callable[[int], Array], offsets: Array, ids: Array, owner: Array, out: Array) -> None:
+    """Write the time of each global id to ``out``; ``times`` returns those of a part."""
+    for part in np.unique(owner).tolist():
+        chosen = owner == part
+        out[chosen] = times(part)[ids[chosen] - offsets[part]]

@@ -194,7 +194,7 @@ def test_resident_memory_stays_flat() -> None:
 
 def test_blocks_that_nobody_needs_any_more_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of two first arrays; the one that is used from time to time stays."""
-    monkeypatch.setattr(buffers, "_SWEEP", 8)
+    monkeypatch.setattr(buffers, "_SWEEP_INTERVAL", 8)
     pool = BufferPool()
     first = [pool.take(1 << 20, np.uint8) for _ in range(3)]
     first.clear()

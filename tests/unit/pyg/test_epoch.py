@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Generator, Iterable
+from typing import Any
 
 import pytest
 import torch
 from helpers import LIMIT
 
-from gtrain_pyg.epoch import common_shares, num_steps, own_shares
-from gtrain_pyg.pipeline import Pipeline, Stages
+from gtrain_pyg.pipeline import pipelined
+from gtrain_pyg.seeds import global_shares, local_shares, num_steps
 
 
 @pytest.mark.parametrize(("total", "batch_size", "steps"), [(10, 4, 3), (8, 4, 2), (0, 4, 1), (9, None, 1), (1, 1, 1)])
@@ -19,15 +21,15 @@ def test_number_of_steps(total: int, batch_size: int | None, steps: int) -> None
 
 @pytest.mark.parametrize("count", [0, 3, 10, 11])
 def test_own_seeds_are_each_in_one_step(count: int) -> None:
-    shares = own_shares(count, 4, order=7)
+    shares = local_shares(count, 4, order=7)
     assert len(shares) == 4
     assert sorted(torch.cat(list(shares)).tolist()) == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    assert torch.equal(torch.cat(list(own_shares(count, 4, order=None))), torch.arange(count))
+    assert torch.equal(torch.cat(list(local_shares(count, 4, order=None))), torch.arange(count))
 
 
 def test_orders_differ_between_epochs_and_repeat_for_the_same() -> None:
-    first, again, other = (torch.cat(list(own_shares(50, 5, order))) for order in (3, 3, 4))
+    first, again, other = (torch.cat(list(local_shares(50, 5, order))) for order in (3, 3, 4))
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
@@ -35,7 +37,7 @@ def test_orders_differ_between_epochs_and_repeat_for_the_same() -> None:
 def test_common_shares_make_up_a_single_process_steps(world: int) -> None:
     owner = torch.randint(world, (23,), generator=torch.Generator().manual_seed(0))
     expected = torch.randperm(23, generator=torch.Generator().manual_seed(5)).split(6)
-    ranks = [common_shares(owner, 6, 5, rank, world) for rank in range(world)]
+    ranks = [global_shares(owner, 6, 5, rank, world) for rank in range(world)]
     for step, chunk in enumerate(expected):
         parts = [shares[step] for shares in ranks]
         assert sorted(torch.cat(parts).tolist()) == sorted(chunk.tolist())
@@ -45,7 +47,7 @@ def test_common_shares_make_up_a_single_process_steps(world: int) -> None:
 
 
 def test_common_shares_without_seeds_are_empty() -> None:
-    (share,) = common_shares(torch.empty(0, dtype=torch.int64), 6, 5, 0, 2)
+    (share,) = global_shares(torch.empty(0, dtype=torch.int64), 6, 5, 0, 2)
     assert share.numel() == 0
 
 
@@ -54,49 +56,49 @@ class Recorder:
 
     def __init__(self) -> None:
         self.sampled: list[int] = []
-        self.begun: list[int] = []
-        self.finished: list[int] = []
+        self.prefetched: list[int] = []
+        self.assembled: list[int] = []
 
-    def stages(self) -> Stages[int, int, int, str]:
-        return Stages(self.sample, self.begin, self.finish)
+    def run(self, jobs: Iterable[int], **options: Any) -> Generator[str]:
+        return pipelined(jobs, self.sample, self.prefetch, self.assemble, **options)
 
     def sample(self, job: int) -> int:
         self.sampled.append(job)
         return job * 10
 
-    def begin(self, sample: int) -> int:
-        self.begun.append(sample)
+    def prefetch(self, sample: int) -> int:
+        self.prefetched.append(sample)
         return sample + 1
 
-    def finish(self, job: int, sample: int, rows: int) -> str:
+    def assemble(self, job: int, sample: int, rows: int) -> str:
         assert rows == sample + 1 == job * 10 + 1
-        self.finished.append(job)
+        self.assembled.append(job)
         return f"batch {job}"
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("jobs", [0, 1, 7])
-def test_batches_come_in_order(ahead: int, beside: bool, jobs: int) -> None:
+def test_batches_come_in_order(ahead: int, overlap: bool, jobs: int) -> None:
     recorder = Recorder()
-    found = list(Pipeline(recorder.stages(), threads=3, ahead=ahead, beside=beside).run(range(jobs)))
-    assert found == [f"batch {job}" for job in range(jobs)]
-    assert recorder.begun == [10 * job for job in range(jobs)]
+    batches = list(recorder.run(range(jobs), threads=3, ahead=ahead, overlap=overlap))
+    assert batches == [f"batch {job}" for job in range(jobs)]
+    assert recorder.prefetched == [10 * job for job in range(jobs)]
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_no_more_is_made_ahead_than_asked(beside: bool) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_no_more_is_made_ahead_than_asked(overlap: bool) -> None:
     recorder = Recorder()
-    batches = Pipeline(recorder.stages(), ahead=2, beside=beside).run(range(100))
+    batches = recorder.run(range(100), ahead=2, overlap=overlap)
     for taken in range(1, 20):
         next(batches)
-        assert len(recorder.finished) <= taken + beside
-        assert len(recorder.sampled) <= taken + beside + 2
+        assert len(recorder.assembled) <= taken + overlap
+        assert len(recorder.sampled) <= taken + overlap + 2
     batches.close()
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-@pytest.mark.parametrize("stage", ["sample", "begin", "finish"])
+@pytest.mark.parametrize("stage", ["sample", "prefetch", "assemble"])
 def test_what_a_stage_raises_is_raised_where_batches_are_taken(stage: str, ahead: int) -> None:
     recorder = Recorder()
 
@@ -105,7 +107,7 @@ def test_what_a_stage_raises_is_raised_where_batches_are_taken(stage: str, ahead
 
     setattr(recorder, stage, fail)
     with pytest.raises(OSError, match="the peer is gone"):
-        list(Pipeline(recorder.stages(), ahead=ahead).run(range(3)))
+        list(recorder.run(range(3), ahead=ahead))
 
 
 def test_a_consumer_that_leaves_waits_for_nobody() -> None:
@@ -120,7 +122,7 @@ def test_a_consumer_that_leaves_waits_for_nobody() -> None:
         return sample(job)
 
     recorder.sample = slow  # type: ignore[method-assign]
-    batches = Pipeline(recorder.stages(), ahead=1).run(range(50))
+    batches = recorder.run(range(50), ahead=1)
     assert next(batches) == "batch 0"
     batches.close()
     assert not release.is_set()

@@ -11,8 +11,8 @@ from torch_geometric.data import Data
 from gtrain.data.batches.part_edges import PartEdges
 from gtrain.graph.store.manifest import EDGE_TYPE
 from gtrain.graph.store.writer import write_store
-from gtrain_pyg.epoch import Step
 from gtrain_pyg.links import LinkSeeds
+from gtrain_pyg.seeds import Step
 
 
 @pytest.mark.parametrize("timed", [True, False])

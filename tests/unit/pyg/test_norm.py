@@ -39,7 +39,7 @@ from gtrain.graph.shard.whole import whole_edges, whole_indptr
 from gtrain.graph.store import Store
 from gtrain.model.node_classifier import NodeClassifier
 from gtrain.nn.depth import conv_hops
-from gtrain_pyg.norm import SampledNorm
+from gtrain_pyg.norm import SampledGcnNorm
 from gtrain_pyg.structure import degrees
 from gtrain_pyg.structure.degrees import Degrees, degree_rows
 
@@ -91,7 +91,7 @@ class Sampled:
         self.sampler = NeighborSampler(columns, options.num_neighbors, replace=options.replace, seed=1)
         self.rows = None
         if degrees:
-            made = SampledNorm.tensors(store, range(store.num_parts), options.weight, torch.float64)
+            made = SampledGcnNorm.tensors(store, range(store.num_parts), options.weight, torch.float64)
             self.rows = torch.cat(list(made["node"]["in_degree"].values()))
 
     def batch(self, number: int = 0, *, trim: bool = True) -> Data:
@@ -144,11 +144,11 @@ def test_with_every_neighbour_it_is_the_whole_graphs(name: str, graph: Store) ->
     conv = CONVS[name]()
     sampled = Sampled(graph, SamplingOptions((-1,) * conv_hops(conv.conv)))
     expected = conv(sampled.whole)
-    norm, batch = SampledNorm(), sampled.batch()
+    norm, batch = SampledGcnNorm(), sampled.batch()
     before = dict(gcn_conv.__dict__)
-    assert SampledNorm.wanted(conv.conv)
+    assert SampledGcnNorm.applies_to(conv.conv)
     norm.install(conv.conv)
-    norm.see(batch, sampled.options)
+    norm.register(batch, sampled.options)
     torch.testing.assert_close(conv(batch), expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(conv(sampled.whole), expected, rtol=0, atol=0)  # edges that nobody showed
     norm.uninstall()
@@ -162,13 +162,13 @@ def test_with_every_neighbour_it_is_the_whole_graphs(name: str, graph: Store) ->
 def test_a_network_is_the_same_trimmed_or_not(trim: bool, fan_out: tuple[int, ...], graph: Store) -> None:
     torch.manual_seed(0)
     sampled, model = Sampled(graph, SamplingOptions(fan_out)), NodeClassifier(GCN(WIDTH, 8, 3, 3), 3)
-    norm = SampledNorm()
+    norm = SampledGcnNorm()
     norm.install(model)
     reference = sampled.whole if fan_out[0] == -1 else sampled.batch(trim=False)
     batch = sampled.batch(trim=trim)
     for shown in (reference, batch):
         if shown is not sampled.whole:
-            norm.see(shown, sampled.options)
+            norm.register(shown, sampled.options)
     for shown in (reference, batch):
         model.zero_grad()
         scores = model.seed_scores(shown)
@@ -183,12 +183,12 @@ def test_without_degrees_the_batch_is_counted_and_layers_agree_with_pyg(graph: S
     """As for sampling by times; PyG untrimmed is the reference, of which trimming alone would count too little."""
     torch.manual_seed(0)
     sampled = Sampled(graph, SamplingOptions((3, 2)), degrees=False)
-    model, norm = NodeClassifier(GCN(WIDTH, 8, 2, 3), 3), SampledNorm()
+    model, norm = NodeClassifier(GCN(WIDTH, 8, 2, 3), 3), SampledGcnNorm()
     expected = model.seed_scores(sampled.batch(trim=False))
     assert (model.seed_scores(sampled.batch()) - expected).abs().max() > 1e-3
     norm.install(model)
     batch = sampled.batch()
-    norm.see(batch, sampled.options)
+    norm.register(batch, sampled.options)
     torch.testing.assert_close(model.seed_scores(batch), expected, rtol=0, atol=1e-12)
     norm.uninstall()
 
@@ -198,7 +198,7 @@ def test_without_degrees_the_batch_is_counted_and_layers_agree_with_pyg(graph: S
 
 def deviations(sampled: Sampled, conv: Taken, batches: int) -> tuple[Tensor, Tensor]:
     """How many standard errors the mean over batches is off the whole graph's result, and PyG's mean is."""
-    norm = SampledNorm()
+    norm = SampledGcnNorm()
     ours, theirs = [], []
     with torch.no_grad():
         expected = conv(sampled.whole)
@@ -206,7 +206,7 @@ def deviations(sampled: Sampled, conv: Taken, batches: int) -> tuple[Tensor, Ten
             batch = sampled.batch(number)
             theirs.append(conv(batch))
             norm.install(conv.conv)
-            norm.see(batch, sampled.options)
+            norm.register(batch, sampled.options)
             ours.append(conv(batch))
             norm.uninstall()
     found = []
@@ -238,10 +238,10 @@ def test_drawing_by_weight(replace: bool, fan_out: tuple[int, ...], tmp_path: Pa
     options = SamplingOptions(fan_out, replace=replace, weight="edge_weight")
     sampled, conv = Sampled(store, options, drawn_by=True), CONVS["gcn"]()
     if fan_out == (-1,) or (fan_out == (40,) and not replace):
-        norm, batch = SampledNorm(), sampled.batch()
+        norm, batch = SampledGcnNorm(), sampled.batch()
         expected = conv(sampled.whole)
         norm.install(conv.conv)
-        norm.see(batch, options)
+        norm.register(batch, options)
         torch.testing.assert_close(conv(batch), expected, rtol=0, atol=1e-12)
         norm.uninstall()
         return
@@ -258,10 +258,10 @@ def test_edges_of_weight_zero_are_never_drawn_and_not_missed(tmp_path: Path) -> 
     data = Data(x=torch.randn(SIZE, WIDTH), edge_index=edges, edge_weight=weight)
     store = stored(tmp_path / "zeros", data, random_parts(SIZE, 2))
     options = SamplingOptions((-1,), weight="edge_weight")
-    sampled, conv, norm = Sampled(store, options, drawn_by=True), CONVS["gcn"](), SampledNorm()
+    sampled, conv, norm = Sampled(store, options, drawn_by=True), CONVS["gcn"](), SampledGcnNorm()
     expected, batch = conv(sampled.whole), sampled.batch()
     norm.install(conv.conv)
-    norm.see(batch, options)
+    norm.register(batch, options)
     torch.testing.assert_close(conv(batch), expected, rtol=0, atol=1e-12)
     norm.uninstall()
 
@@ -270,12 +270,12 @@ def test_edges_of_weight_zero_are_never_drawn_and_not_missed(tmp_path: Path) -> 
 
 
 def test_edges_and_weights_that_a_network_made_are_pygs(graph: Store) -> None:
-    sampled, conv, norm = Sampled(graph, SamplingOptions((3,))), GCNConv(WIDTH, 3), SampledNorm()
+    sampled, conv, norm = Sampled(graph, SamplingOptions((3,))), GCNConv(WIDTH, 3), SampledGcnNorm()
     batch = sampled.batch()
     other, weight = batch.edge_index.flip(1), torch.rand(batch.num_edges)
     expected = conv(batch.x, other), conv(batch.x, batch.edge_index, weight)
     norm.install(conv)
-    norm.see(batch, sampled.options)
+    norm.register(batch, sampled.options)
     assert torch.equal(conv(batch.x, other), expected[0])
     assert torch.equal(conv(batch.x, batch.edge_index, weight), expected[1])
     norm.uninstall()
@@ -283,36 +283,36 @@ def test_edges_and_weights_that_a_network_made_are_pygs(graph: Store) -> None:
 
 def test_learned_weights_keep_their_gradient(tmp_path: Path) -> None:
     store = make_graph(tmp_path, weighted=False)
-    sampled, conv, norm = Sampled(store, SamplingOptions((3,))), PDNConv(WIDTH, 3, 1, 2), SampledNorm()
+    sampled, conv, norm = Sampled(store, SamplingOptions((3,))), PDNConv(WIDTH, 3, 1, 2), SampledGcnNorm()
     batch = sampled.batch()
     norm.install(conv)
-    norm.see(batch, sampled.options)
+    norm.register(batch, sampled.options)
     conv(batch.x, batch.edge_index, torch.rand(batch.num_edges, 1)).sum().backward()
     assert all(p.grad is not None for p in conv.mlp.parameters())
     norm.uninstall()
 
 
 def test_batches_are_forgotten(graph: Store) -> None:
-    sampled, conv, norm = Sampled(graph, SamplingOptions((3,))), GCNConv(WIDTH, 3), SampledNorm()
+    sampled, conv, norm = Sampled(graph, SamplingOptions((3,))), GCNConv(WIDTH, 3), SampledGcnNorm()
     norm.install(conv)
     for number in range(3):
         batch = sampled.batch(number)
-        norm.see(batch, sampled.options)
+        norm.register(batch, sampled.options)
         conv(batch.x, batch.edge_index)
-        assert len(norm._known) == 1
+        assert len(norm._edges) == 1
     del batch
-    assert len(norm._known) == 0
+    assert len(norm._edges) == 0
     norm.uninstall()
 
 
 def test_layers_that_do_not_normalise_need_nothing() -> None:
-    assert not SampledNorm.wanted(SAGEConv(2, 2))
-    assert SampledNorm.wanted(HeteroConv({("a", "to", "a"): GCNConv(2, 2)}))
+    assert not SampledGcnNorm.applies_to(SAGEConv(2, 2))
+    assert SampledGcnNorm.applies_to(HeteroConv({("a", "to", "a"): GCNConv(2, 2)}))
 
 
 def test_cached_layers_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"the layer 1 \(SGConv\) was made with cached=True"):
-        SampledNorm().install(nn.Sequential(nn.Linear(2, 2), SGConv(2, 2, cached=True)))
+        SampledGcnNorm().install(nn.Sequential(nn.Linear(2, 2), SGConv(2, 2, cached=True)))
 
 
 def test_each_edge_type_has_degrees_of_its_own() -> None:
@@ -329,11 +329,11 @@ def test_each_edge_type_has_degrees_of_its_own() -> None:
         batch["a"][f"in_degree:{name}"] = Degrees(counted.edges * doubled, counted.loops * doubled).packed(
             torch.float64
         )
-    assert SampledNorm.names(kinds) == {kinds[0]: "in_degree:likes", kinds[1]: "in_degree:knows"}
-    norm = SampledNorm()
+    assert SampledGcnNorm.names(kinds) == {kinds[0]: "in_degree:likes", kinds[1]: "in_degree:knows"}
+    norm = SampledGcnNorm()
     norm.install(conv)
     expected = conv.convs[kinds[0]](batch["a"].x, batch[kinds[0]].edge_index)
-    norm.see(batch, SamplingOptions((4,)))
+    norm.register(batch, SamplingOptions((4,)))
     likes, knows = (conv.convs[kind](batch["a"].x, batch[kind].edge_index) for kind in kinds[:2])
     torch.testing.assert_close(likes, expected, rtol=0, atol=1e-12)
     norm.uninstall()
@@ -349,7 +349,7 @@ def test_each_edge_type_has_degrees_of_its_own() -> None:
 def test_degrees_of_parts_are_those_of_the_graph(
     graph: Store, drawn_by: str | None, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(degrees, "_PIECE", piece)
+    monkeypatch.setattr(degrees, "_BLOCK_EDGES", piece)
     whole = Sampled(graph, SamplingOptions((1,)), degrees=False).whole
     weighted = "edge_weight" in whole
     expected = Degrees.counted(whole.edge_index, whole.edge_weight if weighted else None, SIZE, torch.float64)

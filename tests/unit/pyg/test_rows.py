@@ -27,8 +27,8 @@ from gtrain.strategy.counters import rss_bytes
 from gtrain.wire import Message, RemoteError, WireError
 from gtrain_pyg.features import feature_store
 from gtrain_pyg.features import requests as row_requests
-from gtrain_pyg.features.cache import HaloCache, choose, expected_visits, fill_cache
-from gtrain_pyg.features.feature_store import Counts, FeatureStore
+from gtrain_pyg.features.cache import FeatureCache, expected_visits, fill_cache, most_visited
+from gtrain_pyg.features.feature_store import FeatureStore, RowCounts
 
 
 def check(store: Store, data: Data, batch: dict[Any, Any], made: dict[Any, dict[str, Tensor]]) -> None:
@@ -81,7 +81,7 @@ def test_one_request_an_owner_for_distinct_rows(ranks: Ranks, monkeypatch: pytes
     assert max(np.unique(tensors[1], return_counts=True)[1].max() for *_, tensors in peers.asked) > 1
     monkeypatch.setattr(row_requests, "WIDE_BYTES", 0)
     peers.asked.clear()
-    rows.counts = Counts()
+    rows.counts = RowCounts()
     rows.get(window)
     for part, method, fields, tensors in peers.asked:
         assert (
@@ -130,7 +130,7 @@ def test_batches_of_a_window_can_be_made_in_any_order_once(ranks: Ranks, data: D
     pending = [prefetcher.prefetch(batch) for batch in window]
     for i in (2, 0, 1):
         check(ranks.store, data, window[i], pending[i].get())
-    with pytest.raises(ValueError, match="the batch was made before"):
+    with pytest.raises(ValueError, match="the batch's tensors were taken before"):
         pending[0].get()
 
 
@@ -139,7 +139,7 @@ def test_what_a_batch_asked_for_serves_those_after_it(
     ranks: Ranks, data: Data, lookahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of ``lookahead`` successive batches one asks for each row; after that it is asked for again."""
-    monkeypatch.setattr(feature_store, "KEPT_BATCHES", 9)
+    monkeypatch.setattr(feature_store, "HELD_BATCHES", 9)
     ranks.serve(NAMES)
     rows, peers = ranks.rows([2], NAMES)
     prefetcher, asked = rows.prefetcher(lookahead), []
@@ -177,7 +177,7 @@ def test_no_more_is_kept_than_the_rows_of_one_batch(ranks: Ranks) -> None:
 
 def test_batches_grow_and_turns_run_out(ranks: Ranks, data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments are numbered anew while batches wait to be made; kinds come and go."""
-    monkeypatch.setattr(feature_store, "LAST_TURN", 7)
+    monkeypatch.setattr(feature_store, "MAX_SEQUENCE", 7)
     monkeypatch.setattr(row_requests, "CHUNK_BYTES", 256)
     ranks.serve(NAMES)
     rows, _ = ranks.rows([2], NAMES)
@@ -272,7 +272,7 @@ def test_features_too_large_for_float16_are_refused(tmp_path: Path) -> None:
     ranks = Ranks(stored(tmp_path / "store", data, random_parts(NODES, PARTS)))
     ranks.serve(NAMES)
     rows, _ = ranks.rows([0], NAMES, wire_dtype=torch.float16)
-    with pytest.raises(RemoteError, match="features reach 1e\\+05, and float16, in which .* ends at 65504") as caught:
+    with pytest.raises(RemoteError, match="features reach 1e\\+05, and the largest float16, .*, is 65504") as caught:
         rows.get(some_batches(1))
     assert caught.value.hint == "set strategy.wire_dtype=bfloat16, or scale the features"
     ranks.close()
@@ -392,7 +392,7 @@ def test_an_extra_tensor_of_another_length_is_refused(ranks: Ranks) -> None:
     [
         ({"node": ("features",)}, StoreError, "no node tensor of node called 'features'; it has orig_id, x"),
         ({EDGE_TYPE: ("attr",)}, StoreError, "no edge tensor of node__to__node called 'attr'"),
-        ({EDGE_TYPE: ("indptr",)}, DataError, "indptr of .* has no rows for edges"),
+        ({EDGE_TYPE: ("indptr",)}, DataError, "indptr of .* has no row per edge"),
         ({"paper": ("x",)}, DataError, "no node type or edge type 'paper'"),
     ],
 )
@@ -402,14 +402,14 @@ def test_names_that_do_not_exist(ranks: Ranks, names: Any, error: type, message:
 
 
 def test_parts_that_nobody_can_be_asked_for(ranks: Ranks) -> None:
-    with pytest.raises(DataError, match=r"of 3 parts this rank hosts \[0, 2\], and it has no peers to ask"):
+    with pytest.raises(DataError, match=r"this rank hosts \[0, 2\] of 3 parts, and has no peers"):
         FeatureStore(ranks.store, ranks.book, [2, 0], None, ranks.pool, NAMES)
 
 
 @pytest.mark.parametrize("wrong", [-1, NODES])
 def test_ids_out_of_range(ranks: Ranks, wrong: int) -> None:
     rows = FeatureStore(ranks.store, ranks.book, range(PARTS), None, ranks.pool, NAMES)
-    with pytest.raises(DataError, match=f"a batch names row {wrong} of node, and there are {NODES}"):
+    with pytest.raises(DataError, match=f"a batch names row {wrong} of node, which has {NODES} rows"):
         rows.prefetch({"node": np.array([3, wrong, 5])})
 
 
@@ -427,12 +427,12 @@ def test_rows_that_an_owner_does_not_have(ranks: Ranks) -> None:
     ranks.serve(NAMES)
     _, peers = ranks.rows([0], NAMES)
     fields = {"store": _store_of(ranks), "part": 1, "wants": [_want(["x"], ["float32"])]}
-    with pytest.raises(RemoteError, match="was asked for rows -1 to 0 of node in part 1"):
-        peers.ask(1, "rows", fields, [torch.tensor([0, -1])]).result()
-    with pytest.raises(RemoteError, match=r"was asked for rows of part 2, and hosts \[1\]"):
-        peers.ask(1, "rows", {**fields, "part": 2}, [torch.tensor([0])]).result()
+    with pytest.raises(RemoteError, match="received a request for rows -1 to 0 of node in part 1"):
+        peers.request(1, "rows", fields, [torch.tensor([0, -1])]).result()
+    with pytest.raises(RemoteError, match=r"received a request for rows of part 2, and hosts \[1\]"):
+        peers.request(1, "rows", {**fields, "part": 2}, [torch.tensor([0])]).result()
     with pytest.raises(RemoteError, match="no node tensor of node called 'z'"):
-        peers.ask(1, "rows", {**fields, "wants": [_want(["z"], ["float32"])]}, [torch.tensor([0])]).result()
+        peers.request(1, "rows", {**fields, "wants": [_want(["z"], ["float32"])]}, [torch.tensor([0])]).result()
 
 
 def _want(names: list[str], dtypes: list[str]) -> dict[str, Any]:
@@ -452,9 +452,9 @@ class WrongPeers(LoopbackPeers):
         super().__init__()
         self.right, self.change = right, change
 
-    def ask(self, part: int, method: str, fields: Any = None, tensors: Any = ()) -> Future[Message]:
+    def request(self, part: int, method: str, fields: Any = None, tensors: Any = ()) -> Future[Message]:
         future: Future[Message] = Future()
-        future.set_result(Message({}, self.change(self.right.ask(part, method, fields, tensors).result().tensors)))
+        future.set_result(Message({}, self.change(self.right.request(part, method, fields, tensors).result().tensors)))
         return future
 
 
@@ -480,7 +480,7 @@ def test_an_answer_that_is_not_what_was_asked_for(tmp_path: Path, sparse: bool, 
     ranks.serve({"node": ("x", "y")})
     rows, peers = ranks.rows([0], {"node": ("x", "y")})
     rows._peers = WrongPeers(peers, change)
-    with pytest.raises(WireError, match=f"rank 1 was asked for rows of its part, and answered with .*{message}"):
+    with pytest.raises(WireError, match=f"rank 1 replied to a request for rows of its part with .*{message}"):
         rows.get([{"node": np.arange(NODES)}])
     ranks.close()
 
@@ -508,7 +508,7 @@ def test_a_cache_serves_the_hottest_and_asks_for_the_rest(ranks: Ranks, data: Da
     assert row_bytes == 5 * 4 + 8 + 8 + 1 + 8
     cache = fill_cache(rows, {"node": visits}, int(10 * row_bytes) + 12)
     hottest = np.sort(remote[np.argsort(-visits[remote])][:10])
-    assert choose(rows, {"node": visits}, int(10 * row_bytes) + 12)["node"].tolist() == hottest.tolist()
+    assert most_visited(rows, {"node": visits}, int(10 * row_bytes) + 12)["node"].tolist() == hottest.tolist()
     assert cache.nbytes <= 10 * row_bytes + 2 * 12
     peers.asked.clear()
     before = rows.counts.cached
@@ -561,7 +561,7 @@ def test_a_cache_is_shared_by_what_one_rank_made(ranks: Ranks, data: Data) -> No
     (batch,) = some_batches(1)
     check(ranks.store, data, batch, second.get([batch])[0])
     assert [fields["wants"][0]["kind"] for _, _, fields, _ in peers.asked] == ["edge node__to__node"] * 2
-    assert isinstance(second.cache, HaloCache)
+    assert isinstance(second.cache, FeatureCache)
 
 
 def test_visits_of_a_chain_reckoned_by_hand(tmp_path: Path) -> None:

@@ -194,9 +194,9 @@ def test_tensors_of_equal_ids_are_asked_for_together(ranks: Ranks) -> None:
 
 def test_the_edges_of_other_ranks_are_not_here(ranks: Ranks) -> None:
     graph = ShardGraphStore(ranks.store, [0, 2])
-    with pytest.raises(DataError, match=r"this rank reads parts \[0, 2\] of 3: part 1 is another rank's") as caught:
+    with pytest.raises(DataError, match=r"this rank hosts parts \[0, 2\] of 3: another rank hosts part 1") as caught:
         graph.get_edge_index(None, EdgeLayout.CSC)
-    assert caught.value.hint is not None and caught.value.hint.startswith("give the loader the edges")
+    assert caught.value.hint is not None and caught.value.hint.startswith("give the loader the seed edges")
     with pytest.raises(KeyError):
         graph.get_edge_index(None, EdgeLayout.COO)
 

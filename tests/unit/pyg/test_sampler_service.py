@@ -20,10 +20,10 @@ from gtrain.graph.sampling.options import SamplingOptions
 from gtrain.graph.store import Store
 from gtrain.strategy.counters import Counters
 from gtrain.wire import DeadlineError, Message, RemoteError
-from gtrain_pyg.ranks.hosting import host
+from gtrain_pyg.ranks.hosting import detect_hosting
 from gtrain_pyg.ranks.parts import PartBook
 from gtrain_pyg.ranks.service import Peers
-from gtrain_pyg.sampling.remote import SampleReply
+from gtrain_pyg.sampling.remote import read_replies
 
 SOON = 0.3  # seconds, of a deadline that is to pass
 
@@ -40,16 +40,16 @@ def remote_seeds(store: Store, part: int) -> dict[str, np.ndarray]:
     return {"node": np.arange(*PartBook.of(store).range("node", part))}
 
 
-def count_asks(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The parts that a rank asks from now on."""
+def count_requests(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The parts that a rank sends requests to from now on."""
     asked: list[int] = []
-    ask = rank.peers.ask
+    send = rank.peers.request
 
     def counted(part: int, *rest: Any) -> Future[Message]:
         asked.append(part)
-        return ask(part, *rest)
+        return send(part, *rest)
 
-    monkeypatch.setattr(rank.peers, "ask", counted)
+    monkeypatch.setattr(rank.peers, "request", counted)
     return asked
 
 
@@ -65,7 +65,7 @@ def test_a_hop_asks_each_owner_once_and_only_those_whose_nodes_it_reached(
     data = Data(edge_index=torch.tensor(edges).t(), num_nodes=16)
     store = stored(tmp_path / "s", data, torch.arange(16) // 4)
     with job_of(store) as job:
-        asked = count_asks(job[0], monkeypatch)
+        asked = count_requests(job[0], monkeypatch)
         options = SamplingOptions(num_neighbors=(-1, -1, -1))
         found = samplers(job, options)[0].sample({"node": np.array([0, 1])}, epoch=0, batch=0)
         assert asked == [2, 3]
@@ -85,7 +85,7 @@ def test_what_is_hosted_or_copied_is_not_asked_for(
     with job_of(split(tmp_path), transport, hops=hops) as job:
         made = samplers(job, SamplingOptions(num_neighbors=(4, 4, 4)))
         for rank, sampler in zip(job, made, strict=True):
-            asked = count_asks(rank, monkeypatch)
+            asked = count_requests(rank, monkeypatch)
             sampler.sample(remote_seeds(rank.structure.store, rank.hosting.rank), epoch=0, batch=0)
             assert len(asked) == requests
 
@@ -99,7 +99,7 @@ def test_traffic_is_counted_on_both_sides_while_recording(tmp_path: Path) -> Non
         return Message({}, [message.tensors[0].clone()])
 
     def make(group: Any) -> Peers:
-        peers = Peers(group, host(group, "tcp"), counters=counters[group.rank])
+        peers = Peers(group, detect_hosting(group, "tcp"), counters=counters[group.rank])
         peers.handle("echo", echo)
         peers.open()
         return peers
@@ -108,7 +108,7 @@ def test_traffic_is_counted_on_both_sides_while_recording(tmp_path: Path) -> Non
         """A reply that the server sends once rank 0 waits for it."""
 
         def __init__(self) -> None:
-            self.future = made[0].ask(1, "echo", {}, [torch.zeros(1000)])
+            self.future = made[0].request(1, "echo", {}, [torch.zeros(1000)])
 
         def done(self) -> bool:
             return False
@@ -171,17 +171,17 @@ def test_an_owner_that_has_gone_is_named_and_connections_close_all_the_same(tmp_
         job[0].peers.close()
         job[0].peers.close()
         with pytest.raises(ConfigError, match="its connections are closed"):
-            job[0].peers.ask(1, "sample")
+            job[0].peers.request(1, "sample")
 
 
 def test_a_request_waits_for_a_handler_that_is_added_later(tmp_path: Path) -> None:
     with job_of(split(tmp_path)) as job:
-        early = job[0].peers.ask(1, "later", {"value": 3})
-        job[0].peers.wait(job[0].peers.ask(1, "sample", *request(job[0])))  # the server has seen the first one
+        early = job[0].peers.request(1, "later", {"value": 3})
+        job[0].peers.wait(job[0].peers.request(1, "sample", *request(job[0])))  # the server has seen the first one
         assert not early.done()
         job[1].peers.handle("later", lambda message: Message({"twice": 2 * message.fields["value"]}))
         assert job[0].peers.wait(early).fields == {"twice": 6}
-        assert job[0].peers.ask(1, "later", {"value": 4}).result(LIMIT).fields == {"twice": 8}
+        assert job[0].peers.request(1, "later", {"value": 4}).result(LIMIT).fields == {"twice": 8}
 
 
 def request(rank: Rank, sizes: list[int] | None = None, node: int = 0) -> tuple[dict[str, Any], list[torch.Tensor]]:
@@ -194,16 +194,16 @@ def test_requests_of_another_store_are_refused(tmp_path: Path) -> None:
     with job_of(split(tmp_path)) as job:
         for wrong, message in ((request(job[0], [1, 0]), "2 types"), (request(job[0], node=99), "node 99 of a part")):
             with pytest.raises(RemoteError, match=message):
-                job[0].peers.wait(job[0].peers.ask(1, "sample", *wrong))
+                job[0].peers.wait(job[0].peers.request(1, "sample", *wrong))
 
 
 def test_an_answer_to_another_question_is_refused() -> None:
     tensors = [torch.tensor(values, dtype=torch.int32) for values in ([1, 2], [5, 6, 7], [0, 1, 2])]
-    (answer,) = SampleReply.read(Message({"edges": [3]}, tensors), [2])
+    (answer,) = read_replies(Message({"edges": [3]}, tensors), [2])
     assert answer.counts.tolist() == [1, 2] and answer.source.tolist() == [5, 6, 7]
     for edges, nodes in (([3], [3]), ([2], [2]), ([1, 2], [2]), ([1, 2], [2, 0])):
         with pytest.raises(DataError):
-            SampleReply.read(Message({"edges": edges}, tensors), nodes)
+            read_replies(Message({"edges": edges}, tensors), nodes)
 
 
 # --------------------------------------------------------------------------------------------------- bad input
@@ -241,7 +241,7 @@ def test_weights_and_times_that_are_not_there_are_named(tmp_path: Path) -> None:
         for options, message in (
             ({"weight": "wait"}, "data.weight_attr=wait was set, .* the edge tensors are: edge_attr, edge_weight"),
             ({"temporal": "last", "edge_time": "when"}, "the times 'when' was set, and no edges have"),
-            ({"temporal": "last", "node_time": "when"}, "no nodes that edges start at have .* are: .*time"),
+            ({"temporal": "last", "node_time": "when"}, "no source nodes of edges have .* are: .*time"),
         ):
             with pytest.raises(DataError, match=message):
                 samplers(job, SamplingOptions(num_neighbors=(2,), **options))
