@@ -324,7 +324,7 @@ def validate(cfg: DictConfig) -> None:
         ConfigError: what was set, what is allowed, and what to do.
     """
     fit_strategy(cfg)
-    _check_top(cfg)
+    _check_keys(cfg)
     _check_seed(cfg)  # other settings refer to it
     try:
         OmegaConf.resolve(cfg)
@@ -344,20 +344,28 @@ def validate(cfg: DictConfig) -> None:
     _check_model(cfg.model)
 
 
-def _check_top(cfg: DictConfig) -> None:
-    """Refuse keys at the top that gtrain does not have, unless another setting refers to them.
+def _check_keys(cfg: DictConfig) -> None:
+    """Refuse keys that nothing reads, at the top and in groups of gtrain's own, unless another setting refers to them.
 
     Raises:
         ConfigError: lists the keys that there are.
     """
-    known = {*_top_keys(), *_shortcuts()}
-    unknown = [str(key) for key in cfg if key not in known]
-    if not unknown:
-        return
-    text = str(OmegaConf.to_container(cfg, resolve=False))
-    for key in unknown:
-        if not re.search(rf"\$\{{{re.escape(key)}[.}}\[]", text):
-            raise messages.unknown_top_key(key, plain(cfg)[key], sorted(known))
+    known = {
+        "": {*_top_keys(), *_shortcuts()},
+        "cluster": {*defaults(ClusterConfig)},
+        "paths": {*defaults(PathsConfig)},
+    }
+    source = OmegaConf.get_type(cfg.data)
+    if (
+        dataclasses.is_dataclass(source) and cfg.data.get("_target_") == defaults(source)["_target_"]
+    ):  # not a user's own
+        known["data"] = {*defaults(source)} - {"_target_"}
+    for group, names in known.items():
+        for key in map(str, cfg[group] if group else cfg):
+            full_key = f"{group}.{key}" if group else key
+            text = str(OmegaConf.to_container(cfg, resolve=False))
+            if key not in {*names, "_target_"} and not re.search(rf"\$\{{{re.escape(full_key)}[.}}\[]", text):
+                raise messages.unknown_key_of(full_key, plain(OmegaConf.select(cfg, full_key)), sorted(names))
 
 
 @functools.cache

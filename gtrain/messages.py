@@ -82,9 +82,9 @@ def unknown_key(cfg: DictConfig, full_key: str, value: Any) -> ConfigError:
     return _unknown(full_key, f"{full_key}={backends.as_set(value)}", sorted(fields))
 
 
-def unknown_top_key(key: str, value: Any, options: Sequence[str]) -> ConfigError:
-    """The error for a key at the top of the configuration that nothing reads."""
-    return _unknown(key, f"{key}={backends.as_set(value)}", options)
+def unknown_key_of(full_key: str, value: Any, options: Sequence[str]) -> ConfigError:
+    """The error for a key that nothing reads; ``options`` are those of its group, or at the top."""
+    return _unknown(full_key, f"{full_key}={backends.as_set(value)}", options)
 
 
 def _unknown(full_key: str, setting: str, options: Sequence[str]) -> ConfigError:

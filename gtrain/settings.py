@@ -106,7 +106,8 @@ def check(group: str, field: dataclasses.Field[Any], value: Any) -> None:
         raise ConfigError(f"{key}={value} was set.", hint=declared["hint"] or f"choose {choices(words)}.")
     if words is None and not _within(declared, value):
         hint = declared["hint"] or f"{as_typed(field.default)} is the default."
-        raise ConfigError(f"{key}={value} was set; it must be {limits(field)}.", hint=hint)
+        finite = "" if not isinstance(value, float) or math.isfinite(value) else ", and finite"
+        raise ConfigError(f"{key}={value} was set; it must be {limits(field)}{finite}.", hint=hint)
 
 
 def _within(declared: Mapping[str, Any], value: Any) -> bool:

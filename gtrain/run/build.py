@@ -17,6 +17,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from gtrain import messages
 from gtrain.errors import ConfigError, GtrainError
 from gtrain.graph.store import Store
 from gtrain.graph.store.entities import entity_bags
@@ -205,6 +206,10 @@ def _relation_names(store: Store) -> list[str] | None:
 
 def make_trainer(settings: dict[str, Any], **extra: Any) -> pl.Trainer:
     """Lightning's Trainer; what it refuses comes out as a ConfigError."""
+    arguments = inspect.signature(pl.Trainer).parameters
+    for key, value in settings.items():
+        if key not in arguments:
+            raise messages.unknown_key_of(f"trainer.{key}", value, sorted(arguments))
     profiler = settings.get("profiler") or NoProfiler()
     try:
         return pl.Trainer(**{**settings, "profiler": profiler}, **extra)

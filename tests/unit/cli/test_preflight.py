@@ -226,8 +226,21 @@ def test_a_mistake_is_refused_before_the_data_are_read(overrides: list[str], sai
         (["model.optimizer.lr=inf"], "model.optimizer.lr=inf was set; it must be a finite number"),
         (["model.optimizer.lr=nan"], "model.optimizer.lr=nan was set"),
         (["model.optimizer.lr=-0.1"], "model.optimizer.lr=-0.1 was set; it must be 0 or more"),
-        (["strategy.timeout_seconds=nan"], "strategy.timeout_seconds=nan was set; it must be a number above 0"),
-        (["cluster.timeout_seconds=inf"], "cluster.timeout_seconds=inf was set"),
+        (
+            ["strategy.timeout_seconds=nan"],
+            "strategy.timeout_seconds=nan was set; it must be a number above 0, and finite",
+        ),
+        (
+            ["cluster.timeout_seconds=inf"],
+            "cluster.timeout_seconds=inf was set; it must be a number above 0, and finite",
+        ),
+        (
+            ["+cluster.bogus=1"],
+            "cluster.bogus=1 was set; cluster has no key bogus; its keys are isolated, key_file, kind",
+        ),
+        (["+paths.bogus=1"], "paths.bogus=1 was set; paths has no key bogus; its keys are data, run, runs, stores"),
+        (["+data.bogus=1"], "data.bogus=1 was set; data has no key bogus; its keys are"),
+        (["+trainer.bogus=1"], "trainer.bogus=1 was set; trainer has no key bogus; its keys are accelerator"),
         (["trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val=-1.0 was set; it must be 0 or more"),
         (["trainer.gradient_clip_val=nan"], "trainer.gradient_clip_val=nan was set; it must be a finite number"),
         (["trainer.gradient_clip_algorithm=sum"], "trainer.gradient_clip_algorithm=sum was set"),
@@ -247,6 +260,7 @@ def test_a_value_without_a_meaning_is_refused(overrides: list[str], said: str) -
 
 def test_keys_of_the_users_own_that_others_refer_to() -> None:
     assert refusal("strategy=single", "+rate=0.1", "model.optimizer.lr=${rate}") is None
+    assert refusal("strategy=single", "+paths.mine=elsewhere", "paths.stores=${paths.mine}/stores") is None
     assert refusal("strategy=single", "callbacks.checkpoint.monitor=val/f1") is None
 
 
