@@ -25,7 +25,7 @@ def relations_layout(recipe: ModelRecipe, rules: StepRules | None) -> TensorShap
     for name, parameter in recipe.parameters.items():
         layout[name] = tuple(parameter.shape), parameter.dtype
         if rules is not None:
-            columns = state_width(rules.relations.kind, parameter[0].numel())
+            columns = state_width(rules.relations.name, parameter[0].numel())
             layout[f"{name}.state"] = (len(parameter), columns), parameter.dtype
     return layout
 

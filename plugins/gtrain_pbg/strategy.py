@@ -182,7 +182,7 @@ class PBGStrategy(GraphStrategy):
         nodes = Partitioning(store.offsets, tuple(store.node("orig_id", part) for part in range(store.num_parts)))
         layers = list(recipe.tables.values())
         dtype, types = layers[0].weight.dtype, partition_types(store, [layer.table for layer in layers])
-        widths = [state_width(rules.table.kind, layer.table.dim) if rules else 0 for layer in layers]
+        widths = [state_width(rules.table.name, layer.table.dim) if rules else 0 for layer in layers]
         slots, machine = self._deployment.slots, self._deployment.machine
         layout = TypedTables.tensors(types, slots, widths, dtype) | relations_layout(recipe, rules)
         self._shared = share_memory(machine, layout, self.timeout_seconds)

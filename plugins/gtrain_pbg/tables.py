@@ -20,7 +20,7 @@ from gtrain.nn.table import INIT_ROWS
 from gtrain.wire.shared import SharedTensors
 from gtrain_pbg import files
 from gtrain_pbg.partition_store import LocalPartitions, PartitionStore, ReuseWaits
-from gtrain_pbg.step.batch import PartitionRows
+from gtrain_pbg.step.layout import PartitionRows
 from gtrain_pbg.swaps import PartitionBuffer
 
 TensorShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]

@@ -14,7 +14,7 @@ from gtrain.errors import DataError
 from gtrain.nn.recipe import ModelRecipe
 from gtrain_pbg.edges import EdgeList, RelationGroups
 from gtrain_pbg.optimizers import StepRules
-from gtrain_pbg.step.batch import EdgeBatch, PartitionRows
+from gtrain_pbg.step.layout import EdgeBatch, PartitionRows
 from gtrain_pbg.step.relations import RelationWeights
 from gtrain_pbg.step.training import TrainingStep
 from gtrain_pbg.swaps import ScheduledBucket

@@ -22,7 +22,7 @@ from gtrain.wire.shared import SharedTensors
 from gtrain_pbg import files
 from gtrain_pbg.order import Bucket
 from gtrain_pbg.partition_store import PartitionStore, ReuseWaits
-from gtrain_pbg.step.batch import PartitionRows
+from gtrain_pbg.step.layout import PartitionRows
 from gtrain_pbg.swaps import PartitionBuffer, ScheduledBucket, Swap
 from gtrain_pbg.tables import PartitionedTable, Partitioning, TensorShapes
 

@@ -113,7 +113,7 @@ def measure_step(case: str, matmul: str, batches: int) -> float:
     import torch
 
     from gtrain.model.kg.embedding import KGEmbedding
-    from gtrain_pbg.step.batch import EdgeBatch, PartitionRows
+    from gtrain_pbg.step.layout import EdgeBatch, PartitionRows
     from gtrain_pbg.step.relations import RelationWeights, UpdateRule
     from gtrain_pbg.step.training import TrainingStep
 

@@ -24,7 +24,7 @@ from torchbiggraph.train import Trainer
 from torchbiggraph.types import Partition, Side
 
 from gtrain.model.kg.embedding import KGEmbedding
-from gtrain_pbg.step.batch import EdgeBatch, PartitionRows
+from gtrain_pbg.step.layout import EdgeBatch, PartitionRows
 from gtrain_pbg.step.relations import RelationWeights, UpdateRule
 from gtrain_pbg.step.training import TrainingStep
 

@@ -1,6 +1,6 @@
-"""Numbers in loops: bfloat16 as 16 bits, and exponentials, in forms that LLVM turns into vector instructions.
+"""Arithmetic in kernels: bfloat16 as 16 bits, exponentials and sums, in forms that LLVM turns into vector instructions.
 
-Products of matrices may be in bfloat16; numba has no such type, so these arrays come as ``uint16``.
+Matrix products may be in bfloat16. numba lacks that type, so these arrays come as ``uint16``.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _SHIFT = np.uint32(16)
 
 
 def number(x: Any) -> Any:
-    """A number as it is computed with: float32 of what is stored as bfloat16."""
+    """Decode a stored number: float32 of bfloat16 bits, any other number unchanged."""
     raise NotImplementedError("compiled only")
 
 
 def scaled(x: Any, row: Any, i: int, column: Any, k: int) -> Any:
-    """The same, where an integer stands for ``x * row[i] * column[k]``."""
+    """Decode a stored product: ``x * row[i] * column[k]`` of an int32, :func:`number` of any other type."""
     raise NotImplementedError("compiled only")
 
 
 def stored(x: Any, like: Any) -> Any:
-    """A number as it is stored in an array with items like this one."""
+    """Encode a number for an array whose items are of the type of ``like``."""
     raise NotImplementedError("compiled only")
 
 
@@ -39,8 +39,9 @@ def _from_bfloat16(x: Any) -> Any:
 
 
 def _to_bfloat16(x: Any, like: Any) -> Any:
+    # bfloat16 is the upper half of a float32; 0x7FFF plus the lowest bit that stays rounds to nearest, ties to even
     bits = np.float32(x).view(np.uint32)
-    return np.uint16(np.uint32(bits + _HALF + ((bits >> _SHIFT) & _LOW_BIT)) >> _SHIFT)  # to the nearest, ties to even
+    return np.uint16(np.uint32(bits + _HALF + ((bits >> _SHIFT) & _LOW_BIT)) >> _SHIFT)
 
 
 def _from_integer(x: Any, row: Any, i: int, column: Any, k: int) -> Any:
@@ -51,17 +52,17 @@ def _not_scaled(x: Any, row: Any, i: int, column: Any, k: int) -> Any:
     return number(x)
 
 
-def _as_it_is(x: Any) -> Any:
+def _unchanged(x: Any) -> Any:
     return x
 
 
-def _as_given(x: Any, like: Any) -> Any:
+def _unchanged_like(x: Any, like: Any) -> Any:
     return x
 
 
 @overload(number, jit_options={"fastmath": STRICT}, inline="always")
 def _typed_number(x: Any) -> Any:
-    return _from_bfloat16 if x is types.uint16 else _as_it_is
+    return _from_bfloat16 if x is types.uint16 else _unchanged
 
 
 @overload(scaled, jit_options={"fastmath": STRICT}, inline="always")
@@ -71,40 +72,54 @@ def _typed_scaled(x: Any, row: Any, i: int, column: Any, k: int) -> Any:
 
 @overload(stored, jit_options={"fastmath": STRICT}, inline="always")
 def _typed_stored(x: Any, like: Any) -> Any:
-    return _to_bfloat16 if like is types.uint16 else _as_given
+    return _to_bfloat16 if like is types.uint16 else _unchanged_like
 
 
 @bare(fastmath=STRICT)
 def store(row: Any, target: Any, count: int) -> None:
-    """Write the first numbers of a row as they are stored in ``target``."""
+    """Write the first ``count`` numbers of a row, encoded for ``target``."""
     for d in range(count):
         target[d] = stored(row[d], target[d])
 
 
+@bare(fastmath=STRICT)
+def add(row: Any, target: Any, count: int) -> None:
+    """``target[:count] += row[:count]``."""
+    for d in range(count):
+        target[d] += number(row[d])
+
+
+@bare(fastmath=STRICT)
+def add_scaled(row: Any, factor: Any, target: Any, count: int) -> None:
+    """``target[:count] += factor * row[:count]``."""
+    for d in range(count):
+        target[d] += number(row[d]) * factor
+
+
 @bare(fastmath=FAST)
 def exponentials(x: Any, less: Any, count: int) -> Any:
-    """``x[:count] = exp(x[:count] - less)``, none of which is more than 1; return their sum."""
-    found = x.dtype.type(0)
+    """``x[:count] = exp(x[:count] - less)``, where ``less`` is at least their maximum; return their sum."""
+    total = x.dtype.type(0)
     for i in range(count):
         power = exp_of_negative(x[i] - less)
         x[i] = power
-        found += power
-    return found
+        total += power
+    return total
 
 
 def key_of(x: Any) -> Any:
-    """An integer of a number's bits, in the order of the numbers; vectors find the largest of integers."""
+    """Return an integer for a float, ordered as the floats: LLVM vectorizes the maximum of integers."""
     raise NotImplementedError("compiled only")
 
 
 def of_key(key: Any) -> Any:
-    """The number of a :func:`key_of`."""
+    """Return the float of a :func:`key_of`."""
     raise NotImplementedError("compiled only")
 
 
 def _key_single(x: Any) -> Any:
     bits = np.float32(x).view(np.int32)
-    return np.int32(bits ^ ((bits >> 31) & 0x7FFFFFFF))  # of those with a sign, the other bits are turned over
+    return np.int32(bits ^ ((bits >> 31) & 0x7FFFFFFF))  # of negative numbers, all bits but the sign are inverted
 
 
 def _key_double(x: Any) -> Any:
@@ -132,18 +147,18 @@ def _typed_of_key(key: Any) -> Any:
 
 @bare
 def largest(x: Any, count: int) -> Any:
-    """The largest of the first numbers, at least one; if some are no numbers, one of those without a sign."""
-    found = key_of(x[0])
+    """Return the maximum of the first ``count`` numbers (at least one); a positive NaN counts as the largest."""
+    best = key_of(x[0])
     for i in range(1, count):
         key = key_of(x[i])
-        found = key if key > found else found
-    return of_key(found)
+        best = key if key > best else best
+    return of_key(best)
 
 
 @bare(fastmath=FAST)
 def total(x: Any, count: int) -> Any:
-    """The sum of the first numbers."""
-    found = x.dtype.type(0)
+    """Return the sum of the first ``count`` numbers."""
+    result = x.dtype.type(0)
     for i in range(count):
-        found += x[i]
-    return found
+        result += x[i]
+    return result

@@ -1,91 +1,97 @@
-"""Relation operators that act on each column (or pair of columns) alone, forward and backward.
+"""Kernels of relation operators that act on each column, or pair of columns, alone.
 
-``translation``: x + a. ``diagonal``: a * x. ``complex_diagonal``: (a + ib) * x over complex numbers, the real parts in
-the first half of a row. Parameters have a row for each relation. Linear operators are products of matrices; see
-:mod:`gtrain_pbg.step.relations`.
+- ``translation``: ``y = x + a`` (TransE, Bordes et al. 2013)
+- ``diagonal``: ``y = a * x`` (DistMult, Yang et al. 2015)
+- ``complex_diagonal``: ``y = (a + ib) * x`` over complex numbers (ComplEx, Trouillon et al. 2016), the real parts in
+  the first half of a row
+
+Parameters have a row for each relation: a ``[R, D]``; complex_diagonal: a and b ``[R, D / 2]``. Linear operators are
+matrix products; see :mod:`gtrain_pbg.step.relations`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gtrain.kernels.options import FAST, bare, inlined
-from gtrain_pbg.kernels.numbers import number, store
+from gtrain_pbg.kernels.numbers import add, number, store
 
 NONE, TRANSLATION, DIAGONAL, COMPLEX = 0, 1, 2, 3
 
 
+class OperatorArrays(NamedTuple):
+    """An operator: ``code`` (NONE, TRANSLATION, DIAGONAL or COMPLEX), parameters ``a``, ``b``, gradients by them."""
+
+    code: int
+    a: Any
+    b: Any
+    by_a: Any
+    by_b: Any
+
+
 @inlined
-def transform(
-    kind: int, rows: Any, places: int, uniform: int, relation: Any, a: Any, b: Any, result: Any, low: Any, has_low: bool
-) -> None:
+def transform(operator: Any, rows: Any, layout: Any, relation: Any, result: Any, low: Any, has_low: bool) -> None:
     """Transform the rows of a side's edges, each by its relation.
 
     Args:
-        kind: one of TRANSLATION, DIAGONAL, COMPLEX.
+        operator: :class:`OperatorArrays`.
         rows: ``[Z, D]``, a side.
-        places, uniform: how it is laid out.
+        layout: its :class:`~gtrain_pbg.kernels.rows.SideLayout`.
         relation: ``[B]``.
-        a: ``[R, D]`` (COMPLEX: ``[R, D / 2]``).
-        b: ``[R, D / 2]`` for COMPLEX.
         result: ``[B, D]``.
-        low: the same as bfloat16 bits, if there is such.
-        has_low: whether there is.
+        low: ``[B, D]``, receives the same as bfloat16 bits if ``has_low``.
+        has_low: whether ``low`` is wanted.
     """
     for e in range(relation.size):
         y, r = result[e], relation[e]
-        transform_row(kind, rows[e + e // places * uniform], a[r], b[r], y)
+        transform_row(operator.code, rows[e + e // layout.places * layout.uniform], operator.a[r], operator.b[r], y)
         if has_low:
             store(y, low[e], low[e].size)
 
 
 @bare
-def transform_row(kind: int, x: Any, a: Any, b: Any, y: Any) -> None:
-    """Transform row ``x`` by these parameters into ``y``."""
+def transform_row(code: int, x: Any, a: Any, b: Any, y: Any) -> None:
+    """Transform row ``x`` by the parameters of one relation into ``y``."""
     half = x.size // 2
-    if kind == COMPLEX:
+    if code == COMPLEX:  # (x1 + i x2)(a + ib) = (x1 a - x2 b) + i (x1 b + x2 a)
         _product(x[:half], a, y[:half])
         _subtract_product(x[half:], b, y[:half])
         _product(x[:half], b, y[half:])
         _add_product(x[half:], a, y[half:])
-    elif kind == DIAGONAL:
+    elif code == DIAGONAL:
         _product(x, a, y)
     else:
         store(x, y, y.size)
-        if kind == TRANSLATION:
-            _add(a, y)
+        if code == TRANSLATION:
+            add(a, y, y.size)
 
 
 @inlined
-def transform_back(
-    kind: int,
-    gradient: Any,
-    rows: Any,
-    places: int,
-    uniform: int,
-    relation: Any,
-    a: Any,
-    b: Any,
-    by_row: Any,
-    by_a: Any,
-    by_b: Any,
-) -> None:
-    """Gradients of :func:`transform`: by the rows ``[B, D]`` (written), and by the parameters (added)."""
+def transform_backward(operator: Any, gradient: Any, rows: Any, layout: Any, relation: Any, by_row: Any) -> None:
+    """Backward pass of :func:`transform`.
+
+    Args:
+        operator: :class:`OperatorArrays`; gradients by the parameters are added.
+        gradient: ``[B, D]``, float or bfloat16 bits, by the results.
+        rows, layout, relation: as of :func:`transform`.
+        by_row: ``[B, D]``, receives the gradients by the rows.
+    """
+    a, b, by_a, by_b = operator.a, operator.b, operator.by_a, operator.by_b
     wide = np.empty(by_row.shape[1], rows.dtype)
     for e in range(relation.size):
-        r = relation[e]
+        r, row = relation[e], rows[e + e // layout.places * layout.uniform]
         _widen(gradient[e], wide)
-        transform_back_row(kind, wide, rows[e + e // places * uniform], a[r], b[r], by_row[e], by_a[r], by_b[r])
+        transform_row_backward(operator.code, wide, row, a[r], b[r], by_row[e], by_a[r], by_b[r])
 
 
 @bare
-def transform_back_row(kind: int, gradient: Any, x: Any, a: Any, b: Any, y: Any, by_a: Any, by_b: Any) -> None:
-    """Gradients of :func:`transform_row`: by the row (written to ``y``), and by the parameters (added)."""
+def transform_row_backward(code: int, gradient: Any, x: Any, a: Any, b: Any, y: Any, by_a: Any, by_b: Any) -> None:
+    """Backward pass of :func:`transform_row`: write the gradient by the row to ``y``, add those by the parameters."""
     half = x.size // 2
-    if kind == COMPLEX:
+    if code == COMPLEX:  # with g = u + iv: by x is g * conj(a + ib), by a + ib is g * conj(x)
         u, v = gradient[:half], gradient[half:]
         _product(u, a, y[:half])
         _add_product(v, b, y[:half])
@@ -95,16 +101,16 @@ def transform_back_row(kind: int, gradient: Any, x: Any, a: Any, b: Any, y: Any,
         _add_product(v, x[half:], by_a)
         _add_product(v, x[:half], by_b)
         _subtract_product(u, x[half:], by_b)
-    elif kind == DIAGONAL:
+    elif code == DIAGONAL:
         _product(gradient, a, y)
         _add_product(gradient, x, by_a)
     else:
         store(gradient, y, y.size)
-        if kind == TRANSLATION:
-            _add(gradient, by_a)
+        if code == TRANSLATION:
+            add(gradient, by_a, by_a.size)
 
 
-# Loops over few arrays each: LLVM makes vectors only where it can check that none overlaps another.
+# Each loop uses few arrays: LLVM vectorizes a loop only if it can check at run time that no array overlaps another.
 
 
 @bare(fastmath=FAST)
@@ -125,12 +131,6 @@ def _subtract_product(first: Any, second: Any, result: Any) -> None:
         result[d] -= first[d] * second[d]
 
 
-@bare(fastmath=FAST)
-def _add(more: Any, result: Any) -> None:
-    for d in range(result.size):
-        result[d] += more[d]
-
-
 @inlined(fastmath=FAST)
 def _widen(source: Any, target: Any) -> None:
     for d in range(target.size):
@@ -138,79 +138,65 @@ def _widen(source: Any, target: Any) -> None:
 
 
 @inlined(fastmath=FAST)
-def cubes(values: Any, more: Any, complex_numbers: bool, weight: Any, by_value: Any, by_more: Any) -> Any:
-    """Sum of the cubed absolute values of a row's numbers, and the weighted gradient by them (added).
+def _cubes(real: Any, imaginary: Any, is_complex: bool, weight: Any, by_real: Any, by_imaginary: Any) -> Any:
+    """Return ``sum |v|^3`` of a row's numbers, and add ``weight * 3 |v| v`` to their gradients.
 
     Args:
-        values: ``[D]``, or the real parts.
-        more: the imaginary parts, if the numbers are complex.
-        complex_numbers: whether they are.
+        real: ``[D]``, the numbers, or their real parts.
+        imaginary: ``[D]``, the imaginary parts; unused unless ``is_complex``.
+        is_complex: whether the numbers are complex.
         weight: of the gradient.
-        by_value, by_more: receive it.
+        by_real, by_imaginary: ``[D]``, gradients.
     """
-    found, three = values.dtype.type(0), values.dtype.type(3) * weight
-    for d in range(values.size):
-        if complex_numbers:
-            size = math.sqrt(values[d] * values[d] + more[d] * more[d])
-            by_value[d] += three * size * values[d]
-            by_more[d] += three * size * more[d]
+    total, three = real.dtype.type(0), real.dtype.type(3) * weight
+    for d in range(real.size):
+        if is_complex:
+            size = math.sqrt(real[d] * real[d] + imaginary[d] * imaginary[d])
+            by_real[d] += three * size * real[d]
+            by_imaginary[d] += three * size * imaginary[d]
         else:
-            size = abs(values[d])
-            by_value[d] += three * size * values[d]
-        found += size * size * size
-    return found
+            size = abs(real[d])
+            by_real[d] += three * size * real[d]
+        total += size * size * size
+    return total
 
 
 @inlined
 def regularize(
-    complex_numbers: bool,
-    heads: Any,
-    tails: Any,
-    places: int,
-    uniform: int,
+    operator: Any,
+    ends: Any,
+    by_ends: Any,
     relation: Any,
     weight: Any,
-    a: Any,
-    b: Any,
-    by_head: Any,
-    by_tail: Any,
-    by_a: Any,
-    by_b: Any,
     with_rows: bool,
     with_relation: bool,
 ) -> float:
-    """The N3 norms of edges, weighted and summed, and their gradients (added).
+    """The N3 regularizer (Lacroix et al. 2018, eq. 4): ``sum_e w[e] (|h|_3^3 + |r|_3^3 + |t|_3^3)``; add its gradients.
 
     Args:
-        complex_numbers: whether rows and parameters are complex numbers.
-        heads, tails: ``[Z, D]``, both sides.
-        places, uniform: how they are laid out.
+        operator: :class:`OperatorArrays` of one direction; for COMPLEX, rows are complex numbers too.
+        ends: heads and tails of the edges, ``[B, D]`` each.
+        by_ends: ``[B, D]`` each, gradients by them.
         relation, weight: ``[B]``.
-        a, b: parameters of one direction.
-        by_head, by_tail: ``[B, D]``, gradients by rows.
-        by_a, by_b: gradients by parameters.
         with_rows: whether heads and tails count.
         with_relation: whether the parameters count.
     """
-    half, found = heads.shape[1] // 2, 0.0
+    is_complex = operator.code == COMPLEX
+    a, b, by_a, by_b = operator.a, operator.b, operator.by_a, operator.by_b
+    half, result = ends[0].shape[1] // 2, 0.0
     for e in range(relation.size):
-        z, r, heavy = e + e // places * uniform, relation[e], weight[e]
+        r, heavy = relation[e], weight[e]
         total = heavy * 0
-        if with_rows and complex_numbers:
-            for rows, gradient in ((heads, by_head), (tails, by_tail)):
-                x, y = rows[z], gradient[e]
-                total += cubes(x[:half], x[half:], True, heavy, y[:half], y[half:])
-        elif with_rows:
-            total += cubes(heads[z], heads[z], False, heavy, by_head[e], by_head[e])
-            total += cubes(tails[z], tails[z], False, heavy, by_tail[e], by_tail[e])
-        if with_relation:
-            total += cubes(
-                a[r],
-                b[r] if complex_numbers else a[r],
-                complex_numbers,
-                heavy,
-                by_a[r],
-                by_b[r] if complex_numbers else by_a[r],
-            )
-        found += heavy * total
-    return found
+        if with_rows:
+            for end in range(2):
+                x, y = ends[end][e], by_ends[end][e]
+                if is_complex:
+                    total += _cubes(x[:half], x[half:], True, heavy, y[:half], y[half:])
+                else:
+                    total += _cubes(x, x, False, heavy, y, y)
+        if with_relation and is_complex:
+            total += _cubes(a[r], b[r], True, heavy, by_a[r], by_b[r])
+        elif with_relation:
+            total += _cubes(a[r], a[r], False, heavy, by_a[r], by_a[r])
+        result += heavy * total
+    return result

@@ -1,132 +1,190 @@
-"""Rows of tables: fetching them, and what lies between products of matrices and gradients of rows.
+"""Kernels over the rows of a batch: fetch them from tables, prepare them for comparators, and the backward passes.
 
-A *side* of a batch has for each chunk of m edges their m ends and then u nodes drawn at random, one row each; the last
-chunk may have fewer edges. So edge e has row ``e + e // m * u``.
+A *side* of a batch (heads or tails) is an array of rows ``[Z, D]``. Each chunk of m edges contributes the m endpoints
+of its edges and then u nodes drawn uniformly; the last chunk may have fewer edges. Edge e has row ``e + e // m * u``.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from gtrain.kernels.options import FAST, STRICT, inlined
-from gtrain_pbg.kernels.numbers import number, store, stored
+from gtrain_pbg.kernels.numbers import add, number, store, stored
+
+
+class SideLayout(NamedTuple):
+    """How a side's rows are ordered: ``places`` (m), ``uniform`` (u) and ``edges`` (B), see the module."""
+
+    places: int
+    uniform: int
+    edges: int
+
+
+class FetchedRows(NamedTuple):
+    """Where fetched rows are written.
+
+    Attributes:
+        rows: ``[Z, D]``.
+        bias: ``[Z]``, the last column of the table; written if ``has_bias``.
+        low: ``[Z, D]`` bfloat16 bits, the same rows rounded; written if ``has_low``.
+        has_bias: whether the table has a bias column.
+        has_low: whether ``low`` is wanted.
+    """
+
+    rows: Any
+    bias: Any
+    low: Any
+    has_bias: bool
+    has_low: bool
 
 
 @inlined
-def lay_out(ends: Any, drawn: Any, places: int, uniform: int, ids: Any) -> None:
-    """Write the ids of a side's rows: ends ``[B]``, drawn ``[C * u]``, ids ``[B + C * u]``."""
-    edges = ends.size
+def lay_out(ends: Any, drawn: Any, layout: Any, ids: Any) -> None:
+    """Write the ids of a side's rows: endpoints ``[B]`` and drawn nodes ``[C * u]`` into ids ``[B + C * u]``."""
+    places, uniform, edges = layout
     for chunk in range((edges + places - 1) // places):
         begin, end = chunk * places, min(edges, (chunk + 1) * places)
-        at = begin + chunk * uniform
+        first = begin + chunk * uniform
         for e in range(begin, end):
-            ids[at + e - begin] = ends[e]
+            ids[first + e - begin] = ends[e]
         for k in range(uniform):
-            ids[at + end - begin + k] = drawn[chunk * uniform + k]
+            ids[first + end - begin + k] = drawn[chunk * uniform + k]
 
 
 @inlined(fastmath=STRICT)
-def fetch(table: Any, ids: Any, shift: Any, rows: Any, bias: Any, low: Any, has_bias: bool, has_low: bool) -> None:
-    """Fetch rows of a table ``[n, D]`` or, with a bias, ``[n, D + 1]``.
+def fetch(table: Any, ids: Any, shift: Any, result: Any) -> None:
+    """Fetch rows of a table.
 
     Args:
-        table: the table.
+        table: ``[n, D]``, or ``[n, D + 1]`` with the bias last.
         ids: ``[Z]``.
-        shift: ``[D]``, what is added to each row, or ``[0]``.
-        rows: ``[Z, D]``, receives them.
-        bias: ``[Z]``, receives the last column.
-        low: ``[Z, D]`` bfloat16 bits, receives them too, if there is such.
-        has_bias: whether there is a bias.
-        has_low: whether there is ``low``.
+        shift: ``[D]``, added to each row (``model.global_emb``), or ``[0]``.
+        result: :class:`FetchedRows`.
     """
-    columns, shifted = rows.shape[1], shift.size > 0
+    columns, shifted = result.rows.shape[1], shift.size > 0
     for z in range(ids.size):
-        source, target = table[ids[z]], rows[z]
+        source, target = table[ids[z]], result.rows[z]
         if shifted:
             for d in range(columns):
                 target[d] = source[d] + shift[d]
         else:
             for d in range(columns):
                 target[d] = source[d]
-        if has_bias:
-            bias[z] = source[columns]
-        if has_low:
-            store(target, low[z], columns)
+        if result.has_bias:
+            result.bias[z] = source[columns]
+        if result.has_low:
+            store(target, result.low[z], columns)
+
+
+@inlined(fastmath=STRICT)
+def fetch_bags(table: Any, bags: Any, ids: Any, shift: Any, result: Any) -> None:
+    """Fetch the embeddings of featurized entities: the mean of the rows of an entity's bag; zero if the bag is empty.
+
+    Args:
+        table: ``[F, D]`` or ``[F, D + 1]``, a row for each feature.
+        bags: :class:`~gtrain_pbg.kernels.updates.Bags`.
+        ids: ``[Z]``, entities.
+        shift, result: as for :func:`fetch`.
+    """
+    columns, shifted = result.rows.shape[1], shift.size > 0
+    for z in range(ids.size):
+        begin, end = bags.offsets[ids[z]], bags.offsets[ids[z] + 1]
+        target = result.rows[z]
+        target[:] = 0
+        total = target.dtype.type(0)
+        for k in range(begin, end):
+            source = table[bags.features[k]]
+            add(source, target, columns)
+            if result.has_bias:
+                total += source[columns]
+        scale = target.dtype.type(1 / max(1, end - begin))
+        for d in range(columns):
+            target[d] *= scale
+            if shifted:
+                target[d] += shift[d]
+        if result.has_low:
+            store(target, result.low[z], columns)
+        if result.has_bias:
+            result.bias[z] = total * scale
 
 
 @inlined(fastmath=FAST)
-def clip(table: Any, ids: Any, columns: int, most: float) -> None:
-    """Scale the rows of these ids to a norm of ``most`` where it is larger."""
+def clip(table: Any, ids: Any, columns: int, max_norm: float) -> None:
+    """Scale the rows with these ids to the norm ``max_norm`` where their norm is larger."""
     for z in range(ids.size):
         row = table[ids[z]]
-        norm = math.sqrt(_squared(row, columns))
-        if norm > most:
-            scale = row.dtype.type(most / (norm + 1e-7))  # as torch's embedding_renorm_ does
+        norm = math.sqrt(_squared_norm(row, columns))
+        if norm > max_norm:
+            scale = row.dtype.type(max_norm / (norm + 1e-7))  # as torch.embedding_renorm_ does
             for d in range(columns):
                 row[d] *= scale
 
 
-@inlined
-def lower(rows: Any, low: Any) -> None:
-    """Write rows as bfloat16 bits."""
-    for z in range(rows.shape[0]):
-        store(rows[z], low[z], rows.shape[1])
-
-
 @inlined(fastmath=FAST)
-def _squared(row: Any, columns: int) -> Any:
-    found = row.dtype.type(0)
+def _squared_norm(row: Any, columns: int) -> Any:
+    total = row.dtype.type(0)
     for d in range(columns):
-        found += row[d] * row[d]
-    return found
+        total += row[d] * row[d]
+    return total
 
 
 @inlined
-def squared_norms(rows: Any, found: Any) -> None:
-    """``found[z] = |rows[z]|^2``."""
+def squared_norms(rows: Any, result: Any) -> None:
+    """``result[z] = |rows[z]|^2``."""
     for z in range(rows.shape[0]):
-        found[z] = _squared(rows[z], rows.shape[1])
+        result[z] = _squared_norm(rows[z], rows.shape[1])
 
 
 @inlined(fastmath=FAST)
 def normalize(rows: Any, inverse: Any, unit: Any) -> None:
-    """Rows of length 1, and by what they were multiplied; as torch's ``normalize``."""
+    """``inverse[z] = 1 / |rows[z]|`` and ``unit[z] = inverse[z] * rows[z]``, as ``torch.nn.functional.normalize``."""
     for z in range(rows.shape[0]):
-        norm = math.sqrt(_squared(rows[z], rows.shape[1]))
+        norm = math.sqrt(_squared_norm(rows[z], rows.shape[1]))
         inverse[z] = rows.dtype.type(1) / rows.dtype.type(norm if norm > 1e-12 else 1e-12)
         for d in range(rows.shape[1]):
             unit[z, d] = rows[z, d] * inverse[z]
 
 
 @inlined(fastmath=FAST)
-def from_units(gradient: Any, unit: Any, inverse: Any, result: Any) -> None:
-    """The gradient by rows of that by their :func:`normalize`."""
+def normalize_backward(gradient: Any, unit: Any, inverse: Any, result: Any) -> None:
+    """Backward pass of :func:`normalize`: ``result = inverse * (g - (g . unit) unit)``, g the gradient by ``unit``."""
     columns = unit.shape[1]
     for z in range(gradient.shape[0]):
         along = unit.dtype.type(0)
         for d in range(columns):
             along += number(gradient[z, d]) * unit[z, d]
-        if inverse[z] >= 1e12:  # divided by a constant
+        if inverse[z] >= 1e12:  # the norm was clamped: the forward pass divided by a constant
             along = unit.dtype.type(0)
         for d in range(columns):
             result[z, d] = (number(gradient[z, d]) - along * unit[z, d]) * inverse[z]
 
 
 @inlined(fastmath=FAST)
-def from_distances(product: Any, rows: Any, sums: Any, result: Any) -> None:
-    """The gradient by rows, of products with the rows of the other side: ``product - sums * rows``."""
+def distances_backward(product: Any, rows: Any, sums: Any, result: Any) -> None:
+    """Backward pass of distances: ``result[z] = product[z] - sums[z] * rows[z]``.
+
+    With w[i, k] the gradient by the score, times the derivative of the score by the squared distance, the gradient by
+    query i is ``sum_k w[i, k] (candidate[k] - query[i])``: a matrix product (``product``) less a multiple of the row.
+    The same holds for candidates, with the roles exchanged.
+
+    Args:
+        product: ``[Z, D]``, float or bfloat16 bits.
+        rows: ``[Z, D]``.
+        sums: ``[Z]``, ``sum_k w[i, k]``.
+        result: ``[Z, D]``.
+    """
     for z in range(product.shape[0]):
         for d in range(rows.shape[1]):
             result[z, d] = number(product[z, d]) - sums[z] * rows[z, d]
 
 
 @inlined(fastmath=STRICT)
-def add_rows(first: Any, second: Any, places: int, uniform: int, edges: int, result: Any) -> None:
-    """``result = first``, a row for each row of a side, plus ``second`` at its edges."""
+def add_rows(first: Any, second: Any, layout: Any, result: Any) -> None:
+    """``result`` ``[Z, D]`` = ``first`` ``[Z, D]`` plus ``second`` ``[B, D]`` at the rows of edges."""
     columns = result.shape[1]
     for z in range(first.shape[0]):
-        e = edge_of(z, places, uniform, edges)
+        e = edge_of(z, layout)
         if e >= 0:
             for d in range(columns):
                 result[z, d] = number(first[z, d]) + number(second[e, d])
@@ -136,39 +194,30 @@ def add_rows(first: Any, second: Any, places: int, uniform: int, edges: int, res
 
 
 @inlined
-def edge_of(row: int, places: int, uniform: int, edges: int) -> int:
-    """The edge of a row of a side; -1 for one that was drawn."""
-    chunk, at = divmod(row, places + uniform)
-    edge = chunk * places + at
-    return edge if at < places and edge < edges else -1
-
-
-@inlined(fastmath=STRICT)
-def widen(source: Any, target: Any) -> None:
-    """Write rows as they are computed with."""
-    for z in range(source.shape[0]):
-        for d in range(target.shape[1]):
-            target[z, d] = number(source[z, d])
+def edge_of(row: int, layout: Any) -> int:
+    """Return the edge of a side's row; -1 for the row of a drawn node."""
+    places, uniform, edges = layout
+    chunk, place = divmod(row, places + uniform)
+    edge = chunk * places + place
+    return edge if place < places and edge < edges else -1
 
 
 @inlined(fastmath=FAST)
-def pairs(queries: Any, rows: Any, places: int, uniform: int, found: Any) -> None:
-    """Inner products of queries ``[B, D]`` and the rows of their edges on a side."""
+def pairs(queries: Any, rows: Any, layout: Any, result: Any) -> None:
+    """``result[e]`` = inner product of query e ``[B, D]`` and its edge's row on a side ``[Z, D]``."""
     for e in range(queries.shape[0]):
-        z = e + e // places * uniform
-        product = found.dtype.type(0)
+        z = e + e // layout.places * layout.uniform
+        product = result.dtype.type(0)
         for d in range(queries.shape[1]):
             product += queries[e, d] * rows[z, d]
-        found[e] = product
+        result[e] = product
 
 
 @inlined
-def pair_gradients(
-    by_product: Any, queries: Any, rows: Any, places: int, uniform: int, by_query: Any, by_row: Any
-) -> None:
-    """Gradients by queries (added) and by the rows of their edges (written) of that by :func:`pairs`."""
+def pairs_backward(by_product: Any, queries: Any, rows: Any, layout: Any, by_query: Any, by_row: Any) -> None:
+    """Backward pass of :func:`pairs`: add the gradient by queries ``[B, D]``, write that by their rows ``[Z, D]``."""
     for e in range(queries.shape[0]):
-        z = e + e // places * uniform
+        z = e + e // layout.places * layout.uniform
         for d in range(queries.shape[1]):
             more = number(by_query[e, d]) + by_product[e] * rows[z, d]
             by_query[e, d] = stored(more, by_query[e, d])
@@ -176,20 +225,16 @@ def pair_gradients(
 
 
 @inlined(fastmath=STRICT)
-def add_all(first: Any, second: Any, result: Any) -> None:
-    """Add the sum of all rows of both to ``result`` ``[D]``."""
-    for z in range(first.shape[0]):
-        for d in range(result.size):
-            result[d] += number(first[z, d])
-    for e in range(second.shape[0]):
-        for d in range(result.size):
-            result[d] += number(second[e, d])
+def add_all(rows: Any, result: Any) -> None:
+    """Add the sum of all rows ``[n, D]`` to ``result`` ``[D]``."""
+    for z in range(rows.shape[0]):
+        add(rows[z], result, result.size)
 
 
 @inlined
 def count_total(values: Any) -> float:
-    """Their sum, in float64."""
-    found = 0.0
+    """Return the sum of the values in float64."""
+    total = 0.0
     for value in values:
-        found += value
-    return found
+        total += value
+    return total

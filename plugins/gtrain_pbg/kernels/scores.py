@@ -1,142 +1,188 @@
-"""From scores to the loss and to its gradient by them, in place, row by row: a row fits into the nearest cache."""
+"""Kernels from inner products to the loss and to its gradient by them, in place, one query's row of scores at a time.
+
+A row of scores fits into the nearest cache, so each pass over it (scores, loss, gradient, rounding) costs little. The
+losses are those of PyTorch-BigGraph (Lerer et al. 2019, section 3); with s+ the true score and s- the false ones:
+
+- RANKING: ``sum max(0, margin - s+ + s-)``
+- LOGISTIC: ``softplus(-s+) + mean softplus(s-)``
+- SOFTMAX: ``log(sum over s+ and s- of exp) - s+``
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gtrain.kernels.exponential import exp_of_negative
 from gtrain.kernels.options import FAST, STRICT, bare, inlined
-from gtrain_pbg.kernels.numbers import exponentials, largest, scaled, store, total
-from gtrain_pbg.kernels.rounding import keep
+from gtrain_pbg.kernels.numbers import add, exponentials, largest, scaled, store, total
+from gtrain_pbg.kernels.rounding import write_row
 
 RANKING, LOGISTIC, SOFTMAX = 0, 1, 2
 INNER, SQUARED, ROOT = 0, 1, 2  # dot and cos; squared_l2; l2
-DIAGONAL, LISTED, APART = 0, 1, 2  # where the true answer's column is: that of the row, as listed, nowhere
-TINY = 1e-30  # least squared distance, as in gtrain.model.kg.comparators
+DIAGONAL, LISTED, APART = 0, 1, 2  # the column of a row's answer: the row's number, a listed one, none
+TINY = 1e-30  # least squared distance, as in gtrain.model.kg.scores
 _RUN = 64  # factors between 1 and 2 whose product is finite
+
+
+class ScoreBlock(NamedTuple):
+    """Inner products of n queries and K candidates in each of G chunks, and where the gradient by them goes.
+
+    Attributes:
+        scores: ``[G, n, K]``, float, bfloat16 bits or int32.
+        row_factor: ``[n]``, and
+        column_factor: ``[K]``: int32 scores stand for ``scores * row_factor * column_factor``.
+        gradient: ``[G, n, K]``, receives the gradient; may be ``scores`` unless these are integers. In int8 it omits
+            the gradients by the answers, which go to :attr:`QueryArrays.by_apart`.
+        gradient_scale: ``[n]``, receives the scales of int8 rows.
+        dither: for int8; see :mod:`gtrain_pbg.kernels.rounding`.
+    """
+
+    scores: Any
+    row_factor: Any
+    column_factor: Any
+    gradient: Any
+    gradient_scale: Any
+    dither: Any
+
+
+class QueryArrays(NamedTuple):
+    """What belongs to a query, ``[B]`` each.
+
+    Attributes:
+        norm: squared norms; not for INNER.
+        bias: biases; only if biased.
+        sums: receives the sums of the gradient's rows (see ``kernels.rows.distances_backward``); not for INNER.
+        by_bias: receives the gradient by the bias; only if biased.
+        apart: score of the answer where it has no column.
+        by_apart: receives the gradient by that score, or by its inner product.
+        own: score of one more negative, the query's own endpoint; minus infinity where it does not count.
+        by_own: receives the gradient by that.
+        answer: int64, the column of the answer, for LISTED.
+        weight: of the loss.
+    """
+
+    norm: Any
+    bias: Any
+    sums: Any
+    by_bias: Any
+    apart: Any
+    by_apart: Any
+    own: Any
+    by_own: Any
+    answer: Any
+    weight: Any
+
+
+class CandidateArrays(NamedTuple):
+    """What belongs to a candidate, ``[G, K]`` each, as in :class:`QueryArrays`; adds to ``sums`` and ``by_bias``."""
+
+    norm: Any
+    bias: Any
+    sums: Any
+    by_bias: Any
+
+
+class LossSettings(NamedTuple):
+    """The loss: RANKING, LOGISTIC or SOFTMAX; its margin; INNER, SQUARED or ROOT; whether biases are added; DIAGONAL,
+    LISTED or APART; whether queries have one more negative, :attr:`QueryArrays.own`."""
+
+    loss: int
+    margin: float
+    comparator: int
+    biased: bool
+    answer: int
+    has_own: bool
 
 
 @inlined(fastmath=STRICT)
 def loss_and_gradient(
-    scores: Any,
-    row_factor: Any,
-    column_factor: Any,
-    result: Any,
-    result_scale: Any,
-    dither: Any,
+    block: Any,
     first: int,
     step: int,
-    answer: Any,
-    listed: Any,
-    apart: Any,
-    apart_gradient: Any,
-    own: Any,
-    own_gradient: Any,
-    has_own: bool,
-    weight: Any,
-    loss: int,
-    margin: float,
-    kind: int,
-    biased: bool,
-    row_norm: Any,
-    column_norm: Any,
-    row_bias: Any,
-    column_bias: Any,
-    row_sum: Any,
-    column_sum: Any,
-    row_bias_gradient: Any,
-    column_bias_gradient: Any,
+    column: int,
+    queries: Any,
+    candidates: Any,
+    settings: Any,
     work: Any,
     distance: Any,
 ) -> float:
-    """From inner products to the gradient of the loss by them; return the weighted loss.
+    """Replace inner products by the gradient of the loss by them, and return the weighted loss.
 
-    Queries are numbered through: row i of chunk g is query ``first + g * step + i``.
+    Passes per row: decode the products to ``work``; turn them into distances and add biases; loss and gradient by the
+    scores, in place; gradient by the inner products; encode. Sums over rows and columns are taken while the row is in
+    the cache.
 
     Args:
-        scores: ``[G, n, K]`` inner products of queries and candidates, float, bfloat16 bits or integers.
-        row_factor: ``[n]``, and
-        column_factor: ``[K]``, by which integers are multiplied.
-        result: ``[G, n, K]``, receives the gradient; may be ``scores``, if those are no integers. If it is int8, it
-            has no gradients by answers: these are apart.
-        result_scale: ``[n]``, receives by what rows of 8 bits are to be multiplied.
-        dither: for 8 bits; see ``kernels.rounding``.
+        block: :class:`ScoreBlock`; row i of chunk g is query ``first + g * step + i``.
         first: query of the first row.
         step: queries from the first row of a chunk to that of the next.
-        answer: one of DIAGONAL, LISTED, APART.
-        listed: by query, the column of the answer; for DIAGONAL the same is ``listed[0] + i``.
-        apart: by query, the score of the answer where it is no column.
-        apart_gradient: by query, receives the gradient by that, or by the product for it.
-        own: by query, the score of one more false answer; minus infinity: there is none.
-        own_gradient: by query, receives the gradient by that.
-        has_own: whether there is ``own``.
-        weight: by query.
-        loss: one of RANKING, LOGISTIC, SOFTMAX.
-        margin: of the ranking loss.
-        kind: one of INNER, SQUARED, ROOT.
-        biased: whether biases are added.
-        row_norm, row_bias: by query: squared norm (not for INNER) and bias (only if biased).
-        column_norm, column_bias: ``[G, K]``, the same of the candidates.
-        row_sum, column_sum: receives (columns: adds) the sums of the result, which distances need; not for INNER.
-        row_bias_gradient, column_bias_gradient: the same of the gradient by the scores; only if biased.
+        column: for DIAGONAL, the column of the first row's answer.
+        queries: :class:`QueryArrays`.
+        candidates: :class:`CandidateArrays`.
+        settings: :class:`LossSettings`.
         work, distance: ``[K + 1]``, scratch; their dtype is that of the computation.
     """
-    groups, rows, columns = scores.shape
-    rounded = result.itemsize == 1
+    groups, rows, columns = block.scores.shape
+    kind, biased, has_own = settings.comparator, settings.biased, settings.has_own
+    quantized = block.gradient.itemsize == 1
     lost = 0.0
     for g in range(groups):
         for i in range(rows):
             query = first + g * step + i
-            _load(scores[g, i], row_factor, i, column_factor, work, columns)
+            _load(block.scores[g, i], block.row_factor, i, block.column_factor, work, columns)
             if kind != INNER:
-                _distances(work, row_norm[query], column_norm[g], kind, columns)
+                _distances(work, queries.norm[query], candidates.norm[g], kind, columns)
                 if kind == ROOT:
                     store(work, distance, columns)
             if biased:
-                _add(work, row_bias[query], column_bias[g], columns)
-            place = listed[0] + i if answer == DIAGONAL else listed[query] if answer == LISTED else -1
-            true = work[place] if place >= 0 else apart[query]
-            heavy, every, absent = weight[query], columns, 0
+                _add_biases(work, queries.bias[query], candidates.bias[g], columns)
+            answer = -1
+            if settings.answer == DIAGONAL:
+                answer = column + i
+            elif settings.answer == LISTED:
+                answer = queries.answer[query]
+            true = work[answer] if answer >= 0 else queries.apart[query]
+            weight, count, absent = queries.weight[query], columns, 0
             if has_own:
-                work[columns] = own[query]
-                every, absent = columns + 1, 1 if own[query] == -np.inf else 0
-            value, by_true = row_loss(loss, work, every, absent, place, true, heavy, margin)
+                work[columns] = queries.own[query]
+                count, absent = columns + 1, 1 if queries.own[query] == -np.inf else 0
+            value, by_true = row_loss(settings.loss, work, count, absent, answer, true, weight, settings.margin)
             if has_own:
-                own_gradient[query] = work[columns]
-            lost += heavy * value
-            if place >= 0:
-                work[place] = by_true
+                queries.by_own[query] = work[columns]
+            lost += weight * value
+            if answer >= 0:
+                work[answer] = by_true
             else:
-                apart_gradient[query] = by_true
+                queries.by_apart[query] = by_true
             if biased:
-                row_bias_gradient[query] = total(work, columns) + (by_true if place < 0 else by_true * 0)
-                _accumulate(work, column_bias_gradient[g], columns)
+                queries.by_bias[query] = total(work, columns) + (by_true if answer < 0 else by_true * 0)
+                add(work, candidates.by_bias[g], columns)
             if kind != INNER:
                 _by_product(work, distance, kind, columns)
-                row_sum[query] = total(work, columns)
-                _accumulate(work, column_sum[g], columns)
-            if rounded and place >= 0:
-                apart_gradient[query] = work[place]
-                work[place] = 0
-            result_scale[i] = keep(work, columns, dither, i, result[g, i])
+                queries.sums[query] = total(work, columns)
+                add(work, candidates.sums[g], columns)
+            if quantized and answer >= 0:  # a thousand times as large as the others: it would take all 8 bits
+                queries.by_apart[query] = work[answer]
+                work[answer] = 0
+            block.gradient_scale[i] = write_row(work, columns, block.dither, i, block.gradient[g, i])
     return lost
 
 
 @bare
 def row_loss(
-    loss: int, work: Any, columns: int, absent: int, place: int, true: Any, weight: Any, margin: float
+    loss: int, work: Any, columns: int, absent: int, answer: int, true: Any, weight: Any, margin: float
 ) -> tuple[Any, Any]:
-    """The loss of a query's scores, and the gradient by them, in place, but for that by the answer's.
+    """Compute the loss of a query's scores; replace the scores by the gradient, except at the answer's column.
 
     Args:
-        loss: one of RANKING, LOGISTIC, SOFTMAX.
+        loss: RANKING, LOGISTIC or SOFTMAX.
         work: scores.
-        columns: how many.
+        columns: number of scores.
         absent: how many of them are minus infinity.
-        place: column of the answer; -1: it is none of them.
+        answer: column of the answer; -1: it has none.
         true: the answer's score.
         weight: of the gradient.
         margin: of the ranking loss.
@@ -145,10 +191,10 @@ def row_loss(
         The loss, and the gradient by the answer's score.
     """
     if loss == SOFTMAX:
-        return _softmax(work, columns, place, true, weight)
+        return _softmax(work, columns, answer, true, weight)
     if loss == LOGISTIC:
-        return _logistic(work, columns, absent, place, true, weight)
-    return _ranking(work, columns, place, true, weight, margin)
+        return _logistic(work, columns, absent, answer, true, weight)
+    return _ranking(work, columns, answer, true, weight, margin)
 
 
 @inlined(fastmath=STRICT)
@@ -157,21 +203,15 @@ def _load(row: Any, row_factor: Any, i: int, column_factor: Any, work: Any, colu
         work[k] = scaled(row[k], row_factor, i, column_factor, k)
 
 
-@inlined
-def _accumulate(source: Any, target: Any, columns: int) -> None:
-    for k in range(columns):
-        target[k] += source[k]
-
-
 @bare
-def _add(work: Any, row: Any, column: Any, columns: int) -> None:
+def _add_biases(work: Any, row: Any, column: Any, columns: int) -> None:
     for k in range(columns):
         work[k] += row + column[k]
 
 
 @inlined
 def _distances(work: Any, row: Any, column: Any, kind: int, columns: int) -> None:
-    """Minus the distances, or squared ones, of inner products."""
+    """Replace inner products p by minus distances: ``|q - c|^2 = |q|^2 + |c|^2 - 2 p``, or its root."""
     two, tiny = work.dtype.type(2), work.dtype.type(TINY)
     if kind == SQUARED:
         for k in range(columns):
@@ -184,9 +224,10 @@ def _distances(work: Any, row: Any, column: Any, kind: int, columns: int) -> Non
 
 @inlined
 def _by_product(work: Any, distance: Any, kind: int, columns: int) -> None:
-    """The gradient by scores to what multiplies ``candidate - query`` in the gradient by the query.
+    """Replace gradients g by scores by the factors of ``candidate - query`` in the gradient by the query.
 
-    Where a distance was raised to the least one, it does not depend on the rows.
+    ``2 g`` for squared distances and ``g / distance`` for distances; 0 where the distance was raised to the least one,
+    because it does not depend on the rows there.
     """
     zero, two, least = work.dtype.type(0), work.dtype.type(2), work.dtype.type(math.sqrt(TINY) * 1.0001)
     if kind == SQUARED:
@@ -199,14 +240,14 @@ def _by_product(work: Any, distance: Any, kind: int, columns: int) -> None:
 
 
 @bare(fastmath=STRICT)
-def _softmax(work: Any, columns: int, place: int, true: Any, weight: Any) -> Any:
-    """The cross-entropy of picking the true answer, and the gradient by its score."""
+def _softmax(work: Any, columns: int, answer: int, true: Any, weight: Any) -> Any:
+    """SOFTMAX: the gradient by a score is its probability, less 1 for the answer; the maximum is subtracted first."""
     top = largest(work, columns)
-    if place < 0 and true > top:
+    if answer < 0 and true > top:
         top = true
     among = exponentials(work, top, columns)
     own = exp_of_negative(true - top)
-    if place < 0:
+    if answer < 0:
         among += own
     scale = weight / among
     for k in range(columns):
@@ -215,14 +256,14 @@ def _softmax(work: Any, columns: int, place: int, true: Any, weight: Any) -> Any
 
 
 @bare(fastmath=STRICT)
-def _logistic(work: Any, columns: int, absent: int, place: int, true: Any, weight: Any) -> Any:
-    """The logistic loss of the true answer plus the mean one of the false, of which some are minus infinity."""
-    count = columns - absent - (1 if place >= 0 else 0)
+def _logistic(work: Any, columns: int, absent: int, answer: int, true: Any, weight: Any) -> Any:
+    """LOGISTIC: the gradient by a false score x is ``sigmoid(x) / count``."""
+    count = columns - absent - (1 if answer >= 0 else 0)
     share = weight / work.dtype.type(max(count, 1))
     one, zero = work.dtype.type(1), work.dtype.type(0)
     false = 0.0
-    if place >= 0:
-        work[place] = work.dtype.type(-np.inf)
+    if answer >= 0:
+        work[answer] = work.dtype.type(-np.inf)
     for begin in range(0, columns, _RUN):
         end = min(begin + _RUN, columns)
         product, linear = one, zero
@@ -239,16 +280,16 @@ def _logistic(work: Any, columns: int, absent: int, place: int, true: Any, weigh
 
 
 @bare(fastmath=FAST)
-def _ranking(work: Any, columns: int, place: int, true: Any, weight: Any, margin: float) -> Any:
-    """The sum over false answers of ``max(0, margin - true + false)``."""
+def _ranking(work: Any, columns: int, answer: int, true: Any, weight: Any, margin: float) -> Any:
+    """RANKING: the gradient by a false score that violates the margin is 1, that by the true one minus their count."""
     zero = work.dtype.type(0)
     least = work.dtype.type(true - work.dtype.type(margin))
-    if place >= 0:
-        work[place] = least  # counts for nothing
+    if answer >= 0:
+        work[answer] = least  # does not violate the margin
     value, violations = zero, zero
     for k in range(columns):
         excess = work[k] - least
-        hit = not excess <= zero  # what is no number counts, and shows
+        hit = not excess <= zero  # NaN counts as a violation, so that the loss shows it
         value += excess if hit else zero
         violations += work.dtype.type(1) if hit else zero
         work[k] = weight if hit else zero

@@ -1,72 +1,79 @@
-"""Products of small matrices in the nearest caches, computed in tiles that stay in registers.
+"""Matrix products of small operands in the nearest caches, computed in tiles that stay in registers.
 
-A library spends as much time on arranging a small product's operands as on multiplying. Here they come arranged: what
-a step of the sum reads of ``b`` lies side by side. There are three kinds of numbers: float64, float32, and words
-(uint32) of two bfloat16 which follow one another in the sum, and whose products are added in float32.
+A library spends as much time on packing a small product's operands as on multiplying. Here the operands come packed:
+what a step of the sum reads of ``b`` lies side by side. Numbers are float64, float32, or *words*: uint32 of two
+bfloat16 that follow one another in the sum, and whose products the instruction ``vdpbf16ps`` adds in float32.
+
+The functions ``pack_*`` make operands from rows of numbers. Each takes the array for its result last: if its items are
+words, two numbers are joined to one; else the rows are returned unchanged.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import binding, ir
 from numba import config, types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
-from gtrain.kernels.options import bare
+from gtrain.kernels.options import STRICT, bare
+from gtrain_pbg.kernels.numbers import store, stored
 
 TALL = 3
-"""Rows of a tile; with 7 vectors there are 21 sums, 7 vectors of ``b`` and 3 numbers of ``a`` in 32 registers."""
+"""Rows of a tile; with 7 vectors that is 21 sums, 7 vectors of ``b`` and 3 numbers of ``a`` in 32 registers."""
 WIDTHS = (7, 6, 5, 4)
 """Vectors of a tile."""
 BYTES = 64
-"""Of a vector. Where registers are smaller, the compiler takes several for each."""
+"""Bytes of a vector. Where registers are smaller, the compiler uses several for each."""
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
+_ZERO = np.uint16(0)
+_HIGH = np.uint32(16)
 
 
 def has_words() -> bool:
-    """Whether this CPU multiplies words of two bfloat16, and numba compiles for it."""
-    if getattr(config, "CPU_NAME", None):  # NUMBA_CPU_NAME: another CPU than this one
+    """Return whether this CPU multiplies words of two bfloat16, and numba compiles for it."""
+    if getattr(config, "CPU_NAME", None):  # NUMBA_CPU_NAME names another CPU to compile for
         return "+avx512bf16" in (getattr(config, "CPU_FEATURES", None) or "")
     return bool(binding.get_host_cpu_features().get("avx512bf16"))
 
 
 def padded(columns: int, itemsize: int) -> int:
-    """The least width of an array that has room for so many columns in whole tiles."""
+    """Return the least width of an array that holds this number of columns in whole tiles."""
     lanes = BYTES // itemsize
     return min(-(-columns // (width * lanes)) * width * lanes for width in WIDTHS)
 
 
 def _tile(tall: int, wide: int) -> Any:
-    """A function that multiplies some rows of ``a`` by some vectors of ``b``."""
+    """Return a function that multiplies ``tall`` rows of ``a`` by ``wide`` vectors of ``b``."""
 
     @intrinsic  # type: ignore[untyped-decorator, unused-ignore]
     def tile(
         typing: Any, a: Any, at: Any, row: Any, step: Any, b: Any, begin: Any, width: Any, c: Any, end: Any, steps: Any
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            kinds, given = signature.args, list(arguments)
-            for place in (0, 4, 7):
-                given[place] = context.make_array(kinds[place])(context, builder, given[place]).data
-            number, total = (context.get_data_type(kinds[place].dtype) for place in (4, 7))
-            _Tile(builder, tall, wide, number, total).multiply(*given)
+            values = list(arguments)
+            for array in (0, 4, 7):  # a, b and c
+                values[array] = context.make_array(signature.args[array])(context, builder, values[array]).data
+            number, total = (context.get_data_type(signature.args[array].dtype) for array in (4, 7))
+            _Tile(builder, tall, wide, number, total).multiply(*values)
             return context.get_dummy_value()
 
-        place = types.intp
-        return types.void(a, place, place, place, b, place, place, c, place, place), generate
+        index = types.intp
+        return types.void(a, index, index, index, b, index, index, c, index, index), generate
 
     return tile
 
 
 class _Tile:
-    """Writes the instructions of a tile.
+    """Emits the LLVM instructions of a tile.
 
     Args:
-        builder: where they go.
-        tall, wide: its rows and vectors.
-        number: type of the factors.
-        total: type of the sums.
+        builder: of the function.
+        tall, wide: rows and vectors of the tile.
+        number: LLVM type of the factors.
+        total: LLVM type of the sums.
     """
 
     def __init__(self, builder: Any, tall: int, wide: int, number: Any, total: Any) -> None:
@@ -77,9 +84,8 @@ class _Tile:
         name = f"llvm.fmuladd.v{self.lanes}{'f64' if self.lanes == 8 else 'f32'}"
         if self.words:
             name = "llvm.x86.avx512bf16.dpbf16ps.512"
-        known = builder.module.globals.get(name)
-        kind = ir.FunctionType(self.sum, [self.sum, self.factor, self.factor])  # where not words, all are the same
-        self.function = known or ir.Function(builder.module, kind, name)
+        signature = ir.FunctionType(self.sum, [self.sum, self.factor, self.factor])  # without words, all are the same
+        self.function = builder.module.globals.get(name) or ir.Function(builder.module, signature, name)
 
     def multiply(
         self, a: Any, at: Any, row: Any, step: Any, b: Any, begin: Any, width: Any, c: Any, end: Any, steps: Any
@@ -91,34 +97,34 @@ class _Tile:
         builder.position_at_end(loop)
         k = builder.phi(_I64)
         sums = [[builder.phi(self.sum) for _ in range(self.wide)] for _ in range(self.tall)]
-        vectors = [builder.load(place, align=4) for place in self._vectors(b, begin, k, width, self.factor)]
+        vectors = [builder.load(pointer, align=4) for pointer in self._vectors(b, begin, k, width, self.factor)]
         first = builder.add(at, builder.mul(k, step))
-        found = []
-        for i, own in enumerate(sums):
-            number = self._spread(builder.load(self._place(a, first, _I64(i), row)))
-            found.append([self._add_product(*pair, number) for pair in zip(own, vectors, strict=True)])
+        added = []
+        for i, row_sums in enumerate(sums):
+            number = self._broadcast(builder.load(self._pointer(a, first, _I64(i), row)))
+            added.append([self._add_product(*pair, number) for pair in zip(row_sums, vectors, strict=True)])
         following = builder.add(k, _I64(1))
         k.add_incoming(_I64(0), before)
         k.add_incoming(following, loop)
-        for own, results in zip(sums, found, strict=True):
-            for total, result in zip(own, results, strict=True):
+        for row_sums, results in zip(sums, added, strict=True):
+            for total, result in zip(row_sums, results, strict=True):
                 total.add_incoming(ir.Constant(self.sum, None), before)
                 total.add_incoming(result, loop)
         builder.cbranch(builder.icmp_signed("<", following, steps), loop, after)
         builder.position_at_end(after)
-        for i, results in enumerate(found):
-            for result, place in zip(results, self._vectors(c, end, _I64(i), width, self.sum), strict=True):
-                builder.store(result, place, align=4)
+        for i, results in enumerate(added):
+            for result, pointer in zip(results, self._vectors(c, end, _I64(i), width, self.sum), strict=True):
+                builder.store(result, pointer, align=4)
 
-    def _place(self, data: Any, first: Any, count: Any, stride: Any) -> Any:
+    def _pointer(self, data: Any, first: Any, count: Any, stride: Any) -> Any:
         return self.builder.gep(data, [self.builder.add(first, self.builder.mul(count, stride))])
 
-    def _vectors(self, data: Any, first: Any, count: Any, stride: Any, kind: Any) -> list[Any]:
-        place = self.builder.bitcast(self._place(data, first, count, stride), kind.as_pointer())
-        return [self.builder.gep(place, [_I64(v)], source_etype=kind) for v in range(self.wide)]
+    def _vectors(self, data: Any, first: Any, count: Any, stride: Any, vector: Any) -> list[Any]:
+        pointer = self.builder.bitcast(self._pointer(data, first, count, stride), vector.as_pointer())
+        return [self.builder.gep(pointer, [_I64(v)], source_etype=vector) for v in range(self.wide)]
 
-    def _spread(self, number: Any) -> Any:
-        """A vector of the same number."""
+    def _broadcast(self, number: Any) -> Any:
+        """Return a vector whose items are all this number."""
         none = ir.Constant(self.factor, ir.Undefined)
         first = self.builder.insert_element(none, number, _I32(0))
         return self.builder.shuffle_vector(first, none, ir.Constant(ir.VectorType(_I32, self.lanes), None))
@@ -129,7 +135,7 @@ class _Tile:
 
 
 def _in_tiles(wide: int) -> Any:
-    """A product in tiles of so many vectors."""
+    """Return a product in tiles of ``wide`` vectors."""
     tall_tile, flat_tile = _tile(TALL, wide), _tile(1, wide)
 
     @bare
@@ -149,17 +155,17 @@ _in_tiles_7, _in_tiles_6, _in_tiles_5, _in_tiles_4 = (_in_tiles(wide) for wide i
 
 @bare(forceinline=False)
 def multiply(a: Any, strides: Any, b: Any, c: Any, rows: int, steps: int) -> None:
-    """Let the first rows of ``c`` be the sum over k of ``a[i, k] * b[k]``, or of ``a[k, i] * b[k]``.
+    """``c[i] = sum over k of a[i, k] * b[k]``, or of ``a[k, i] * b[k]``, for the first rows of ``c``.
 
-    It is no part of its callers: it rounds in one way, whatever they make of it, and takes long to compile.
+    It is not inlined into its callers: it rounds in the same way in all of them, and takes long to compile.
 
     Args:
         a: contiguous.
-        strides: bytes from one i to the next, and from one k: those of ``a``, or the same in reverse.
-        b: contiguous, as wide as ``padded`` says.
+        strides: bytes from one i to the next, and from one k to the next: ``a.strides``, or the same reversed.
+        b: contiguous, of a width that :func:`padded` returns.
         c: contiguous, as wide as ``b``; float32 where factors are words.
         rows: of ``c``.
-        steps: of the sum, at least 1.
+        steps: k, at least 1.
     """
     row, step = strides[0] // a.itemsize, strides[1] // a.itemsize
     vectors = b.shape[1] * b.itemsize // BYTES
@@ -171,3 +177,77 @@ def multiply(a: Any, strides: Any, b: Any, c: Any, rows: int, steps: int) -> Non
         _in_tiles_5(a, row, step, b, c, rows, steps)
     else:
         _in_tiles_4(a, row, step, b, c, rows, steps)
+
+
+def steps_of(count: int, like: Any) -> int:
+    """Return the steps of a sum over ``count`` numbers, packed like this array."""
+    raise NotImplementedError("compiled only")
+
+
+def pack_columns(rows: Any, count: int, columns: int, result: Any) -> Any:
+    """Pack the first rows as ``a`` of a product whose sum goes over columns: words are pairs of columns."""
+    raise NotImplementedError("compiled only")
+
+
+def pack_rows(rows: Any, count: int, columns: int, result: Any) -> Any:
+    """Pack the first rows as ``b`` (transposed: ``a``) of a product whose sum goes over rows: words are pairs of rows."""
+    raise NotImplementedError("compiled only")
+
+
+def _half(count: int, like: Any) -> int:
+    return (count + 1) // 2
+
+
+def _same(count: int, like: Any) -> int:
+    return count
+
+
+def _unpacked(rows: Any, count: int, columns: int, result: Any) -> Any:
+    return rows
+
+
+def _pairs_of_columns(rows: Any, count: int, columns: int, result: Any) -> Any:
+    low = result.view(np.uint16)
+    for i in range(count):
+        store(rows[i], low[i], columns)
+        if columns % 2:
+            low[i, columns] = _ZERO
+    return result
+
+
+def _pairs_of_rows(rows: Any, count: int, columns: int, result: Any) -> Any:
+    for i in range(0, count - 1, 2):
+        _join(rows[i], rows[i + 1], columns, result[i // 2])
+    if count % 2:
+        for d in range(columns):
+            result[count // 2, d] = stored(rows[count - 1, d], _ZERO)
+    return result
+
+
+@bare(fastmath=STRICT)
+def _join(first: Any, second: Any, columns: int, result: Any) -> None:
+    for d in range(columns):
+        result[d] = np.uint32(stored(first[d], _ZERO)) | (np.uint32(stored(second[d], _ZERO)) << _HIGH)
+
+
+@bare
+def turn(rows: Any, count: int, columns: int, result: Any) -> None:
+    """Transpose the first rows, whose items may be words."""
+    for d in range(columns):
+        for i in range(count):
+            result[d, i] = rows[i, d]
+
+
+@overload(steps_of, inline="always")
+def _typed_steps(count: int, like: Any) -> Any:
+    return _half if like.dtype is types.uint32 else _same
+
+
+@overload(pack_columns, jit_options={"forceinline": True})
+def _typed_pack_columns(rows: Any, count: int, columns: int, result: Any) -> Any:
+    return _pairs_of_columns if result.dtype is types.uint32 else _unpacked
+
+
+@overload(pack_rows, jit_options={"forceinline": True})
+def _typed_pack_rows(rows: Any, count: int, columns: int, result: Any) -> Any:
+    return _pairs_of_rows if result.dtype is types.uint32 else _unpacked

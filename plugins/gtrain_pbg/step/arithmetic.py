@@ -1,7 +1,7 @@
-"""The number format of matrix products, and which one ``strategy.matmul=auto`` takes.
+"""The number format of matrix products, and which one ``strategy.matmul=auto`` resolves to.
 
-The choice follows from instructions of the CPU, the model and nothing else, so it is the same in every run. It is not
-timed: another process on the same core would decide.
+The choice depends on the instructions of the CPU and on the model alone, so it is the same in every run. It is not
+timed: another process on the same core would change the outcome.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from gtrain_pbg.kernels.tiles import has_words
 FORMATS = ("float32", "bfloat16", "int8")
 """From the most exact to the fastest."""
 LEAST_COLUMNS = 32
-"""Below this dimension, exponentials and updates of rows take longer than the products that a low format speeds up."""
+"""Below this dimension, exponentials and row updates take longer than the products that a low format speeds up."""
 
 
 def fastest_of_cpu() -> str:
-    """The fastest format that this CPU has instructions for.
+    """Return the fastest format that this CPU has instructions for.
 
     ``bfloat16`` needs AVX512-BF16, without which torch converts to float32 and back. ``int8`` needs AVX512-VNNI or AMX
     too: chunks that fit into the caches, and rows, are in bfloat16.
@@ -31,18 +31,18 @@ def fastest_of_cpu() -> str:
 
 
 def lowest_of_model(recipe: ModelRecipe, dtype: torch.dtype) -> str:
-    """The format of fewest bits that trains this model as accurately as float32, as far as that was measured.
+    """Return the format of fewest bits that trains this model as accurately as float32, as far as that was measured.
 
     Args:
-        recipe: the model.
+        recipe: of the model.
         dtype: of tables and parameters.
     """
     if dtype != torch.float32:
         return "float32"  # products of float64 are in float64, whatever was set
-    return min((_lowest_of_edges(group) for group in recipe.groups), key=FORMATS.index)
+    return min((_lowest_of_group(group) for group in recipe.groups), key=FORMATS.index)
 
 
-def _lowest_of_edges(recipe: EdgeRecipe) -> str:
+def _lowest_of_group(recipe: EdgeRecipe) -> str:
     # Distances are differences of large products, which cancel; other losses and cos were not measured.
     measured = recipe.comparator == "dot" and recipe.loss == "softmax"
     if not measured or recipe.dimension < LEAST_COLUMNS:
@@ -51,11 +51,11 @@ def _lowest_of_edges(recipe: EdgeRecipe) -> str:
 
 
 def choose(recipe: ModelRecipe, dtype: torch.dtype, cpus: list[str]) -> str:
-    """The format that ``auto`` stands for.
+    """Return the format that ``auto`` resolves to.
 
     Args:
-        recipe: the model.
+        recipe: of the model.
         dtype: of tables and parameters.
-        cpus: :func:`fastest_of_cpu` of each rank's machine; all take the format that the slowest does fast.
+        cpus: :func:`fastest_of_cpu` of each rank; all take the format of the slowest CPU.
     """
     return min((lowest_of_model(recipe, dtype), *cpus), key=FORMATS.index)

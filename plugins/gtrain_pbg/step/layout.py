@@ -1,10 +1,10 @@
-"""Where the rows of a batch lie, and what is allocated once for all batches."""
+"""Arrays of a training step: edges, rows of tables, the order of rows in a batch, and buffers that are reused."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,14 +12,65 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gtrain.nn import Csr, mean_rows
 from gtrain.nn.recipe import EdgeRecipe
+from gtrain_pbg.kernels.rows import SideLayout
 
-Floats = NDArray[Any]
+Array = NDArray[Any]
+
+
+@dataclass
+class PartitionRows:
+    """The rows that one end of the edges refers to: a partition of a table.
+
+    Attributes:
+        value: ``[n, D]``, or ``[n, D + 1]`` with the bias last; may be shared with other processes.
+        state: ``[n, s]``, of the optimizer.
+        head: int32 ``[n]``, all -1 between steps; of this process.
+        bags: rows of the table whose mean is an entity's embedding, for each entity; None: an entity has a row.
+    """
+
+    value: Tensor
+    state: Tensor
+    head: Tensor
+    bags: Csr | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of entities."""
+        return len(self.value) if self.bags is None else self.bags.num_rows
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Return the rows of entities."""
+        if self.bags is None:
+            return self.value[ids]
+        return mean_rows(self.bags, ids, lambda features: self.value[features])
+
+
+@dataclass
+class EdgeBatch:
+    """B edges; of one relation if relations are static.
+
+    Attributes:
+        heads, tails: int64 ``[B]``, rows of their partitions.
+        relation: int64 ``[B]``.
+        weight: float ``[B]``; None: all 1.
+        drawn: int64 ``[C * u]`` for heads and for tails: rows drawn as negatives; unused if all nodes are negatives.
+    """
+
+    heads: Tensor
+    relation: Tensor
+    tails: Tensor
+    weight: Tensor | None
+    drawn: tuple[Tensor, Tensor]
+
+    def __len__(self) -> int:
+        return self.heads.numel()
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """A batch of B edges in chunks of ``places`` edges and ``uniform`` drawn nodes.
+    """A batch of B edges in C chunks of m edges and u drawn nodes; see :mod:`gtrain_pbg.kernels.rows`.
 
     Attributes:
         edges: B.
@@ -31,9 +82,14 @@ class BatchLayout:
     places: int
     uniform: int
 
+    @cached_property
+    def numbers(self) -> SideLayout:
+        """The same for kernels."""
+        return SideLayout(self.places, self.uniform, self.edges)
+
     @property
     def chunks(self) -> int:
-        """C; the last may have fewer edges."""
+        """C; the last chunk may have fewer edges."""
         return -(-self.edges // self.places)
 
     @property
@@ -58,7 +114,7 @@ class BatchLayout:
         Args:
             tensor: ``[Z, D]``, a row for each row of a side, if ``spread``; else ``[B, D]``.
             begin: first chunk.
-            end: behind the last; the incomplete one is viewed alone.
+            end: chunk behind the last; an incomplete chunk is viewed alone.
             spread: which of the two.
         """
         m, stride = self.places, self.places + self.uniform * spread
@@ -67,36 +123,49 @@ class BatchLayout:
         return tensor[begin * stride : end * stride].view(end - begin, stride, -1)[:, :m]
 
     def of_rows(self, tensor: Tensor, begin: int, end: int, skip: bool) -> Tensor:
-        """View the rows of chunks, ``[G, K, D]``: m + u, or u if the edges are to be skipped."""
+        """View the rows of chunks as ``[G, K, D]``: K is m + u, or u if ``skip`` leaves out the edges' rows."""
         m, stride = self.places, self.places + self.uniform
         if begin == self.full:
             m = self.edges - begin * m
-            found = tensor[begin * stride : begin * stride + m + self.uniform].unsqueeze(0)
+            view = tensor[begin * stride : begin * stride + m + self.uniform].unsqueeze(0)
         else:
-            found = tensor[begin * stride : end * stride].view(end - begin, stride, -1)
-        return found[:, m:] if skip else found
+            view = tensor[begin * stride : end * stride].view(end - begin, stride, -1)
+        return view[:, m:] if skip else view
 
 
-def bits(tensor: Tensor) -> Floats:
-    """A tensor's memory as kernels take it: bfloat16 as 16 bits."""
-    if tensor.dtype == torch.bfloat16:
-        found: Floats = tensor.view(torch.int16).numpy().view(np.uint16)
-        return found
-    return tensor.numpy()
+@lru_cache(maxsize=256)
+def _layout(edges: int, places: int, uniform: int) -> BatchLayout:
+    return BatchLayout(edges, places, uniform)  # few sizes occur: each computes its spots once
+
+
+def layout_of(recipe: EdgeRecipe, edges: int, nodes: int) -> BatchLayout:
+    """Return the layout of a side.
+
+    Args:
+        recipe: of the group of relations.
+        edges: B.
+        nodes: candidates if all nodes are negatives: the batch is then one chunk.
+    """
+    return _layout(edges, edges, nodes) if recipe.all_negs else _layout(edges, recipe.places, recipe.num_uniform_negs)
+
+
+def bits(tensor: Tensor) -> Array:
+    """Return a tensor's memory for kernels, which take bfloat16 as uint16."""
+    return tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 @dataclass
 class Operand:
-    """What is compared with others: queries or candidates.
+    """Rows that are compared with others: queries or candidates.
 
     Attributes:
         rows: ``[n, D]``, in the form in which they are compared (of length 1 for ``cos``).
-        low: the same in bfloat16, if products of matrices are.
+        low: the same in bfloat16, if matrix products are.
         spread: whether there is a row for each row of a side; else for each edge. All below is by edge for queries.
-        norm: ``[n]``, squared norms, for distances.
+        norm: ``[n]``, squared norms for distances, inverse norms for ``cos``.
         bias: ``[n]``, if there is a bias.
-        gradient: ``[n, D]``, what products of matrices give.
-        sums: ``[n]``, what distances subtract from that; see ``kernels.rows.from_distances``.
+        gradient: ``[n, D]``, the results of matrix products.
+        sums: ``[n]``, what distances subtract from that; see ``kernels.rows.distances_backward``.
         by_bias: ``[n]``, gradient by the bias.
     """
 
@@ -111,19 +180,19 @@ class Operand:
 
     @property
     def factor(self) -> Tensor:
-        """What products of matrices take."""
+        """The rows that matrix products read."""
         return self.rows if self.low is None else self.low
 
 
 class Workspace:
-    """Buffers by name, made when they are first needed and used again while they are large enough.
+    """Named buffers, allocated when first taken and reused while they are large enough.
 
     Args:
         dtype: of numbers.
         matmul: one of :data:`gtrain_pbg.step.arithmetic.FORMATS`; products of float64 are in float64.
 
     Attributes:
-        low: whether products of matrices are in bfloat16.
+        low: whether matrix products are in bfloat16.
         rounded: whether those of large chunks are in 8 bits.
     """
 
@@ -134,19 +203,18 @@ class Workspace:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A buffer of that shape, with whatever it held."""
-        count, kind = math.prod(shape), dtype or self.dtype
-        found = self._buffers.get(name)
-        if found is None or found.numel() < count:
-            found = self._buffers[name] = torch.empty(count, dtype=kind)
-        return found[:count].view(shape)
+        """Return an uninitialized buffer of this shape; it is the same memory for the same name."""
+        count, buffer = math.prod(shape), self._buffers.get(name)
+        if buffer is None or buffer.numel() < count:
+            buffer = self._buffers[name] = torch.empty(count, dtype=dtype or self.dtype)
+        return buffer[:count].view(shape)
 
     def product(self, name: str, *shape: int) -> Tensor:
-        """A buffer for the result of a product of matrices."""
+        """Return a buffer for the result of a matrix product."""
         return self.take(name, *shape, dtype=torch.bfloat16 if self.low else self.dtype)
 
     def lowered(self, name: str, *shape: int) -> Tensor | None:
-        """A buffer for rows in bfloat16; None where products are not."""
+        """Return a buffer for rows in bfloat16; None unless products are."""
         return self.take(name, *shape, dtype=torch.bfloat16) if self.low else None
 
     @property
@@ -155,16 +223,9 @@ class Workspace:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
 
-def layout_of(recipe: EdgeRecipe, edges: int, nodes: int) -> BatchLayout:
-    """How a batch lies.
-
-    Args:
-        recipe: the model.
-        edges: B.
-        nodes: candidates where all nodes are negatives.
-    """
-    return (
-        BatchLayout(edges, edges, nodes)
-        if recipe.all_negs
-        else BatchLayout(edges, recipe.places, recipe.num_uniform_negs)
-    )
+def compact(work: Workspace, layout: BatchLayout, operand: Operand, name: str = "compact") -> Tensor:
+    """Return the rows of an operand by edge, ``[B, D]``."""
+    if not operand.spread:
+        return operand.rows
+    result = work.take(name, layout.edges, operand.rows.size(1))
+    return torch.index_select(operand.rows, 0, layout.spots, out=result)

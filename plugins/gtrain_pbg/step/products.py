@@ -1,21 +1,21 @@
-"""Products of matrices: which rows of queries and candidates are multiplied, and where the results go.
+"""Matrix products of a chunk: which rows of queries and candidates are multiplied, and where the results go.
 
-The products of a large chunk may be of integers: queries, candidates and gradients by scores rounded to 8 bits. CPUs
-multiply these two to four times as fast as bfloat16, and their sums are exact. Rows are rounded to the nearest for
-scores, each with a scale of its own: without outliers an inner product is as near as one that bfloat16 stores. The
-gradient G by the scores is rounded at random, row by row, so that its mean is right::
+The products of a large chunk may be of integers: queries, candidates and gradients by scores quantized to 8 bits. CPUs
+multiply these two to four times as fast as bfloat16, and their sums are exact. For scores, rows are rounded to nearest,
+each with its scale: without outliers an inner product is as exact as one stored in bfloat16. The gradient G by the
+scores is rounded stochastically, row by row, so that its mean is right::
 
     G[i, k] ~ s[i] A[i, k]        by queries: G C = s A C        by candidates: G' Q = A' (s Q)
 
-For these two products C and s Q have one scale for all rows. Gradients by the answers' scores are a thousand times as
-large as others; they are left out of A, and added.
+In these two products C and s Q have one scale for all rows. Gradients by the answers' scores are a thousand times as
+large as the others; A omits them, and they are added afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -23,14 +23,15 @@ import torch
 from torch import Tensor
 
 from gtrain_pbg.kernels import rounding
-from gtrain_pbg.step.layout import Floats, Workspace, bits
+from gtrain_pbg.kernels.scores import ScoreBlock
+from gtrain_pbg.step.layout import Array, Workspace, bits
 
 _NO_FACTOR = np.ones(1, dtype=np.float32)
 
 
 @dataclass
 class ChunkOperands:
-    """What a group of chunks is computed from, and where its gradients go.
+    """Inputs of a group of chunks, and where its gradients go.
 
     Attributes:
         queries, candidates: ``[G, m, D]`` and ``[G, K, D]``.
@@ -44,7 +45,7 @@ class ChunkOperands:
 
 
 class QueryBlock:
-    """Some queries of each chunk of a group, whose scores are computed at a time.
+    """Queries of each chunk of a group whose scores are computed at a time.
 
     Args:
         part: which queries of each chunk.
@@ -55,45 +56,35 @@ class QueryBlock:
     def __init__(self, part: slice, rows: ChunkOperands, scores: Tensor) -> None:
         self.first: int = part.start
         self._queries, self._by_queries = rows.queries[:, part], rows.by_queries[:, part]
-        self._candidates, self._turned = rows.candidates, rows.candidates.transpose(1, 2)
+        self._candidates, self._transposed = rows.candidates, rows.candidates.transpose(1, 2)
         self._scores = scores[:, part]
-        self._scale: Floats = np.empty(self._scores.size(1), dtype=np.float32)
+        scale, memory = np.empty(self._scores.size(1), dtype=np.float32), bits(self._scores)
+        self._block = ScoreBlock(memory, _NO_FACTOR, _NO_FACTOR, memory, scale, _NO_FACTOR)
 
-    @cached_property
-    def _result(self) -> Floats:
-        return bits(self._scores)
+    def products(self) -> ScoreBlock:
+        """Multiply queries and candidates; return the products for the loss kernel."""
+        torch.bmm(self._queries, self._transposed, out=self._scores)
+        return self._block
 
-    def products(self) -> tuple[Floats, ...]:
-        """Multiply queries and candidates.
-
-        Returns:
-            Inner products ``[G, n, K]``, what they are to be multiplied by for queries and for candidates, the array
-            for the gradient by them, that for its scale, and dither; as ``kernels.scores.loss_and_gradient`` takes it.
-        """
-        torch.bmm(self._queries, self._turned, out=self._scores)
-        return self._result, _NO_FACTOR, _NO_FACTOR, self._result, self._scale, _NO_FACTOR
-
-    def go_back(self) -> None:
-        """Compute the gradient by queries from that by products, while this is near."""
+    def backward(self) -> None:
+        """Compute the gradient by queries from that by scores, while the caches hold it."""
         torch.bmm(self._scores, self._candidates, out=self._by_queries)
 
 
 class ChunkGroup:
-    """Chunks that are computed together, piece by piece.
+    """Chunks that are computed together, block by block.
 
     Args:
         begin: the first chunk.
-        end: behind the last.
+        end: the chunk behind the last.
         rows: of the chunks.
         scores: ``[G, m, K]``.
-        each: queries of a piece.
+        each: queries of a block.
     """
 
     def __init__(self, begin: int, end: int, rows: ChunkOperands, scores: Tensor, each: int) -> None:
         self.begin, self.end, self._rows, self._scores = begin, end, rows, scores
-        self.pieces: Sequence[QueryBlock] = [
-            QueryBlock(part, rows, scores) for part in slices(rows.queries.size(1), each)
-        ]
+        self.blocks: Sequence[QueryBlock] = [QueryBlock(part, rows, scores) for part in slices(scores.size(1), each)]
 
     @property
     def columns(self) -> int:
@@ -101,83 +92,78 @@ class ChunkGroup:
         return self._rows.candidates.size(1)
 
     def prepare(self) -> None:
-        """Do what is done once, in front of all pieces."""
+        """Do what is done once, before the first block."""
 
-    def go_back(self) -> None:
-        """Compute the gradients that all pieces are needed for."""
+    def backward(self) -> None:
+        """Compute the gradients that depend on all blocks."""
         torch.bmm(self._scores.transpose(1, 2), self._rows.queries, out=self._rows.by_candidates)
 
 
 def slices(count: int, each: int) -> list[slice]:
-    """Pieces of that many."""
+    """Cut a range into pieces of this size."""
     return [slice(first, min(first + each, count)) for first in range(0, count, each)]
 
 
 class AnswerPairs(NamedTuple):
-    """What is added to the gradients of n rows for the scores of answers; as ``kernels.rounding.gather`` takes it.
+    """The edges of n rows whose gradients by the answers' scores are added apart; see ``kernels.rounding.gather``.
 
     Attributes:
-        first: int64 ``[n + 1]``, where the edges of a row begin in
+        first: int64 ``[n + 1]``, where the edges of a row start in ``edge``.
         edge: int64, edges of the chunk.
         other: int64, by edge, the row that its score is a product with.
     """
 
-    first: Floats
-    edge: Floats
-    other: Floats
+    first: Array
+    edge: Array
+    other: Array
 
 
 def answers_apart(edges: int, columns: int) -> tuple[AnswerPairs, AnswerPairs]:
-    """Pairs of queries and of candidates where answers are no columns."""
-    none: Floats = np.zeros(0, dtype=np.int64)
-    first: Floats = np.zeros(max(edges, columns) + 1, dtype=np.int64)
+    """Return the pairs of queries and of candidates where answers are not among the columns: none."""
+    none, first = np.zeros(0, dtype=np.int64), np.zeros(max(edges, columns) + 1, dtype=np.int64)
     return AnswerPairs(first, none, none), AnswerPairs(first, none, none)
 
 
 def answers_in(column: Tensor, columns: int) -> tuple[AnswerPairs, AnswerPairs]:
-    """The same where answers are in these columns.
+    """Return the pairs of queries and of candidates where the answers are in these columns.
 
     Args:
         column: int64 ``[m]``, by edge.
         columns: K.
     """
-    each = torch.arange(len(column) + 1)
+    each = torch.arange(len(column) + 1).numpy()
     first = torch.zeros(columns + 1, dtype=torch.int64)
     torch.cumsum(torch.bincount(column, minlength=columns), 0, out=first[1:])
     order = column.argsort(stable=True)
-    return AnswerPairs(each.numpy(), each.numpy(), column.numpy()), AnswerPairs(
-        first.numpy(), order.numpy(), each.numpy()
-    )
+    return AnswerPairs(each, each, column.numpy()), AnswerPairs(first.numpy(), order.numpy(), each)
 
 
 @lru_cache(maxsize=8)
 def answers_first(edges: int, columns: int) -> tuple[AnswerPairs, AnswerPairs]:
-    """The same where the answer of an edge is in the column of its number."""
+    """Return the pairs where the answer of an edge is in the column of its number."""
     return answers_in(torch.arange(edges), columns)
 
 
 class RoundedRows(NamedTuple):
-    """Rows rounded to 8 bits, int8 ``[n, D]``, and their scales, float32 ``[n]``; ``target`` is the memory of rows."""
+    """Rows in 8 bits: int8 ``[n, D]`` as tensor and as array, and their scales, float32 ``[n]``."""
 
     rows: Tensor
-    target: Floats
-    scale: Floats
+    target: Array
+    scale: Array
 
     @classmethod
     def empty(cls, count: int, width: int, work: Workspace, name: str) -> RoundedRows:
+        """Allocate rows."""
         rows = work.take(f"rounded {name}", count, width, dtype=torch.int8)
         return cls(rows, rows.numpy(), np.empty(count, dtype=np.float32))
 
-    def round(self, rows: Tensor) -> None:
-        rounding.round_rows(bits(rows), self.target, self.scale)
-
 
 class IntegerBuffers:
-    """What is computed with for chunks of m queries and K candidates of width D, one after the other.
+    """Buffers for chunks of m queries and K candidates of width D, one chunk after the other.
 
     Args:
-        m, count, width: these numbers.
-        each: queries of a piece.
+        m, count, width: m, K and D.
+        each: queries of a block.
         work: buffers.
 
     Attributes:
@@ -186,7 +172,7 @@ class IntegerBuffers:
         gradient: int8 ``[m, K]``, by scores.
         scale: ``[m]``, of its rows.
         by_queries, by_candidates: int32 ``[m, D]`` and ``[K, D]``.
-        pieces: of the queries.
+        blocks: of the queries.
     """
 
     def __init__(self, m: int, count: int, width: int, each: int, work: Workspace) -> None:
@@ -194,48 +180,48 @@ class IntegerBuffers:
         self.candidates = RoundedRows.empty(count, width, work, "candidates")
         self.even = work.take("even candidates", count, width, dtype=torch.int8)
         self.gradient = work.take("rounded gradient", m, count, dtype=torch.int8)
-        self.scale: Floats = np.empty(m, dtype=np.float32)
+        self.scale: Array = np.empty(m, dtype=np.float32)
         self.by_queries = work.take("integers by queries", m, width, dtype=torch.int32)
         self.by_candidates = work.take("integers by candidates", count, width, dtype=torch.int32)
-        self.scratch: Floats = np.empty(width, dtype=np.float32)
+        self.scratch: Array = np.empty(width, dtype=np.float32)
         products = work.take("integers", min(each, m), count, dtype=torch.int32)
-        self.pieces = [RoundedQueryBlock(part, products, self) for part in slices(m, each)]
+        self.blocks = [RoundedQueryBlock(part, products, self) for part in slices(m, each)]
 
 
 class RoundedQueryBlock(QueryBlock):
-    """Some queries of a chunk.
+    """Queries of a chunk whose products are of integers.
 
     Args:
-        part: which.
+        part: which queries.
         products: int32 ``[n, K]`` or more rows.
         chunk: has the rows.
     """
 
     def __init__(self, part: slice, products: Tensor, chunk: IntegerBuffers) -> None:
         self.first = part.start
-        self._queries, self._turned = chunk.queries.rows[part], chunk.candidates.rows.T
-        self._found = products[: part.stop - part.start]
-        scores, result = self._found[None].numpy(), chunk.gradient[part][None].numpy()
+        self._queries, self._transposed = chunk.queries.rows[part], chunk.candidates.rows.T
+        self._scores = products[: part.stop - part.start]
+        memory, gradient = self._scores[None].numpy(), chunk.gradient[part][None].numpy()
         factors = chunk.queries.scale[part], chunk.candidates.scale
-        self._arguments = scores, *factors, result, chunk.scale[part], dither(chunk.gradient.size(1))
+        self._block = ScoreBlock(memory, *factors, gradient, chunk.scale[part], dither(chunk.gradient.size(1)))
 
-    def products(self) -> tuple[Floats, ...]:
-        torch._int_mm(self._queries, self._turned, out=self._found)
-        return self._arguments
+    def products(self) -> ScoreBlock:
+        torch._int_mm(self._queries, self._transposed, out=self._scores)
+        return self._block
 
-    def go_back(self) -> None:
-        """It is done for all pieces at a time."""
+    def backward(self) -> None:
+        """Nothing: :class:`RoundedChunk` does this for all blocks at once."""
 
 
 class RoundedChunk(ChunkGroup):
-    """One chunk.
+    """One chunk whose products are of integers.
 
     Args:
-        begin: which one.
-        rows: of it, bfloat16.
+        begin: its number.
+        rows: of the chunk, bfloat16.
         answers: of queries and candidates.
-        by_answer: ``[m]``, has gradients by the answers' scores once the pieces have those by others.
-        integers: for its numbers of rows.
+        by_answer: ``[m]``, gradients by the answers' scores, complete once all blocks are computed.
+        integers: buffers for its numbers of rows.
     """
 
     def __init__(
@@ -243,34 +229,37 @@ class RoundedChunk(ChunkGroup):
         begin: int,
         rows: ChunkOperands,
         answers: tuple[AnswerPairs, AnswerPairs],
-        by_answer: Floats,
+        by_answer: Array,
         integers: IntegerBuffers,
     ) -> None:
-        self.begin, self.end, self._rows, self.pieces = begin, begin + 1, rows, integers.pieces
+        self.begin, self.end, self._rows, self.blocks = begin, begin + 1, rows, integers.blocks
         self._answers, self._by_answer, self._integers = answers, by_answer, integers
 
     def prepare(self) -> None:
-        self._integers.queries.round(self._rows.queries[0])
-        self._integers.candidates.round(self._rows.candidates[0])
+        for rows, rounded in (
+            (self._rows.queries, self._integers.queries),
+            (self._rows.candidates, self._integers.candidates),
+        ):
+            rounding.round_rows(bits(rows[0]), rounded.target, rounded.scale)
 
-    def go_back(self) -> None:
+    def backward(self) -> None:
         chunk, rows, (of_queries, of_candidates) = self._integers, self._rows, self._answers
         queries, candidates, fractions = chunk.queries, chunk.candidates, dither(chunk.even.size(1))
-        factor = rounding.level(candidates.target, candidates.scale, fractions, chunk.even.numpy())
+        factor = rounding.equalize_scales(candidates.target, candidates.scale, fractions, chunk.even.numpy())
         torch._int_mm(chunk.gradient, chunk.even, out=chunk.by_queries)
-        self._give(chunk.by_queries, chunk.scale * factor, of_queries, rows.candidates, rows.by_queries)
-        factor = rounding.level(queries.target, queries.scale * chunk.scale, fractions, queries.target)
+        self._gather(chunk.by_queries, chunk.scale * factor, of_queries, rows.candidates, rows.by_queries)
+        factor = rounding.equalize_scales(queries.target, queries.scale * chunk.scale, fractions, queries.target)
         torch._int_mm(chunk.gradient.T, queries.rows, out=chunk.by_candidates)
         scale = np.full(self.columns, factor, dtype=np.float32)
-        self._give(chunk.by_candidates, scale, of_candidates, rows.queries, rows.by_candidates)
+        self._gather(chunk.by_candidates, scale, of_candidates, rows.queries, rows.by_candidates)
 
-    def _give(self, found: Tensor, scale: Floats, pairs: AnswerPairs, others: Tensor, result: Tensor) -> None:
-        scratch = self._integers.scratch
-        rounding.gather(found.numpy(), scale, *pairs, self._by_answer, bits(others[0]), scratch, bits(result[0]))
+    def _gather(self, products: Tensor, scale: Array, answers: AnswerPairs, others: Tensor, result: Tensor) -> None:
+        arrays = self._by_answer, bits(others[0]), self._integers.scratch, bits(result[0])
+        rounding.gather(products.numpy(), scale, answers, *arrays)
 
 
 @lru_cache(maxsize=8)
-def dither(columns: int) -> Floats:
-    """Fractions as :mod:`gtrain_pbg.kernels.rounding` takes them."""
+def dither(columns: int) -> Array:
+    """Return the random fractions of :mod:`gtrain_pbg.kernels.rounding`."""
     drawn = np.random.default_rng(0).random(rounding.SPAN + columns, dtype=np.float32)
     return drawn - np.float32(0.5)

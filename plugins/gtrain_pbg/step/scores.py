@@ -1,4 +1,4 @@
-"""One side of a batch: products of queries and candidates, the loss, and the products that give the gradients.
+"""One direction of a batch: products of queries and candidates, the loss, and the products that give the gradients.
 
 Scores are computed in blocks that stay in the caches from the product to the gradient, in place.
 """
@@ -6,16 +6,16 @@ Scores are computed in blocks that stay in the caches from the product to the gr
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gtrain.nn.recipe import EdgeRecipe
 from gtrain_pbg.kernels import rows as kernels
 from gtrain_pbg.kernels import scores as losses
-from gtrain_pbg.step.layout import BatchLayout, Floats, Operand, Workspace, bits
+from gtrain_pbg.kernels.scores import CandidateArrays, LossSettings, QueryArrays
+from gtrain_pbg.step.layout import BatchLayout, Operand, Workspace, bits, compact
 from gtrain_pbg.step.products import (
     ChunkGroup,
     ChunkOperands,
@@ -31,22 +31,22 @@ BLOCK = 1 << 18
 LARGE = 1 << 21
 """Scores of a large chunk computed at a time, about: 4 MiB in bfloat16."""
 ROWS = 256
-"""Queries at a time, at least: with fewer, a product spends its time on arranging the candidates anew."""
+"""Least number of queries at a time: with fewer, a product spends its time on packing the candidates again."""
 FEW = 64
 """The same for products of integers."""
 ROUNDED = 100_000
-"""Least number of scores of a chunk whose rows are rounded: of a small one, most of the time is spent elsewhere."""
+"""Least number of scores of a chunk whose rows are quantized: a small chunk spends most of its time elsewhere."""
 LOSSES = {"ranking": losses.RANKING, "logistic": losses.LOGISTIC, "softmax": losses.SOFTMAX}
 COMPARATOR_CODES = {"dot": losses.INNER, "cos": losses.INNER, "squared_l2": losses.SQUARED, "l2": losses.ROOT}
 
 
 class SelfNegatives(NamedTuple):
-    """One more false answer of each edge, the end that is given.
+    """One more negative of each edge (``model.self_negs``): the given endpoint as the other one.
 
     Attributes:
-        scores: ``[B]``; minus infinity where the end is the answer.
+        scores: ``[B]``; minus infinity where the endpoint is the answer.
         gradient: ``[B]``, receives the gradient by them.
-        queries: ``[B, D]``, what the ends were compared with.
+        queries: ``[B, D]``, which the endpoints were compared with.
     """
 
     scores: Tensor
@@ -55,20 +55,21 @@ class SelfNegatives(NamedTuple):
 
 
 class SideScores:
-    """Computes the loss of one side and its gradients by queries and candidates.
+    """Computes the loss of one direction and its gradients by queries and candidates.
 
     Args:
-        recipe: the model.
+        recipe: of the group of relations.
         work: buffers.
     """
 
     def __init__(self, recipe: EdgeRecipe, work: Workspace) -> None:
         self._work = work
-        self._loss, self._kind, self._margin = LOSSES[recipe.loss], COMPARATOR_CODES[recipe.comparator], recipe.margin
-        self._biased, self._distances = recipe.bias, self._kind != losses.INNER
-        self._skip = recipe.all_negs or not recipe.num_batch_negs  # answers are no columns beside the drawn nodes
+        self._comparator = COMPARATOR_CODES[recipe.comparator]
+        self._biased, self._distances = recipe.bias, self._comparator != losses.INNER
+        self._skip = recipe.all_negs or not recipe.num_batch_negs  # only drawn nodes are candidates
         self._answer = losses.LISTED if recipe.all_negs else losses.APART if self._skip else losses.DIAGONAL
-        self._first, self._has_own = np.zeros(1, dtype=np.int64), False
+        settings = LOSSES[recipe.loss], recipe.margin, self._comparator, recipe.bias, self._answer
+        self._settings = LossSettings(*settings, recipe.self_negs)
         self._integers: dict[tuple[int, int, int], IntegerBuffers] = {}
 
     def __call__(
@@ -80,175 +81,131 @@ class SideScores:
         weight: Tensor,
         own: SelfNegatives | None,
     ) -> float:
-        """Return the weighted loss; gradients are in the operands.
+        """Return the weighted loss; gradients are written to the operands.
 
         Args:
-            layout: of the batch.
+            layout: of the candidates' side.
             queries: one for each edge.
             candidates: the rows of the other side.
             answer: ``[B]``, the answers' ids, where all nodes are candidates.
             weight: ``[B]``, of each edge's loss.
-            own: false answers of each edge's own; None: there are none.
+            own: with ``model.self_negs``.
         """
-        self._has_own, none = own is not None, self._work.take("no own", 1)
+        none = self._work.take("no own", 1)
         more = (none, none) if own is None else (own.scores, own.gradient)
         apart, by_apart = self._apart(layout, queries, candidates)
-        arrays = (queries.norm, queries.bias, queries.sums, queries.by_bias, apart, by_apart, *more, answer, weight)
-        given = tuple(array.numpy() for array in arrays)
-        # views first: between products, caches hold nothing of Python, and an operation takes 20 times as long
-        groups = [self._views(layout, queries, candidates, answer, *group) for group in self._groups(layout)]
+        tensors = (queries.norm, queries.bias, queries.sums, queries.by_bias, apart, by_apart, *more, answer, weight)
+        arrays = QueryArrays(*(tensor.numpy() for tensor in tensors))
+        # All views are made before the first product: after one, the caches hold no Python objects any more, and an
+        # operation on views takes 20 times as long.
+        groups = [self._views(layout, queries, candidates, answer, *span) for span in self._spans(layout)]
         lost = 0.0
         for group in groups:
-            columns = self._columns(layout, candidates, group.begin, group.end)
-            lost += self._gradients(group, layout.places, columns, given)
-            group.go_back()
-            self._give_columns(layout, candidates, group.begin, group.end, columns)
+            columns = self._columns(layout, candidates, group)
+            lost += self._gradients(group, layout.places, columns, arrays)
+            group.backward()
+            for target, sums, needed in (
+                (candidates.sums, columns[2], self._distances),
+                (candidates.by_bias, columns[3], self._biased),
+            ):
+                if needed:
+                    self._of_group(layout, target, group).add_(sums)
         if self._answer == losses.LISTED:
             candidates.gradient[: layout.edges].zero_()  # the answers are among all nodes
         if self._answer == losses.APART:
-            self._give_apart(layout, queries, candidates, by_apart)
+            self._apart_backward(layout, queries, candidates, by_apart)
         return lost
 
-    def _groups(self, layout: BatchLayout) -> list[tuple[int, int]]:
-        """Chunks that are computed together; a large one is alone, and so is an incomplete one."""
+    def _spans(self, layout: BatchLayout) -> list[tuple[int, int]]:
+        """Return the chunks that are computed together; a large chunk is alone, and so is an incomplete one."""
         columns = layout.uniform + (0 if self._skip else layout.places)
         each = max(1, BLOCK // max(1, layout.places * columns))
-        groups = [(begin, min(begin + each, layout.full)) for begin in range(0, layout.full, each)]
-        return groups + ([(layout.full, layout.chunks)] if layout.chunks > layout.full else [])
+        spans = [(begin, min(begin + each, layout.full)) for begin in range(0, layout.full, each)]
+        return spans + ([(layout.full, layout.chunks)] if layout.chunks > layout.full else [])
 
     def _views(
         self, layout: BatchLayout, queries: Operand, candidates: Operand, answer: Tensor, begin: int, end: int
     ) -> ChunkGroup:
-        """What is computed for a group of chunks; the rows of a large chunk are in turn."""
+        """Return what is computed for a group of chunks; the rows of a large chunk take turns."""
         rows = ChunkOperands(
             layout.of_edges(queries.factor, begin, end, spread=queries.spread),
             layout.of_rows(candidates.factor, begin, end, self._skip),
             layout.of_edges(queries.gradient, begin, end, spread=False),
             layout.of_rows(candidates.gradient, begin, end, self._skip),
         )
-        (chunks, places, _), count = rows.queries.shape, rows.candidates.size(1)
-        if self._work.rounded and chunks == 1 and places * count >= ROUNDED:
-            return self._rounded(layout, rows, answer, begin)
-        each = places if chunks > 1 else max(ROWS, LARGE // max(1, count))
-        return ChunkGroup(begin, end, rows, self._work.product("scores", chunks, places, count), each)
-
-    def _rounded(self, layout: BatchLayout, rows: ChunkOperands, answer: Tensor, begin: int) -> ChunkGroup:
-        """A chunk whose products are of integers."""
-        edges, columns = rows.queries.size(1), rows.candidates.size(1)
+        (chunks, places, width), count = rows.queries.shape, rows.candidates.size(1)
+        if not (self._work.rounded and chunks == 1 and places * count >= ROUNDED):
+            each = places if chunks > 1 else max(ROWS, LARGE // max(1, count))
+            return ChunkGroup(begin, end, rows, self._work.product("scores", chunks, places, count), each)
         if self._answer == losses.LISTED:
-            answers = answers_in(answer, columns)
+            answers = answers_in(answer, count)
         else:
-            answers = (answers_first if self._answer == losses.DIAGONAL else answers_apart)(edges, columns)
+            answers = (answers_first if self._answer == losses.DIAGONAL else answers_apart)(places, count)
         by_answer = self._work.take("by apart", layout.edges)[begin * layout.places :].numpy()
-        key = edges, columns, rows.queries.size(2)
+        key = places, count, width
         if key not in self._integers:  # chunks are of few sizes
-            self._integers[key] = IntegerBuffers(*key, max(FEW, BLOCK // columns), self._work)
+            self._integers[key] = IntegerBuffers(*key, max(FEW, BLOCK // count), self._work)
         return RoundedChunk(begin, rows, answers, by_answer, self._integers[key])
 
-    def _gradients(
-        self, group: ChunkGroup, places: int, columns: tuple[Tensor, ...], given: tuple[Floats, ...]
-    ) -> float:
-        """Scores of a group of chunks to their gradient."""
-        by_column = tuple(column.numpy() for column in columns)
-        count = group.columns + 1
-        scratch = self._work.take("a row", count).numpy(), self._work.take("another row", count).numpy()
+    def _gradients(self, group: ChunkGroup, places: int, columns: list[Tensor], queries: QueryArrays) -> float:
+        """Turn the scores of a group of chunks into the gradient by them; return the loss."""
+        candidates = CandidateArrays(*(column.numpy() for column in columns))
+        scratch = [self._work.take(name, group.columns + 1).numpy() for name in ("a row", "another row")]
         lost = 0.0
         group.prepare()
-        for piece in group.pieces:
-            query = group.begin * places + piece.first
-            lost += self._gradient(piece.products(), query, piece.first, places, by_column, given, scratch)
-            piece.go_back()
+        for block in group.blocks:
+            spot = block.products(), group.begin * places + block.first, places, block.first
+            lost += losses.loss_and_gradient(*spot, queries, candidates, self._settings, *scratch)
+            block.backward()
         return lost
 
-    def _gradient(
-        self,
-        products: tuple[Floats, ...],
-        query: int,
-        first: int,
-        step: int,
-        columns: tuple[Floats, ...],
-        given: tuple[Floats, ...],
-        scratch: tuple[Floats, Floats],
-    ) -> float:
-        """From products of matrices, and by what they are multiplied, to the gradient by them."""
-        norm, bias, row_sum, by_bias, apart, by_apart, own, by_own, answer, weight = given
-        column_norm, column_bias, column_sum, by_column_bias = columns
-        self._first[0] = first
-        listed = self._first if self._answer == losses.DIAGONAL else answer
-        arguments: list[Any] = [*products, query, step, self._answer, listed, apart, by_apart]
-        arguments += [own, by_own, self._has_own, weight, self._loss, self._margin, self._kind, self._biased]
-        arguments += [norm, column_norm, bias, column_bias, row_sum, column_sum, by_bias, by_column_bias, *scratch]
-        found: float = losses.loss_and_gradient(*arguments)
-        return found
+    # ---------------------------------------------------------------------------------- distances, biases, answers
 
-    # ---------------------------------------------------------------------------------- what not every model needs
+    def _of_group(self, layout: BatchLayout, values: Tensor, group: ChunkGroup) -> Tensor:
+        """View ``[Z]`` values of candidates as ``[G, K]``."""
+        return layout.of_rows(values.unsqueeze(1), group.begin, group.end, self._skip).squeeze(2)
 
-    def _columns(self, layout: BatchLayout, candidates: Operand, begin: int, end: int) -> tuple[Tensor, ...]:
-        """Norms and biases of candidates ``[G, K]``, and room for the sums of columns."""
-        none = self._work.take("no columns", 1, 1)
-        if not self._distances and not self._biased:
-            return none, none, none, none
-        found = []
-        for name, values, needed in (
-            ("column norm", candidates.norm, self._distances),
-            ("column bias", candidates.bias, self._biased),
-        ):
-            if needed:
-                view = layout.of_rows(values.unsqueeze(1), begin, end, self._skip).squeeze(2)
-                found.append(self._work.take(name, *view.shape).copy_(view))
-            else:
-                found.append(none)
-        groups = layout.of_rows(candidates.rows, begin, end, self._skip).shape[:2]
-        for name, needed in (("column sum", self._distances), ("column bias gradient", self._biased)):
-            found.append(self._work.take(name, *groups).zero_() if needed else none)
-        return tuple(found)
-
-    def _give_columns(
-        self, layout: BatchLayout, candidates: Operand, begin: int, end: int, columns: tuple[Tensor, ...]
-    ) -> None:
-        for target, found, needed in (
-            (candidates.sums, columns[2], self._distances),
-            (candidates.by_bias, columns[3], self._biased),
-        ):
-            if needed:
-                layout.of_rows(target.unsqueeze(1), begin, end, self._skip).squeeze(2).add_(found)
+    def _columns(self, layout: BatchLayout, candidates: Operand, group: ChunkGroup) -> list[Tensor]:
+        """Return norms and biases of candidates ``[G, K]``, and buffers for their sums and gradients."""
+        take, none = self._work.take, self._work.take("no columns", 1, 1)
+        shape = layout.of_rows(candidates.rows, group.begin, group.end, self._skip).shape[:2]
+        norm = bias = sums = by_bias = none
+        if self._distances:
+            norm = take("column norm", *shape).copy_(self._of_group(layout, candidates.norm, group))
+            sums = take("column sum", *shape).zero_()
+        if self._biased:
+            bias = take("column bias", *shape).copy_(self._of_group(layout, candidates.bias, group))
+            by_bias = take("column bias gradient", *shape).zero_()
+        return [norm, bias, sums, by_bias]
 
     def _apart(self, layout: BatchLayout, queries: Operand, candidates: Operand) -> tuple[Tensor, Tensor]:
-        """Scores of the answers where they are no columns, and room for the gradient by them."""
+        """Return the scores of answers that are not among the candidates, and a buffer for the gradient by them."""
         apart, by_apart = self._work.take("apart", layout.edges), self._work.take("by apart", layout.edges)
         if self._answer != losses.APART:
             return apart, by_apart
         rows = compact(self._work, layout, queries).numpy()
-        kernels.pairs(rows, candidates.rows.numpy(), layout.places, layout.uniform, apart.numpy())
+        kernels.pairs(rows, candidates.rows.numpy(), layout.numbers, apart.numpy())
         if self._distances:
             squared = (queries.norm + candidates.norm[layout.spots]).sub_(apart, alpha=2)
-            apart.copy_(-squared if self._kind == losses.SQUARED else -squared.clamp(min=losses.TINY).sqrt())
+            apart.copy_(-squared if self._comparator == losses.SQUARED else -squared.clamp(min=losses.TINY).sqrt())
             self._distance = apart.clone()
         if self._biased:
             apart.add_(queries.bias).add_(candidates.bias[layout.spots])
         return apart, by_apart
 
-    def _give_apart(self, layout: BatchLayout, queries: Operand, candidates: Operand, by_apart: Tensor) -> None:
-        """Hand on the gradients by the answers' scores."""
+    def _apart_backward(self, layout: BatchLayout, queries: Operand, candidates: Operand, by_apart: Tensor) -> None:
+        """Propagate the gradients by the scores of :meth:`_apart`."""
         if self._biased:
             candidates.by_bias.index_add_(0, layout.spots, by_apart)
         product = by_apart
-        if self._kind == losses.SQUARED:
+        if self._comparator == losses.SQUARED:
             product = 2 * by_apart
-        elif self._kind == losses.ROOT:
+        elif self._comparator == losses.ROOT:
             far = self._distance < -math.sqrt(losses.TINY) * 1.0001
             product = torch.where(far, -by_apart / self._distance, 0)
-        rows, by_query, by_row = candidates.rows.numpy(), bits(queries.gradient), bits(candidates.gradient)
-        given = compact(self._work, layout, queries).numpy()
-        kernels.pair_gradients(product.numpy(), given, rows, layout.places, layout.uniform, by_query, by_row)
+        ends = compact(self._work, layout, queries).numpy(), candidates.rows.numpy()
+        gradients = bits(queries.gradient), bits(candidates.gradient)
+        kernels.pairs_backward(product.numpy(), *ends, layout.numbers, *gradients)
         if self._distances:
             queries.sums.add_(product)
             candidates.sums.index_add_(0, layout.spots, product)
-
-
-def compact(work: Workspace, layout: BatchLayout, operand: Operand, name: str = "compact") -> Tensor:
-    """Rows of an operand by edge, ``[B, D]``."""
-    if not operand.spread:
-        return operand.rows
-    found = work.take(name, layout.edges, operand.rows.size(1))
-    return torch.index_select(operand.rows, 0, layout.spots, out=found)

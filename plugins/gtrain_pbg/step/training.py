@@ -1,38 +1,36 @@
-"""One batch: fetch rows, compare, go back, and change rows and relations.
+"""One training step: fetch rows, compare them, compute gradients, and update rows and relation parameters.
 
-It computes what :class:`gtrain.model.kg.training.TrainingLoss` and torch's autograd do, with the gradients written
+It computes what :class:`gtrain.model.kg.training.TrainingLoss` and torch's autograd compute, with the gradients written
 out. Rows are fetched once for each side; the gradients of both sides are merged, so that a row changes once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gtrain.nn import Csr
 from gtrain.nn.recipe import EdgeRecipe
-from gtrain_pbg.kernels import bags, updates
 from gtrain_pbg.kernels import rows as kernels
-from gtrain_pbg.step.batch import EdgeBatch, PartitionRows
+from gtrain_pbg.kernels import updates
+from gtrain_pbg.kernels.updates import GradientSums, RowChains
 from gtrain_pbg.step.chunks import ChunkTraining, fits
-from gtrain_pbg.step.layout import BatchLayout, Operand, Workspace, bits, layout_of
+from gtrain_pbg.step.layout import BatchLayout, EdgeBatch, Operand, PartitionRows, Workspace, bits, compact, layout_of
 from gtrain_pbg.step.relations import RelationOperator, RelationWeights, UpdateRule
-from gtrain_pbg.step.scores import SelfNegatives, SideScores, compact
-from gtrain_pbg.step.sides import SideOperands
+from gtrain_pbg.step.scores import SelfNegatives, SideScores
+from gtrain_pbg.step.sides import BatchSide, SideOperands, bags_of
 
 
 class TrainingStep:
     """Trains on batches of one group of relations, one after the other.
 
     Args:
-        recipe: the group's.
+        recipe: of the group.
         weights: its parameters, by the names of :attr:`EdgeRecipe.parameters`.
         dtype: of tables and parameters.
         matmul: one of :data:`gtrain_pbg.step.arithmetic.FORMATS`.
-        work: buffers, which steps of other groups may use in turn; None: its own.
+        work: buffers, which the steps of other groups may use in turn; None: new ones.
     """
 
     def __init__(
@@ -53,11 +51,10 @@ class TrainingStep:
         self._touched = torch.empty(recipe.num_relations, dtype=torch.int64)
         by_relation = recipe.relation_weight
         self._relation_weight = None if by_relation is None else torch.tensor(by_relation, dtype=dtype)
-        self._nothing = torch.empty(0, recipe.dimension, dtype=dtype)
-        self._update = TableUpdate(recipe.bias, self._nothing, self.work)
-        self._layouts: dict[tuple[int, int], BatchLayout] = {}
-        self._loops: Tensor | None = None
-        operators = self._forwards, self._backwards
+        self._update = TableUpdate(recipe.bias, self.work)
+        self._loops: Tensor | None = None  # edges from a node to itself, with model.self_negs
+        self._identity = RelationOperator("none", {}, self.work)
+        operators = self._forwards or self._identity, self._backwards or self._identity
         self._chunks = ChunkTraining(recipe, operators, self.work) if fits(recipe, self.work) else None
 
     def _operator(self, direction: str, parameters: Mapping[str, object]) -> RelationOperator | None:
@@ -67,7 +64,7 @@ class TrainingStep:
         return RelationOperator(self.recipe.operator, weights, self.work)
 
     def draws(self, edges: int) -> int:
-        """Nodes to draw for each end of a batch of that many edges."""
+        """Return how many nodes to draw for each end of a batch of this size."""
         recipe = self.recipe
         return 0 if recipe.all_negs else -(-edges // recipe.places) * recipe.num_uniform_negs
 
@@ -84,197 +81,43 @@ class TrainingStep:
         Args:
             batch: the edges.
             heads, tails: the partitions of their ends, perhaps the same.
-            table_rule: the table's optimizer.
-            relation_rule: the relations' optimizer.
+            table_rule: of the table's optimizer.
+            relation_rule: of the relations' optimizer.
 
         Returns:
             The weighted sum of the edges' losses, and the sum of the weights: their ratio is the batch's loss.
         """
         if not len(batch):
             return 0.0, 0.0
-        layouts = self._layout(len(batch), heads.count), self._layout(len(batch), tails.count)
-        return self._train(batch, (heads, tails), layouts, table_rule, relation_rule)
-
-    def _layout(self, edges: int, nodes: int) -> BatchLayout:
-        """That of a batch; few sizes occur, and each has its own once."""
-        key = edges, nodes if self.recipe.all_negs else 0
-        if key not in self._layouts:
-            self._layouts[key] = layout_of(self.recipe, *key)
-        return self._layouts[key]
-
-    # ---------------------------------------------------------------------------------------------- one batch
-
-    def _train(
-        self,
-        batch: EdgeBatch,
-        tables: tuple[PartitionRows, PartitionRows],
-        layouts: tuple[BatchLayout, BatchLayout],
-        table_rule: UpdateRule,
-        relation_rule: UpdateRule,
-    ) -> tuple[float, float]:
-        recipe = self.recipe
+        recipe, tables = self.recipe, (heads, tails)
         weight, total = self._weights(batch)
         if self._chunks is not None:
             lost = self._chunks(batch, tables, weight, table_rule)
-            self._update_relations(batch.relation, [None, None], [None, None], relation_rule)
+            self._update_relations(batch.relation, (), relation_rule)
             return lost * total, total
-        same = tables[0].value.data_ptr() == tables[1].value.data_ptr()
+        same = heads.value.data_ptr() == tails.value.data_ptr()
         self._loops = batch.heads == batch.tails if recipe.self_negs and same else None
-        ids = [
-            self._sides.ids(name, ends, drawn, layout)
-            for name, ends, drawn, layout in zip(
-                ("heads", "tails"), (batch.heads, batch.tails), batch.drawn, layouts, strict=True
-            )
-        ]
         head, tail = (
-            self._sides.fetch(name, table, rows, layout, shift)
-            for name, table, rows, layout, shift in zip(
-                ("heads", "tails"), tables, ids, layouts, self._shifts, strict=True
+            self._sides.fetch(name, table, ends, drawn, layout_of(recipe, len(batch), table.count), shift)
+            for name, table, ends, drawn, shift in zip(
+                ("heads", "tails"), tables, (batch.heads, batch.tails), batch.drawn, self._shifts, strict=True
             )
         )
-        by_edge: list[Tensor | None] = [None, None]
-        by_row: list[Tensor | None] = [None, None]
+        sides = head, tail
         if recipe.reciprocal or self._forwards is None:
-            lost = self._train_reciprocal(batch, (head, tail), layouts, weight, by_edge, by_row)
+            lost = self._train_reciprocal(batch, sides, weight)
         else:
-            lost = self._train_static(batch, (head, tail), layouts, weight, by_edge, by_row)
+            lost = self._train_static(batch, sides, weight, self._forwards)
         if recipe.n3:
-            lost += self._regularize(batch, (head, tail), layouts, weight, by_edge)
-        self._update(tables, ids, layouts, by_row, by_edge, (head.by_bias, tail.by_bias), table_rule)
-        self._update_relations(batch.relation, by_row, by_edge, relation_rule)
+            lost += self._regularize(batch, sides, weight)
+        self._update(sides, table_rule)
+        self._update_relations(batch.relation, sides, relation_rule)
         return lost * total, total
 
-    def _train_reciprocal(
-        self,
-        batch: EdgeBatch,
-        sides: tuple[Operand, Operand],
-        layouts: tuple[BatchLayout, BatchLayout],
-        weight: Tensor,
-        by_edge: list[Tensor | None],
-        by_row: list[Tensor | None],
-    ) -> float:
-        """Queries are transformed, each direction by its own operator, or there is none."""
-        lost = 0.0
-        wanted = ((self.recipe.tail_negs, self._forwards), (self.recipe.head_negs, self._backwards))
-        for given, (replaced, operator) in enumerate(wanted):
-            if not replaced:
-                continue
-            compared = self._compare(given, sides, layouts, operator, batch, weight)
-            more, gradient, by_row[1 - given], own = compared
-            lost += more
-            if operator is not None:
-                found = self.work.take(f"by end {given}", len(batch), self.recipe.dimension)
-                operator.backward(gradient, sides[given].rows, layouts[given], batch.relation, found)
-                gradient = found
-            by_edge[given] = gradient if own is None else gradient.add_(own.queries * own.gradient.unsqueeze(1))
-        return lost
-
-    def _train_static(
-        self,
-        batch: EdgeBatch,
-        sides: tuple[Operand, Operand],
-        layouts: tuple[BatchLayout, BatchLayout],
-        weight: Tensor,
-        by_edge: list[Tensor | None],
-        by_row: list[Tensor | None],
-    ) -> float:
-        """Tails are transformed, drawn ones too, all by the one relation of the batch."""
-        operator, recipe = self._forwards, self.recipe
-        assert operator is not None
-        head, tail = sides
-        flat = BatchLayout(layouts[1].rows, layouts[1].rows, 0)
-        relation = self.work.take("relation", flat.edges, dtype=torch.int64).fill_(int(batch.relation[0]))
-        moved = self._sides.operand("moved", flat.edges, self.recipe.dimension, tail.bias, tail.by_bias)
-        operator.forward(tail.rows, flat, relation, moved.rows, moved.low)
-        lost, by_moved, by_asked = 0.0, None, None
-        if recipe.tail_negs:
-            lost, by_edge[0], by_moved, _ = self._compare(0, (head, moved), layouts, None, batch, weight)
-        if recipe.head_negs:
-            more, by_asked, by_row[0], _ = self._compare(1, (head, moved), layouts, None, batch, weight)
-            lost += more
-        gradient = self._merged(by_moved, by_asked, layouts[1])
-        by_row[1] = found = self.work.take("by tails", flat.edges, self.recipe.dimension)
-        operator.backward(gradient, tail.rows, flat, relation, found)
-        return lost
-
-    def _compare(
-        self,
-        given: int,
-        sides: tuple[Operand, Operand],
-        layouts: tuple[BatchLayout, BatchLayout],
-        operator: RelationOperator | None,
-        batch: EdgeBatch,
-        weight: Tensor,
-    ) -> tuple[float, Tensor, Tensor, SelfNegatives | None]:
-        """Compare the ends that are given, perhaps transformed, with the rows of the other side.
-
-        Args:
-            given: 0: heads are given, tails are compared; 1: the other way round.
-            sides: heads and tails.
-            layouts: of both sides.
-            operator: transforms the ends; None: they are taken as they are.
-            batch: the edges.
-            weight: of each edge.
-
-        Returns:
-            The weighted loss, the gradients by the (transformed) ends and by the rows of the other side, and what the
-            ends were compared with themselves by.
-        """
-        other, answer = 1 - given, (batch.tails, batch.heads)[given]
-        source, layout = sides[given], layouts[given]
-        query = self._sides.query(f"query {given}", source, layout, operator, batch.relation)
-        candidates = self._sides.compared(f"candidates {other}", sides[other])
-        own = self._own(source, query, layout) if self.recipe.self_negs else None
-        lost = self._scores(layouts[other], query, candidates, answer, weight, own)
-        if own is not None:
-            self._take_own(own, source, query, layout)
-        self._sides.take_bias(source, query, layout)
-        by_end = self._sides.finished(f"query {given}", query, layout, of_query=True)
-        return (
-            lost,
-            by_end,
-            self._sides.finished(f"candidates {other}", candidates, layouts[other], of_query=False),
-            own,
-        )
-
-    def _own(self, source: Operand, query: Operand, layout: BatchLayout) -> SelfNegatives:
-        """Scores of the ends that are given as answers to themselves."""
-        scores, work = self.work.take("own", layout.edges), self.work
-        asked = compact(work, layout, query, name="own query")
-        kernels.pairs(asked.numpy(), source.rows.numpy(), layout.places, layout.uniform, scores.numpy())
-        if self.recipe.bias:
-            scores.add_(query.bias, alpha=2)
-        if self._loops is not None:
-            scores.masked_fill_(self._loops, -torch.inf)
-        return SelfNegatives(scores, work.take("by own", layout.edges), asked)
-
-    def _take_own(self, own: SelfNegatives, source: Operand, query: Operand, layout: BatchLayout) -> None:
-        """Give queries the gradient by these scores."""
-        query.gradient.add_(compact(self.work, layout, source, name="own rows") * own.gradient.unsqueeze(1))
-        if self.recipe.bias:
-            query.by_bias.add_(own.gradient, alpha=2)
-
-    def _merged(self, by_row: Tensor | None, by_edge: Tensor | None, layout: BatchLayout) -> Tensor:
-        """Gradients by all rows of a side and by its edges, as one."""
-        merged = self.work.take("merged", layout.rows, self.recipe.dimension)
-        if by_row is None:
-            by_row = merged.zero_()
-        if by_edge is None:
-            by_edge = self._nothing
-            kernels.widen(bits(by_row), merged.numpy())
-        else:
-            place = (layout.places, layout.uniform, layout.edges)
-            kernels.add_rows(bits(by_row), bits(by_edge), *place, merged.numpy())
-        return merged
-
-    # ---------------------------------------------------------------------------------------------- operands
-
     def _weights(self, batch: EdgeBatch) -> tuple[Tensor, float]:
-        """The weight of each edge's loss in the batch's mean, and the sum of the weights."""
-        weight = self.work.take("weight", len(batch))
-        if batch.weight is None:
-            weight.fill_(1.0)
-        else:
+        """Return the weight of each edge's loss in the batch's mean, and the sum of the weights."""
+        weight = self.work.take("weight", len(batch)).fill_(1.0)
+        if batch.weight is not None:
             weight.copy_(batch.weight)
         if self._relation_weight is not None:
             weight.mul_(self._relation_weight[batch.relation])
@@ -282,56 +125,126 @@ class TrainingStep:
         weight.div_(max(total, torch.finfo(self.dtype).tiny))
         return weight, total
 
-    # ---------------------------------------------------------------------------------------------- updates
+    # ---------------------------------------------------------------------------------------------- both directions
 
-    def _regularize(
-        self,
-        batch: EdgeBatch,
-        sides: tuple[Operand, Operand],
-        layouts: tuple[BatchLayout, BatchLayout],
-        weight: Tensor,
-        by_edge: list[Tensor | None],
+    def _train_reciprocal(self, batch: EdgeBatch, sides: tuple[BatchSide, BatchSide], weight: Tensor) -> float:
+        """Reciprocal relations: each direction transforms its queries by its operator, or there is no operator."""
+        lost = 0.0
+        directions = ((self.recipe.tail_negs, self._forwards), (self.recipe.head_negs, self._backwards))
+        for given, (replaced, operator) in enumerate(directions):
+            if not replaced:
+                continue
+            side, other = sides[given], sides[1 - given]
+            more, gradient, other.by_row, own = self._compare(given, side, other, operator, batch, weight)
+            lost += more
+            if operator is not None:
+                by_end = self.work.take(f"by end {given}", len(batch), self.recipe.dimension)
+                operator.backward(gradient, side.rows.rows, side.layout, batch.relation, by_end)
+                gradient = by_end
+            side.by_edge = gradient if own is None else gradient.add_(own.queries * own.gradient.unsqueeze(1))
+        return lost
+
+    def _train_static(
+        self, batch: EdgeBatch, sides: tuple[BatchSide, BatchSide], weight: Tensor, operator: RelationOperator
     ) -> float:
-        """The N3 norm of the batch; its gradients by rows come on top of ``by_edge``."""
+        """Static relations: all tails, drawn ones too, are transformed by the one relation of the batch."""
+        recipe, (head, tail) = self.recipe, sides
+        flat = BatchLayout(tail.layout.rows, tail.layout.rows, 0)
+        relation = self.work.take("relation", flat.edges, dtype=torch.int64).fill_(int(batch.relation[0]))
+        rows = self._sides.operand("moved", flat.edges, recipe.dimension, tail.rows.bias, tail.rows.by_bias)
+        operator.forward(tail.rows.rows, flat, relation, rows.rows, rows.low)
+        moved = BatchSide(tail.table, tail.ids, tail.layout, rows)
+        lost = 0.0
+        if recipe.tail_negs:
+            lost, head.by_edge, moved.by_row, _ = self._compare(0, head, moved, None, batch, weight)
+        if recipe.head_negs:
+            more, moved.by_edge, head.by_row, _ = self._compare(1, moved, head, None, batch, weight)
+            lost += more
+        gradient = self._merged(moved)
+        tail.by_row = self.work.take("by tails", flat.edges, recipe.dimension)
+        operator.backward(gradient, tail.rows.rows, flat, relation, tail.by_row)
+        return lost
+
+    def _compare(
+        self,
+        given: int,
+        side: BatchSide,
+        other: BatchSide,
+        operator: RelationOperator | None,
+        batch: EdgeBatch,
+        weight: Tensor,
+    ) -> tuple[float, Tensor, Tensor, SelfNegatives | None]:
+        """Compare the given ends, transformed if there is an operator, with the rows of the other side.
+
+        Args:
+            given: 0: heads are given, tails are compared; 1: the reverse.
+            side: of the given ends.
+            other: of the candidates.
+            operator: transforms the given ends; None: none.
+            batch: the edges.
+            weight: of each edge.
+
+        Returns:
+            The weighted loss, the gradients by the (transformed) ends and by the rows of the other side, and the scores
+            of the ends as their own negatives.
+        """
+        answer = (batch.tails, batch.heads)[given]
+        query = self._sides.query(f"query {given}", side, operator, batch.relation)
+        candidates = self._sides.compared(f"candidates {1 - given}", other.rows)
+        own = self._own(side, query) if self.recipe.self_negs else None
+        lost = self._scores(other.layout, query, candidates, answer, weight, own)
+        if own is not None:
+            rows = compact(self.work, side.layout, side.rows, name="own rows")
+            query.gradient.add_(rows * own.gradient.unsqueeze(1))
+        if self.recipe.bias:
+            if own is not None:
+                query.by_bias.add_(own.gradient, alpha=2)
+            side.rows.by_bias.index_add_(0, side.layout.spots, query.by_bias)
+        by_end = self._sides.backward(f"query {given}", query, side.layout, of_query=True)
+        by_row = self._sides.backward(f"candidates {1 - given}", candidates, other.layout, of_query=False)
+        return lost, by_end, by_row, own
+
+    def _own(self, side: BatchSide, query: Operand) -> SelfNegatives:
+        """Return the scores of the given ends as answers to themselves."""
+        scores, layout = self.work.take("own", side.layout.edges), side.layout
+        queries = compact(self.work, layout, query, name="own query")
+        kernels.pairs(queries.numpy(), side.rows.rows.numpy(), layout.numbers, scores.numpy())
+        if self.recipe.bias:
+            scores.add_(query.bias, alpha=2)
+        if self._loops is not None:
+            scores.masked_fill_(self._loops, -torch.inf)
+        return SelfNegatives(scores, self.work.take("by own", layout.edges), queries)
+
+    def _merged(self, side: BatchSide) -> Tensor:
+        """Return the gradient by all rows of a side, those of its edges added."""
+        merged = self.work.take("merged", side.layout.rows, self.recipe.dimension)
+        by_row = merged.zero_() if side.by_row is None else side.by_row
+        if side.by_edge is None:
+            return merged.copy_(by_row)
+        kernels.add_rows(bits(by_row), bits(side.by_edge), side.layout.numbers, merged.numpy())
+        return merged
+
+    def _regularize(self, batch: EdgeBatch, sides: tuple[BatchSide, BatchSide], weight: Tensor) -> float:
+        """Return the N3 norm of the batch; add its gradients to ``by_edge`` of the sides."""
         heavy = self.work.take("n3 weight", len(batch))
         torch.mul(weight, self.recipe.n3, out=heavy)
-        wide = [self.work.take(f"n3 {end}", len(batch), self.recipe.dimension) for end in (0, 1)]
-        for end, given in enumerate(by_edge):
-            if given is None:
-                wide[end].zero_()
-            else:
-                kernels.widen(bits(given), wide[end].numpy())
-            by_edge[end] = wide[end]
+        by_heads, by_tails = (self.work.take(f"n3 {end}", len(batch), self.recipe.dimension) for end in (0, 1))
+        for wide, side in zip((by_heads, by_tails), sides, strict=True):
+            side.by_edge = wide.zero_() if side.by_edge is None else wide.copy_(side.by_edge)
+        heads, tails = (
+            compact(self.work, side.layout, side.rows, name=f"n3 rows {end}") for end, side in enumerate(sides)
+        )
         operators = [operator for operator in (self._forwards, self._backwards) if operator is not None]
-        if not operators:
-            operators = [RelationOperator("none", {}, self.work)]
-        rows = [
-            compact(self.work, *pair, name=f"n3 rows {end}")
-            for end, pair in enumerate(zip(layouts, sides, strict=True))
-        ]
-        whole = BatchLayout(len(batch), len(batch), 0)
-        found = 0.0
-        for number, operator in enumerate(operators):
-            found += operator.regularize(
-                (rows[0], rows[1]),
-                whole,
-                batch.relation,
-                heavy,
-                (wide[0], wide[1]),
-                with_rows=number == 0,
-            )
-        return found
+        return sum(
+            operator.regularize((heads, tails), (by_heads, by_tails), batch.relation, heavy, with_rows=number == 0)
+            for number, operator in enumerate(operators or [self._identity])
+        )
 
-    def _or_nothing(self, tensor: Tensor | None) -> Tensor:
-        return self._nothing if tensor is None else tensor
-
-    def _update_relations(
-        self, relation: Tensor, by_row: list[Tensor | None], by_edge: list[Tensor | None], rule: UpdateRule
-    ) -> None:
-        for shift, rows, edges in zip(self._shifts, by_row, by_edge, strict=True):
+    def _update_relations(self, relation: Tensor, sides: tuple[BatchSide, ...], rule: UpdateRule) -> None:
+        for shift, side in zip(self._shifts, sides, strict=False):
             if shift is not None:
-                gradient = shift.gradient.view(-1).numpy()
-                kernels.add_all(bits(self._or_nothing(rows)), bits(self._or_nothing(edges)), gradient)
+                for gradients in side.gradients[:2]:
+                    kernels.add_all(gradients, shift.gradient.view(-1).numpy())
         for shift in {id(shift): shift for shift in self._shifts}.values():  # both ends may be of one type
             if shift is not None:
                 shift.update(self._touched.new_zeros(1).numpy(), 1, rule)
@@ -345,90 +258,47 @@ class TrainingStep:
 
 
 class TableUpdate:
-    """Changes rows of tables.
+    """Applies the gradients of a batch to rows of tables.
 
     Args:
-        bias: whether rows have a bias.
-        nothing: ``[0, D]``, stands for gradients that there are none of.
+        has_bias: whether the last column of a row is the bias.
         work: buffers.
     """
 
-    def __init__(self, bias: bool, nothing: Tensor, work: Workspace) -> None:
-        self._bias, self._nothing, self._work = bias, nothing, work
+    def __init__(self, has_bias: bool, work: Workspace) -> None:
+        self._has_bias, self._work = has_bias, work
 
-    def __call__(
-        self,
-        tables: tuple[PartitionRows, PartitionRows],
-        ids: list[Tensor],
-        layouts: tuple[BatchLayout, BatchLayout],
-        by_row: list[Tensor | None],
-        by_edge: list[Tensor | None],
-        by_bias: tuple[Tensor, Tensor],
-        rule: UpdateRule,
-    ) -> None:
-        """Both sides at once where they are of the same partition."""
-        if tables[0].value.data_ptr() == tables[1].value.data_ptr():
-            self._scatter(tables[0], ids, layouts, by_row, by_edge, by_bias, rule)
-            return
-        for end in (0, 1):
-            self._scatter(
-                tables[end], ids[end : end + 1], layouts[end:], by_row[end:], by_edge[end:], by_bias[end:], rule
-            )
+    def __call__(self, sides: tuple[BatchSide, BatchSide], rule: UpdateRule) -> None:
+        """Update both sides at once if they are of the same partition, so that each row changes once."""
+        head, tail = sides
+        if head.table.value.data_ptr() == tail.table.value.data_ptr():
+            self._apply([head, tail], rule)
+        else:
+            for side in sides:
+                self._apply([side], rule)
 
-    def _scatter(
-        self,
-        table: PartitionRows,
-        ids: list[Tensor],
-        layouts: tuple[BatchLayout, ...],
-        by_row: list[Tensor | None],
-        by_edge: list[Tensor | None],
-        by_bias: tuple[Tensor, ...],
-        rule: UpdateRule,
-    ) -> None:
+    def _apply(self, sides: list[BatchSide], rule: UpdateRule) -> None:
+        table = sides[0].table
+        value, state, head = table.value.numpy(), table.state.numpy(), table.head.numpy()
         if table.bags is not None:
-            self._scatter_bags(table, table.bags, ids, layouts, by_row, by_edge, by_bias, rule)
+            offsets = table.bags.offsets
+            total = sum(int((offsets[side.ids + 1] - offsets[side.ids]).sum()) for side in sides)
+            most, count = min(len(value), total), self._work.take("bag count", 1, dtype=torch.int64).zero_()
+            touched = self._work.take("touched", most, dtype=torch.int64).numpy()
+            room = self._work.take("bag sums", most, value.shape[1]).numpy()
+            sums = GradientSums(head, touched, count.numpy(), room)
+            for side in sides:
+                place = side.layout.numbers
+                updates.add_bags(side.ids.numpy(), bags_of(table), side.gradients, place, sums, self._has_bias)
+            updates.apply_sums(sums, value, state, rule.numbers)
             return
-        total = sum(some.numel() for some in ids)
-        after = self._work.take("after", total, dtype=torch.int32).numpy()
-        touched = self._work.take("touched", min(total, len(table.value)), dtype=torch.int64).numpy()
-        head, count, first = table.head.numpy(), 0, 0
-        for some in ids:
-            count = updates.chain(some.numpy(), first, head, after, touched, count)
-            first += some.numel()
-        sides: list[Any] = []
-        for end in range(len(ids)):
-            sides += [bits(self._or_nothing(by_row[end])), bits(self._or_nothing(by_edge[end])), by_bias[end].numpy()]
-        if len(ids) == 1:
-            sides += sides
-        layout = layouts[0]
-        rest = (layout.places, layout.uniform, layout.edges, table.value.numpy(), table.state.numpy(), *rule.numbers)
-        work = self._work.take("row", table.value.size(1)).numpy()
-        arguments: list[Any] = [touched, count, head, after, ids[0].numel(), *sides, *rest, self._bias, work]
-        updates.scatter(*arguments)
-
-    def _scatter_bags(
-        self,
-        table: PartitionRows,
-        entities: Csr,
-        ids: list[Tensor],
-        layouts: tuple[BatchLayout, ...],
-        by_row: list[Tensor | None],
-        by_edge: list[Tensor | None],
-        by_bias: tuple[Tensor, ...],
-        rule: UpdateRule,
-    ) -> None:
-        """The same where an entity's row is the mean of a bag's."""
-        offsets, features = entities.offsets, entities.ids
-        total = min(len(table.value), sum(int((offsets[some + 1] - offsets[some]).sum()) for some in ids))
-        sums = self._work.take("bag sums", total, table.value.size(1)).numpy()
-        touched, head, count = self._work.take("touched", total, dtype=torch.int64).numpy(), table.head.numpy(), 0
-        for end, some in enumerate(ids):
-            gradients = [bits(self._or_nothing(given[end])) for given in (by_row, by_edge)]
-            place = (layouts[end].places, layouts[end].uniform, layouts[end].edges)
-            arguments: list[Any] = [some.numpy(), offsets.numpy(), features.numpy(), *gradients, by_bias[end].numpy()]
-            arguments += [*place, head, touched, count, sums, self._bias]
-            count = bags.add_bags(*arguments)
-        bags.apply_bags(touched, count, head, sums, table.value.numpy(), table.state.numpy(), *rule.numbers)
-
-    def _or_nothing(self, tensor: Tensor | None) -> Tensor:
-        return self._nothing if tensor is None else tensor
+        total, first, rows = sum(side.ids.numel() for side in sides), 0, 0
+        touched = self._work.take("touched", min(total, len(value)), dtype=torch.int64).numpy()
+        chains = RowChains(touched, head, self._work.take("after", total, dtype=torch.int32).numpy())
+        for side in sides:
+            rows = updates.chain(side.ids.numpy(), first, chains, rows)
+            first += side.ids.numel()
+        split, gradients = sides[0].ids.numel(), (sides[0].gradients, sides[-1].gradients)
+        work = self._work.take("row", value.shape[1]).numpy()
+        layout = sides[0].layout.numbers
+        updates.scatter(chains, rows, split, *gradients, layout, value, state, rule.numbers, self._has_bias, work)

@@ -142,7 +142,7 @@ def test_a_run_goes_on_with_the_arithmetic_of_its_checkpoint(tmp_path: Path) -> 
 STEP = """
 import hashlib, torch
 from gtrain.model.kg.embedding import KGEmbedding
-from gtrain_pbg.step.batch import EdgeBatch, PartitionRows
+from gtrain_pbg.step.layout import EdgeBatch, PartitionRows
 from gtrain_pbg.step.relations import UpdateRule, RelationWeights
 from gtrain_pbg.step.training import TrainingStep
 torch.manual_seed(0)

@@ -17,11 +17,10 @@ from gtrain.model.kg.embedding import KGEmbedding
 from gtrain.model.kg.negatives import DrawNodes
 from gtrain.model.kg.training import Triples
 from gtrain.nn import SGD, Adagrad, RowwiseAdagrad
-from gtrain_pbg.kernels.rounding import SPAN, keep_rounded, level, round_rows
+from gtrain_pbg.kernels.rounding import SPAN, equalize_scales, round_rows, write_row_quantized
 from gtrain_pbg.kernels.tiles import has_words, multiply, padded
 from gtrain_pbg.step import arithmetic
-from gtrain_pbg.step.batch import EdgeBatch, PartitionRows
-from gtrain_pbg.step.layout import bits
+from gtrain_pbg.step.layout import EdgeBatch, PartitionRows, bits
 from gtrain_pbg.step.relations import RelationWeights, UpdateRule, state_width
 from gtrain_pbg.step.training import TrainingStep
 
@@ -445,13 +444,13 @@ def test_what_is_too_small_for_8_bits_counts_on_the_average() -> None:
     gradient[:, 7], gradient[1], gradient[2, 3] = 1, 0, torch.nan
     fractions = torch.rand(SPAN + 5000, generator=torch.Generator().manual_seed(0)) - 0.5
     found = torch.empty(3, 5000, dtype=torch.int8)
-    scale = [keep_rounded(gradient[z].numpy(), 5000, fractions.numpy(), z, found[z].numpy()) for z in range(3)]
+    scale = [write_row_quantized(gradient[z].numpy(), 5000, fractions.numpy(), z, found[z].numpy()) for z in range(3)]
     assert scale[0] == pytest.approx(1 / 126) and scale[1] == 0 and math.isnan(scale[2])
     assert found[0, 7] == 126 and float(found[0].sum() - 126) * scale[0] == pytest.approx(4.999, rel=0.15)
     assert not found[1:].any()
     rows = torch.tensor([[100, -50], [100, 3]], dtype=torch.int8)
     even = torch.empty_like(rows)
-    factor = level(rows.numpy(), torch.tensor([1.0, 0.1]).numpy(), fractions.numpy(), even.numpy())
+    factor = equalize_scales(rows.numpy(), torch.tensor([1.0, 0.1]).numpy(), fractions.numpy(), even.numpy())
     torch.testing.assert_close(even * float(factor), torch.tensor([[100.0, -50.0], [10, 0.3]]), rtol=0, atol=1.01)
 
 

@@ -14,7 +14,7 @@ from gtrain.model.kg.negatives import DrawNodes
 from gtrain.model.kg.training import Triples
 from gtrain.nn import Adagrad, Csr, RowwiseAdagrad, TableSpec
 from gtrain_pbg.edges import EdgeList, RelationGroups, batches_of, batching_keys, filled
-from gtrain_pbg.step.batch import EdgeBatch, PartitionRows
+from gtrain_pbg.step.layout import EdgeBatch, PartitionRows
 from gtrain_pbg.step.relations import RelationWeights, UpdateRule
 from gtrain_pbg.step.training import TrainingStep
 from gtrain_pbg.typed import partition_types
