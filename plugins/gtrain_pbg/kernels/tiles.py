@@ -190,7 +190,7 @@ def pack_columns(rows: Any, count: int, columns: int, result: Any) -> Any:
 
 
 def pack_rows(rows: Any, count: int, columns: int, result: Any) -> Any:
-    """Pack the first rows as ``b`` (transposed: ``a``) of a product whose sum goes over rows: words are pairs of rows."""
+    """Pack the first rows as ``b`` (transposed: ``a``) of a product whose sum goes over rows, in pairs of rows."""
     raise NotImplementedError("compiled only")
 
 

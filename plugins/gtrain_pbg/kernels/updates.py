@@ -1,8 +1,8 @@
 """Sparse optimizer updates: gradients of the same row are added up and applied at once, without sorting ids.
 
 There are two ways to add them up. :func:`chain` and :func:`scatter` link the positions of each row in a list
-(``head[row]`` is the last position seen, ``after[position]`` the one before it) and sum along it: an array of one number
-per row of the partition replaces a sort of all ids. :class:`GradientSums` assigns each row that occurs a slot of an
+(``head[row]`` is the last position seen, ``after[position]`` the one before it) and sum along it: an array of one
+number per row of the partition replaces a sort of all ids. :class:`GradientSums` assigns each row that occurs a slot of an
 array of sums.
 """
 
