@@ -2,8 +2,8 @@
 
 There are two ways to add them up. :func:`chain` and :func:`scatter` link the positions of each row in a list
 (``head[row]`` is the last position seen, ``after[position]`` the one before it) and sum along it: an array of one
-number per row of the partition replaces a sort of all ids. :class:`GradientSums` assigns each row that occurs a slot of an
-array of sums.
+number per row of the partition replaces a sort of all ids. :class:`GradientSums` assigns each row that occurs a slot of
+an array of sums.
 """
 
 from __future__ import annotations
