@@ -1,8 +1,8 @@
-"""``strategy=ps``: wide sparse layers in blocks on parameter servers; sparse inputs and small activations travel.
+"""``strategy=ps``: wide sparse layers in blocks on parameter servers; only sparse inputs and activations are sent.
 
-X W = X_1 W_1 + ... + X_P W_P: a server keeps a block of the layer's matrix and never sends it. A worker ships the parts
-X_i of its batch, adds up the products that come back, trains the other layers, and returns their gradient; the server
-forms X_i' dY and updates its block.
+X W = X_1 W_1 + ... + X_P W_P: a server stores a block of the layer's matrix and never sends it. A worker sends the
+parts X_i of its batch, sums the products, trains the other layers, and returns the products' gradient; the server
+computes X_i' dY and updates its block.
 """
 
 from typing import Any
@@ -11,14 +11,14 @@ from gtrain.backends import CPU, FULL_PRECISION, Backend, Limit, Role, Serves, s
 
 SERVES = Serves(
     models=frozenset({"sparse", "embedding", "message-passing"}),
-    refusal="it trains sparse, embedding and graph models whose tables it keeps on servers",
+    refusal="it trains sparse, embedding and graph models, whose tables it keeps on servers",
     tasks=("node", "link"),
     heterogeneous=True,
     needs_table=True,
     limits={
         **CPU,
         **FULL_PRECISION,
-        "trainer.gradient_clip_val": Limit((None, 0), "cannot clip the gradients of tables, which no worker ever has"),
+        "trainer.gradient_clip_val": Limit((None, 0), "cannot clip the gradients of tables, which no worker has"),
         "trainer.accumulate_grad_batches": Limit((1,), "takes a step after every batch; raise data.batch_size"),
         "data.num_neighbors": Limit((None,), "draws neighbours of nodes, and not of edges", task="link"),
         **sampling_limits(
@@ -28,8 +28,8 @@ SERVES = Serves(
 )
 
 
-def _worker_restarts(settings: Any) -> int:
-    return settings.max_restarts if settings.durability != "none" and settings.rest == "server" else 0
+def _server_restarts(cfg: Any) -> int:
+    return 0 if cfg.strategy.durability == "none" else cfg.strategy.max_restarts
 
 
 backend = Backend(
@@ -44,8 +44,8 @@ backend = Backend(
         "parameter": Role(
             target="gtrain_ps.server.service:main",
             count=lambda cfg: cfg.strategy.servers,
-            restarts=lambda cfg: 0 if cfg.strategy.durability == "none" else cfg.strategy.max_restarts,
+            restarts=_server_restarts,
         ),
-        "worker": Role(restarts=lambda cfg: _worker_restarts(cfg.strategy)),
+        "worker": Role(restarts=lambda cfg: _server_restarts(cfg) if cfg.strategy.rest == "server" else 0),
     },
 )

@@ -1,9 +1,9 @@
-"""Tables in files: in checkpoints, one file per server's block and tensor, and in exports, in the order of ids.
+"""Tables in files: in checkpoints one file per server's block and tensor, in exports in the order of ids.
 
 Rows and optimizer state travel in pieces of :data:`.served_table.PIECE_BYTES`, so a worker never holds a block.
 A checkpoint's folder has, for each server::
 
-    parameter-<server>.json                       tables: placement, and the optimizer whose state there is
+    parameter-<server>.json                       tables: placement, and the optimizer that the state belongs to
     <table>.parameter-<server>.rows.npy           rows of the block [n_i, d_j]
     <table>.parameter-<server>.<state>.npy        optimizer state, [n_i, d_j] or [n_i]
 """
@@ -45,39 +45,36 @@ class SavedBlock:
 
 @dataclass(frozen=True)
 class SavedTable:
-    """A table in a checkpoint: how it was cut, and its blocks by server."""
+    """A table in a checkpoint: its placement, and its blocks by server."""
 
     placement: Placement
     blocks: Mapping[int, SavedBlock]
 
     def pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """All rows once: ids int64 [m] and rows [m, d], some at a time."""
-        cut, columns = self.placement, self.placement.column_blocks
-        for block in range(cut.row_blocks):
+        """Yield all rows in pieces: ids int64 [m] and rows [m, d]."""
+        placement, columns = self.placement, self.placement.column_blocks
+        for block in range(placement.row_blocks):
             parts = [self.blocks[block * columns + column].tensors["rows"] for column in range(columns)]
-            step = piece_rows(cut.dim, parts[0].dtype)
-            for begin in range(0, cut.block_rows(block), step):
-                end = min(begin + step, cut.block_rows(block))
-                yield cut.ids(block, begin, end), torch.cat([part[begin:end] for part in parts], dim=1)
+            step = piece_rows(placement.dim, parts[0].dtype)
+            for begin in range(0, placement.block_rows(block), step):
+                end = min(begin + step, placement.block_rows(block))
+                yield placement.ids(block, begin, end), torch.cat([part[begin:end] for part in parts], dim=1)
 
 
-def write_blocks(folder: Path, homes: Mapping[str, ServedTable], servers: Iterable[int]) -> None:
+def write_blocks(folder: Path, tables: Mapping[str, ServedTable], servers: Iterable[int]) -> None:
     """Write the blocks of some servers into a checkpoint."""
     for server in servers:
-        said: dict[str, Any] = {}
-        for name, home in homes.items():
-            rule, shapes = home.describe_block(server)
+        entries: dict[str, Any] = {}
+        for name, table in tables.items():
+            rule, shapes = table.describe_block(server)
             for tensor, shape in shapes.items():
-                writing = Writing(folder / _file(name, server, tensor), shape, home.dtype)
-                for piece in home.read_block(server, tensor):
-                    writing.add(piece)
-                writing.done()
-            said[name] = {"placement": home.placement.fields(), "rule": rule, "tensors": list(shapes)}
-        (folder / f"parameter-{server}.json").write_text(json.dumps({"format": FORMAT, "tables": said}, indent=1))
+                _write_file(folder / _file(name, server, tensor), shape, table, table.read_block(server, tensor))
+            entries[name] = {"placement": table.placement.fields(), "rule": rule, "tensors": list(shapes)}
+        (folder / f"parameter-{server}.json").write_text(json.dumps({"format": FORMAT, "tables": entries}, indent=1))
 
 
 def read_blocks(folder: Path) -> dict[str, SavedTable]:
-    """The tables of a checkpoint by name; their rows stay in files.
+    """Return the tables of a checkpoint by name; their rows stay in files.
 
     Raises:
         CheckpointError: a later version of gtrain wrote it, or a server's block is missing.
@@ -85,18 +82,18 @@ def read_blocks(folder: Path) -> dict[str, SavedTable]:
     saved: dict[str, dict[int, SavedBlock]] = {}
     placements: dict[str, Placement] = {}
     for path in folder.glob("parameter-*.json"):
-        server, said = int(path.stem.rpartition("-")[2]), json.loads(path.read_text())
-        if said["format"] != FORMAT:
+        server, content = int(path.stem.rpartition("-")[2]), json.loads(path.read_text())
+        if content["format"] != FORMAT:
             raise CheckpointError(
-                f"{path} has format {said['format']}; this version of gtrain reads format {FORMAT}.",
+                f"{path} has format {content['format']}; this version of gtrain reads format {FORMAT}.",
                 hint="use the version of gtrain that wrote it.",
             )
-        for name, entry in said["tables"].items():
+        for name, entry in content["tables"].items():
             tensors = {tensor: mapped(folder / _file(name, server, tensor)) for tensor in entry["tensors"]}
             placements[name] = Placement(**entry["placement"])
             saved.setdefault(name, {})[server] = SavedBlock(entry["rule"], tensors)
     if not saved:
-        _read_earlier(folder, saved, placements)
+        _read_worker_states(folder, saved, placements)
     for name, blocks in saved.items():
         if len(blocks) != placements[name].servers:
             raise CheckpointError(
@@ -107,15 +104,15 @@ def read_blocks(folder: Path) -> dict[str, SavedTable]:
 
 
 def read_table(folder: Path, name: str, table: TableSpec) -> SavedRows:
-    """The rows of a table in a checkpoint, for other strategies.
+    """Return the rows of a table in a checkpoint, for other strategies.
 
     Args:
         folder: the checkpoint.
-        name: of the layer.
-        table: what it is.
+        name: the layer's name.
+        table: the table's specification.
 
     Raises:
-        CheckpointError: it has no such table, or a server's block is missing.
+        CheckpointError: the checkpoint lacks the table, or a server's block.
     """
     saved = read_blocks(folder).get(name)
     if saved is None:
@@ -123,20 +120,27 @@ def read_table(folder: Path, name: str, table: TableSpec) -> SavedRows:
     return SavedRows(saved.placement.rows, saved.pieces)
 
 
-def export(folder: Path, homes: Mapping[str, ServedTable]) -> None:
+def export(folder: Path, tables: Mapping[str, ServedTable]) -> None:
     """Write each table as ``<name>.npy`` into a folder, in the order of ids."""
-    for name, home in homes.items():
-        path = folder / f"{name}.npy"
-        writing = Writing(path, (home.table.rows, home.table.dim), home.dtype)
-        step = piece_rows(home.table.dim, home.dtype)
-        for begin in range(0, home.table.rows, step):
-            writing.add(home.read(begin, min(begin + step, home.table.rows)))
-        writing.done()
+    for name, served in tables.items():
+        path, (rows, dim) = folder / f"{name}.npy", (served.table.rows, served.table.dim)
+        step = piece_rows(dim, served.dtype)
+        pieces = (served.read(begin, min(begin + step, rows)) for begin in range(0, rows, step))
+        _write_file(path, (rows, dim), served, pieces)
         print(f"written: {path}", flush=True)
 
 
-def _read_earlier(folder: Path, saved: dict[str, dict[int, SavedBlock]], placements: dict[str, Placement]) -> None:
-    """Checkpoints of earlier versions have blocks in the workers' states."""
+def _write_file(path: Path, shape: tuple[int, ...], table: ServedTable, pieces: Iterable[Tensor]) -> None:
+    writing = Writing(path, shape, table.dtype)
+    for piece in pieces:
+        writing.add(piece)
+    writing.done()
+
+
+def _read_worker_states(
+    folder: Path, saved: dict[str, dict[int, SavedBlock]], placements: dict[str, Placement]
+) -> None:
+    """Read a checkpoint of an early version, which has the blocks in the workers' states."""
     for path in folder.glob("rank-*.pt"):
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["shard"]
         for name, entry in state.items():

@@ -1,12 +1,14 @@
-"""Settings of the ps strategy. Light: imports no torch."""
+"""Settings of the ps strategy. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gtrain.config import StrategyConfig
+from gtrain.errors import ConfigError
 from gtrain.settings import setting
 
 
@@ -17,104 +19,119 @@ class PsConfig(StrategyConfig):
     servers: int = setting(2, "parameter servers in the whole job", least=1, unit="servers")
     protocol: str = setting(
         "ship",
-        "what travels for products with sparse rows",
+        "what is sent for products with sparse rows",
         words={
-            "ship": "sparse rows go to the servers, their products come back",
-            "pull": "the table's rows come to the workers, their gradients go back",
-            "auto": "whichever moves fewer bytes",
+            "ship": "the servers receive sparse rows and return their products",
+            "pull": "the workers fetch rows of the table and return their gradients",
+            "auto": "the one that sends fewer bytes",
         },
     )
     split: str = setting(
         "row",
         "how tables are cut",
         words={
-            "row": "a server keeps some rows, with all columns",
-            "column": "a server keeps some columns, of all rows; exact with SGD and Adagrad without weight decay",
+            "row": "a server stores some rows, with all columns",
+            "column": "a server stores some columns of all rows; exact with SGD and Adagrad without weight decay",
             "grid": "both",
-            "auto": "whichever moves fewest bytes",
+            "auto": "the one that sends the fewest bytes",
         },
     )
     blocks: str = setting(
         "hash",
         "which rows go to which server",
-        words={"hash": "ids are spread evenly over the servers", "range": "a server keeps a range of ids"},
+        words={"hash": "ids are spread evenly over the servers", "range": "a server stores a range of ids"},
     )
     rest: str = setting(
         "server",
-        "who sums the gradients of the layers that are on the workers",
+        "who sums the gradients of the layers that the workers hold",
         words={
-            "server": "gradients of the other layers are summed by the servers",
-            "allreduce": "the workers sum them among themselves",
+            "server": "the servers sum the gradients of the other layers",
+            "allreduce": "the workers sum them by an all-reduce",
         },
     )
     consistency: str = setting(
         "sync",
-        "what a step may miss",
+        "which updates a step may miss",
         words={
-            "sync": "every step sees the step before: what one process would train",
+            "sync": "every step sees the step before, as in one process",
             "async": "a step may miss the last strategy.staleness steps",
         },
     )
     staleness: int = setting(2, "steps that `async` may miss", least=1, unit="steps")
     durability: str = setting(
         "process",
-        "what survives a server",
+        "what survives a server that dies",
         words={
             "none": "a server that dies ends the job",
-            "process": "what a server keeps outlives its process",
-            "disk": "what a server acknowledged is on a disk first, and outlives the machine",
+            "process": "a server's state survives its process",
+            "disk": "a server writes to disk before it acknowledges; its state survives the machine",
         },
     )
     folder: str | None = setting(
         None,
-        "where servers write with `strategy.durability=disk`; a job that is restarted with the same folder goes on "
-        "where the one before was cut off; null: the run's folder",
+        "where servers write with `strategy.durability=disk`; a job that is started again with the same folder resumes "
+        "where the job before was interrupted; null: the run's folder",
     )
     max_restarts: int = setting(
         3,
-        "how often each server is restarted, where what it keeps outlives it; with `strategy.rest=server` each "
-        "worker too",
+        "how often each server is restarted, if its state survives it; with `strategy.rest=server` also each worker",
         least=0,
         unit="restarts",
     )
     wire_dtype: str = setting(
         "float32",
-        "type in which products and gradients travel",
+        "dtype of products and gradients on the wire",
         words={"float32": "exact", "bfloat16": "half the bytes of products and gradients, not exact"},
     )
-    prefetch: int = setting(2, "batches whose rows are sent ahead of the one in training", least=0, unit="batches")
+    prefetch: int = setting(2, "batches whose rows are sent ahead of the current one", least=0, unit="batches")
     export: str | None = setting(
         None, "folder to write the tables to after training, `<table>.npy` in the order of ids; null: none"
     )
 
     @property
     def restarts(self) -> int:
-        """How often a server is restarted."""
+        """The number of restarts of a server."""
         return 0 if self.durability == "none" else self.max_restarts
 
     @property
     def worker_restarts(self) -> int:
-        """How often a worker is restarted."""
+        """The number of restarts of a worker."""
         return self.restarts if self.rest == "server" else 0
 
     @property
     def keeps_workers(self) -> bool:
-        """Whether servers keep what a worker needs that comes back, in this job or the next."""
+        """Whether servers keep a replay buffer for workers that are restarted, in this job or the next."""
         return self.rest == "server" and (self.worker_restarts > 0 or self.durability == "disk")
 
     @property
     def lag(self) -> int:
-        """Steps that a step may miss."""
+        """The number of steps that a step may miss."""
         return self.staleness if self.consistency == "async" else 0
 
 
 def store_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """One part, unless the data's settings say otherwise: every worker reads the whole store, and maps the files of a
-    graph in one part into memory; it has to join the tensors of several parts in memory.
+    """Return the settings of the store: one part, unless the data's settings say otherwise.
+
+    Every worker reads the whole store. It maps the files of a single part into memory, but must copy the tensors of
+    several parts to join them.
 
     Args:
         config: the composed configuration.
     """
     data = config["data"]
-    given = data.get("num_parts") or data.get("keep_parts") or data.get("partitioner") in ("file", "given")
-    return {} if given else {"num_parts": 1}
+    is_partitioned = data.get("num_parts") or data.get("keep_parts") or data.get("partitioner") in ("file", "given")
+    return {} if is_partitioned else {"num_parts": 1}
+
+
+def make_folder(folder: Path, key: str) -> None:
+    """Create the folder that a setting names, unless it exists.
+
+    Raises:
+        ConfigError: it cannot be created.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{key}: the folder {folder} cannot be created: {error.strerror}.", hint="name a writable folder."
+        ) from None

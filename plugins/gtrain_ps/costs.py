@@ -1,7 +1,7 @@
-"""What a step costs on the wire, for every way to cut a table and both protocols.
+"""Cost model: bytes that a step sends, for every placement of a table and both protocols.
 
-Bytes of one worker and step, both directions: Z entries in its rows, U distinct ids among them, m rows, width d; an id
-has 4 bytes, a value v of them (0 where all are 1), a number of a product or a gradient w, the length of a row 2. With
+Bytes of one worker and step, both directions. Z: entries in its rows; U: distinct ids among them; m: rows; d: width. An
+id has 4 bytes, a value v (0 if all values are 1), a number of a product or a gradient w, the length of a row 2. With
 P = Pr x Pc servers, Pr blocks of rows by Pc of columns:
 
 =====  =================================================
@@ -9,8 +9,8 @@ ship   Pc Z (4 + v) + 2 Pr Pc m + 2 w Pr m d
 pull   4 Pc U + 2 w U d
 =====  =================================================
 
-Cutting rows makes every server answer with all columns of all rows, cutting columns sends every server all entries: a
-grid with Pr / Pc near the entries of a row over its width moves fewest.
+With row blocks every server sends all columns of all rows; with column blocks every server receives all entries. A grid
+with Pr / Pc near the number of entries per row over the width sends the fewest bytes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from gtrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class Load:
-    """What one worker asks of a table in a step, on average.
+    """The average demand of one worker and step on a table.
 
     Attributes:
-        entries: Z.
-        unique: U.
-        rows: m.
+        entries: Z, entries in the worker's rows.
+        unique: U, distinct ids.
+        rows: m, rows.
     """
 
     entries: float
@@ -38,7 +38,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Plan:
-    """A way to serve a table.
+    """A protocol and the shape of a placement.
 
     Attributes:
         protocol: ``ship`` or ``pull``.
@@ -51,7 +51,7 @@ class Plan:
     column_blocks: int
 
     def nbytes(self, load: Load, width: int, value_bytes: int, number_bytes: int) -> float:
-        """Bytes of one worker and step; see the module."""
+        """Return the bytes of one worker and step; see the module."""
         if self.protocol == "pull":
             return load.unique * (4 * self.column_blocks + 2 * number_bytes * width)
         sent = self.column_blocks * load.entries * (4 + value_bytes)
@@ -62,48 +62,48 @@ class Plan:
         return f"{self.protocol} {self.row_blocks} x {self.column_blocks}"
 
 
-def shapes(split: str, servers: int, width: int) -> list[tuple[int, int]]:
-    """The ways to cut a table of ``width`` columns over so many servers, as ``strategy.split`` allows.
+def grid_shapes(split: str, servers: int, width: int) -> list[tuple[int, int]]:
+    """Return the placements (Pr, Pc) of a table with ``width`` columns that ``strategy.split`` allows.
 
     Raises:
-        ConfigError: there are not enough columns.
+        ConfigError: no placement is possible: the table has too few columns.
     """
-    found = [(servers // columns, columns) for columns in range(1, servers + 1) if servers % columns == 0]
+    shapes = [(servers // columns, columns) for columns in range(1, servers + 1) if servers % columns == 0]
     allowed = {
         "row": lambda rows, columns: columns == 1,
         "column": lambda rows, columns: rows == 1,
         "grid": lambda rows, columns: servers < 4 or (rows > 1 and columns > 1),
         "auto": lambda rows, columns: True,
     }[split]
-    found = [shape for shape in found if allowed(*shape) and shape[1] <= width]
-    if not found:
+    shapes = [shape for shape in shapes if allowed(*shape) and shape[1] <= width]
+    if not shapes:
         raise ConfigError(
             f"strategy.split={split} was set with strategy.servers={servers}; a table has {width} columns.",
             hint="set strategy.split=row, or fewer servers"
             + (" (a grid needs a number that is a product of two)." if split == "grid" else "."),
         )
-    return found
+    return shapes
 
 
-def plans(protocol: str, split: str, servers: int, width: int) -> list[Plan]:
-    """Every plan that the settings allow."""
+def allowed_plans(protocol: str, split: str, servers: int, width: int) -> list[Plan]:
+    """Return every plan that the settings allow."""
     protocols = ("ship", "pull") if protocol == "auto" else (protocol,)
-    return [Plan(name, *shape) for name in protocols for shape in shapes(split, servers, width)]
+    return [Plan(name, *shape) for name in protocols for shape in grid_shapes(split, servers, width)]
 
 
-def choose(allowed: Iterable[Plan], load: Load, width: int, value_bytes: int, number_bytes: int) -> Plan:
-    """The plan that moves fewest bytes; of equals the first."""
-    return min(allowed, key=lambda plan: plan.nbytes(load, width, value_bytes, number_bytes))
+def cheapest(plans: Iterable[Plan], load: Load, width: int, value_bytes: int, number_bytes: int) -> Plan:
+    """Return the plan that sends the fewest bytes; of equal plans the first."""
+    return min(plans, key=lambda plan: plan.nbytes(load, width, value_bytes, number_bytes))
 
 
-def table(name: str, allowed: list[Plan], load: Load, width: int, value_bytes: int, number_bytes: int) -> str:
-    """The plans with their bytes, for people."""
-    chosen = choose(allowed, load, width, value_bytes, number_bytes)
+def cost_table(name: str, plans: list[Plan], load: Load, width: int, value_bytes: int, number_bytes: int) -> str:
+    """Return a printable table of the plans and their bytes."""
+    chosen = cheapest(plans, load, width, value_bytes, number_bytes)
     lines = [
-        f"table {name}: {load.entries:,.0f} entries, {load.unique:,.0f} different ids, {load.rows:,.0f} rows of "
-        f"{width} columns a worker and step; KiB a worker and step:"
+        f"table {name}: {load.entries:,.0f} entries, {load.unique:,.0f} distinct ids and {load.rows:,.0f} "
+        f"rows of {width} columns per worker and step; KiB per worker and step:"
     ]
-    for plan in allowed:
+    for plan in plans:
         mark = "  <- chosen" if plan == chosen else ""
         lines.append(f"  {plan!s:<12}{plan.nbytes(load, width, value_bytes, number_bytes) / 1024:>12,.1f}{mark}")
     return "\n".join(lines)

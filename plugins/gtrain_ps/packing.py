@@ -1,4 +1,4 @@
-"""Plain values with tensors among them as one row of bytes, without pickle."""
+"""Nested plain values with tensors as one buffer of bytes, without pickle."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor
 from gtrain.errors import ConfigError
 
 _ALIGN = 64
-"""Tensors begin where torch would have them begin."""
+"""Alignment of tensors in the buffer; that of torch's allocator."""
 _NUMBERS = {torch.float32: "float32", torch.float64: "float64", torch.int64: "int64"}
-"""Types whose values JSON repeats to the last digit."""
+"""Dtypes whose values JSON preserves to the last digit."""
 
 
 @dataclass(frozen=True)
@@ -25,92 +25,114 @@ class Packed:
     """A value that is ready to be written.
 
     Attributes:
-        text: JSON of the value, with a number in place of each tensor, and the tensors' types and shapes.
-        tensors: these.
-        begins: where each begins.
-        nbytes: of all.
+        text: JSON of the value, with a number in place of each tensor, and the tensors' dtypes and shapes.
+        tensors: the tensors.
+        offsets: of each tensor in the buffer.
+        nbytes: size of the buffer.
     """
 
     text: bytes
     tensors: list[Tensor]
-    begins: list[int]
+    offsets: list[int]
     nbytes: int
 
-    def write(self, room: Tensor) -> None:
-        """Write into uint8 ``[nbytes]``."""
-        memory = room.numpy().data
-        for begin, content in self.pieces():
-            memory[begin : begin + len(content)] = content
+    def write(self, buffer: Tensor) -> None:
+        """Write the value into uint8 ``[nbytes]``."""
+        memory = buffer.numpy().data
+        for offset, content in self.pieces():
+            memory[offset : offset + len(content)] = content
 
     def pieces(self) -> Iterator[tuple[int, memoryview]]:
-        """Where each piece begins, in their order, and its bytes."""
+        """Yield the offset and the bytes of each piece, in order."""
         yield 0, memoryview(len(self.text).to_bytes(_ALIGN, "little") + self.text)
-        for tensor, begin in zip(self.tensors, self.begins, strict=True):
+        for tensor, offset in zip(self.tensors, self.offsets, strict=True):
             if tensor.numel():
-                yield begin, as_bytes(tensor).numpy().data
+                yield offset, as_bytes(tensor).numpy().data
 
 
 def prepare(value: Any) -> Packed:
-    """Look at a value made of dictionaries, lists, tuples, tensors, numbers and strings.
+    """Lay out a value made of dictionaries, lists, tuples, tensors, numbers and strings.
 
-    Tensors without dimensions become numbers now; the others are read when it is written.
+    Tensors without dimensions become numbers now; the others are read when the value is written.
 
     Raises:
-        ConfigError: there is something else in it.
+        ConfigError: the value contains something else.
     """
     tensors: list[Tensor] = []
     content = _encode(value, tensors, numbers=True)
-    kinds = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
-    text = json.dumps([content, kinds]).encode()
-    begins, end = [], _aligned(_ALIGN + len(text))
+    text = json.dumps([content, [layout_of(tensor) for tensor in tensors]]).encode()
+    offsets, end = [], _align(_ALIGN + len(text))
     for tensor in tensors:
-        begins.append(end)
-        end = _aligned(end + tensor.nbytes)
-    return Packed(text, tensors, begins, end)
+        offsets.append(end)
+        end = _align(end + tensor.nbytes)
+    return Packed(text, tensors, offsets, end)
 
 
 def pack(value: Any) -> Tensor:
-    """The bytes of a value, uint8."""
+    """Return the bytes of a value, uint8."""
     packed = prepare(value)
-    room = torch.empty(packed.nbytes, dtype=torch.uint8)
-    packed.write(room)
-    return room
+    buffer = torch.empty(packed.nbytes, dtype=torch.uint8)
+    packed.write(buffer)
+    return buffer
 
 
-def unpack(room: Tensor) -> Any:
-    """The value; its tensors are in ``room``'s memory, which begins where torch would let it."""
-    length = int.from_bytes(room[:_ALIGN].numpy().tobytes(), "little")
-    content, kinds = json.loads(room[_ALIGN : _ALIGN + length].numpy().tobytes())
-    tensors, begin = [], _aligned(_ALIGN + length)
-    for kind, shape in kinds:
-        dtype = getattr(torch, kind)
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        tensors.append(from_bytes(room[begin : begin + nbytes], dtype, shape))
-        begin = _aligned(begin + nbytes)
-    return _decode(content, tensors)
+def unpack(buffer: Tensor) -> Any:
+    """Return the value in an aligned buffer; its tensors share the buffer's memory."""
+    length = int.from_bytes(buffer[:_ALIGN].numpy().tobytes(), "little")
+    content, layouts = json.loads(buffer[_ALIGN : _ALIGN + length].numpy().tobytes())
+    return join(content, cut_tensors(buffer[_align(_ALIGN + length) :], layouts, _ALIGN))
+
+
+def layout_of(tensor: Tensor) -> list[Any]:
+    """Return a tensor's dtype and shape, as JSON holds them."""
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A tensor's memory, uint8; a copy where it is not contiguous."""
+    """Return a tensor's memory, uint8; a copy if it is not contiguous."""
     if not tensor.numel():
         return torch.empty(0, dtype=torch.uint8)
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def from_bytes(room: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:
-    """The tensor whose memory is ``room``."""
-    return room.view(dtype).view(shape) if room.numel() else torch.empty(shape, dtype=dtype)
+def cut_tensors(buffer: Tensor, layouts: list[Any], align: int = 1, copy: bool = False) -> list[Tensor]:
+    """Return the tensors that lie one behind another in a buffer, uint8.
+
+    Args:
+        buffer: the buffer.
+        layouts: of each tensor, by :func:`layout_of`.
+        align: alignment of their offsets.
+        copy: whether to copy each tensor, if their offsets are not aligned for their dtypes.
+    """
+    tensors, offset = [], 0
+    for name, shape in layouts:
+        dtype = getattr(torch, name)
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        content = buffer[offset : offset + nbytes].clone() if copy else buffer[offset : offset + nbytes]
+        tensors.append(content.view(dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype))
+        offset = -(-(offset + nbytes) // align) * align
+    return tensors
 
 
 def split(value: Any) -> tuple[Any, list[Tensor]]:
-    """A value's JSON with numbers in place of its tensors, and the tensors themselves, not copied."""
+    """Return a value's JSON with numbers in place of its tensors, and the tensors themselves, not copied."""
     tensors: list[Tensor] = []
     return _encode(value, tensors), tensors
 
 
 def join(content: Any, tensors: list[Tensor]) -> Any:
-    """What :func:`split` took apart."""
-    return _decode(content, tensors)
+    """Return the value that :func:`split` took apart."""
+    if not isinstance(content, dict):
+        return content
+    ((tag, item),) = content.items()
+    if tag == "tensor":
+        return tensors[item]
+    if tag == "number":
+        return torch.tensor(item[1], dtype=getattr(torch, item[0]))
+    if tag == "dict":
+        return {join(key, tensors): join(entry, tensors) for key, entry in item}
+    entries = [join(entry, tensors) for entry in item]
+    return tuple(entries) if tag == "tuple" else entries
 
 
 def _encode(value: Any, tensors: list[Tensor], numbers: bool = False) -> Any:
@@ -130,25 +152,11 @@ def _encode(value: Any, tensors: list[Tensor], numbers: bool = False) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     raise ConfigError(
-        f"the state of a module, optimizer, scheduler or callback has a {type(value).__name__}, which strategy=ps "
+        f"the state of a module, optimizer, scheduler or callback contains a {type(value).__name__}, which strategy=ps "
         "cannot keep for a worker that is restarted.",
         hint="keep tensors, numbers, strings, lists and dictionaries there, or set strategy.max_restarts=0.",
     )
 
 
-def _decode(content: Any, tensors: list[Tensor]) -> Any:
-    if not isinstance(content, dict):
-        return content
-    ((kind, inside),) = content.items()
-    if kind == "tensor":
-        return tensors[inside]
-    if kind == "number":
-        return torch.tensor(inside[1], dtype=getattr(torch, inside[0]))
-    if kind == "dict":
-        return {_decode(key, tensors): _decode(item, tensors) for key, item in inside}
-    items = [_decode(item, tensors) for item in inside]
-    return tuple(items) if kind == "tuple" else items
-
-
-def _aligned(nbytes: int) -> int:
+def _align(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN

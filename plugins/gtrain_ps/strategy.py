@@ -1,15 +1,15 @@
-"""Training with wide sparse layers on parameter servers."""
+"""The ps strategy: training with wide sparse layers on parameter servers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch_geometric.data import Data, HeteroData
@@ -27,26 +27,24 @@ from gtrain.strategy.checkpoint import SavedRows
 from gtrain.strategy.gradients import sum_gradients
 from gtrain_ps import SERVES
 from gtrain_ps.checkpoints import export, read_blocks, write_blocks
-from gtrain_ps.checks import check_training
-from gtrain_ps.config import PsConfig
+from gtrain_ps.config import PsConfig, make_folder
 from gtrain_ps.costs import Load
-from gtrain_ps.folders import make_folder
 from gtrain_ps.server.service import DTYPES
 from gtrain_ps.worker import lightning_state
-from gtrain_ps.worker.batches import RowSource, Shares, Source, WholeGraph
-from gtrain_ps.worker.planning import first_load, placement_of, plan_of, rules_of
+from gtrain_ps.worker.batches import BatchSource, RowSource, WholeGraph, WorkerBatches
+from gtrain_ps.worker.planning import estimate_load, placement_of, plan_of, rules_of
 from gtrain_ps.worker.restarts import ROLE, RestartingStrategy
 from gtrain_ps.worker.row_table import RowTable, is_rows
 from gtrain_ps.worker.served_table import ServedTable
-from gtrain_ps.worker.steps import flat, send_step, take_flat
+from gtrain_ps.worker.steps import flat_gradients, send_step, set_gradients
 
-METERS = "@meters"  # in a worker's state of a checkpoint
+METRICS = "@meters"  # key in a worker's state of a checkpoint
 
 
 class PsStrategy(RestartingStrategy):
-    """Tables of ``gtrain.nn`` live on servers; a worker trains the other layers on its share of each step's seeds.
+    """Stores tables of ``gtrain.nn`` on servers; each worker trains the other layers on its share of a step's seeds.
 
-    Its settings are those of :class:`gtrain_ps.config.PsConfig`.
+    The settings are those of :class:`gtrain_ps.config.PsConfig`.
     """
 
     strategy_name: ClassVar[str] = "ps"
@@ -55,11 +53,11 @@ class PsStrategy(RestartingStrategy):
 
     def __init__(self, *values: Any, **settings: Any) -> None:
         super().__init__(*values, **settings)
-        self.homes: dict[str, ServedTable] = {}
-        self._deferred: set[str] = set()
+        self.served_tables: dict[str, ServedTable] = {}
+        self._deferred: set[str] = set()  # tables that never have all their rows in a worker
         self._weight = (1.0, 1.0)
-        self._trained: list[Parameter] | None = None
-        self._shares: Shares | None = None
+        self._local: list[Parameter] | None = None
+        self._batches: WorkerBatches | None = None
 
     # ---------------------------------------------------------------------------------------------------- batches
 
@@ -67,8 +65,8 @@ class PsStrategy(RestartingStrategy):
     def full_batch(self) -> bool:  # type: ignore[override]
         return self.data is None or self.data.batch_size is None
 
-    def open_shard(self, store: Store) -> Source:
-        if is_rows(store) and self._takes_rows is not None:
+    def open_shard(self, store: Store) -> BatchSource:
+        if is_rows(store) and self._row_table is not None:
             predicts = self.trainer is not None and self.trainer.predicting
             ids = ("orig_id",) if predicts or self.dropout == "exact" else ()
             return RowSource(RowTable(store, self.dtype), ("y", *ids))
@@ -77,70 +75,81 @@ class PsStrategy(RestartingStrategy):
             return WholeGraph(graph_batch(whole, self.dtype))
         return WholeGraph(hetero_batch(whole, store, self.dtype))
 
-    def batches(self, shard: Source, loader: SeedLoader) -> Iterable[Data | HeteroData]:
-        place = self.global_rank, self.world_size
+    def batches(self, shard: BatchSource, loader: SeedLoader) -> Iterable[Data | HeteroData]:
+        worker = self.global_rank, self.world_size
         prefetch = self.settings.prefetch if isinstance(shard, RowSource) else 0
         training = loader.split == "train" and self.trainer is not None and self.trainer.training
         inline = training and torch.get_num_threads() == 1
         deal = self.lightning_module.deal if isinstance(self.lightning_module, DealsEdges) else None
-        shares = Shares(loader, shard, place, prefetch, self._ahead(training), self._forget_ahead, inline, deal)
+        on_batch = self._prefetcher(training)
+        batches = WorkerBatches(loader, shard, worker, prefetch, on_batch, self._discard_prefetched, inline, deal)
         if training:
-            self._shares = shares
-        return shares
+            self._batches = batches
+        return batches
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Batches are where they are wanted; a module's own hooks are heeded."""
-        if not self._transfers:
+        """CPU only: skip the transfer unless the module overrides a transfer hook."""
+        names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+        module = type(self.lightning_module)
+        if all(getattr(module, name) is getattr(pl.LightningModule, name) for name in names):
             return batch
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @property
-    def _transfers(self) -> bool:
-        """Whether the module has a hook that wants to see batches on their way to a device."""
-        names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-        kind = type(self.lightning_module)
-        return any(getattr(kind, name) is not getattr(pl.LightningModule, name) for name in names)
-
-    @property
-    def _takes_rows(self) -> str | None:
-        """The name of the table that multiplies the rows of a batch's seeds, where the module says so."""
+    def _row_table(self) -> str | None:
+        """Name of the served table that multiplies the rows of a batch's seeds, if the module declares one."""
         module = self.lightning_module
-        return module.row_table if isinstance(module, MultipliesRows) and module.row_table in self.homes else None
+        name = module.row_table if isinstance(module, MultipliesRows) else None
+        return name if name in self.served_tables else None
 
-    def _ahead(self, training: bool) -> Any:
-        """What sends a batch's rows to the servers as soon as they are known."""
-        name = self._takes_rows
-        home = None if name is None else self.homes[name]
-        servers = self.parameter_servers
-        assert servers is not None
-        begin: list[int] = []
+    def _prefetcher(self, training: bool) -> Callable[[Data, int], None]:
+        """Return a function that sends a batch's rows to the servers as soon as the batch is built."""
+        name, servers = self._row_table, self._connected()
+        table = None if name is None else self.served_tables[name]
+        first_step = 0
 
         def send(batch: Data, number: int) -> None:
+            nonlocal first_step
             if number == 0:
-                begin[:] = [servers.step]
-            if home is not None and not home.pull and not isinstance(batch.x, Tensor):
-                home.ahead(batch.x, begin[0] + number if training else servers.step, training)
+                first_step = servers.step
+            if table is not None and not table.pull and not isinstance(batch.x, Tensor):
+                table.prefetch(batch.x, first_step + number if training else servers.step, training)
 
         return send
 
-    def _forget_ahead(self) -> None:
-        for home in self.homes.values():
-            home.forget_ahead()
+    def _discard_prefetched(self) -> None:
+        for table in self.served_tables.values():
+            table.discard_prefetched()
 
     # ---------------------------------------------------------------------------------------------------- tables
 
     def check_module(self, module: Module) -> None:
         if not any(True for _ in tables(module)):
             raise ConfigError(
-                f"strategy=ps keeps tables of gtrain.nn on servers, and {type(module).__name__} has none.",
+                f"strategy=ps stores tables of gtrain.nn on servers; {type(module).__name__} has none.",
                 hint="choose a model with a SparseLinear or an Embedding (model=sparse, model=kg, or sparse features), "
                 "or strategy=single.",
             )
         if self.fitting:
             assert isinstance(module, pl.LightningModule)
-            check_training(module, self.num_nodes * self.num_processes)
+            self._check_training(module)
             if self.settings.export is not None and self.is_global_zero:
                 make_folder(Path(self.settings.export), "strategy.export")
+
+    def _check_training(self, module: pl.LightningModule) -> None:
+        """Refuse modules that parameter servers cannot train exactly."""
+        if not module.automatic_optimization:
+            raise ConfigError(
+                f"{type(module).__name__} uses manual optimization; strategy=ps sends the gradients of a step when "
+                "Lightning takes it.",
+                hint="use automatic optimization.",
+            )
+        norms = [name for name, layer in module.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+        if norms and self.num_nodes * self.num_processes > 1:
+            raise ConfigError(
+                f"{norms[0]} is a batch norm, whose statistics strategy=ps would compute over one worker's share.",
+                hint="set model.norm=layer or null, or trainer.num_nodes=1.",
+            )
 
     def check_optimizers(self, module: Module, optimizers: Sequence[Optimizer]) -> None:
         rules_of({name: layer.weight for name, layer in tables(module)}, optimizers)
@@ -149,53 +158,53 @@ class PsStrategy(RestartingStrategy):
         return deferred()
 
     def install(self, module: Module) -> None:
-        """Let the module's tables live on the servers; those that were there already keep what they learned."""
-        settings, servers = self.settings, self._asked()
+        """Move the module's tables to the servers; tables that are there already keep their rows."""
+        settings, servers = self.settings, self._connected()
         wire = self.dtype if settings.wire_dtype == "float32" else DTYPES[settings.wire_dtype]
         for name, layer in tables(module):
-            if name not in self.homes:
-                chosen = settings, self.servers.count(ROLE), wire, self._load
-                plan = plan_of(name, layer, *chosen, tell=self.is_global_zero)
+            if name not in self.served_tables:
+                count = self.servers.count(ROLE)
+                plan = plan_of(name, layer, settings, count, wire, self._estimate_load, verbose=self.is_global_zero)
                 placement, pull = placement_of(layer, plan, settings), plan.protocol == "pull"
-                home = ServedTable(name, layer.table, placement, servers, layer.weight.dtype, wire, pull)
-                self.homes[name] = home
-                new = home.open()
+                table = ServedTable(name, layer.table, placement, servers, layer.weight.dtype, wire, pull)
+                self.served_tables[name] = table
+                is_new = table.open()
                 if not layer.weight.size(0) and layer.table.rows:
                     self._deferred.add(name)
-                elif new and self.is_global_zero:
-                    home.write([(torch.arange(layer.table.rows), layer.weight.detach())])
-            layer.move(self.homes[name])
-        self._trained = None
+                elif is_new and self.is_global_zero:
+                    table.write([(torch.arange(layer.table.rows), layer.weight.detach())])
+            layer.move(self.served_tables[name])
+        self._local = None
         self.group.barrier()
         if self.fitting:
             rules_of(self._anchors, self.optimizers)
 
     @property
     def _anchors(self) -> dict[str, Parameter]:
-        """What stands for each table in the module."""
-        return {name: home.anchor for name, home in self.homes.items()}
+        """The parameters that represent the tables in the module."""
+        return {name: table.anchor for name, table in self.served_tables.items()}
 
     def uninstall(self, module: Module) -> None:
         for name, layer in tables(module):
-            if name not in self.homes or layer.home is not self.homes[name]:
+            if name not in self.served_tables or layer.home is not self.served_tables[name]:
                 continue
             if name in self._deferred:
-                layer.move_back(layer.weight.new_empty(0, layer.table.dim))  # larger than a worker, perhaps
+                layer.move_back(layer.weight.new_empty(0, layer.table.dim))  # may exceed a worker's memory
             else:
-                layer.move_back(self.homes[name].read(0, layer.table.rows))
+                layer.move_back(self.served_tables[name].read(0, layer.table.rows))
 
-    def _load(self) -> tuple[Load, bool]:
-        """What a worker asks of a table in the first steps, and whether entries have values other than 1."""
+    def _estimate_load(self) -> tuple[Load, bool]:
+        """Return the load of the first steps, and whether entries have values other than 1."""
         module = self.data
         if not isinstance(module, GraphDataModule):
             raise ConfigError(
-                "strategy.split or strategy.protocol leaves a choice, which is made by looking at the first batches of "
-                "a GraphDataModule.",
+                "strategy.split or strategy.protocol allows several plans; choosing one needs the first batches of a "
+                "GraphDataModule.",
                 hint="set strategy.protocol=ship and strategy.split=row.",
             )
         loader = module.train_dataloader()
         assert isinstance(loader, SeedLoader)
-        return first_load(loader, self.world_size)
+        return estimate_load(loader, self.world_size)
 
     # ---------------------------------------------------------------------------------------------------- steps
 
@@ -211,50 +220,47 @@ class PsStrategy(RestartingStrategy):
         return weight / self._weight[1]
 
     def sum_gradients(self) -> None:
-        """Send the step to the servers, and take from them what the other layers' gradients come to."""
+        """Send the step to the servers, and receive the sum of the other layers' gradients."""
         rest = self._rest()
-        self._send_step(None if self.settings.rest == "allreduce" else flat(rest))
+        self._send_step(None if self.settings.rest == "allreduce" else flat_gradients(rest))
         if self.settings.rest == "allreduce":
             sum_gradients(self.group, rest)
         self._receive_step(rest)
 
     def _rest(self) -> list[Parameter]:
-        """The parameters that are on the workers."""
-        if self._trained is None:
-            assert self.lightning_module is not None
+        """Return the parameters that the workers hold."""
+        if self._local is None:
             anchors = {id(anchor) for anchor in self._anchors.values()}
-            every = self.lightning_module.parameters()
-            self._trained = [p for p in every if p.requires_grad and id(p) not in anchors]
-        return self._trained
+            parameters = self._module.parameters()
+            self._local = [p for p in parameters if p.requires_grad and id(p) not in anchors]
+        return self._local
 
     def _send_step(self, rest: Tensor | None) -> None:
-        servers = self.parameter_servers
-        assert servers is not None
         weight = self._weight if self.world_size > 1 else (1.0, 1.0)
-        kept = None if self._progress is None else self._progress.end()
+        replay = None if self._progress is None else self._progress.finish_step()
         rules = rules_of(self._anchors, self.optimizers)
-        self._flying.append(send_step(servers, self.homes.values(), rules, weight, rest, kept))
-        if self._shares is not None:
-            self._shares.draw()  # while the servers are at work
+        requests = send_step(self._connected(), self.served_tables.values(), rules, weight, rest, replay)
+        self._pending_sums.append(requests)
+        if self._batches is not None:
+            self._batches.build_ahead()  # while the servers compute
 
     def _receive_step(self, rest: list[Parameter]) -> None:
-        """Wait for the servers to have a step, and take over what they made of the other layers' gradients."""
-        if len(self._flying) <= self.settings.lag:
-            if self.settings.rest == "server":
-                for parameter in rest:
-                    parameter.grad = None
-            return
-        self._take_step(rest)
+        """Receive the gradient sums of the step that is due: the current one, or an earlier one if steps may lag."""
+        if len(self._pending_sums) > self.settings.lag:
+            self._receive_sums(rest)
+        elif self.settings.rest == "server":
+            for parameter in rest:
+                parameter.grad = None
 
-    def _take_step(self, rest: list[Parameter]) -> None:
-        answers = [answer.result() for answer in self._flying.popleft()]
+    def _receive_sums(self, rest: list[Parameter]) -> None:
+        replies = [request.result() for request in self._pending_sums.popleft()]
         if self.settings.rest == "server" and rest:
-            take_flat(torch.cat([answer.tensors[0] for answer in answers]), rest)
+            set_gradients(torch.cat([reply.tensors[0] for reply in replies]), rest)
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, *args, **kwargs)
         assert self.trainer is not None
-        if self._flying and self.trainer.is_last_batch:
+        if self._pending_sums and self.trainer.is_last_batch:
             self._catch_up()
         return result
 
@@ -262,20 +268,20 @@ class PsStrategy(RestartingStrategy):
         super().on_train_end()
         self._catch_up()
         if self.settings.lag and self.is_global_zero and self.parameter_servers is not None:
-            said = [answer.fields for answer in self.parameter_servers.everybody("status", {})]
-            products, missed = (sum(fields[name] for fields in said) for name in ("products", "missed"))
-            print(f"products missed {missed / max(1, products):.2f} of the last steps on average", flush=True)
+            status = [reply.fields for reply in self.parameter_servers.request_all("status", {})]
+            products, missed = (sum(fields[name] for fields in status) for name in ("products", "missed"))
+            print(f"products missed {missed / max(1, products):.2f} steps on average", flush=True)
         if self.settings.export is not None:
             if self.is_global_zero and not self.group.passed():
-                export(Path(self.settings.export), self.homes)
+                export(Path(self.settings.export), self.served_tables)
             self.group.barrier()
-        self._asked().everybody("end", {})
+        self._connected().request_all("end", {})
 
     def _catch_up(self) -> None:
-        """Where steps may be missed: take in those that are under way, so that an epoch ends like any other."""
+        """Apply the gradient sums that are pending, so that an epoch ends without outstanding steps."""
         rest = self._rest()
-        while self._flying:
-            self._take_step(rest)
+        while self._pending_sums:
+            self._receive_sums(rest)
             if self.settings.rest == "server":
                 for optimizer in self.optimizers:
                     optimizer.step()
@@ -284,18 +290,16 @@ class PsStrategy(RestartingStrategy):
 
     def shard_state(self) -> dict[str, Any]:
         self._catch_up()
-        return {
-            METERS: lightning_state.module_metric_states(lightning_state.metrics_of(self._module))
-            if self._within_epoch
-            else {}
-        }
+        if not self._within_epoch:
+            return {METRICS: {}}
+        return {METRICS: lightning_state.metric_states(lightning_state.module_metrics(self._module))}
 
     def shard_files(self, folder: Path) -> None:
-        write_blocks(folder, self.homes, self._answered_for)
+        write_blocks(folder, self.served_tables, self._assigned_servers)
 
     @property
-    def _answered_for(self) -> range:
-        """The servers whose blocks this worker writes and reads: server p of P is worker p mod K's."""
+    def _assigned_servers(self) -> range:
+        """The servers whose blocks this worker writes and reads: worker k has the servers p with p mod K = k."""
         return range(self.global_rank, self.servers.count(ROLE), self.world_size)
 
     @property
@@ -305,45 +309,46 @@ class PsStrategy(RestartingStrategy):
 
     @property
     def _within_epoch(self) -> bool:
-        """Whether batches of an epoch have been trained, and it has not ended."""
+        """Whether an epoch has started and not ended."""
         assert self.trainer is not None
         epochs = self.trainer.fit_loop.epoch_progress.current
         return self.fitting and epochs.processed < epochs.started  # type: ignore[attr-defined]
 
     def load_tables(self, rows: Mapping[str, SavedRows]) -> None:
         if self.is_global_zero:
-            for name, home in self.homes.items():
-                home.write(rows[name].pieces())
+            for name, table in self.served_tables.items():
+                table.write(rows[name].pieces())
         self.group.barrier()
 
     def load_shard_files(self, folder: Path) -> None:
-        """Read blocks as they were cut; to test, predict and export also into blocks that are cut differently."""
+        """Read the blocks of a checkpoint; another placement is allowed for testing, prediction and export only."""
         saved = read_blocks(folder)
-        for name, home in self.homes.items():
+        for name, served in self.served_tables.items():
             if name not in saved:
                 raise CheckpointError(f"{folder} lacks rows of the table {name}.", hint="use another checkpoint.")
             table = saved[name]
-            if table.placement == home.placement:
-                for server in self._answered_for:
+            if table.placement == served.placement:
+                for server in self._assigned_servers:
                     block = table.blocks[server]
                     tensors = block.tensors if self.fitting else {"rows": block.tensors["rows"]}
-                    home.write_block(server, block.rule if self.fitting else None, tensors)
+                    served.write_block(server, block.rule if self.fitting else None, tensors)
             elif self.fitting:
                 raise CheckpointError(
-                    f"ckpt_path={folder}: the checkpoint's table {name} was cut as {table.placement.fields()}, and is "
-                    f"now cut as {home.placement.fields()}.",
+                    f"ckpt_path={folder}: the checkpoint's table {name} has the placement "
+                    f"{table.placement.fields()}; that of this run is {served.placement.fields()}.",
                     hint="set strategy.servers, strategy.split and strategy.blocks as in the run that wrote it.",
                 )
             elif self.is_global_zero:
-                home.write(table.pieces())
+                served.write(table.pieces())
         self.group.barrier()
 
     def load_shard_state(self, state: dict[str, Any]) -> None:
         if not self.fitting:
             return
-        if METERS not in state:
+        if METRICS not in state:
             raise CheckpointError(
                 f"the checkpoint has no state of worker {self.global_rank} of {self.world_size}.",
                 hint="set trainer.num_nodes and trainer.devices as in the run that wrote it.",
             )
-        lightning_state.prepare_metrics(lightning_state.metrics_of(self._module), state[METERS])
+        metrics = lightning_state.module_metrics(self._module)
+        lightning_state.restore_metrics(metrics, state[METRICS], updated=False)

@@ -9,26 +9,30 @@ from numba import njit
 
 from gtrain.kernels.memory import prefetch_next_row
 from gtrain.kernels.options import FAST, inlined
-from gtrain_ps.kernels.widths import Kernel, deserves_own
+from gtrain_ps.kernels.widths import Kernel, is_large
 
-_AHEAD = 32  # entries, whose rows are often in a cache
+_PREFETCH_DISTANCE = 32  # entries; their rows are often in a cache already
 
 
-def product_of(table: Any) -> Kernel:
-    """:func:`forward` for a table, without its first argument."""
+def product_kernel(table: Any) -> Kernel:
+    """Return :func:`forward` for a table, without its first argument."""
     width = table.shape[1]
-    return _of_width(width) if deserves_own(table) else partial(forward, width)
+    return _compiled_for(width) if is_large(table) else partial(forward, width)
 
 
 @inlined(fastmath=FAST)
 def forward(width: int, ids: Any, offsets: Any, values: Any, weighted: bool, table: Any, out: Any) -> None:
-    """Sparse rows times a block: ``out[i] = sum of values[j] * table[ids[j]]`` over the entries j of row i.
+    """Multiply sparse rows by a block: Y = X W.
+
+    Row i of Y is ``sum_j values[j] * table[ids[j]]`` over the entries ``offsets[i] <= j < offsets[i + 1]``. Four
+    entries are added at a time, so that a row of Y is read and written once for four rows of W.
 
     Args:
         width: d.
         ids: int32 ``[Z]``.
         offsets: int64 ``[m + 1]``.
         values: ``[Z]``; read only if ``weighted``, else every value is 1.
+        weighted: whether entries have values.
         table: ``[n, d]``.
         out: ``[m, d]``.
     """
@@ -39,7 +43,7 @@ def forward(width: int, ids: Any, offsets: Any, values: Any, weighted: bool, tab
         entry, end = offsets[row], offsets[row + 1]
         while entry + 3 < end:
             for ahead in range(4):
-                prefetch_next_row(table, ids[min(entry + ahead + _AHEAD, last)], width)
+                prefetch_next_row(table, ids[min(entry + ahead + _PREFETCH_DISTANCE, last)], width)
             a, b, c, e = ids[entry], ids[entry + 1], ids[entry + 2], ids[entry + 3]
             if weighted:
                 u, v, w, x = values[entry], values[entry + 1], values[entry + 2], values[entry + 3]
@@ -52,7 +56,7 @@ def forward(width: int, ids: Any, offsets: Any, values: Any, weighted: bool, tab
                     out[row, column] += table[a, column] + table[b, column] + table[c, column] + table[e, column]
             entry += 4
         while entry < end:
-            prefetch_next_row(table, ids[min(entry + _AHEAD, last)], width)
+            prefetch_next_row(table, ids[min(entry + _PREFETCH_DISTANCE, last)], width)
             number = ids[entry]
             if weighted:
                 u = values[entry]
@@ -65,9 +69,9 @@ def forward(width: int, ids: Any, offsets: Any, values: Any, weighted: bool, tab
 
 
 @cache
-def _of_width(width: int) -> Any:
+def _compiled_for(width: int) -> Any:
     @njit(cache=True, nogil=True)
-    def of_width(*given: Any) -> None:
-        forward(width, *given)
+    def kernel(*arguments: Any) -> None:
+        forward(width, *arguments)
 
-    return of_width
+    return kernel

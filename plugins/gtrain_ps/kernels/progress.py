@@ -1,7 +1,7 @@
-"""How far an update of a block is, in memory that outlives the process: what a restarted server goes on from.
+"""Progress of an update of a block, in memory that survives the process: a restarted server resumes the update.
 
-The kernels write it (:func:`start_row`, :func:`end_row`); :meth:`Progress.repair` reads it after a restart. A step's
-rows are stacked in the order of workers and calls, so the next process groups them in the same order.
+The kernels write it (:func:`start_row`, :func:`end_row`); :meth:`UpdateProgress.repair` reads it after a restart. A
+step's rows are stacked in the order of workers and calls, so the next process groups them in the same order.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from gtrain.nn.rules import RULES
 Array = NDArray[Any]
 STEP, DONE, ROW, INDEX = 0, 1, 2, 3
 MARKS = 4
-"""Entries of the marker, see :class:`Progress`."""
+"""Entries of the marker, see :class:`UpdateProgress`."""
 BACKUP_ROWS = 1 + max(len(rule.state) for rule in RULES.values())
 """Rows of the backup: the table's, and one for each tensor of optimizer state."""
 
 
-class Progress(NamedTuple):
+class UpdateProgress(NamedTuple):
     """The marker and backup of one block.
 
     Attributes:
-        safe: whether the process may be killed at any moment and the next one goes on with the step; if not, nothing
-            is written.
-        marker: int64 ``[MARKS]``: the step under way; how many of its distinct rows are done, in the order of their
-            grouping; the row being changed, or -1; and that row's index in the order, which is below the number of
-            rows done as soon as the change is complete.
-        backup: ``[BACKUP_ROWS, d]``, of the block's dtype: the row being changed before its change, then its optimizer
-            state in the order of the rule's tensors; a tensor with one number per row is in column 0.
+        safe: whether the memory survives the process; if not, nothing is written.
+        marker: int64 ``[MARKS]``: the current step; how many of its distinct rows are done, in the order of their
+            grouping; the row being changed, or -1; and that row's index in the order. The change is complete once the
+            number of rows done exceeds the index.
+        backup: ``[BACKUP_ROWS, d]``, of the block's dtype: the row before its change, then its optimizer state in the
+            order of the rule's tensors; a tensor with one number per row is in column 0.
     """
 
     safe: bool
@@ -42,16 +41,16 @@ class Progress(NamedTuple):
     backup: Array
 
     def start_step(self, step: int) -> None:
-        """Mark a step as started; in this order, so that a process that is killed in between has started none."""
+        """Mark a step as started. The step is written last: a process that is killed in between has started none."""
         self.marker[ROW:] = -1
         self.marker[DONE] = 0
         self.marker[STEP] = step
 
     def repair(self, step: int, table: Array, state: Sequence[Array]) -> None:
-        """Undo the change of the row at which ``step`` was cut off, if one was under way.
+        """Undo the incomplete change of the row at which ``step`` was interrupted, if any.
 
         Args:
-            step: the step that the process before this one may have started.
+            step: the step that the previous process may have started.
             table: ``[n, d]``.
             state: the optimizer's tensors ``[n, d]`` or ``[n]``, in the order of the rule.
         """
@@ -65,20 +64,20 @@ class Progress(NamedTuple):
 
 
 def back_up_state(width: int, row: int, state: Any, backup: Any) -> None:
-    """Copy a row of each of the state's tensors to the lines of ``backup``."""
+    """Copy a row of each state tensor to the rows of ``backup``; a recursion that the compiler unrolls."""
     raise NotImplementedError("compiled only")
 
 
-def _nothing(width: int, row: int, state: Any, backup: Any) -> None:
+def _copy_nothing(width: int, row: int, state: Any, backup: Any) -> None:
     pass
 
 
-def _number(width: int, row: int, state: Any, backup: Any) -> None:
+def _copy_number(width: int, row: int, state: Any, backup: Any) -> None:
     backup[0, 0] = state[0][row]
     back_up_state(width, row, state[1:], backup[1:])
 
 
-def _columns(width: int, row: int, state: Any, backup: Any) -> None:
+def _copy_columns(width: int, row: int, state: Any, backup: Any) -> None:
     for column in range(width):
         backup[0, column] = state[0][row, column]
     back_up_state(width, row, state[1:], backup[1:])
@@ -87,13 +86,16 @@ def _columns(width: int, row: int, state: Any, backup: Any) -> None:
 @overload(back_up_state, jit_options=BARE)
 def _typed_back_up(width: int, row: int, state: Any, backup: Any) -> Any:
     if not len(state):
-        return _nothing
-    return _number if state[0].ndim == 1 else _columns
+        return _copy_nothing
+    return _copy_number if state[0].ndim == 1 else _copy_columns
 
 
 @bare
 def start_row(width: int, index: int, row: int, table: Any, state: Any, progress: Any) -> None:
-    """Back up a row and its state, and then mark the row as being changed."""
+    """Back up a row and its state, and then mark the row as being changed.
+
+    The fences keep the stores in this order: the mark must not be visible before the backup is complete.
+    """
     back_up_state(width, row, state, progress.backup[1:])
     for column in range(width):
         progress.backup[0, column] = table[row, column]

@@ -1,4 +1,4 @@
-"""Sparse rows: chosen from a CSR matrix and cut by the blocks of a table, stacked, grouped by id."""
+"""Sparse rows: read from a CSR matrix, sorted by the blocks of a table, and grouped by id."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from numpy.typing import NDArray
 from gtrain.kernels.memory import prefetch_entry
 
 Array = NDArray[Any]
-_ROWS_AHEAD = 3
-_ENTRIES_AHEAD = 64
+_PREFETCH_ROWS = 3
+_PREFETCH_ENTRIES = 64
 
 
-class Grouped(NamedTuple):
-    """Sparse rows, stacked and grouped by id, as :func:`group` writes them: what an update walks over.
+class GroupedEntries(NamedTuple):
+    """Entries of sparse rows, grouped by id: :func:`group` writes the arrays, an update walks over the chains.
 
     Attributes:
-        found: distinct ids.
-        unique: int32 ``[>= found]``, these ids.
-        first: int32 ``[>= found]``, where the chain of each begins.
-        following: int32 ``[Z]``, the next entry of the same id; -1: there is none.
+        num_ids: number of distinct ids.
+        unique: int32 ``[>= num_ids]``, the distinct ids.
+        first: int32 ``[>= num_ids]``, the first entry of each id's chain.
+        following: int32 ``[Z]``, the next entry of the same id; -1 at the end of a chain.
         row_of: int32 ``[Z]``, the sparse row of each entry.
         values: ``[Z]``, of the block's dtype, if ``weighted``.
-        weighted: whether entries have values; else every one is 1.
+        weighted: whether entries have values; else every value is 1.
     """
 
-    found: int
+    num_ids: int
     unique: Array
     first: Array
     following: Array
@@ -38,19 +38,20 @@ class Grouped(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def place_ids(ids: Any, multiplier: int, modulus: int, height: int, block: Any, place: Any) -> int:
-    """Find where the rows of ids are.
+def locate_ids(ids: Any, multiplier: int, modulus: int, height: int, block: Any, position: Any) -> int:
+    """Locate ids in the row blocks of a table.
 
-    An id is permuted to ``id * multiplier mod modulus``; blocks are ``height`` of the permuted numbers each.
+    An id has the number ``id * multiplier mod modulus``; each block has ``height`` consecutive numbers. Multiplying by
+    a reciprocal replaces the integer divisions; it may miss the quotient by one, which the branches correct.
 
     Args:
         ids: ``[Z]``.
         multiplier, modulus, height: see :class:`gtrain_ps.placement.Placement`.
-        block: uint8 ``[Z]``, gets the block of each id.
-        place: int32 ``[Z]``, gets its row in the block.
+        block: uint8 ``[Z]``, receives the block of each id.
+        position: int32 ``[Z]``, receives its row in the block.
 
     Returns:
-        -1, or the first id that is out of range.
+        -1, or the first entry whose id is out of range.
     """
     inverse, per = 1.0 / modulus, 1.0 / height
     for entry in range(len(ids)):
@@ -73,13 +74,13 @@ def place_ids(ids: Any, multiplier: int, modulus: int, height: int, block: Any, 
             owner += 1
             rest -= height
         block[entry] = owner
-        place[entry] = rest
+        position[entry] = rest
     return -1
 
 
 @njit(cache=True, nogil=True)
 def count_blocks(block: Any, offsets: Any, lengths: Any, totals: Any) -> None:
-    """Count entries in each block: of each row ``lengths`` ``[P, m]``, of all ``totals`` int64 ``[P]``; zero before."""
+    """Count the entries of each block: ``lengths`` ``[P, m]`` by row, ``totals`` int64 ``[P]``; both start as zeros."""
     for row in range(len(offsets) - 1):
         for entry in range(offsets[row], offsets[row + 1]):
             owner = block[entry]
@@ -97,22 +98,24 @@ def all_ones(values: Any) -> bool:
 
 
 @njit(cache=True, nogil=True)
-def most_entries(offsets: Any) -> int:
-    """Entries of the longest row; offsets ``[m + 1]``."""
-    most = 0
+def max_row_length(offsets: Any) -> int:
+    """Return the number of entries of the longest row; offsets ``[m + 1]``."""
+    longest = 0
     for row in range(len(offsets) - 1):
-        most = max(most, offsets[row + 1] - offsets[row])
-    return most
+        longest = max(longest, offsets[row + 1] - offsets[row])
+    return longest
 
 
 @njit(cache=True, nogil=True)
-def deal(block: Any, place: Any, values: Any, weighted: bool, begin: Any, ids_out: Any, values_out: Any) -> None:
-    """Order entries by block, keeping their order within one.
+def sort_by_block(
+    block: Any, position: Any, values: Any, weighted: bool, begin: Any, ids_out: Any, values_out: Any
+) -> None:
+    """Sort entries by block; a counting sort, stable within a block.
 
     Args:
-        block, place: of :func:`place_ids`.
+        block, position: of :func:`locate_ids`.
         values: ``[Z]``; read only if ``weighted``.
-        begin: int64 ``[P]``, where each block begins in the results; is advanced.
+        begin: int64 ``[P]``, the start of each block in the results; advanced to its end.
         ids_out: int32 ``[Z]``.
         values_out: ``[Z]``.
     """
@@ -120,7 +123,7 @@ def deal(block: Any, place: Any, values: Any, weighted: bool, begin: Any, ids_ou
         owner = block[entry]
         to = begin[owner]
         begin[owner] = to + 1
-        ids_out[to] = place[entry]
+        ids_out[to] = position[entry]
         if weighted:
             values_out[to] = values[entry]
 
@@ -132,36 +135,36 @@ def group(ids: Any, offsets: Any, latest: Any, unique: Any, first: Any, followin
     Args:
         ids: int32 ``[Z]``, rows of the block.
         offsets: int64 ``[m + 1]``.
-        latest: int32, one for each row of the block, all 0; is 0 again afterwards.
-        unique: int32 ``[Z + 1]``, gets the distinct ids in the order in which they first occur.
-        first: int32 ``[Z + 1]``, gets where the chain of each begins in the next two.
-        following: int32 ``[Z]``, gets the next entry of the same id; -1: there is none.
-        row_of: int32 ``[Z]``, gets the row of each entry.
+        latest: int32, one per row of the block, all 0 before and after: 1 + the last entry seen of each id.
+        unique: int32 ``[Z + 1]``, receives the distinct ids in order of their first occurrence.
+        first: int32 ``[Z + 1]``, receives the first entry of each chain.
+        following: int32 ``[Z]``, receives the next entry of the same id; -1 at the end of a chain.
+        row_of: int32 ``[Z]``, receives the sparse row of each entry.
 
     Returns:
-        number of distinct ids.
+        the number of distinct ids.
     """
-    found, last = 0, len(ids) - 1
+    count, last = 0, len(ids) - 1
     for row in range(len(offsets) - 1):
         for entry in range(offsets[row], offsets[row + 1]):
-            prefetch_entry(latest, ids[min(entry + _ENTRIES_AHEAD, last)])
+            prefetch_entry(latest, ids[min(entry + _PREFETCH_ENTRIES, last)])
             number = ids[entry]
             before = latest[number]
             latest[number] = entry + 1
             following[entry] = before - 1
             row_of[entry] = row
-            unique[found] = number  # stays there if it is new: a branch would be guessed wrong too often
-            found += before == 0
-    for index in range(found):
-        prefetch_entry(latest, unique[min(index + _ENTRIES_AHEAD, found - 1)])
+            unique[count] = number  # overwritten unless it is new; a branch would be mispredicted too often
+            count += before == 0
+    for index in range(count):
+        prefetch_entry(latest, unique[min(index + _PREFETCH_ENTRIES, count - 1)])
         first[index] = latest[unique[index]] - 1
         latest[unique[index]] = 0
-    return found
+    return count
 
 
 @njit(cache=True, nogil=True)
 def first_outside(ids: Any, height: int) -> int:
-    """The first entry whose id is not a row of the block; -1 where there is none."""
+    """Return the first entry whose id is not a row of the block; -1 without one."""
     for entry in range(len(ids)):
         if ids[entry] < 0 or ids[entry] >= height:
             return entry
@@ -170,13 +173,13 @@ def first_outside(ids: Any, height: int) -> int:
 
 @njit(cache=True, nogil=True)
 def measure_rows(chosen: Any, low: int, high: int, starts: Any, lengths: Any) -> None:
-    """Write the entries of those of the chosen rows that are in one part.
+    """Write the lengths of the chosen rows that are in one part.
 
     Args:
         chosen: int64 ``[m]``, global ids.
-        low, high: the first id of the part, and the first behind it.
-        starts: ``[high - low + 1]``, where each of its rows begins.
-        lengths: int64 ``[m]``.
+        low, high: the part's first id, and its end.
+        starts: ``[high - low + 1]``, the part's CSR offsets.
+        lengths: int64 ``[m]``, receives the number of entries of each of these rows.
     """
     for index in range(len(chosen)):
         if low <= chosen[index] < high:
@@ -196,16 +199,16 @@ def copy_labels(chosen: Any, low: int, high: int, labels: Any, out: Any) -> None
 def copy_rows(
     chosen: Any, low: int, high: int, starts: Any, ids: Any, values: Any, begin: Any, ids_out: Any, values_out: Any
 ) -> None:
-    """Copy those of the chosen rows that are in one part, which may be memory-mapped.
+    """Copy the chosen rows that are in one part, whose files may be memory-mapped.
 
     Args:
         chosen, low, high, starts: as in :func:`measure_rows`.
         ids, values: the part's entries.
-        begin: int64, where each chosen row goes to in the results.
-        ids_out, values_out: the results.
+        begin: int64 ``[m + 1]``, the offset of each chosen row in the results.
+        ids_out, values_out: the results, ``[begin[m]]``.
     """
     for index in range(len(chosen)):
-        ahead = chosen[min(index + _ROWS_AHEAD, len(chosen) - 1)] - low
+        ahead = chosen[min(index + _PREFETCH_ROWS, len(chosen) - 1)] - low
         if 0 <= ahead < high - low:
             for entry in range(starts[ahead], starts[ahead + 1], 8):
                 prefetch_entry(ids, entry)

@@ -1,8 +1,10 @@
 """The sparse optimizers of :mod:`gtrain.nn.rules`, row by row, for the loop of :mod:`gtrain_ps.kernels.updates`.
 
-A rule is a NamedTuple of its numbers. Its type selects the functions that the compiler inlines into the loop. A rule
+A rule is a NamedTuple of its numbers. Its type selects the function that the compiler inlines into the loop. A rule
 either changes a row column by column (:data:`CHANGES`), or subtracts a multiple of the row's gradient
-(:data:`FACTORS`). A new rule needs its class, its function and its entries in these tables.
+(:data:`FACTORS`). A new rule needs a class, a function and an entry in one of these tables.
+
+Below, w is a row of the table, g its gradient plus ``weight_decay * w``, d its length.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ _OPTIONS: Any = {**BARE, "fastmath": FAST}
 
 
 class Sgd(NamedTuple):
-    """``w -= lr * g``; no state."""
+    """Stochastic gradient descent: ``w -= lr * g``; no state."""
 
     lr: float
     weight_decay: float
 
 
 class Adagrad(NamedTuple):
-    """``s += g^2; w -= lr * g / (sqrt(s) + eps)``; state: s ``[n, d]``."""
+    """Adagrad (Duchi et al., 2011): ``s += g^2; w -= lr * g / (sqrt(s) + eps)``; state: s ``[n, d]``."""
 
     lr: float
     weight_decay: float
@@ -34,7 +36,7 @@ class Adagrad(NamedTuple):
 
 
 class RowwiseAdagrad(NamedTuple):
-    """``s += sum(g^2) / d; w -= lr * g / (sqrt(s) + eps)``; state: s ``[n]``."""
+    """Adagrad with one accumulator per row: ``s += |g|^2 / d; w -= lr * g / (sqrt(s) + eps)``; state: s ``[n]``."""
 
     lr: float
     weight_decay: float
@@ -42,7 +44,11 @@ class RowwiseAdagrad(NamedTuple):
 
 
 class LazyAdam(NamedTuple):
-    """Adam with the row's own number t of updates; state: t ``[n]``, m and v ``[n, d]``."""
+    """Adam (Kingma and Ba, 2015, algorithm 1) on the rows of a step, with a count of updates t per row.
+
+    ``t += 1; m += (1 - b1) (g - m); v = b2 v + (1 - b2) g^2; w -= lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^t)) + eps)``.
+    State: t ``[n]``, m and v ``[n, d]``.
+    """
 
     lr: float
     weight_decay: float
@@ -51,14 +57,10 @@ class LazyAdam(NamedTuple):
 
 
 def rule_of(name: str, settings: Mapping[str, Any]) -> Any:
-    """The rule of a name in :data:`gtrain.nn.rules.RULES`, with an optimizer's settings."""
-    rule = RULES[name]
-    numbers = {"weight_decay": 0.0, **settings}
-    return rule(*(_plain(numbers[field]) for field in rule._fields))
-
-
-def _plain(value: Any) -> Any:
-    return tuple(map(float, value)) if isinstance(value, (list, tuple)) else float(value)
+    """Return the rule of a name in :data:`gtrain.nn.rules.RULES`, with an optimizer's settings."""
+    rule, settings = RULES[name], {"weight_decay": 0.0, **settings}
+    values = (settings[field] for field in rule._fields)
+    return rule(*(tuple(map(float, value)) if isinstance(value, (list, tuple)) else float(value) for value in values))
 
 
 def change(rule: Any, width: int, row: int, total: Any, table: Any, state: Any) -> None:
@@ -67,7 +69,7 @@ def change(rule: Any, width: int, row: int, total: Any, table: Any, state: Any) 
     Args:
         rule: a rule of :data:`CHANGES`.
         width: d.
-        row: of the table.
+        row: index of the row.
         total: ``[d]``, the row's gradient, without weight decay.
         table: ``[n, d]``.
         state: the rule's tensors ``[n, d]`` or ``[n]``, in the order of :mod:`gtrain.nn.rules`.
@@ -76,12 +78,12 @@ def change(rule: Any, width: int, row: int, total: Any, table: Any, state: Any) 
 
 
 def factor(rule: Any, width: int, row: int, norm: Any, state: Any, like: Any) -> Any:
-    """Change a row's state, and return by what its gradient is multiplied before it is subtracted from the row.
+    """Change a row's state, and return the factor by which its gradient is multiplied and subtracted from the row.
 
     Args:
         rule: a rule of :data:`FACTORS`.
         width: d.
-        row: of the table.
+        row: index of the row.
         norm: the squared length of the row's gradient, weight decay included.
         state: as for :func:`change`.
         like: an array of the table's dtype.
@@ -90,20 +92,20 @@ def factor(rule: Any, width: int, row: int, norm: Any, state: Any, like: Any) ->
 
 
 def takes_factor(rule: Any) -> bool:
-    """Whether a rule is one of :data:`FACTORS`; a constant."""
+    """Whether a rule is one of :data:`FACTORS`; a constant of the compiled code."""
     raise NotImplementedError("compiled only")
 
 
 def _sgd(rule: Any, width: int, row: int, total: Any, table: Any, state: Any) -> None:
-    kind = table.dtype.type
-    lr, wd = kind(rule.lr), kind(rule.weight_decay)
+    number = table.dtype.type
+    lr, wd = number(rule.lr), number(rule.weight_decay)
     for column in range(width):
         table[row, column] -= lr * (total[column] + wd * table[row, column])
 
 
 def _adagrad(rule: Any, width: int, row: int, total: Any, table: Any, state: Any) -> None:
-    kind, (squares,) = table.dtype.type, state
-    lr, wd, eps = kind(rule.lr), kind(rule.weight_decay), kind(rule.eps)
+    number, (squares,) = table.dtype.type, state
+    lr, wd, eps = number(rule.lr), number(rule.weight_decay), number(rule.eps)
     for column in range(width):
         g = total[column] + wd * table[row, column]
         s = squares[row, column] + g * g
@@ -112,20 +114,20 @@ def _adagrad(rule: Any, width: int, row: int, total: Any, table: Any, state: Any
 
 
 def _rowwise_adagrad(rule: Any, width: int, row: int, norm: Any, state: Any, like: Any) -> Any:
-    kind, (squares,) = like.dtype.type, state
-    s = squares[row] + norm / kind(width)
+    number, (squares,) = like.dtype.type, state
+    s = squares[row] + norm / number(width)
     squares[row] = s
-    return kind(rule.lr) / (np.sqrt(s) + kind(rule.eps))
+    return number(rule.lr) / (np.sqrt(s) + number(rule.eps))
 
 
 def _lazy_adam(rule: Any, width: int, row: int, total: Any, table: Any, state: Any) -> None:
-    kind, (times, means, squares) = table.dtype.type, state
-    lr, wd, eps = kind(rule.lr), kind(rule.weight_decay), kind(rule.eps)
+    number, (times, means, squares) = table.dtype.type, state
+    lr, wd, eps = number(rule.lr), number(rule.weight_decay), number(rule.eps)
     beta1, beta2 = rule.betas
-    decay1, decay2, rest1, rest2 = kind(beta1), kind(beta2), kind(1.0 - beta1), kind(1.0 - beta2)
-    times[row] += kind(1)
-    scale = lr / (kind(1) - decay1 ** times[row])
-    correction = kind(1) - decay2 ** times[row]
+    decay1, decay2, rest1, rest2 = number(beta1), number(beta2), number(1.0 - beta1), number(1.0 - beta2)
+    times[row] += number(1)
+    scale = lr / (number(1) - decay1 ** times[row])
+    correction = number(1) - decay2 ** times[row]
     for column in range(width):
         g = total[column] + wd * table[row, column]
         mean = means[row, column] + rest1 * (g - means[row, column])
@@ -138,7 +140,7 @@ def _lazy_adam(rule: Any, width: int, row: int, total: Any, table: Any, state: A
 CHANGES: Mapping[type, Callable[..., None]] = {Sgd: _sgd, Adagrad: _adagrad, LazyAdam: _lazy_adam}
 FACTORS: Mapping[type, Callable[..., Any]] = {RowwiseAdagrad: _rowwise_adagrad}
 RULES: Mapping[str, Any] = {"sgd": Sgd, "adagrad": Adagrad, "rowwise_adagrad": RowwiseAdagrad, "lazy_adam": LazyAdam}
-"""By the names of :data:`gtrain.nn.rules.RULES`."""
+"""Rules by their names in :data:`gtrain.nn.rules.RULES`."""
 
 
 @overload(change, jit_options=_OPTIONS)

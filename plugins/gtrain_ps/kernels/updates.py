@@ -1,7 +1,8 @@
-"""The backward pass of a product with a block of a table, with the update of the block fused into it.
+"""The backward pass of a product with a block of a table, fused with the update of the block.
 
-The gradient of a row is summed up in a buffer that stays in the first cache, and the row is changed at once by a rule
-of :mod:`gtrain_ps.kernels.rules`, so no gradient of the table is ever in memory.
+For Y = X W the gradient of row r of W is ``sum_j values[j] * dY[row_of[j]]`` over the entries j with id r. It is summed
+in a buffer that stays in the L1 cache, and a rule of :mod:`gtrain_ps.kernels.rules` changes the row at once, so no
+gradient of the table is ever in memory.
 """
 
 from __future__ import annotations
@@ -17,23 +18,30 @@ from gtrain.kernels.memory import prefetch_entry, prefetch_next_row
 from gtrain.kernels.options import BARE, FAST, bare, inlined
 from gtrain_ps.kernels.progress import DONE, end_row, start_row
 from gtrain_ps.kernels.rules import change, factor, takes_factor
-from gtrain_ps.kernels.widths import Kernel, deserves_own
+from gtrain_ps.kernels.widths import Kernel, is_large
 
-_AHEAD = 12  # rows that are asked for before they are needed
+_PREFETCH_DISTANCE = 12  # rows
 
 
-def update_of(table: Any) -> Kernel:
-    """:func:`update` for a table, without its first argument."""
+def update_kernel(table: Any) -> Kernel:
+    """Return :func:`update` for a table, without its first argument."""
     width = table.shape[1]
-    made: Kernel = _of_width(width) if deserves_own(table) else partial(update, width)
-    return made
+    kernel: Kernel = _compiled_for(width) if is_large(table) else partial(update, width)
+    return kernel
 
 
 @bare(fastmath=FAST)
 def sum_row(width: int, first: int, grouped: Any, gradient: Any, total: Any) -> float:
-    """Sum up the gradient of one row of the table, and return the sum of its squares: 0 where it is 0.
+    """Sum the gradient of one row of the table into ``total`` ``[d]``, and return the sum of its squares.
 
-    Entries are taken four at a time, so that the sum is read and written less often.
+    Entries are added four at a time, so that the sum is read and written less often.
+
+    Args:
+        width: d.
+        first: first entry of the row's chain.
+        grouped: :class:`~gtrain_ps.kernels.rows.GroupedEntries`.
+        gradient: dY ``[m, d]``.
+        total: receives the gradient.
     """
     following, row_of, values, weighted = grouped.following, grouped.row_of, grouped.values, grouped.weighted
     one = values.dtype.type(1)
@@ -70,16 +78,16 @@ def sum_row(width: int, first: int, grouped: Any, gradient: Any, total: Any) -> 
 
 @inlined(fastmath=FAST)
 def update(width: int, rule: Any, grouped: Any, gradient: Any, table: Any, state: Any, progress: Any) -> None:
-    """Apply one step to a block, or what is left of it.
+    """Apply one step to a block, or the rest of a step that was interrupted.
 
     Args:
         width: d.
         rule: of :mod:`gtrain_ps.kernels.rules`.
-        grouped: :class:`~gtrain_ps.kernels.rows.Grouped`, the entries of the product.
-        gradient: ``[m, d]``, of the product.
+        grouped: :class:`~gtrain_ps.kernels.rows.GroupedEntries` of the stacked rows X.
+        gradient: dY ``[m, d]``.
         table: ``[n, d]``.
         state: the rule's tensors ``[n, d]`` or ``[n]``.
-        progress: :class:`~gtrain_ps.kernels.progress.Progress`.
+        progress: :class:`~gtrain_ps.kernels.progress.UpdateProgress`.
     """
     total = np.empty(width, table.dtype)
     lengths = np.empty(len(gradient) if takes_factor(rule) else 0, table.dtype)
@@ -98,20 +106,25 @@ def _update_rows(
     total: Any,
     lengths: Any,
 ) -> None:
-    """:func:`update` with its scratch: ``total`` ``[d]``, and ``lengths`` ``[m]`` of rules that take a factor."""
-    kind, found, unique, decay = table.dtype.type, grouped.found, grouped.unique, table.dtype.type(rule.weight_decay)
+    """Run :func:`update` with its scratch memory: ``total`` ``[d]``, and ``lengths``: |dY_i|^2 ``[m]``.
+
+    Rules that take a factor need only the squared length of a row's gradient before they change the row. Most rows have
+    a single entry: their gradient ``u * dY_i`` has the length ``u^2 |dY_i|^2``, so it is never summed or stored.
+    """
+    number, count, unique = table.dtype.type, grouped.num_ids, grouped.unique
+    decay = number(rule.weight_decay)
     for index in range(len(lengths)):
-        length = kind(0)
+        length = number(0)
         for column in range(width):
             length += gradient[index, column] * gradient[index, column]
         lengths[index] = length
-    for index in range(progress.marker[DONE] if progress.safe else 0, found):
-        ahead = unique[min(index + _AHEAD, found - 1)]
+    for index in range(progress.marker[DONE] if progress.safe else 0, count):
+        ahead = unique[min(index + _PREFETCH_DISTANCE, count - 1)]
         prefetch_next_row(table, ahead, width)
         _prefetch_state(state, ahead, width)
         row, entry = unique[index], grouped.first[index]
-        only, u = grouped.row_of[entry], grouped.values[entry] if grouped.weighted else kind(1)
-        alone = takes_factor(rule) and grouped.following[entry] < 0 and decay == 0  # most rows: these need no sum
+        only, u = grouped.row_of[entry], grouped.values[entry] if grouped.weighted else number(1)
+        alone = takes_factor(rule) and grouped.following[entry] < 0 and decay == 0
         norm = u * u * lengths[only] if alone else sum_row(width, entry, grouped, gradient, total)
         if norm == 0:
             continue
@@ -119,7 +132,7 @@ def _update_rows(
             start_row(width, index, row, table, state, progress)
         if takes_factor(rule):
             if decay != 0:
-                norm = kind(0)
+                norm = number(0)
                 for column in range(width):
                     total[column] += decay * table[row, column]
                     norm += total[column] * total[column]
@@ -138,7 +151,7 @@ def _update_rows(
 
 
 def _prefetch_state(state: Any, row: int, width: int) -> None:
-    """Ask for a row of each tensor of a tuple."""
+    """Prefetch a row of each state tensor; the compiler unrolls the recursion over the tensors."""
     raise NotImplementedError("compiled only")
 
 
@@ -159,9 +172,9 @@ def _typed_prefetch(state: Any, row: int, width: int) -> Any:
 
 
 @cache
-def _of_width(width: int) -> Any:
+def _compiled_for(width: int) -> Any:
     @njit(cache=True, nogil=True)
-    def of_width(*given: Any) -> None:
-        update(width, *given)
+    def kernel(*arguments: Any) -> None:
+        update(width, *arguments)
 
-    return of_width
+    return kernel

@@ -1,17 +1,17 @@
-"""What a server does step by step, whatever carries the requests.
+"""The server's steps: the order of products and updates.
 
 The server's tables have a version: the number of steps that were applied. All workers' products of step t are computed
-from version t (from t - lag or later where steps may be missed), and one update from the K stacked batches leads from
-version t to t + 1. So a product that is asked for early waits, and workers may send the rows of coming batches ahead.
+from version t (from t - lag or later if steps may be missed), and one update from the K stacked batches leads from
+version t to t + 1. A product that is requested early waits, so workers may send the rows of coming batches ahead.
 
-Requests are taken in and products and updates computed by one thread, the server's loop, in turn: requests first, then
-one product or update, and its answers leave before the next one. A thread of its own for computing would wait for the
-interpreter's lock, and be woken, more often than it could compute beside the loop.
+One thread, the server's loop, receives requests and computes: requests first, then one product or update, whose replies
+leave before the next one. A second thread for computing would spend more time waiting for the interpreter's lock, and
+being woken, than it could compute beside the loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,33 +21,34 @@ from torch import Tensor
 
 from gtrain.errors import GtrainError
 from gtrain.wire import Message
-from gtrain_ps.server.block import Block, Grouped
+from gtrain_ps.kernels.rows import GroupedEntries
+from gtrain_ps.server.block import Block
 from gtrain_ps.server.journal import Journal
 from gtrain_ps.server.memory import Region
-from gtrain_ps.server.replay import ReplayBuffer, Sums
-from gtrain_ps.server.requests import Answer, Commit, Product, Request, factor_of
+from gtrain_ps.server.replay import GradientSums, ReplayBuffer
+from gtrain_ps.server.requests import Commit, FutureReply, LoggedRequest, ProductRequest, gradient_factor
 
-Rows = Mapping[tuple[int, int], Product]
-"""What was multiplied for a step, by worker and call."""
+StepProducts = Mapping[tuple[int, int], ProductRequest]
+"""The products of a step, by worker and call."""
 
 
 @dataclass
 class _Step:
-    """What is known of a step that has not been applied.
+    """A step that has not been applied.
 
     Attributes:
-        rows: what was multiplied for it, by worker and call.
+        products: the requested products, by worker and call.
         commits: by worker.
-        waiting: answers that get the sum of the rests.
-        made: products that were answered, where they are kept for a worker that comes back.
-        written: whether it is on the disk.
+        waiting: replies that receive the sum of the other layers' gradients.
+        sent: products that were sent, by worker and call; kept for a worker that is restarted.
+        logged: whether the step is in the journal.
     """
 
-    rows: dict[tuple[int, int], Product] = field(default_factory=dict)
+    products: dict[tuple[int, int], ProductRequest] = field(default_factory=dict)
     commits: dict[int, Commit] = field(default_factory=dict)
-    waiting: list[Answer] = field(default_factory=list)
-    made: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    written: bool = False
+    waiting: list[FutureReply] = field(default_factory=list)
+    sent: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    logged: bool = False
 
 
 class Engine:
@@ -56,118 +57,125 @@ class Engine:
     Args:
         workers: K.
         lag: steps that a product may miss; 0: none.
-        region: where blocks are kept.
-        keep: whether a worker may die and come back, and finds here what it needs.
+        region: memory for the blocks.
+        replay: whether to keep a replay buffer for workers that are restarted.
+
+    Attributes:
+        version: number of steps that were applied.
+        missed: number of products for training, and of the steps that they missed.
+        journal: the server's journal, set once its content has been replayed; None without one.
     """
 
-    def __init__(self, workers: int, lag: int, region: Region, keep: bool = False) -> None:
+    def __init__(self, workers: int, lag: int, region: Region, replay: bool = False) -> None:
         self.workers, self.lag, self.region = workers, lag, region
         self.blocks: dict[str, Block] = {}
         self.version = region.version
-        self.missed = [0, 0]  # products for training, and steps that they missed
-        self._products: list[Product] = []
-        self._actions: list[tuple[int, Callable[[], Message | None], Answer]] = []
+        self.missed = [0, 0]
+        self._products: list[ProductRequest] = []
+        self._actions: list[tuple[int, Callable[[], Message | None], FutureReply]] = []
         self._steps: dict[int, _Step] = {}
-        self._sums = Sums(2 * lag + 4, region)
-        self.replay = ReplayBuffer(lag + 4, region) if keep else None
+        self._sums = GradientSums(2 * lag + 4, region)
+        self.replay = ReplayBuffer(lag + 4, region) if replay else None
         self._updates = Updates(self.blocks)
         self._failure: BaseException | None = None
-        self.journal: Journal | None = None  # set once what it knows has been done again
+        self.journal: Journal | None = None
 
-    # ------------------------------------------------------------------------------------ taking requests in
+    # ------------------------------------------------------------------------------------ requests
 
-    def multiply(self, product: Product) -> Answer:
-        """Ask for a product.
+    def multiply(self, request: ProductRequest) -> FutureReply:
+        """Compute a product, once the tables have the version for it.
 
-        A worker that saw this server die asks again, for what it may have lost: what has been applied is not needed.
-        One that died itself asks again for what it had been answered, which is kept: the tables may be past it.
+        A worker that saw this server die repeats its requests; products of applied steps are no longer needed. A
+        restarted worker repeats them as well, and receives the stored products: the tables may be ahead of its step.
         """
         self._check()
-        if product.call is not None:
-            kept = None if self.replay is None else self.replay.product(product)
-            if product.step >= self.version:
-                step = self._steps.setdefault(product.step, _Step())
-                step.rows[product.worker, product.call] = product
-                if kept is not None:
-                    step.made[product.worker, product.call] = kept
-            if product.step < self.version or kept is not None:
-                product.answer.set_result(Message({"version": self.version}, [] if kept is None else [kept]))
-                return product.answer
-        self._products.append(product)
-        return product.answer
+        if request.call is not None:
+            stored = None if self.replay is None else self.replay.product(request)
+            if request.step >= self.version:
+                step = self._steps.setdefault(request.step, _Step())
+                step.products[request.worker, request.call] = request
+                if stored is not None:
+                    step.sent[request.worker, request.call] = stored
+            if request.step < self.version or stored is not None:
+                self._reply_product(request, stored)
+                return request.reply
+        self._products.append(request)
+        return request.reply
 
-    def commit(self, commit: Commit) -> Answer:
-        """Hand in a worker's part of a step; once is enough, twice is the same.
+    def _reply_product(self, request: ProductRequest, product: Tensor | None) -> None:
+        request.reply.set_result(Message({"version": self.version}, [] if product is None else [product]))
 
-        The answer is the sum of the workers' rests.
+    def commit(self, commit: Commit) -> FutureReply:
+        """Receive a worker's part of a step; repetitions have no effect.
+
+        The reply holds the sum of the workers' other gradients.
         """
         self._check()
-        answer: Answer = Future()
-        found = self._sums.of(commit.step)
+        reply: FutureReply = Future()
+        total, waiting = self._sums.get(commit.step), [reply]
         if commit.step >= self.version:
             step = self._steps.setdefault(commit.step, _Step())
             step.commits.setdefault(commit.worker, commit)
-            step.waiting.append(answer)
-            if len(step.commits) == self.workers and self.journal is None:  # else it is answered once it is written
-                found = self._sums.make(commit.step, [step.commits[worker] for worker in range(self.workers)])
-            if found is None and (commit.rest is not None or self.journal is not None):
-                return answer
+            step.waiting.append(reply)
+            if len(step.commits) == self.workers and self.journal is None:  # with one, _log_step() replies
+                total = self._sums.compute(commit.step, [step.commits[worker] for worker in range(self.workers)])
+            if total is None and (commit.rest is not None or self.journal is not None):
+                return reply
             waiting, step.waiting = step.waiting, []
-        else:
-            waiting = [answer]
-        for each in waiting:
-            each.set_result(Message({}, [] if commit.rest is None or found is None else [found]))
-        return answer
+        _reply_sum(waiting, None if commit.rest is None else total)
+        return reply
 
-    def sum_of(self, step: int) -> Answer:
-        """The sum of the workers' rests of a step, as :meth:`commit` answers it."""
+    def sum_of(self, step: int) -> FutureReply:
+        """Return the sum of the workers' other gradients of a step, as :meth:`commit` does."""
         self._check()
-        answer: Answer = Future()
-        found = self._sums.of(step)
-        if found is None:
-            assert step >= self.version, "a step that no worker can need any more"
-            self._steps.setdefault(step, _Step()).waiting.append(answer)
-            return answer
-        answer.set_result(Message({}, [found]))
-        return answer
+        reply: FutureReply = Future()
+        total = self._sums.get(step)
+        if total is None:
+            assert step >= self.version, "the sum of an old step was requested"
+            self._steps.setdefault(step, _Step()).waiting.append(reply)
+        else:
+            _reply_sum([reply], total)
+        return reply
 
     def forget(self, worker: int) -> int:
-        """A worker has died and come back: drop what its life before sent ahead of its steps; return the version."""
+        """Drop what a worker that was restarted had sent ahead of its steps; return the version."""
         self._check()
-        self._products = [product for product in self._products if product.worker != worker]
+        self._products = [request for request in self._products if request.worker != worker]
         for step in self._steps.values():
             if worker not in step.commits:
-                for call in [call for call in step.rows if call[0] == worker]:
-                    del step.rows[call]
-                    step.made.pop(call, None)
+                for call in [call for call in step.products if call[0] == worker]:
+                    del step.products[call]
+                    step.sent.pop(call, None)
         return self.version
 
     def missing(self) -> set[int]:
-        """Workers that have not committed a step that others have."""
+        """Return the workers that have not committed a step that others have."""
         step = self._steps.get(self.version)
         commits = {} if step is None else step.commits
         return {rank for rank in range(self.workers) if rank not in commits} if commits else set()
 
-    def after(self, step: int, action: Callable[[], Message | None], asked: Request | None = None) -> Answer:
-        """Do something with the tables once they have at least this version.
+    def after(
+        self, step: int, action: Callable[[], Message | None], logged: LoggedRequest | None = None
+    ) -> FutureReply:
+        """Run an action on the tables once they have at least this version.
 
         Args:
             step: the version.
-            action: what to do.
-            asked: how it was asked for, where it changes anything.
+            action: the action.
+            logged: the request as the journal stores it, if the action changes a table.
         """
         self._check()
-        answer: Answer = Future()
-        if asked is not None:
-            action = partial(self._written, [asked], action)
-        self._actions.append((step, action, answer))
-        return answer
+        reply: FutureReply = Future()
+        if logged is not None:
+            action = partial(self._log_and_run, logged, action)
+        self._actions.append((step, action, reply))
+        return reply
 
     # ------------------------------------------------------------------------------------ computing
 
     def work(self) -> bool:
-        """Compute one thing; tell whether there was anything."""
-        task = self._next()
+        """Compute one product or update; return whether there was one."""
+        task = self._next_task()
         if task is not None:
             try:
                 task()
@@ -175,85 +183,83 @@ class Engine:
                 self._fail(error)
         return task is not None
 
-    def _next(self) -> Callable[[], None] | None:
-        """What to do next: products first, for workers wait for them."""
-        for index, product in enumerate(self._products):
-            lag = 0 if product.call is None else self.lag
-            if self.version >= product.step - lag:
-                del self._products[index]
-                return lambda: self._multiply(product)
-        for index, (step, action, answer) in enumerate(self._actions):
-            if self.version >= step:
-                del self._actions[index]
-                return lambda: _settle(answer, action)
-        if self._complete():
-            complete = self._steps[self.version]
-            return self._update if self.journal is None or complete.written else partial(self._write_step, complete)
-        coming = self._steps.get(self.version)
-        if coming is not None and (name := self._updates.ahead(coming.rows, self.workers)) is not None:
-            return partial(self._updates.stack, coming.rows, name)
-        return None
-
-    def _complete(self) -> bool:
-        """Whether all that leads to the next version is here."""
-        step = self._steps.get(self.version)
-        if step is None or len(step.commits) < self.workers:
-            return False
-        return all((worker, call) in step.rows for worker, commit in step.commits.items() for call in commit.calls)
-
-    def _multiply(self, product: Product) -> None:
-        if product.call is not None and product.step < self.version:  # the step was applied while this waited
-            kept = None if self.replay is None else self.replay.product(product)
-            product.answer.set_result(Message({"version": self.version}, [] if kept is None else [kept]))
-            return
-        if product.call is not None:
-            self.missed[0] += 1
-            self.missed[1] += max(0, product.step - self.version)
-        try:
-            made = product.block.multiply(product.rows)
-        except GtrainError as error:
-            product.answer.set_exception(error)
-            return
-        made = made.to(product.dtype)
-        if self.replay is not None and product.call is not None:
-            step = self._steps.get(product.step)
-            if step is not None and step.rows.get((product.worker, product.call)) is product:
-                step.made[product.worker, product.call] = made
-        product.answer.set_result(Message({"version": self.version}, [made]))
-
     def drain(self) -> None:
-        """Do all that can be done."""
-        while (task := self._next()) is not None:
+        """Compute all that can be computed."""
+        while (task := self._next_task()) is not None:
             task()
 
-    def _written(self, asked: list[Request], action: Callable[[], Message | None]) -> Message | None:
+    def _next_task(self) -> Callable[[], None] | None:
+        """Return the next task: products first, because workers wait for them."""
+        for index, request in enumerate(self._products):
+            lag = 0 if request.call is None else self.lag
+            if self.version >= request.step - lag:
+                del self._products[index]
+                return partial(self._multiply, request)
+        for index, (version, action, reply) in enumerate(self._actions):
+            if self.version >= version:
+                del self._actions[index]
+                return partial(_run, reply, action)
+        step = self._steps.get(self.version)
+        if step is None:
+            return None
+        if self._is_complete(step):
+            return self._update if self.journal is None or step.logged else partial(self._log_step, step)
+        name = self._updates.groupable(step.products, self.workers)
+        return None if name is None else partial(self._updates.group_ahead, step.products, name)
+
+    def _is_complete(self, step: _Step) -> bool:
+        """Whether all commits of a step have arrived, and the products that they have gradients of."""
+        return len(step.commits) == self.workers and all(
+            (worker, call) in step.products for worker, commit in step.commits.items() for call in commit.calls
+        )
+
+    def _multiply(self, request: ProductRequest) -> None:
+        key = None if request.call is None else (request.worker, request.call)
+        if key is not None and request.step < self.version:  # the step was applied while the request waited
+            self._reply_product(request, None if self.replay is None else self.replay.product(request))
+            return
+        if key is not None:
+            self.missed[0] += 1
+            self.missed[1] += max(0, request.step - self.version)
+        try:
+            product = request.block.multiply(request.rows).to(request.dtype)
+        except GtrainError as error:
+            request.reply.set_exception(error)
+            return
+        if self.replay is not None and key is not None:
+            step = self._steps.get(request.step)
+            if step is not None and step.products.get(key) is request:
+                step.sent[key] = product
+        self._reply_product(request, product)
+
+    def _log_and_run(self, logged: LoggedRequest, action: Callable[[], Message | None]) -> Message | None:
         if self.journal is not None:
-            self.journal.append({"requests": asked})
+            self.journal.append({"requests": [logged]})
         return action()
 
-    def _write_step(self, step: _Step) -> None:
-        """Have a step on the disk, and answer those who said it."""
+    def _log_step(self, step: _Step) -> None:
+        """Write a step to the journal, and reply to its commits."""
         assert self.journal is not None
-        said = [product.said() for product in step.rows.values()] + [commit.said() for commit in step.commits.values()]
-        self.journal.append({"requests": said})
-        step.written = True
-        found = self._sums.make(self.version, [step.commits[worker] for worker in range(self.workers)])
+        logged = [("multiply", r.worker, r.message.fields, r.message.tensors) for r in step.products.values()]
+        logged += [("commit", c.worker, c.message.fields, c.message.tensors) for c in step.commits.values()]
+        self.journal.append({"requests": logged})
+        step.logged = True
+        total = self._sums.compute(self.version, [step.commits[worker] for worker in range(self.workers)])
         waiting, step.waiting = step.waiting, []
-        for each in waiting:
-            each.set_result(Message({}, [] if found is None else [found]))
+        _reply_sum(waiting, total)
 
     def _update(self) -> None:
         """Lead the tables to the next version."""
         step = self._steps[self.version]
         if self.replay is not None:
-            self.replay.keep(self.version, step.commits, step.made)
-        ordered = [step.commits[worker] for worker in range(self.workers)]
-        self._updates.apply(step.rows, ordered, self.version + 1)
+            self.replay.store(self.version, step.commits, step.sent)
+        commits = [step.commits[worker] for worker in range(self.workers)]
+        self._updates.apply(step.products, commits, self.version + 1)
         self.region.set_version(self.version + 1)
         del self._steps[self.version]
         self.version += 1
-        if self.journal is not None and self.journal.due:
-            self.journal.cut(self.region)
+        if self.journal is not None and self.journal.snapshot_due:
+            self.journal.take_snapshot(self.region)
 
     # ------------------------------------------------------------------------------------ failing
 
@@ -262,93 +268,88 @@ class Engine:
             raise self._failure
 
     def _fail(self, error: BaseException) -> None:
-        """Have everybody know what went wrong."""
+        """Have all waiting and later requests raise an error."""
         self._failure = error
-        waiting = [product.answer for product in self._products]
-        waiting += [answer for _, _, answer in self._actions]
-        waiting += [answer for step in self._steps.values() for answer in step.waiting]
+        waiting = [request.reply for request in self._products]
+        waiting += [reply for _, _, reply in self._actions]
+        waiting += [reply for step in self._steps.values() for reply in step.waiting]
         self._products, self._actions, self._steps = [], [], {}
-        for answer in waiting:
-            if not answer.done():
-                answer.set_exception(error)
+        for reply in waiting:
+            if not reply.done():
+                reply.set_exception(error)
 
 
-def _settle(answer: Answer, action: Callable[[], Message | None]) -> None:
+def _reply_sum(waiting: Iterable[FutureReply], total: Tensor | None) -> None:
+    for reply in waiting:
+        reply.set_result(Message({}, [] if total is None else [total]))
+
+
+def _run(reply: FutureReply, action: Callable[[], Message | None]) -> None:
     try:
-        answer.set_result(action())
+        reply.set_result(action())
     except BaseException as error:
-        answer.set_exception(error)
+        reply.set_exception(error)
         if not isinstance(error, GtrainError):
             raise
-
-
-@dataclass(frozen=True)
-class _Stacked:
-    """Rows of one table that were multiplied in one step, over all workers."""
-
-    calls: list[tuple[int, int]]
-    grouped: Grouped
 
 
 class Updates:
     """One update of each block from the workers' stacked batches.
 
-    Rows can be stacked, and grouped by id, before their gradients are there.
+    Rows can be stacked, and their entries grouped by id, before their gradients have arrived.
 
     Args:
-        blocks: by name; more may come.
+        blocks: by name; more may be added.
     """
 
     def __init__(self, blocks: Mapping[str, Block]) -> None:
         self._blocks = blocks
-        self._stacked: dict[str, _Stacked] = {}
+        self._grouped: dict[str, tuple[list[tuple[int, int]], GroupedEntries]] = {}  # with the products of each table
 
-    def ahead(self, rows: Rows, workers: int) -> str | None:
-        """A table whose rows of the next step seem to be all there, and are not grouped yet."""
-        if len({worker for worker, _ in rows}) < workers:
+    def groupable(self, products: StepProducts, workers: int) -> str | None:
+        """Return a table whose rows of the next step seem to be complete and are not grouped; None without one."""
+        if len({worker for worker, _ in products}) < workers:
             return None
-        for product in rows.values():
-            name = product.block.name
-            stacked = self._stacked.get(name)
-            if stacked is None or stacked.calls != _calls_of(rows, name):
+        for request in products.values():
+            name = request.block.name
+            if name not in self._grouped or self._grouped[name][0] != _calls_of(products, name):
                 return name
         return None
 
-    def stack(self, rows: Rows, name: str) -> None:
+    def group_ahead(self, products: StepProducts, name: str) -> None:
         """Stack and group a table's rows ahead of the update."""
-        kept = dict(rows)
-        calls = _calls_of(kept, name)
-        self._stacked[name] = _Stacked(calls, self._blocks[name].group([kept[call].rows for call in calls]))
+        calls = _calls_of(products, name)
+        self._grouped[name] = calls, self._blocks[name].group([products[call].rows for call in calls])
 
-    def apply(self, rows: Rows, commits: Sequence[Commit], step: int) -> None:
+    def apply(self, products: StepProducts, commits: Sequence[Commit], step: int) -> None:
         """Apply a step to all blocks that have a gradient.
 
         Args:
-            rows: what was multiplied.
-            commits: of all workers, in the order of their ranks.
-            step: its number, above 0.
+            products: the products of the step.
+            commits: of all workers, in rank order.
+            step: the step's number, from 1.
         """
-        factor = factor_of(commits)
-        given = {
+        factor = gradient_factor(commits)
+        gradients = {
             (commit.worker, call): gradient
             for commit in commits
             for call, gradient in zip(commit.calls, commit.gradients, strict=True)
         }
-        for name in sorted({rows[call].block.name for call in given}):
+        for name in sorted({products[call].block.name for call in gradients}):
             block, (rule, settings) = self._blocks[name], commits[0].rules[name]
-            block.use(rule, settings)
-            calls = [call for call in _calls_of(rows, name) if call in given]
-            stacked = self._stacked.get(name)
-            if stacked is None or stacked.calls != calls:
-                stacked = _Stacked(calls, block.group([rows[call].rows for call in calls]))
-            gradients = [given[call].to(block.table.dtype) for call in calls]
-            gradient = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
+            block.set_rule(rule, settings)
+            calls = [call for call in _calls_of(products, name) if call in gradients]
+            grouped_calls, grouped = self._grouped.get(name, (None, None))
+            if grouped is None or grouped_calls != calls:
+                grouped = block.group([products[call].rows for call in calls])
+            parts = [gradients[call].to(block.table.dtype) for call in calls]
+            gradient = parts[0] if len(parts) == 1 else torch.cat(parts)
             if factor != 1.0:
                 gradient = gradient * factor
-            block.update(stacked.grouped, gradient.contiguous(), settings, step)
-        self._stacked.clear()
+            block.update(grouped, gradient.contiguous(), settings, step)
+        self._grouped.clear()
 
 
-def _calls_of(rows: Rows, name: str) -> list[tuple[int, int]]:
-    """The products of one table, by worker and call."""
-    return sorted(call for call, product in rows.items() if product.block.name == name)
+def _calls_of(products: StepProducts, name: str) -> list[tuple[int, int]]:
+    """Return the products of one table, by worker and call."""
+    return sorted(call for call, request in products.items() if request.block.name == name)

@@ -1,14 +1,15 @@
-"""A server's state on disk: a snapshot now and then, and a log of what was done since.
+"""The journal: a server's state on disk, as snapshots and a write-ahead log of the requests since the last one.
 
-A record is on the disk before anybody is told of it. So when a server has lost its memory, and the machine its power,
-nothing is lost that was acknowledged. A record that was being written then is incomplete, which its checksum tells, and
-nobody was told of it. With each snapshot the log begins anew, so that both stay bounded.
+A record is on disk before its request is acknowledged. A server that has lost its memory, also by a power failure,
+therefore loses nothing that was acknowledged. A record that was being written at that moment is incomplete: it is
+detected by its checksum and dropped; it was never acknowledged. Each snapshot starts a new log, so that both stay
+bounded.
 
 ::
 
-    job.json         what the state is of
-    snapshot-<n>     the region after all that the logs before <n> say
-    log-<n>          records: length and checksum (int64 each), and the packed content
+    job.json         the job that the state belongs to
+    snapshot-<n>     the region after all records of the logs before <n>
+    log-<n>          records: length and CRC-32 (int64 each), and the packed content
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ import torch
 from torch import Tensor
 
 from gtrain.errors import ConfigError, naming
-from gtrain_ps.folders import make_folder
-from gtrain_ps.packing import Packed, pack, prepare, unpack
+from gtrain_ps.config import make_folder
+from gtrain_ps.packing import pack, prepare, unpack
 from gtrain_ps.server.memory import Region
 
-HEAD = struct.Struct("<qq")
+RECORD_HEAD = struct.Struct("<qq")  # length, checksum
 LOG_BYTES = 256 << 20
-"""A log is cut when it is longer than this, and than the region."""
+"""A snapshot is taken when the log is longer than this, and longer than the region."""
 
 
 class Journal:
     """The snapshots and logs of one server.
 
     Args:
-        folder: where they are; made if it is not there.
-        job: what tells this job from others.
+        folder: their folder; created if it is missing.
+        job: settings that identify the job.
         log_bytes: see :data:`LOG_BYTES`.
 
     Raises:
@@ -53,44 +54,39 @@ class Journal:
         self._number, self._length = 0, 0
         self._region_bytes = 0
         self._log = -1
-        self._claim(json.loads(json.dumps(job)))
+        self._claim_folder(json.loads(json.dumps(job)))
 
-    # ------------------------------------------------------------------------------------------ coming back
+    # ------------------------------------------------------------------------------------------ recovery
 
     def load(self, region: Region) -> None:
-        """Give a new region what the last snapshot has."""
+        """Fill a new region from the last snapshot."""
         numbers = [int(path.name.partition("-")[2]) for path in self._folder.glob("snapshot-*") if path.suffix == ""]
         self._number = max(numbers, default=0)
         if self._number:
-            room = torch.from_numpy(np.memmap(self._path("snapshot"), np.uint8, "c"))
-            found = unpack(room)
-            for name, tensor in found["tensors"].items():
+            content = torch.from_numpy(np.memmap(self._path("snapshot"), np.uint8, "c"))
+            snapshot = unpack(content)
+            for name, tensor in snapshot["tensors"].items():
                 region.tensor(name, tuple(tensor.shape), tensor.dtype).copy_(tensor)
-            region.notes, region.version = found["notes"], found["version"]
-            self._region_bytes = room.numel()
+            region.notes, region.version = snapshot["notes"], snapshot["version"]
+            self._region_bytes = content.numel()
         self._remove_older()
 
     def records(self) -> Iterator[Any]:
-        """What was done since the snapshot, one after the other; what is incomplete at the end is cut off."""
+        """Yield the records since the snapshot, and then open the log for writing, without an incomplete record."""
         end = 0
         if self._path("log").exists():
             with open(self._path("log"), "rb") as log:
                 while (content := _read_record(log)) is not None:
                     end = log.tell()
                     yield unpack(content)
-        self._log = os.open(self._path("log"), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.ftruncate(self._log, end)
-        os.lseek(self._log, end, os.SEEK_SET)
-        os.fsync(self._log)
-        _sync_folder(self._folder)
-        self._length = end
+        self._open_log(end)
 
-    # ------------------------------------------------------------------------------------------ going on
+    # ------------------------------------------------------------------------------------------ writing
 
     def append(self, value: Any) -> None:
-        """Have a record on the disk when this returns."""
+        """Append a record; it is on disk when this returns."""
         content = pack(value).numpy()
-        head = HEAD.pack(content.nbytes, zlib.crc32(content.data))
+        head = RECORD_HEAD.pack(content.nbytes, zlib.crc32(content.data))
         with naming(self._path("log")):
             _write_all(self._log, head)
             _write_all(self._log, content.data)
@@ -98,51 +94,65 @@ class Journal:
         self._length += len(head) + content.nbytes
 
     @property
-    def due(self) -> bool:
-        """Whether the log is long enough for a snapshot to be worth it."""
+    def snapshot_due(self) -> bool:
+        """Whether the log is long enough for a snapshot."""
         return self._length > max(self._limit, self._region_bytes)
 
-    def cut(self, region: Region) -> None:
-        """Take a snapshot, of all that the log says, and begin a new log."""
+    def take_snapshot(self, region: Region) -> None:
+        """Write a snapshot of a region that has all records of the log, and start a new log."""
         packed = prepare({"tensors": region.tensors, "notes": region.notes, "version": region.version})
         part = self._folder / "part"
         with naming(part), open(part, "wb") as file:
-            _write_packed(file, packed)
+            for offset, content in packed.pieces():
+                file.write(bytes(offset - file.tell()))
+                file.write(content)
+            file.write(bytes(packed.nbytes - file.tell()))
             file.flush()
             os.fsync(file.fileno())
         self._number += 1
         part.rename(self._path("snapshot"))
         os.close(self._log)
-        self._log = os.open(self._path("log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        _sync_folder(self._folder)
-        self._length, self._region_bytes = 0, packed.nbytes
+        self._open_log(0)
+        self._region_bytes = packed.nbytes
         self._remove_older()
 
     def remove(self) -> None:
-        """The job has come to its end: nothing needs to be found again."""
+        """Delete the state of a job that has ended."""
         os.close(self._log)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    # ------------------------------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------------------------------ files
 
-    def _claim(self, job: Mapping[str, Any]) -> None:
-        told = self._folder / "job.json"
+    def _claim_folder(self, job: Mapping[str, Any]) -> None:
+        """Write the job's settings to the folder, or compare them with those of the job that wrote it."""
+        path = self._folder / "job.json"
         make_folder(self._folder, "strategy.folder")
-        if not told.exists():
+        if not path.exists():
             part = self._folder / "part"
             part.write_text(json.dumps(job))
-            part.rename(told)
+            part.rename(path)
             return
-        found = json.loads(told.read_text())
-        different = sorted(key for key in {*found, *job} if found.get(key) != job.get(key))
+        previous = json.loads(path.read_text())
+        different = sorted(key for key in {*previous, *job} if previous.get(key) != job.get(key))
         if different:
             raise ConfigError(
-                f"{self._folder} has the state of a job that did not come to its end, with another {different[0]}.",
-                hint="go on with that job's settings, or delete the folder.",
+                f"{self._folder} has the state of a job that did not end, with another {different[0]}.",
+                hint="use that job's settings, or delete the folder.",
             )
 
-    def _path(self, kind: str) -> Path:
-        return self._folder / f"{kind}-{self._number}"
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}-{self._number}"
+
+    def _open_log(self, length: int) -> None:
+        """Open the log for appending behind its first ``length`` bytes; drop the rest."""
+        self._log = os.open(self._path("log"), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.ftruncate(self._log, length)
+        os.lseek(self._log, length, os.SEEK_SET)
+        os.fsync(self._log)
+        folder = os.open(self._folder, os.O_RDONLY)
+        os.fsync(folder)  # the names of new files
+        os.close(folder)
+        self._length = length
 
     def _remove_older(self) -> None:
         for path in [*self._folder.glob("snapshot-*"), *self._folder.glob("log-*")]:
@@ -151,32 +161,18 @@ class Journal:
 
 
 def _read_record(log: Any) -> Tensor | None:
-    """The next record; None at the end, or where the rest is not whole."""
-    head = log.read(HEAD.size)
-    if len(head) < HEAD.size:
+    """Return the next record; None at the end, or if the rest is incomplete."""
+    head = log.read(RECORD_HEAD.size)
+    if len(head) < RECORD_HEAD.size:
         return None
-    length, checksum = HEAD.unpack(head)
+    length, checksum = RECORD_HEAD.unpack(head)
     if length < 0 or length > os.fstat(log.fileno()).st_size - log.tell():
         return None
     content = np.fromfile(log, np.uint8, length)
     return torch.from_numpy(content) if zlib.crc32(content.data) == checksum else None
 
 
-def _write_packed(file: Any, packed: Packed) -> None:
-    """Write what :meth:`Packed.write` would, tensor by tensor."""
-    for begin, content in packed.pieces():
-        file.write(bytes(begin - file.tell()))
-        file.write(content)
-    file.write(bytes(packed.nbytes - file.tell()))
-
-
 def _write_all(descriptor: int, content: Any) -> None:
     view = memoryview(content).cast("B")
     while len(view):
         view = view[os.write(descriptor, view) :]
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Where a server keeps its blocks: memory of its own, or memory that outlives it."""
+"""Memory for a server's blocks: of the process, or an anonymous file that survives it."""
 
 from __future__ import annotations
 
@@ -15,55 +15,52 @@ from gtrain.memory import pages
 
 HEADER_BYTES = 1 << 20
 PAGE = mmap.ALLOCATIONGRANULARITY
-_SLOTS = 2  # of the directory: one is whole while the other is written
+_SLOTS = 2  # of the directory: one is complete while the other is written
+_SLOT_BYTES = (HEADER_BYTES - PAGE) // _SLOTS
 
 
 class Region:
-    """Named tensors, and notes.
+    """Named tensors, and notes: small values by name.
 
     Attributes:
-        survives: whether both are there again after the process was killed and restarted.
-        version: steps that the tensors have seen.
+        survives: whether tensors and notes survive a kill and restart of the process.
+        notes: the notes; :meth:`set_note` changes them.
+        version: number of steps that were applied to the tensors.
     """
 
     survives = False
 
     def __init__(self) -> None:
-        self._tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
         self.notes: dict[str, Any] = {}
         self.version = 0
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor of zeros, or what it was before."""
-        if name not in self._tensors:
-            self._tensors[name] = self._make(name, shape, dtype)
-        return self._tensors[name]
+        """Return the tensor of a name; a new one holds zeros."""
+        if name not in self.tensors:
+            self.tensors[name] = self._allocate(name, shape, dtype)
+        return self.tensors[name]
 
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """All of them by name."""
-        return dict(self._tensors)
-
-    def note(self, name: str, value: Any) -> None:
-        """Keep a small value."""
+    def set_note(self, name: str, value: Any) -> None:
+        """Store a small value that JSON can hold."""
         self.notes[name] = value
 
     def set_version(self, version: int) -> None:
-        """Note how many steps the tensors have seen."""
+        """Store how many steps were applied to the tensors."""
         self.version = version
 
-    def _make(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return pages.own(torch.Size(shape).numel() * dtype.itemsize).view(dtype).view(shape)
 
 
 class LastingRegion(Region):
     """Tensors in an anonymous file of the kernel, which the agent keeps open.
 
-    A server that is killed at any moment finds them again: what it had written is there, in the order in which it was
-    written. The memory ends with the job, and nothing is left in a file system.
+    A server that is killed at any moment finds its tensors again, with all its writes in the order in which they were
+    made. The memory is freed with the job, and nothing remains in a file system.
 
     Args:
-        descriptor: of the file; an empty one becomes a region without tensors.
+        descriptor: of the file; an empty file becomes a region without tensors.
     """
 
     survives = True
@@ -74,48 +71,47 @@ class LastingRegion(Region):
         if os.fstat(descriptor).st_size < HEADER_BYTES:
             os.ftruncate(descriptor, HEADER_BYTES)
         self._header = mmap.mmap(self._descriptor, HEADER_BYTES)
-        self._numbers = np.frombuffer(self._header, np.int64, count=8)  # directories written; -; version; -; lengths
-        self._layout: dict[str, tuple[int, tuple[int, ...], str]] = {}
+        # number of directories written, -, version, -, then the length of the directory in each slot
+        self._numbers = np.frombuffer(self._header, np.int64, count=8)
+        self._layout: dict[str, tuple[int, tuple[int, ...], str]] = {}  # offset, shape and dtype
         if int(self._numbers[0]):
             self._read_directory()
         self.version = int(self._numbers[2])
 
-    def note(self, name: str, value: Any) -> None:
-        super().note(name, value)
+    def set_note(self, name: str, value: Any) -> None:
+        super().set_note(name, value)
         self._write_directory()
 
     def set_version(self, version: int) -> None:
         super().set_version(version)
         self._numbers[2] = version
 
-    def _make(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        nbytes, dtype_name = torch.Size(shape).numel() * dtype.itemsize, str(dtype).removeprefix("torch.")
         if name not in self._layout:
-            nbytes = torch.Size(shape).numel() * dtype.itemsize
-            begin = pages.aligned(os.fstat(self._descriptor).st_size, nbytes)
-            os.ftruncate(self._descriptor, begin + -(-max(1, nbytes) // PAGE) * PAGE)
-            self._layout[name] = begin, shape, str(dtype).removeprefix("torch.")
+            offset = pages.aligned(os.fstat(self._descriptor).st_size, nbytes)
+            os.ftruncate(self._descriptor, offset + -(-max(1, nbytes) // PAGE) * PAGE)
+            self._layout[name] = offset, shape, dtype_name
             self._write_directory()
-        begin, kept, kind = self._layout[name]
-        assert (kept, kind) == (shape, str(dtype).removeprefix("torch.")), f"{name} was {kept} of {kind}"
-        count = torch.Size(shape).numel()
-        if not count:
+        offset, *layout = self._layout[name]
+        assert layout == [shape, dtype_name], f"{name} has the layout {layout}"
+        if not nbytes:
             return torch.empty(shape, dtype=dtype)
-        return pages.shared(self._descriptor, begin, count * dtype.itemsize).view(dtype).view(shape)
+        return pages.shared(self._descriptor, offset, nbytes).view(dtype).view(shape)
 
     def _write_directory(self) -> None:
-        """Write what there is beside what is read now, and then have that read."""
+        """Write the directory to the slot that is not current, and then make that slot the current one."""
         text = json.dumps({"layout": self._layout, "notes": self.notes}).encode()
-        room = (HEADER_BYTES - PAGE) // _SLOTS
-        assert len(text) <= room, "too many tables"
+        assert len(text) <= _SLOT_BYTES, "too many tables"
         slot = int(self._numbers[0]) % _SLOTS
-        begin = PAGE + slot * room
-        self._header[begin : begin + len(text)] = text
+        start = PAGE + slot * _SLOT_BYTES
+        self._header[start : start + len(text)] = text
         self._numbers[4 + slot] = len(text)
         self._numbers[0] += 1
 
     def _read_directory(self) -> None:
         slot = (int(self._numbers[0]) - 1) % _SLOTS
-        begin = PAGE + slot * ((HEADER_BYTES - PAGE) // _SLOTS)
-        found = json.loads(self._header[begin : begin + int(self._numbers[4 + slot])])
-        self._layout = {name: (at, tuple(shape), kind) for name, (at, shape, kind) in found["layout"].items()}
-        self.notes = found["notes"]
+        start = PAGE + slot * _SLOT_BYTES
+        directory = json.loads(self._header[start : start + int(self._numbers[4 + slot])])
+        self._layout = {name: (offset, tuple(shape), d) for name, (offset, shape, d) in directory["layout"].items()}
+        self.notes = directory["notes"]

@@ -1,7 +1,7 @@
-"""Replay buffer: what a server keeps of the last steps, so that a restarted worker can go through them once more.
+"""The replay buffer: what a server keeps of the last steps, so that a restarted worker can repeat them.
 
-Products that were answered, what workers said of how they came into a step, and sums of gradients; all in a region that
-outlives the server.
+It holds the products that were sent, the workers' state at the start of a step and sums of gradients, all in a region
+that survives the server.
 """
 
 from __future__ import annotations
@@ -13,132 +13,131 @@ from torch import Tensor
 
 from gtrain_ps.packing import prepare, unpack
 from gtrain_ps.server.memory import Region
-from gtrain_ps.server.requests import Commit, Product, factor_of
+from gtrain_ps.server.requests import Commit, ProductRequest, gradient_factor
 
-Entries = Mapping[str, Tensor]
 CARRIED = ("run/", "random/")
-"""What a worker says of itself only when it has changed."""
+"""Names of the entries that a worker sends only if they have changed; they carry over to the next step."""
 
 
 class GrowingMemory:
-    """Memory of a region that grows: a larger room is at least twice as large, so that little is wasted.
+    """Buffers in a region that grow: each time to twice the size at least, so that little is wasted.
 
     Args:
-        name: of the rooms in the region.
-        region: where they are.
+        name: prefix of the buffers' names in the region.
+        region: the region.
     """
 
     def __init__(self, name: str, region: Region) -> None:
         self._name, self._region = name, region
 
-    def room(self, number: int, nbytes: int = 0, kept: int = 0) -> Tensor:
-        """A room's memory, uint8, at least so large.
+    def allocate(self, number: int, nbytes: int = 0, preserve: int = 0) -> Tensor:
+        """Return a buffer of at least this size, uint8.
 
         Args:
-            number: of the room.
-            nbytes: what it has to hold.
-            kept: bytes at its beginning that a larger room has as well before it counts.
+            number: of the buffer.
+            nbytes: required size.
+            preserve: bytes at the start that are copied to a larger buffer before it replaces the smaller one.
         """
         name = f"{self._name}/{number}"
         capacity = int(self._region.notes.get(name, 0))
         nothing = torch.empty(0, dtype=torch.uint8)
-        before = self._region.tensor(f"{name}/{capacity}", (capacity,), torch.uint8) if capacity else nothing
+        buffer = self._region.tensor(f"{name}/{capacity}", (capacity,), torch.uint8) if capacity else nothing
         if capacity >= nbytes:
-            return before
+            return buffer
         capacity = max(2 * capacity, nbytes)
         larger = self._region.tensor(f"{name}/{capacity}", (capacity,), torch.uint8)
-        larger[:kept] = before[:kept]
-        self._region.note(name, capacity)
+        larger[:preserve] = buffer[:preserve]
+        self._region.set_note(name, capacity)
         return larger
 
 
 class StepHistory:
     """Named tensors of each of the last steps, in a region.
 
-    They are there as soon as the step counts as applied: a worker that comes back finds all of a step or nothing.
+    They are complete before the step counts as applied: a restarted worker finds all of a step or nothing.
 
     Args:
-        count: steps that are kept.
-        region: where.
+        count: number of steps that are kept.
+        region: the region.
     """
 
     def __init__(self, count: int, region: Region) -> None:
-        self._count, self._rooms = count, GrowingMemory("slots", region)
-        self._steps = region.tensor("slots/step", (count,), torch.int64).numpy()  # quicker, one by one
+        self._count, self._slots = count, GrowingMemory("slots", region)
+        self._steps = region.tensor("slots/step", (count,), torch.int64).numpy()  # NumPy reads single items faster
 
-    def write(self, step: int, entries: Entries) -> None:
-        """Keep a step in place of the oldest one."""
+    def write(self, step: int, entries: Mapping[str, Tensor]) -> None:
+        """Store a step in place of the oldest one."""
         slot, packed = step % self._count, prepare(entries)
         self._steps[slot] = 0
-        packed.write(self._rooms.room(slot, packed.nbytes))
+        packed.write(self._slots.allocate(slot, packed.nbytes))
         self._steps[slot] = step + 1
 
     def has(self, step: int) -> bool:
-        """Whether a step is kept."""
+        """Whether a step is stored."""
         return step >= 0 and int(self._steps[step % self._count]) == step + 1
 
     def read(self, step: int) -> dict[str, Tensor]:
-        """The tensors of a step, in the region's memory; none where it is not kept."""
-        if not self.has(step):
-            return {}
-        found: dict[str, Tensor] = unpack(self._rooms.room(step % self._count))
-        return found
+        """Return the tensors of a step, in the region's memory; an empty dictionary if it is not stored."""
+        entries: dict[str, Tensor] = unpack(self._slots.allocate(step % self._count)) if self.has(step) else {}
+        return entries
 
 
 class ReplayBuffer:
-    """What workers were answered in the last steps, and what they said of how they came into them.
+    """Products that workers received in the last steps, and the workers' state at the start of these.
 
     Args:
-        count: steps that are kept.
-        region: where.
+        count: number of steps that are kept.
+        region: the region.
     """
 
     def __init__(self, count: int, region: Region) -> None:
-        self._slots = StepHistory(count, region)
+        self._history = StepHistory(count, region)
         self._carried: tuple[int, dict[str, Tensor]] = (-1, {})
 
-    def keep(self, step: int, commits: Mapping[int, Commit], made: Mapping[tuple[int, int], Tensor]) -> None:
-        """Keep a step, before it is applied: while rows change they are of two steps.
+    def store(self, step: int, commits: Mapping[int, Commit], products: Mapping[tuple[int, int], Tensor]) -> None:
+        """Store a step before it is applied: during the update the block's rows belong to two steps.
 
         Args:
-            step: which.
+            step: the step.
             commits: the workers' parts.
-            made: products that were answered, by worker and call.
+            products: products that were sent, by worker and call.
         """
-        if self._slots.has(step):
+        if self._history.has(step):
             return
-        known, carried = self._carried
-        if known != step - 1:  # this is a later life: they are in memory that will be another step's
-            carried = {name: tensor.clone() for name, tensor in _carried(self._slots.read(step - 1)).items()}
+        last_step, carried = self._carried
+        if last_step != step - 1:  # a restarted server: copy, because the slot's memory will hold another step
+            carried = {name: tensor.clone() for name, tensor in _carried(self._history.read(step - 1)).items()}
         entries = dict(carried)
         for worker, commit in commits.items():
-            entries |= {name if "/" in name else f"{name}/{worker}": tensor for name, tensor in commit.kept.items()}
+            entries |= {name if "/" in name else f"{name}/{worker}": tensor for name, tensor in commit.replay.items()}
         self._carried = step, _carried(entries)
-        entries |= {f"product/{worker}/{call}": product for (worker, call), product in made.items()}
-        self._slots.write(step, entries)
+        entries |= {f"product/{worker}/{call}": product for (worker, call), product in products.items()}
+        self._history.write(step, entries)
 
-    def product(self, product: Product) -> Tensor | None:
-        """What a former life of a worker was answered, if the step has begun to be applied."""
-        kept = self._slots.read(product.step).get(f"product/{product.worker}/{product.call}")
-        return None if kept is None else kept.clone()
+    def product(self, request: ProductRequest) -> Tensor | None:
+        """Return the product that the worker's process before received; None if the step was not stored."""
+        product = self._history.read(request.step).get(f"product/{request.worker}/{request.call}")
+        return None if product is None else product.clone()
 
-    def recall(self, step: int, worker: int) -> dict[str, Tensor]:
-        """What a worker needs in order to begin with a step that has been applied."""
-        mine = {f"{name}{worker}" for name in ("step/", *CARRIED)}
-        kept = self._slots.read(step)
-        return {name: tensor.clone() for name, tensor in kept.items() if name in mine or name.startswith("rest/")}
+    def worker_state(self, step: int, worker: int) -> dict[str, Tensor]:
+        """Return what a worker needs to start with a step that was applied."""
+        names = {f"{name}{worker}" for name in ("step/", *CARRIED)}
+        entries = self._history.read(step)
+        return {name: tensor.clone() for name, tensor in entries.items() if name in names or name.startswith("rest/")}
 
 
 def _carried(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in entries.items() if name.startswith(CARRIED)}
 
 
-class Sums:
-    """The sums of the workers' rests in the last steps, for workers that have not got them when a server dies.
+class GradientSums:
+    """Sums over the workers of their other layers' gradients, of the last steps.
+
+    A worker that has not received a sum when the server dies gets it from the restarted server.
 
     Args:
-        count: steps that are kept.
-        region: where.
+        count: number of steps that are kept.
+        region: the region.
     """
 
     def __init__(self, count: int, region: Region) -> None:
@@ -146,38 +145,35 @@ class Sums:
         self._steps = region.tensor("sums/step", (count,), torch.int64).numpy()
         self._tensors: Tensor | None = None
         if "sums" in region.notes:
-            self._open(region.notes["sums"][0], getattr(torch, region.notes["sums"][1]))
+            size, dtype = region.notes["sums"]
+            self._tensors = region.tensor("sums", (count, size), getattr(torch, dtype))
 
-    def of(self, step: int) -> Tensor | None:
-        """The sum of a step; None where it is not known."""
+    def get(self, step: int) -> Tensor | None:
+        """Return the sum of a step; None if it is not stored."""
         slot = step % self._count
         if self._tensors is None or int(self._steps[slot]) != step + 1:
             return None
         return self._tensors[slot].clone()
 
-    def make(self, step: int, commits: Sequence[Commit]) -> Tensor | None:
-        """Add up a step's rests in the order of the workers' ranks; None where they sum them themselves."""
-        rests = [commit.rest for commit in commits if commit.rest is not None]
-        if len(rests) < len(commits):
+    def compute(self, step: int, commits: Sequence[Commit]) -> Tensor | None:
+        """Sum a step's gradients in rank order, and store the sum; None if the workers sum them themselves."""
+        gradients = [commit.rest for commit in commits if commit.rest is not None]
+        if len(gradients) < len(commits):
             return None
-        known = self.of(step)
-        if known is not None:
-            return known
-        total = rests[0].clone()
-        for rest in rests[1:]:
-            total += rest
-        factor = factor_of(commits)
+        stored = self.get(step)
+        if stored is not None:
+            return stored
+        total = gradients[0].clone()
+        for gradient in gradients[1:]:
+            total += gradient
+        factor = gradient_factor(commits)
         if factor != 1.0:
             total *= factor
         if self._tensors is None:
-            self._open(total.numel(), total.dtype)
-            self._region.note("sums", [total.numel(), str(total.dtype).removeprefix("torch.")])
-        assert self._tensors is not None
+            self._tensors = self._region.tensor("sums", (self._count, total.numel()), total.dtype)
+            self._region.set_note("sums", [total.numel(), str(total.dtype).removeprefix("torch.")])
         slot = step % self._count
         self._steps[slot] = 0
         self._tensors[slot] = total
         self._steps[slot] = step + 1
         return total
-
-    def _open(self, size: int, dtype: torch.dtype) -> None:
-        self._tensors = self._region.tensor("sums", (self._count, size), dtype)

@@ -1,4 +1,4 @@
-"""What workers ask of a server for a step."""
+"""The requests of workers for a step."""
 
 from __future__ import annotations
 
@@ -11,61 +11,56 @@ import torch
 from torch import Tensor
 
 from gtrain.wire import Message
-from gtrain_ps.server.block import Block, Rows
+from gtrain_ps.server.block import Block, SparseRows
 
-Answer = Future[Message | None]
-Request = tuple[str, int, Mapping[str, Any], Sequence[Tensor]]
-"""A method, the worker that asks, and its message's fields and tensors: what is written down to be done again."""
-Rules = Mapping[str, tuple[str, Mapping[str, Any]]]
-"""By a table's name: its rule, and the rule's numbers."""
+FutureReply = Future[Message | None]
+LoggedRequest = tuple[str, int, Mapping[str, Any], Sequence[Tensor]]
+"""A request in the journal: method, worker, and the message's fields and tensors."""
+TableRules = Mapping[str, tuple[str, Mapping[str, Any]]]
+"""By a table's name: its optimizer rule, and the rule's numbers."""
 
 
 @dataclass(frozen=True)
-class Product:
-    """Rows whose product with a block is wanted.
+class ProductRequest:
+    """A request for the product of sparse rows with a block.
 
     Attributes:
-        worker: who asks.
+        worker: rank of the worker.
         step: the step that it is for.
-        call: number of the product within the worker's step; None where nothing will be trained from it.
+        call: number of the product within the worker's step; None if nothing is trained from it.
         block: the block.
-        rows: what it is multiplied by.
-        dtype: type in which the product travels.
-        answer: gets it.
-        message: how it was asked for, where that is written down.
+        rows: the rows.
+        dtype: dtype of the product on the wire.
+        reply: receives the product.
+        message: the request as received, for the journal.
     """
 
     worker: int
     step: int
     call: int | None
     block: Block
-    rows: Rows
+    rows: SparseRows
     dtype: torch.dtype
-    answer: Answer = field(default_factory=Future)
-    message: Message | None = None
-
-    def said(self) -> Request:
-        """What is written down."""
-        assert self.message is not None
-        return "multiply", self.worker, self.message.fields, self.message.tensors
+    message: Message
+    reply: FutureReply = field(default_factory=Future)
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What a worker has to say of one step.
+    """A worker's part of a step.
 
     Attributes:
-        worker: who says it.
-        step: which step.
-        weight: of its batch.
-        scale: what its loss and gradients were divided by, the same for all workers.
+        worker: rank of the worker.
+        step: the step.
+        weight: weight of the worker's batch.
+        scale: divisor of its loss and gradients, the same for all workers.
         calls: its products that have a gradient.
         gradients: of these products, ``[m, d]`` each.
         rules: of the tables.
-        rest: a piece of the gradients of its other layers; None where the workers sum them.
-        kept: what a later life of a worker needs to begin with this step, by name; see
+        rest: one server's piece of the gradients of its other layers; None if the workers sum them.
+        replay: what a restarted worker needs to start with this step, by name; see
             :mod:`gtrain_ps.worker.progress`.
-        message: how it was said, where that is written down.
+        message: the request as received, for the journal.
     """
 
     worker: int
@@ -74,19 +69,14 @@ class Commit:
     scale: float
     calls: Sequence[int]
     gradients: Sequence[Tensor]
-    rules: Rules
+    rules: TableRules
     rest: Tensor | None
-    kept: Mapping[str, Tensor] = field(default_factory=dict)
-    message: Message | None = None
-
-    def said(self) -> Request:
-        """What is written down."""
-        assert self.message is not None
-        return "commit", self.worker, self.message.fields, self.message.tensors
+    replay: Mapping[str, Tensor]
+    message: Message
 
 
-def factor_of(commits: Sequence[Commit]) -> float:
-    """What turns gradients that were divided by ``scale`` into those of the mean over all workers' weights."""
+def gradient_factor(commits: Sequence[Commit]) -> float:
+    """Return the factor from gradients divided by ``scale`` to those of the mean over all workers' weights."""
     scale, total = commits[0].scale, sum(commit.weight for commit in commits)
     if scale == total:
         return 1.0

@@ -1,4 +1,4 @@
-"""A parameter server: requests over the wire, answered by an :class:`~gtrain_ps.server.engine.Engine`."""
+"""A parameter server: requests over the wire, executed by an :class:`~gtrain_ps.server.engine.Engine`."""
 
 from __future__ import annotations
 
@@ -23,34 +23,39 @@ from gtrain_ps.server.collectives import CollectiveResults, Collectives
 from gtrain_ps.server.engine import Engine
 from gtrain_ps.server.journal import Journal
 from gtrain_ps.server.memory import LastingRegion, Region
-from gtrain_ps.server.requests import Answer, Commit, Product
+from gtrain_ps.server.requests import Commit, FutureReply, ProductRequest
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+METHODS = (
+    *("open", "multiply", "commit", "read", "write", "read_state", "write_state", "status"),
+    *("gather", "passed", "come_back", "recall", "sum", "waiting", "end"),
+)
+"""Methods of the service; the journal stores their names."""
 
 
 def main(context: ServerContext) -> None:
-    """Serve until asked to end."""
+    """Serve until the job ends."""
     keep_freed()
     settings, trainer = PsConfig(**context.config["strategy"]), context.config["trainer"]
     lasting = context.lasting_file if settings.durability == "process" else None
     region = Region() if lasting is None else LastingRegion(lasting)
-    journal = _journal(context, settings) if settings.durability == "disk" else None
+    journal = _open_journal(context, settings) if settings.durability == "disk" else None
     if journal is not None:
         journal.load(region)
     engine = Engine(trainer["num_nodes"] * trainer["devices"], settings.lag, region, settings.keeps_workers)
-    handlers = Handlers(engine, context.slot.rank)
+    service = ParameterService(engine, context.slot.rank)
     if journal is not None:
-        handlers.do_again(journal)
+        service.replay_journal(journal)
     print(f"process {os.getpid()} serves", flush=True)
     if context.restarts or engine.version:
         print(f"restarted at step {engine.version}, with {len(engine.blocks)} tables", flush=True)
-    context.serve(handlers.methods(), engine.work)
-    if journal is not None and (handlers.over or not engine.version):
+    context.serve({name: getattr(service, name) for name in METHODS}, engine.work)
+    if journal is not None and (service.ended or not engine.version):
         journal.remove()
 
 
-def _journal(context: ServerContext, settings: PsConfig) -> Journal:
-    """This server's folder, where it writes down what it does."""
+def _open_journal(context: ServerContext, settings: PsConfig) -> Journal:
+    """Return the journal in this server's folder."""
     folder = Path(settings.folder) if settings.folder else context.run_dir
     config, trainer = context.config, context.config["trainer"]
     strategy = {name: value for name, value in config["strategy"].items() if name not in ("max_restarts", "folder")}
@@ -60,108 +65,110 @@ def _journal(context: ServerContext, settings: PsConfig) -> Journal:
     return Journal(folder / f"parameter-{context.slot.rank}.disk", job)
 
 
-class Handlers:
-    """The methods of a parameter server.
+class ParameterService:
+    """The methods of a parameter server, :data:`METHODS`.
 
     Args:
-        engine: what computes the answers.
+        engine: computes products and updates.
         server: number of this server.
 
     Attributes:
-        over: whether the training came to its end.
+        ended: whether training has ended.
     """
 
     def __init__(self, engine: Engine, server: int) -> None:
         self.engine, self.server = engine, server
         self._placements: dict[str, Placement] = {}
-        self._said, self._rules = "", dict[str, Any]()
-        self.over = False
-        self._exchanges = CollectiveResults(engine.lag + 4, engine.region)
-        self._gathers = Collectives(engine.workers, self._exchanges, self._keep)
-        for key, noted in engine.region.notes.get("tables", {}).items():
-            self._block_of(key, Placement(**noted["placement"]), DTYPES[noted["dtype"]])
+        self._rules_text, self._rules = "", dict[str, Any]()
+        self.ended = False
+        self._results = CollectiveResults(engine.lag + 4, engine.region)
+        self._collectives = Collectives(engine.workers, self._results, self._store_result)
+        for key, note in engine.region.notes.get("tables", {}).items():
+            self._create_block(key, Placement(**note["placement"]), DTYPES[note["dtype"]])
 
-    def methods(self) -> dict[str, Any]:
-        """The handlers by the names of their methods."""
-        names = ("open", "multiply", "commit", "read", "write", "read_state", "write_state", "status")
-        more = ("gather", "passed", "come_back", "recall", "sum", "waiting", "end")
-        return {name: getattr(self, name) for name in (*names, *more)}
+    def open(self, message: Message, caller: Caller) -> FutureReply:
+        """Create the block of a table, unless it exists.
 
-    def open(self, message: Message, caller: Caller) -> Answer:
-        """Make the block of a table, unless it is there.
-
-        Fields: ``table`` (TableSpec's fields), ``key`` (its name in the module), ``placement``, ``dtype``.
+        Fields: ``table`` (TableSpec's fields), ``key`` (the layer's name in the module), ``placement``, ``dtype``.
         """
         fields = message.fields
         key, placement = fields["key"], Placement(**fields["placement"])
         table, dtype = TableSpec(**fields["table"]), DTYPES[fields["dtype"]]
 
-        def make() -> Message:
+        def create() -> Message:
+            version, region = self.engine.version, self.engine.region
             if key in self._placements:
                 self._check_same(key, placement, dtype)
-                # whoever opens a table first, it is for rank 0 to fill it, and for a later life of it to do so again
-                return Message({"version": self.engine.version, "new": self.engine.version == 0})
-            block = self._block_of(key, placement, dtype)
-            placement.initial(table, self.server, block.table)
-            region = self.engine.region
-            noted = {"placement": fields["placement"], "dtype": fields["dtype"]}
-            region.note("tables", {**region.notes.get("tables", {}), key: noted})
-            return Message({"version": self.engine.version, "new": True})
+                # rank 0 fills a new table, whichever worker opens it first; a restarted rank 0 fills it again
+                return Message({"version": version, "new": version == 0})
+            block = self._create_block(key, placement, dtype)
+            placement.fill_initial(table, self.server, block.table)
+            note = {"placement": fields["placement"], "dtype": fields["dtype"]}
+            region.set_note("tables", {**region.notes.get("tables", {}), key: note})
+            return Message({"version": version, "new": True})
 
-        return self.engine.after(0, make, ("open", 0, fields, ()))
+        return self.engine.after(0, create, ("open", 0, fields, ()))
 
-    def multiply(self, message: Message, caller: Caller) -> Answer:
-        """Rows times a block. Fields: ``key``, ``step``, ``call`` or None, ``dtype``, ``each`` (one id a row)."""
+    def multiply(self, message: Message, caller: Caller) -> FutureReply:
+        """Multiply rows by a block.
+
+        Fields: ``key``, ``step``, ``call`` or None, ``dtype``, ``each`` (one id per row), ``valued``. Tensors: ids,
+        the rows' lengths unless ``each``, values if ``valued``.
+        """
         fields, tensors = message.fields, message.tensors
         block = self._block(fields["key"])
         lengths = None if fields["each"] else tensors[1]
-        values = tensors[-1] if fields["valued"] else None
-        rows = block.rows(tensors[0], lengths, values)
-        said = (_rank(caller), fields["step"], fields["call"], block, rows, DTYPES[fields["dtype"]])
-        return self.engine.multiply(Product(*said, message=message))
+        rows = block.rows(tensors[0], lengths, tensors[-1] if fields["valued"] else None)
+        request = ProductRequest(
+            *(_rank(caller), fields["step"], fields["call"], block, rows, DTYPES[fields["dtype"]], message)
+        )
+        return self.engine.multiply(request)
 
-    def commit(self, message: Message, caller: Caller) -> Answer:
-        """A worker's part of a step.
+    def commit(self, message: Message, caller: Caller) -> FutureReply:
+        """Receive a worker's part of a step.
 
-        Fields: those of :class:`Commit`, ``kept`` as names; tensors: gradients, what is kept, and the rest if any.
+        Fields: those of :class:`Commit`, ``kept`` (names of the replay entries). Tensors: gradients, replay entries,
+        and the rest if any.
         """
         fields, tensors = message.fields, message.tensors
         count, names = len(fields["calls"]), fields["kept"]
-        kept = dict(zip(names, tensors[count:], strict=False))
-        behind = count + len(names)
-        rest: Tensor | None = tensors[behind] if len(tensors) > behind else None
-        if fields["rules"] != self._said:  # the same text, most of the time
-            self._said, self._rules = fields["rules"], json.loads(fields["rules"])
-        said = (fields["step"], fields["weight"], fields["scale"], fields["calls"], tensors[:count])
-        return self.engine.commit(Commit(_rank(caller), *said, self._rules, rest, kept, message))
-
-    def read(self, message: Message, caller: Caller) -> Answer:
-        """Rows of a block as they are after ``step`` steps. Fields: ``key``, ``begin``, ``end``, ``step``."""
-        fields = message.fields
-        block = self._block(fields["key"])
-        return self.engine.after(
-            fields["step"], lambda: Message({}, [block.table[fields["begin"] : fields["end"]].clone()])
+        replay, after = dict(zip(names, tensors[count:], strict=False)), count + len(names)
+        rest: Tensor | None = tensors[after] if len(tensors) > after else None
+        if fields["rules"] != self._rules_text:  # usually the text of the step before
+            self._rules_text, self._rules = fields["rules"], json.loads(fields["rules"])
+        commit = Commit(
+            *(_rank(caller), fields["step"], fields["weight"], fields["scale"], fields["calls"]),
+            *(tensors[:count], self._rules, rest, replay, message),
         )
+        return self.engine.commit(commit)
 
-    def write(self, message: Message, caller: Caller) -> Answer:
+    def read(self, message: Message, caller: Caller) -> FutureReply:
+        """Read rows of a block as they are after ``step`` steps. Fields: ``key``, ``begin``, ``end``, ``step``."""
+        fields = message.fields
+        block, rows = self._block(fields["key"]), slice(fields["begin"], fields["end"])
+        return self.engine.after(fields["step"], lambda: Message({}, [block.table[rows].clone()]))
+
+    def write(self, message: Message, caller: Caller) -> FutureReply:
         """Overwrite rows of a block as it is after ``step`` steps. Fields: ``key``, ``begin``, ``step``.
 
-        Tensors: rows, and the places of these in the block where they do not follow each other from ``begin``.
-
-        A worker that was restarted may ask once more when the block has been trained further: too late, then.
+        Tensors: rows, and their positions in the block unless they are consecutive from ``begin``. A restarted worker
+        may repeat the request when the block has been trained further: it then has no effect.
         """
-        block, begin, rows = self._block(message.fields["key"]), message.fields["begin"], message.tensors[0]
-        step = message.fields["step"]
-        places = message.tensors[1] if len(message.tensors) > 1 else slice(begin, begin + len(rows))
+        fields, rows = message.fields, message.tensors[0]
+        block, begin = self._block(fields["key"]), fields["begin"]
+        positions = message.tensors[1] if len(message.tensors) > 1 else slice(begin, begin + len(rows))
 
         def write() -> None:
-            if self.engine.version == step:
-                block.table[places] = rows
+            if self.engine.version == fields["step"]:
+                block.table[positions] = rows
 
-        return self.engine.after(step, write, ("write", 0, message.fields, message.tensors))
+        return self.engine.after(fields["step"], write, ("write", 0, fields, message.tensors))
 
-    def read_state(self, message: Message, caller: Caller) -> Answer:
-        """A piece of the optimizer state. Fields: ``key``, ``name`` or None, ``begin``, ``end``, ``step``."""
+    def read_state(self, message: Message, caller: Caller) -> FutureReply:
+        """Read part of a tensor of the optimizer state. Fields: ``key``, ``name``, ``begin``, ``end``, ``step``.
+
+        With ``name`` None, the reply has the name of the rule and the names of its tensors.
+        """
         fields = message.fields
         block = self._block(fields["key"])
 
@@ -173,82 +180,79 @@ class Handlers:
 
         return self.engine.after(fields["step"], read)
 
-    def write_state(self, message: Message, caller: Caller) -> Answer:
-        """Overwrite a piece of the optimizer state, as :meth:`write` does. Fields: also ``rule`` and ``name``."""
+    def write_state(self, message: Message, caller: Caller) -> FutureReply:
+        """Overwrite part of the optimizer state, as :meth:`write` does. Fields: also ``rule`` and ``name``."""
         fields, tensors = message.fields, message.tensors
         block = self._block(fields["key"])
 
         def write() -> None:
             if self.engine.version != fields["step"]:
                 return
-            block.use(fields["rule"], {})
+            block.set_rule(fields["rule"], {})
             if tensors:
                 block.state[fields["name"]][fields["begin"] : fields["begin"] + len(tensors[0])] = tensors[0]
 
         return self.engine.after(fields["step"], write, ("write_state", 0, fields, tensors))
 
     def status(self, message: Message, caller: Caller) -> Message:
-        """How far this server is."""
+        """Return the number of steps applied, and the counts of missed steps."""
         products, missed = self.engine.missed
         return Message({"version": self.engine.version, "products": products, "missed": missed})
 
-    # ------------------------------------------------------------------------------- workers that die and come back
+    # ------------------------------------------------------------------------------- restarted workers
 
-    def gather(self, message: Message, caller: Caller) -> Answer:
-        """A worker's tensor to all workers, answered by those of all. Fields: ``where``."""
-        return self._gathers.give(_rank(caller), message.fields["where"], message.tensors[0])
+    def gather(self, message: Message, caller: Caller) -> FutureReply:
+        """Gather a tensor of every worker. Fields: ``where``, the collective's id."""
+        return self._collectives.contribute(_rank(caller), message.fields["where"], message.tensors[0])
 
     def passed(self, message: Message, caller: Caller) -> Message:
-        """How far the workers have come in what they say to each other."""
-        return Message({"passed": self._gathers.passed})
+        """Return the last completed collective, plus 1."""
+        return Message({"passed": self._results.passed})
 
     def come_back(self, message: Message, caller: Caller) -> Message:
-        """A worker has been restarted; what its life before left unfinished here is dropped."""
-        self._gathers.drop(_rank(caller))
+        """Prepare for a restarted worker: drop its unfinished requests, and return the version."""
+        self._collectives.drop(_rank(caller))
         return Message({"version": self.engine.forget(_rank(caller))})
 
     def recall(self, message: Message, caller: Caller) -> Message:
-        """What was kept of a step for this worker. Fields: ``step``."""
+        """Return the worker's replay entries of a step. Fields: ``step``."""
         assert self.engine.replay is not None
-        found = self.engine.replay.recall(message.fields["step"], _rank(caller))
-        return Message({"names": list(found)}, list(found.values()))
+        entries = self.engine.replay.worker_state(message.fields["step"], _rank(caller))
+        return Message({"names": list(entries)}, list(entries.values()))
 
-    def sum(self, message: Message, caller: Caller) -> Answer:
-        """The sum of the workers' gradients of a step that this worker has committed. Fields: ``step``."""
+    def sum(self, message: Message, caller: Caller) -> FutureReply:
+        """Return the sum of the workers' gradients of a step that this worker has committed. Fields: ``step``."""
         return self.engine.sum_of(message.fields["step"])
 
     def waiting(self, message: Message, caller: Caller) -> Message:
-        """For which workers others wait."""
-        return Message({"workers": sorted(self.engine.missing() | self._gathers.missing())})
+        """Return the workers that others wait for."""
+        return Message({"workers": sorted(self.engine.missing() | self._collectives.missing())})
 
-    # ------------------------------------------------------------------------------- what is on the disk
+    # ------------------------------------------------------------------------------- the journal
 
-    def do_again(self, journal: Journal) -> None:
-        """Do what the journal knows, and from now on write down what is done."""
+    def replay_journal(self, journal: Journal) -> None:
+        """Execute the requests of a journal, and write to it from now on."""
         for record in journal.records():
             for method, worker, fields, tensors in record["requests"]:
                 if method == "told":
-                    self._exchanges.keep(fields["where"], tensors)
+                    self._results.store(fields["where"], tensors)
                 else:
                     getattr(self, method)(Message(fields, tensors), Caller(f"rank {worker}", 0, 0))
             self.engine.drain()
         self.engine.journal = journal
 
     def end(self, message: Message, caller: Caller) -> None:
-        """The training has come to its end."""
-        self.over = True
+        """Training has ended."""
+        self.ended = True
 
-    def _keep(self, where: int, rows: Sequence[Tensor]) -> None:
-        """Keep what all workers told each other, before anybody is told."""
-        if self.engine.journal is None:
-            self._exchanges.keep(where, rows)
-        else:
-            record = {"requests": [("told", 0, {"where": where}, rows)]}
-            self.engine.journal.append(record)
-            self._exchanges.keep(where, rows)
+    def _store_result(self, collective: int, tensors: Sequence[Tensor]) -> None:
+        """Store the result of a collective before any worker receives it."""
+        if self.engine.journal is not None:
+            self.engine.journal.append({"requests": [("told", 0, {"where": collective}, tensors)]})
+        self._results.store(collective, tensors)
 
-    def _block_of(self, key: str, placement: Placement, dtype: torch.dtype) -> Block:
-        """This server's block of a table: new, or as the life before left it."""
+    def _create_block(self, key: str, placement: Placement, dtype: torch.dtype) -> Block:
+        """Create this server's block of a table; a surviving region has its content."""
         row, column = divmod(self.server, placement.column_blocks)
         first, last = placement.columns(column)
         block = Block(key, placement.block_rows(row), last - first, dtype, self.engine.region)
@@ -269,5 +273,5 @@ class Handlers:
 
 
 def _rank(caller: Caller) -> int:
-    """The worker that a client is of: it is called ``rank <r>``."""
+    """Return the rank of a worker, whose client is called ``rank <r>``."""
     return int(caller.client.rpartition(" ")[2])

@@ -1,6 +1,6 @@
-"""Batches: this worker's share of each step's seeds, made ahead of the step that is in training.
+"""Batches of this worker's share of each step's seeds, prefetched while earlier steps train.
 
-A batch is the whole graph, sampled neighbours, or rows of a store.
+A batch is the whole graph, a sampled neighbourhood, or rows of a store.
 """
 
 from __future__ import annotations
@@ -24,34 +24,35 @@ from gtrain_ps.worker.row_table import RowTable
 
 Batch: TypeAlias = Data | HeteroData
 Deal = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
-"""A module's ``deal``: which edges of a step a worker gets; see :meth:`gtrain.model.kg.embedding.KGEmbedding.deal`."""
-SendAhead = Callable[[Batch, int], None]
-"""Gets a batch and its number among those asked for in this epoch, before it is asked for."""
+"""A module's ``deal``: a worker's edges of a step; see :meth:`gtrain.model.kg.embedding.KGEmbedding.deal`."""
+Prefetch = Callable[[Batch, int], None]
+"""Receives a batch and its number in this pass, as soon as it is built."""
 
 
-class Source(Protocol):
-    """What batches are made of."""
+class BatchSource(Protocol):
+    """Builds batches from seeds."""
 
     def seeds(self, loader: SeedLoader) -> Tensor | EdgeSeeds:
-        """The split's seeds, in the order of the source data."""
+        """Return the split's seeds, in the order of the source data."""
 
     def batch(self, seeds: Any, chosen: Tensor, epoch: int, step: int) -> Batch:
-        """A batch of some of them, for a step of an epoch."""
+        """Return the batch of the seeds at the positions ``chosen``, for a step of an epoch."""
 
 
 class WholeGraph:
-    """Every batch is the whole graph, with seeds of its own.
+    """Every batch is the whole graph, with the step's seeds.
 
     Args:
-        graph: every node and edge.
+        graph: all nodes and edges.
     """
 
     def __init__(self, graph: Batch) -> None:
         self._graph = graph
 
-    def sampled(self, loader: SeedLoader) -> Source:
-        """What the batches of a loader are made of: neighbourhoods, where training is to sample."""
-        return SampledGraph(self._graph, loader) if samples(loader) else self
+    def for_loader(self, loader: SeedLoader) -> BatchSource:
+        """Return the source of a loader's batches: sampled neighbourhoods if the user set a fan-out for training."""
+        fan_out_set = loader.num_neighbors is not None or bool(loader.sampling.settings())
+        return SampledGraph(self._graph, loader) if fan_out_set and loader.split == "train" else self
 
     def seeds(self, loader: SeedLoader) -> Tensor | EdgeSeeds:
         return loader.seeds(self._graph)
@@ -63,11 +64,11 @@ class WholeGraph:
 
 
 class RowSource:
-    """A batch is the rows of its seeds, read from a store that may be larger than memory; there are no edges.
+    """A batch is the rows of its seeds, read from a store without edges that may be larger than memory.
 
     Args:
         table: the rows.
-        names: which of ``y`` and ``orig_id`` a batch is to have.
+        names: tensors of a batch besides ``x``: ``y``, ``orig_id``.
     """
 
     def __init__(self, table: RowTable, names: Sequence[str] = ("y",)) -> None:
@@ -80,51 +81,49 @@ class RowSource:
         return self._table.batch(seeds[chosen], self._names)
 
 
-class Shares:
-    """The batches of one worker: the same number on every worker, some perhaps without a seed.
+class WorkerBatches:
+    """The batches of one worker: the same number on every worker, some possibly without seeds.
 
     Args:
-        loader: what the batches are of.
-        source: what they are made of.
-        worker: this worker, and how many there are.
-        prefetch: batches that are made ahead; 0: none.
-        inline: whether they are made by :meth:`draw`, and not by a thread of their own.
-        ahead: is told of each batch as soon as it is made.
-        done: is told when no more batches are asked for.
-        deal: shares the edges of a step among the workers; None: each has as many as the others, in their order.
+        loader: the seeds and their order.
+        source: builds the batches.
+        worker: rank of this worker, and the number of workers.
+        prefetch: number of batches that are built ahead; 0: none.
+        on_batch: called with each batch as soon as it is built.
+        on_end: called when the iteration ends.
+        inline: whether :meth:`build_ahead` builds batches ahead, instead of a thread.
+        deal: divides the edges of a step among the workers; None: into equal consecutive shares.
     """
 
     def __init__(
         self,
         loader: SeedLoader,
-        source: Source,
+        source: BatchSource,
         worker: tuple[int, int],
         prefetch: int,
-        ahead: SendAhead,
-        done: Callable[[], None],
+        on_batch: Prefetch,
+        on_end: Callable[[], None],
         inline: bool = False,
         deal: Deal | None = None,
     ) -> None:
         self._loader, self._prefetch, self._inline = loader, prefetch, inline
-        self._made: Iterator[Batch] = iter(())
+        self._batches: Iterator[Batch] = iter(())
         self._ready: deque[Batch] = deque()
-        self._source: Source = source
+        self._source = source.for_loader(loader) if isinstance(source, WholeGraph) else source
         self._rank, self._size = worker
-        self._ahead, self._done, self._deal = ahead, done, deal
+        self._on_batch, self._on_end, self._deal = on_batch, on_end, deal
         self._seeds: Tensor | EdgeSeeds | None = None
         self._state = {"epoch": -1, "done": 0}
-        if isinstance(source, WholeGraph):
-            self._source = source.sampled(loader)
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and how many of its batches were taken."""
+        """Return the epoch, and the number of its batches that were consumed."""
         return dict(self._state)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on behind these batches, in this epoch; an epoch that is asked for later begins at its beginning."""
+        """Resume behind these batches of this epoch; later epochs start from their first batch."""
         self._state = dict(state)
         self._loader.epoch = state["epoch"] + (state["epoch"] < 0 or state["done"] >= len(self))
 
@@ -136,72 +135,79 @@ class Shares:
         if self._seeds is None:
             self._seeds = self._source.seeds(loader)
         steps = enumerate(islice(loader.step_positions(len(self._seeds), epoch), skip, None))
-        self._made = (self._make(number, chunk, (epoch, skip + number)) for number, chunk in steps)
+        self._batches = (self._build(number, chunk, (epoch, skip + number)) for number, chunk in steps)
         self._ready.clear()
-        threaded = self._prefetch and not self._inline
+        batches = self._build_on_demand()
+        if self._prefetch and not self._inline:
+            batches = prefetched(self._batches, self._prefetch, "gtrain-input")
         try:
-            for batch in prefetched(self._made, self._prefetch, "gtrain-input") if threaded else self._drawn():
+            for batch in batches:
                 self._state["done"] += 1
                 yield batch
         finally:
-            self._done()
+            self._on_end()
 
-    def draw(self) -> None:
-        """Make what is wanted ahead and not there yet, where no thread does."""
+    def build_ahead(self) -> None:
+        """Build the batches that are to be prefetched, if no thread does."""
         if self._inline:
-            self._ready.extend(islice(self._made, self._prefetch - len(self._ready)))
+            self._ready.extend(islice(self._batches, self._prefetch - len(self._ready)))
 
-    def _drawn(self) -> Iterator[Batch]:
-        """All batches, those first that are ready."""
+    def _build_on_demand(self) -> Iterator[Batch]:
+        """Yield all batches, starting with those that were built ahead."""
         while True:
-            if not self._ready:
-                self._ready.extend(islice(self._made, 1))
-            if not self._ready:
+            batch = self._ready.popleft() if self._ready else next(self._batches, None)
+            if batch is None:
                 return
-            yield self._ready.popleft()
+            yield batch
 
-    def _make(self, number: int, chunk: Tensor, place: tuple[int, int]) -> Batch:
-        """A step's batch, the ``number``-th of this pass; ``place`` is its epoch, and its number there."""
+    def _build(self, number: int, chunk: Tensor, step: tuple[int, int]) -> Batch:
+        """Build a step's batch, the ``number``-th of this pass; ``step`` is its epoch, and its number there."""
         count, seeds = chunk.numel(), self._seeds
         share: Tensor | slice = slice(self._rank * count // self._size, (self._rank + 1) * count // self._size)
         numbers: Tensor | None = None
         if isinstance(seeds, EdgeSeeds) and self._deal is not None and self._size > 1:
             relation = seeds.extra["type"][chunk] if "type" in seeds.extra else torch.zeros_like(chunk)
             share, numbers = self._deal(relation, self._rank, self._size)
-        batch = self._source.batch(seeds, chunk[share], *place)
+        batch = self._source.batch(seeds, chunk[share], *step)
         if isinstance(seeds, EdgeSeeds):
-            batch.random_key = self._loader.random_key(*place)
+            batch.random_key = self._loader.random_key(*step)
         if numbers is not None:
             batch.edge_label_chunk = numbers
         batch.step_rows = count
-        self._ahead(batch, number)
+        self._on_batch(batch, number)
         return batch
 
 
 class SampledGraph:
     """A batch is the sampled neighbourhood of its seeds.
 
-    What is drawn of a node depends on the data's seed, the epoch, the number of the step and the node, not on the
-    worker. In a batch, nodes are in the order of discovery, seeds first; every tensor of the nodes and edges is that of
-    the whole graph at the sampled ones, sparse ``x`` as a :class:`~gtrain.nn.Csr`.
+    The sampled neighbours of a node depend on the data's seed, the epoch, the step and the node, not on the worker. The
+    nodes of a batch are in the order of discovery, seeds first. All tensors of nodes and edges are rows of the whole
+    graph's tensors, sparse ``x`` as a :class:`~gtrain.nn.Csr`.
 
     Args:
-        graph: every node and edge, edges by target.
-        loader: says what is sampled.
+        graph: all nodes and edges, edges sorted by target.
+        loader: has the sampling options.
 
     Raises:
-        ConfigError: something else was asked for than a number of neighbours.
+        ConfigError: a sampling option other than the number of neighbours and ``replace`` was set.
     """
 
     def __init__(self, graph: Batch, loader: SeedLoader) -> None:
         self._graph, store = graph, loader.store
         options = loader.sampling_options()
-        _check_plain(loader)
-        self._names = {kind: store.node_tensors(kind) for kind in store.node_types}
-        self._edge_names = {kind: [n for n in store.edge_tensors(kind) if n != "indices"] for kind in store.edge_types}
+        _check_sampling(loader)
+        self._node_names = {node_type: store.node_tensors(node_type) for node_type in store.node_types}
+        self._edge_names = {
+            edge_type: [name for name in store.edge_tensors(edge_type) if name != "indices"]
+            for edge_type in store.edge_types
+        }
         self._target = target_type(store)
-        columns = {kind: _columns(self._edges(kind).edge_index, self._counts(kind)) for kind in store.edge_types}
-        counts = {kind: int(self._nodes(kind).num_nodes or 0) for kind in store.node_types}
+        counts = {node_type: int(self._part(node_type).num_nodes or 0) for node_type in store.node_types}
+        columns = {
+            edge_type: _columns(self._part(edge_type).edge_index, counts[edge_type[0]], counts[edge_type[2]])
+            for edge_type in store.edge_types
+        }
         fan_out = options.fan_out(store.edge_types)
         self._sampler = HeteroNeighborSampler(columns, counts, fan_out, replace=options.replace, seed=loader.seed)
 
@@ -209,66 +215,55 @@ class SampledGraph:
         return loader.seeds(self._graph)
 
     def batch(self, seeds: Any, chosen: Tensor, epoch: int, step: int) -> Batch:
-        found = self._sampler.sample({self._target: seeds[chosen].numpy()}, epoch=epoch, batch=step)
-        made: Batch = HeteroData() if isinstance(self._graph, HeteroData) else Data()
-        for kind in self._names:
-            self._take_nodes(kind, found, made[kind] if isinstance(made, HeteroData) else made)
+        sample = self._sampler.sample({self._target: seeds[chosen].numpy()}, epoch=epoch, batch=step)
+        batch: Batch = HeteroData() if isinstance(self._graph, HeteroData) else Data()
+        for node_type in self._node_names:
+            self._copy_nodes(node_type, sample, batch[node_type] if isinstance(batch, HeteroData) else batch)
         for edge_type in self._edge_names:
-            self._take_edges(edge_type, found, made[edge_type] if isinstance(made, HeteroData) else made)
-        made.seeds, made.batch_size = torch.from_numpy(found.seeds[self._target]), chosen.numel()
-        if isinstance(made, HeteroData):
-            made.target = self._target
-        return made
+            self._copy_edges(edge_type, sample, batch[edge_type] if isinstance(batch, HeteroData) else batch)
+        batch.seeds, batch.batch_size = torch.from_numpy(sample.seeds[self._target]), chosen.numel()
+        if isinstance(batch, HeteroData):
+            batch.target = self._target
+        return batch
 
-    def _take_nodes(self, kind: str, found: HeteroSample, made: Any) -> None:
-        """Put the tensors of the sampled nodes of a type into a batch."""
-        nodes, chosen = self._nodes(kind), torch.from_numpy(found.node[kind])
-        made.num_nodes, made.n_id = chosen.numel(), nodes.n_id[chosen]
-        for name in self._names[kind]:
+    def _copy_nodes(self, node_type: str, sample: HeteroSample, target: Any) -> None:
+        """Copy the tensors of the sampled nodes of a type into a batch."""
+        nodes, ids = self._part(node_type), torch.from_numpy(sample.node[node_type])
+        target.num_nodes, target.n_id = ids.numel(), nodes.n_id[ids]
+        for name in self._node_names[node_type]:
             value = nodes[name]
-            made[name] = select_rows(value, chosen) if value.layout == torch.sparse_csr else value[chosen]
+            target[name] = select_rows(value, ids) if value.layout == torch.sparse_csr else value[ids]
 
-    def _take_edges(self, kind: EdgeType, found: HeteroSample, made: Any) -> None:
-        """Likewise of the sampled edges."""
-        edges, chosen = self._edges(kind), torch.from_numpy(found.edge[kind])
-        made.edge_index = torch.stack([torch.from_numpy(found.row[kind]), torch.from_numpy(found.col[kind])])
-        for name in self._edge_names[kind]:
-            made[name] = edges[name][chosen]
+    def _copy_edges(self, edge_type: EdgeType, sample: HeteroSample, target: Any) -> None:
+        """Copy the tensors of the sampled edges of a type into a batch."""
+        edges, ids = self._part(edge_type), torch.from_numpy(sample.edge[edge_type])
+        ends = torch.from_numpy(sample.row[edge_type]), torch.from_numpy(sample.col[edge_type])
+        target.edge_index = torch.stack(ends)
+        for name in self._edge_names[edge_type]:
+            target[name] = edges[name][ids]
 
-    def _nodes(self, kind: str) -> Any:
-        return self._graph[kind] if isinstance(self._graph, HeteroData) else self._graph
-
-    def _edges(self, kind: EdgeType) -> Any:
-        return self._graph[kind] if isinstance(self._graph, HeteroData) else self._graph
-
-    def _counts(self, kind: EdgeType) -> tuple[int, int]:
-        return int(self._nodes(kind[0]).num_nodes or 0), int(self._nodes(kind[2]).num_nodes or 0)
+    def _part(self, node_or_edge_type: Any) -> Any:
+        """Return the nodes or edges of a type; a homogeneous graph has all in one object."""
+        return self._graph[node_or_edge_type] if isinstance(self._graph, HeteroData) else self._graph
 
 
-def samples(loader: SeedLoader) -> bool:
-    """Whether the batches of a loader are to be sampled: those of training, if the user gave a fan-out."""
-    asked = loader.num_neighbors is not None or bool(loader.sampling.settings())
-    return asked and loader.split == "train"
-
-
-def _check_plain(loader: SeedLoader) -> None:
-    """Refuse what is drawn by other rules than a number of neighbours."""
+def _check_sampling(loader: SeedLoader) -> None:
+    """Refuse sampling options other than the number of neighbours and ``replace``."""
     other = [setting for setting in loader.sampling.settings() if not setting.startswith("data.replace=")]
     if other:
         raise ConfigError(
-            f"{', '.join(other)} was set; strategy=ps draws neighbours by data.num_neighbors and data.replace alone.",
+            f"{', '.join(other)} was set; strategy=ps samples neighbours by data.num_neighbors and data.replace alone.",
             hint="leave it out, or choose strategy=pyg.",
         )
     if loader.seeds_are_edges:
         raise ConfigError(
-            "data.num_neighbors was set with data.task=link; strategy=ps draws neighbours of nodes.",
+            "data.num_neighbors was set with data.task=link; strategy=ps samples neighbours of nodes.",
             hint="leave data.num_neighbors out, or choose strategy=pyg.",
         )
 
 
-def _columns(edge_index: Tensor, counts: tuple[int, int]) -> Columns:
-    """The edges of a type, which are ordered by target, for the sampler."""
-    sources, targets = counts
+def _columns(edge_index: Tensor, sources: int, targets: int) -> Columns:
+    """Return the edges of a type, sorted by target, in the sampler's form."""
     indptr = torch.zeros(targets + 1, dtype=torch.int64)
     torch.cumsum(torch.bincount(edge_index[1], minlength=targets), 0, out=indptr[1:])
     return Columns(indptr.numpy(), edge_index[0].contiguous().numpy(), num_sources=sources, checked=True)

@@ -1,4 +1,4 @@
-"""The workers as a group that meets at a server, and that a member can come back into."""
+"""The workers' collectives through a parameter server, which a restarted worker can repeat."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from gtrain_ps.worker.servers import ParameterServers
 
 
 class ServedGroup(Group):
-    """Collectives of the workers through their first server, numbered by the step that they are in.
+    """Collectives of the workers through their first server, numbered by the step that they belong to.
 
-    A worker that was restarted goes through the collectives since the last step once more: what the others
-    answered then is at the server, or they wait for it. Until it has found its step it is ``alone``: what Lightning
-    asks while it sets up was settled in a former life.
+    A restarted worker repeats the collectives since the last step: the server has the results of complete ones, and the
+    others wait for it in the incomplete one. Until it has restored its step it is ``alone``: the collectives of
+    Lightning's setup were completed by the process before it.
 
     Args:
-        rank: this worker.
+        rank: this worker's.
         size: K.
         servers: the servers.
-        counters: where waiting is counted.
+        counters: count the time of waiting.
 
     Attributes:
-        alone: whether the others are not asked.
-        again: whether this process is a later life of its worker, and may do again what a former one did.
+        alone: whether collectives take this worker's values only.
+        repeating: whether this worker was restarted and may repeat collectives that were completed.
     """
 
     def __init__(self, rank: int, size: int, servers: ParameterServers, counters: Counters) -> None:
         super().__init__(rank, size, counters=counters)
-        self.alone = self.again = False
+        self.alone = self.repeating = False
         self._servers = servers
         self._step, self._index = 0, 0
 
@@ -42,32 +42,32 @@ class ServedGroup(Group):
         """Collectives since the last step."""
         return self._index if self._step == self._servers.step else 0
 
-    def enter(self, index: int) -> None:
-        """Be with the others again, at this collective of the servers' step."""
+    def rejoin(self, index: int) -> None:
+        """Take part in the collectives again, from this one of the current step."""
         self.alone = False
         self._step, self._index = self._servers.step, index
 
     def passed(self, count: int = 1) -> bool:
-        if self.alone or not self.again:
+        if self.alone or not self.repeating:
             return False
-        self.again = self._servers.passed() >= collective_id(self._servers.step, self.index) + count
-        return self.again
+        self.repeating = self._servers.passed() >= collective_id(self._servers.step, self.index) + count
+        return self.repeating
 
     # ------------------------------------------------------------------------------------------ collectives
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        rows = self._gather(tensor)
-        total = rows[0].clone()
-        for row in rows[1:]:
+        tensors = self._gather(tensor)
+        total = tensors[0].clone()
+        for other in tensors[1:]:
             if op in ("max", "min"):
-                total = torch.maximum(total, row) if op == "max" else torch.minimum(total, row)
+                total = torch.maximum(total, other) if op == "max" else torch.minimum(total, other)
             else:
-                total += row
+                total += other
         tensor.copy_(total)
         return tensor.div_(self.size) if op in ("mean", "avg") else tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        return [row.clone() for row in self._gather(tensor)]
+        return [other.clone() for other in self._gather(tensor)]
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         return value if self.alone else super().broadcast_object(value, source)
@@ -82,11 +82,11 @@ class ServedGroup(Group):
         return self._gather(tensor if self.rank == source else tensor.new_empty(0))[source]
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every worker's tensor, in the order of ranks."""
-        given = tensor.detach().clone().contiguous()
+        """Return every worker's tensor, in rank order."""
+        tensor = tensor.detach().clone().contiguous()
         if self.alone:
-            return [given] * self.size
-        where = collective_id(self._servers.step, self.index)
+            return [tensor] * self.size
+        collective = collective_id(self._servers.step, self.index)
         self._step, self._index = self._servers.step, self.index + 1
         with self.counters.span("wait: the other workers"):
-            return list(self._servers.gather(where, given))
+            return list(self._servers.gather(collective, tensor))

@@ -1,4 +1,4 @@
-"""How tables are cut among the servers, as the first steps suggest, and by which rules the servers change them."""
+"""Chooses protocol and placement of each table, and maps optimizers to the rules of the servers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from gtrain.data.batches.loader import SeedLoader
 from gtrain.errors import ConfigError
 from gtrain.nn import Embedding, RowOptimizer, Table, as_csr
 from gtrain_ps.config import PsConfig
-from gtrain_ps.costs import Load, Plan, choose, plans, shapes, table
-from gtrain_ps.placement import Placement, spread
+from gtrain_ps.costs import Load, Plan, allowed_plans, cheapest, cost_table, grid_shapes
+from gtrain_ps.placement import Placement, spreading_multiplier
 from gtrain_ps.worker.row_table import RowTable, is_rows
 
-Rules = dict[str, tuple[str, dict[str, Any]]]
-"""By a table's name: its rule, and the rule's numbers."""
-STEPS = 4
-"""Steps that are looked at."""
+SAMPLED_STEPS = 4
+"""Steps from which the load is estimated."""
 
 
 def plan_of(
@@ -30,99 +28,95 @@ def plan_of(
     settings: PsConfig,
     servers: int,
     wire: torch.dtype,
-    look: Callable[[], tuple[Load, bool]],
-    tell: bool,
+    estimate_load: Callable[[], tuple[Load, bool]],
+    verbose: bool,
 ) -> Plan:
-    """How a table is cut, and what travels: as the settings say, or what moves fewest bytes in the first steps.
+    """Return a table's plan: that of the settings, or the one that sends the fewest bytes in the first steps.
 
     Args:
-        name: of the table.
-        layer: that has it.
+        name: the table's name.
+        layer: the table's layer.
         settings: of the strategy.
         servers: P.
-        wire: type in which products and gradients travel.
-        look: what a worker asks of the table in the first steps, and whether entries have values other than 1.
-        tell: whether to print what there is to choose from.
+        wire: dtype of products and gradients on the wire.
+        estimate_load: returns the load of the first steps, and whether entries have values other than 1.
+        verbose: whether to print the costs of the plans.
     """
     width = layer.table.dim
-    if isinstance(layer, Embedding):  # looked up, row by row: ids would go to every block of columns
-        return Plan("pull", *shapes("row", servers, width)[0])
-    allowed = plans(settings.protocol, settings.split, servers, width)
-    if len(allowed) == 1:
-        return allowed[0]
-    load, weighted = look()
+    if isinstance(layer, Embedding):  # a lookup would send its ids to every column block
+        return Plan("pull", *grid_shapes("row", servers, width)[0])
+    plans = allowed_plans(settings.protocol, settings.split, servers, width)
+    if len(plans) == 1:
+        return plans[0]
+    load, weighted = estimate_load()
     figures = load, width, layer.weight.dtype.itemsize if weighted else 0, wire.itemsize
-    if tell:
-        print(table(name, allowed, *figures), flush=True)
-    return choose(allowed, *figures)
+    if verbose:
+        print(cost_table(name, plans, *figures), flush=True)
+    return cheapest(plans, *figures)
 
 
 def placement_of(layer: Table, plan: Plan, settings: PsConfig) -> Placement:
-    """Which server has what of a table that is cut so."""
+    """Return the placement of a table by a plan."""
     spec = layer.table
-    multiplier = spread(spec.rows) if settings.blocks == "hash" else 1
+    multiplier = spreading_multiplier(spec.rows) if settings.blocks == "hash" else 1
     return Placement(spec.rows, spec.dim, plan.row_blocks, plan.column_blocks, multiplier)
 
 
-def rules_of(tables: Mapping[str, Parameter], optimizers: Iterable[Optimizer]) -> Rules:
-    """Each table's rule, and its numbers at this moment.
+def rules_of(tables: Mapping[str, Parameter], optimizers: Iterable[Optimizer]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return each table's rule and its current numbers, by the table's name.
 
     Args:
         tables: the parameters of tables, by their names.
-        optimizers: of the module.
+        optimizers: the module's optimizers.
 
     Raises:
-        ConfigError: a table has no optimizer of ``gtrain.nn``.
+        ConfigError: the optimizer of a table is not one of ``gtrain.nn``.
     """
     names = {id(parameter): name for name, parameter in tables.items()}
-    found = {}
+    rules = {}
     for optimizer in optimizers:
         for part in getattr(optimizer, "parts", [optimizer]):
             for group in part.param_groups:
                 for parameter in group["params"]:
                     if id(parameter) in names and isinstance(part, RowOptimizer):
-                        numbers = {key: _plain(value) for key, value in group.items() if key != "params"}
-                        found[names[id(parameter)]] = part.rule.name, numbers
-    missing = [name for name, parameter in tables.items() if name not in found and parameter.requires_grad]
+                        numbers = {key: value for key, value in group.items() if key != "params"}
+                        rules[names[id(parameter)]] = part.rule.name, numbers
+    missing = [name for name, parameter in tables.items() if name not in rules and parameter.requires_grad]
     if missing:
         raise ConfigError(
-            f"the table {missing[0]} is on servers, and its optimizer is none of gtrain.nn's.",
+            f"the table {missing[0]} is on servers; its optimizer is not one of gtrain.nn.",
             hint="set 'model.sparse_optimizer={_target_:gtrain.nn.RowwiseAdagrad,lr:0.1}' (or Adagrad, SGD, LazyAdam).",
         )
-    return found
+    return rules
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def first_load(loader: SeedLoader, workers: int) -> tuple[Load, bool]:
-    """What the first worker asks of a table in the first steps of an epoch.
+def estimate_load(loader: SeedLoader, workers: int) -> tuple[Load, bool]:
+    """Estimate the load of a table from the first worker's first steps of an epoch.
 
     Args:
         loader: of the training split.
         workers: K.
 
     Returns:
-        the mean over the steps, and whether an entry has a value other than 1. All workers read the same store, so all
-        come to the same.
+        the mean over the steps, and whether an entry has a value other than 1. All workers read the same store and
+        return the same estimate.
     """
     store = loader.store
     if not is_rows(store):
-        found = [
+        features = [
             as_csr(store.node("x", part, kind))
             for kind in store.node_types
             for part in range(store.num_parts)
             if "x" in store.node_tensors(kind) and store.node("x", part, kind).layout == torch.sparse_csr
         ]
-        ids = torch.cat([rows.ids for rows in found]) if found else torch.empty(0)
-        rows = sum(piece.num_rows for piece in found)
-        weighted = any(piece.values is not None and bool((piece.values != 1).any()) for piece in found)
-        return Load(ids.numel(), ids.unique().numel(), rows), weighted
+        ids = torch.cat([rows.ids for rows in features]) if features else torch.empty(0)
+        count = sum(rows.num_rows for rows in features)
+        weighted = any(rows.values is not None and bool((rows.values != 1).any()) for rows in features)
+        return Load(ids.numel(), ids.unique().numel(), count), weighted
     table = RowTable(store, torch.float32)
     seeds = table.rows_of(loader.split)
     figures, weighted = [], False
-    for chunk in islice(loader.step_positions(len(seeds), loader.epoch), STEPS):
+    for chunk in islice(loader.step_positions(len(seeds), loader.epoch), SAMPLED_STEPS):
         rows = table.batch(seeds[chunk[: -(-chunk.numel() // workers)]]).x
         figures.append((rows.ids.numel(), rows.ids.unique().numel(), rows.num_rows))
         weighted = weighted or bool((rows.values != 1).any())

@@ -1,19 +1,18 @@
-"""Where a worker is in its run, told to the servers with each step, so that a later life of it goes on from there.
+"""Records a worker's progress in the replay buffer of the servers, and restores it after a restart.
 
-What is told of a step is how the worker came into it. A worker that comes back goes through the last step that all
-servers have applied once more: it is answered what it was answered then, and its part of the step counts once. So all
-that follows a step (validation, callbacks, the end of an epoch) follows it again, and collectives that were completed
-are answered as they were.
+With each step a worker sends its state at the start of the step. A restarted worker repeats the last step that all
+servers have applied: it receives the same products and sums again, and its part of the step counts once. All that
+follows a step (validation, callbacks, the end of an epoch) follows it again, and completed collectives return their
+results again.
 
-Some of it changes with every step ("step"), some now and then ("run": loops, callbacks, schedulers; "random"). The
-layers that all workers have ("rest"), with their optimizer's state, are the same everywhere: a piece for each server.
+Some of the state changes with every step ("step"), some now and then ("run": loops, callbacks, schedulers; "random").
+The layers that all workers hold ("rest") and their optimizer state are the same everywhere: each server gets a part.
 """
 
 from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,100 +22,101 @@ from torch import Tensor
 
 from gtrain.protocols import Restartable
 from gtrain.strategy.checkpoint import rng_state, set_rng_state
-from gtrain_ps.packing import as_bytes, from_bytes, join, pack, split, unpack
+from gtrain_ps.packing import as_bytes, cut_tensors, join, layout_of, pack, split, unpack
 from gtrain_ps.worker import lightning_state
 from gtrain_ps.worker.group import ServedGroup
 from gtrain_ps.worker.servers import ParameterServers
 
 _MT19937_BYTES = 624 * 4 + 4
 ReplayEntries = list[dict[str, Tensor]]
-"""What each server is to keep of a step, by name."""
+"""For each server the replay entries of a step, by name."""
 
 
-class Progress:
-    """A worker's place in its run.
+class ProgressRecorder:
+    """Records and restores a worker's progress in its run.
 
     Args:
-        trainer: of the run.
-        group: the workers.
+        trainer: the run's trainer.
+        group: the workers' collectives.
         servers: the servers.
-        overlap: steps for which servers may be apart; after coming back everything is told in so many.
+        overlap: by how many steps servers may differ; after a restart this many steps record the complete state.
     """
 
     def __init__(self, trainer: pl.Trainer, group: ServedGroup, servers: ParameterServers, overlap: int) -> None:
         self._trainer, self._group, self._servers = trainer, group, servers
-        self._overlap, self._metrics = overlap, lightning_state.metrics_of(trainer.lightning_module)
-        self._begun = 0
-        self._sign: Any = None
-        self._noted = 0
-        self._rest: list[Tensor] = []
-        self._bytes: list[Tensor] | None = None
+        self._overlap, self._metrics = overlap, lightning_state.module_metrics(trainer.lightning_module)
+        self._recorded_steps = 0
+        self._signature: Any = None
+        self._run_step = 0  # at which "run" was recorded last
+        self._layers: list[Tensor] = []
+        self._layer_bytes: list[Tensor] | None = None
         self._random: dict[str, Any] = {}
-        self._drawn: Any = None
-        self._telling: dict[str, Tensor] = {}
+        self._last_random: Any = None
+        self._changes: dict[str, Tensor] = {}
         self._flat = torch.empty(0, dtype=torch.uint8)
-        self._again: dict[str, Any] | None = None
+        self._restored: dict[str, Any] | None = None
 
-    # ------------------------------------------------------------------------------------------------- telling
+    # ------------------------------------------------------------------------------------------------ recording
 
-    def changed(self) -> None:
-        """Something has happened between two steps: a validation, a checkpoint."""
-        self._sign = None
+    def invalidate(self) -> None:
+        """Record the run's state with the next step: a validation or a checkpoint came between."""
+        self._signature = None
 
-    def begin(self, flying: int) -> None:
-        """A step begins: note how the worker comes into it.
+    def start_step(self, pending_sums: int) -> None:
+        """Record the worker's state at the start of a step.
 
         Args:
-            flying: steps whose sums have not been taken in.
+            pending_sums: steps whose gradient sums have not been received.
         """
-        if self._again is not None:
-            self._enter(self._again)
-        all_of_it = self._begun <= self._overlap
-        self._telling = {}
-        sign = self._signature()
-        if all_of_it or sign != self._sign:
-            self._telling["run"] = self._note_run()
-            self._sign = self._signature()
-        if self._random_changed() or all_of_it:
+        if self._restored is not None:
+            self._rejoin(self._restored)
+        complete = self._recorded_steps <= self._overlap
+        self._changes = {}
+        if complete or self._run_signature() != self._signature:
+            self._changes["run"] = self._pack_run()
+            self._signature = self._run_signature()
+        if self._random_changed() or complete:
             self._random = rng_state()
-            self._telling["random"] = pack(self._random)
-        if self._rest:
-            self._flat = torch.cat(self._bytes or [as_bytes(tensor) for tensor in self._rest])
-        self._index, self._flying = self._group.index, flying
-        self._begun += 1
+            self._changes["random"] = pack(self._random)
+        if self._layers:
+            self._flat = torch.cat(self._layer_bytes or [as_bytes(tensor) for tensor in self._layers])
+        self._index, self._pending_sums = self._group.index, pending_sums
+        self._recorded_steps += 1
 
-    def end(self) -> ReplayEntries:
-        """The step's gradients are there: what each server keeps of it."""
-        if self._again is not None:
-            lightning_state.restore_metrics(self._trainer, self._metrics, self._again["step"]["meters"])
-            self._again = None
-        own = {
+    def finish_step(self) -> ReplayEntries:
+        """Return the replay entries of a step whose gradients are complete."""
+        metrics = [*lightning_state.logged_metrics(self._trainer), *self._metrics]
+        if self._restored is not None:
+            lightning_state.restore_metrics(metrics, self._restored["step"]["meters"])
+            self._restored = None
+        step = {
             "index": self._index,
-            "flying": self._flying,
-            "since": self._servers.step - self._noted,
-            "meters": lightning_state.metric_states(self._trainer, self._metrics),
+            "flying": self._pending_sums,
+            "since": self._servers.step - self._run_step,
+            "meters": lightning_state.metric_states(metrics),
         }
         rank, size, count = self._group.rank, self._group.size, len(self._servers)
-        kept: ReplayEntries = [{} for _ in range(count)]
-        kept[rank % count] |= {"step": pack(own), **self._telling}
-        for server, piece in enumerate(self._flat.tensor_split(count)):
+        entries: ReplayEntries = [{} for _ in range(count)]
+        entries[rank % count] |= {"step": pack(step), **self._changes}
+        for server, part in enumerate(self._flat.tensor_split(count)):
             if server % size == rank:
-                kept[server][f"rest/{server}"] = piece
-        return kept
+                entries[server][f"rest/{server}"] = part
+        return entries
 
-    # ------------------------------------------------------------------------------------------------- coming back
+    # ------------------------------------------------------------------------------------------------ restoring
 
-    def come_back(self, step: int) -> dict[str, Any]:
-        """Ask the servers how this worker came into a step; return it as a checkpoint of Lightning's."""
-        answers = self._servers.everybody("recall", {"step": step})
-        found: dict[str, Tensor] = {}
-        for answer in answers:
-            found |= dict(zip(answer.fields["names"], answer.tensors, strict=True))
-        mine = {name: unpack(found[f"{name}/{self._group.rank}"].clone()) for name in ("step", "run", "random")}
-        run, own = mine["run"], mine["step"]
-        pieces = [found[f"rest/{server}"] for server in range(len(answers)) if f"rest/{server}" in found]
-        layers = join(run["layers"], _cut(torch.cat(pieces) if pieces else torch.empty(0), run["shapes"]))
-        self._again = mine
+    def restore(self, step: int) -> dict[str, Any]:
+        """Fetch this worker's state at the start of a step, and return it in the form of a Lightning checkpoint."""
+        replies = self._servers.request_all("recall", {"step": step})
+        entries: dict[str, Tensor] = {}
+        for reply in replies:
+            entries |= dict(zip(reply.fields["names"], reply.tensors, strict=True))
+        state = {name: unpack(entries[f"{name}/{self._group.rank}"].clone()) for name in ("step", "run", "random")}
+        run = state["run"]
+        parts = [entries[f"rest/{server}"] for server in range(len(replies)) if f"rest/{server}" in entries]
+        flat = torch.cat(parts) if parts else torch.empty(0)
+        layers = join(run["layers"], cut_tensors(flat, run["shapes"], copy=True))
+        self._restored = state
         self._servers.step = step
         for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
             if type(callback).__qualname__ in run["records"]:
@@ -127,80 +127,67 @@ class Progress:
             "pytorch-lightning_version": pl.__version__,
             "state_dict": layers["module"],
             "optimizer_states": layers["optimizers"],
-            "loops": {"fit_loop": lightning_state.shifted_loops(run["loops"], own["since"])},
+            "loops": {"fit_loop": lightning_state.shifted_loops(run["loops"], state["step"]["since"])},
             "callbacks": run["callbacks"],
             "lr_schedulers": run["schedulers"],
         }
 
     @property
-    def returned_flying(self) -> int:
-        """Steps whose sums were under way when the step began that is gone through once more."""
-        return 0 if self._again is None else int(self._again["step"]["flying"])
+    def restored_pending_sums(self) -> int:
+        """Steps whose gradient sums were pending at the start of the step that is repeated; 0 without one."""
+        return 0 if self._restored is None else int(self._restored["step"]["flying"])
 
-    # ------------------------------------------------------------------------------------------------- inside
+    def _rejoin(self, state: dict[str, Any]) -> None:
+        """Join the other workers again, at the start of the step."""
+        self._group.rejoin(state["step"]["index"])
+        self._trainer._logger_connector._callback_metrics.update(state["run"]["metrics"])
+        # torch rejects a generator state that does not start at the beginning of its storage
+        set_rng_state({**state["random"], "torch": state["random"]["torch"].clone()})
 
-    def _enter(self, again: Mapping[str, Any]) -> None:
-        """Be among the others again, at the beginning of the step."""
-        self._group.enter(again["step"]["index"])
-        self._trainer._logger_connector._callback_metrics.update(again["run"]["metrics"])
-        # torch takes the state for garbage where it does not begin at the beginning of its memory
-        set_rng_state({**again["random"], "torch": again["random"]["torch"].clone()})
+    # ------------------------------------------------------------------------------------------------ state
 
-    def _note_run(self) -> Tensor:
+    def _pack_run(self) -> Tensor:
         trainer = self._trainer
-        module = trainer.lightning_module
-        layers = {"module": module.state_dict(), "optimizers": [one.state_dict() for one in trainer.optimizers]}
-        content, self._rest = split(layers)
-        in_place = all(tensor.is_contiguous() for tensor in self._rest)  # they are changed there
-        self._bytes = [as_bytes(tensor) for tensor in self._rest] if in_place else None
-        self._noted = self._servers.step
+        optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
+        content, self._layers = split({"module": trainer.lightning_module.state_dict(), "optimizers": optimizers})
+        in_place = all(tensor.is_contiguous() for tensor in self._layers)  # steps change the tensors themselves
+        self._layer_bytes = [as_bytes(tensor) for tensor in self._layers] if in_place else None
+        self._run_step = self._servers.step
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        restartable = [callback for callback in callbacks if isinstance(callback, Restartable)]
         return pack(
             {
                 "epoch": trainer.current_epoch,
                 "layers": content,
-                "shapes": [[str(one.dtype).removeprefix("torch."), list(one.shape)] for one in self._rest],
+                "shapes": [layout_of(tensor) for tensor in self._layers],
                 "loops": trainer.fit_loop.state_dict(),
                 "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
                 "callbacks": {one.state_key: state for one in callbacks if (state := one.state_dict())},
-                "records": {
-                    type(one).__qualname__: one.restart_state() for one in callbacks if isinstance(one, Restartable)
-                },
+                "records": {type(callback).__qualname__: callback.restart_state() for callback in restartable},
                 "metrics": dict(trainer._logger_connector._callback_metrics),
             }
         )
 
-    def _signature(self) -> Any:
-        """Changes as soon as a note of the run is not enough any more, together with the number of steps since."""
+    def _run_signature(self) -> Any:
+        """Return a value that changes when "run" must be recorded again; the count of steps since covers the rest."""
         trainer = self._trainer
         if any(config.interval == "step" for config in trainer.lr_scheduler_configs):
             return self._servers.step
-        rates = [group["lr"] for one in trainer.optimizers for group in one.param_groups]
-        tensors = [id(value) for one in trainer.optimizers for state in one.state.values() for value in state.values()]
-        return trainer.current_epoch, rates, tensors
+        rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+        return trainer.current_epoch, rates, [id(value) for state in states for value in state.values()]
 
     def _random_changed(self) -> bool:
-        """Whether a random number was drawn since the last step: quicker than to note all of the state."""
-        others = random.getstate(), _numpy_state()
-        changed = others != self._drawn or not torch.equal(torch.get_rng_state(), self._random["torch"])
-        self._drawn = others
+        """Whether a random number was drawn since the last step; faster than recording all generators."""
+        current = random.getstate(), _numpy_state()
+        changed = current != self._last_random or not torch.equal(torch.get_rng_state(), self._random["torch"])
+        self._last_random = current
         return changed
 
 
 def _numpy_state() -> Any:
-    """What changes with numpy's global generator."""
+    """Return the part of NumPy's global generator that changes with its use."""
     generator = np.random.mtrand.get_bit_generator()
-    if isinstance(generator, np.random.MT19937):  # its words and its place among them, without the dictionary
+    if isinstance(generator, np.random.MT19937):  # its words and the position, without building a dictionary
         return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
     return repr(generator.state)
-
-
-def _cut(flat: Tensor, shapes: list[Any]) -> list[Tensor]:
-    """The tensors that one row of bytes is made of."""
-    found, begin = [], 0
-    for kind, shape in shapes:
-        dtype = getattr(torch, kind)
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        found.append(from_bytes(flat[begin : begin + nbytes].clone(), dtype, shape))
-        begin += nbytes
-    return found

@@ -1,4 +1,4 @@
-"""The part of the strategy by which a worker that died, or a job that was cut off, goes on where it was."""
+"""The part of the strategy that resumes a worker that was restarted, or a job that was interrupted."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.group import Group
 from gtrain_ps.config import PsConfig
 from gtrain_ps.worker.group import ServedGroup
-from gtrain_ps.worker.progress import Progress
-from gtrain_ps.worker.servers import ParameterServers, Request
+from gtrain_ps.worker.progress import ProgressRecorder
+from gtrain_ps.worker.servers import ParameterServers, ServerRequest
 
 log = logging.getLogger("gtrain")
 ROLE = "parameter"
 
 
 class RestartingStrategy(GraphStrategy):
-    """Tells the servers with each step how the worker came into it, and begins with what they know.
+    """Records each worker's progress on the servers, and resumes from it.
 
     Attributes:
-        parameter_servers: the servers, once they were asked for anything.
+        parameter_servers: the servers, once a request was sent to them.
     """
 
     settings_type = PsConfig
@@ -36,9 +36,9 @@ class RestartingStrategy(GraphStrategy):
     def __init__(self, *values: Any, **settings: Any) -> None:
         super().__init__(*values, **settings)
         self.parameter_servers: ParameterServers | None = None
-        self._flying: deque[list[Request]] = deque()
-        self._progress: Progress | None = None
-        self._again: int | None = None
+        self._pending_sums: deque[list[ServerRequest]] = deque()  # of each step
+        self._progress: ProgressRecorder | None = None
+        self._restart_step: int | None = None
 
     @property
     def _workers_restart(self) -> bool:
@@ -49,11 +49,11 @@ class RestartingStrategy(GraphStrategy):
     def outlives_job(self) -> bool:
         return self.settings.durability == "disk"
 
-    def _asked(self) -> ParameterServers:
-        """The servers, from now on."""
+    def _connected(self) -> ParameterServers:
+        """Return the servers, connected at the first call."""
         if not self.servers.count(ROLE):
             raise ConfigError(
-                "strategy=ps was set, and the job has no parameter servers.",
+                "strategy=ps was set; the job has no parameter servers.",
                 hint="start it with the gtrain command.",
             )
         if self.parameter_servers is None:
@@ -68,53 +68,55 @@ class RestartingStrategy(GraphStrategy):
         return self.parameter_servers
 
     def restart_checkpoint(self, run_dir: Path) -> Path | None:
-        """The last step that all servers have applied; None: there is none, and the run begins anew."""
-        versions = [answer.fields["version"] for answer in self._asked().everybody("come_back", {})]
-        self._again = min(versions) - 1 if min(versions) else None
-        if self._again is not None and not self._workers_restart:
+        """Name the last step that all servers have applied; None if the run starts from the beginning."""
+        versions = [reply.fields["version"] for reply in self._connected().request_all("come_back", {})]
+        self._restart_step = min(versions) - 1 if min(versions) else None
+        if self._restart_step is not None and not self._workers_restart:
             raise ConfigError(
-                f"the servers are at step {min(versions)} of a job that was cut off, and keep nothing for its workers.",
-                hint="delete the servers' folders, and go on from the last checkpoint (ckpt_path=last).",
+                f"the servers are at step {min(versions)} of an interrupted job, and have no state of its workers.",
+                hint="delete the servers' folders, and resume from the last checkpoint (ckpt_path=last).",
             )
-        return None if self._again is None else run_dir / f"step-{self._again}"
+        return None if self._restart_step is None else run_dir / f"step-{self._restart_step}"
 
     def make_group(self) -> Group:
         if not self._workers_restart:
             return super().make_group()
-        group = ServedGroup(self.global_rank, self.world_size, self._asked(), self.counters)
-        group.again, group.alone = self.former_lives > 0 or self._again is not None, self._again is not None
+        group = ServedGroup(self.global_rank, self.world_size, self._connected(), self.counters)
+        group.alone = self._restart_step is not None
+        group.repeating = self.former_lives > 0 or group.alone
         return group
 
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
         self._progress = None
         if isinstance(self.group, ServedGroup) and self.fitting:
-            self._progress = Progress(trainer, self.group, self._asked(), self.settings.lag + 3)
+            self._progress = ProgressRecorder(trainer, self.group, self._connected(), self.settings.lag + 3)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        if self._again is None or self._progress is None:
+        if self._restart_step is None or self._progress is None:
             return super().load_checkpoint(checkpoint_path, weights_only)
-        step, self._again = self._again, None
-        log.warning("worker %d goes on at step %d", self.global_rank, step)
-        return self._progress.come_back(step)
+        step, self._restart_step = self._restart_step, None
+        log.warning("worker %d resumes at step %d", self.global_rank, step)
+        return self._progress.restore(step)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        self._settled()
+        self._invalidate_progress()
 
     def on_validation_end(self) -> None:
         super().on_validation_end()
-        self._settled()
+        self._invalidate_progress()
 
-    def _settled(self) -> None:
-        """Callbacks have seen something: what is kept of the run is not enough any more."""
+    def _invalidate_progress(self) -> None:
+        """Have the next step record the run's state again, because callbacks may have changed it."""
         if self._progress is not None:
-            self._progress.changed()
+            self._progress.invalidate()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._progress is not None:
-            servers = self._asked()
-            for step in range(servers.step - self._progress.returned_flying, servers.step):
-                self._flying.append([servers.submit(one, "sum", {"step": step}) for one in range(len(servers))])
-            self._progress.begin(len(self._flying))
+            servers = self._connected()
+            for step in range(servers.step - self._progress.restored_pending_sums, servers.step):
+                requests = [servers.submit(server, "sum", {"step": step}) for server in range(len(servers))]
+                self._pending_sums.append(requests)
+            self._progress.start_step(len(self._pending_sums))
         return super().training_step(*args, **kwargs)

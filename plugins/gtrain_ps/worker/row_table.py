@@ -1,4 +1,4 @@
-"""Rows of sparse features, read from the parts of a store as they are asked for."""
+"""Rows of sparse features, read on demand from the memory-mapped parts of a store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gtrain_ps.kernels import rows as kernels
 
 @dataclass(frozen=True)
 class _Part:
-    """Memory maps of one part: its rows' entries, and labels."""
+    """Memory maps of one part: the CSR arrays of its rows, and labels."""
 
     starts: NDArray[np.int64]
     ids: NDArray[np.int64]
@@ -30,7 +30,7 @@ class _Part:
 
 
 class RowTable:
-    """All rows of a store without edges; only those that are asked for are read.
+    """The rows of a store without edges; only the rows of a batch are read.
 
     Args:
         store: the store; ``x`` of its one node type is sparse.
@@ -38,40 +38,40 @@ class RowTable:
     """
 
     def __init__(self, store: Store, dtype: torch.dtype) -> None:
-        self._store, self._kind = store, torch.empty(0, dtype=dtype).numpy().dtype
+        self._store, self._dtype = store, torch.empty(0, dtype=dtype).numpy().dtype
         self._parts = [_open(store, part) for part in range(store.num_parts)]
         self._offsets = store.offsets
         ends = self._offsets.tolist()
         self._spans = list(zip(ends[:-1], ends[1:], self._parts, strict=True))
 
     def rows_of(self, split: str) -> Tensor:
-        """Global ids of a split's rows, in the order of the source data, int64.
+        """Return the global ids of a split's rows, int64, in the order of the source data.
 
         Raises:
-            DataError: the store has no such split.
+            DataError: the store lacks the split.
         """
-        kind, found, places = target_type(self._store), [], []
-        for part, opened in enumerate(self._parts):
+        node_type, ids, orig_ids = target_type(self._store), [], []
+        for number, part in enumerate(self._parts):
             if split == "predict":
-                mine = torch.arange(len(opened.orig_id))
-            elif f"{split}_mask" not in self._store.node_tensors(kind):
-                raise DataError(f"the store has no {split} split.", hint="give the rows labels.")
+                rows = torch.arange(len(part.orig_id))
+            elif f"{split}_mask" not in self._store.node_tensors(node_type):
+                raise DataError(f"the store has no {split} split.", hint="label the rows.")
             else:
-                mine = self._store.node(f"{split}_mask", part).nonzero().flatten()
-            found.append(mine + self._offsets[part])
-            places.append(opened.orig_id[mine])
-        rows = torch.cat(found)
-        return rows if len(found) == 1 and split != "predict" else rows[torch.argsort(torch.cat(places))]
+                rows = self._store.node(f"{split}_mask", number).nonzero().flatten()
+            ids.append(rows + self._offsets[number])
+            orig_ids.append(part.orig_id[rows])
+        joined = torch.cat(ids)
+        return joined if len(ids) == 1 and split != "predict" else joined[torch.argsort(torch.cat(orig_ids))]
 
     def batch(self, rows: Tensor, names: Sequence[str] = ("y",)) -> Data:
-        """Some rows as a batch.
+        """Return rows as a batch.
 
         Args:
             rows: int64 ``[m]``, global ids.
-            names: which of ``y`` and ``orig_id`` it is to have, where the store has them.
+            names: tensors of the batch besides ``x``: ``y``, ``orig_id``; those that the store lacks are left out.
 
         Returns:
-            A ``Data`` of m nodes, all of them seeds, with ``x`` as a :class:`~gtrain.nn.Csr`, ``n_id`` and ``names``.
+            a ``Data`` of m nodes, all of them seeds, with ``x`` as a :class:`~gtrain.nn.Csr`, ``n_id`` and ``names``.
         """
         count, chosen = rows.numel(), rows.numpy()
         lengths = np.empty(count, np.int64)
@@ -79,16 +79,16 @@ class RowTable:
             kernels.measure_rows(chosen, low, high, part.starts, lengths)
         offsets = np.zeros(count + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
-        ids, values = np.empty(offsets[-1], np.int32), np.empty(offsets[-1], self._kind)
+        ids, values = np.empty(offsets[-1], np.int32), np.empty(offsets[-1], self._dtype)
         for low, high, part in self._spans:
             kernels.copy_rows(chosen, low, high, part.starts, part.ids, part.values, offsets, ids, values)
-        made = Data(num_nodes=count, seeds=torch.arange(count), batch_size=count, n_id=rows)
-        made.x = Csr(torch.from_numpy(ids), torch.from_numpy(values), torch.from_numpy(offsets))
+        batch = Data(num_nodes=count, seeds=torch.arange(count), batch_size=count, n_id=rows)
+        batch.x = Csr(torch.from_numpy(ids), torch.from_numpy(values), torch.from_numpy(offsets))
         for name in names:
             gathered = self._gather(name, rows)
             if gathered is not None:
-                made[name] = gathered
-        return made
+                batch[name] = gathered
+        return batch
 
     def _gather(self, name: str, rows: Tensor) -> Tensor | None:
         first = getattr(self._parts[0], name)

@@ -1,4 +1,4 @@
-"""A worker's side of the parameter servers: what is asked of all of them, and for which step."""
+"""A worker's requests to the parameter servers, repeated to a restarted server, and the step that the worker is in."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from gtrain.strategy.mesh import SAY_SECONDS
 from gtrain.wire import Client, DeadlineError, Message, PeerRestartedError
 
 log = logging.getLogger("gtrain")
-LOOK_SECONDS = 0.5
-"""A worker that waits looks this often whether the server is still the one that it asked."""
+CHECK_SECONDS = 0.5
+"""A waiting worker checks this often whether a server was restarted."""
 LOG_SECONDS = 3.0
-"""After so long a worker's log says which request has no reply."""
-_SAY_AGAIN_SECONDS = 30.0
+"""A worker logs a request without a reply after this time."""
+_REPORT_SECONDS = 30.0
 _REPLY_SECONDS = 3.0
-"""A server that does not reply to a question within this time is taken for silent."""
+"""A server that does not reply to a query within this time counts as silent."""
 
 
-class Request:
-    """A request to one server, which is made again where the server was killed and restarted.
+class ServerRequest:
+    """A request to one server; it is repeated if the server is restarted.
 
-    All requests may be executed twice without harm: products and steps are numbered.
+    Executing a request twice has no effect: products and steps are numbered.
 
     Args:
-        servers: all of them.
-        server: which one.
+        servers: the servers.
+        server: number of the server.
         method, fields, tensors: see :meth:`gtrain.wire.Client.submit`.
     """
 
@@ -44,71 +44,71 @@ class Request:
         self, servers: ParameterServers, server: int, method: str, fields: Mapping[str, Any], tensors: Sequence[Tensor]
     ) -> None:
         self._servers, self._server = servers, server
-        self._asked = method, fields, tensors
+        self._message = method, fields, tensors
         self._future = self._submit()
 
     def _submit(self) -> Future[Message]:
-        return self._servers.clients[self._server].submit(*self._asked, attended=True)
+        return self._servers.clients[self._server].submit(*self._message, attended=True)
 
     def result(self) -> Message:
-        """Wait for the reply, and name on the terminal who keeps this worker waiting for long.
+        """Wait for the reply; after a while, print the names of the processes that keep this worker waiting.
 
-        Whoever gives no sign of life in time is killed if this worker's agent has started it: it is restarted, and the
-        request made again, or the job ends.
+        A process that gives no sign of life in time is killed if this worker's agent started it. It is then restarted
+        and the request repeated, or the job ends.
 
         Raises:
             SilentRankError: no reply in time; names the silent servers, or else the workers that are missing.
         """
         servers, client = self._servers, self._servers.clients[self._server]
-        began = time.monotonic()
-        has_logged, say_at = False, SAY_SECONDS
-        asked: list[Future[Message]] = []
+        start = time.monotonic()
+        has_logged, report_at = False, SAY_SECONDS
+        queries: list[Future[Message]] = []
         while True:
             try:
-                answer = client.result(self._future, LOOK_SECONDS)
+                reply = client.result(self._future, CHECK_SECONDS)
             except TimeoutError:
-                servers.look_at_all()
-                waited = time.monotonic() - began
+                servers.check_all()
+                waited = time.monotonic() - start
                 if waited >= LOG_SECONDS and not has_logged:
                     has_logged = True
                     log.warning(
                         "step %d: no reply to %s from parameter %d for %.0f s",
-                        servers.step, self._asked[0], self._server, waited,
+                        servers.step, self._message[0], self._server, waited,
                     )  # fmt: skip
-                if waited >= say_at - _REPLY_SECONDS and not asked:
-                    asked = servers.ask_for_missing()
-                if waited >= say_at:
-                    for process in servers.missing(asked):
+                if waited >= report_at - _REPLY_SECONDS and not queries:
+                    queries = servers.query_waiting()
+                if waited >= report_at:
+                    for process in servers.missing(queries):
                         say_waiting(f"waiting for {servers.name_of(*process)}, {waited:.0f} s")
-                    asked, say_at = [], _SAY_AGAIN_SECONDS * (waited // _SAY_AGAIN_SECONDS + 1)
+                    queries, report_at = [], _REPORT_SECONDS * (waited // _REPORT_SECONDS + 1)
             except PeerRestartedError:
-                if not servers.lasting:
+                if not servers.restartable:
                     raise
-                servers.look(self._server)
+                servers.resend_if_restarted(self._server)
                 self._future = self._submit()
             except DeadlineError as error:
-                asked = servers.ask_for_missing()
-                wait(asked, _REPLY_SECONDS)
-                missing = servers.missing(asked)
+                queries = servers.query_waiting()
+                wait(queries, _REPLY_SECONDS)
+                missing = servers.missing(queries)
                 if not missing:
                     raise
                 if servers.end_silent(missing, error.seconds):
-                    asked, self._future = [], self._submit()
+                    queries, self._future = [], self._submit()
                     continue
                 names = ", ".join(servers.name_of(*process) for process in missing)
                 raise SilentRankError(
                     f"waited {error.seconds:g} s for {names}",
-                    hint="see whether it is stopped, or its machine cut off; strategy.timeout_seconds="
+                    hint="check whether it is stopped, or its machine is unreachable; strategy.timeout_seconds="
                     f"{error.seconds:g} is the longest wait.",
                 ) from error
             else:
-                servers.answered(self._server, answer)
-                return answer
+                servers.handle_reply(self._server, reply)
+                return reply
 
 
 @dataclass
-class _Sent:
-    """What a server got of one step: products by call, and the commit."""
+class _SentStep:
+    """A step's requests to one server: products by call, and the commit."""
 
     products: dict[int, tuple[Mapping[str, Any], Sequence[Tensor]]] = field(default_factory=dict)
     commit: tuple[Mapping[str, Any], Sequence[Tensor]] | None = None
@@ -118,47 +118,50 @@ class ParameterServers:
     """The servers, and the step that this worker is in.
 
     Args:
-        clients: one for each server, in rank order.
-        lasting: whether a server that was killed comes back with what it had; then everything that it may not have
-            applied is kept here, to be sent again.
-        rank: this worker.
-        network: where the job's processes are.
+        clients: one per server, in rank order.
+        restartable: whether a server's state survives it; requests that it may not have applied are then kept here, to
+            be sent again.
+        rank: this worker's.
+        network: the job's processes and their machines.
 
     Attributes:
-        step: steps that this worker has committed.
+        step: number of steps that this worker has committed.
     """
 
     def __init__(
         self,
         clients: Sequence[Client],
-        lasting: bool = False,
+        restartable: bool = False,
         rank: int | None = None,
         network: JobNetwork = JobNetwork(None, None, 1),  # noqa: B008 (it is frozen)
     ) -> None:
-        self.clients, self.lasting = list(clients), lasting
+        self.clients, self.restartable = list(clients), restartable
         self._rank, self._network = rank, network
         self.name_of = network.name_of
         self.step = 0
         self._calls: dict[int, int] = {}
-        self._sent: list[dict[int, _Sent]] = [{} for _ in self.clients]
-        self._lives: list[int | None] = [None for _ in self.clients]
+        self._sent: list[dict[int, _SentStep]] = [{} for _ in self.clients]
+        self._incarnations: list[int | None] = [None for _ in self.clients]
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self.clients)
 
-    def submit(self, server: int, method: str, fields: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Request:
-        """Ask one server."""
-        if self.lasting and method in ("multiply", "commit"):
+    def submit(
+        self, server: int, method: str, fields: Mapping[str, Any], tensors: Sequence[Tensor] = ()
+    ) -> ServerRequest:
+        """Send a request to one server."""
+        if self.restartable and method in ("multiply", "commit"):
             self._remember(server, method, fields, tensors)
-        return Request(self, server, method, fields, tensors)
+        return ServerRequest(self, server, method, fields, tensors)
 
-    def everybody(self, method: str, fields: Mapping[str, Any]) -> list[Message]:
-        """Ask all servers the same, and wait."""
-        return [asked.result() for asked in [self.submit(server, method, fields) for server in range(len(self))]]
+    def request_all(self, method: str, fields: Mapping[str, Any]) -> list[Message]:
+        """Send a request to all servers, and return their replies in rank order."""
+        requests = [self.submit(server, method, fields) for server in range(len(self))]
+        return [request.result() for request in requests]
 
     def next_call(self, step: int) -> int:
-        """A number for a product of a step; any thread may ask for one."""
+        """Return the number of a product of a step. Any thread may call this."""
         with self._lock:
             number = self._calls.get(step, 0)
             self._calls[step] = number + 1
@@ -170,72 +173,72 @@ class ParameterServers:
             self._calls.pop(self.step, None)
             self.step += 1
 
-    # -------------------------------------------------------------------------------- workers, among themselves
+    # -------------------------------------------------------------------------------- collectives of the workers
 
-    def gather(self, where: int, tensor: Tensor) -> Sequence[Tensor]:
-        """Every worker's tensor in rank order; the first server passes them on: :mod:`gtrain_ps.server.collectives`."""
-        return self.submit(0, "gather", {"where": where}, [tensor]).result().tensors
+    def gather(self, collective: int, tensor: Tensor) -> Sequence[Tensor]:
+        """Return every worker's tensor in rank order, through :mod:`gtrain_ps.server.collectives` of server 0."""
+        return self.submit(0, "gather", {"where": collective}, [tensor]).result().tensors
 
     def passed(self) -> int:
-        """How far all workers have come with :meth:`gather`."""
+        """Return the last completed collective, plus 1."""
         return int(self.submit(0, "passed", {}).result().fields["passed"])
 
-    # -------------------------------------------------------------------------------- servers that come back
+    # -------------------------------------------------------------------------------- restarted servers
 
-    def look(self, server: int) -> None:
-        """Send a server again what it may have lost, if it is another one than before."""
+    def resend_if_restarted(self, server: int) -> None:
+        """Repeat the requests that a server may have lost, if it was restarted since the last check."""
         with self._lock:
-            life, before = self.clients[server].server_incarnation, self._lives[server]
-            self._lives[server] = life
-            if life is None or before is None or life == before:
+            current, previous = self.clients[server].server_incarnation, self._incarnations[server]
+            self._incarnations[server] = current
+            if current is None or previous is None or current == previous:
                 return
-            log.warning("parameter %d was restarted; it gets the steps that it may have lost once more", server)
-            again = [(step, self._sent[server][step]) for step in sorted(self._sent[server])]
-        for _, sent in again:
+            log.warning("parameter %d was restarted; sending the steps again that it may have lost", server)
+            lost = [self._sent[server][step] for step in sorted(self._sent[server])]
+        for sent in lost:
             for fields, tensors in list(sent.products.values()):
                 self.clients[server].submit("multiply", fields, tensors)
             if sent.commit is not None:
                 self.clients[server].submit("commit", *sent.commit)
 
-    def look_at_all(self) -> None:
-        """Look at every server, for the one that is waited for may wait for what another one has lost.
+    def check_all(self) -> None:
+        """Check every server for a restart: the one with the pending reply may wait for requests that another has lost.
 
-        This thread receives from one server at a time; so each client's own thread meets its server meanwhile.
+        This thread receives from one server at a time; each client's own thread reconnects to its server meanwhile.
         """
         for server, client in enumerate(self.clients):
             client.receive_in_background()
-            self.look(server)
+            self.resend_if_restarted(server)
 
-    def answered(self, server: int, answer: Message) -> None:
-        """Forget what the server has applied."""
-        if not self.lasting:
+    def handle_reply(self, server: int, reply: Message) -> None:
+        """Forget the requests that the server has applied."""
+        if not self.restartable:
             return
-        if self._lives[server] != self.clients[server].server_incarnation:
-            self.look(server)
+        if self._incarnations[server] != self.clients[server].server_incarnation:
+            self.resend_if_restarted(server)
         with self._lock:
-            version = answer.fields.get("version", 0)
+            version = reply.fields.get("version", 0)
             for step in [step for step in self._sent[server] if step < version]:
                 del self._sent[server][step]
 
-    def ask_for_missing(self) -> list[Future[Message]]:
-        """Ask all servers which workers they wait for."""
+    def query_waiting(self) -> list[Future[Message]]:
+        """Ask all servers for the workers that they wait for."""
         return [client.submit("waiting") for client in self.clients]
 
-    def missing(self, asked: Sequence[Future[Message]]) -> list[tuple[int, str]]:
-        """Rank and role of the servers without a reply to :meth:`ask_for_missing`; without any, of missing workers."""
-        silent = [server for server, reply in enumerate(asked) if not reply.done() or reply.exception() is not None]
+    def missing(self, queries: Sequence[Future[Message]]) -> list[tuple[int, str]]:
+        """Return rank and role of servers that do not reply to :meth:`query_waiting`; if all do, of missing workers."""
+        silent = [server for server, reply in enumerate(queries) if not reply.done() or reply.exception() is not None]
         if silent:
             return [(server, "parameter") for server in silent]
-        missing = {worker for reply in asked for worker in reply.result().fields["workers"]} - {self._rank}
+        missing = {worker for reply in queries for worker in reply.result().fields["workers"]} - {self._rank}
         return [(worker, WORKER) for worker in sorted(missing)]
 
     def end_silent(self, missing: Sequence[tuple[int, str]], seconds: float) -> bool:
-        """Have the agent kill processes that give no sign of life; False if one of them is not this agent's."""
+        """Have the agent kill silent processes; return False if another agent started one of them."""
         return all([self._network.end_silent(*process, seconds) for process in missing])
 
     def _remember(self, server: int, method: str, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
         with self._lock:
             if method == "commit":
-                self._sent[server].setdefault(fields["step"], _Sent()).commit = fields, tensors
+                self._sent[server].setdefault(fields["step"], _SentStep()).commit = fields, tensors
             elif fields["call"] is not None:
-                self._sent[server].setdefault(fields["step"], _Sent()).products[fields["call"]] = fields, tensors
+                self._sent[server].setdefault(fields["step"], _SentStep()).products[fields["call"]] = fields, tensors

@@ -1,4 +1,4 @@
-"""A worker's part of a step: the gradients of products, and those of the layers that are on the workers."""
+"""A worker's part of a step: the gradients of products, and those of the layers that the workers hold."""
 
 from __future__ import annotations
 
@@ -13,52 +13,52 @@ from torch.nn import Parameter
 from gtrain.strategy.group import flatten
 from gtrain_ps.worker.progress import ReplayEntries
 from gtrain_ps.worker.served_table import ServedTable
-from gtrain_ps.worker.servers import ParameterServers, Request
+from gtrain_ps.worker.servers import ParameterServers, ServerRequest
 
 
 def send_step(
     servers: ParameterServers,
-    homes: Iterable[ServedTable],
+    tables: Iterable[ServedTable],
     rules: Mapping[str, tuple[str, dict[str, Any]]],
     weight: tuple[float, float],
     rest: Tensor | None,
-    kept: ReplayEntries | None = None,
-) -> list[Request]:
+    replay: ReplayEntries | None = None,
+) -> list[ServerRequest]:
     """Send every server its part of a step, and go on to the next one.
 
     Args:
-        servers: where to.
-        homes: the tables, with the gradients of their products.
+        servers: the servers.
+        tables: the tables, with the gradients of their products.
         rules: each table's rule, and its numbers.
-        weight: of this worker's batch, and what its loss was divided by, which is the same for all workers.
-        rest: the other layers' gradients in one row, of which each server sums a piece; None: the workers sum them.
-        kept: what each server is to keep for a later life of a worker; None: nothing.
+        weight: of this worker's batch, and the divisor of its loss, which is the same for all workers.
+        rest: the other layers' gradients as a vector, of which each server sums a part; None if the workers sum them.
+        replay: replay entries for each server; None without a replay buffer.
 
     Returns:
-        for each server what is answered by the sum of its pieces over the workers.
+        for each server a request whose reply holds the sum of its part over the workers.
     """
     calls: list[list[int]] = [[] for _ in servers.clients]
     tensors: list[list[Tensor]] = [[] for _ in servers.clients]
-    for home in homes:
-        for ticket, gradient in home.take():
+    for table in tables:
+        for ticket, gradient in table.take_gradients():
             assert ticket.call is not None
-            for server, piece in home.pieces(ticket, gradient):
+            for server, part in table.split_gradient(ticket, gradient):
                 calls[server].append(ticket.call)
-                tensors[server].append(piece)
-    said = {"step": servers.step, "weight": weight[0], "scale": weight[1], "rules": json.dumps(rules)}
-    pieces = None if rest is None else rest.tensor_split(len(servers))
-    sent = []
+                tensors[server].append(part)
+    common = {"step": servers.step, "weight": weight[0], "scale": weight[1], "rules": json.dumps(rules)}
+    rests = [[] for _ in servers.clients] if rest is None else [[part] for part in rest.tensor_split(len(servers))]
+    requests = []
     for server in range(len(servers)):
-        keep = {} if kept is None else kept[server]
-        more = [*keep.values(), *([] if pieces is None else [pieces[server]])]
-        fields = {**said, "calls": calls[server], "kept": list(keep)}
-        sent.append(servers.submit(server, "commit", fields, [*tensors[server], *more]))
+        entries = {} if replay is None else replay[server]
+        fields = {**common, "calls": calls[server], "kept": list(entries)}
+        parts = [*tensors[server], *entries.values(), *rests[server]]
+        requests.append(servers.submit(server, "commit", fields, parts))
     servers.committed()
-    return sent
+    return requests
 
 
-def flat(parameters: list[Parameter]) -> Tensor:
-    """Which parameters have a gradient, and the gradients, in one row."""
+def flat_gradients(parameters: list[Parameter]) -> Tensor:
+    """Return a vector: for each parameter 1 if it has a gradient, else 0, and then the gradients."""
     if not parameters:
         return torch.empty(0)
     dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
@@ -67,8 +67,8 @@ def flat(parameters: list[Parameter]) -> Tensor:
     return flatten([present, *grads])
 
 
-def take_flat(sums: Tensor, parameters: list[Parameter]) -> None:
-    """Put the sums back, as views of their memory; a parameter that has a gradient on no worker keeps none."""
+def set_gradients(sums: Tensor, parameters: list[Parameter]) -> None:
+    """Set the gradients from the sum of the workers' vectors, as views of it; None if no worker has a gradient."""
     present = sums[: len(parameters)].tolist()
     pieces = sums[len(parameters) :].split([parameter.numel() for parameter in parameters])
     for parameter, piece, count in zip(parameters, pieces, present, strict=True):

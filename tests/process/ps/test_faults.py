@@ -181,7 +181,7 @@ def test_a_job_of_which_everything_is_killed_goes_on_where_it_was(tmp_path: Path
     assert other.returncode != 0 and "of a job that did not come to its end, with another model" in other.stderr
     enough(tmp_path)
     ok(lasting(tmp_path, *command).end())
-    assert "goes on at step" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
+    assert "resumes at step" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
     compare_with_an_undisturbed_run(tmp_path, *command)
     assert not any(folder.exists() for folder in folders)
 

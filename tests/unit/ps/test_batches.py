@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from gtrain.data.batches.loader import SeedLoader
-from gtrain_ps.worker.batches import Shares
+from gtrain_ps.worker.batches import WorkerBatches
 
 
 class Seeds:
@@ -47,11 +47,11 @@ class Loader:
         return 4
 
 
-def read(shares: Shares, sent: list[int]) -> list[tuple[list[int], tuple[int, int], int]]:
+def read(shares: WorkerBatches, sent: list[int]) -> list[tuple[list[int], tuple[int, int], int]]:
     """An epoch's batches, each with the number of those that were sent by the time that its step is sent."""
     found = []
     for batch in shares:
-        shares.draw()
+        shares.build_ahead()
         found.append((batch.seeds.tolist(), batch.place, len(sent)))
     return found
 
@@ -62,7 +62,7 @@ def test_batches_made_between_steps_are_those_of_a_thread(prefetch: int) -> None
     for inline in (True, False):
         sent: list[int] = []
         sources[inline] = Seeds()
-        shares = Shares(
+        shares = WorkerBatches(
             Loader(),
             sources[inline],
             (1, 2),
@@ -85,6 +85,6 @@ def test_batches_made_between_steps_are_those_of_a_thread(prefetch: int) -> None
 
 @pytest.mark.parametrize("inline", [True, False])
 def test_what_cannot_be_read_is_raised(inline: bool) -> None:
-    shares = Shares(Loader(), Seeds(bad=True), (0, 1), 2, lambda batch, number: None, lambda: None, inline)
+    shares = WorkerBatches(Loader(), Seeds(bad=True), (0, 1), 2, lambda batch, number: None, lambda: None, inline)
     with pytest.raises(ValueError, match="seed 9"):
         read(shares, [])

@@ -18,8 +18,8 @@ from gtrain.nn.product import product, transposed
 from gtrain.nn.rules import RULES, update
 from gtrain_ps.kernels import widths
 from gtrain_ps.kernels.progress import DONE, STEP
-from gtrain_ps.placement import Placement, spread
-from gtrain_ps.server.block import Block, Rows
+from gtrain_ps.placement import Placement, spreading_multiplier
+from gtrain_ps.server.block import Block, SparseRows
 from gtrain_ps.server.memory import LastingRegion, Region
 
 HEIGHT, WIDTH, ROWS = 60, 13, 40
@@ -33,7 +33,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}
 
 
 def sparse_rows(seed: int, weighted: bool, dtype: torch.dtype) -> Csr:
-    """Rows of 0 to 15 entries, some ids twice in a row, half of them of ten frequent ids."""
+    """SparseRows of 0 to 15 entries, some ids twice in a row, half of them of ten frequent ids."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 16, (ROWS,), generator=generator)
     total = int(lengths.sum())
@@ -52,7 +52,7 @@ def made(table: Tensor, region: Region | None = None) -> Block:
     return block
 
 
-def taken(block: Block, rows: Csr) -> Rows:
+def taken(block: Block, rows: Csr) -> SparseRows:
     return block.rows(rows.ids.int(), rows.offsets.diff().to(torch.uint16), rows.values)
 
 
@@ -60,7 +60,7 @@ def taken(block: Block, rows: Csr) -> Rows:
 def compiled_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tables use loops for any width; here they also use those that are compiled for their own."""
     if request.param == "this width":
-        monkeypatch.setattr(widths, "_LARGE", 0)
+        monkeypatch.setattr(widths, "_LARGE_BYTES", 0)
 
 
 @pytest.mark.parametrize("weighted", [True, False])
@@ -86,7 +86,7 @@ def test_updates_are_the_rules(name: str, dtype: torch.dtype, weighted: bool, sa
     region = Region()
     region.survives = safe
     block = made(table, region)
-    block.use(name, settings)
+    block.set_rule(name, settings)
     state = rule.initial(table, settings)
     for step in range(3):
         halves = [sparse_rows(10 * step + worker, weighted, dtype) for worker in range(2)]
@@ -111,16 +111,16 @@ def test_a_step_that_was_cut_off_is_applied_once(name: str) -> None:
     region.survives = True
     block = made(table, region)
     for one in (expected, block):
-        one.use(name, settings)
+        one.set_rule(name, settings)
         one.update(one.group([taken(one, rows)]), gradient, settings, 1)
     before = {row: block.table[row].clone() for row in range(HEIGHT)}
     states = {key: tensor.clone() for key, tensor in block.state.items()}
     expected.update(expected.group([taken(expected, rows)]), gradient, settings, 2)
     grouped = block.group([taken(block, rows)])
-    half = grouped.found // 2
+    half = grouped.num_ids // 2
     cut = grouped.unique[half]
     block.update(grouped, gradient, settings, 2)
-    for row in grouped.unique[half : grouped.found]:  # these had not been changed yet
+    for row in grouped.unique[half : grouped.num_ids]:  # these had not been changed yet
         block.table[row] = before[int(row)]
         for key, tensor in states.items():
             block.state[key][row] = tensor[row]
@@ -132,7 +132,7 @@ def test_a_step_that_was_cut_off_is_applied_once(name: str) -> None:
     block.table[cut] = -7
 
     again = Block("wide", *table.shape, table.dtype, region)  # finds what was there
-    again.use(name, settings)
+    again.set_rule(name, settings)
     again.progress.repair(2, again.table.numpy(), [tensor.numpy() for tensor in again.state.values()])
     again.update(again.group([taken(again, rows)]), gradient, settings, 2)
     torch.testing.assert_close(again.table, expected.table, rtol=1e-14, atol=1e-14)
@@ -145,11 +145,11 @@ def test_a_process_that_is_killed_within_an_update_is_followed_by_one_that_does_
     height, width, settings = 90_000, 100, SETTINGS["rowwise_adagrad"]
     lasting = os.memfd_create("test")
     rows = Csr(torch.randperm(height), torch.randn(height), torch.arange(0, height + 1, 100))
-    assert widths.deserves_own(torch.empty(height, width))
+    assert widths.is_large(torch.empty(height, width))
     table, gradient, inside = torch.randn(height, width), torch.randn(len(rows.offsets) - 1, width), 0
     expected, block = made(table), made(table, LastingRegion(lasting))
     for one in (expected, block):
-        one.use("rowwise_adagrad", settings)
+        one.set_rule("rowwise_adagrad", settings)
     step = 0
     while step < 10 or not inside:  # a busy machine may be late each time
         step += 1
@@ -179,21 +179,21 @@ def test_a_process_that_is_killed_within_an_update_is_followed_by_one_that_does_
 
 def test_rows_that_are_wrong_are_refused_in_a_sentence() -> None:
     block = made(torch.zeros(4, 2))
-    with pytest.raises(DataError, match="row 4 of a block of 4 rows of the table wide was asked for"):
+    with pytest.raises(DataError, match="names row 4 of a block of 4 rows of the table wide"):
         block.rows(torch.tensor([0, 4], dtype=torch.int32), torch.tensor([2]), None)
     with pytest.raises(DataError, match="rows with 1 entries came with 2 ids"):
         block.rows(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1]), None)
-    block.use("sgd", {})
-    with pytest.raises(ConfigError, match="was trained with sgd, and now adagrad is asked for"):
-        block.use("adagrad", {})
+    block.set_rule("sgd", {})
+    with pytest.raises(ConfigError, match="was trained with sgd; model.sparse_optimizer is now adagrad"):
+        block.set_rule("adagrad", {})
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 64, 1000, 8191])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1), (1, 2), (4, 2)])
 def test_every_row_is_in_one_place(rows: int, shape: tuple[int, int]) -> None:
-    for multiplier in (1, spread(rows)):
+    for multiplier in (1, spreading_multiplier(rows)):
         placement = Placement(rows, 6, *shape, multiplier)
-        owner, place = placement.places(torch.arange(rows))
+        owner, place = placement.locate(torch.arange(rows))
         found = [placement.ids(block, 0, placement.block_rows(block)) for block in range(shape[0])]
         assert torch.cat(found).sort().values.tolist() == list(range(rows))
         for block, ids in enumerate(found):
@@ -202,12 +202,12 @@ def test_every_row_is_in_one_place(rows: int, shape: tuple[int, int]) -> None:
 
 def test_blocks_start_as_the_whole_table_does() -> None:
     table = TableSpec("features", 5000, 6, "feature", "uniform", 0.5, seed=3)
-    placement = Placement(5000, 6, 2, 2, spread(5000))
+    placement = Placement(5000, 6, 2, 2, spreading_multiplier(5000))
     whole = torch.empty(5000, 6)
     for server in range(4):
         block, (first, last) = server // 2, placement.columns(server % 2)
         part = torch.empty(placement.block_rows(block), last - first)
-        placement.initial(table, server, part)
+        placement.fill_initial(table, server, part)
         whole[placement.ids(block, 0, len(part)), first:last] = part
     assert torch.equal(whole, table.initial(0, 5000))
 
@@ -217,9 +217,9 @@ def test_blocks_start_as_the_whole_table_does() -> None:
 def test_hashed_blocks_have_equal_shares_of_zipf_ids(first: int, stride: int) -> None:
     """Frequent ids are the first ones, or every second or fourth one, as hashed or one-hot features may have it."""
     n = 1 << 16
-    placement = Placement(n, 1, 4, 1, spread(n))
+    placement = Placement(n, 1, 4, 1, spreading_multiplier(n))
     ids = torch.arange(first, n, stride)
     frequency = torch.arange(1, len(ids) + 1, dtype=torch.float64) ** -0.8
-    owner, _ = placement.places(ids)
+    owner, _ = placement.locate(ids)
     shares = torch.zeros(4, dtype=torch.float64).index_add_(0, owner, frequency) / frequency.sum()
     assert float(shares.max()) < 0.3  # of ranges of ids the first would have 0.7

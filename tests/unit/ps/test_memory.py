@@ -30,7 +30,7 @@ def test_what_was_written_is_there_after_kill_9() -> None:
         region = LastingRegion(descriptor)
         assert region.version == 0 and region.notes == {}
         region.tensor("rows", (3, 4), torch.float64).copy_(torch.arange(12.0).view(3, 4))
-        region.note("tables", {"wide": {"rows": 3}})
+        region.set_note("tables", {"wide": {"rows": 3}})
         region.tensor("more", (100_000,), torch.int32)[99_999] = 7
         region.set_version(5)
         os.kill(os.getpid(), signal.SIGKILL)

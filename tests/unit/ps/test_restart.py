@@ -23,7 +23,7 @@ from gtrain_ps.server.collectives import CollectiveResults, Collectives, collect
 from gtrain_ps.server.journal import Journal
 from gtrain_ps.server.memory import Region
 from gtrain_ps.server.replay import StepHistory
-from gtrain_ps.strategy import METERS, PsStrategy
+from gtrain_ps.strategy import METRICS, PsStrategy
 from gtrain_ps.worker.group import ServedGroup
 from gtrain_ps.worker.lightning_state import shifted_loops
 from gtrain_ps.worker.progress import _numpy_state
@@ -41,7 +41,7 @@ def test_plain_values_come_back_as_they_were() -> None:
     for mine, theirs in zip(found[7], value[7], strict=True):
         assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
     assert found["half"].dtype == torch.bfloat16
-    with pytest.raises(ConfigError, match="has a object, which strategy=ps cannot keep"):
+    with pytest.raises(ConfigError, match="contains a object, which strategy=ps cannot keep"):
         pack({"callback": object()})
 
 
@@ -81,19 +81,20 @@ def test_slots_keep_the_last_steps_and_outlive_their_server() -> None:
 
 def told(gathers: Collectives, worker: int, where: int, number: float) -> list[float] | None:
     """What a worker that gives a number is answered; None if it has to wait."""
-    answer = gathers.give(worker, where, torch.tensor([number]))
+    answer = gathers.contribute(worker, where, torch.tensor([number]))
     return [float(one) for one in answer.result().tensors] if answer.done() else None  # type: ignore[union-attr]
 
 
 def test_a_worker_that_comes_back_is_answered_what_its_life_before_was_and_is_waited_for() -> None:
-    gathers = Collectives(2, CollectiveResults(4, Region()))
+    results = CollectiveResults(4, Region())
+    gathers = Collectives(2, results)
     assert told(gathers, 0, collective_id(0, 0), 0.0) is None
     assert told(gathers, 1, collective_id(0, 0), 1.0) == [0.0, 1.0]
     assert told(gathers, 0, collective_id(0, 1), 5.0) is None
     gathers.drop(0)  # it died, and does the step again
     assert told(gathers, 0, collective_id(0, 0), 9.0) == [0.0, 1.0]
-    assert gathers.missing() == set() and gathers.passed == collective_id(0, 0) + 1
-    waiting = gathers.give(1, collective_id(0, 1), torch.tensor([6.0]))
+    assert gathers.missing() == set() and results.passed == collective_id(0, 0) + 1
+    waiting = gathers.contribute(1, collective_id(0, 1), torch.tensor([6.0]))
     assert gathers.missing() == {0} and not waiting.done()
     assert told(gathers, 0, collective_id(0, 1), 5.0) == [5.0, 6.0]
     assert [float(one) for one in waiting.result().tensors] == [5.0, 6.0]  # type: ignore[union-attr]
@@ -107,16 +108,16 @@ def test_what_all_gave_counts_after_the_server_and_every_worker_died() -> None:
         for index in range(step):
             rows = torch.arange(100.0 * index), torch.full((3, step), step, dtype=torch.int16)
             for worker, row in enumerate(rows):
-                gathers.give(worker, collective_id(step, index), row)
+                gathers.contribute(worker, collective_id(step, index), row)
         assert told(gathers, 1, collective_id(step, step), 0.5) is None
     exchanges = CollectiveResults(4, region)
     gathers = Collectives(2, exchanges)
-    assert gathers.passed == collective_id(6, 5) + 1
+    assert exchanges.passed == collective_id(6, 5) + 1
     assert told(gathers, 0, collective_id(6, 6), 0.25) is None  # the others had not answered
     for step in range(7):
-        kept = [index for index in range(7) if exchanges.of(collective_id(step, index)) is not None]
+        kept = [index for index in range(7) if exchanges.get(collective_id(step, index)) is not None]
         assert kept == (list(range(step)) if step > 2 else [])
-    again = gathers.give(1, collective_id(6, 4), torch.tensor([9.0])).result()  # by one that saw a later table
+    again = gathers.contribute(1, collective_id(6, 4), torch.tensor([9.0])).result()  # by one that saw a later table
     assert again is not None and torch.equal(again.tensors[0], torch.arange(400.0))
     assert torch.equal(again.tensors[1], torch.full((3, 6), 6, dtype=torch.int16))
 
@@ -182,10 +183,12 @@ def test_a_writer_that_returns_still_skips_what_was_written_after_it_gave_its_st
     """All had met once over the checkpoint: its folder is there, and may have files of the others."""
     servers = SimpleNamespace(step=4, passed=lambda: collective_id(4, 0) + 1)
     group = ServedGroup(0, 2, servers, Counters())  # type: ignore[arg-type]
-    group.again = True
-    strategy = SimpleNamespace(group=group, _within_epoch=False, _catch_up=lambda: None, homes={}, global_rank=0)
+    group.repeating = True
+    strategy = SimpleNamespace(
+        group=group, _within_epoch=False, _catch_up=lambda: None, served_tables={}, global_rank=0
+    )
     strategy.world_size, strategy.servers = 2, SimpleNamespace(count=lambda role: 2)
-    assert PsStrategy.shard_state(strategy) == {METERS: {}}  # type: ignore[arg-type]
+    assert PsStrategy.shard_state(strategy) == {METRICS: {}}  # type: ignore[arg-type]
     assert group.passed()
 
 
@@ -197,7 +200,10 @@ def test_a_full_disk_is_named_with_the_file_of_the_log(tmp_path: Path, monkeypat
     def no_space(descriptor: int, *_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    for name, step in (("log-0", lambda: journal.append({"number": 1})), ("part", lambda: journal.cut(region))):
+    for name, step in (
+        ("log-0", lambda: journal.append({"number": 1})),
+        ("part", lambda: journal.take_snapshot(region)),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", no_space)
             patch.setattr(os, "fsync", no_space)
@@ -230,12 +236,12 @@ def test_a_log_is_read_up_to_what_was_cut_off(tmp_path: Path) -> None:
     region, _, journal = opened()
     region.tensor("rows", (3, 5), torch.float64).fill_(2.5)
     region.tensor("none", (0,), torch.int32)
-    region.note("tables", {"wide": 3})
+    region.set_note("tables", {"wide": 3})
     region.set_version(4)
     journal.append({"number": 8})
-    assert journal.due
-    journal.cut(region)
-    assert not journal.due and sorted(path.name for path in (tmp_path / "disk").iterdir()) == [
+    assert journal.snapshot_due
+    journal.take_snapshot(region)
+    assert not journal.snapshot_due and sorted(path.name for path in (tmp_path / "disk").iterdir()) == [
         "job.json",
         "log-1",
         "snapshot-1",
@@ -244,7 +250,7 @@ def test_a_log_is_read_up_to_what_was_cut_off(tmp_path: Path) -> None:
     again, found, journal = opened()
     assert found == [9] and again.version == 4 and again.notes == {"tables": {"wide": 3}}
     assert torch.equal(again.tensor("rows", (3, 5), torch.float64), torch.full((3, 5), 2.5, dtype=torch.float64))
-    with pytest.raises(ConfigError, match="of a job that did not come to its end, with another seed"):
+    with pytest.raises(ConfigError, match="of a job that did not end, with another seed"):
         Journal(tmp_path / "disk", {"seed": 2})
     journal.remove()
     assert not (tmp_path / "disk").exists()

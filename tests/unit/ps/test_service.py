@@ -21,14 +21,14 @@ from gtrain.nn import Adagrad, Csr, Embedding, LazyAdam, RowwiseAdagrad, SparseL
 from gtrain.wire import Client, Server
 from gtrain_ps.checkpoints import read_blocks, read_table, write_blocks
 from gtrain_ps.costs import Load, Plan
-from gtrain_ps.placement import Placement, spread
+from gtrain_ps.placement import Placement, spreading_multiplier
 from gtrain_ps.server.engine import Engine
 from gtrain_ps.server.journal import Journal
 from gtrain_ps.server.memory import Region
-from gtrain_ps.server.service import Handlers
+from gtrain_ps.server.service import METHODS, ParameterService
 from gtrain_ps.worker.served_table import ServedTable
 from gtrain_ps.worker.servers import ParameterServers
-from gtrain_ps.worker.steps import flat, send_step, take_flat
+from gtrain_ps.worker.steps import flat_gradients, send_step, set_gradients
 
 FEATURES, HIDDEN, ROWS, STEPS = 90, 6, 24, 6
 
@@ -51,10 +51,11 @@ class Service:
             self.region, journal = Region(), Journal(self.folder, {}, log_bytes=self.disk)
             journal.load(self.region)
         self.engine = Engine(self.workers, self.lag, self.region)
-        handlers = Handlers(self.engine, self.number)
+        parameters = ParameterService(self.engine, self.number)
         if self.disk:
-            handlers.do_again(journal)
-        server = Server(handlers.methods(), name=f"parameter {self.number}", descriptor=self.socket.fileno())
+            parameters.replay_journal(journal)
+        methods = {name: getattr(parameters, name) for name in METHODS}
+        server = Server(methods, name=f"parameter {self.number}", descriptor=self.socket.fileno())
         self.server = server.start(self.engine.work)
 
     def end(self) -> None:
@@ -153,11 +154,11 @@ def together(
                 stack.enter_context(Client(where, peer=f"parameter {n}", name=f"rank {worker}", timeout_seconds=LIMIT))
                 for n, where in enumerate(address)
             ]
-            servers = ParameterServers(clients, lasting=True)
+            servers = ParameterServers(clients, restartable=True)
             homes = {}
             for name, layer in (("wide", net.wide), ("ids", net.ids)):
                 cut = shape if name == "wide" else (len(services), 1)
-                place = Placement(layer.table.rows, HIDDEN, *cut, spread(layer.table.rows))
+                place = Placement(layer.table.rows, HIDDEN, *cut, spreading_multiplier(layer.table.rows))
                 homes[name] = ServedTable(name, layer.table, place, servers, torch.float64, torch.float64, pull)
                 homes[name].open()
                 layer.move(homes[name])
@@ -167,7 +168,7 @@ def together(
                 at(worker, step)
                 rows = select_rows(x, mine)
                 if not pull:
-                    homes["wide"].ahead(rows, servers.step, True)
+                    homes["wide"].prefetch(rows, servers.step, True)
                 loss = F.binary_cross_entropy_with_logits(net(rows, mine), y[mine], reduction="sum") / ROWS
                 losses.append(float(loss.detach()))
                 for one in (tables, rest):
@@ -177,9 +178,9 @@ def together(
                 rules = {name: (tables.rule.name, settings) for name in homes}
                 layers = [p for p in net.parameters() if p.numel()]
                 weight = float(mine.numel()), float(ROWS)
-                flying.append(send_step(servers, homes.values(), rules, weight, flat(layers)))
+                flying.append(send_step(servers, homes.values(), rules, weight, flat_gradients(layers)))
                 if len(flying) > lag:
-                    take_flat(torch.cat([asked.result().tensors[0] for asked in flying.pop(0)]), layers)
+                    set_gradients(torch.cat([asked.result().tensors[0] for asked in flying.pop(0)]), layers)
                 else:
                     rest.zero_grad()
                 for one in (tables, rest):
@@ -230,8 +231,8 @@ def homes(services: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
                 for address in addresses
             ]
             table = SparseLinear(FEATURES, HIDDEN, sparse=True, dtype=torch.float64).table
-            placement = Placement(FEATURES, HIDDEN, *shape, spread(FEATURES))
-            servers = ParameterServers(clients, lasting=True)
+            placement = Placement(FEATURES, HIDDEN, *shape, spreading_multiplier(FEATURES))
+            servers = ParameterServers(clients, restartable=True)
             home = ServedTable("wide", table, placement, servers, torch.float64, torch.float64, False)
             home.open()
             return home
@@ -284,7 +285,7 @@ def test_a_server_that_ends_while_its_block_is_read_goes_on(services: Any, homes
     first = next(pieces)
     (started,) = services(0, 1)
     started.restart()
-    torch.testing.assert_close(torch.cat([first, *pieces])[home.placement.places(torch.arange(FEATURES))[1]], rows)
+    torch.testing.assert_close(torch.cat([first, *pieces])[home.placement.locate(torch.arange(FEATURES))[1]], rows)
 
 
 def test_a_checkpoint_of_an_earlier_version_is_read(homes: Any, tmp_path: Path) -> None:
@@ -391,7 +392,7 @@ def test_bytes_of_a_step_are_within_a_twentieth_of_the_formula(services: Any, sh
     with ExitStack() as stack:
         where = [f"ipc://{service.socket.getsockname()}" for service in started]
         clients = [stack.enter_context(Client(address, peer="parameter", name="rank 0")) for address in where]
-        servers, layer = ParameterServers(clients, lasting=True), SparseLinear(5000, width)
+        servers, layer = ParameterServers(clients, restartable=True), SparseLinear(5000, width)
         home = ServedTable("wide", layer.table, Placement(5000, width, *shape), servers, *[torch.float32] * 2, False)
         home.open()
         layer.move(home)
