@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gtrain.errors import ConfigError
-from gtrain.nn.dropout import active
+from gtrain.nn.dropout import active_dropout
 
 
 def load_dgl(asked_by: str) -> ModuleType:
@@ -54,7 +54,7 @@ class DglGraph(nn.Module):
 
     def forward(self, edge_index: Tensor, num_nodes: int) -> Any:
         """The graph; made once for each tensor ``edge_index``, as long as that lives."""
-        dropout = active()
+        dropout = active_dropout()
         if dropout is not None:
             dropout.add(self.edges(edge_index, num_nodes))
         known = _graphs.setdefault(edge_index, {})

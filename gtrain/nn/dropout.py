@@ -5,8 +5,8 @@ the call of dropout within the step. The *row* is an id that no partitioning cha
 source data, of an edge a hash of both its ends' ids. No mask is kept: the backward pass computes it again.
 
 While an :class:`ExactDropout` is installed, ``F.dropout`` and ``torch.dropout`` compute such masks during a step, so
-that ``nn.Dropout`` and everybody's modules do. Rows are recognised by their number: a step says which rows there are
-(:class:`Rows`). Where two kinds have equally many, autograd's graph tells which of them a tensor has.
+that ``nn.Dropout`` and users' modules do. The rows of a tensor are recognised by their number, among those that the
+batch has (:class:`DropoutRows`). If several have the same number, autograd's graph decides which of them it has.
 
 The random numbers are SplitMix64 (Steele, Lea & Flood, OOPSLA 2014): word ``row * words + w`` of a stream, a hash of
 all the rest, serves the columns ``2 w`` and ``2 w + 1`` with 32 bits each. So p is rounded to a multiple of 2**-32.
@@ -55,7 +55,7 @@ class Mask(NamedTuple):
         """The mask of the next call of dropout, for a strategy that applies it itself. ``p`` = 0 draws nothing."""
         if p <= 0:
             return NO_DROPOUT
-        dropout = active()
+        dropout = active_dropout()
         return Mask(p, int(torch.randint(1 << 62, ())) if dropout is None else dropout._stream(space))
 
     @property
@@ -187,8 +187,8 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 @dataclass(eq=False)
-class Rows:
-    """Rows that tensors of a step may have.
+class DropoutRows:
+    """DropoutRows that tensors of a step may have.
 
     Attributes:
         space: what the ids number: a node type (``node`` where there is one), ``edge`` or ``pair`` (scored edges).
@@ -227,7 +227,7 @@ class StepRows:
         ends: the node types of a tensor of edges, likewise.
     """
 
-    rows: list[Rows] = field(default_factory=list)
+    rows: list[DropoutRows] = field(default_factory=list)
     node_ids: dict[str, Tensor] = field(default_factory=dict)
     types: dict[int, str] = field(default_factory=dict)
     ends: dict[int, tuple[str, str]] = field(default_factory=dict)
@@ -265,9 +265,9 @@ def rows_of(batch: Any, node_ids: Mapping[str, Tensor] | None = None) -> StepRow
         count = int(nodes.num_nodes or 0) if own is None else len(own)
         hops = nodes.get("num_sampled_nodes") if hasattr(nodes, "get") else getattr(nodes, "num_sampled_nodes", None)
         prefixes = frozenset(np.cumsum(list(hops))[:-1].tolist()) if hops is not None else frozenset()
-        step.rows.append(Rows(node_type, count, partial(_first, ids, count), prefixes))
+        step.rows.append(DropoutRows(node_type, count, partial(_first, ids, count), prefixes))
         if len(ids) > count:
-            step.rows.append(Rows(node_type, len(ids), partial(_first, ids, len(ids))))
+            step.rows.append(DropoutRows(node_type, len(ids), partial(_first, ids, len(ids))))
         if typed:
             step.types.update((_address(t), node_type) for t in nodes.values() if isinstance(t, Tensor) and t.numel())
     seeds = entry(batch, "seeds")
@@ -275,7 +275,7 @@ def rows_of(batch: Any, node_ids: Mapping[str, Tensor] | None = None) -> StepRow
     scored = [place for place in ((batch, *batch.stores) if typed else batch.stores) if "edge_label_id" in place]
     if not scored and isinstance(seeds, Tensor) and isinstance(seed_type, str) and seed_type in step.node_ids:
         chosen = step.node_ids[seed_type]
-        step.rows.append(Rows(seed_type, len(seeds), partial(torch.index_select, chosen, 0, seeds), index=seeds))
+        step.rows.append(DropoutRows(seed_type, len(seeds), partial(torch.index_select, chosen, 0, seeds), index=seeds))
     if scored:
         step.rows += _scored(scored[0])
     for edge_type in batch.edge_types if isinstance(batch, HeteroData) else (("node", "to", "node"),):
@@ -284,7 +284,7 @@ def rows_of(batch: Any, node_ids: Mapping[str, Tensor] | None = None) -> StepRow
         if isinstance(index, Tensor) and edge_type[0] in step.node_ids and edge_type[2] in step.node_ids:
             step.ends[index.data_ptr()] = edge_type[0], edge_type[2]
             ends = step.node_ids[edge_type[0]], step.node_ids[edge_type[2]]
-            step.rows.append(Rows("edge", index.size(1), partial(edge_ids, index, *ends)))
+            step.rows.append(DropoutRows("edge", index.size(1), partial(edge_ids, index, *ends)))
     return step
 
 
@@ -295,14 +295,14 @@ def _address(x: Tensor) -> int:
     return (x._values() if x.layout == torch.sparse_coo else x.values()).data_ptr()
 
 
-def _scored(place: Any) -> list[Rows]:
-    """Rows of a batch's true edges, and of true and false ones where the batch lists both."""
+def _scored(place: Any) -> list[DropoutRows]:
+    """DropoutRows of a batch's true edges, and of true and false ones where the batch lists both."""
     ids, label = place.edge_label_id, getattr(place, "edge_label", None)
     count = len(ids) if label is None else int((label == 1).sum())
-    rows = [Rows("pair", count, lambda: ids[:count])]
+    rows = [DropoutRows("pair", count, lambda: ids[:count])]
     if count < len(ids):  # the false ones follow, the first of each true edge first
         draw = torch.arange(len(ids), device=ids.device) // max(count, 1)
-        rows.append(Rows("pair", len(ids), lambda: ids + (draw << 40)))
+        rows.append(DropoutRows("pair", len(ids), lambda: ids + (draw << 40)))
     return rows
 
 
@@ -332,7 +332,7 @@ class Position:
     edge_index: Tensor | None = None
     ids: tuple[Tensor, Tensor] | None = None
     passing: bool = False
-    edges: Rows | None = None
+    edges: DropoutRows | None = None
     origin: Position | None = None
 
     def copy(self) -> Position:
@@ -407,7 +407,7 @@ class ExactDropout:
         """Say that tensors of this step may have rows of these edges."""
         ids = self._step.ids_of(edge_index)
         if self._running and ids is not None:
-            self._step.rows.append(Rows("edge", edge_index.size(1), partial(edge_ids, edge_index, *ids)))
+            self._step.rows.append(DropoutRows("edge", edge_index.size(1), partial(edge_ids, edge_index, *ids)))
 
     def end(self) -> None:
         """Have torch compute dropout until the next step; the last one's backward pass is over."""
@@ -424,7 +424,7 @@ class ExactDropout:
             self._running = running
 
     @contextmanager
-    def at(self, position: Position, edges: Rows | None = None) -> Iterator[None]:
+    def at(self, position: Position, edges: DropoutRows | None = None) -> Iterator[None]:
         """Go on from a position: calls of dropout from there on are the same layers whenever it is gone on from.
 
         Args:
@@ -464,7 +464,7 @@ class ExactDropout:
         dropped = mask.drop(x, ids, inplace=inplace)
         return x if inplace else dropped
 
-    def _ids(self, rows: Rows, count: int, device: torch.device) -> Tensor:
+    def _ids(self, rows: DropoutRows, count: int, device: torch.device) -> Tensor:
         ids = rows.ids if rows.ids.size(0) == count else rows.ids[:count]
         return ids if ids.device == device else ids.to(device)
 
@@ -513,7 +513,7 @@ class ExactDropout:
 
     # ------------------------------------------------------------------------ whose rows
 
-    def _rows(self, x: Tensor) -> Rows | None:
+    def _rows(self, x: Tensor) -> DropoutRows | None:
         """The rows that a tensor has; None where they are not known."""
         count = len(x)
         if isinstance(x, nn.Parameter):
@@ -525,13 +525,13 @@ class ExactDropout:
         evidence = _evidence(x, self._step, fitting)
         if evidence is _WEIGHT:
             return None
-        if isinstance(evidence, Rows):
+        if isinstance(evidence, DropoutRows):
             return evidence
         if len(fitting) > 1:
             return self._choose(x, fitting) if len(x) else _NOBODY
         return fitting[0] if fitting else None
 
-    def _edges(self, count: int) -> Rows | None:
+    def _edges(self, count: int) -> DropoutRows | None:
         """The edges that the running convolution works on, if their number is the tensor's."""
         position = self._position
         if position.edges is not None:
@@ -543,16 +543,16 @@ class ExactDropout:
         if not position.passing and any(rows.space != "edge" and rows.fit(count) for rows in self._step.rows):
             return None
         if index.size(1) == count:
-            return Rows("edge", count, partial(edge_ids, index, *ids))
+            return DropoutRows("edge", count, partial(edge_ids, index, *ids))
         loops = index[0] == index[1]
         nodes = len(ids[1])
         if index.size(1) - int(loops.sum()) + nodes == count:  # with a loop for each node at the end, as PyG adds them
             every = torch.arange(nodes, device=index.device)
             whole = torch.cat([index[:, ~loops], every.expand(2, -1)], 1)
-            return Rows("edge", count, partial(edge_ids, whole, *ids))
+            return DropoutRows("edge", count, partial(edge_ids, whole, *ids))
         return None
 
-    def _choose(self, x: Tensor, fitting: Sequence[Rows]) -> Rows:
+    def _choose(self, x: Tensor, fitting: Sequence[DropoutRows]) -> DropoutRows:
         """Of rows that are equally many the first, unless they are the same."""
         first, *others = fitting
         spaces = {rows.space for rows in fitting}
@@ -588,7 +588,9 @@ class ExactDropout:
 
 _TAG = "gtrain: node type"
 _WEIGHT = object()
-_NOBODY = Rows("none", 0, lambda: torch.empty(0, dtype=torch.int64))  # an empty tensor: which layer it is of is unknown
+_NOBODY = DropoutRows(
+    "none", 0, lambda: torch.empty(0, dtype=torch.int64)
+)  # an empty tensor: which layer it is of is unknown
 _LONGEST = 64  # nodes of autograd's graph that are looked at
 _FIRST = {"MmBackward0": 0, "AddmmBackward0": 1, "LinearBackward0": 0, "BmmBackward0": 0}
 """Which operand of a product has the rows of its result."""
@@ -602,7 +604,7 @@ _ROWWISE = (
 """Steps of autograd's graph whose result has the rows of an operand."""
 
 
-def _evidence(x: Tensor, step: StepRows, fitting: Sequence[Rows]) -> Any:
+def _evidence(x: Tensor, step: StepRows, fitting: Sequence[DropoutRows]) -> Any:
     """What autograd's graph says of the rows of ``x``: some of ``fitting``, ``_WEIGHT``, or None for nothing.
 
     It is followed from ``x`` back as long as steps keep rows in place, to a tensor whose rows are known.
@@ -640,7 +642,7 @@ def _evidence(x: Tensor, step: StepRows, fitting: Sequence[Rows]) -> Any:
     return _WEIGHT if weight else None
 
 
-def _indexed(node: Any, name: str, count: int, step: StepRows, fitting: Sequence[Rows]) -> Rows | None:
+def _indexed(node: Any, name: str, count: int, step: StepRows, fitting: Sequence[DropoutRows]) -> DropoutRows | None:
     """The rows that were selected by an index: of seeds or edges, or any of the nodes'."""
     index = node._saved_index if name == "IndexSelectBackward0" else node._saved_indices[0]
     if not isinstance(index, Tensor) or index.dim() != 1:
@@ -652,7 +654,7 @@ def _indexed(node: Any, name: str, count: int, step: StepRows, fitting: Sequence
     nodes = [rows for rows in step.rows if rows.index is None and rows.space in step.node_ids and rows.fit(size)]
     if len(nodes) != 1 or step.types:
         return None
-    return Rows(nodes[0].space, count, lambda: nodes[0].ids[index.to(nodes[0].ids.device)], index=index)
+    return DropoutRows(nodes[0].space, count, lambda: nodes[0].ids[index.to(nodes[0].ids.device)], index=index)
 
 
 def _type_of(x: Tensor, step: StepRows) -> str | None:
@@ -660,9 +662,9 @@ def _type_of(x: Tensor, step: StepRows) -> str | None:
     return node_type if node_type is not None or x.grad_fn is None else _types(x.grad_fn).get(x.output_nr)
 
 
-def _of_type(node_type: str, count: int, step: StepRows) -> Rows | None:
+def _of_type(node_type: str, count: int, step: StepRows) -> DropoutRows | None:
     ids = step.node_ids.get(node_type)
-    return None if ids is None or len(ids) < count else Rows(node_type, count, partial(_first, ids, count))
+    return None if ids is None or len(ids) < count else DropoutRows(node_type, count, partial(_first, ids, count))
 
 
 def _types(node: Any) -> dict[int, str]:
@@ -696,16 +698,16 @@ _active: list[ExactDropout] = []
 _own: dict[tuple[Any, str], Any] = {}
 
 
-def active() -> ExactDropout | None:
+def active_dropout() -> ExactDropout | None:
     """What computes dropout now; None: torch does."""
     dropout = _active[-1] if _active else None
     return dropout if dropout is not None and dropout._running else None
 
 
 @contextmanager
-def made_up() -> Iterator[None]:
+def torch_dropout() -> Iterator[None]:
     """Have torch compute dropout meanwhile, of values that are made up and whose layers do not count."""
-    dropout = active()
+    dropout = active_dropout()
     if dropout is None:
         yield
     else:
@@ -713,16 +715,16 @@ def made_up() -> Iterator[None]:
             yield
 
 
-def here() -> Position | None:
-    """The position in the running step, for :func:`again`; None where torch computes dropout."""
-    dropout = active()
+def current_position() -> Position | None:
+    """The position in the running step, for :func:`resumed_at`; None where torch computes dropout."""
+    dropout = active_dropout()
     return None if dropout is None else dropout.position()
 
 
 @contextmanager
-def again(position: Position | None, edges: Rows | None = None) -> Iterator[None]:
+def resumed_at(position: Position | None, edges: DropoutRows | None = None) -> Iterator[None]:
     """Compute from a position on, perhaps not for the first time; see :meth:`ExactDropout.at`."""
-    dropout = active()
+    dropout = active_dropout()
     if dropout is None or position is None:
         yield
     else:

@@ -126,7 +126,7 @@ class SpreadNodes:
         counters = self._group.counters
         if counters.bound_bytes is not None:
             row = own[:0].flatten(1).size(1) * own.element_size()
-            counters.needed(row * (exchange.num_served + own.requires_grad * exchange.wanted.numel()))
+            counters.needed(row * (exchange.num_served + own.requires_grad * exchange.remote_ids.numel()))
 
 
 def _known(group: Group, store: Store, kind: EdgeType) -> KnownEdges:

@@ -1,4 +1,4 @@
-"""What custom autograd functions keep for their backward pass: generator states, and tensors that it releases early."""
+"""Helpers of custom autograd functions: saved generator states, and saved tensors that backward passes free early."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class SavedOnce:
-    """A tensor that the backward pass releases before it ends; ``save_for_backward`` would keep it longer.
+    """A saved tensor that the backward pass frees before it ends; ``save_for_backward`` would keep it to the end.
 
     Args:
-        tensor: not to be written into meanwhile.
+        tensor: must not be changed in place before the backward pass.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -21,10 +21,10 @@ class SavedOnce:
         self._version = None if tensor.is_inference() else tensor._version
 
     def take(self) -> Tensor:
-        """The tensor, once.
+        """Return the tensor and drop the reference to it.
 
         Raises:
-            RuntimeError: it was written into, or taken already.
+            RuntimeError: it was changed in place, or taken before.
         """
         tensor, self._tensor = self._tensor, None
         if tensor is None:
@@ -35,13 +35,13 @@ class SavedOnce:
 
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """States of the generators that a computation on ``device`` may draw from."""
+    """Return the states of the generators that a computation on ``device`` may draw from."""
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
 @contextmanager
 def replayed_random(state: tuple[Tensor, Tensor | None]) -> Iterator[None]:
-    """Draw the numbers that were drawn since :func:`random_state`; afterwards the generators are where they were."""
+    """Replay the random numbers drawn since :func:`random_state`; afterwards the generators continue as before."""
     devices = [] if state[1] is None else [torch.cuda.current_device()]
     with torch.random.fork_rng(devices=devices):
         torch.set_rng_state(state[0])

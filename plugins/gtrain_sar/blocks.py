@@ -1,4 +1,4 @@
-"""Aggregation block by block: with recomputation in the backward pass (mode 1), or with the graph kept (mode 2)."""
+"""Aggregation block by block: the backward pass recomputes blocks (mode 1), or the autograd graph keeps them (2)."""
 
 from __future__ import annotations
 
@@ -18,61 +18,51 @@ from gtrain_sar.propagate_call import PropagateCall, message_parameters
 
 
 def aggregate_by_blocks(call: PropagateCall, schedule: Schedule) -> Tensor:
-    """Reduced messages, [num_targets, ...]; in mode 1 nothing of a block survives the forward pass."""
-    if schedule.mode != 1:
-        return _kept(call, schedule)
-    out: Tensor = _Recomputed.apply(call, schedule, *call.tensors, *message_parameters(call))
-    return out
-
-
-def _kept(call: PropagateCall, schedule: Schedule) -> Tensor:
-    """Mode 2: every block's messages stay in the autograd graph."""
+    """Return the reduced messages, [num_targets, ...]; in mode 1 nothing of a block outlives the forward pass."""
+    if schedule.mode == 1:
+        return _Recomputed.apply(call, schedule, *call.tensors, *message_parameters(call))
     messages = [call.message(r, tensors) for r, tensors in kept_blocks(call, schedule)]
-    if call.reduce in ("max", "min"):
-        extreme: Tensor = _Extreme.apply(call, *messages)
-        return extreme
-    return mean_or_sum(call, messages)
+    return _Extreme.apply(call, *messages) if call.reduce in ("max", "min") else mean_or_sum(call, messages)
 
 
 def kept_blocks(call: PropagateCall, schedule: Schedule) -> Iterator[tuple[int, list[Tensor]]]:
-    """The call's tensors for each block, as steps of the autograd graph."""
+    """Yield the call's tensors for each block, as nodes of the autograd graph."""
     tag = call.blocks.exchange.group.next_tag()
     count_needed(call.rows)
     count_needed([row for row in call.rows if row[1].requires_grad])
     for r, block in stream(call.rows, schedule.window):
-        if r > 0 and torch.is_grad_enabled() and any(call.tensors[i].requires_grad for i in call.sources):
-            own = [call.tensors[i] for i in call.sources]
-            block = list(_Fetched.apply(call.blocks.exchange, r, tag, len(own), *own, *block))
+        local = [call.tensors[i] for i in call.sources]
+        if r > 0 and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in local):
+            block = list(_Fetched.apply(call.blocks.exchange, r, tag, len(local), *local, *block))
         yield r, call.with_block(call.tensors, block)
 
 
 class _Fetched(torch.autograd.Function):
-    """One block of several row tensors as a step of the graph: gradients go back to the owners in one message."""
+    """One block of several row tensors as a node of the graph: its gradients go to the owner in one message."""
 
     @staticmethod
     def forward(ctx: Any, exchange: HaloExchange, r: int, tag: int, count: int, *tensors: Tensor) -> Any:  # type: ignore[override]
         ctx.exchange, ctx.r, ctx.tag = exchange, r, tag
-        own, block = tensors[:count], tensors[count:]
-        ctx.shapes = [(tensor.shape, tensor.dtype) for tensor in own]
+        local, block = tensors[:count], tensors[count:]
+        ctx.shapes = [(tensor.shape, tensor.dtype) for tensor in local]
         ctx.mark_non_differentiable(*(b for b in block if not b.is_floating_point()))
         return tuple(rows.view_as(rows) for rows in block)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        wanted = [i for i, need in enumerate(ctx.needs_input_grad[4 : 4 + len(gradients)]) if need]
-        transfer = push([(ctx.exchange, gradients[i].contiguous()) for i in wanted], ctx.r, ctx.tag)
-        found: list[Tensor | None] = [None] * len(gradients)
-        for i, arrived in zip(wanted, transfer.wait(), strict=True):
+        needed = [i for i, need in enumerate(ctx.needs_input_grad[4 : 4 + len(gradients)]) if need]
+        transfer = push([(ctx.exchange, gradients[i].contiguous()) for i in needed], ctx.r, ctx.tag)
+        local: list[Tensor | None] = [None] * len(gradients)
+        for i, arrived in zip(needed, transfer.wait(), strict=True):
             shape, dtype = ctx.shapes[i]
-            own = torch.zeros(shape, dtype=dtype, device=arrived.device)
-            add_rows(own, ctx.exchange.send_rows[ctx.r], arrived)
-            found[i] = own
-        return None, None, None, None, *found, *(None for _ in gradients)
+            local[i] = total = torch.zeros(shape, dtype=dtype, device=arrived.device)
+            ctx.exchange.add_gradients(ctx.r, total, arrived)
+        return None, None, None, None, *local, *(None for _ in gradients)
 
 
-class _Sum:
-    """Adds messages to their targets; a block may be added at any time."""
+class _RunningSum:
+    """Sum or mean of the messages of all blocks, which may be added in any order."""
 
     def __init__(self, call: PropagateCall) -> None:
         self._call = call
@@ -83,29 +73,21 @@ class _Sum:
             self._out = messages.new_zeros((self._call.blocks.num_targets, *messages.shape[1:]))
         add_rows(self._out, self._call.blocks.blocks[r].targets, messages)
 
-    @property
-    def out(self) -> Tensor:
+    def finish(self) -> tuple[Tensor, ...]:
+        """Return the reduction."""
         assert self._out is not None
-        return self._out
+        return (self._out / self._call.blocks.divisor(self._out) if self._call.reduce == "mean" else self._out,)
 
 
 def mean_or_sum(call: PropagateCall, messages: Sequence[Tensor]) -> Tensor:
-    """The reduction of all blocks' messages."""
-    total = _Sum(call)
-    for r, block in enumerate(messages):
-        total.add(r, block)
-    return _reduced(call, total.out)
-
-
-def _reduced(call: PropagateCall, total: Tensor) -> Tensor:
-    return total / call.blocks.divisor(total) if call.reduce == "mean" else total
+    """Return the reduction of all blocks' messages."""
+    return _reduce(_RunningSum(call), messages)[0]
 
 
 class _RunningExtreme:
     """Running maximum or minimum over blocks, with the number of messages that attain it.
 
-    Ties share the gradient evenly, counted over all blocks. ``scatter_reduce``, the reference, starts from zeros and
-    counts that start as one more tie where the extreme is exactly 0, so a zero extreme counts one more here as well.
+    Ties share the gradient as :func:`gtrain_sar.extremes.extreme` says.
     """
 
     def __init__(self, call: PropagateCall) -> None:
@@ -127,17 +109,28 @@ class _RunningExtreme:
         self._ties = torch.where(better, ties, self._ties + ties * (block == self._out))
         self._out = torch.where(better, block, self._out)
 
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """The extreme (0 where no message arrived) and what each tie's gradient is divided by."""
+    def finish(self) -> tuple[Tensor, ...]:
+        """Return the extreme, 0 for a target without messages, and the divisor of each tie's gradient."""
         assert self._out is not None and self._ties is not None
         empty = self._call.blocks.in_degree.view(-1, *[1] * (self._out.dim() - 1)) == 0
         out = self._out.masked_fill(empty, 0.0)
         return out, (self._ties + (out == 0)).clamp_(min=1)
 
 
-def _extreme_gradient(gradient: Tensor, out: Tensor, targets: Tensor, messages: Tensor) -> Tensor:
-    """Gradient of a block's messages, ``gradient`` being each tie's share already."""
-    return gradient.index_select(0, targets) * (messages == out.index_select(0, targets))
+def _reduce(running: _RunningSum | _RunningExtreme, messages: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    for r, block in enumerate(messages):
+        running.add(r, block)
+    return running.finish()
+
+
+def _sum_gradient(gradient: Tensor, targets: Tensor, messages: Tensor) -> Tensor:
+    """Return the gradient of a block's messages from that of their sum."""
+    return gradient.index_select(0, targets)
+
+
+def _extreme_gradient(share: Tensor, out: Tensor, targets: Tensor, messages: Tensor) -> Tensor:
+    """Return the gradient of a block's messages, from each tie's share."""
+    return share.index_select(0, targets) * (messages == out.index_select(0, targets))
 
 
 class _Extreme(torch.autograd.Function):
@@ -145,10 +138,7 @@ class _Extreme(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: PropagateCall, *messages: Tensor) -> Tensor:  # type: ignore[override]
-        running = _RunningExtreme(call)
-        for r, block in enumerate(messages):
-            running.add(r, block)
-        out, ties = running.finish()
+        out, ties = _reduce(_RunningExtreme(call), messages)
         ctx.call = call
         ctx.save_for_backward(out, ties, *messages)
         return out
@@ -162,10 +152,10 @@ class _Extreme(torch.autograd.Function):
 
 
 class _Recomputed(torch.autograd.Function):
-    """Sequential aggregation with rematerialisation.
+    """Sequential aggregation with rematerialisation (Mostafa, MLSys 2022, algorithms 1 and 2).
 
-    Forward: fetch a block, compute its messages, reduce, forget. Backward: fetch the block again, compute its messages
-    with autograd and the same random numbers, send the gradient of its rows to their owner, forget.
+    Forward: fetch a block, compute its messages, reduce them, free them. Backward: fetch the block again, compute its
+    messages with autograd and the same random numbers, send the gradient of its rows to their owner, free them.
     """
 
     @staticmethod
@@ -174,114 +164,103 @@ class _Recomputed(torch.autograd.Function):
         ctx.random = random_state(tensors[0].device)
         data = list(tensors[: len(call.tensors)])
         count_needed(call.rows)
-        extreme = call.reduce in ("max", "min")
-        running: Any = _RunningExtreme(call) if extreme else _Sum(call)
+        running = _RunningExtreme(call) if call.reduce in ("max", "min") else _RunningSum(call)
         for r, block in stream(call.rows, schedule.window):
             running.add(r, call.message(r, call.with_block(data, block)))
             del block
-        if extreme:
-            out, ties = running.finish()
-            ctx.save_for_backward(*tensors, out, ties)
-            return out
-        ctx.save_for_backward(*tensors)
-        return _reduced(call, running.out)
+        results = running.finish()
+        ctx.save_for_backward(*tensors, *(results if len(results) > 1 else ()))
+        return results[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         call: PropagateCall = ctx.call
-        saved, of_block = list(ctx.saved_tensors), None
+        saved = list(ctx.saved_tensors)
         if call.reduce in ("max", "min"):
             *saved, out, ties = saved
-            share = gradient / ties
-            of_block = partial(_extreme_gradient, share, out)
-        elif call.reduce == "mean":
-            gradient = gradient / call.blocks.divisor(gradient)
+            message_gradient = partial(_extreme_gradient, gradient / ties, out)
+        else:
+            mean = call.reduce == "mean"
+            message_gradient = partial(_sum_gradient, gradient / call.blocks.divisor(gradient) if mean else gradient)
         replay = Replay(call, saved, list(ctx.needs_input_grad[2:]))
         with replayed_random(ctx.random):
-            replay.run(ctx.schedule, of_block or partial(_sum_gradient, gradient))
+            replay.run(ctx.schedule, message_gradient)
         return None, None, *replay.gradients
 
 
-def _sum_gradient(gradient: Tensor, targets: Tensor, messages: Tensor) -> Tensor:
-    return gradient.index_select(0, targets)
+MessageGradient = Callable[[Tensor, Tensor], Tensor]
+"""Computes the gradient of a block's messages from their targets and the messages."""
 
 
 class Replay:
-    """A backward pass over blocks: fetch, compute messages again with autograd, send the gradients of rows, forget.
+    """A backward pass over blocks: fetch, recompute messages with autograd, send the gradients of rows, free.
 
     Args:
-        call: what was aggregated.
+        call: the aggregation.
         saved: its tensors and the parameters that its messages use.
-        needed: which of them need a gradient.
-
-    Attributes:
-        gradients: of ``saved``; None where it needs none.
+        needed: for each of these whether it needs a gradient.
     """
 
     def __init__(self, call: PropagateCall, saved: list[Tensor], needed: list[bool]) -> None:
-        self.call, self.needed = call, needed
-        count = len(call.tensors)
-        self.data, self.parameters = saved[:count], saved[count:]
-        self.gradients = [torch.zeros_like(t) if need else None for t, need in zip(saved, needed, strict=True)]
-        self.travel = [i for i in call.sources if needed[i]]
-        self.leaving: list[tuple[int, PendingExchange]] = []
+        self._call, self._saved = call, saved
+        self._data, self._parameters = saved[: len(call.tensors)], saved[len(call.tensors) :]
+        self._totals = {i: torch.zeros_like(t) for i, (t, need) in enumerate(zip(saved, needed, strict=True)) if need}
+        self._sent = [i for i in call.sources if i in self._totals]
+        self._pending: tuple[int, PendingExchange] | None = None
 
-    def run(self, schedule: Schedule, of_messages: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Work off all blocks.
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        """The gradients of ``saved``; None for tensors that need none."""
+        return [self._totals.get(i) for i in range(len(self._saved))]
+
+    def run(self, schedule: Schedule, message_gradient: MessageGradient) -> None:
+        """Process all blocks.
 
         Args:
-            schedule: how they are fetched.
-            of_messages: gradient of a block's messages, given its targets and the messages.
+            schedule: when they are fetched.
+            message_gradient: see :data:`MessageGradient`.
         """
-        exchange = self.call.blocks.exchange
-        rows = [(exchange, self.data[i]) for i in self.call.sources]
+        exchange = self._call.blocks.exchange
+        rows = [(exchange, self._data[i]) for i in self._call.sources]
         tag = exchange.group.next_tag()
-        count_needed([(exchange, self.data[i]) for i in self.travel])
+        count_needed([(exchange, self._data[i]) for i in self._sent])
         for r, block in stream(rows, schedule.window):
-            self._block(r, block, of_messages, tag)
+            self._process(r, block, message_gradient, tag)
             del block
-        self._arrive()
+        self._receive()
 
-    def _block(self, r: int, rows: list[Tensor], of_messages: Callable[[Tensor, Tensor], Tensor], tag: int) -> None:
-        tensors = self.call.with_block(self.data, rows)
-        wanted = [i for i, need in enumerate(self.needed) if need]
-        found: Sequence[Tensor | None] = [None] * len(wanted)
-        if len(self.call.blocks.blocks[r]) and wanted:
-            found = self._gradients(r, tensors, wanted, of_messages)
-        self._arrive()
-        self._hand_on(r, dict(zip(wanted, found, strict=True)), tensors, tag)
+    def _process(self, r: int, rows: list[Tensor], message_gradient: MessageGradient, tag: int) -> None:
+        tensors, exchange = self._call.with_block(self._data, rows), self._call.blocks.exchange
+        gradients = self._gradients(r, tensors, message_gradient)
+        self._receive()
+        sent = self._sent if r > 0 else []
+        for i, gradient in gradients.items():
+            if i not in sent:
+                self._totals[i].add_(gradient)
+        if sent:  # every rank sends, if only zeros: its peers expect a message
+            blocks = [gradients[i] if i in gradients else torch.zeros_like(tensors[i]) for i in sent]
+            self._pending = r, push([(exchange, block) for block in blocks], r, tag)
 
-    def _gradients(
-        self, r: int, tensors: list[Tensor], wanted: list[int], of_messages: Callable[[Tensor, Tensor], Tensor]
-    ) -> Sequence[Tensor | None]:
-        """Of the tensors and parameters that are wanted, from block r alone."""
+    def _gradients(self, r: int, tensors: list[Tensor], message_gradient: MessageGradient) -> dict[int, Tensor]:
+        """Return the gradients that block r contributes, by position; without those that are zero."""
+        if not len(self._call.blocks.blocks[r]) or not self._totals:
+            return {}
         with torch.enable_grad():
-            leaves = [t.detach() for t in tensors]
-            for leaf, need in zip(leaves, self.needed, strict=False):
-                leaf.requires_grad_(need)
-            messages = self.call.message(r, leaves)
+            leaves = [tensor.detach().requires_grad_(i in self._totals) for i, tensor in enumerate(tensors)]
+            messages = self._call.message(r, leaves)
         if not messages.requires_grad:
-            return [None] * len(wanted)
-        inputs = [*leaves, *self.parameters]
-        gradient = of_messages(self.call.blocks.blocks[r].targets, messages.detach())
-        return torch.autograd.grad(messages, [inputs[i] for i in wanted], gradient, allow_unused=True)
+            return {}
+        inputs = [*leaves, *self._parameters]
+        gradient = message_gradient(self._call.blocks.blocks[r].targets, messages.detach())
+        needed = [inputs[i] for i in self._totals]
+        gradients = torch.autograd.grad(messages, needed, gradient, allow_unused=True)
+        return {i: value for i, value in zip(self._totals, gradients, strict=True) if value is not None}
 
-    def _hand_on(self, r: int, found: dict[int, Tensor | None], inputs: list[Tensor], tag: int) -> None:
-        exchange, leaving = self.call.blocks.exchange, self.travel if r > 0 else []
-        for i, value in found.items():
-            total = self.gradients[i]
-            if value is not None and i not in leaving and total is not None:
-                total += value
-        if leaving:  # every rank sends, even zeros, for its peers expect it
-            blocks = [torch.zeros_like(inputs[i]) if found[i] is None else found[i] for i in leaving]
-            self.leaving.append((r, push([(exchange, b) for b in blocks if b is not None], r, tag)))
-
-    def _arrive(self) -> None:
-        """Take in the gradients that the peers sent in the round before."""
-        for r, transfer in self.leaving:
-            for i, arrived in zip(self.travel, transfer.wait(), strict=True):
-                total = self.gradients[i]
-                assert total is not None
-                add_rows(total, self.call.blocks.exchange.send_rows[r], arrived)
-        self.leaving = []
+    def _receive(self) -> None:
+        """Add the gradients that the reader sent in the round before."""
+        if self._pending is not None:
+            r, transfer = self._pending
+            for i, arrived in zip(self._sent, transfer.wait(), strict=True):
+                self._call.blocks.exchange.add_gradients(r, self._totals[i], arrived)
+            self._pending = None

@@ -10,8 +10,8 @@ from gtrain.errors import ConfigError
 from gtrain.settings import as_typed, choices, setting
 
 MODES = {
-    1: "sequential aggregation, blocks fetched and computed again in the backward pass: least memory",
-    2: "sequential aggregation, blocks kept for the backward pass",
+    1: "sequential aggregation; the backward pass fetches and computes blocks again: least memory",
+    2: "sequential aggregation; blocks are kept for the backward pass",
     3: "one exchange of the whole halo, one aggregation",
 }
 
@@ -26,17 +26,17 @@ class SarConfig(StrategyConfig):
     )
     cache_inputs: Any = setting(
         "auto",
-        "what is kept of inputs that never change",
+        "which results of inputs that never change are cached",
         type="str or bool",
         words={
-            "auto": "what is made of constant inputs is kept where it takes no more room than the inputs themselves",
-            "true": "halo rows of constant inputs are kept as well",
-            "false": "nothing is kept between epochs",
+            "auto": "aggregates of constant inputs, which take no more memory than the inputs",
+            "true": "their halo rows as well",
+            "false": "nothing",
         },
     )
     wire_dtype: str = setting(
         "float32",
-        "type in which rows and their gradients travel",
+        "dtype in which rows and their gradients travel",
         words={"float32": "exact", "bfloat16": "half the bytes, not exact"},
     )
 
@@ -47,18 +47,18 @@ class SarConfig(StrategyConfig):
 
     @property
     def schedule(self) -> Schedule:
-        """How blocks are worked off."""
+        """The settings in the form that the strategy's modules read."""
         return Schedule(self.mode, self.prefetch, as_typed(self.cache_inputs))
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How blocks are worked off.
+    """When blocks are fetched, and what is kept of them.
 
     Attributes:
         mode: see :data:`MODES`.
         prefetch: remote blocks in flight beside the one being computed, in mode 1.
-        cache_inputs: a word of :attr:`SarConfig.cache_inputs`.
+        cache_inputs: a value of :attr:`SarConfig.cache_inputs`.
     """
 
     mode: int = SarConfig.mode
@@ -67,5 +67,5 @@ class Schedule:
 
     @property
     def window(self) -> int | None:
-        """Remote blocks that may be in flight beside the current one; None: all of them."""
+        """Remote blocks in flight beside the current one; None: all of them."""
         return self.prefetch if self.mode == 1 else None

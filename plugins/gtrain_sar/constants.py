@@ -1,4 +1,4 @@
-"""What never changes during a run, and what is kept of it: halo rows and aggregates of constant inputs."""
+"""Cache of what is computed from inputs that never change during a run: their halo rows and aggregates."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gtrain_sar.config import Schedule
 
-_SMALL_ROW = 16  # bytes: numbers such as ids, kept in any mode
+_SMALL_ROW = 16  # bytes: halo rows of numbers such as ids are cached in every mode
 
 
 class Constants:
-    """Tensors of the batch, which are the same objects in every epoch.
+    """The tensors of the batch, which are the same objects in every epoch, and the cache of their results.
 
     Args:
-        schedule: says what may be kept.
+        schedule: its ``cache_inputs`` says what is cached.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -27,52 +27,50 @@ class Constants:
         self._blocks: Any = WeakIdKeyDictionary()
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Say that these tensors do not change."""
+        """Declare that these tensors do not change."""
         for tensor in tensors:
             self._results.setdefault(tensor, [])
 
     def __contains__(self, tensor: Tensor) -> bool:
         return tensor in self._results and not tensor.requires_grad
 
-    def keeps(self, *tensors: Tensor | None) -> bool:
-        """Whether what is made of these tensors alone may be kept."""
+    def caches(self, *tensors: Tensor | None) -> bool:
+        """Whether a result of these tensors alone is cached."""
         constant = all(tensor is None or tensor in self for tensor in tensors)
         return constant and self._schedule.cache_inputs != "false"
 
     def result(
         self, key: tuple[Tensor | None, ...], settings: tuple[Any, ...], compute: Callable[[], Tensor]
     ) -> Tensor:
-        """What ``compute`` returns; kept where all tensors of the key are constant and keeping is allowed.
+        """Return what ``compute`` returns, from the cache if all tensors of the key are constant and caching is on.
 
         Args:
-            key: what the result is a function of, the first not None.
+            key: the tensors that the result is a function of, the first not None.
             settings: compared by value.
-            compute: makes the result.
+            compute: computes the result.
         """
         tensors = [tensor for tensor in key if tensor is not None]
-        if not self.keeps(*tensors):
+        if not self.caches(*tensors):
             return compute()
-        for known, same, result, version in self._results[tensors[0]]:
-            unchanged = same == settings and _version(result) == version  # nobody wrote into it
-            if unchanged and len(known) == len(key) - 1 and all(a is b for a, b in zip(known, key[1:], strict=True)):
-                return result  # type: ignore[no-any-return]
+        for others, cached_settings, result, version in self._results[tensors[0]]:
+            unchanged = cached_settings == settings and _version(result) == version
+            if unchanged and len(others) == len(key) - 1 and all(a is b for a, b in zip(others, key[1:], strict=True)):
+                return result
         result = compute()
-        if not result.is_inference():  # autograd could not use it later
+        if not result.is_inference():  # autograd cannot use inference tensors later
             self._results[tensors[0]].append((key[1:], settings, result, _version(result)))
         return result
 
     def blocks(self, tensor: Tensor) -> dict[int, Tensor] | None:
-        """Halo rows of a constant tensor by round, to be filled and read; None: they are not kept."""
-        keep = self._schedule.cache_inputs
-        row_bytes = tensor[:1].nbytes
-        if tensor not in self or keep == "false":
+        """Return the cached halo rows of a constant tensor by round, to be filled and read; None: not cached."""
+        setting = self._schedule.cache_inputs
+        recomputes = setting == "auto" and self._schedule.mode == 1 and tensor[:1].nbytes > _SMALL_ROW
+        if tensor not in self or setting == "false" or recomputes:
             return None
-        if keep == "auto" and self._schedule.mode == 1 and row_bytes > _SMALL_ROW:
-            return None
-        found: dict[int, Tensor] = self._blocks.setdefault(tensor, {})
-        return found if found or not torch.is_inference_mode_enabled() else None  # autograd could not use them later
+        cached: dict[int, Tensor] = self._blocks.setdefault(tensor, {})
+        return cached if cached or not torch.is_inference_mode_enabled() else None
 
 
 def _version(tensor: Tensor) -> int | None:
-    """How often a tensor was written into; None: not counted, in inference mode."""
+    """Return the number of in-place changes of a tensor; None in inference mode, which does not count them."""
     return None if tensor.is_inference() else tensor._version

@@ -1,7 +1,8 @@
-"""Maximum and minimum of source rows as they are, by kernels over blocks; no message is materialised."""
+"""Maximum and minimum of unchanged source rows, by kernels over blocks; no message is materialised."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,27 +12,27 @@ from torch.autograd.function import once_differentiable
 
 from gtrain_sar.config import Schedule
 from gtrain_sar.edges import EdgeBlocks
-from gtrain_sar.halo import add_rows, count_needed, push, stream
+from gtrain_sar.halo import count_needed, push, stream
 from gtrain_sar.kernels import extreme_backward, extreme_forward, extreme_state
+from gtrain_sar.point_to_point import PendingExchange
 
 
 def extreme(blocks: EdgeBlocks, x: Tensor, largest: bool, schedule: Schedule) -> Tensor:
-    """The largest, or smallest, source row of each target, column by column.
+    """Return the largest, or smallest, source value of each target, column by column.
 
     Ties share the gradient evenly, counted over all blocks. ``scatter_reduce``, the reference, starts from zeros and
-    counts that start as one more tie where the extreme is exactly 0, so a zero extreme counts one more here as well.
+    counts that start as a tie where the extreme is exactly 0, so a zero extreme counts one tie more here as well.
 
     Args:
         blocks: the edges.
-        x: own source rows, [num_local, C].
+        x: the rank's source rows, [num_local, C].
         largest: maximum, not minimum.
         schedule: how blocks are fetched; mode 1 fetches them again in the backward pass, others keep them.
 
     Returns:
         [num_targets, C]; 0 where a target has no edge.
     """
-    out: Tensor = _Extreme.apply(blocks, largest, schedule, x)
-    return out
+    return _Extreme.apply(blocks, largest, schedule, x)
 
 
 class _Extreme(torch.autograd.Function):
@@ -57,21 +58,19 @@ class _Extreme(torch.autograd.Function):
         exchange, share, dx = blocks.exchange, gradient / ties, torch.zeros_like(x)
         remote: Iterable[Tensor] = kept
         if ctx.schedule.mode == 1:
-            rows = [(exchange, x.detach())]
-            remote = (block for r, (block,) in stream(rows, ctx.schedule.window) if r > 0)
-        tag, transfers = exchange.group.next_tag(), []
+            remote = (block for r, (block,) in stream([(exchange, x.detach())], ctx.schedule.window) if r > 0)
+        tag, transfers = exchange.group.next_tag(), deque[tuple[int, PendingExchange]]()
+
+        def receive(most: int) -> None:
+            while len(transfers) > most:
+                r, transfer = transfers.popleft()
+                exchange.add_gradients(r, dx, transfer.wait()[0])
+
         for r, block in enumerate(remote, start=1):
-            found = torch.zeros_like(block)
-            extreme_backward(blocks.blocks[r].by_source, block, out, share, found)
-            transfers.append((r, push([(exchange, found)], r, tag)))
-            while ctx.schedule.mode == 1 and len(transfers) > 1:
-                _receive(blocks, transfers, dx)
+            gradient_of_block = torch.zeros_like(block)
+            extreme_backward(blocks.blocks[r].by_source, block, out, share, gradient_of_block)
+            transfers.append((r, push([(exchange, gradient_of_block)], r, tag)))
+            receive(1 if ctx.schedule.mode == 1 else exchange.rounds)
         extreme_backward(blocks.blocks[0].by_source, x, out, share, dx)
-        while transfers:
-            _receive(blocks, transfers, dx)
+        receive(0)
         return None, None, None, dx
-
-
-def _receive(blocks: EdgeBlocks, transfers: list[Any], dx: Tensor) -> None:
-    r, transfer = transfers.pop(0)
-    add_rows(dx, blocks.exchange.send_rows[r], transfer.wait()[0])

@@ -1,4 +1,4 @@
-"""Exchange of halo rows between ranks: values towards the readers, gradients back to the owners.
+"""Exchange of halo rows between ranks: values from the owners to the readers, gradients back to the owners.
 
 All tensors that go the same way in one round travel in one message.
 """
@@ -7,23 +7,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from gtrain.strategy.group import Group
+from gtrain.strategy.row_exchange import request_rows
 from gtrain_sar.point_to_point import Packet, PendingExchange, peers, send_backward, send_forward
 
 if TYPE_CHECKING:
     from gtrain_sar.constants import Constants
-Make = Callable[[int], None]
-"""Makes the first so many own rows, those that are made already included."""
+RowProducer = Callable[[int], None]
+"""Computes the rows before a number; those that were computed by an earlier call are not computed again."""
 
 
 class HaloNodes(Protocol):
-    """What an exchange reads of a shard, or of one node type of a typed one; see ``GraphShard``."""
+    """The part of a shard, or of one node type of it, that an exchange reads; see ``gtrain.graph.shard.ShardNodes``."""
 
     @property
     def part(self) -> int: ...
@@ -45,16 +47,21 @@ class HaloNodes(Protocol):
 
 
 class HaloExchange:
-    """Who needs which rows of whom, for the nodes of one shard on every rank.
+    """The rows that each rank reads from each other rank, for the nodes of one shard.
 
     In round r (1 .. P-1) rank p reads block r from rank p-r and is read by rank p+r, so every rank sends and receives
-    once a round. All ranks must call the same methods in the same order.
+    once per round. All ranks must call the same methods in the same order.
 
     Args:
         group: the ranks.
         shard: this rank's part.
-        wire_dtype: floating type that values travel in; None: their own.
-        orig_id: int64 ``[num_local]``, the own nodes' ids in the source data; None: those that the shard has.
+        wire_dtype: floating type in which values travel; None: their own dtype.
+        orig_id: int64 ``[num_local]``, original ids of the rank's nodes; None: the shard's.
+
+    Attributes:
+        reads: for each round, the number of rows that this rank reads.
+        send_rows: for each round, int64, the local ids that the reader of this rank reads.
+        constants: the cache of constant inputs, set by a :class:`~gtrain_sar.patching.Patcher`.
     """
 
     def __init__(
@@ -69,78 +76,71 @@ class HaloExchange:
         self.constants: Constants | None = None
         self.rounds = group.size
         self.reads = [len(halo) for halo in shard.halo]
-        self.send_rows = self._ask()
-        self._all_ids: Tensor | None = None
-
-    def _ask(self) -> list[Tensor]:
-        """Tell each owner which of its rows this rank reads; returns, per round, the own rows that are read here."""
-        counts = self.group.all_gather(torch.tensor(self.reads, dtype=torch.int64))
-        first, tag = int(self.shard.offsets[self.shard.part]), self.group.next_tag()
-        rows = [torch.empty(0, dtype=torch.int64)]
-        for r in range(1, self.rounds):
-            reader, _ = peers(self.group, r)
-            wanted = torch.empty(int(counts[reader][r]), dtype=torch.int64)
-            send_backward(self.group, r, self.shard.halo[r].contiguous(), wanted, tag).wait()
-            rows.append(wanted - first)
-        return rows
+        self._first = int(shard.offsets[shard.part])
+        requests = [shard.halo[(group.rank - owner) % group.size] for owner in range(group.size)]
+        served = request_rows(group, requests, self._first)
+        self.send_rows = [served[peers(group, r)[0]] for r in range(group.size)]
 
     @property
     def orig_id(self) -> Tensor:
-        """Own nodes' ids in the source data, int64 [num_local]; global ids where the shard has none."""
-        first = int(self.shard.offsets[self.shard.part])
-        return torch.arange(first, first + self.shard.num_local) if self._orig_id is None else self._orig_id
+        """Original ids of the rank's nodes, int64 [num_local]; global ids where the shard has none."""
+        ids = self._orig_id
+        return torch.arange(self._first, self._first + self.shard.num_local) if ids is None else ids
 
-    @property
+    @cached_property
     def all_ids(self) -> Tensor:
-        """The same of own nodes and the halo, int64 [num_local + num_halo]; all ranks ask together the first time."""
-        if self._all_ids is None:
-            counters = self.group.counters
-            recording, counters.recording = counters.recording, False
-            try:
-                with torch.inference_mode(False):
-                    (self._all_ids,) = halo_rows([(self, self.orig_id.to(self.send_rows[0].device))])
-            finally:
-                counters.recording = recording
-        return self._all_ids
+        """Original ids of local and halo nodes, int64 [num_local + num_halo]; the first access is an exchange."""
+        with uncounted(self.group), torch.inference_mode(False):
+            return halo_rows([(self, self.orig_id.to(self.send_rows[0].device))])[0]
 
     def to(self, device: torch.device) -> None:
-        """Keep the row numbers where the activations are."""
+        """Move the row numbers to the device of the activations."""
         self.send_rows = [rows.to(device) for rows in self.send_rows]
 
     def on_wire(self, dtype: torch.dtype) -> torch.dtype:
-        """The type in which values of ``dtype`` travel."""
+        """Return the dtype in which values of ``dtype`` travel."""
         return self.wire_dtype if self.wire_dtype is not None and dtype.is_floating_point else dtype
 
-    def row_bytes(self, tensor: Tensor) -> int:
-        """Bytes that one row of a tensor takes on the wire."""
-        return int(tensor[:0].flatten(1).size(1) if tensor.dim() > 1 else 1) * self.on_wire(tensor.dtype).itemsize
+    def add_gradients(self, r: int, total: Tensor, arrived: Tensor) -> None:
+        """Add gradients that the reader of round r sent, ``[len(send_rows[r]), ...]``, to those of the rank's rows."""
+        add_rows(total, self.send_rows[r], arrived)
 
 
-Rows = tuple[HaloExchange, Tensor]
-"""An exchange and a tensor ``[num_local, ...]`` of its own rows, or a gradient of one block."""
+OwnedRows = tuple[HaloExchange, Tensor]
+"""An exchange and a tensor ``[num_local, ...]`` of the rank's rows, or a gradient of one block."""
 
 
-def in_order(make: Callable[[int, int], None]) -> Make:
-    """Make rows from the first on; ``make`` makes those from a first one to before another."""
-    made = 0
+@contextmanager
+def uncounted(group: Group) -> Iterator[None]:
+    """Leave messages out of the traffic counters: set-up happens once, whatever the number of epochs."""
+    recording, group.counters.recording = group.counters.recording, False
+    try:
+        yield
+    finally:
+        group.counters.recording = recording
+
+
+def incremental(compute: Callable[[int, int], None]) -> RowProducer:
+    """Return a producer of rows in ascending order; ``compute(low, high)`` computes the rows ``low .. high-1``."""
+    done = 0
 
     def until(count: int) -> None:
-        nonlocal made
-        if count > made:
-            make(made, count)
-            made = count
+        nonlocal done
+        if count > done:
+            compute(done, count)
+            done = count
 
     return until
 
 
-def fetch(rows: Sequence[Rows], r: int, tag: int, make: Make | None = None) -> PendingExchange:
+def fetch(rows: Sequence[OwnedRows], r: int, tag: int, produce: RowProducer | None = None) -> PendingExchange:
     """Post round r's exchange; the results are ``[reads[r], ...]``, in the order of ``rows``.
 
     Args:
-        rows: what is sent.
+        rows: tensors whose rows are sent.
         r: the round.
         tag: of the messages.
-        make: makes the rows, which leave as they are made; None: they are there.
+        produce: computes the rows, which leave as they are computed; None: they are complete.
     """
     group, device = rows[0][0].group, rows[0][1].device
     outgoing = _packet(rows, [len(exchange.send_rows[r]) for exchange, _ in rows], device)
@@ -149,11 +149,11 @@ def fetch(rows: Sequence[Rows], r: int, tag: int, make: Make | None = None) -> P
     def fill(size: int) -> None:
         for k, (exchange, tensor) in enumerate(rows):
             until = outgoing.rows_within(k, size)
-            chosen = exchange.send_rows[r][filled[k] : until]
-            if len(chosen):
-                if make is not None:
-                    make(int(chosen.max()) + 1)
-                gather(tensor.detach(), chosen, outgoing.pieces[k][filled[k] : until])
+            selected = exchange.send_rows[r][filled[k] : until]
+            if len(selected):
+                if produce is not None:
+                    produce(int(selected.max()) + 1)
+                gather(tensor.detach(), selected, outgoing.pieces[k][filled[k] : until])
                 filled[k] = until
 
     incoming = _packet(rows, [exchange.reads[r] for exchange, _ in rows], device)
@@ -161,22 +161,22 @@ def fetch(rows: Sequence[Rows], r: int, tag: int, make: Make | None = None) -> P
     return transfer.as_types([tensor.dtype for _, tensor in rows])
 
 
-def push(gradients: Sequence[Rows], r: int, tag: int, make: Make | None = None) -> PendingExchange:
-    """Post round r's way back: gradients of block r ``[reads[r], ...]`` to their owners, the readers' to here.
+def push(gradients: Sequence[OwnedRows], r: int, tag: int, produce: RowProducer | None = None) -> PendingExchange:
+    """Post round r backwards: gradients of block r ``[reads[r], ...]`` to their owner, and the reader's to this rank.
 
-    The results are ``[len(send_rows[r]), ...]``, in the order of ``gradients``. Where ``make`` is given, it makes the
-    gradients' first rows, and those of a single tensor leave as they are made.
+    The results are ``[len(send_rows[r]), ...]``, in the order of ``gradients``. ``produce`` computes the gradients'
+    rows; those of a single tensor leave as they are computed.
     """
     group, device = gradients[0][0].group, gradients[0][1].device
-    most, fill = max(len(gradient) for _, gradient in gradients), None
+    fill = None
     if len(gradients) == 1 and gradients[0][0].on_wire(gradients[0][1].dtype) == gradients[0][1].dtype:
         rows = gradients[0][1].detach().contiguous()
         buffer = rows.view(-1).view(torch.uint8)
-        if make is not None:
-            fill = partial(_make_bytes, make, rows)
+        if produce is not None:
+            fill = partial(_produce_bytes, produce, rows[:1].nbytes)
     else:
-        if make is not None:
-            make(most)
+        if produce is not None:
+            produce(max(len(gradient) for _, gradient in gradients))
         outgoing = _packet(gradients, [len(gradient) for _, gradient in gradients], device)
         for (_, gradient), piece in zip(gradients, outgoing.pieces, strict=True):
             piece.copy_(gradient)
@@ -186,12 +186,12 @@ def push(gradients: Sequence[Rows], r: int, tag: int, make: Make | None = None) 
     return transfer.as_types([gradient.dtype for _, gradient in gradients])
 
 
-def _make_bytes(make: Make, rows: Tensor, size: int) -> None:
-    """Have the rows made that the first ``size`` bytes hold, if only in part."""
-    make(-(-size // rows[:1].nbytes))
+def _produce_bytes(produce: RowProducer, row_bytes: int, size: int) -> None:
+    """Compute the rows that start within the first ``size`` bytes: a piece may end inside a row."""
+    produce(-(-size // row_bytes))
 
 
-def _packet(rows: Sequence[Rows], counts: Sequence[int], device: torch.device) -> Packet:
+def _packet(rows: Sequence[OwnedRows], counts: Sequence[int], device: torch.device) -> Packet:
     shapes = [
         ((count, *tensor.shape[1:]), exchange.on_wire(tensor.dtype))
         for count, (exchange, tensor) in zip(counts, rows, strict=True)
@@ -199,77 +199,77 @@ def _packet(rows: Sequence[Rows], counts: Sequence[int], device: torch.device) -
     return Packet(shapes, device)
 
 
-def gather(rows: Tensor, chosen: Tensor, into: Tensor) -> None:
-    """Copy chosen rows, in the type of ``into``."""
-    if rows.dtype == into.dtype:
-        torch.index_select(rows, 0, chosen, out=into)
+def gather(rows: Tensor, selected: Tensor, out: Tensor) -> None:
+    """Copy selected rows to ``out``, in its dtype."""
+    if rows.dtype == out.dtype:
+        torch.index_select(rows, 0, selected, out=out)
     else:
-        into.copy_(rows.index_select(0, chosen))
+        out.copy_(rows.index_select(0, selected))
 
 
-def stream(rows: Sequence[Rows], window: int | None, make: Make | None = None) -> Iterator[tuple[int, list[Tensor]]]:
-    """Blocks of several row tensors in round order, ``(0, the tensors themselves)`` first.
+def stream(
+    rows: Sequence[OwnedRows], window: int | None, produce: RowProducer | None = None
+) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yield ``(r, blocks of several row tensors)`` in round order, ``(0, the tensors themselves)`` first.
 
     Args:
         rows: tensors ``[num_local, ...]`` with their exchanges.
-        window: blocks that may be on their way beside the one that was yielded; None: all of them.
-        make: makes the tensors' rows, all of them before the first block is yielded; None: they are there.
+        window: blocks in flight beside the one that was yielded; None: all of them.
+        produce: computes the tensors' rows, all of them before the first block is yielded; None: they are complete.
     """
-    kept = [None if exchange.constants is None else exchange.constants.blocks(tensor) for exchange, tensor in rows]
+    caches = [None if exchange.constants is None else exchange.constants.blocks(tensor) for exchange, tensor in rows]
     rounds = rows[0][0].rounds
-    live = [i for i, blocks in enumerate(kept) if blocks is None or len(blocks) < rounds - 1]
-    fetches = _Fetches([rows[i] for i in live], make)
+    live = [i for i, cache in enumerate(caches) if cache is None or len(cache) < rounds - 1]
+    fetches = _Fetches([rows[i] for i in live], produce)
     ahead = rounds if window is None else window
     fetches.post(ahead)
-    if make is not None:
-        make(len(rows[0][1]))
+    if produce is not None:
+        produce(len(rows[0][1]))
     yield 0, [tensor for _, tensor in rows]
     for r in range(1, rounds):
         fetches.post(r)
         fetched = dict(zip(live, fetches.take(), strict=True))
-        fetches.post(r + ahead)  # after what was sent is let go of
+        fetches.post(r + ahead)  # after the sent buffers of round r are freed
         for i, block in fetched.items():
-            if (blocks := kept[i]) is not None:
-                blocks[r] = block
-        yield r, [fetched[i] if i in fetched else kept[i][r] for i in range(len(rows))]  # type: ignore[index]
+            if (cache := caches[i]) is not None:
+                cache[r] = block
+        yield r, [fetched[i] if i in fetched else caches[i][r] for i in range(len(rows))]  # type: ignore[index]
 
 
 class _Fetches:
     """The rounds of one stream, posted in order and taken in order."""
 
-    def __init__(self, rows: Sequence[Rows], make: Make | None) -> None:
-        self._rows, self._make, self._posted = rows, make, 0
+    def __init__(self, rows: Sequence[OwnedRows], produce: RowProducer | None) -> None:
+        self._rows, self._produce, self._posted = rows, produce, 0
         self._pending: deque[PendingExchange] = deque()
         self._tag = rows[0][0].group.next_tag() if rows else 0
 
     def post(self, until: int) -> None:
-        """Post all rounds up to number ``until`` that are not yet posted."""
+        """Post the rounds up to number ``until`` that are not posted yet."""
         while self._rows and self._posted < min(until, self._rows[0][0].rounds - 1):
             self._posted += 1
-            self._pending.append(fetch(self._rows, self._posted, self._tag, self._make))
+            self._pending.append(fetch(self._rows, self._posted, self._tag, self._produce))
 
     def take(self) -> list[Tensor]:
-        """The next round's blocks."""
+        """Return the next round's blocks."""
         return self._pending.popleft().wait() if self._rows else []
 
 
-def count_needed(rows: Sequence[Rows], passes: int = 1) -> None:
-    """Count the fewest bytes that this rank must send so that its readers have these rows ``passes`` times."""
+def count_needed(rows: Sequence[OwnedRows], passes: int = 1) -> None:
+    """Count the fewest bytes that this rank must send so that its readers receive these rows ``passes`` times."""
     for exchange, tensor in rows:
-        sent = sum(map(len, exchange.send_rows))
-        exchange.group.counters.needed(passes * sent * exchange.row_bytes(tensor))
+        row_bytes = tensor.shape[1:].numel() * exchange.on_wire(tensor.dtype).itemsize
+        exchange.group.counters.needed(passes * sum(map(len, exchange.send_rows)) * row_bytes)
 
 
-def add_rows(to: Tensor, rows: Tensor, values: Tensor) -> None:
-    """``to[rows] += values`` in place, with repeated rows added up. Row-wise ``scatter_add_`` has a fast path."""
-    to.scatter_add_(0, rows.view(-1, *[1] * (values.dim() - 1)).expand_as(values), values)
+def add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Add in place ``total[rows] += values``; repeated rows add up. Row-wise ``scatter_add_`` has a fast path."""
+    total.scatter_add_(0, rows.view(-1, *[1] * (values.dim() - 1)).expand_as(values), values)
 
 
-def halo_rows(rows: Sequence[Rows]) -> list[Tensor]:
-    """``[num_local, ...]`` each -> ``[num_local + num_halo, ...]``: own rows and the whole halo, by one exchange."""
-    exchanges = [exchange for exchange, _ in rows]
-    out: tuple[Tensor, ...] = _HaloRows.apply(exchanges, *(tensor for _, tensor in rows))
-    return list(out)
+def halo_rows(rows: Sequence[OwnedRows]) -> list[Tensor]:
+    """Append the halo to the rank's rows, ``[num_local, ...] -> [num_local + num_halo, ...]``, by one exchange."""
+    return list(_HaloRows.apply([exchange for exchange, _ in rows], *(tensor for _, tensor in rows)))
 
 
 class _HaloRows(torch.autograd.Function):
@@ -277,27 +277,46 @@ class _HaloRows(torch.autograd.Function):
     def forward(ctx: Any, exchanges: list[HaloExchange], *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         ctx.exchanges = exchanges
         rows = list(zip(exchanges, tensors, strict=True))
-        wanted = [pair for pair, need in zip(rows, ctx.needs_input_grad[1:], strict=True) if need]
         count_needed(rows)
-        count_needed(wanted)
-        blocks = [block for _, block in stream(rows, None)]
-        outs = tuple(torch.cat(pieces) for pieces in zip(*blocks, strict=True))
+        count_needed([pair for pair, need in zip(rows, ctx.needs_input_grad[1:], strict=True) if need])
+        outs = concatenated_blocks(rows)
         ctx.mark_non_differentiable(*(out for out in outs if not out.is_floating_point()))
-        return outs
+        return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        wanted = [i for i, need in enumerate(ctx.needs_input_grad[1:]) if need]
-        if not wanted:
-            return None, *(None for _ in gradients)
-        group, tag = ctx.exchanges[0].group, ctx.exchanges[0].group.next_tag()
-        starts = {i: ctx.exchanges[i].shard.block_ptr.tolist() for i in wanted}
-        transfers = [
-            push([(ctx.exchanges[i], gradients[i][starts[i][r] : starts[i][r + 1]]) for i in wanted], r, tag)
-            for r in range(1, group.size)
-        ]
-        own = {i: gradients[i][: starts[i][1]].clone() for i in wanted}
-        for r, transfer in enumerate(transfers, start=1):
-            for i, arrived in zip(wanted, transfer.wait(), strict=True):
-                add_rows(own[i], ctx.exchanges[i].send_rows[r], arrived)
-        return None, *(own.get(i) for i in range(len(gradients)))
+        needed = [i for i, need in enumerate(ctx.needs_input_grad[1:]) if need]
+        own = return_gradients([(ctx.exchanges[i], gradients[i]) for i in needed])
+        by_position = dict(zip(needed, own, strict=True))
+        return None, *(by_position.get(i) for i in range(len(gradients)))
+
+
+def concatenated_blocks(rows: Sequence[OwnedRows]) -> list[Tensor]:
+    """:func:`halo_rows` without autograd."""
+    blocks = [block for _, block in stream(rows, None)]
+    return [torch.cat(pieces) for pieces in zip(*blocks, strict=True)]
+
+
+def return_gradients(gradients: Sequence[OwnedRows]) -> list[Tensor]:
+    """Add gradients of halo rows at their owners, the transpose of :func:`halo_rows`, by one exchange.
+
+    Args:
+        gradients: ``[num_local + num_halo, ...]`` each, with their exchanges.
+
+    Returns:
+        ``[num_local, ...]`` each.
+    """
+    if not gradients:
+        return []
+    group, tag = gradients[0][0].group, gradients[0][0].group.next_tag()
+    blocks = [tensor.split(exchange.shard.block_ptr.diff().tolist()) for exchange, tensor in gradients]
+    exchanges = [exchange for exchange, _ in gradients]
+    transfers = [
+        push([(exchange, block[r]) for exchange, block in zip(exchanges, blocks, strict=True)], r, tag)
+        for r in range(1, group.size)
+    ]
+    totals = [block[0].clone() for block in blocks]
+    for r, transfer in enumerate(transfers, start=1):
+        for exchange, total, arrived in zip(exchanges, totals, transfer.wait(), strict=True):
+            exchange.add_gradients(r, total, arrived)
+    return totals

@@ -1,11 +1,12 @@
-"""One exchange of source rows, and the sums over blocks that it feeds; without autograd.
+"""Weighted sums of source rows over all blocks, with one exchange of rows for several of them.
 
-A sum is linear in the sources, so its backward pass needs none of their rows: gradients go to the owners by the
-transposed product. Only gradients of weights need rows again.
+A sum is linear in the sources, so its backward pass needs none of their rows: the transposed product computes the
+gradients, which go to the owners. Only gradients of weights need the rows again.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gtrain_sar.config import Schedule
-from gtrain_sar.edges import Compressed, EdgeBlocks
-from gtrain_sar.halo import Make, Rows, add_rows, count_needed, in_order, push, stream
+from gtrain_sar.edges import CompressedEdges, EdgeBlocks
+from gtrain_sar.halo import OwnedRows, RowProducer, add_rows, count_needed, incremental, push, stream
 from gtrain_sar.kernels import sddmm, spmm
 from gtrain_sar.point_to_point import PendingExchange
 
@@ -28,10 +29,10 @@ class LinearCall:
 
     Attributes:
         blocks: the edges.
-        x: own source rows, [num_local, ...].
-        weight: [E] or [E, H] where x is [num_local, H, ...]; None: 1.
+        x: the rank's source rows, [num_local, ...].
+        weight: [E] or [E, H] for x [num_local, H, ...]; None: 1.
         mean: divide by the in-degree.
-        scale: [num_targets], what the sum of each target is multiplied by, if there is no weight; None: 1.
+        scale: [num_targets], the factor of each target's sum, for calls without a weight; None: 1.
     """
 
     blocks: EdgeBlocks
@@ -42,81 +43,90 @@ class LinearCall:
 
 
 class EdgeSums:
-    """The edges of one call, without the tensors that only the forward pass needs."""
+    """The edges of one call, without the tensors that only the forward pass needs.
+
+    Args:
+        call: the call.
+        source: position of its rows among the distinct ones.
+        weight: position of its weight, likewise; None: 1.
+    """
 
     def __init__(self, call: LinearCall, source: int, weight: int | None) -> None:
         self.blocks, self.mean, self.scale = call.blocks, call.mean, call.scale
-        self.source, self.weight = source, weight  # positions among the distinct ones
+        self.source, self.weight = source, weight
         self.heads = 1 if call.weight is None or call.weight.dim() == 1 else call.weight.size(1)
 
-    def add(self, r: int, rows: Tensor, weight: Tensor | None, to: Tensor) -> None:
-        """``to[target] += weight * rows[source]`` over block r; times the target's scale."""
+    def add(self, r: int, rows: Tensor, weight: Tensor | None, total: Tensor) -> None:
+        """Add ``scale[target] * weight * rows[source]`` of each edge of block r to ``total[target]``."""
         block = self.blocks.blocks[r]
         edges = block.by_target
         if self.scale is not None:
             edges, weight = edges._replace(edges=block.target_of), self.scale
-        self._spmm(edges, rows, weight, to)
+        self._spmm(edges, rows, weight, total)
 
     def add_transposed(
-        self, r: int, rows: Tensor, weight: Tensor | None, to: Tensor, span: tuple[int, int] | None = None
+        self, r: int, rows: Tensor, weight: Tensor | None, total: Tensor, span: tuple[int, int] | None = None
     ) -> None:
-        """``to[source] += weight * rows[target]`` over block r, or a span of its sources; times the target's scale."""
+        """Add ``scale[target] * weight * rows[target]`` of each edge of block r to ``total[source]``.
+
+        ``span`` restricts it to the sources from the first number to before the second.
+        """
         block = self.blocks.blocks[r]
         by_edge = weight is not None and self.scale is None
         edges = block.by_source if by_edge else block.targets_by_source
-        self._spmm(edges if span is None else edges.between(*span), rows, weight if by_edge else self.scale, to)
+        self._spmm(edges if span is None else edges.between(*span), rows, weight if by_edge else self.scale, total)
 
-    def _spmm(self, block: Compressed, rows: Tensor, weight: Tensor | None, to: Tensor) -> None:
+    def _spmm(self, block: CompressedEdges, rows: Tensor, weight: Tensor | None, total: Tensor) -> None:
         if len(block.columns):
             flat = None if weight is None else weight.reshape(len(weight), -1).contiguous()
-            spmm(block, _heads(rows.contiguous(), self.heads), _heads(to, self.heads), flat)
+            spmm(block, self._by_head(rows.contiguous()), self._by_head(total), flat)
 
-    def dot(self, r: int, gradient: Tensor, rows: Tensor, to: Tensor) -> None:
-        """``to[edge] = <gradient[target], rows[source]>`` over block r."""
+    def dot(self, r: int, gradient: Tensor, rows: Tensor, out: Tensor) -> None:
+        """Set ``out[edge] = <gradient[target], rows[source]>`` over block r."""
         block = self.blocks.blocks[r].by_target
         if len(block.columns):
-            columns = _heads(gradient, self.heads), _heads(rows.contiguous(), self.heads)
-            sddmm(block, *columns, to.view(len(to), -1))
+            sddmm(block, self._by_head(gradient), self._by_head(rows.contiguous()), out.view(len(out), -1))
 
-    def of_sum(self, gradient: Tensor) -> Tensor:
-        """Gradient of the sum, contiguous, of that of a mean."""
+    def sum_gradient(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of the sum, from that of the result."""
         return gradient / self.blocks.divisor(gradient) if self.mean else gradient.contiguous()
 
-
-def _heads(tensor: Tensor, heads: int) -> Tensor:
-    """[n, ...] as [n, H, C]."""
-    return tensor.view(len(tensor), heads, tensor[0].numel() // heads if len(tensor) else 0)
+    def _by_head(self, tensor: Tensor) -> Tensor:
+        """View [n, ...] as [n, H, C]."""
+        return tensor.view(len(tensor), self.heads, tensor[0].numel() // self.heads if len(tensor) else 0)
 
 
 class PackedSums:
-    """Aggregations that share one exchange: ``start`` (which is ``post`` and ``add_own``) and ``finish``; and back
-    ``send``, ``add_local`` and ``receive``.
+    """Aggregations that share one exchange.
+
+    Forward: :meth:`start` (that is :meth:`post` and :meth:`add_local_block`), then :meth:`finish`. Backward:
+    :meth:`send`, :meth:`add_local_gradients`, :meth:`receive`. Dense work in between overlaps with the exchange.
 
     Args:
-        calls: what to aggregate; sources that are the same tensor are sent once.
-        schedule: how blocks are fetched.
-        wanted: for each call whether its source needs a gradient; None: where autograd says so.
+        calls: the aggregations; sources that are the same tensor are sent once.
+        schedule: when blocks are fetched.
+        needs_gradient: whether the sources need a gradient; None: as autograd says.
 
     Attributes:
         rows: the distinct sources, with their exchanges.
         weights: of the calls that have them.
         sums: the calls' edges.
-        wanted: positions in ``rows`` of the sources that need a gradient.
+        needed: positions in ``rows`` of the sources that need a gradient.
     """
 
-    def __init__(self, calls: Sequence[LinearCall], schedule: Schedule, wanted: bool | None = None) -> None:
+    def __init__(self, calls: Sequence[LinearCall], schedule: Schedule, needs_gradient: bool | None = None) -> None:
         self.schedule = schedule
-        self.rows: list[Rows] = []
+        self.rows: list[OwnedRows] = []
         self.weights: list[Tensor] = []
         self.sums = [EdgeSums(call, self._source(call), self._weight(call)) for call in calls]
-        needs = [tensor.requires_grad if wanted is None else wanted for _, tensor in self.rows]
-        self.wanted = [i for i, need in enumerate(needs) if need]
-        self.weights_wanted = any(weight.requires_grad for weight in self.weights)
+        needs = [tensor.requires_grad if needs_gradient is None else needs_gradient for _, tensor in self.rows]
+        self.needed = [i for i, need in enumerate(needs) if need]
+        self.weights_need_gradient = any(weight.requires_grad for weight in self.weights)
         self._like = [(tensor.shape, tensor.dtype, tensor.device) for _, tensor in self.rows]
         self._gradients: dict[int, Tensor] = {}
         self._blocks: Iterator[tuple[int, list[Tensor]]] | None = None
         self._kept: dict[int, list[Tensor]] = {}
-        self._pending: list[PendingExchange] = []
+        self._pending: deque[PendingExchange] = deque()
         self._received = 0
 
     def _source(self, call: LinearCall) -> int:
@@ -137,43 +147,44 @@ class PackedSums:
     def start(self) -> list[Tensor]:
         """Post the exchange and return the sums over the local block, [num_targets, ...] each."""
         self.post()
-        outs = []
-        for sums in self.sums:
-            rows = self.rows[sums.source][1]
-            outs.append(rows.new_zeros((sums.blocks.num_targets, *rows.shape[1:])))
-        self.add_own(outs)
+        tensors = [self.rows[sums.source][1] for sums in self.sums]
+        outs = [
+            rows.new_zeros((sums.blocks.num_targets, *rows.shape[1:]))
+            for sums, rows in zip(self.sums, tensors, strict=True)
+        ]
+        self.add_local_block(outs)
         return outs
 
-    def post(self, make: Make | None = None) -> None:
-        """Post the exchange; ``make``, if given, makes the rows as they leave, and all of them before this returns."""
+    def post(self, produce: RowProducer | None = None) -> None:
+        """Post the exchange; ``produce`` computes the rows as they leave, and all of them before this returns."""
         count_needed(self.rows)
-        count_needed([self.rows[i] for i in self.wanted])
-        self._blocks = stream(self.rows, self.schedule.window, make)
-        next(self._blocks)  # own rows, which are here
+        count_needed([self.rows[i] for i in self.needed])
+        self._blocks = stream(self.rows, self.schedule.window, produce)
+        next(self._blocks)  # the local block
 
-    def add_own(self, outs: Sequence[Tensor]) -> None:
+    def add_local_block(self, outs: Sequence[Tensor]) -> None:
         """Add the sums over the local block, in place."""
         for sums, out in zip(self.sums, outs, strict=True):
             sums.add(0, self.rows[sums.source][1].detach(), self._weight_of(sums), out)
 
     def finish(self, outs: Sequence[Tensor]) -> None:
-        """Add what remote blocks bring, in place, and forget the rows unless gradients of weights ask for them."""
+        """Add the sums over remote blocks, in place, and free the rows unless gradients of weights need them."""
         assert self._blocks is not None
         for r, rows in self._blocks:
             for sums, out in zip(self.sums, outs, strict=True):
                 sums.add(r, rows[sums.source], self._weight_of(sums), out)
-            if self.weights_wanted and self.schedule.mode != 1:
+            if self.weights_need_gradient and self.schedule.mode != 1:
                 self._kept[r] = rows
         for sums, out in zip(self.sums, outs, strict=True):
             if sums.mean:
                 out.div_(sums.blocks.divisor(out))
         self._blocks = None
         self.weights = [weight.detach() for weight in self.weights]
-        self.rows = [(exchange, self._kept_of(tensor)) for exchange, tensor in self.rows]
-
-    def _kept_of(self, rows: Tensor) -> Tensor:
-        """Rows for gradients of weights, or else none: a view of them would keep them all."""
-        return rows.detach() if self.weights_wanted else rows.new_empty((0, *rows.shape[1:]))
+        # an empty tensor in place of rows that are not needed: a view of them would keep them all
+        self.rows = [
+            (exchange, rows.detach() if self.weights_need_gradient else rows.new_empty((0, *rows.shape[1:])))
+            for exchange, rows in self.rows
+        ]
 
     def _weight_of(self, sums: EdgeSums) -> Tensor | None:
         return None if sums.weight is None else self.weights[sums.weight].detach()
@@ -181,106 +192,101 @@ class PackedSums:
     # ------------------------------------------------------------------------ backward
 
     def send(self, gradients: Sequence[Tensor]) -> None:
-        """Send the gradients of remote rows to their owners, ``gradients`` being those of the sums."""
+        """Send the gradients of remote rows to their owners; ``gradients`` are those of the sums."""
         group = self.rows[0][0].group
         self._received = 0
-        if not self.wanted or group.size == 1:
+        if not self.needed or group.size == 1:
             return
         tag, window = group.next_tag(), self.schedule.window
         for r in range(1, group.size):
-            blocks = {i: _empty_block(self.rows[i], r) for i in self.wanted}
-            make = in_order(partial(self._add_transposed, r, gradients, blocks))
+            rows = {i: self.rows[i] for i in self.needed}
+            blocks = {i: x.new_empty((exchange.reads[r], *x.shape[1:])) for i, (exchange, x) in rows.items()}
+            produce = incremental(partial(self._add_transposed, r, gradients, blocks))
             if window and self._pending:
-                make(max(map(len, blocks.values())))  # while they fly
-                self.receive(window - 1)  # before the next buffers are made
-            self._pending.append(push([(self.rows[i][0], blocks[i]) for i in self.wanted], r, tag, make))
+                produce(max(map(len, blocks.values())))  # while earlier rounds are in flight
+                self.receive(window - 1)  # before the next buffers are allocated
+            self._pending.append(push([(rows[i][0], blocks[i]) for i in self.needed], r, tag, produce))
             if window == 0:
                 self.receive()
 
     def _add_transposed(
         self, r: int, gradients: Sequence[Tensor], blocks: dict[int, Tensor], low: int, high: int
     ) -> None:
-        """Make the gradients of some of block r's sources."""
-        for to in blocks.values():
-            to[low:high].zero_()
+        """Compute the gradients of block r's sources ``low .. high-1``."""
+        for total in blocks.values():
+            total[low:high].zero_()
         for sums, gradient in zip(self.sums, gradients, strict=True):
             if sums.source in blocks:
-                to = blocks[sums.source]
-                sums.add_transposed(r, gradient, self._weight_of(sums), to, (low, min(high, len(to))))
+                total = blocks[sums.source]
+                sums.add_transposed(r, gradient, self._weight_of(sums), total, (low, min(high, len(total))))
 
-    def add_local(self, gradients: Sequence[Tensor]) -> None:
+    def add_local_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Add the gradients of the local block's sources."""
         for sums, gradient in zip(self.sums, gradients, strict=True):
-            if sums.source in self.wanted:
+            if sums.source in self.needed:
                 sums.add_transposed(0, gradient, self._weight_of(sums), self.gradient(sums.source))
 
     def gradient(self, i: int) -> Tensor:
-        """The gradient so far of source i; made where it is first asked for, when rows are on their way."""
+        """Return the gradient of source i so far; allocated at the first call, when rows are in flight."""
         if i not in self._gradients:
             shape, dtype, device = self._like[i]
             self._gradients[i] = torch.zeros(shape, dtype=dtype, device=device)
         return self._gradients[i]
 
     def take_gradients(self) -> dict[int, Tensor]:
-        """The gradients of the sources that need one, by position; they are forgotten here."""
+        """Return the gradients of the sources that need one, by position, and drop the references to them."""
         gradients, self._gradients = self._gradients, {}
         return gradients
 
-    def receive(self, keep: int = 0) -> None:
-        """Add gradients that arrived to their rows, until only ``keep`` rounds are on their way."""
-        while len(self._pending) > keep:
+    def receive(self, in_flight: int = 0) -> None:
+        """Add received gradients to their rows, until only ``in_flight`` rounds are in flight."""
+        while len(self._pending) > in_flight:
             self._received += 1
-            for i, arrived in zip(self.wanted, self._pending.pop(0).wait(), strict=True):
-                add_rows(self.gradient(i), self.rows[i][0].send_rows[self._received], arrived)
+            for i, arrived in zip(self.needed, self._pending.popleft().wait(), strict=True):
+                self.rows[i][0].add_gradients(self._received, self.gradient(i), arrived)
 
     def receive_by_rows(self) -> Iterator[int]:
-        """:meth:`receive` for one source: yields how many of its first rows are complete, the last time all of them."""
+        """:meth:`receive` for one source: yields the number of first rows that are complete, at last all of them."""
         ((exchange, _),) = self.rows
-        self.receive(keep=1)
+        self.receive(in_flight=1)
         while self._pending:
             self._received += 1
-            chosen = exchange.send_rows[self._received]
-            for first, arrived in self._pending.pop(0).rows():
+            rows = exchange.send_rows[self._received]
+            for first, arrived in self._pending.popleft().rows():
                 until = first + len(arrived)
-                add_rows(self.gradient(0), chosen[first:until], arrived)
-                if until < len(chosen):
-                    yield int(chosen[until:].min())
+                add_rows(self.gradient(0), rows[first:until], arrived)
+                if until < len(rows):
+                    yield int(rows[until:].min())
         yield len(self.gradient(0))
 
     def weight_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients of the weights; mode 1 fetches the remote rows again."""
-        of_weights = [torch.zeros_like(weight) for weight in self.weights]
-        for r, rows in self._rows_again():
+        """Return the gradients of the weights; mode 1 fetches the remote rows again."""
+        totals = [torch.zeros_like(weight) for weight in self.weights]
+        blocks: Iterable[tuple[int, list[Tensor]]]
+        if self.schedule.mode == 1:
+            blocks = stream(self.rows, self.schedule.window)
+        else:
+            blocks = {0: [tensor for _, tensor in self.rows], **self._kept}.items()
+        for r, rows in blocks:
             for sums, gradient in zip(self.sums, gradients, strict=True):
                 if sums.weight is not None:
-                    sums.dot(r, gradient, rows[sums.source], of_weights[sums.weight])
+                    sums.dot(r, gradient, rows[sums.source], totals[sums.weight])
         self._kept.clear()
-        return of_weights
-
-    def _rows_again(self) -> Iterable[tuple[int, list[Tensor]]]:
-        if self.schedule.mode == 1:
-            return stream(self.rows, self.schedule.window)
-        return {0: [tensor for _, tensor in self.rows], **self._kept}.items()
-
-
-def _empty_block(row: Rows, r: int) -> Tensor:
-    exchange, tensor = row
-    return tensor.new_empty((exchange.reads[r], *tensor.shape[1:]))
+        return totals
 
 
 def aggregate(calls: Sequence[LinearCall], schedule: Schedule) -> list[Tensor]:
     """Aggregate over several sets of edges with one exchange for all their sources.
 
     Args:
-        calls: what to aggregate; sources that are the same tensor are sent once.
-        schedule: how blocks are fetched.
+        calls: the aggregations; sources that are the same tensor are sent once.
+        schedule: when blocks are fetched.
 
     Returns:
         [num_targets, ...] of each call, differentiable in ``x`` and ``weight``.
     """
     packed = PackedSums(calls, schedule)
-    outs: tuple[Tensor, ...] = _Aggregate.apply(packed, *(tensor for _, tensor in packed.rows), *packed.weights)
-    return list(outs)
+    return list(_Aggregate.apply(packed, *(tensor for _, tensor in packed.rows), *packed.weights))
 
 
 class _Aggregate(torch.autograd.Function):
@@ -295,12 +301,12 @@ class _Aggregate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         packed: PackedSums = ctx.packed
-        scaled = [sums.of_sum(gradient) for sums, gradient in zip(packed.sums, gradients, strict=True)]
+        scaled = [sums.sum_gradient(gradient) for sums, gradient in zip(packed.sums, gradients, strict=True)]
         packed.send(scaled)
-        packed.add_local(scaled)
-        of_weights: list[Tensor | None] = [None] * len(packed.weights)
-        if packed.weights_wanted:
-            of_weights = [*packed.weight_gradients(scaled)]
+        packed.add_local_gradients(scaled)
+        weights: list[Tensor | None] = [None] * len(packed.weights)
+        if packed.weights_need_gradient:
+            weights = [*packed.weight_gradients(scaled)]
         packed.receive()
-        of_rows = packed.take_gradients()
-        return None, *(of_rows.get(i) for i in range(len(packed.rows))), *of_weights
+        rows = packed.take_gradients()
+        return None, *(rows.get(i) for i in range(len(packed.rows))), *weights

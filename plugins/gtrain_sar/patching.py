@@ -1,15 +1,14 @@
-"""Patching a module's message passing for the time of a run, and undoing the patches.
+"""Patches a module's message passing while a run lasts, and undoes the patches afterwards.
 
-An instance attribute ``propagate`` or ``edge_updater`` shadows the class's method. Functions such as ``gcn_norm`` are
-looked up in the convolution's own module at call time, so they are replaced there, for calls made inside a patched
-convolution only.
+An instance attribute ``propagate`` or ``edge_updater`` shadows the class's method. A convolution looks up functions
+such as ``gcn_norm`` in its own module at call time; they are replaced there, for calls inside a patched convolution.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
@@ -24,21 +23,22 @@ from gtrain.nn import DglGraph
 from gtrain.nn.patching import patch_function
 from gtrain_sar.config import Schedule
 from gtrain_sar.constants import Constants
-from gtrain_sar.edges import BlockIndex, EdgeBlock
+from gtrain_sar.edges import EdgeBlock, EdgeBlockCache
 from gtrain_sar.fused_layers import FusedLayers
 from gtrain_sar.halo import HaloExchange
 from gtrain_sar.kernels import load_attention, load_sums
-from gtrain_sar.normalize import GcnNorm, synchronised_batch_norm
+from gtrain_sar.normalize import sharded_gcn_norm, synchronised_batch_norm
 from gtrain_sar.propagate import Propagation
 from gtrain_sar.relational import RelationalConv
 
 _CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h")
-"""What convolutions with ``cached=True`` keep of a graph: a shard's is not for use outside of the run."""
+"""Caches of a graph that convolutions with ``cached=True`` have; a shard's must not be used outside of the run."""
+_GCN_NORM = inspect.signature(sharded_gcn_norm)
 _MEMOIZED = ("remove_self_loops", "add_self_loops", "add_remaining_self_loops")
 
 
 class MethodPatches:
-    """Methods of layers that instance attributes shadow, and everything else that a run has to undo."""
+    """Methods of layers that instance attributes shadow, and every other change that the end of a run undoes."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], Any]] = []
@@ -56,18 +56,18 @@ class MethodPatches:
         self._undo += actions
 
     def undo(self) -> None:
-        """Undo everything, last first."""
+        """Undo every change, the last one first."""
         while self._undo:
             self._undo.pop()()
         self._patched.clear()
 
     @contextmanager
     def suspended(self, module: nn.Module, **methods: Callable[..., Any]) -> Iterator[None]:
-        """Give ``module`` and its layers their own methods back for a while; batch norms stay synchronised.
+        """Restore the methods of ``module`` and its layers inside this context; batch norms stay synchronised.
 
         Args:
             module: a convolution.
-            methods: by name, what its convolutions have in place of their own methods; called with the convolution.
+            methods: by name, what replaces methods of its convolutions instead; called with the convolution first.
         """
         norms = nn.modules.batchnorm._BatchNorm
         layers = [layer for layer in module.modules() if layer in self._patched and not isinstance(layer, norms)]
@@ -92,11 +92,11 @@ class Patcher:
 
     Args:
         exchange: this rank's halo.
-        schedule: how blocks are worked off.
+        schedule: when blocks are fetched.
     """
 
     typed: ClassVar[bool] = False
-    """Whether the graph has several types; layers then share exchanges, so that none is computed as a whole."""
+    """Whether the graph has several types: their layers share exchanges, so no layer is computed in one function."""
 
     def __init__(self, exchange: HaloExchange, schedule: Schedule) -> None:
         self.exchange, self.schedule = exchange, schedule
@@ -104,8 +104,13 @@ class Patcher:
         exchange.constants = self.constants
         self.propagation = Propagation(schedule, self.constants, self.patches.add)
         self._fused_layers = FusedLayers(schedule, self.constants, self.edges)
-        self._functions = PatchedFunctions(exchange, self.constants)
-        self._edges = BlockIndex(exchange, exchange.shard.num_local)
+        self._functions = PatchedFunctions(lambda: self.edges().exchange, self.constants)
+        self._edges = EdgeBlockCache(exchange, exchange.shard.num_local)
+
+    @property
+    def exchanges(self) -> Mapping[str, HaloExchange]:
+        """The exchange of each node type."""
+        return {"node": self.exchange}
 
     def install(self, module: nn.Module) -> None:
         """Shadow the methods of every convolution and batch norm in ``module``."""
@@ -113,18 +118,21 @@ class Patcher:
             if isinstance(layer, MessagePassing):
                 self._patch(layer)
             elif isinstance(layer, DglGraph):
-                self._give_shard(layer)
+                self._patch_dgl_graph(layer)
             elif isinstance(layer, nn.BatchNorm1d):
                 self.patches.add(layer, "forward", partial(synchronised_batch_norm, layer, self.exchange.group))
         convs = [layer for layer in module.modules() if isinstance(layer, MessagePassing)]
         self.patches.undo_with(*self._functions.install(convs))
 
     def uninstall(self) -> None:
-        """Undo everything."""
+        """Undo every change."""
         self.patches.undo()
 
     def _patch(self, conv: MessagePassing) -> None:
-        self._set_aside_caches(conv)
+        for name in _CACHES:
+            if name in conv.__dict__:
+                self.patches.undo_with(partial(conv.__dict__.__setitem__, name, conv.__dict__[name]))
+                conv.__dict__[name] = None
         if "return_attention_weights" in inspect.signature(type(conv).forward).parameters:
             hook = conv.register_forward_pre_hook(self._note_weights, with_kwargs=True)
             self.patches.undo_with(hook.remove)
@@ -136,32 +144,25 @@ class Patcher:
         self.patches.add(conv, "propagate", propagate)
         self.patches.add(conv, "edge_updater", partial(self.edge_updater, conv))
         self.propagation.install(conv)
-        whole = None if self.typed or "forward" in conv.__dict__ else self._fused_layers.of(conv)
-        if whole is not None:
-            self.patches.add(conv, "forward", whole)
+        fused = None if self.typed or "forward" in conv.__dict__ else self._fused_layers.forward_of(conv)
+        if fused is not None:
+            self.patches.add(conv, "forward", fused)
 
-    def _give_shard(self, layer: DglGraph) -> None:
-        from gtrain_sar.dgl.graph import DglShards  # loads DGL, which the model has done already
+    def _patch_dgl_graph(self, layer: DglGraph) -> None:
+        from gtrain_sar.dgl.graph import DglShards  # loads DGL, which the model has loaded already
 
         shards = DglShards(self._edges, self.schedule)
         self.patches.undo_with(shards.close)
         self.patches.add(layer, "forward", partial(shards.graph, layer))
 
     def _note_weights(self, conv: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = inspect.signature(type(conv).forward).bind_partial(conv, *args, **kwargs).arguments
-        asked = given.get("return_attention_weights") is not None
-        self.propagation.returns_weights(conv, asked)  # type: ignore[arg-type]
+        arguments = inspect.signature(type(conv).forward).bind_partial(conv, *args, **kwargs).arguments
+        self.propagation.returns_weights(conv, arguments.get("return_attention_weights") is not None)  # type: ignore[arg-type]
 
-    def _set_aside_caches(self, conv: MessagePassing) -> None:
-        for name in _CACHES:
-            if name in conv.__dict__:
-                self.patches.undo_with(partial(conv.__dict__.__setitem__, name, conv.__dict__[name]))
-                conv.__dict__[name] = None
-
-    # ------------------------------------------------------------------------ what runs instead
+    # ------------------------------------------------------------------------ replacements of methods
 
     def propagate(self, conv: MessagePassing, edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
-        """``conv.propagate`` over the shard; ``size`` is the shard's own."""
+        """``conv.propagate`` over the shard, which determines ``size``."""
         _check_ids(conv, kwargs)
         return self.propagation.propagate(conv, edge_index, self.edges(), kwargs)
 
@@ -169,13 +170,13 @@ class Patcher:
         """``conv.edge_updater`` over the shard."""
         return self.propagation.edge_updater(conv, edge_index, self.edges(), kwargs)
 
-    def edges(self) -> BlockIndex:
-        """The blocks of edges between the nodes that the running convolution works on."""
+    def edges(self) -> EdgeBlockCache:
+        """Return the blocks of edges between the nodes that the running convolution works on."""
         return self._edges
 
 
 def load_kernels(module: nn.Module, dtype: torch.dtype) -> None:
-    """Load the kernels that the module's convolutions are likely to need: it takes a moment, and memory."""
+    """Load the kernels that the module's convolutions are likely to need, before memory and time are measured."""
     if dtype not in (torch.float32, torch.float64):
         return
     zero = torch.zeros(1, dtype=torch.int64)
@@ -186,14 +187,14 @@ def load_kernels(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _check_ids(conv: MessagePassing, kwargs: dict[str, Any]) -> None:
-    """Refuse a convolution that takes the number of a node in ``edge_index`` for its id (``FastRGCNConv`` over ids)."""
+    """Refuse a convolution that uses positions in ``edge_index`` as ids (``FastRGCNConv`` over ids)."""
     ids = any(
         isinstance(value, Tensor) and name == "x" and not value.is_floating_point() for name, value in kwargs.items()
     )
     if ids and "edge_index_j" in conv._user_args:
         raise ConfigError(
-            f"{type(conv).__name__} was given ids in place of features, and looks them up by the nodes' places in "
-            "edge_index, which differ from part to part.",
+            f"{type(conv).__name__} was called with ids instead of features, and looks them up by the positions in "
+            "edge_index, which differ between parts.",
             hint="use gtrain.model.relational.IdRGCNConv, give the nodes features, or set strategy=single.",
         )
 
@@ -202,60 +203,60 @@ class PatchedFunctions:
     """Replaces functions in the modules of convolutions, for calls made inside a patched convolution.
 
     Args:
-        exchange: this rank's halo.
-        constants: inputs that never change; what is made of them alone does not either.
-
-    Attributes:
-        replacements: what is called in place of a function, by its name.
+        exchange: returns the halo of the sources of the running convolution.
+        constants: inputs that never change, and hence results of these functions that never change.
     """
 
-    def __init__(self, exchange: HaloExchange, constants: Constants) -> None:
-        self._inside = 0
-        self.replacements: dict[str, Callable[..., Any]] = {"gcn_norm": GcnNorm(exchange, constants)}
-        self._constants = constants
+    def __init__(self, exchange: Callable[[], HaloExchange], constants: Constants) -> None:
+        self._depth = 0
+        self._exchange, self._constants = exchange, constants
+        self._memoized = {"gcn_norm": _Memoized(sharded_gcn_norm, constants)}
 
     def install(self, convs: Sequence[MessagePassing]) -> list[Callable[[], Any]]:
-        """Replace the functions that the modules of ``convs`` have; returns how to undo it."""
+        """Replace the functions that the modules of ``convs`` have; return the actions that undo it."""
         undo: list[Callable[[], Any]] = []
         for conv in convs:
-            undo.append(conv.register_forward_pre_hook(lambda *_: self._count(1)).remove)
-            undo.append(conv.register_forward_hook(lambda *_: self._count(-1), always_call=True).remove)
+            undo.append(conv.register_forward_pre_hook(lambda *_: self._enter(1)).remove)
+            undo.append(conv.register_forward_hook(lambda *_: self._enter(-1), always_call=True).remove)
         for name in ("gcn_norm", *_MEMOIZED):
             undo += patch_function(convs, name, partial(self._call, name))
         return undo
 
     def _call(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A function as a convolution's module sees it: PyG's, outside of a patched convolution."""
-        if not self._inside:
+        """Call PyG's function outside of a patched convolution, else its replacement."""
+        if not self._depth:
             return original(*args, **kwargs)
-        if name not in self.replacements:
-            self.replacements[name] = _Memoized(original, self._constants)
-        return self.replacements[name](*args, **kwargs)
+        if name == "gcn_norm":
+            bound = _GCN_NORM.bind(self._exchange(), *args, **kwargs)
+            bound.apply_defaults()  # convolutions pass the same arguments by position or by name
+            args, kwargs = bound.args, {}
+        elif name not in self._memoized:
+            self._memoized[name] = _Memoized(original, self._constants)
+        return self._memoized[name](*args, **kwargs)
 
-    def _count(self, by: int) -> None:
-        self._inside += by
+    def _enter(self, levels: int) -> None:
+        self._depth += levels
 
 
 class _Memoized:
-    """A function of edges of constant inputs whose results are kept: equal calls give the same tensors."""
+    """A function of edges whose results for constant inputs are cached: equal calls return the same tensors."""
 
     def __init__(self, original: Callable[..., Any], constants: Constants) -> None:
         self._original, self._constants = original, constants
-        self._known: Any = WeakIdKeyDictionary()
+        self._results: Any = WeakIdKeyDictionary()
 
-    def __call__(self, edge_index: Tensor, *args: Any, **kwargs: Any) -> Any:
-        given = (*args, *sorted(kwargs.items()))
-        tensors = [value for value in (edge_index, *args, *kwargs.values()) if isinstance(value, Tensor)]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        key = (*args, *sorted(kwargs.items()))
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if not all(tensor in self._constants for tensor in tensors):
-            return self._original(edge_index, *args, **kwargs)
-        for known, result in self._known.get(edge_index, []):
-            if len(known) == len(given) and all(map(_same, known, given)):
+            return self._original(*args, **kwargs)
+        for cached_key, result in self._results.get(tensors[0], []):
+            if len(cached_key) == len(key) and all(map(_same, cached_key, key)):
                 return result
-        result = self._original(edge_index, *args, **kwargs)
-        if torch.is_inference_mode_enabled():  # autograd could not use it later
-            return result
-        self._known.setdefault(edge_index, []).append((given, result))
-        self._constants.add(value for value in result if isinstance(value, Tensor))
+        result = self._original(*args, **kwargs)
+        if not torch.is_inference_mode_enabled():  # autograd cannot use inference tensors later
+            self._results.setdefault(tensors[0], []).append((key, result))
+            self._constants.add(value for value in result if isinstance(value, Tensor))
         return result
 
 

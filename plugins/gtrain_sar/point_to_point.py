@@ -1,6 +1,6 @@
 """Messages between two ranks: several tensors in one buffer, which travels in pieces.
 
-What is made row by row leaves piece by piece while the rest is made, and is worked on as it arrives.
+A piece leaves as soon as its rows are computed, and rows are processed as their piece arrives.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from gtrain.strategy.group import Group, Transfer
 
 PIECE_BYTES = 8 << 20
 LEAST_BYTES = 1 << 19
-"""Of the first and the last pieces: with them the wire begins, and the work on what it brought ends."""
+"""Size of the first and last pieces: small, so that the transfer starts early and little work is left at its end."""
 _ALIGNED = 64  # bytes
-Fill = Callable[[int], object]
-"""Makes the first so many bytes of a buffer, those that are made already included."""
+BufferWriter = Callable[[int], object]
+"""Writes the bytes of a buffer before a position; those that an earlier call wrote are not written again."""
 
 
 class Packet:
     """Several tensors in one contiguous buffer.
 
     Args:
-        pieces: shape and type of each.
-        device: where they are.
+        pieces: shape and dtype of each tensor.
+        device: of the buffer.
 
     Attributes:
-        buffer: uint8, what travels.
+        buffer: uint8, the bytes that travel.
         pieces: views of it, each starting at a multiple of 8 bytes.
         starts: these starts, in bytes.
     """
@@ -49,21 +49,21 @@ class Packet:
         ]
 
     def rows_within(self, k: int, size: int) -> int:
-        """How many rows of tensor k lie within the first ``size`` bytes, if only in part."""
+        """Return the number of rows of tensor k that start within the first ``size`` bytes."""
         tensor = self.pieces[k]
         row = tensor[:1].nbytes
         return min(max(-(-(size - self.starts[k]) // row), 0), len(tensor)) if row else len(tensor)
 
 
 class PendingExchange:
-    """One round's messages on their way: what this rank sends and what it receives.
+    """The messages of one round that are in flight: one that this rank sends and one that it receives.
 
-    Its receives are posted first: the word that there is room would else wait behind the rows that go the same way.
+    The receive is posted first: the message that announces room for it would otherwise queue behind the sent rows.
 
     Args:
         group: the ranks.
-        incoming: what is received.
-        source: the rank that it comes from.
+        incoming: the received tensor or packet.
+        source: the sending rank.
         tag: of the messages of both directions.
     """
 
@@ -71,29 +71,28 @@ class PendingExchange:
         self._group, self._tag = group, tag
         buffer, pieces = (incoming.buffer, incoming.pieces) if isinstance(incoming, Packet) else (incoming, [incoming])
         self._pieces: list[Tensor] = pieces
-        self._receives = deque((end, group.receive(piece, source, tag)) for end, piece in _cut(buffer))
+        self._receives = deque((end, group.receive(piece, source, tag)) for end, piece in _split(buffer))
         self._sends: list[Transfer] = []
         self._dtypes: list[torch.dtype] | None = None
 
-    def send(self, outgoing: Tensor, to: int, fill: Fill | None = None) -> PendingExchange:
-        """Post what leaves in the same round, each piece once ``fill`` has made it."""
-        for end, piece in _cut(outgoing):
+    def send(self, outgoing: Tensor, to: int, fill: BufferWriter | None = None) -> PendingExchange:
+        """Post the outgoing message of the round, each piece once ``fill`` has written it."""
+        for end, piece in _split(outgoing):
             if fill is not None:
                 fill(end)
             self._sends.append(self._group.send(piece, to, self._tag))
         return self
 
     def wait(self) -> list[Tensor]:
-        """The received tensors, once both directions are complete."""
-        for _ in self._arriving():
-            pass
+        """Return the received tensors, once both directions are complete."""
+        deque(self._arriving(), maxlen=0)
         if self._dtypes is not None:
             self._pieces = [p.to(d) for p, d in zip(self._pieces, self._dtypes, strict=True)]
             self._dtypes = None
         return self._pieces
 
     def rows(self) -> Iterator[tuple[int, Tensor]]:
-        """The one tensor that is received, as it arrives: where some rows start, and the rows."""
+        """Yield the rows of the single received tensor as they arrive: the number of the first one, and the rows."""
         (rows,) = self._pieces
         whole, row = self._dtypes is not None or not rows.numel(), rows[:1].nbytes
         first = 0
@@ -105,7 +104,7 @@ class PendingExchange:
             yield 0, self.wait()[0]
 
     def _arriving(self) -> Iterator[int]:
-        """Bytes that are here, with each piece; then everything has left too."""
+        """Yield the number of bytes received, after each piece; then wait for the sends."""
         while self._receives:
             size, transfer = self._receives.popleft()
             transfer.wait()
@@ -114,39 +113,38 @@ class PendingExchange:
             self._sends.pop().wait()
 
     def as_types(self, dtypes: list[torch.dtype]) -> PendingExchange:
-        """Give the received tensors these types once they are here."""
+        """Convert the received tensors to these dtypes once they are complete."""
         self._dtypes = None if dtypes == [piece.dtype for piece in self._pieces] else dtypes
         return self
 
 
 def peers(group: Group, r: int) -> tuple[int, int]:
-    """The rank that reads this one in round r, and the one that this rank reads."""
+    """Return the rank that reads from this one in round r, and the rank that this one reads from."""
     return (group.rank + r) % group.size, (group.rank - r) % group.size
 
 
 def send_forward(
-    group: Group, r: int, outgoing: Tensor, incoming: Tensor | Packet, tag: int, fill: Fill | None = None
+    group: Group, r: int, outgoing: Tensor, incoming: Tensor | Packet, tag: int, fill: BufferWriter | None = None
 ) -> PendingExchange:
-    """Post round r towards the readers: one tensor to the rank that reads this one, one from that which it reads."""
+    """Post round r towards the readers: send to the reader of this rank, receive from the owner it reads from."""
     reader, owner = peers(group, r)
     return PendingExchange(group, incoming, owner, tag).send(outgoing, reader, fill)
 
 
 def send_backward(
-    group: Group, r: int, outgoing: Tensor, incoming: Tensor | Packet, tag: int, fill: Fill | None = None
+    group: Group, r: int, outgoing: Tensor, incoming: Tensor | Packet, tag: int, fill: BufferWriter | None = None
 ) -> PendingExchange:
-    """Post round r towards the owners."""
-    reader, owner = peers(group, r)
-    return PendingExchange(group, incoming, reader, tag).send(outgoing, owner, fill)
+    """Post round r towards the owners: send to the owner that this rank reads from, receive from its reader."""
+    return send_forward(group, -r, outgoing, incoming, tag, fill)
 
 
-def _cut(buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Pieces, and where each ends; both ends of a message cut it alike."""
+def _split(buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield the end and the bytes of each piece of a message; sender and receiver split it alike."""
     flat = buffer.view(-1).view(torch.uint8)
     start, most = 0, LEAST_BYTES
     while start < len(flat):
-        left = len(flat) - start
-        size = min(most, PIECE_BYTES, max(left // 4, LEAST_BYTES))
-        end = start + min(left, -(-size // _ALIGNED) * _ALIGNED)
+        rest = len(flat) - start
+        size = min(most, PIECE_BYTES, max(rest // 4, LEAST_BYTES))
+        end = start + min(rest, -(-size // _ALIGNED) * _ALIGNED)
         yield end, flat[start:end]
         start, most = end, 2 * most

@@ -1,4 +1,4 @@
-"""Which way a call of ``propagate`` goes: a sparse product, fused attention, block by block, or one exchange."""
+"""Chooses how a call of ``propagate`` runs: a sparse product, fused attention, block by block, or one exchange."""
 
 from __future__ import annotations
 
@@ -17,28 +17,27 @@ from torch_geometric.nn.aggr import Aggregation
 from torch_geometric.nn.conv import GATConv, GATv2Conv, MessagePassing
 
 from gtrain.errors import ConfigError
-from gtrain.nn.dropout import Rows as DropoutRows
-from gtrain.nn.dropout import again, edge_ids, here
+from gtrain.nn.dropout import DropoutRows, current_position, edge_ids, resumed_at
 from gtrain.strategy.group import Group
 from gtrain_sar.attention.fused import attend
-from gtrain_sar.attention.softmax import attend_by_blocks, calls_softmax, streams
+from gtrain_sar.attention.softmax import attend_by_blocks, calls_softmax, is_linear_in_coefficients
 from gtrain_sar.blocks import aggregate_by_blocks
 from gtrain_sar.config import Schedule
 from gtrain_sar.constants import Constants
-from gtrain_sar.edges import BlockIndex, EdgeBlocks
+from gtrain_sar.edges import EdgeBlockCache, EdgeBlocks
 from gtrain_sar.extremes import extreme
-from gtrain_sar.fused_layers import hooked
+from gtrain_sar.fused_layers import has_hooks
 from gtrain_sar.halo import halo_rows
 from gtrain_sar.linear import LinearCall, aggregate
 from gtrain_sar.linear_form import linear_call, source_rows
 from gtrain_sar.propagate_call import PropagateCall, normalises_messages, reduction, sees_one_edge
 from gtrain_sar.transform import Transforms
 
-_PLAIN_FORWARD = (GATConv.forward, GATv2Conv.forward)
-"""Forward passes that hand the result of ``edge_updater`` on to ``propagate`` and look at it no further."""
+_FORWARDS_COEFFICIENTS = (GATConv.forward, GATv2Conv.forward)
+"""Forward passes that only pass the result of ``edge_updater`` on to ``propagate``."""
 
 
-_UNORDERED = (
+_ORDER_INDEPENDENT = (
     aggr.SumAggregation,
     aggr.MeanAggregation,
     aggr.MaxAggregation,
@@ -52,22 +51,22 @@ _UNORDERED = (
     aggr.DegreeScalerAggregation,
     aggr.VariancePreservingAggregation,
 )
-"""Aggregations that give the same in any order of edges."""
+"""Aggregations whose result does not depend on the order of edges."""
 
 
 @dataclass
-class Pending:
-    """Coefficients of attention that nothing has asked for yet: a call of ``edge_updater`` put off."""
+class DeferredCoefficients:
+    """A call of ``edge_updater`` that is deferred until ``propagate`` receives its result as an argument."""
 
     edge_index: Tensor
     kwargs: dict[str, Any]
 
 
 class Propagation:
-    """Runs calls of ``propagate`` over blocks.
+    """Runs calls of ``propagate`` and ``edge_updater`` over blocks.
 
     Args:
-        schedule: how blocks are worked off.
+        schedule: when blocks are fetched.
         constants: inputs that never change.
         shadow: sets an attribute of a module's instance until the run ends.
     """
@@ -80,61 +79,66 @@ class Propagation:
     ) -> None:
         self._schedule, self._constants = schedule, constants
         self._transforms = Transforms(shadow)
-        self._asked: weakref.WeakSet[MessagePassing] = weakref.WeakSet()
+        self._returning_weights: weakref.WeakSet[MessagePassing] = weakref.WeakSet()
 
     def install(self, conv: MessagePassing) -> None:
-        """Prepare what goes beyond ``propagate`` itself."""
+        """Patch methods of ``conv`` other than ``propagate`` itself."""
         self._transforms.install(conv)
 
-    def returns_weights(self, conv: MessagePassing, asked: bool) -> None:
-        """Note whether the running call of ``conv`` wants the coefficients themselves as well."""
-        (self._asked.add if asked else self._asked.discard)(conv)
+    def returns_weights(self, conv: MessagePassing, returns: bool) -> None:
+        """Record whether the running call of ``conv`` also returns the coefficients themselves."""
+        (self._returning_weights.add if returns else self._returning_weights.discard)(conv)
 
-    def propagate(self, conv: MessagePassing, edge_index: Tensor, edges: BlockIndex, kwargs: dict[str, Any]) -> Tensor:
-        """The result of ``conv.propagate``, [num_targets, ...].
+    def propagate(
+        self, conv: MessagePassing, edge_index: Tensor, edges: EdgeBlockCache, kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Return the result of ``conv.propagate``, [num_targets, ...].
 
         Raises:
             ConfigError: nodes are not the first dimension.
         """
         _check_nodes_first(conv, kwargs)
-        pending = next((name for name, value in kwargs.items() if isinstance(value, Pending)), None)
-        reduce = None if hooked(conv) else reduction(conv)
-        if pending is not None:
-            return self._attend(conv, edge_index, edges, kwargs, pending)
-        if reduce is not None and conv not in self._asked:
+        deferred = next((name for name, value in kwargs.items() if isinstance(value, DeferredCoefficients)), None)
+        reduce = None if has_hooks(conv) else reduction(conv)
+        if deferred is not None:
+            return self._attend(conv, edge_index, edges, kwargs, deferred)
+        out = call = None
+        if reduce is not None and conv not in self._returning_weights:
             call = PropagateCall(conv, edges(edge_index), reduce, kwargs)
             out = self._linear(conv, call, edge_index)
-            if out is None:
-                kwargs = {name: self._transforms.settle(value) for name, value in kwargs.items()}
-                out = self._by_blocks(PropagateCall(conv, call.blocks, reduce, kwargs))
-            if out is not None:
-                return conv.update(out)
-        kwargs = {name: self._transforms.settle(value) for name, value in kwargs.items()}
-        return at_once(conv, _own_propagate(conv), conv._user_args, edge_index, edges, kwargs)
+        if out is None:
+            kwargs = {name: self._transforms.settle(value) for name, value in kwargs.items()}
+            if call is not None:
+                out = self._by_blocks(PropagateCall(conv, call.blocks, call.reduce, kwargs))
+        if out is not None:
+            return conv.update(out)
+        return _at_once(conv, _general_propagate(conv), conv._user_args, edge_index, edges, kwargs)
 
-    def edge_updater(self, conv: MessagePassing, edge_index: Tensor, edges: BlockIndex, kwargs: dict[str, Any]) -> Any:
-        """The result of ``conv.edge_updater``, [E, ...], or a promise of it."""
-        put_off = type(conv).forward in _PLAIN_FORWARD and conv not in self._asked and not hooked(conv)
-        if put_off and reduction(conv) == "sum":
-            return Pending(edge_index, kwargs)
-        return at_once(conv, type(conv).edge_updater, conv._edge_user_args, edge_index, edges, kwargs)
+    def edge_updater(
+        self, conv: MessagePassing, edge_index: Tensor, edges: EdgeBlockCache, kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the result of ``conv.edge_updater``, [E, ...], or defer it."""
+        deferrable = type(conv).forward in _FORWARDS_COEFFICIENTS and conv not in self._returning_weights
+        if deferrable and not has_hooks(conv) and reduction(conv) == "sum":
+            return DeferredCoefficients(edge_index, kwargs)
+        return _at_once(conv, type(conv).edge_updater, conv._edge_user_args, edge_index, edges, kwargs)
 
-    # ------------------------------------------------------------------------ the ways
+    # ------------------------------------------------------------------------ the alternatives
 
     def _linear(self, conv: MessagePassing, call: PropagateCall, edge_index: Tensor) -> Tensor | None:
+        """A sparse product; None where messages are not weighted source rows."""
         linear = linear_call(call)
         if linear is None:
             return None
-        x, then = self._transforms.source(conv, linear.x)
+        x, transform = self._transforms.source(conv, linear.x)
 
         def compute() -> Tensor:
-            replaced = LinearCall(linear.blocks, x, linear.weight, linear.mean)
-            return aggregate([replaced], self._schedule)[0]
+            return aggregate([LinearCall(linear.blocks, x, linear.weight, linear.mean)], self._schedule)[0]
 
-        return then(self._constants.result((x, edge_index, linear.weight), ("linear", linear.mean), compute))
+        return transform(self._constants.result((x, edge_index, linear.weight), ("linear", linear.mean), compute))
 
     def _by_blocks(self, call: PropagateCall) -> Tensor | None:
-        """Block by block where the mode and the convolution allow it."""
+        """Block by block; None where the mode or the convolution does not allow it."""
         rows = source_rows(call) if call.reduce in ("max", "min") else None
         if rows is not None:
             return extreme(call.blocks, rows, call.reduce == "max", self._schedule)
@@ -142,32 +146,38 @@ class Propagation:
             return None
         if sees_one_edge(call.conv):
             return aggregate_by_blocks(call, self._schedule)
-        if calls_softmax(call.conv, "message") and call.conv not in self._asked and streams(call):
+        if calls_softmax(call.conv, "message") and is_linear_in_coefficients(call):
             return attend_by_blocks(call, self._schedule)
         return None
 
     def _attend(
-        self, conv: MessagePassing, edge_index: Tensor, edges: BlockIndex, kwargs: dict[str, Any], name: str
+        self, conv: MessagePassing, edge_index: Tensor, edges: EdgeBlockCache, kwargs: dict[str, Any], name: str
     ) -> Tensor:
-        blocks, promise = edges(edge_index), kwargs[name]
-        fused = self._fused(conv, blocks, kwargs, promise)
+        """Attention whose coefficients, the argument ``name``, were deferred."""
+        blocks, deferred = edges(edge_index), kwargs[name]
+        fused = self._fused(conv, blocks, kwargs, deferred)
         if fused is not None:
             return conv.update(fused)
-        if self._schedule.mode != 3 and promise.edge_index is edge_index and calls_softmax(conv, "edge_update"):
-            rest = {other: value for other, value in kwargs.items() if other != name}
-            call = PropagateCall(conv, blocks, "sum", rest, (name, promise.kwargs))
-            if streams(call):
+        others = {key: value for key, value in kwargs.items() if key != name}
+        if self._schedule.mode != 3 and deferred.edge_index is edge_index and calls_softmax(conv, "edge_update"):
+            call = PropagateCall(conv, blocks, "sum", others, (name, deferred.kwargs))
+            if is_linear_in_coefficients(call):
                 return conv.update(attend_by_blocks(call, self._schedule))
-        return both_at_once(conv, edge_index, edges, kwargs, name, promise)
+        # one exchange for all that both methods read at sources
+        methods = ((conv._edge_user_args, deferred.kwargs), (conv._user_args, others))
+        halo = _halo_of(edges, [tensor for pair in methods for tensor in _source_tensors(*pair)])
+        update_arguments = _with_halo(*methods[0], halo)
+        alpha = _run(conv, type(conv).edge_updater, deferred.edge_index, edges, update_arguments)
+        return _run(conv, _general_propagate(conv), edge_index, edges, {**_with_halo(*methods[1], halo), name: alpha})
 
     def _fused(
-        self, conv: MessagePassing, blocks: EdgeBlocks, kwargs: dict[str, Any], promise: Pending
+        self, conv: MessagePassing, blocks: EdgeBlocks, kwargs: dict[str, Any], deferred: DeferredCoefficients
     ) -> Tensor | None:
-        """GAT without edge features, by kernels."""
+        """GAT without edge features, by kernels; None for other convolutions."""
         cls = type(conv)
         plain = cls.edge_update is GATConv.edge_update and cls.message is GATConv.message
-        logits, x = promise.kwargs.get("alpha"), kwargs.get("x")
-        if not plain or promise.kwargs.get("edge_attr") is not None or not isinstance(x, tuple):
+        logits, x = deferred.kwargs.get("alpha"), kwargs.get("x")
+        if not plain or deferred.kwargs.get("edge_attr") is not None or not isinstance(x, tuple):
             return None
         if not isinstance(logits, tuple) or logits[0] is None or logits[1] is None:
             return None
@@ -176,126 +186,122 @@ class Propagation:
 
 
 def _check_nodes_first(conv: MessagePassing, kwargs: dict[str, Any]) -> None:
-    read = [pair for name, pair in kwargs.items() if f"{name}_j" in conv._user_args]
-    tensors = [value for pair in read for value in (pair if isinstance(pair, (tuple, list)) else [pair])]
-    dims = [tensor.dim() for tensor in tensors if isinstance(tensor, Tensor)]
+    at_sources = [_pair(value) for name, value in kwargs.items() if f"{name}_j" in conv._user_args]
+    dims = [tensor.dim() for pair in at_sources for tensor in pair if isinstance(tensor, Tensor)]
     if any(conv.node_dim % dim for dim in dims if dim):
         raise ConfigError(
-            f"{type(conv).__name__} was given features of {max(dims)} dimensions, in which nodes are dimension "
-            f"{conv.node_dim}; strategy=sar takes them as the first.",
+            f"{type(conv).__name__} was called with features of {max(dims)} dimensions and has "
+            f"node_dim={conv.node_dim}; strategy=sar requires nodes to be the first dimension.",
             hint="use node_dim=0 and [nodes, ...], or strategy=single.",
         )
 
 
-def _own_propagate(conv: MessagePassing) -> Any:
-    """PyG's method; the one that it generates for a class knows no decomposition and no explanation."""
+def _general_propagate(conv: MessagePassing) -> Any:
+    """Return PyG's ``propagate``; the one generated for a class supports no decomposition and no explanation."""
     general = conv.decomposed_layers > 1 or conv.explain
     return MessagePassing.propagate if general else type(conv).propagate
 
 
-def at_once(
-    conv: MessagePassing, method: Any, wanted: Any, edge_index: Tensor, edges: BlockIndex, kwargs: dict[str, Any]
-) -> Tensor:
-    """Fetch the whole halo of what the method reads at sources by one exchange, then run PyG's own method."""
-    whole = _extended(edges, _sources(wanted, kwargs))
-    return _run(conv, method, edge_index, edges, _with_halo(wanted, kwargs, whole))
+# ---------------------------------------------------------------------------- one exchange of the whole halo
 
 
-def both_at_once(
-    conv: MessagePassing, edge_index: Tensor, edges: BlockIndex, kwargs: dict[str, Any], name: str, promise: Pending
+def _at_once(
+    conv: MessagePassing, method: Any, names: Any, edge_index: Tensor, edges: EdgeBlockCache, kwargs: dict[str, Any]
 ) -> Tensor:
-    """``edge_updater`` and ``propagate``, with one exchange for what they read at sources."""
-    of_update, of_messages = conv._edge_user_args, conv._user_args
-    rest = {other: value for other, value in kwargs.items() if other != name}
-    whole = _extended(edges, [*_sources(of_update, promise.kwargs), *_sources(of_messages, rest)])
-    arguments = _with_halo(of_update, promise.kwargs, whole)
-    alpha = _run(conv, type(conv).edge_updater, promise.edge_index, edges, arguments)
-    arguments = {**_with_halo(of_messages, rest, whole), name: alpha}
-    return _run(conv, _own_propagate(conv), edge_index, edges, arguments)
+    """Fetch the whole halo of the tensors that a method reads at sources by one exchange, then run PyG's method.
+
+    Args:
+        conv: the convolution.
+        method: ``propagate`` or ``edge_updater`` of its class.
+        names: of the parameters of the per-edge methods, such as ``x_j``.
+        edge_index: of the call.
+        edges: blocks of edges between the same nodes.
+        kwargs: of the call.
+    """
+    halo = _halo_of(edges, _source_tensors(names, kwargs))
+    return _run(conv, method, edge_index, edges, _with_halo(names, kwargs, halo))
 
 
 def _pair(value: Any) -> tuple[Any, Any]:
     return (value[0], value[1]) if isinstance(value, (tuple, list)) else (value, value)
 
 
-def _sources(wanted: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that are read at sources."""
-    read = [_pair(value)[0] for name, value in kwargs.items() if f"{name}_j" in wanted]
-    return [tensor for tensor in read if isinstance(tensor, Tensor)]
+def _source_tensors(names: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that are read at sources."""
+    values = [_pair(value)[0] for name, value in kwargs.items() if f"{name}_j" in names]
+    return [tensor for tensor in values if isinstance(tensor, Tensor)]
 
 
-def _extended(edges: BlockIndex, sources: list[Tensor]) -> dict[int, Tensor]:
-    """Own and halo rows of each tensor, by its identity."""
+def _halo_of(edges: EdgeBlockCache, sources: list[Tensor]) -> dict[int, Tensor]:
+    """Return local and halo rows of each tensor, by its identity."""
     distinct = list({id(tensor): tensor for tensor in sources}.values())
     fetched = halo_rows([(edges.exchange, tensor) for tensor in distinct]) if distinct else []
     return {id(tensor): rows for tensor, rows in zip(distinct, fetched, strict=True)}
 
 
-def _with_halo(wanted: Any, kwargs: dict[str, Any], whole: dict[int, Tensor]) -> dict[str, Any]:
-    """The arguments, with halo rows where a method reads at sources."""
+def _with_halo(names: Any, kwargs: dict[str, Any], halo: dict[int, Tensor]) -> dict[str, Any]:
+    """Return the arguments, with halo rows where a method reads at sources."""
     arguments = dict(kwargs)
     for name, value in kwargs.items():
-        if f"{name}_j" in wanted:
+        if f"{name}_j" in names:
             source, target = _pair(value)
-            own_target = target if f"{name}_i" in wanted else None
-            rows = whole.get(id(source), source)
-            arguments[name] = rows if isinstance(value, Tensor) and own_target is None else (rows, own_target)
+            rows, at_targets = halo.get(id(source), source), target if f"{name}_i" in names else None
+            arguments[name] = rows if isinstance(value, Tensor) and at_targets is None else (rows, at_targets)
     return arguments
 
 
-def _run(conv: MessagePassing, method: Any, edge_index: Tensor, edges: BlockIndex, arguments: dict[str, Any]) -> Tensor:
+def _run(
+    conv: MessagePassing, method: Any, edge_index: Tensor, edges: EdgeBlockCache, arguments: dict[str, Any]
+) -> Tensor:
+    """Run PyG's method over local and halo rows."""
     shard = edges.exchange.shard
-    if not _any_order(conv):
-        edge_index, arguments = _in_order(edge_index, edges, arguments)
+    ordered = not _is_order_independent(conv)
+    if ordered:
+        edge_index, arguments = _in_global_order(edge_index, edges, arguments)
     size = (shard.num_local + shard.num_halo, edges.num_targets)
-    every = partial(edge_ids, edge_index, edges.exchange.all_ids, edges.targets.all_ids)
-    with (
-        _equally_padded(conv, edges.exchange.group, edge_index),
-        again(here(), DropoutRows("edge", edge_index.size(1), every)),
-    ):
-        out: Tensor = method(conv, edge_index, size=size, **arguments)
-    return out
+    ids = partial(edge_ids, edge_index, edges.exchange.all_ids, edges.targets.all_ids)
+    with resumed_at(current_position(), DropoutRows("edge", edge_index.size(1), ids)):
+        if not ordered:
+            return method(conv, edge_index, size=size, **arguments)
+        with _padded_to_global_degree(conv, edges.exchange.group, edge_index):
+            return method(conv, edge_index, size=size, **arguments)
 
 
 @contextmanager
-def _equally_padded(conv: MessagePassing, group: Group, edge_index: Tensor) -> Iterator[None]:
-    """Have aggregations that pad nodes to the largest in-degree take that of the whole graph."""
-    if _any_order(conv):
-        yield
-        return
+def _padded_to_global_degree(conv: MessagePassing, group: Group, edge_index: Tensor) -> Iterator[None]:
+    """Let aggregations that pad nodes to the largest in-degree use the largest one of the whole graph."""
     degrees = torch.bincount(edge_index[1], minlength=1)
     largest = int(group.all_reduce(degrees.max().double().view(1), "max"))
-    padded = [layer for layer in conv.aggr_module.modules() if isinstance(layer, Aggregation)]
-    for layer in padded:
+    padding = [layer for layer in conv.aggr_module.modules() if isinstance(layer, Aggregation)]
+    for layer in padding:
         layer.__dict__["to_dense_batch"] = partial(_to_dense_batch, layer, largest)
     try:
         yield
     finally:
-        for layer in padded:
+        for layer in padding:
             del layer.__dict__["to_dense_batch"]
 
 
 def _to_dense_batch(layer: Aggregation, largest: int, *args: Any, **kwargs: Any) -> Any:
-    given = inspect.signature(Aggregation.to_dense_batch).bind(layer, *args, **kwargs)
-    if given.arguments.get("max_num_elements") is None:
-        given.arguments["max_num_elements"] = largest
-    return Aggregation.to_dense_batch(*given.args, **given.kwargs)
+    bound = inspect.signature(Aggregation.to_dense_batch).bind(layer, *args, **kwargs)
+    if bound.arguments.get("max_num_elements") is None:
+        bound.arguments["max_num_elements"] = largest
+    return Aggregation.to_dense_batch(*bound.args, **bound.kwargs)
 
 
-def _any_order(conv: MessagePassing) -> bool:
+def _is_order_independent(conv: MessagePassing) -> bool:
     """Whether the aggregation is the same in any order of edges; a recurrent one is not."""
     aggregations = [layer for layer in conv.aggr_module.modules() if isinstance(layer, Aggregation)]
-    return all(isinstance(layer, _UNORDERED) for layer in aggregations)
+    return all(isinstance(layer, _ORDER_INDEPENDENT) for layer in aggregations)
 
 
-def _in_order(edge_index: Tensor, edges: BlockIndex, arguments: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-    """Edges, and what there is of each, by target and then by the source's id, as one process has them."""
-    exchange = edges.exchange
-    (ids,) = halo_rows([(exchange, exchange.orig_id.to(edge_index.device))])
-    order = torch.argsort(ids[edge_index[0]], stable=True)
+def _in_global_order(
+    edge_index: Tensor, edges: EdgeBlockCache, arguments: dict[str, Any]
+) -> tuple[Tensor, dict[str, Any]]:
+    """Sort edges and tensors of edges by target, then by the source's original id: the order of a single process."""
+    order = torch.argsort(edges.exchange.all_ids[edge_index[0]], stable=True)
     order = order[torch.argsort(edge_index[1][order], stable=True)]
-    num_edges = edge_index.size(1)
     for name, value in arguments.items():
-        if isinstance(value, Tensor) and value.dim() and value.size(0) == num_edges:
+        if isinstance(value, Tensor) and value.dim() and value.size(0) == edge_index.size(1):
             arguments[name] = value[order]
     return edge_index[:, order], arguments

@@ -1,4 +1,4 @@
-"""Full-batch training over a sharded graph."""
+"""The Lightning strategy of full-batch training over a sharded graph."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from gtrain_sar.typed.relations import Relations
 
 
 class SarStrategy(GraphStrategy):
-    """Every rank holds one part of the graph and trains on it in full batch, exactly as one process would on the whole.
+    """Trains in full batch on a graph of which each rank holds one part, as exactly as one process on the whole graph.
 
     Its settings are those of :class:`gtrain_sar.config.SarConfig`.
 
     Raises:
-        ConfigError: a setting means nothing, or ``bfloat16`` messages of ``float64`` tensors.
+        ConfigError: a setting is not valid, or ``wire_dtype=bfloat16`` is set for ``float64`` tensors.
     """
 
     strategy_name: ClassVar[str] = "sar"
@@ -57,8 +57,8 @@ class SarStrategy(GraphStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         if self.wire_dtype is not None and self.dtype == torch.float64:
             raise ConfigError(
-                "strategy.wire_dtype=bfloat16 was set with trainer.precision=64-true: messages of 8 bits would carry "
-                "tensors of 53.",
+                "strategy.wire_dtype=bfloat16 was set with trainer.precision=64-true: messages with 8 significant bits "
+                "would carry tensors with 53.",
                 hint="set strategy.wire_dtype=float32, which sends tensors as they are, or trainer.precision=32-true.",
             )
         give_back_freed()
@@ -70,15 +70,14 @@ class SarStrategy(GraphStrategy):
         check_parts_agree(self.group, shard)
         if self._patcher is not None:  # of another graph
             self._patcher.uninstall()
-        self._patcher, self._graph = self._make_patcher(shard), None
+        self._graph = None
+        if isinstance(shard, HeteroShard):
+            self._patcher = TypedPatcher(Relations(self.group, shard, self._exchange), self.schedule)
+        else:
+            self._patcher = Patcher(self._exchange(self.group, shard), self.schedule)
         if self._module is not None:
             self._patcher.install(self._module)
         return shard
-
-    def _make_patcher(self, shard: GraphShard | HeteroShard) -> Patcher:
-        if isinstance(shard, HeteroShard):
-            return TypedPatcher(Relations(self.group, shard, self._exchange), self.schedule)
-        return Patcher(self._exchange(self.group, shard), self.schedule)
 
     def _exchange(self, group: Group, nodes: ShardNodes, orig_id: Tensor | None = None) -> HaloExchange:
         exchange = HaloExchange(group, nodes, self.wire_dtype, orig_id)
@@ -93,35 +92,34 @@ class SarStrategy(GraphStrategy):
             )
         loader.refuse_sampling("strategy=sar uses every neighbour")
         if self._graph is None:
-            self._graph = self._whole(shard, loader.store)
+            self._graph = self._batch_of_shard(shard, loader.store)
         if loader.seeds_are_edges:
             return LinkBatches(self._graph, SpreadEdges(self.group, loader), loader)
         return [split_batch(self._graph, loader.split)]
 
-    def _whole(self, shard: GraphShard | HeteroShard, store: Store) -> Data | HeteroData:
-        """The shard as a batch whose tensors serve all splits and epochs."""
-        if isinstance(shard, GraphShard):
-            graph: Data | HeteroData = graph_batch(shard, self.dtype).to(self.root_device)
-        else:
+    def _batch_of_shard(self, shard: GraphShard | HeteroShard, store: Store) -> Data | HeteroData:
+        """Return the shard as a batch, whose tensors all splits and epochs share."""
+        graph: Data | HeteroData
+        if isinstance(shard, HeteroShard):
             graph = hetero_shard_batch(shard, store, self.dtype).to(self.root_device)
+        else:
+            graph = graph_batch(shard, self.dtype).to(self.root_device)
         assert self._patcher is not None
         values = (value for stored in graph.stores for value in stored.values())
         self._patcher.constants.add(value for value in values if isinstance(value, Tensor))
         if isinstance(graph, HeteroData) and isinstance(self._patcher, TypedPatcher):
-            self._patcher.relations.know(graph.edge_index_dict)
+            self._patcher.relations.register(graph.edge_index_dict)
         return graph
 
     def dropout_rows(self, batch: Any) -> StepRows:
         assert self._patcher is not None
-        if isinstance(self._patcher, TypedPatcher):
-            return rows_of(batch, {t: each.all_ids for t, each in self._patcher.relations.exchanges.items()})
-        return rows_of(batch, {"node": self._patcher.exchange.all_ids})
+        return rows_of(batch, {name: exchange.all_ids for name, exchange in self._patcher.exchanges.items()})
 
     def check_module(self, module: nn.Module) -> None:
         if unsupported.lacks_dgl_graph(module):
             raise ConfigError(
-                f"strategy=sar does not serve {type(module).__name__}: it makes the graph for DGL itself.",
-                hint="make the graph with a gtrain.nn.DglGraph, a layer of the module; see docs/dgl.md.",
+                f"strategy=sar does not serve {type(module).__name__}: it creates the graph for DGL itself.",
+                hint="create the graph with a gtrain.nn.DglGraph, a layer of the module; see docs/dgl.md.",
             )
         if not any(isinstance(layer, MessagePassing | DglGraph) for layer in module.modules()):
             raise ConfigError(
@@ -130,15 +128,15 @@ class SarStrategy(GraphStrategy):
                 hint="use strategy=single, or a model with convolutions of PyG or DGL.",
             )
         for name, layer in module.named_modules():
-            why = unsupported.reason(layer)
-            if why is not None:
+            reason = unsupported.reason(layer)
+            if reason is not None:
                 raise ConfigError(
-                    f"strategy=sar does not serve {type(layer).__name__} ({name}): {why}.",
+                    f"strategy=sar does not serve {type(layer).__name__} ({name}): {reason}.",
                     hint="use strategy=single, or another layer.",
                 )
 
     def install(self, module: nn.Module) -> None:
-        # the shard is opened with the first loader, which Lightning asks for after this
+        # Lightning creates the first loader, and with it the shard, after this call
         self._module = module
         if self.root_device.type == "cpu":
             load_kernels(module, self.dtype)
@@ -152,42 +150,41 @@ class SarStrategy(GraphStrategy):
 
 
 def check_parts_agree(group: Group, shard: GraphShard | HeteroShard) -> None:
-    """Compare types and the tensors' columns and element types of all ranks' parts.
+    """Compare node types, edge types and the dtypes and columns of tensors between all ranks' parts.
 
     Raises:
-        DataError: says on every rank what the first part has that differs, and how.
+        DataError: on every rank; names the first difference.
     """
-    described = group.all_gather_object(_description(shard))
-    for part, description in enumerate(described):
-        for what in sorted({*described[0], *description}):
-            here, there = description.get(what, "nothing"), described[0].get(what, "nothing")
-            if here != there:
+    descriptions = group.all_gather_object(_description(shard))
+    for part, description in enumerate(descriptions):
+        for name in sorted({*descriptions[0], *description}):
+            tensors, reference = description.get(name, "nothing"), descriptions[0].get(name, "nothing")
+            if tensors != reference:
                 raise DataError(
-                    f"the parts of the graph differ: of {what}, part {part} has {here} and part 0 has {there}.",
-                    hint="partition the graph anew, from one source, and give every machine the same store.",
+                    f"the parts of the graph differ in {name}: part {part} has {tensors}, part 0 has {reference}.",
+                    hint="partition the graph again, from one source, and copy the same store to every machine.",
                 )
 
 
 def _description(shard: GraphShard | HeteroShard) -> dict[str, str]:
-    """What must be equal in all parts, in words."""
+    """Describe in words what must be equal in all parts."""
     if isinstance(shard, GraphShard):
-        return {"the nodes": _tensors(shard.node_data), "the edges": _tensors(shard.edge_data)}
-    nodes = {f"the node type {kind}": _tensors(tensors) for kind, tensors in shard.node_data.items()}
-    edges = {f"the edge type {', '.join(kind)}": _tensors(tensors) for kind, tensors in shard.edge_data.items()}
+        return {"the nodes": _columns(shard.node_data), "the edges": _columns(shard.edge_data)}
+    nodes = {f"the node type {node_type}": _columns(tensors) for node_type, tensors in shard.node_data.items()}
+    edges = {f"the edge type {', '.join(names)}": _columns(tensors) for names, tensors in shard.edge_data.items()}
     return nodes | edges
 
 
-def _tensors(tensors: dict[str, Tensor]) -> str:
-    return ", ".join(f"{name} {_columns(tensor)}" for name, tensor in sorted(tensors.items()))
-
-
-def _columns(tensor: Tensor) -> str:
-    columns = "".join(f" x {size}" for size in tensor.shape[1:])
-    return f"({str(tensor.dtype).removeprefix('torch.')}{columns})"
+def _columns(tensors: dict[str, Tensor]) -> str:
+    """Describe dtype and columns of tensors: ``weight (float32), x (float32 x 16)``."""
+    return ", ".join(
+        f"{name} ({' x '.join([str(tensor.dtype).removeprefix('torch.'), *map(str, tensor.shape[1:])])})"
+        for name, tensor in sorted(tensors.items())
+    )
 
 
 class LinkBatches:
-    """One batch an epoch. In training each epoch has other false edges.
+    """One batch of true and false edges per epoch. In training the false edges differ between epochs.
 
     Args:
         graph: the shard as a batch.
@@ -197,7 +194,7 @@ class LinkBatches:
 
     def __init__(self, graph: Data | HeteroData, edges: SpreadEdges, loader: SeedLoader) -> None:
         self._graph, self._edges, self._loader = graph, edges, loader
-        self._fixed: Data | HeteroData | None = None
+        self._evaluated: Data | HeteroData | None = None
 
     def __len__(self) -> int:
         return 1
@@ -206,7 +203,6 @@ class LinkBatches:
         epoch = self._loader.next_epoch()
         if self._loader.split == "train":
             yield self._edges.batch(self._graph, epoch)
-            return
-        if self._fixed is None:
-            self._fixed = self._edges.batch(self._graph, 0)
-        yield self._fixed
+        else:
+            self._evaluated = self._evaluated or self._edges.batch(self._graph, 0)
+            yield self._evaluated

@@ -1,4 +1,4 @@
-"""Layers of PyG and DGL that would not be exact over shards, and why."""
+"""Layers of PyG and DGL that strategy=sar refuses because they are not exact over shards, with the reasons."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ _OVER_ALL_NODES = (
 )
 _CONVS: dict[type[nn.Module], str] = {
     ChebConv: "it builds the Laplacian of the whole graph itself",
-    AttentiveFP: "it sums molecules up, whose atoms may lie in several parts",
-    MedianAggregation: "which of equal messages it takes depends on the order of edges, which parts change",
-    QuantileAggregation: "which of equal messages it takes depends on the order of edges, which parts change",
-    DeepGraphInfomax: "it sums the graph up over all nodes, of which a rank has a part",
-    DirGNNConv: "it turns edges around, so that they point at nodes of other parts",
-    GPSConv: "it attends to all nodes of the graph, of which a rank has a part",
-    HypergraphConv: "its edges join nodes to hyperedges, which the parts have none of",
-    SparseLinear: "it has a row for each node, looked up by the node's number in the part",
-    SuperGATConv: "it samples pairs of nodes that are no edges, of which a rank sees its own alone",
-    WLConv: "it compares the neighbourhoods of all nodes of the graph, of which a rank has a part",
-    GravNetConv: "it finds neighbours among the nodes that it is given",
-    HANConv: "it weighs edge types by an average over all nodes, of which a rank has a part; HGTConv works",
+    AttentiveFP: "it pools molecules whose atoms may lie in several parts",
+    MedianAggregation: "its choice among equal messages depends on the order of edges, which partitioning changes",
+    QuantileAggregation: "its choice among equal messages depends on the order of edges, which partitioning changes",
+    DeepGraphInfomax: "it pools all nodes of the graph, of which a rank has only a part",
+    DirGNNConv: "it reverses edges, which then point at nodes of other parts",
+    GPSConv: "it attends to all nodes of the graph, of which a rank has only a part",
+    HypergraphConv: "its edges join nodes to hyperedges, which are not partitioned",
+    SparseLinear: "it has a row for each node, indexed by the node's position in the part",
+    SuperGATConv: "it samples pairs of nodes without an edge, of which a rank sees only its own",
+    WLConv: "it compares the neighbourhoods of all nodes of the graph, of which a rank has only a part",
+    GravNetConv: "it searches neighbours among the input nodes, of which a rank has only a part",
+    HANConv: "it weights edge types by an average over all nodes, of which a rank has only a part; HGTConv works",
     HeteroBasisConv: "it joins the nodes of all types into one numbering without the halo; to_hetero works",
-    ToHeteroMessagePassing: "it joins the nodes of all types into one numbering, which the halo is no part of",
+    ToHeteroMessagePassing: "it joins the nodes of all types into one numbering without the halo",
 }
 
 _DGL_CONVS = {
@@ -62,19 +62,17 @@ _DGL_CONVS = {
 
 
 def reason(layer: nn.Module) -> str | None:
-    """Why ``layer`` cannot be served, or None if it can; a layer at a time."""
+    """Return why ``layer`` is refused, or None; submodules are not examined."""
     if isinstance(layer, _OVER_ALL_NODES):
-        return "it takes statistics over all nodes of the graph, of which a rank has a part"
+        return "it computes statistics over all nodes of the graph, of which a rank has only a part"
     if isinstance(layer, norm.LayerNorm) and layer.mode == "graph":
-        return (
-            "mode='graph' takes statistics over all nodes of the graph, of which a rank has a part; mode='node' works"
-        )
+        return "mode='graph' computes statistics over all nodes, of which a rank has only a part; mode='node' works"
     if isinstance(layer, nn.modules.batchnorm._BatchNorm) and not isinstance(layer, nn.BatchNorm1d):
         return "only BatchNorm1d is synchronised over ranks"
     if type(layer).__module__.startswith("torch_geometric.nn.pool"):
-        return "pooling chooses among all nodes of the graph, of which a rank has a part"
+        return "pooling selects among all nodes of the graph, of which a rank has only a part"
     if type(layer).__module__.startswith("torch_geometric.nn.attention"):
-        return "it attends to all nodes of the graph, of which a rank has a part"
+        return "it attends to all nodes of the graph, of which a rank has only a part"
     for cls, why in _CONVS.items():
         if isinstance(layer, cls):
             return why
@@ -84,10 +82,10 @@ def reason(layer: nn.Module) -> str | None:
 def _conv_reason(conv: MessagePassing) -> str | None:
     if conv.flow != "source_to_target":
         return f"flow='{conv.flow}' reads at the targets of edges; flow='source_to_target' works"
-    # PyG generates propagate anew for each class and keeps what the class itself says as _orig_propagate
-    own = getattr(type(conv), "_orig_propagate", type(conv).propagate)
-    if getattr(own, "__qualname__", "") not in ("MessagePassing.propagate", "propagate"):
-        return "it has a propagate of its own, which cannot be run over shards"
+    # PyG generates propagate for each class and stores the class's own method as _orig_propagate
+    propagate = getattr(type(conv), "_orig_propagate", type(conv).propagate)
+    if getattr(propagate, "__qualname__", "") not in ("MessagePassing.propagate", "propagate"):
+        return "it overrides propagate, which then cannot run over shards"
     return None
 
 
@@ -96,14 +94,14 @@ def _dgl_reason(layer: nn.Module) -> str | None:
     if not module.startswith("dgl.nn."):
         return None
     if module.startswith("dgl.nn.pytorch.glob"):
-        return "pooling is over all nodes of the graph, of which a rank has a part"
+        return "it pools all nodes of the graph, of which a rank has only a part"
     if type(layer).__name__.startswith("Dense") or type(layer).__name__.startswith("CuGraph"):
-        return "it takes no graph that could be sharded"
+        return "its input is not a graph that could be sharded"
     return _DGL_CONVS.get(type(layer).__name__)
 
 
 def lacks_dgl_graph(module: nn.Module) -> bool:
-    """Whether convolutions of DGL are in the module, and nothing that could give them a shard."""
+    """Whether the module has convolutions of DGL but no :class:`~gtrain.nn.DglGraph`, which gives them the shard."""
     layers = list(module.modules())
     convs = any(type(layer).__module__.startswith("dgl.nn.pytorch.conv") for layer in layers)
     return convs and not any(isinstance(layer, DglGraph) for layer in layers)

@@ -311,7 +311,7 @@ class Bench:
             self.whole: Any = hetero_batch(load_whole_hetero(store), store)
             self.part: Any = hetero_shard_batch(shard, store)
             self.relations = Relations(group, shard)
-            self.relations.know(self.part.edge_index_dict)
+            self.relations.register(self.part.edge_index_dict)
         else:
             self.whole, self.part = graph_batch(load_whole(store)), graph_batch(load_shard(store, group.rank))
             self.exchange = HaloExchange(group, load_shard(store, group.rank))

@@ -12,5 +12,5 @@ from gtrain_sar.attention import readers
 if __name__ == "__main__":
     point_to_point.PIECE_BYTES = point_to_point.LEAST_BYTES = 128
     readers.MOST_ROWS = readers.LEAST_ROWS = 2  # the test's graph has tens of nodes
-    readers.ReaderPlan.pays = lambda self, mode: True  # type: ignore[method-assign]
+    readers.ReaderPlan.saves_traffic = lambda self, mode: True  # type: ignore[method-assign]
     sys.exit(sar_conv_program.main())

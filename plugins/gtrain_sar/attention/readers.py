@@ -1,19 +1,20 @@
-"""Which edges read this rank's rows, as the owner of the sources needs them for attention's backward pass."""
+"""The edges of other ranks that read this rank's rows, for the backward pass of attention at the sources' owner."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
-from gtrain_sar.edges import Compressed, EdgeBlocks, compress, hashed
-from gtrain_sar.halo import HaloExchange
+from gtrain_sar.edges import CompressedEdges, EdgeBlocks, compress
+from gtrain_sar.halo import HaloExchange, uncounted
 from gtrain_sar.point_to_point import peers, send_backward
 
-MOST_ROWS = 1 << 12  # of a message: it is held twice, as it leaves and as it arrives
-LEAST_ROWS = 1 << 9  # the last messages are small, so that little is left to do once they are here
+MOST_ROWS = 1 << 12  # of a message, which is in memory twice: as it is sent and as it is received
+LEAST_ROWS = 1 << 9  # the last messages are small, so that little work remains after their arrival
 
 
 @dataclass
@@ -22,29 +23,29 @@ class ReaderEdges:
 
     Attributes:
         round: of the exchange.
-        piece: number of the message in its round; each has a tag of its own.
-        targets: own distinct targets of the round's block, int64 [T], ascending: the rows that this rank sends to the
+        piece: number of the message in its round; each number has its tag.
+        targets: distinct local targets of the round's block, int64 [T], ascending: the rows that this rank sends to the
             owner.
-        edges: the reader's edges by own source; columns are positions among the rows that it sends.
+        edges: the reader's edges by local source; columns are positions among the rows that the reader sends.
         num_targets: rows that the reader sends.
     """
 
     round: int
     piece: int
     targets: Tensor
-    edges: Compressed
+    edges: CompressedEdges
     num_targets: int
 
 
 @dataclass
 class ReaderPlan:
-    """All messages in their order, and how many bytes they take.
+    """All messages of a backward pass in order, and the traffic that they cause.
 
     Attributes:
-        messages: those of this rank; a round's are cut as :func:`sizes` says.
+        messages: of this rank; :func:`piece_sizes` divides those of a round.
         pieces: the most messages that a round has on any rank.
-        over_halo: rows sent over all ranks, for each row of their halo.
-        num_local: own rows.
+        over_halo: rows sent by all ranks, divided by the rows of their halos.
+        num_local: rows that this rank owns.
     """
 
     messages: list[ReaderEdges]
@@ -53,15 +54,17 @@ class ReaderPlan:
     num_local: int
     _finished: dict[int, list[Tensor]] = field(default_factory=dict)
 
-    def pays(self, mode: int) -> bool:
-        """Whether it sends no more than fetching rows again (mode 1 would) and sending their gradients."""
+    def saves_traffic(self, mode: int) -> bool:
+        """Whether it sends no more than fetching rows again (in mode 1) and sending their gradients."""
         return self.over_halo <= (2 if mode == 1 else 1)
 
     def finished(self, lag: int) -> list[Tensor]:
-        """Own rows, int64, by when their gradients are complete: before message 0 is worked off, after each, at last.
+        """Return local rows, int64, by the time at which their gradients are complete.
+
+        The times are: before message 0 is processed, after each message, and at the end.
 
         Args:
-            lag: the answer to message k is here once message k + lag was worked off, or at last.
+            lag: the answer to message k has arrived once message k + lag is processed, or at the end.
         """
         if lag not in self._finished:
             count = len(self.messages)
@@ -78,20 +81,12 @@ class ReaderPlan:
 
 
 def reader_plan(blocks: EdgeBlocks) -> ReaderPlan:
-    """Tell the owners of the sources which edges read them; once for each set of edges, and not counted as traffic."""
-    if "reader_plan" not in blocks.extra:
-        counters = blocks.exchange.group.counters
-        recording, counters.recording = counters.recording, False
-        try:
-            blocks.extra["reader_plan"] = _ask(blocks)
-        finally:
-            counters.recording = recording
-    plan: ReaderPlan = blocks.extra["reader_plan"]
-    return plan
+    """Return the plan for a set of edges; the first call exchanges the edges, uncounted."""
+    return blocks.derived("reader_plan", lambda: _exchange_edges(blocks))
 
 
-def sizes(rows: int) -> list[int]:
-    """How many of a round's rows each of its messages has: as many as may be, but fewer and fewer towards the end."""
+def piece_sizes(rows: int) -> list[int]:
+    """Divide a round's rows into messages: as large as allowed, and smaller and smaller towards the end."""
     counts = []
     while rows > 0:
         counts.append(min(rows, MOST_ROWS, max(LEAST_ROWS, rows // 4)))
@@ -99,47 +94,44 @@ def sizes(rows: int) -> list[int]:
     return counts
 
 
-def _ask(blocks: EdgeBlocks) -> ReaderPlan:
-    exchange, each = blocks.exchange, hashed(blocks)
+def _exchange_edges(blocks: EdgeBlocks) -> ReaderPlan:
+    """Tell the owners of the sources which edges read them."""
+    exchange, hashed = blocks.exchange, blocks.hashed
     group, tag = exchange.group, exchange.group.next_tag()
-    targets = [block.by_target.rows for block in each]
-    lengths = [[len(b), len(t)] for b, t in zip(each, targets, strict=True)]
-    of_all = group.all_gather(torch.tensor(lengths, dtype=torch.int64))
+    targets = [block.by_target.rows for block in hashed]
     messages: list[ReaderEdges] = []
-    for r in range(1, exchange.rounds):
-        reader, _ = peers(group, r)
-        num_edges, num_targets = of_all[reader][r].tolist()
-        incoming = targets[r].new_empty((3, num_edges), dtype=torch.int32)
-        send_backward(group, r, _described(each[r].by_source, targets[r]), incoming, tag).wait()
-        source, target, edge = incoming.long()
-        messages += _cut(r, targets[r], num_targets, (exchange.send_rows[r][source], target, edge), exchange)
-    sent = sum(int(lengths[1:, 1].sum()) for lengths in of_all)
-    halo = torch.tensor([sum(exchange.reads)], dtype=torch.int64)
-    pieces = max((len(sizes(int(rows))) for lengths in of_all for rows in lengths[1:, 1]), default=0)
-    over_halo = sent / max(int(group.all_reduce(halo)), 1)
-    return ReaderPlan(messages, pieces, over_halo, exchange.shard.num_local)
+    with uncounted(group):
+        lengths = torch.tensor([[len(b), len(t)] for b, t in zip(hashed, targets, strict=True)], dtype=torch.int64)
+        all_lengths = group.all_gather(lengths)  # of each rank [rounds, 2]: edges, targets
+        for r in range(1, exchange.rounds):
+            num_edges, num_targets = all_lengths[peers(group, r)[0]][r].tolist()
+            incoming = targets[r].new_empty((3, num_edges), dtype=torch.int32)
+            send_backward(group, r, _description(hashed[r].by_source, targets[r]), incoming, tag).wait()
+            source, target, edge = incoming.long()
+            reader_edges = exchange.send_rows[r][source], target, edge
+            messages += _split(r, targets[r], num_targets, reader_edges, exchange)
+        halo = int(group.all_reduce(torch.tensor([sum(exchange.reads)], dtype=torch.int64)))
+    sent = torch.stack(all_lengths)[:, 1:, 1]
+    pieces = max((len(piece_sizes(rows)) for rows in sent.flatten().tolist()), default=0)
+    return ReaderPlan(messages, pieces, int(sent.sum()) / max(halo, 1), exchange.shard.num_local)
 
 
-def _cut(
+def _split(
     r: int, targets: Tensor, num_targets: int, edges: tuple[Tensor, Tensor, Tensor], exchange: HaloExchange
 ) -> Iterator[ReaderEdges]:
-    """One round's messages; edges are own source, position of the reader's target, and number."""
-    source, target, number = edges
-    out, into = sizes(len(targets)), sizes(num_targets)
-    count, low, first = max(len(out), len(into)), 0, 0
-    for piece, (sent, read) in enumerate(zip(_padded(out, count), _padded(into, count), strict=True)):
-        here = (target >= first) & (target < first + read)
-        chosen = compress(source[here], target[here] - first, number[here], exchange.shard.num_local)
-        yield ReaderEdges(r, piece, targets[low : low + sent], chosen, read)
-        low, first = low + sent, first + read
+    """Yield one round's messages; ``edges`` are local source, position of the reader's target, and id."""
+    source, target, edge_id = edges
+    low = first = 0
+    sizes = zip_longest(piece_sizes(len(targets)), piece_sizes(num_targets), fillvalue=0)
+    for piece, (sent, received) in enumerate(sizes):
+        inside = (target >= first) & (target < first + received)
+        selected = compress(source[inside], target[inside] - first, edge_id[inside], exchange.shard.num_local)
+        yield ReaderEdges(r, piece, targets[low : low + sent], selected, received)
+        low, first = low + sent, first + received
 
 
-def _padded(numbers: list[int], count: int) -> list[int]:
-    return numbers + [0] * (count - len(numbers))
-
-
-def _described(edges: Compressed, targets: Tensor) -> Tensor:
-    """Row in the block, position of the target and id of each edge, int32 [3, E_b]."""
+def _description(edges: CompressedEdges, targets: Tensor) -> Tensor:
+    """Return the row in the block, the position of the target and the id of each edge, int32 [3, E_b]."""
     source = torch.repeat_interleave(edges.rows, edges.ptr.diff())
     target = torch.searchsorted(targets, edges.columns.long())
     return torch.stack([source.int(), target.int(), edges.edges])

@@ -1,8 +1,8 @@
-"""Attention of any convolution that calls PyG's ``softmax`` once: blocks merged by a running maximum and sum.
+"""Attention of any convolution that calls PyG's ``softmax`` once: blocks are merged by a running maximum and sum.
 
-A convolution's methods run as they are; inside them, ``softmax`` is a stand-in. In mode 1 it returns coefficients that
-are not normalised yet, which is made good once all blocks are in; the messages must be linear in them. In mode 2 the
-logits of all blocks are kept and PyG's own softmax is taken over them.
+A convolution's methods run unchanged, with a replacement of ``softmax``. In mode 1 it returns coefficients that are not
+normalised, and the sum is normalised after the last block; the messages must be linear in the coefficients. In mode 2
+the logits of all blocks are kept, and PyG's softmax is computed over them.
 """
 
 from __future__ import annotations
@@ -24,39 +24,40 @@ from gtrain_sar.blocks import Replay, kept_blocks, mean_or_sum
 from gtrain_sar.config import Schedule
 from gtrain_sar.edges import EdgeBlock
 from gtrain_sar.halo import add_rows, count_needed, stream
-from gtrain_sar.propagate_call import PropagateCall, message_parameters, sample, trial
+from gtrain_sar.propagate_call import PropagateCall, message_parameters, probe_inputs, probing
 
 
 def calls_softmax(conv: MessagePassing, method: str) -> bool:
     """Whether a method of ``conv`` calls PyG's ``softmax`` by its name in the convolution's module."""
     function = getattr(type(conv), method)
-    home = sys.modules[type(conv).__module__].__dict__
-    return "softmax" in function.__code__.co_names and home.get("softmax") is pyg_softmax
+    namespace = sys.modules[type(conv).__module__].__dict__
+    return "softmax" in function.__code__.co_names and namespace.get("softmax") is pyg_softmax
+
+
+SoftmaxReplacement = Callable[[Tensor, Tensor], Tensor]
+"""Computes coefficients from logits [E, ...] and the targets of edges [E]."""
 
 
 @contextmanager
-def softmax_replaced(conv: MessagePassing, stand_in: Callable[..., Tensor]) -> Iterator[None]:
-    """Have the convolution's module call ``stand_in(logits, index)`` for ``softmax``."""
-    home: dict[str, Any] = sys.modules[type(conv).__module__].__dict__
-    original = home["softmax"]
-    home["softmax"] = partial(_call, stand_in)
+def softmax_replaced(conv: MessagePassing, replacement: SoftmaxReplacement) -> Iterator[None]:
+    """Let the convolution's module call ``replacement`` as ``softmax``."""
+
+    def softmax(src: Tensor, index: Tensor, ptr: Any = None, num_nodes: Any = None) -> Tensor:
+        return replacement(src, index)
+
+    namespace: dict[str, Any] = sys.modules[type(conv).__module__].__dict__
+    original, namespace["softmax"] = namespace["softmax"], softmax
     try:
         yield
     finally:
-        home["softmax"] = original
+        namespace["softmax"] = original
 
 
-def _call(
-    stand_in: Callable[..., Tensor], src: Tensor, index: Tensor, ptr: Any = None, num_nodes: Any = None
-) -> Tensor:
-    return stand_in(src, index)
-
-
-def streams(call: PropagateCall) -> bool:
-    """Whether the messages are linear in the coefficients, each head in its own, as made-up edges show."""
+def is_linear_in_coefficients(call: PropagateCall) -> bool:
+    """Whether the messages are linear in the coefficients, each head in its coefficient, as a probe shows."""
     if call.reduce != "sum":
         return False
-    with trial(), torch.no_grad():
+    with probing(), torch.no_grad():
         try:
             return _is_linear(call)
         except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
@@ -64,34 +65,33 @@ def streams(call: PropagateCall) -> bool:
 
 
 def _is_linear(call: PropagateCall) -> bool:
-    block, tensors = sample(call)
-    made: list[Tensor] = []
+    block, tensors = probe_inputs(call)
+    coefficients: list[Tensor] = []
     state = random_state(block.ids.device)
 
     def run(factor: Callable[[Tensor], Tensor], edges: EdgeBlock = block) -> Tensor:
-        def stand_in(logits: Tensor, index: Tensor) -> Tensor:
-            made.append(factor(torch.ones_like(logits)))
-            return made[-1]
+        def replacement(logits: Tensor, index: Tensor) -> Tensor:
+            coefficients.append(factor(torch.ones_like(logits)))
+            return coefficients[-1]
 
-        with softmax_replaced(call.conv, stand_in), replayed_random(state):
+        with softmax_replaced(call.conv, replacement), replayed_random(state):
             return call.message_of(edges, tensors)
 
     once, twice, masked = run(lambda a: a), run(lambda a: 2 * a), run(_without_first)
-    if len(made) != 3 or made[0].dim() > once.dim() or made[0].dim() > 2:
+    if len(coefficients) != 3 or coefficients[0].dim() > once.dim() or coefficients[0].dim() > 2:
         return False
     close = partial(torch.allclose, rtol=8 * torch.finfo(once.dtype).eps, atol=0.0)
-    linear = close(twice, 2 * once) and close(masked, once * _spread(made[2], once))
-    return bool(linear) and _is_the_same_in_parts(call, block, lambda edges: run(lambda a: a, edges))
+    linear = close(twice, 2 * once) and close(masked, once * _expand_heads(coefficients[2], once))
+    return bool(linear) and _is_independent_of_other_edges(call, block, lambda edges: run(lambda a: a, edges))
 
 
-def _is_the_same_in_parts(call: PropagateCall, block: EdgeBlock, run: Callable[[EdgeBlock], Tensor]) -> bool:
-    """Whether an edge's message does not depend on the target's other edges, but for softmax; without dropout."""
+def _is_independent_of_other_edges(call: PropagateCall, block: EdgeBlock, run: Callable[[EdgeBlock], Tensor]) -> bool:
+    """Whether an edge's message, softmax and dropout aside, does not depend on the target's other edges."""
     training, call.conv.training = call.conv.training, False
     try:
         whole = run(block)
-        for part in (slice(0, None, 2), slice(1, None, 2)):  # a target's two edges lie in different parts
-            edges = EdgeBlock(block.ids[part], block.sources[part], block.targets[part], len(block), len(block))
-            if not torch.allclose(run(edges), whole[part], rtol=1e-6, atol=0.0):
+        for part in (slice(0, None, 2), slice(1, None, 2)):  # a target's two edges are in different parts
+            if not torch.allclose(run(block.select(part)), whole[part], rtol=1e-6, atol=0.0):
                 return False
     finally:
         call.conv.training = training
@@ -99,7 +99,7 @@ def _is_the_same_in_parts(call: PropagateCall, block: EdgeBlock, run: Callable[[
 
 
 def _without_first(ones: Tensor) -> Tensor:
-    """Ones, but 0 for the first head, or for the first edge where there are no heads."""
+    """Return ones with 0 for the first head, or for the first edge if there is one head."""
     changed = ones.clone()
     changed.view(len(ones), -1)[:, 0] = 0
     if changed[0].numel() == 1:
@@ -108,25 +108,24 @@ def _without_first(ones: Tensor) -> Tensor:
     return changed
 
 
-def _spread(coefficients: Tensor, messages: Tensor) -> Tensor:
-    """[n], [n, 1] or [n, H] shaped to multiply messages [n, F] or [n, H, C]."""
+def _expand_heads(coefficients: Tensor, messages: Tensor) -> Tensor:
+    """Shape [n], [n, 1] or [n, H] to multiply messages [n, F] or [n, H, C]."""
     return coefficients.view(*coefficients.shape, *[1] * (messages.dim() - coefficients.dim()))
 
 
 def _per_head(values: Tensor, like: Tensor) -> Tensor:
-    """Sum values [n, H, C] to the shape of coefficients."""
+    """Sum values [n, H, C] to the shape of the coefficients ``like``."""
     values = values.flatten(like.dim()).sum(-1) if values.dim() > like.dim() else values
     return values.sum(-1, keepdim=True) if values.shape[1:] != like.shape[1:] else values
 
 
 def attend_by_blocks(call: PropagateCall, schedule: Schedule) -> Tensor:
-    """Attention, [num_targets, ...]; in mode 1 nothing of a block survives the forward pass."""
+    """Return the attention, [num_targets, ...]; in mode 1 nothing of a block outlives the forward pass."""
     if schedule.mode != 1:
         return _kept(call, schedule)
     with softmax_replaced(call.conv, lambda logits, index: torch.ones_like(logits) * logits.sigmoid()):
-        parameters = message_parameters(call, " but for softmax")
-    out: Tensor = _Attention.apply(call, schedule, *call.tensors, *parameters)
-    return out
+        parameters = message_parameters(call, " without softmax")
+    return _Attention.apply(call, schedule, *call.tensors, *parameters)
 
 
 def _kept(call: PropagateCall, schedule: Schedule) -> Tensor:
@@ -135,52 +134,50 @@ def _kept(call: PropagateCall, schedule: Schedule) -> Tensor:
     state = random_state(call.blocks.in_degree.device)
     for r, tensors in kept_blocks(call, schedule):
         block = call.blocks.blocks[r]
-        messages.append(call.hung(_no_messages(call), tensors))
+        messages.append(call.depending_on_sources(_no_messages(call), tensors))
         if len(block):
             data.append((r, tensors))
             logits.append(_logits(call, r, tensors))
             indices.append(block.targets)
     if data:
         weights = pyg_softmax(torch.cat(logits), torch.cat(indices), num_nodes=call.blocks.num_targets)
-        torch.set_rng_state(state[0])  # the pass for the logits drew nothing that counts
+        torch.set_rng_state(state[0])  # the first pass, for the logits, must not consume random numbers
         for (r, tensors), piece in zip(data, weights.split([len(block) for block in logits]), strict=True):
-            messages[r] = _messages(call, r, tensors, partial(_given, piece))
+            messages[r] = _messages(call, r, tensors, lambda logits, index, piece=piece: piece)  # type: ignore[misc]
     return mean_or_sum(call, messages)
 
 
 def _no_messages(call: PropagateCall) -> Tensor:
-    """[0, ...], with a stand-in of any value."""
+    """Return [0, ...]; the value of the coefficients does not matter."""
     with softmax_replaced(call.conv, lambda logits, index: torch.ones_like(logits)):
         return call.no_messages
 
 
-def _messages(call: PropagateCall, r: int, tensors: list[Tensor], stand_in: Callable[..., Tensor]) -> Tensor:
-    with softmax_replaced(call.conv, stand_in):
+def _messages(call: PropagateCall, r: int, tensors: list[Tensor], replacement: SoftmaxReplacement) -> Tensor:
+    with softmax_replaced(call.conv, replacement):
         return call.message(r, tensors)
 
 
-def _given(coefficients: Tensor, logits: Tensor, index: Tensor) -> Tensor:
-    return coefficients
-
-
-class _FoundError(Exception):
-    """Carries logits out of a method at its call of softmax."""
+class _LogitsError(Exception):
+    """Leaves a method at its call of softmax, with the logits."""
 
 
 def _logits(call: PropagateCall, r: int, tensors: list[Tensor]) -> Tensor:
-    def stand_in(logits: Tensor, index: Tensor) -> Tensor:
-        raise _FoundError(logits)
+    def replacement(logits: Tensor, index: Tensor) -> Tensor:
+        raise _LogitsError(logits)
 
     try:
-        _messages(call, r, tensors, stand_in)
-    except _FoundError as error:
-        logits: Tensor = error.args[0]
-        return logits
+        _messages(call, r, tensors, replacement)
+    except _LogitsError as error:
+        return error.args[0]
     raise AssertionError("a method that calls softmax did not")
 
 
-class _Running:
-    """Sum of messages with coefficients ``exp(logit - top)``, rescaled when a block brings a larger logit."""
+class _RunningSoftmax:
+    """Sum of messages with coefficients ``exp(logit - top)``, rescaled when a block has a larger logit.
+
+    The online softmax of :mod:`gtrain_sar.kernels.attention`, for the messages of any convolution.
+    """
 
     def __init__(self, call: PropagateCall) -> None:
         self.call = call
@@ -207,17 +204,17 @@ class _Running:
         self.total = (self.total * rescale).scatter_add_(0, expanded, coefficients)
         self.top = top
         if self.out is not None:
-            self.out *= _spread(rescale, self.out)
+            self.out *= _expand_heads(rescale, self.out)
         return coefficients
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """The result, and the logarithm of the sum of exponentials of each target (0 where it has no edge)."""
+        """Return the result, and the logarithm of each target's sum of exponentials (0 for a target without edges)."""
         assert self.out is not None
-        if self.top is None or self.total is None:  # no edge anywhere
+        if self.top is None or self.total is None:  # no block has an edge
             return self.out, self.out.new_zeros(0)
         empty = self.total == 0
         total = self.total.masked_fill(empty, 1.0)
-        self.out /= _spread(total, self.out)
+        self.out /= _expand_heads(total, self.out)
         return self.out, self.top.masked_fill(empty, 0.0) + total.log()
 
 
@@ -227,7 +224,7 @@ class _Attention(torch.autograd.Function):
         ctx.call, ctx.schedule, ctx.random = call, schedule, random_state(tensors[0].device)
         data = list(tensors[: len(call.tensors)])
         count_needed(call.rows)
-        running = _Running(call)
+        running = _RunningSoftmax(call)
         for r, block in stream(call.rows, schedule.window):
             running.add(r, call.with_block(data, block))
             del block
@@ -242,17 +239,19 @@ class _Attention(torch.autograd.Function):
         delta = _per_head(gradient * out, lse) if lse.numel() else lse
         replay = Replay(ctx.call, saved, list(ctx.needs_input_grad[2:]))
 
-        def stand_in(logits: Tensor, index: Tensor) -> Tensor:
-            coefficients: Tensor = _Normalised.apply(logits, lse.index_select(0, index), delta.index_select(0, index))
-            return coefficients
+        def normalised(logits: Tensor, index: Tensor) -> Tensor:
+            return _Normalised.apply(logits, lse.index_select(0, index), delta.index_select(0, index))
 
-        with replayed_random(ctx.random), softmax_replaced(ctx.call.conv, stand_in):
+        with replayed_random(ctx.random), softmax_replaced(ctx.call.conv, normalised):
             replay.run(ctx.schedule, lambda targets, messages: gradient.index_select(0, targets))
         return None, None, *replay.gradients
 
 
 class _Normalised(torch.autograd.Function):
-    """Coefficients ``exp(logit - lse)``, whose gradient accounts for the other edges of the target by ``delta``."""
+    """Coefficients ``a = exp(logit - lse)``; ``delta`` is the part of the gradient from the target's other edges.
+
+    The softmax gradient ``a * (g - sum_k a_k g_k)``, with the sum as ``delta``, known before any block is recomputed.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, lse: Tensor, delta: Tensor) -> Tensor:  # type: ignore[override]

@@ -1,9 +1,9 @@
-"""Values of edges that are put off: they name attention, whose coefficients need not be held for every edge.
+"""Lazy values of edges: they recognise attention, whose coefficients need not be stored for every edge.
 
 Convolutions of DGL compute attention in steps: a number for each edge and head from its ends, a function of that, a
 softmax over each target's edges, dropout, and the sum of source rows with the result as weights. Each step returns a
-tensor of one row an edge; here it returns an :class:`EdgeValues`, which knows how it would be computed. Where it is
-used in another way, it is computed then, by one exchange.
+tensor with one row per edge; here it returns a :class:`LazyEdgeValues`, which records the expression. Any other use
+evaluates the expression, by one exchange.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.utils import softmax
 
-from gtrain.nn.dropout import here
+from gtrain.nn.dropout import current_position
 from gtrain_sar.attention.softmax import attend_by_blocks
 from gtrain_sar.config import Schedule
 from gtrain_sar.edges import EdgeBlock, EdgeBlocks
-from gtrain_sar.propagate_call import Pool, PropagateCall
+from gtrain_sar.propagate_call import PropagateCall, TensorPool
 
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add,
@@ -29,9 +29,9 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mul": torch.mul,
     "dot": lambda a, b: (a * b).sum(-1, keepdim=True),
 }
-Rule = Callable[[Tensor, list[Any], dict[str, Any]], bool]
+EdgewiseRule = Callable[[Tensor, list[Any], dict[str, Any]], bool]
 _PROPERTIES: Any = [Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.layout, Tensor.is_sparse]
-_OF_SHAPE = {
+_SHAPE_FUNCTIONS = {
     Tensor.size,
     Tensor.dim,
     Tensor.__len__,
@@ -42,8 +42,8 @@ _OF_SHAPE = {
 
 
 @dataclass(frozen=True)
-class Step:
-    """A function of each edge's row alone, the other arguments being the same for all edges."""
+class EdgewiseStep:
+    """A function of each edge's row alone; its other arguments are the same for all edges."""
 
     function: Callable[..., Tensor]
     before: tuple[Any, ...]
@@ -60,22 +60,22 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class EdgeExpression:
     """How values of edges are computed.
 
     Attributes:
         op: ``add``, ``sub``, ``mul`` or ``dot`` of the rows of an edge's ends.
         ends: the two operands, [n, ...] each.
-        targets: ``u`` (of sources) or ``v`` (of targets) for each operand; one of each.
-        steps: done to the result.
-        normalised: whether the softmax over each target's edges was taken of that.
-        dropout: chance that a coefficient is dropped.
+        targets: ``u`` (source) or ``v`` (target) for each operand; one of each.
+        steps: applied to the result.
+        normalised: whether a softmax over each target's edges follows.
+        dropout: probability that a coefficient is dropped then.
     """
 
     op: str
     ends: tuple[Tensor, Tensor]
     targets: tuple[str, str]
-    steps: tuple[Step, ...] = field(default=())
+    steps: tuple[EdgewiseStep, ...] = field(default=())
     normalised: bool = False
     dropout: float = 0.0
 
@@ -90,7 +90,7 @@ class Recipe:
         return self.ends[self.targets.index("v")]
 
     def logits(self, source: Tensor, target: Tensor) -> Tensor:
-        """What the softmax is taken of, given rows of each edge's ends."""
+        """Return the softmax's input, given rows of each edge's ends."""
         ends = (source, target) if self.targets[0] == "u" else (target, source)
         values = _COMBINE[self.op](*ends)
         for step in self.steps:
@@ -99,7 +99,7 @@ class Recipe:
 
     @property
     def slope(self) -> float | None:
-        """Slope of leaky_relu, where that and a sum are all that is done, as in GAT; 1 for the sum alone."""
+        """The slope of leaky_relu if the expression is ``leaky_relu(u + v)``, as in GAT; 1 for ``u + v``; else None."""
         if self.op != "add" or len(self.steps) > 1:
             return None
         if not self.steps:
@@ -109,118 +109,121 @@ class Recipe:
         return float(slope) if step.function is F.leaky_relu and not step.before and not step.after else None
 
 
-Compute = Callable[[Recipe], Tensor]
+Evaluate = Callable[[EdgeExpression], Tensor]
 
 
-class EdgeValues(Tensor):
-    """[E, ...], computed when it is needed; see the module.
+class LazyEdgeValues(Tensor):
+    """[E, ...], evaluated when it is used; see the module.
 
     Attributes:
-        recipe: how it is computed.
-        compute: computes a recipe for all edges, by one exchange.
-        value: the values, once they are computed.
+        expression: how it is computed.
+        evaluate: evaluates an expression for all edges, by one exchange.
+        value: the values, once they are evaluated.
     """
 
-    recipe: Recipe
-    compute: Compute
+    expression: EdgeExpression
+    evaluate: Evaluate
     value: Tensor | None
 
     @staticmethod
     def of(
-        num_edges: int, compute: Compute, op: str, ends: tuple[Tensor, Tensor], targets: tuple[str, str]
-    ) -> EdgeValues | None:
-        """Values of edges from those of their ends; None where it is not worth while to put them off."""
+        num_edges: int, evaluate: Evaluate, op: str, ends: tuple[Tensor, Tensor], targets: tuple[str, str]
+    ) -> LazyEdgeValues | None:
+        """Return lazy values of edges from those of their ends; None if they cannot be a part of attention."""
         dims = {end.dim() for end in ends}
         if op not in _COMBINE or sorted(targets) != ["u", "v"] or len(dims) > 1 or min(dims) < 2:
             return None
         if not ends[0].is_floating_point() or ends[0].dtype != ends[1].dtype:
             return None
-        return EdgeValues._make(num_edges, compute, Recipe(op, ends, targets))
+        return LazyEdgeValues._create(num_edges, evaluate, EdgeExpression(op, ends, targets))
 
     @classmethod
-    def _make(cls, num_edges: int, compute: Compute, recipe: Recipe) -> EdgeValues:
+    def _create(cls, num_edges: int, evaluate: Evaluate, expression: EdgeExpression) -> LazyEdgeValues:
+        ends = (end.new_zeros((2, *end.shape[1:])) for end in (expression.source, expression.target))
         with torch.no_grad():
-            tail = recipe.logits(*(end.new_zeros((2, *end.shape[1:])) for end in (recipe.source, recipe.target))).shape
-        made: EdgeValues = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, (num_edges, *tail[1:]), dtype=recipe.source.dtype, device=recipe.source.device
+            shape = expression.logits(*ends).shape[1:]
+        values: LazyEdgeValues = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, (num_edges, *shape), dtype=expression.source.dtype, device=expression.source.device
         )
-        made.compute, made.recipe, made.value = compute, recipe, None
-        return made
+        values.evaluate, values.expression, values.value = evaluate, expression, None
+        return values
 
-    def with_recipe(self, **changes: Any) -> EdgeValues:
-        """Values of the same edges by this recipe with changes."""
-        return self._make(self.size(0), self.compute, replace(self.recipe, **changes))
+    def with_expression(self, **changes: Any) -> LazyEdgeValues:
+        """Return values of the same edges by this expression with changes."""
+        return self._create(self.size(0), self.evaluate, replace(self.expression, **changes))
 
-    def normalised(self) -> EdgeValues | None:
-        """The softmax over each target's edges; None where that cannot be put off."""
-        if self.recipe.normalised or self.value is not None:
+    def normalised(self) -> LazyEdgeValues | None:
+        """Return the softmax over each target's edges; None if that cannot be lazy."""
+        if self.expression.normalised or self.value is not None:
             return None
-        return self.with_recipe(normalised=True)
+        return self.with_expression(normalised=True)
 
     def weighs(self, x: Tensor) -> bool:
-        """Whether a sum of source rows ``x`` [n, C] or [n, H, C] with these as weights is attention."""
+        """Whether a sum of source rows ``x`` [n, C] or [n, H, C] with these weights is attention."""
         heads = (1,) if x.dim() == 2 else (x.size(1), 1) if x.dim() == 3 else None
-        ready = self.recipe.normalised and self.value is None and x.dtype == self.dtype
+        ready = self.expression.normalised and self.value is None and x.dtype == self.dtype
         return ready and tuple(self.shape[1:]) == heads
 
     def computed(self) -> Tensor:
-        """The values, [E, ...], by one exchange."""
+        """Return the values, [E, ...], by one exchange."""
         if self.value is None:
-            self.value = self.compute(self.recipe)
+            self.value = self.evaluate(self.expression)
         return self.value
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"EdgeValues(op={self.recipe.op}, normalised={self.recipe.normalised})"
+        return f"LazyEdgeValues(op={self.expression.op}, normalised={self.expression.normalised})"
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _OF_SHAPE:
+        if func in _SHAPE_FUNCTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func is F.dropout and isinstance(args[0], EdgeValues):
-            later: EdgeValues | None = _dropout(args[0], *args[1:], **kwargs)
+        if func is F.dropout and isinstance(args[0], LazyEdgeValues):
+            deferred: LazyEdgeValues | None = _dropout(args[0], *args[1:], **kwargs)
         else:
-            later = _step(func, args, kwargs)
-        if later is not None:
-            return later
+            deferred = _step(func, args, kwargs)
+        if deferred is not None:
+            return deferred
         return func(*(_computed(a) for a in args), **{name: _computed(a) for name, a in kwargs.items()})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError(f"{func} of values that were put off")  # it would not be differentiable
+        raise NotImplementedError(f"{func} of lazy values of edges")  # it would not be differentiable
 
 
 def _computed(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_computed(item) for item in value)
-    return value.computed() if isinstance(value, EdgeValues) else value
+    return value.computed() if isinstance(value, LazyEdgeValues) else value
 
 
-def _dropout(values: EdgeValues, p: float = 0.5, training: bool = True, inplace: bool = False) -> EdgeValues | None:
+def _dropout(
+    values: LazyEdgeValues, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> LazyEdgeValues | None:
     if not training or p == 0:
         return values
-    recipe = values.recipe
-    if not recipe.normalised or recipe.dropout or inplace or values.value is not None:
+    expression = values.expression
+    if not expression.normalised or expression.dropout or inplace or values.value is not None:
         return None
-    return values.with_recipe(dropout=float(p))
+    return values.with_expression(dropout=float(p))
 
 
-def _step(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> EdgeValues | None:
-    """The function put off, if it looks at one edge at a time."""
-    places = [i for i, value in enumerate(args) if isinstance(value, EdgeValues)]
-    if func not in _EDGEWISE or len(places) != 1 or kwargs.get("inplace") or kwargs.get("out") is not None:
+def _step(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyEdgeValues | None:
+    """Append a function to the expression, if it computes each edge alone; else return None."""
+    positions = [i for i, value in enumerate(args) if isinstance(value, LazyEdgeValues)]
+    if func not in _EDGEWISE or len(positions) != 1 or kwargs.get("inplace") or kwargs.get("out") is not None:
         return None
-    (place,) = places
-    values: EdgeValues = args[place]
-    others = [value for i, value in enumerate(args) if i != place]
-    if values.recipe.normalised or values.value is not None or not _EDGEWISE[func](values, others, kwargs):
+    (position,) = positions
+    values: LazyEdgeValues = args[position]
+    others = [*args[:position], *args[position + 1 :]]
+    if values.expression.normalised or values.value is not None or not _EDGEWISE[func](values, others, kwargs):
         return None
     kwargs = {name: value for name, value in kwargs.items() if name != "inplace"}
-    step = Step(func, args[:place], args[place + 1 :], kwargs)
-    return values.with_recipe(steps=(*values.recipe.steps, step))
+    step = EdgewiseStep(func, args[:position], args[position + 1 :], kwargs)
+    return values.with_expression(steps=(*values.expression.steps, step))
 
 
 def _always(values: Tensor, others: list[Any], kwargs: dict[str, Any]) -> bool:
@@ -228,7 +231,7 @@ def _always(values: Tensor, others: list[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _same_for_all_edges(values: Tensor, others: list[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the other operand has no row for each edge, and adds no dimension."""
+    """Whether the other operand is the same for all edges, and adds no dimension."""
     (other,) = others or [None]
     if isinstance(other, Tensor):
         small = other.dim() < values.dim() or (other.dim() == values.dim() and other.size(0) == 1)
@@ -237,13 +240,13 @@ def _same_for_all_edges(values: Tensor, others: list[Any], kwargs: dict[str, Any
 
 
 def _within_rows(values: Tensor, others: list[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the one dimension that is named is not that of edges."""
+    """Whether the only named dimension is not that of edges."""
     dims = [*others, *(value for name, value in kwargs.items() if name == "dim")]
     plain = set(kwargs) <= {"dim", "keepdim"} and len(dims) == 1 and isinstance(dims[0], int)
     return plain and dims[0] != 0 and dims[0] > -values.dim()
 
 
-_EDGEWISE: dict[Callable[..., Any], Rule] = {
+_EDGEWISE: dict[Callable[..., Any], EdgewiseRule] = {
     **dict.fromkeys((F.leaky_relu, F.relu, F.elu, torch.tanh, Tensor.tanh, Tensor.relu, Tensor.neg), _always),
     **dict.fromkeys((Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul), _same_for_all_edges),
     **dict.fromkeys((Tensor.div, Tensor.__truediv__, torch.div), _same_for_all_edges),
@@ -253,7 +256,7 @@ _EDGEWISE: dict[Callable[..., Any], Rule] = {
 
 
 class ParameterOwner:
-    """What a call says are its convolution's parameters; its module has the name ``softmax``."""
+    """Stands in for the convolution of a call: has its parameters, and a module that defines ``softmax``."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         self._parameters = parameters
@@ -263,26 +266,26 @@ class ParameterOwner:
 
 
 class AttentionCall(PropagateCall):
-    """Sum of source rows ``x`` with the coefficients of a recipe, for :mod:`gtrain_sar.attention.softmax`."""
+    """Sum of source rows ``x`` with the coefficients of an expression, for :mod:`gtrain_sar.attention.softmax`."""
 
-    def __init__(self, blocks: EdgeBlocks, x: Tensor, recipe: Recipe) -> None:
-        self.conv: Any = ParameterOwner([tensor for step in recipe.steps for tensor in step.tensors])
-        self.blocks, self.reduce, self.pool, self.attention = blocks, "sum", Pool(), None
-        self.layer = here()
-        self._recipe = recipe
-        self._x, self._source = self.pool.add("source", x), self.pool.add("source", recipe.source)
-        self._target = self.pool.add("target", recipe.target)
+    def __init__(self, blocks: EdgeBlocks, x: Tensor, expression: EdgeExpression) -> None:
+        self.conv: Any = ParameterOwner([tensor for step in expression.steps for tensor in step.tensors])
+        self.blocks, self.reduce, self.pool, self.attention = blocks, "sum", TensorPool(), None
+        self.position = current_position()
+        self._expression = expression
+        self._x, self._source = self.pool.add("source", x), self.pool.add("source", expression.source)
+        self._target = self.pool.add("target", expression.target)
 
     def message_of(self, block: EdgeBlock, tensors: list[Tensor]) -> Tensor:
-        """Source rows times coefficients, [E_r, ...]."""
+        """Return source rows times coefficients, [E_r, ...]."""
         source = tensors[self._source].index_select(0, block.sources)
-        logits = self._recipe.logits(source, tensors[self._target].index_select(0, block.targets))
+        logits = self._expression.logits(source, tensors[self._target].index_select(0, block.targets))
         weights = softmax(logits.flatten(1), block.targets).view_as(logits)
-        weights = F.dropout(weights, self._recipe.dropout)
+        weights = F.dropout(weights, self._expression.dropout)
         rows = source if self._x == self._source else tensors[self._x].index_select(0, block.sources)
         return rows * weights
 
 
-def attend_in_blocks(blocks: EdgeBlocks, x: Tensor, recipe: Recipe, schedule: Schedule) -> Tensor:
-    """Attention by a running maximum and sum over blocks (modes 1 and 2), [num_local, ...]."""
-    return attend_by_blocks(AttentionCall(blocks, x, recipe), schedule)
+def attend_in_blocks(blocks: EdgeBlocks, x: Tensor, expression: EdgeExpression, schedule: Schedule) -> Tensor:
+    """Return attention by a running maximum and sum over blocks (modes 1 and 2), [num_local, ...]."""
+    return attend_by_blocks(AttentionCall(blocks, x, expression), schedule)

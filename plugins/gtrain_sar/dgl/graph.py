@@ -1,6 +1,6 @@
 """DGL's graph interface over a shard, for unmodified ``dgl.nn`` convolutions.
 
-Imported where a model has a :class:`~gtrain.nn.DglGraph` only: it loads DGL.
+Imported only for models that have a :class:`~gtrain.nn.DglGraph`: it loads DGL.
 """
 
 from __future__ import annotations
@@ -18,59 +18,57 @@ from torch import Tensor
 
 from gtrain.errors import ConfigError
 from gtrain.nn import DglGraph
-from gtrain.nn.dropout import active
+from gtrain.nn.dropout import active_dropout
 from gtrain_sar.config import Schedule
 from gtrain_sar.dgl import index
-from gtrain_sar.dgl.functions import Batch, Columns, Frame, Function, aggregate_in_blocks
-from gtrain_sar.dgl.index import DglBlocks, ShardIndex, Unserved, plain
-from gtrain_sar.edges import BlockIndex, EdgeBlocks
+from gtrain_sar.dgl.functions import Frame, Function, LazyColumns, ShardEdgeBatch, aggregate_in_blocks
+from gtrain_sar.dgl.index import DglGraphs, ShardIndex, UnsupportedAttributeError, evaluated
+from gtrain_sar.edges import EdgeBlockCache, EdgeBlocks
 
 NODE, EDGE = "_N", "_E"
 Messages = dict[str, Tensor]
 
 
 class DglShards:
-    """Gives DGL's convolutions the shard in place of the whole graph.
+    """Creates the graphs that convolutions of DGL are called with.
 
     Args:
-        blocks: sorts edges into blocks.
-        schedule: how blocks are fetched.
+        blocks: the shard's edges by block.
+        schedule: when blocks are fetched.
     """
 
-    def __init__(self, blocks: BlockIndex, schedule: Schedule) -> None:
+    def __init__(self, blocks: EdgeBlockCache, schedule: Schedule) -> None:
         self._blocks, self._schedule = blocks, schedule
-        index.serve()
+        index.install_operators()
 
     def close(self) -> None:
-        """Leave DGL as it was found."""
-        index.unserve()
+        """Restore DGL's operators."""
+        index.uninstall_operators()
 
     def graph(self, layer: DglGraph, edge_index: Tensor, num_nodes: int) -> ShardGraph:
-        """What ``layer.forward`` returns in place of DGL's graph; ``num_nodes`` is the shard's own."""
+        """Return the result of ``layer.forward``, in place of DGL's graph; the shard determines ``num_nodes``."""
         edges = layer.edges(edge_index, self._blocks.num_targets)
         blocks, constants = self._blocks(edges), self._blocks.exchange.constants
-        dropout = active()
+        dropout = active_dropout()
         if dropout is not None:
             dropout.add(edges)
-        if "dgl" not in blocks.extra:
-            blocks.extra["dgl"] = ShardGraph(edges, blocks, self._schedule)
-            if constants is not None and edge_index in constants:
-                constants.add([blocks.in_degree])
-        graph: ShardGraph = blocks.extra["dgl"]
+        if constants is not None and edge_index in constants:
+            constants.add([blocks.in_degree])
+        graph: ShardGraph = blocks.derived("dgl", lambda: ShardGraph(edges, blocks, self._schedule))
         return graph.local_var()
 
 
 class ShardGraph:
-    """A part of a graph, as convolutions of DGL see it: a homogeneous graph of the part's own nodes.
+    """A part of a graph with the interface of a homogeneous graph of DGL, whose nodes are the local ones.
 
-    Node data are rows of the own nodes; where a convolution reads them at sources, those of the halo are fetched.
-    Edges are all that point at the own nodes, in the order of ``edge_index``. What DGL's graph has beyond that,
-    :class:`~gtrain_sar.dgl.index.Unserved` refuses.
+    Node data are rows of local nodes; when a convolution reads them at sources, the halo's are fetched. The edges are
+    all that point at local nodes, in the order of ``edge_index``. Other attributes of DGL's graph raise
+    :class:`~gtrain_sar.dgl.index.UnsupportedAttributeError`.
 
     Args:
         edge_index: int64 [2, E], in the shard's local ids.
         blocks: the same by the blocks of their sources.
-        schedule: how blocks are fetched.
+        schedule: when blocks are fetched.
     """
 
     is_block, is_homogeneous, is_unibipartite = False, True, False
@@ -82,26 +80,26 @@ class ShardGraph:
         self.blocks, self._ends = blocks, edge_index.detach()
         self.ndata = Frame(blocks.num_targets, "nodes")
         self.edata = Frame(blocks.num_edges, "edges")
-        self._graph = ShardIndex(blocks, schedule, DglBlocks(self._ends, blocks))
+        self._graph = ShardIndex(blocks, schedule, DglGraphs(self._ends, blocks))
 
     def __getattr__(self, name: str) -> Any:
-        raise Unserved(name)
+        raise UnsupportedAttributeError(name)
 
     # ------------------------------------------------------------------------ data
 
     @property
     def srcdata(self) -> Frame:
-        """Rows of the own nodes, as everywhere in a homogeneous graph."""
+        """Rows of local nodes: a homogeneous graph has one set of node data."""
         return self.ndata
 
     @property
     def dstdata(self) -> Frame:
-        """Rows of the own nodes."""
+        """Rows of local nodes."""
         return self.ndata
 
     @contextmanager
     def local_scope(self) -> Iterator[None]:
-        """Columns that are set inside are gone outside."""
+        """Discard columns that are set inside this context at its end."""
         before = self.ndata, self.edata
         self.ndata, self.edata = self.ndata.copied(), self.edata.copied()
         try:
@@ -111,7 +109,7 @@ class ShardGraph:
             self._graph.forget()
 
     def local_var(self) -> ShardGraph:
-        """The same graph with data of its own."""
+        """Return the same graph with separate node and edge data."""
         other = ShardGraph.__new__(ShardGraph)
         other.__dict__.update(self.__dict__)
         other.ndata, other.edata = self.ndata.copied(), self.edata.copied()
@@ -126,17 +124,17 @@ class ShardGraph:
             reduced = core.message_passing(self, message_func, reduce_func, None)
         else:
             reduced = _pass_messages(self, message_func, reduce_func)
-        if core.is_builtin(reduce_func) and reduce_func.name in ("max", "min"):  # nodes without edges have 0
+        if core.is_builtin(reduce_func) and reduce_func.name in ("max", "min"):  # DGL's 0 for nodes without edges
             reduced = {name: value.masked_fill(value.isinf(), 0.0) for name, value in reduced.items()}
         self.ndata.update(reduced)
         if apply_node_func is not None:
-            self.ndata.update(apply_node_func(dgl.udf.NodeBatch(self, self.nodes(), NODE, self.ndata)))
+            self.ndata.update(apply_node_func(NodeBatch(self, self.nodes(), NODE, self.ndata)))
 
     def apply_edges(self, func: Any, edges: Any = "__ALL__", etype: Any = None) -> None:
         """Compute values of every edge.
 
         Raises:
-            ConfigError: of some edges only: a rank has perhaps none of those, and would not take part.
+            ConfigError: ``edges`` selects some edges: a rank without any of them would not take part in the exchange.
         """
         if not is_all(edges):
             raise ConfigError(
@@ -150,40 +148,40 @@ class ShardGraph:
 
     @property
     def device(self) -> torch.device:
-        """Where the edges are."""
+        """The device of the edges."""
         return self._ends.device
 
     def to(self, device: Any) -> ShardGraph:
-        """The graph itself: it is where the batch is."""
+        """Return the graph itself: it is on the batch's device."""
         return self
 
     def num_nodes(self, ntype: Any = None) -> int:
-        """Own nodes."""
+        """Return the number of local nodes."""
         return self.blocks.num_targets
 
     number_of_nodes = num_src_nodes = num_dst_nodes = num_nodes
     number_of_src_nodes = number_of_dst_nodes = num_nodes
 
     def num_edges(self, etype: Any = None) -> int:
-        """Edges that point at the own nodes."""
+        """Return the number of edges."""
         return self.blocks.num_edges
 
     number_of_edges = num_edges
 
     def nodes(self, ntype: Any = None) -> Tensor:
-        """Local ids of the own nodes."""
+        """Return the ids of local nodes."""
         return torch.arange(self.num_nodes(), device=self.device)
 
     srcnodes = dstnodes = nodes
 
     def edges(self, form: str = "uv", order: str | None = None, etype: Any = None) -> Any:
-        """Ends of the edges in local ids, halo sources after the own nodes; ``form`` as DGL's, the order by edge id.
+        """Return the ends of the edges in local ids, halo sources after local nodes, in the order of edge ids.
 
         Raises:
-            Unserved: another order.
+            UnsupportedAttributeError: another order.
         """
         if order not in (None, "eid"):
-            raise Unserved(f"edges(order={order!r})")
+            raise UnsupportedAttributeError(f"edges(order={order!r})")
         source, target = self._ends
         ids = torch.arange(self.num_edges(), device=self.device)
         return {"uv": (source, target), "eid": ids, "all": (source, target, ids)}[form]
@@ -191,63 +189,60 @@ class ShardGraph:
     all_edges = edges
 
     def find_edges(self, eid: Tensor, etype: Any = None) -> tuple[Tensor, Tensor]:
-        """Ends of some edges, as :meth:`edges`."""
+        """Return the ends of some edges, as :meth:`edges`."""
         return self._ends[0, eid], self._ends[1, eid]
 
     def in_degrees(self, v: Any = "__ALL__", etype: Any = None) -> Tensor:
-        """Edges that point at each own node, or at some, int64."""
+        """Return the number of edges that point at each local node, or at some of them, int64."""
         return self.blocks.in_degree if is_all(v) else self.blocks.in_degree[v]
 
     def out_degrees(self, u: Any = "__ALL__", etype: Any = None) -> Tensor:
-        """Edges that leave each own node, or some, counted over all parts, int64."""
-        if "out_degree" not in self.blocks.extra:
-            self.blocks.extra["out_degree"] = index.out_degrees(self.blocks, self._ends[0])
-        degrees: Tensor = self.blocks.extra["out_degree"]
+        """Return the number of edges that leave each local node, or some of them, counted over all parts, int64."""
+        degrees: Tensor = self.blocks.derived("out_degree", lambda: index.out_degrees(self.blocks, self._ends[0]))
         return degrees if is_all(u) else degrees[u]
 
 
 def _call_on_edges(graph: ShardGraph, function: Function) -> Messages:
-    """What a function of edges returns for all of them, [E, ...] each; the halo of what it reads is fetched."""
+    """Return the results of a function for all edges, [E, ...] each, and fetch the halo rows that it reads."""
     source, target, ids = graph.edges("all")
-    batch = Batch(
-        graph,
-        (source, target),
-        ids,
-        Columns(graph.ndata, lambda rows: graph._graph.with_halo(rows).index_select(0, source)),
-        Columns(graph.edata, plain),
-        Columns(graph.ndata, lambda rows: plain(rows).index_select(0, target)),
+    columns = (
+        LazyColumns(graph.ndata, lambda rows: graph._graph.with_halo(rows).index_select(0, source)),
+        LazyColumns(graph.edata, evaluated),
+        LazyColumns(graph.ndata, lambda rows: evaluated(rows).index_select(0, target)),
     )
-    return function(batch)
+    return function(ShardEdgeBatch(graph, (source, target), ids, *columns))
 
 
 def _pass_messages(graph: ShardGraph, message: Any, reduce: Any) -> Messages:
-    """``update_all`` where one of the functions, or both, are written in Python."""
+    """``update_all`` with a message or reduce function that is written in Python."""
     if not core.is_builtin(message) and core.is_builtin(reduce):
         out = aggregate_in_blocks(graph, message, reduce.msg_field, reduce.name, graph._graph.schedule)
         if out is not None:
             return {reduce.out_field: out}
     messages = core.invoke_gsddmm(graph, message) if core.is_builtin(message) else _call_on_edges(graph, message)
     if not core.is_builtin(reduce):
-        return _reduce_by_function(graph, {name: plain(value) for name, value in messages.items()}, reduce)
+        return _reduce_by_function(graph, {name: evaluated(value) for name, value in messages.items()}, reduce)
     copied = dgl.function.copy_e(reduce.msg_field, reduce.msg_field)
-    reduced: Messages = core.invoke_gspmm(graph, copied, reduce, edata=messages)
-    return reduced
+    return core.invoke_gspmm(graph, copied, reduce, edata=messages)
 
 
 def _reduce_by_function(graph: ShardGraph, messages: Messages, reduce: Callable[[NodeBatch], Messages]) -> Messages:
-    """A mailbox for each node, of the nodes with as many edges together, as DGL does."""
-    block, order = graph._graph.whole.ordered  # an exchange, the first time, in which all ranks take part
+    """Reduce the mailbox of each node, of all nodes with the same in-degree together, as DGL does."""
+    block, order = graph._graph.whole.ordered  # the first access is an exchange, in which all ranks take part
     if not graph.num_edges():
-        return _of_no_messages(graph, messages, reduce)
+        return _reduce_nothing(graph, messages, reduce)
     with block.local_scope():
-        block.dstdata.update({name: plain(value) for name, value in graph.ndata.items()})
+        block.dstdata.update({name: evaluated(value) for name, value in graph.ndata.items()})
         reduced = core.invoke_udf_reduce(block, reduce, {name: value[order] for name, value in messages.items()})
         return dict(reduced.items())
 
 
-def _of_no_messages(graph: ShardGraph, messages: Messages, reduce: Callable[[NodeBatch], Messages]) -> Messages:
-    """Zeros, shaped as the function's results; they hang on the messages, for whose gradient the peers wait."""
+def _reduce_nothing(graph: ShardGraph, messages: Messages, reduce: Callable[[NodeBatch], Messages]) -> Messages:
+    """Return zeros in the shape of the function's results.
+
+    They depend on the messages, so that the backward pass reaches the exchange that the peers take part in.
+    """
     mail = {name: value.new_zeros((1, 1, *value.shape[1:])) + value.sum() for name, value in messages.items()}
-    data = {name: plain(value)[:1] for name, value in graph.ndata.items()}
+    data = {name: evaluated(value)[:1] for name, value in graph.ndata.items()}
     reduced = reduce(NodeBatch(graph, graph.nodes()[:1], graph.ntypes[0], data, msgs=mail))
     return {name: value.expand(graph.num_nodes(), *value.shape[1:]) * 0 for name, value in reduced.items()}

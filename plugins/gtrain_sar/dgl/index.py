@@ -1,15 +1,15 @@
-"""DGL's three kernels over a shard, what they run on, and where DGL looks them up.
+"""DGL's three operators over a shard.
 
 Everything that ``dgl.nn`` computes over edges goes through ``gspmm`` (messages of sources and edges, reduced at
-targets), ``gsddmm`` (values of edges from values of nodes) and ``edge_softmax``. They are handed the graph's index; an
-index of ours answers itself.
+targets), ``gsddmm`` (values of edges from values of nodes) and ``edge_softmax``. Their first argument is the graph's
+index; the replaced operators dispatch on :class:`ShardIndex`.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import dgl
@@ -20,12 +20,12 @@ from torch import Tensor
 from gtrain.errors import ConfigError
 from gtrain_sar.attention.fused import attend
 from gtrain_sar.config import Schedule
-from gtrain_sar.dgl.edge_values import EdgeValues, Recipe, attend_in_blocks
+from gtrain_sar.dgl.edge_values import EdgeExpression, LazyEdgeValues, attend_in_blocks
 from gtrain_sar.edges import EdgeBlocks
-from gtrain_sar.halo import add_rows, halo_rows, push
+from gtrain_sar.halo import halo_rows, return_gradients
 from gtrain_sar.linear import LinearCall, aggregate
 
-_PLACES = {
+_OPERATORS = {
     "gspmm": ("dgl.ops.spmm", "gspmm_internal"),
     "gsddmm": ("dgl.ops.sddmm", "gsddmm_internal"),
     "edge_softmax": ("dgl.ops.edge_softmax", "edge_softmax_internal"),
@@ -34,19 +34,19 @@ _ORIGINAL: dict[str, Callable[..., Any]] = {}
 _users = 0
 
 
-class Unserved(ConfigError, AttributeError):
-    """A part of DGL's interface that a shard does not have."""
+class UnsupportedAttributeError(ConfigError, AttributeError):
+    """Raised for an attribute of DGL's graphs that a shard does not have."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"strategy=sar does not serve this convolution: it asks for graph.{name}, which a part of the graph does "
+            f"strategy=sar does not serve this convolution: it reads graph.{name}, which a part of the graph does "
             "not have.",
             hint="use strategy=single, or another convolution.",
         )
 
 
-class DglBlocks:
-    """What DGL's kernels run on where a convolution is not worked off block by block.
+class DglGraphs:
+    """The graphs from local and halo nodes to local nodes, for operators that do not run block by block.
 
     Args:
         ends: int64 [2, E], in the shard's local ids.
@@ -57,141 +57,133 @@ class DglBlocks:
         self._ends, self._blocks = ends, blocks
 
     @cached_property
-    def plain(self) -> Any:
+    def unsorted(self) -> Any:
         """The graph, its edges in the order of ``ends``."""
-        return self._make(*self._ends)
+        return self._create(*self._ends)
 
     @cached_property
     def ordered(self) -> tuple[Any, Tensor]:
-        """The graph, a target's edges ordered by the sources' ids in the source data, and each one's place in ``ends``.
+        """The graph with a target's edges sorted by the sources' original ids, and each edge's position in ``ends``.
 
-        That is the order of one process. Functions of a mailbox depend on it (an LSTM), and so does the choice among
-        messages that are the same maximum.
+        That is the order of a single process. Reduce functions may depend on it (an LSTM), and so does the choice among
+        equal maxima.
         """
-        exchange, (source, target) = self._blocks.exchange, self._ends
-        (ids,) = halo_rows([(exchange, exchange.orig_id.to(source.device))])
-        order = ids[source].argsort(stable=True)
+        source, target = self._ends
+        order = self._blocks.exchange.all_ids[source].argsort(stable=True)
         order = order[target[order].argsort(stable=True)]
-        return self._make(source[order], target[order]), order
+        return self._create(source[order], target[order]), order
 
-    def _make(self, source: Tensor, target: Tensor) -> Any:
+    def _create(self, source: Tensor, target: Tensor) -> Any:
         shard = self._blocks.exchange.shard
         sizes = {"num_src_nodes": shard.num_local + shard.num_halo, "num_dst_nodes": self._blocks.num_targets}
         return dgl.create_block((source, target), **sizes)
 
 
 class ShardIndex:
-    """What DGL's kernels are handed as the graph.
+    """The graph index that DGL's operators receive.
 
-    Sources are given as the own nodes' rows; those of the halo are fetched. Sums and products with a number for each
-    edge and head, and GAT's attention, are aggregated block by block; all else by one exchange and DGL's own kernel.
+    Source tensors have the rows of local nodes; the halo's are fetched. Sums and products with a number for each
+    edge and head, and GAT's attention, are aggregated block by block; all else by one exchange and DGL's operator.
 
     Args:
-        blocks: the edges by the blocks of their sources; ``in_degree`` is the key of what is kept of constant inputs.
-        schedule: how blocks are fetched.
-        whole: DGL's graphs from [own nodes, halo] to the own nodes.
+        blocks: the edges by the blocks of their sources; ``in_degree`` is the key of cached results.
+        schedule: when blocks are fetched.
+        whole: for the operators that do not run block by block.
     """
 
-    def __init__(self, blocks: EdgeBlocks, schedule: Schedule, whole: DglBlocks) -> None:
+    def __init__(self, blocks: EdgeBlocks, schedule: Schedule, whole: DglGraphs) -> None:
         self.blocks, self.schedule, self.whole = blocks, schedule, whole
         self._fetched: list[tuple[Tensor, Tensor]] = []
 
     def __getattr__(self, name: str) -> Any:
-        raise Unserved(name)
+        raise UnsupportedAttributeError(name)
 
     def number_of_etypes(self) -> int:
-        """Always 1."""
+        """Return 1: a shard is homogeneous."""
         return 1
 
     def with_halo(self, rows: Tensor) -> Tensor:
-        """[num_local, ...] -> [num_local + num_halo, ...], exchanged once while a convolution runs."""
-        rows = plain(rows)
-        for known, fetched in self._fetched:
-            if known is rows:
+        """Append halo rows, [num_local, ...] -> [num_local + num_halo, ...]; one exchange per tensor and call."""
+        rows = evaluated(rows)
+        for tensor, fetched in self._fetched:
+            if tensor is rows:
                 return fetched
         (fetched,) = halo_rows([(self.blocks.exchange, rows)])
         self._fetched.append((rows, fetched))
         return fetched
 
     def forget(self) -> None:
-        """Let go of fetched rows."""
+        """Free the fetched rows."""
         self._fetched.clear()
 
-    # ------------------------------------------------------------------------ the kernels
+    # ------------------------------------------------------------------------ the operators
 
     def gspmm(self, op: str, reduce: str, lhs: Tensor | None, rhs: Tensor | None) -> Tensor:
-        """Reduced messages, [num_local, ...]; arguments as DGL's: ``lhs`` of sources, ``rhs`` of edges."""
+        """Return reduced messages, [num_local, ...]; arguments as DGL's: ``lhs`` of sources, ``rhs`` of edges."""
         sums = self._in_blocks(op, lhs, rhs) if reduce == "sum" and lhs is not None else None
         if sums is not None:
             return sums
         sources = None if lhs is None else self.with_halo(lhs)
-        of_edges, block = None if rhs is None else plain(rhs), self.whole.plain
+        edges, block = None if rhs is None else evaluated(rhs), self.whole.unsorted
         if reduce != "sum":
             block, order = self.whole.ordered
-            of_edges = None if of_edges is None else of_edges[order]
+            edges = None if edges is None else edges[order]
             if not self.blocks.num_edges:
-                return _nothing(self.blocks.num_targets, [x for x in (sources, of_edges) if x is not None])
-        out: Tensor = _ORIGINAL["gspmm"](block._graph, op, reduce, sources, of_edges)
-        return out
+                return _zeros(self.blocks.num_targets, [x for x in (sources, edges) if x is not None])
+        return _ORIGINAL["gspmm"](block._graph, op, reduce, sources, edges)
 
     def _in_blocks(self, op: str, x: Tensor, weight: Tensor | None) -> Tensor | None:
-        """A weighted sum of source rows, without holding the halo; None where the operator is none."""
-        x = plain(x)
+        """Return a weighted sum of source rows, block by block; None if the operator is not one."""
+        x = evaluated(x)
         if not x.is_floating_point() or op not in ("copy_lhs", "mul", "div"):
             return None
-        if isinstance(weight, EdgeValues) and op == "mul" and weight.weighs(x):
-            recipe = weight.recipe
-            if recipe.slope is not None and x.dim() == 3:
-                logits = recipe.source.flatten(1), recipe.target.flatten(1)
-                return attend(self.blocks, x, *logits, recipe.slope, recipe.dropout, self.schedule)
+        if isinstance(weight, LazyEdgeValues) and op == "mul" and weight.weighs(x):
+            expression = weight.expression
+            if expression.slope is not None and x.dim() == 3:
+                logits = expression.source.flatten(1), expression.target.flatten(1)
+                return attend(self.blocks, x, *logits, expression.slope, expression.dropout, self.schedule)
             if self.schedule.mode != 3:
-                return attend_in_blocks(self.blocks, x, recipe, self.schedule)
+                return attend_in_blocks(self.blocks, x, expression, self.schedule)
         if weight is not None:
-            weight = per_head(x, 1.0 / plain(weight) if op == "div" else plain(weight))
+            weight = per_head(x, 1.0 / evaluated(weight) if op == "div" else evaluated(weight))
             if weight is None:
                 return None
-        return self._linear(x, weight)
-
-    def _linear(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        def compute() -> Tensor:
-            return aggregate([LinearCall(self.blocks, x, weight)], self.schedule)[0]
-
-        constants, key = self.blocks.exchange.constants, (x, self.blocks.in_degree, weight)
-        return compute() if constants is None else constants.result(key, ("linear", False), compute)
+        call, constants = LinearCall(self.blocks, x, weight), self.blocks.exchange.constants
+        assert constants is not None
+        key = (x, self.blocks.in_degree, weight)
+        return constants.result(key, ("linear", False), lambda: aggregate([call], self.schedule)[0])
 
     def gsddmm(self, op: str, lhs: Tensor, rhs: Tensor, lhs_target: str = "u", rhs_target: str = "v") -> Tensor:
-        """Values of edges, [E, ...]; arguments as DGL's."""
+        """Return values of edges, [E, ...]; arguments as DGL's."""
         if lhs is not None and rhs is not None:
-            later = EdgeValues.of(
-                self.blocks.num_edges, self.compute, op, (plain(lhs), plain(rhs)), (lhs_target, rhs_target)
-            )
-            if later is not None:
-                return later
-        return self.on_edges(op, lhs, rhs, lhs_target, rhs_target)
+            ends, targets = (evaluated(lhs), evaluated(rhs)), (lhs_target, rhs_target)
+            lazy = LazyEdgeValues.of(self.blocks.num_edges, self.evaluate, op, ends, targets)
+            if lazy is not None:
+                return lazy
+        return self._on_edges(op, (lhs, rhs), (lhs_target, rhs_target))
 
-    def on_edges(self, op: str, lhs: Tensor, rhs: Tensor, lhs_target: str = "u", rhs_target: str = "v") -> Tensor:
-        """The same by one exchange, whatever the operands are."""
-        operands = [
-            None if tensor is None else self.with_halo(tensor) if target == "u" else plain(tensor)
-            for tensor, target in ((lhs, lhs_target), (rhs, rhs_target))
+    def _on_edges(self, op: str, operands: tuple[Tensor, Tensor], targets: tuple[str, str]) -> Tensor:
+        """Return values of edges by one exchange, whatever the operands are."""
+        rows = [
+            None if tensor is None else self.with_halo(tensor) if target == "u" else evaluated(tensor)
+            for tensor, target in zip(operands, targets, strict=True)
         ]
-        out: Tensor = _ORIGINAL["gsddmm"](self.whole.plain._graph, op, *operands, lhs_target, rhs_target)
-        return out
+        return _ORIGINAL["gsddmm"](self.whole.unsorted._graph, op, *rows, *targets)
 
-    def compute(self, recipe: Recipe) -> Tensor:
-        """Values of edges that were put off, [E, ...]."""
-        values = self.on_edges(recipe.op, *recipe.ends, *recipe.targets)
-        for step in recipe.steps:
+    def evaluate(self, expression: EdgeExpression) -> Tensor:
+        """Evaluate lazy values of edges, [E, ...]."""
+        values = self._on_edges(expression.op, expression.ends, expression.targets)
+        for step in expression.steps:
             values = step(values)
-        if recipe.normalised:
+        if expression.normalised:
             values = self.edge_softmax(values)
-        return F.dropout(values, recipe.dropout) if recipe.dropout else values
+        return F.dropout(values, expression.dropout) if expression.dropout else values
 
     def edge_softmax(self, logits: Tensor, eids: Any = "__ALL__", norm_by: str = "dst") -> Tensor:
-        """Softmax over the edges of each target, which are all here.
+        """Return the softmax over the edges of each target, all of which this rank has.
 
         Raises:
-            ConfigError: over the edges of each source.
+            ConfigError: the softmax is over the edges of each source.
         """
         if norm_by != "dst":
             raise ConfigError(
@@ -199,29 +191,28 @@ class ShardIndex:
                 "ranks.",
                 hint="use norm_by='dst', or strategy=single.",
             )
-        later = logits.normalised() if isinstance(logits, EdgeValues) and isinstance(eids, str) else None
-        if later is not None:
-            return later
-        out: Tensor = _ORIGINAL["edge_softmax"](self.whole.plain._graph, plain(logits), eids=eids, norm_by=norm_by)
-        return out
+        lazy = logits.normalised() if isinstance(logits, LazyEdgeValues) and isinstance(eids, str) else None
+        if lazy is not None:
+            return lazy
+        return _ORIGINAL["edge_softmax"](self.whole.unsorted._graph, evaluated(logits), eids=eids, norm_by=norm_by)
 
 
-def plain(tensor: Tensor) -> Tensor:
-    """The tensor itself; a value of edges that was put off is computed."""
-    return tensor.computed() if isinstance(tensor, EdgeValues) else tensor
+def evaluated(tensor: Tensor) -> Tensor:
+    """Return the tensor itself, or evaluate lazy values of edges."""
+    return tensor.computed() if isinstance(tensor, LazyEdgeValues) else tensor
 
 
-def _nothing(rows: int, operands: list[Tensor]) -> Tensor:
-    """Zeros that hang on the operands; DGL's kernels of maxima have no backward pass where there is no edge."""
+def _zeros(rows: int, operands: list[Tensor]) -> Tensor:
+    """Return zeros that depend on the operands; DGL's operators for maxima fail in the backward pass without edges."""
     shape = torch.broadcast_shapes(*(tensor.shape[1:] for tensor in operands))
     return sum((tensor.sum() for tensor in operands), operands[0].new_zeros(())).mul(0).expand(rows, *shape)
 
 
 def per_head(x: Tensor, weight: Tensor) -> Tensor | None:
-    """``weight`` [E, ...] as one number an edge, [E], or an edge and head, [E, H], or None where it is neither.
+    """Return ``weight`` [E, ...] as one number per edge, [E], or per edge and head, [E, H]; None if it is neither.
 
     Args:
-        x: source rows, [n, ...] or [n, H, ...]; both have as many dimensions.
+        x: source rows, [n, ...] or [n, H, ...], with the same number of dimensions.
         weight: broadcast against them.
     """
     if weight.dtype != x.dtype or weight.dim() != x.dim():
@@ -232,48 +223,37 @@ def per_head(x: Tensor, weight: Tensor) -> Tensor | None:
     return weight.flatten(1) if heads and x.dim() > 2 else None
 
 
-# ---------------------------------------------------------------------------- where DGL finds them
+# ---------------------------------------------------------------------------- replacement of DGL's operators
 
 
-def serve() -> None:
-    """Have DGL's operators ask a :class:`ShardIndex` where they are handed one; calls are counted."""
+def install_operators() -> None:
+    """Let DGL's operators dispatch on :class:`ShardIndex`; installations are counted."""
     global _users
     _users += 1
     if _users > 1:
         return
-    for name, (module, attribute) in _PLACES.items():
+    for name, (module, attribute) in _OPERATORS.items():
         operators = sys.modules[module].__dict__
         _ORIGINAL[name] = operators[attribute]
-        operators[attribute] = _switch(name)
+        operators[attribute] = partial(_dispatch, name, _ORIGINAL[name])
 
 
-def unserve() -> None:
-    """Undo one :func:`serve`."""
+def uninstall_operators() -> None:
+    """Undo one :func:`install_operators`."""
     global _users
     _users -= 1
     if _users == 0:
-        for name, (module, attribute) in _PLACES.items():
+        for name, (module, attribute) in _OPERATORS.items():
             sys.modules[module].__dict__[attribute] = _ORIGINAL.pop(name)
 
 
-def _switch(name: str) -> Callable[..., Any]:
-    original = _ORIGINAL[name]
-
-    def operator(index: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(index, ShardIndex):
-            return getattr(index, name)(*args, **kwargs)
-        return original(index, *args, **kwargs)
-
-    return operator
+def _dispatch(name: str, original: Callable[..., Any], index: Any, *args: Any, **kwargs: Any) -> Any:
+    operator = getattr(index, name) if isinstance(index, ShardIndex) else partial(original, index)
+    return operator(*args, **kwargs)
 
 
 def out_degrees(blocks: EdgeBlocks, sources: Tensor) -> Tensor:
-    """Edges that leave each own node, to any part: int64 [num_local]."""
-    exchange, starts = blocks.exchange, blocks.exchange.shard.block_ptr.tolist()
-    counts = torch.bincount(sources, minlength=starts[-1])
-    own, tag = counts[: starts[1]].clone(), exchange.group.next_tag()
-    transfers = [push([(exchange, counts[starts[r] : starts[r + 1]])], r, tag) for r in range(1, exchange.rounds)]
-    for r, transfer in enumerate(transfers, start=1):
-        (arrived,) = transfer.wait()
-        add_rows(own, exchange.send_rows[r], arrived)
-    return own
+    """Return the number of edges that leave each local node, to any part: int64 [num_local]."""
+    shard = blocks.exchange.shard
+    counts = torch.bincount(sources, minlength=shard.num_local + shard.num_halo)
+    return return_gradients([(blocks.exchange, counts)])[0]

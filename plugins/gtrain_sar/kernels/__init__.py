@@ -1,7 +1,7 @@
 """Sums, attention and extremes over one block of edges, accumulated in place; none of them holds a message per edge.
 
 CPU tensors of float32 or float64 take compiled loops in ``torch.get_num_threads()`` threads, all others plain torch
-code in chunks of edges. Both give the same to rounding, and the same dropout mask.
+code in chunks of edges. Both give the same result to rounding, and the same dropout mask.
 """
 
 from __future__ import annotations
@@ -15,11 +15,20 @@ from gtrain_sar.kernels.attention import (
 )
 from gtrain_sar.kernels.extreme import extreme_backward, extreme_forward, extreme_state
 from gtrain_sar.kernels.linear import load_sums, sddmm, spmm
-from gtrain_sar.kernels.plain import AttentionState, ExtremeState
+from gtrain_sar.kernels.plain import (
+    AttentionGradients,
+    AttentionInputs,
+    AttentionState,
+    ExtremeState,
+    TargetGradients,
+)
 
 __all__ = [
+    "AttentionGradients",
+    "AttentionInputs",
     "AttentionState",
     "ExtremeState",
+    "TargetGradients",
     "attention_backward",
     "attention_finish",
     "attention_forward",

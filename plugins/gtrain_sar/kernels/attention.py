@@ -1,65 +1,77 @@
-"""Fused attention over blocks of edges: an online softmax, so that blocks may come in any order.
+"""GAT's attention over blocks of edges, by an online softmax, so that blocks may come in any order.
 
-Forward, blocks are walked by target; each block's maximum, sum and weighted rows are merged into the running ones
-(Milakov & Gimelshein, "Online normalizer calculation for softmax", 2018; flash attention does the same). Backward, they
-are walked by source, from the logarithm of the sum: a block needs no other one.
+Forward (Veličković et al., "Graph Attention Networks", ICLR 2018, equations 1 to 4), for the edges j -> i of a target,
+
+    z_ij = source[j] + target[i],      l_ij = leaky_relu(z_ij),      p_ij = exp(l_ij - top_i)
+    out_i = sum_j m_ij p_ij x_j / total_i,      total_i = sum_j p_ij,      lse_i = top_i + log(total_i)
+
+with ``m_ij`` the dropout of the coefficient, 0 or 1 / (1 - p). Each block's maximum, total and weighted sum are merged
+into the running ones: when a block raises ``top_i``, ``total_i`` and ``out_i`` are multiplied by ``exp(old - new)``
+(Milakov & Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3; flash attention does the same).
+
+Backward (Dao et al., "FlashAttention", 2022, appendix B.2): with ``a_ij = exp(l_ij - lse_i)``, the gradient ``g_i`` of
+the output and ``delta_i = <g_i, out_i>``, which stands for the sum over the target's other edges,
+
+    dx_j += a_ij m_ij g_i,      q_ij = a_ij (m_ij <g_i, x_j> - delta_i) leaky_relu'(z_ij)
+    dsource[j] += q_ij,         dtarget[i] += q_ij
+
+so a block needs no other block. The forward pass walks edges by target and the backward pass by source: each adds to
+rows that only its own thread writes.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numba import njit
 from torch import Tensor
 
-from gtrain.nn.dropout import NO_DROPOUT, Mask
-from gtrain_sar.kernels import compiled_attention, plain
-from gtrain_sar.kernels.plain import AttentionState
-from gtrain_sar.kernels.threads import array, arrays, compiled, over_rows, spans, threads, together
+from gtrain.kernels.exponential import exp_all
+from gtrain.kernels.options import FAST, inlined
+from gtrain.nn.dropout import NO_DROPOUT
+from gtrain.nn.dropout_kernels import fill_words
+from gtrain_sar.edges import CompressedEdges
+from gtrain_sar.kernels import plain
+from gtrain_sar.kernels.lanes import data
+from gtrain_sar.kernels.plain import AttentionGradients, AttentionInputs, AttentionState, TargetGradients
+from gtrain_sar.kernels.rows import add_scaled, dot_and_add_scaled, prefetch_row, scale_by
+from gtrain_sar.kernels.threads import as_numpy, row_ranges, run_in_threads, run_over_rows, runs_compiled
 
-if TYPE_CHECKING:
-    from gtrain_sar.edges import Compressed
+_GROUP = 256  # edges whose exponentials are computed in one go
+_LOGIT, _LSE, _DELTA, _GRADIENT = range(4)  # rows of a target in ``packed``
+
+
+class _Dropout(NamedTuple):
+    """What compiled loops need of :class:`gtrain.nn.dropout.Mask`; a threshold of 0 means no dropout."""
+
+    stream: np.uint64
+    threshold: int
+    scale: float
 
 
 def attention_state(num_targets: int, x: Tensor) -> AttentionState:
-    """The state before the first block, for sources like ``x`` ``[S, H, C]``."""
+    """Return the state before the first block, for sources like ``x`` ``[S, H, C]``."""
     heads = (num_targets, x.size(1))
     return AttentionState(
         x.new_zeros((num_targets, *x.shape[1:])), x.new_full(heads, float("-inf")), x.new_zeros(heads)
     )
 
 
-def attention_forward(
-    block: Compressed,
-    x: Tensor,
-    source: Tensor,
-    target: Tensor,
-    slope: float,
-    state: AttentionState,
-    keep: Mask,
-) -> None:
-    """Merge a block into ``state``; the logit of edge j -> i is ``leaky_relu(source[j] + target[i], slope)``.
+def attention_forward(block: CompressedEdges, inputs: AttentionInputs, state: AttentionState) -> None:
+    """Merge a block into ``state``.
 
     Args:
         block: edges by target.
-        x: ``[S, H, C]``, source rows.
-        source: ``[S, H]``, the sources' part of the logit.
-        target: ``[T, H]``, the targets' part.
-        slope: of the leaky ReLU below 0.
+        inputs: of the block's sources and all targets; their dropout applies to ``state.out``, not to ``state.total``.
         state: changed in place.
-        keep: dropout of the coefficients in ``out``; ``total`` has none.
     """
-    if not compiled([x, source, target], [*state]):
-        return plain.attention_forward(block, x, source, target, slope, state, keep)
-    inputs = (*arrays(block), *_arrays(x, source, target), _number(slope, x))
-    arguments: tuple[Any, ...] = (*inputs, *_arrays(*state), *_hash(keep, x))
-
-    def work(first: int, last: int) -> None:
-        scratch = _scratch(2 * compiled_attention.EDGES + 1, x)
-        compiled_attention.forward(*(*arguments, scratch, first, last))
-
-    return over_rows(block, work)
+    if runs_compiled(inputs[:3], state):
+        run_over_rows(block, _forward, *inputs[:4], state, _dropout(inputs))
+    else:
+        plain.attention_forward(block, inputs, state)
 
 
 def attention_finish(state: AttentionState) -> Tensor:
@@ -67,86 +79,228 @@ def attention_finish(state: AttentionState) -> Tensor:
 
     Targets without edges get 0 and -inf.
     """
-    if compiled([], [*state]):
-        lse = torch.empty_like(state.top)
-        compiled_attention.finish(*_arrays(*state, lse))
-        return lse
-    return plain.attention_finish(state)
+    if not runs_compiled([], state):
+        return plain.attention_finish(state)
+    lse = torch.empty_like(state.top)
+    _finish(*map(as_numpy, [state, lse]))
+    return lse
 
 
 def attention_backward(
-    block: Compressed,
-    x: Tensor,
-    source: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    grad: Tensor,
-    slope: float,
-    keep: Mask,
-    dx: Tensor,
-    dsource: Tensor,
-    dtarget: Tensor,
+    block: CompressedEdges, inputs: AttentionInputs, saved: TargetGradients, gradients: AttentionGradients
 ) -> None:
     """Add the gradients of a block.
 
     Args:
         block: edges by source.
-        x: ``[S, H, C]``, source rows.
-        source: ``[S, H]``, as in the forward pass.
-        target: ``[T, H]``, as in the forward pass.
-        lse: ``[T, H]``, of :func:`attention_finish`.
-        delta: ``[T, H]``, inner product of ``grad`` and the finished output.
-        grad: ``[T, H, C]``, gradient of the finished output.
-        slope: as in the forward pass.
-        keep: as in the forward pass.
-        dx: ``[S, H, C]``, added to in place.
-        dsource: ``[S, H]``, added to in place.
-        dtarget: ``[T, H]``, added to in place.
+        inputs: as in the forward pass.
+        saved: of the targets.
+        gradients: added to in place.
     """
-    if not compiled([x, source, target, lse, delta, grad], [dx, dsource, dtarget]):
-        saved = lse, delta, grad
-        return plain.attention_backward(block, (x, source, target), saved, slope, keep, (dx, dsource, dtarget))
-    inputs: tuple[Any, ...] = (*arrays(block), *_arrays(x, source, grad))
-    arguments = (_number(slope, x), *_arrays(dx, dsource), *_hash(keep, x))
-    pieces = spans(block, threads())
-    packed = torch.stack([target, lse, delta, torch.zeros_like(delta)], dim=1)  # of a target, on one cache line
-    copies = {low: packed.clone() if i else packed for i, (low, _) in enumerate(pieces)}
-
-    def work(first: int, last: int) -> None:
-        scratch = _scratch(3 * compiled_attention.EDGES, x)
-        compiled_attention.backward(*(*inputs, array(copies[first]), *arguments, scratch, first, last))
-
-    together(pieces, work)
-    for copy in copies.values():
-        dtarget += copy[:, 3]
+    if not runs_compiled([*inputs[:3], *saved], gradients):
+        return plain.attention_backward(block, inputs, saved, gradients)
+    # a target's four numbers for a head share a cache line; threads meet at targets, so each has a copy to add to
+    packed = torch.stack([inputs.target, saved.lse, saved.delta, torch.zeros_like(saved.delta)], dim=1)  # [T, 4, H]
+    ranges = row_ranges(block, per_thread=1)
+    copies = [packed, *(packed.clone() for _ in ranges[1:])]
+    x, source, _, slope, _ = inputs
+    arrays = [as_numpy(value) for value in (block, x, source, saved.gradient)]
+    dx, dsource, dropout = as_numpy(gradients.x), as_numpy(gradients.source), _dropout(inputs)
+    run_in_threads(
+        [
+            partial(_backward, *arrays, as_numpy(copy), slope, dx, dsource, dropout, first, last)  # type: ignore[call-arg]
+            for copy, (first, last) in zip(copies, ranges, strict=False)
+        ]
+    )
+    for copy in copies:
+        gradients.target.add_(copy[:, _GRADIENT])
     return None
 
 
-def load_attention(edge: Compressed, dtype: torch.dtype) -> None:
-    """Load both passes of attention for one type; see :func:`.linear.load_sums`."""
+def load_attention(edge: CompressedEdges, dtype: torch.dtype) -> None:
+    """Compile both passes for one dtype, or load them from the cache; see :func:`.linear.load_sums`."""
     rows, logits = torch.zeros(1, 1, 1, dtype=dtype), torch.zeros(1, 1, dtype=dtype)
-    state = attention_state(1, rows)
-    attention_forward(edge, rows, logits, logits, 0.2, state, NO_DROPOUT)
-    lse, delta, grad = attention_finish(state), torch.zeros_like(logits), torch.zeros_like(rows)
-    found = torch.zeros_like(rows), torch.zeros_like(logits), torch.zeros_like(logits)
-    attention_backward(edge, rows, logits, logits, lse, delta, grad, 0.2, NO_DROPOUT, *found)
+    inputs, state = AttentionInputs(rows, logits, logits, 0.2, NO_DROPOUT), attention_state(1, rows)
+    attention_forward(edge, inputs, state)
+    saved = TargetGradients(attention_finish(state), torch.zeros_like(logits), torch.zeros_like(rows))
+    attention_backward(edge, inputs, saved, AttentionGradients(*map(torch.zeros_like, inputs[:3])))
 
 
-def _arrays(*tensors: Tensor) -> list[Any]:
-    return [array(tensor) for tensor in tensors]
+def _dropout(inputs: AttentionInputs) -> _Dropout:
+    return _Dropout(np.uint64(inputs.dropout.stream), inputs.dropout.threshold, inputs.dropout.scale)
 
 
-def _scratch(rows: int, x: Tensor) -> np.ndarray:
-    """Room for a compiled loop, a row of one number a head."""
-    return array(x.new_empty((rows, x.size(1))))
+# ---------------------------------------------------------------------------- compiled loops
+#
+# Edges are taken in groups of _GROUP, whatever rows they belong to, in three passes: their logits, row by row; all
+# exponentials at once, which vectorise over the whole group; then the rows of x. A row with more edges than a group is
+# merged piece by piece, as blocks are.
 
 
-def _number(value: float, x: Tensor) -> Any:
-    """A number of the type of ``x``."""
-    return array(x.new_tensor(value))[()]
+@inlined(fastmath=FAST)
+def _logits(
+    logit: Any, peak: Any, columns: Any, low: int, high: int, end: int, source: Any, target: Any, i: int, slope: Any,
+    heads: int,
+) -> None:  # fmt: skip
+    """Set ``logit`` (edges, heads) of edges ``low .. high-1`` of target i, and raise ``peak`` (heads,) to their max."""
+    for e in range(low, high):
+        prefetch_row(source, columns, e, end, heads)
+        j, at = columns[e] * heads, (e - low) * heads
+        for h in range(heads):
+            z = source[j + h] + target[i * heads + h]
+            z = z if z > 0 else z * slope
+            logit[at + h] = z
+            peak[h] = z if z > peak[h] else peak[h]
 
 
-def _hash(keep: Mask, x: Tensor) -> tuple[np.uint64, int, Any]:
-    """What compiled loops need to know of dropout; a threshold of 0 is none."""
-    return np.uint64(keep.stream), keep.threshold, _number(keep.scale, x)
+@inlined(fastmath=FAST)
+def _raise_top(top: Any, total: Any, out: Any, i: int, peak: Any, heads: int, channels: int) -> None:
+    """Merge ``peak`` (heads,) into the maximum of row i; afterwards it is finite, to be subtracted from logits."""
+    for h in range(heads):
+        at, new = i * heads + h, peak[h]
+        old = top[at]
+        if new > old:
+            top[at] = new
+            if total[at] != 0:
+                factor = np.exp(old - new)
+                total[at] *= factor
+                scale_by(out, at * channels, factor, channels)
+        elif new == -np.inf:  # all logits are -inf too, and their exponentials 0
+            peak[h] = 0
+
+
+@inlined()
+def _fill_masks(mask: Any, bits: Any, edges: Any, start: int, count: int, heads: int, dropout: Any, scale: Any) -> None:
+    """Set ``mask`` (count, heads) to the dropout of ``count`` edges, whose ids ``edges`` holds from ``start`` on."""
+    for e in range(count):
+        fill_words(bits, edges[start + e], (heads + 1) // 2, dropout.stream)
+        for h in range(heads):
+            mask[e * heads + h] = scale if np.int64(bits[h]) >= dropout.threshold else 0
+
+
+@njit(cache=True, nogil=True, fastmath=FAST)
+def _forward(
+    block: Any, x: Any, source: Any, target: Any, slope: float, state: Any, dropout: Any, first: int, last: int
+) -> None:
+    """Rows ``first .. last-1`` of :func:`attention_forward`."""
+    heads, channels = x.shape[1], x.shape[2]
+    rows, ptr, slope, scale = block.rows, block.ptr, x.dtype.type(slope), x.dtype.type(dropout.scale)
+    width, end = heads * channels, ptr[last]
+    flat, left, right = (
+        data(x),
+        data(source),
+        data(target),
+    )  # (sources, heads, channels), (sources, heads), (targets, ...)
+    column, position = data(block.columns), data(block.edges)
+    sums, peaks, totals = data(state.out), data(state.top), data(state.total)
+    scratch, target_of = np.empty((2 * _GROUP + 1, heads), x.dtype), np.empty(_GROUP, np.int64)
+    bits = np.empty(heads + 1, np.uint32)
+    part, mask, peak = data(scratch), data(scratch[_GROUP:]), data(scratch[2 * _GROUP :])
+    row, start = first, ptr[first]
+    while start < end:
+        stop, low = min(start + _GROUP, end), start
+        while low < stop:
+            high, i = min(ptr[row + 1], stop), rows[row]
+            logit = data(scratch[low - start :])
+            for h in range(heads):
+                peak[h] = peaks[i * heads + h]
+            _logits(logit, peak, column, low, high, end, left, right, i, slope, heads)
+            _raise_top(peaks, totals, sums, i, peak, heads, channels)
+            for e in range(high - low):
+                target_of[low - start + e] = i
+                for h in range(heads):
+                    logit[e * heads + h] -= peak[h]
+            low = high
+            row += high == ptr[row + 1]
+        exp_all(part, (stop - start) * heads)
+        if dropout.threshold > 0:
+            _fill_masks(mask, bits, position, start, stop - start, heads, dropout, scale)
+        for e in range(start, stop):
+            prefetch_row(flat, column, e, end, width)
+            i, j = target_of[e - start], column[e]
+            for h in range(heads):
+                at = (e - start) * heads + h
+                p = part[at]
+                totals[i * heads + h] += p
+                if dropout.threshold > 0:
+                    p *= mask[at]
+                add_scaled(sums, i * width + h * channels, flat, j * width + h * channels, p, channels)
+        start = stop
+
+
+@njit(cache=True, nogil=True, fastmath=FAST)
+def _finish(state: Any, lse: Any) -> None:
+    """Compiled :func:`attention_finish`; sets ``lse`` (targets, heads)."""
+    heads, channels = state.out.shape[1], state.out.shape[2]
+    flat = data(state.out)
+    for i in range(state.out.shape[0]):
+        for h in range(heads):
+            s = state.total[i, h]
+            lse[i, h] = state.top[i, h] + np.log(s)
+            if s != 0:
+                scale_by(flat, (i * heads + h) * channels, 1 / s, channels)
+
+
+@inlined(fastmath=FAST)
+def _exponents(
+    part: Any, steep: Any, columns: Any, low: int, high: int, end: int, source: Any, j: int, packed: Any, slope: Any,
+    heads: int,
+) -> None:  # fmt: skip
+    """Set ``part`` (edges, heads) to ``logit - lse`` of edges ``low .. high-1`` of source j, ``steep`` to its slope."""
+    for e in range(low, high):
+        prefetch_row(packed, columns, e, end, 4 * heads)
+        i, at = columns[e] * heads * 4, (e - low) * heads
+        for h in range(heads):
+            z = source[j * heads + h] + packed[i + h]
+            negative = not z > 0
+            logit = z * slope if negative else z
+            steep[at + h] = slope if negative else 1
+            part[at + h] = logit if logit == -np.inf else logit - packed[i + _LSE * heads + h]
+
+
+@njit(cache=True, nogil=True, fastmath=FAST)
+def _backward(
+    block: Any, x: Any, source: Any, gradient: Any, packed: Any, slope: float, dx: Any, dsource: Any, dropout: Any,
+    first: int, last: int,
+) -> None:  # fmt: skip
+    """Rows ``first .. last-1`` of :func:`attention_backward`.
+
+    ``packed`` (targets, 4, heads) holds of each target its part of the logit, lse and delta, and receives the gradient
+    of the logit.
+    """
+    heads, channels = x.shape[1], x.shape[2]
+    rows, ptr, slope, scale = block.rows, block.ptr, x.dtype.type(slope), x.dtype.type(dropout.scale)
+    width, end = heads * channels, ptr[last]
+    flat, left, grad, target = data(x), data(source), data(gradient), data(packed)
+    column, position = data(block.columns), data(block.edges)
+    total, of_source = data(dx), data(dsource)  # (sources, heads, channels), (sources, heads)
+    scratch, source_of = np.empty((3 * _GROUP, heads), x.dtype), np.empty(_GROUP, np.int64)
+    bits = np.empty(heads + 1, np.uint32)
+    part, mask, steep = data(scratch), data(scratch[_GROUP:]), data(scratch[2 * _GROUP :])
+    row, start = first, ptr[first]
+    for k in range(_GROUP * heads):
+        mask[k] = 1
+    while start < end:
+        stop, low = min(start + _GROUP, end), start
+        while low < stop:
+            high, at = min(ptr[row + 1], stop), low - start
+            source_of[at : at + high - low] = rows[row]
+            parts, steeps = data(scratch[at:]), data(scratch[2 * _GROUP + at :])
+            _exponents(parts, steeps, column, low, high, end, left, rows[row], target, slope, heads)
+            low = high
+            row += high == ptr[row + 1]
+        exp_all(part, (stop - start) * heads)
+        if dropout.threshold > 0:
+            _fill_masks(mask, bits, position, start, stop - start, heads, dropout, scale)
+        for e in range(start, stop):
+            prefetch_row(grad, column, e, end, width)
+            i, j = np.int64(column[e]), source_of[e - start]
+            for h in range(heads):
+                at = (e - start) * heads + h
+                a, m = part[at], mask[at]
+                to, of = j * width + h * channels, i * width + h * channels
+                inner = dot_and_add_scaled(total, flat, to, grad, of, a * m, channels)
+                q = a * (m * inner - target[(i * 4 + _DELTA) * heads + h]) * steep[at]
+                of_source[j * heads + h] += q
+                target[(i * 4 + _GRADIENT) * heads + h] += q
+        start = stop

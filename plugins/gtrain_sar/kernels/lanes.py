@@ -1,7 +1,8 @@
 """Vectors of 64 bytes for compiled loops: 16 of float32, 8 of float64, whatever the machine's registers hold.
 
-LLVM makes no vectors of loops over rows by itself where it cannot tell that two arrays do not overlap. Arrays are
-passed on as pointers to their first item, for numba counts references to arrays with every call. Nothing is checked.
+LLVM vectorises a loop over two arrays only if it can prove that they do not overlap, so these kernels use vectors
+explicitly. Arrays are passed as pointers to their first item, because numba counts references to an array in every
+call. Positions are not checked.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from numba.extending import intrinsic, register_model
 
 from gtrain.kernels.memory import emit_prefetch
 
+_intrinsic: Any = intrinsic  # its type does not know that callers omit the typing context
 _BYTES = 64
 _INDEX = ir.IntType(32)
 
@@ -30,29 +32,29 @@ class Lanes(types.Type):  # type: ignore[misc]
 
 @register_model(Lanes)
 class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
-    def __init__(self, manager: Any, kind: Lanes) -> None:
-        super().__init__(manager, kind, ir.VectorType(manager.lookup(kind.dtype).get_value_type(), kind.count))
+    def __init__(self, manager: Any, lanes: Lanes) -> None:
+        super().__init__(manager, lanes, ir.VectorType(manager.lookup(lanes.dtype).get_value_type(), lanes.count))
 
 
-def _place(builder: Any, item: Any, pointer: Any, position: Any) -> Any:
-    """Pointer to what begins at an item behind a pointer."""
+def _pointer_at(builder: Any, item: Any, pointer: Any, position: Any) -> Any:
+    """Address of an item behind a pointer, as a pointer to ``item``."""
     return builder.bitcast(builder.gep(pointer, [position]), item.as_pointer())
 
 
 def _splat(builder: Any, value: Any, count: int) -> Any:
-    kind = ir.VectorType(value.type, count)
-    first = builder.insert_element(ir.Constant(kind, ir.Undefined), value, _INDEX(0))
+    vector = ir.VectorType(value.type, count)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, _INDEX(0))
     return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(_INDEX, count), [0] * count))
 
 
-def _below(builder: Any, number: Any, count: int) -> Any:
-    """Mask of the first ``number`` of ``count`` lanes."""
+def _first_lanes(builder: Any, number: Any, count: int) -> Any:
+    """Return a mask of the first ``number`` of ``count`` lanes."""
     lanes = ir.Constant(ir.VectorType(number.type, count), list(range(count)))
     return builder.icmp_signed("<", lanes, _splat(builder, number, count))
 
 
 def _declare(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
-    """One of LLVM's intrinsic functions; llvmlite's own way knows no vectors."""
+    """Declare an intrinsic function of LLVM; llvmlite's ``declare_intrinsic`` does not support vectors."""
     known = builder.module.globals.get(name)
     return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
 
@@ -61,7 +63,8 @@ def _suffix(vector: Any) -> str:
     return f"v{vector.count}{vector.element.intrinsic_name}"
 
 
-def _data(typingctx: Any, array: Any) -> Any:
+@_intrinsic
+def data(typingctx: Any, array: Any) -> Any:
     """Pointer to the first item of an array, which must outlive it."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -70,7 +73,8 @@ def _data(typingctx: Any, array: Any) -> Any:
     return types.CPointer(array.dtype)(array), generate
 
 
-def _lane_count(typingctx: Any, pointer: Any) -> Any:
+@_intrinsic
+def lane_count(typingctx: Any, pointer: Any) -> Any:
     """Lanes of a vector, a constant."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -79,75 +83,81 @@ def _lane_count(typingctx: Any, pointer: Any) -> Any:
     return types.intp(pointer), generate
 
 
-def _load(typingctx: Any, pointer: Any, position: Any) -> Any:
-    """The lanes that begin at an item."""
-    kind = Lanes(pointer.dtype)
+@_intrinsic
+def load(typingctx: Any, pointer: Any, position: Any) -> Any:
+    """The lanes from an item on."""
+    lanes = Lanes(pointer.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        vector = context.get_value_type(kind)
-        place = _place(builder, vector, *arguments)
-        return builder.load(place, align=pointer.dtype.bitwidth // 8)
+        vector = context.get_value_type(lanes)
+        address = _pointer_at(builder, vector, *arguments)
+        return builder.load(address, align=pointer.dtype.bitwidth // 8)
 
-    return kind(pointer, types.intp), generate
+    return lanes(pointer, types.intp), generate
 
 
-def _load_some(typingctx: Any, pointer: Any, position: Any, number: Any) -> Any:
-    """The first ``number`` of the lanes that begin at an item, and zeros."""
-    kind = Lanes(pointer.dtype)
+@_intrinsic
+def load_some(typingctx: Any, pointer: Any, position: Any, number: Any) -> Any:
+    """The first ``number`` lanes from an item on; the others are 0."""
+    lanes = Lanes(pointer.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        vector = context.get_value_type(kind)
-        place = _place(builder, vector, *arguments[:2])
-        mask = _below(builder, arguments[2], kind.count)
-        inputs = [place.type, _INDEX, mask.type, vector]
+        vector = context.get_value_type(lanes)
+        address = _pointer_at(builder, vector, *arguments[:2])
+        mask = _first_lanes(builder, arguments[2], lanes.count)
+        inputs = [address.type, _INDEX, mask.type, vector]
         function = _declare(builder, f"llvm.masked.load.{_suffix(vector)}.p0", vector, inputs)
-        return builder.call(function, [place, _INDEX(pointer.dtype.bitwidth // 8), mask, ir.Constant(vector, None)])
+        return builder.call(function, [address, _INDEX(pointer.dtype.bitwidth // 8), mask, ir.Constant(vector, None)])
 
-    return kind(pointer, types.intp, types.intp), generate
+    return lanes(pointer, types.intp, types.intp), generate
 
 
-def _store(typingctx: Any, pointer: Any, position: Any, value: Any) -> Any:
+@_intrinsic
+def store(typingctx: Any, pointer: Any, position: Any, value: Any) -> Any:
     """Store lanes from an item on."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = _place(builder, arguments[2].type, *arguments[:2])
-        builder.store(arguments[2], place, align=pointer.dtype.bitwidth // 8)
+        address = _pointer_at(builder, arguments[2].type, *arguments[:2])
+        builder.store(arguments[2], address, align=pointer.dtype.bitwidth // 8)
         return context.get_dummy_value()
 
     return types.void(pointer, types.intp, value), generate
 
 
-def _store_some(typingctx: Any, pointer: Any, position: Any, value: Any, number: Any) -> Any:
+@_intrinsic
+def store_some(typingctx: Any, pointer: Any, position: Any, value: Any, number: Any) -> Any:
     """Store the first ``number`` lanes from an item on."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         vector = arguments[2].type
-        place = _place(builder, vector, *arguments[:2])
-        mask = _below(builder, arguments[3], value.count)
-        inputs = [vector, place.type, _INDEX, mask.type]
+        address = _pointer_at(builder, vector, *arguments[:2])
+        mask = _first_lanes(builder, arguments[3], value.count)
+        inputs = [vector, address.type, _INDEX, mask.type]
         function = _declare(builder, f"llvm.masked.store.{_suffix(vector)}.p0", ir.VoidType(), inputs)
-        builder.call(function, [arguments[2], place, _INDEX(pointer.dtype.bitwidth // 8), mask])
+        builder.call(function, [arguments[2], address, _INDEX(pointer.dtype.bitwidth // 8), mask])
         return context.get_dummy_value()
 
     return types.void(pointer, types.intp, value, types.intp), generate
 
 
-def _fill(typingctx: Any, pointer: Any, value: Any) -> Any:
+@_intrinsic
+def fill(typingctx: Any, pointer: Any, value: Any) -> Any:
     """Lanes of a pointer's type that all hold a number."""
-    kind = Lanes(pointer.dtype)
+    lanes = Lanes(pointer.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _splat(builder, arguments[1], kind.count)
+        return _splat(builder, arguments[1], lanes.count)
 
-    return kind(pointer, pointer.dtype), generate
+    return lanes(pointer, pointer.dtype), generate
 
 
-def _multiply_add(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+@_intrinsic
+def multiply_add(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     """``a * b + c``, rounded once where the machine can."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = arguments[0].type
-        return builder.call(_declare(builder, f"llvm.fmuladd.{_suffix(kind)}", kind, [kind] * 3), arguments)
+        vector = arguments[0].type
+        return builder.call(_declare(builder, f"llvm.fmuladd.{_suffix(vector)}", vector, [vector] * 3), arguments)
 
     return a(a, a, a), generate
 
@@ -162,7 +172,8 @@ def _binary(operation: str) -> Callable[..., Any]:
     return typed
 
 
-def _total(typingctx: Any, a: Any) -> Any:
+@_intrinsic
+def total(typingctx: Any, a: Any) -> Any:
     """The sum of the lanes, in any order."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -174,8 +185,9 @@ def _total(typingctx: Any, a: Any) -> Any:
     return a.dtype(a), generate
 
 
-def _prefetch(typingctx: Any, pointer: Any, position: Any) -> Any:
-    """Ask for the cache line of an item, without waiting for it."""
+@_intrinsic
+def prefetch(typingctx: Any, pointer: Any, position: Any) -> Any:
+    """Prefetch the cache line of an item."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         emit_prefetch(builder, builder.gep(arguments[0], [arguments[1]]))
@@ -184,15 +196,5 @@ def _prefetch(typingctx: Any, pointer: Any, position: Any) -> Any:
     return types.void(pointer, types.intp), generate
 
 
-data: Any = intrinsic(_data)
-lane_count: Any = intrinsic(_lane_count)
-load: Any = intrinsic(_load)
-load_some: Any = intrinsic(_load_some)
-store: Any = intrinsic(_store)
-store_some: Any = intrinsic(_store_some)
-fill: Any = intrinsic(_fill)
-multiply_add: Any = intrinsic(_multiply_add)
-plus: Any = intrinsic(_binary("fadd"))
-times: Any = intrinsic(_binary("fmul"))
-total: Any = intrinsic(_total)
-prefetch: Any = intrinsic(_prefetch)
+plus = _intrinsic(_binary("fadd"))
+times = _intrinsic(_binary("fmul"))

@@ -1,32 +1,47 @@
-"""The kernels in plain torch, for tensors on other devices or of other types, and the states that both kinds update.
+"""The kernels in plain torch, for tensors on other devices or of other dtypes, and the types of their arguments.
 
-Edges are taken in chunks, so that messages in memory are bounded whatever the block.
+Edges are taken in chunks, which bounds the messages in memory whatever the block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import leaky_relu
 
 from gtrain.nn.dropout import Mask
+from gtrain_sar.edges import CompressedEdges
 
-if TYPE_CHECKING:
-    from gtrain_sar.edges import Compressed
-
-Three = tuple[Tensor, Tensor, Tensor]
 CHUNK_NUMBERS = 1 << 24  # in the messages of a chunk: 64 MiB of float32
 
 
+class AttentionInputs(NamedTuple):
+    """What attention is a function of, besides the edges.
+
+    Attributes:
+        x: ``[S, H, C]``, source rows.
+        source: ``[S, H]``, the sources' part of the logit.
+        target: ``[T, H]``, the targets' part.
+        slope: of the leaky ReLU below 0.
+        dropout: of the coefficients, by edge id.
+    """
+
+    x: Tensor
+    source: Tensor
+    target: Tensor
+    slope: float
+    dropout: Mask
+
+
 class AttentionState(NamedTuple):
-    """What the blocks so far come to.
+    """The result of the blocks so far.
 
     Attributes:
         out: ``[T, H, C]``, sum of source rows, each times ``exp(logit - top)`` and its dropout.
-        top: ``[T, H]``, largest logit; -inf where no edge was seen.
+        top: ``[T, H]``, largest logit; -inf before the first edge.
         total: ``[T, H]``, sum of ``exp(logit - top)``.
     """
 
@@ -35,12 +50,34 @@ class AttentionState(NamedTuple):
     total: Tensor
 
 
-class ExtremeState(NamedTuple):
-    """What the blocks so far come to.
+class TargetGradients(NamedTuple):
+    """What the backward pass of attention needs of the targets.
 
     Attributes:
-        out: ``[T, C]``, the largest (smallest) message; -inf (inf) where none was seen, NaN where one was.
-        ties: ``[T, C]``, messages that equal ``out``.
+        lse: ``[T, H]``, logarithm of the sum of exponentials.
+        delta: ``[T, H]``, inner product of ``gradient`` and the finished output.
+        gradient: ``[T, H, C]``, of the finished output.
+    """
+
+    lse: Tensor
+    delta: Tensor
+    gradient: Tensor
+
+
+class AttentionGradients(NamedTuple):
+    """Gradients of :class:`AttentionInputs`, shaped like them."""
+
+    x: Tensor
+    source: Tensor
+    target: Tensor
+
+
+class ExtremeState(NamedTuple):
+    """The result of the blocks so far.
+
+    Attributes:
+        out: ``[T, C]``, the largest (smallest) message; -inf (inf) before the first, NaN after a NaN.
+        ties: ``[T, C]``, number of messages that equal ``out``.
     """
 
     out: Tensor
@@ -61,9 +98,9 @@ class Chunk(NamedTuple):
     edges: Tensor
 
 
-def chunks(block: Compressed, width: int) -> Iterator[Chunk]:
-    """Yield a block's edges, so many at a time that ``width`` numbers for each take bounded memory."""
-    size = max(1, CHUNK_NUMBERS // max(1, width))
+def _chunks(block: CompressedEdges, x: Tensor) -> Iterator[Chunk]:
+    """Yield a block's edges in chunks of at most ``CHUNK_NUMBERS`` numbers, with messages like the rows of ``x``."""
+    size = max(1, CHUNK_NUMBERS // max(1, x[0].numel() if len(x) else 1))
     count = block.columns.numel()
     for start in range(0, count, size):
         stop = min(start + size, count)
@@ -72,42 +109,40 @@ def chunks(block: Compressed, width: int) -> Iterator[Chunk]:
         yield Chunk(rows, block.columns[start:stop], block.edges[start:stop])
 
 
-def spmm(block: Compressed, x: Tensor, out: Tensor, weight: Tensor | None) -> None:
+def spmm(block: CompressedEdges, x: Tensor, out: Tensor, weight: Tensor | None) -> None:
     """See :func:`.linear.spmm`."""
-    for chunk in chunks(block, x[0].numel() if len(x) else 1):
+    for chunk in _chunks(block, x):
         messages = x.index_select(0, chunk.columns)
         if weight is not None:
             messages = messages * weight.index_select(0, chunk.edges).unsqueeze(-1)
         out.index_add_(0, chunk.rows, messages.to(out.dtype))
 
 
-def sddmm(block: Compressed, a: Tensor, b: Tensor, out: Tensor) -> None:
+def sddmm(block: CompressedEdges, a: Tensor, b: Tensor, out: Tensor) -> None:
     """See :func:`.linear.sddmm`."""
-    for chunk in chunks(block, a[0].numel() if len(a) else 1):
+    for chunk in _chunks(block, a):
         product = (a.index_select(0, chunk.rows) * b.index_select(0, chunk.columns)).sum(-1)
         out.index_copy_(0, chunk.edges.long(), product.to(out.dtype))
 
 
-def attention_forward(
-    block: Compressed, x: Tensor, source: Tensor, target: Tensor, slope: float, state: AttentionState, keep: Mask
-) -> None:
+def attention_forward(block: CompressedEdges, inputs: AttentionInputs, state: AttentionState) -> None:
     """See :func:`.attention.attention_forward`. One pass finds the new maxima, the next adds."""
-    heads, width = source.size(1), x[0].numel() if len(x) else 1
+    x, source, target, slope, dropout = inputs
     new = state.top.clone()
-    for chunk in chunks(block, width):
-        logit = _logit(source.index_select(0, chunk.columns) + target.index_select(0, chunk.rows), slope)
-        new.scatter_reduce_(0, _each(chunk.rows, logit), logit, "amax")
+    for chunk in _chunks(block, x):
+        logit = leaky_relu(source.index_select(0, chunk.columns) + target.index_select(0, chunk.rows), slope)
+        new.scatter_reduce_(0, _index_like(chunk.rows, logit), logit, "amax")
     factor = torch.exp(state.top - new).masked_fill_(state.total == 0, 0)
     state.top.copy_(new)
     state.total.mul_(factor)
     state.out.mul_(factor.unsqueeze(-1))
     base = new.masked_fill(new == float("-inf"), 0)
-    for chunk in chunks(block, width):
-        logit = _logit(source.index_select(0, chunk.columns) + target.index_select(0, chunk.rows), slope)
+    for chunk in _chunks(block, x):
+        logit = leaky_relu(source.index_select(0, chunk.columns) + target.index_select(0, chunk.rows), slope)
         part = torch.exp(logit - base.index_select(0, chunk.rows))
         state.total.index_add_(0, chunk.rows, part)
-        if keep.threshold > 0:
-            part = part * keep.kept(chunk.edges, heads) * keep.scale
+        if dropout.threshold > 0:
+            part = part * dropout.kept(chunk.edges, part.size(1)) * dropout.scale
         state.out.index_add_(0, chunk.rows, x.index_select(0, chunk.columns) * part.unsqueeze(-1))
 
 
@@ -118,52 +153,48 @@ def attention_finish(state: AttentionState) -> Tensor:
 
 
 def attention_backward(
-    block: Compressed, inputs: Three, saved: Three, slope: float, keep: Mask, gradients: Three
+    block: CompressedEdges, inputs: AttentionInputs, saved: TargetGradients, gradients: AttentionGradients
 ) -> None:
-    """See :func:`.attention.attention_backward`: ``x, source, target``, ``lse, delta, grad`` and what is added to."""
-    (x, source, target), (lse, delta, grad), (dx, dsource, dtarget) = inputs, saved, gradients
-    heads, infinite = source.size(1), float("-inf")
-    for chunk in chunks(block, x[0].numel() if len(x) else 1):
+    """See :func:`.attention.attention_backward`."""
+    x, source, target, slope, dropout = inputs
+    infinite = float("-inf")
+    for chunk in _chunks(block, x):
         j, i = chunk.rows, chunk.columns
         z = source.index_select(0, j) + target.index_select(0, i)
-        logit = _logit(z, slope)
-        part = torch.exp((logit - lse.index_select(0, i)).masked_fill_(logit == infinite, infinite))
-        kept = part.new_full(part.shape, keep.scale if keep.threshold > 0 else 1.0)
-        if keep.threshold > 0:
-            kept *= keep.kept(chunk.edges, heads)
-        rows = grad.index_select(0, i)
+        logit = leaky_relu(z, slope)
+        part = torch.exp((logit - saved.lse.index_select(0, i)).masked_fill_(logit == infinite, infinite))
+        mask = part.new_full(part.shape, dropout.scale if dropout.threshold > 0 else 1.0)
+        if dropout.threshold > 0:
+            mask *= dropout.kept(chunk.edges, part.size(1))
+        rows = saved.gradient.index_select(0, i)
         inner = (rows * x.index_select(0, j)).sum(-1)
-        dx.index_add_(0, j, rows * (part * kept).unsqueeze(-1))
-        q = part * (kept * inner - delta.index_select(0, i))
+        gradients.x.index_add_(0, j, rows * (part * mask).unsqueeze(-1))
+        q = part * (mask * inner - saved.delta.index_select(0, i))
         q = torch.where(z > 0, q, q * slope)
-        dsource.index_add_(0, j, q)
-        dtarget.index_add_(0, i, q)
+        gradients.source.index_add_(0, j, q)
+        gradients.target.index_add_(0, i, q)
 
 
-def extreme_forward(block: Compressed, x: Tensor, largest: bool, state: ExtremeState) -> None:
+def extreme_forward(block: CompressedEdges, x: Tensor, largest: bool, state: ExtremeState) -> None:
     """See :func:`.extreme.extreme_forward`. One pass finds the new extremes, the next counts."""
-    new, width = state.out.clone(), x.size(1)
-    for chunk in chunks(block, width):
+    new = state.out.clone()
+    for chunk in _chunks(block, x):
         messages = x.index_select(0, chunk.columns)
-        new.scatter_reduce_(0, _each(chunk.rows, messages), messages, "amax" if largest else "amin")
+        new.scatter_reduce_(0, _index_like(chunk.rows, messages), messages, "amax" if largest else "amin")
     state.ties.mul_(new == state.out)
     state.out.copy_(new)
-    for chunk in chunks(block, width):
+    for chunk in _chunks(block, x):
         attained = x.index_select(0, chunk.columns) == new.index_select(0, chunk.rows)
         state.ties.index_add_(0, chunk.rows, attained.to(state.ties.dtype))
 
 
-def extreme_backward(block: Compressed, x: Tensor, out: Tensor, share: Tensor, dx: Tensor) -> None:
+def extreme_backward(block: CompressedEdges, x: Tensor, out: Tensor, share: Tensor, dx: Tensor) -> None:
     """See :func:`.extreme.extreme_backward`."""
-    for chunk in chunks(block, x.size(1)):
+    for chunk in _chunks(block, x):
         attained = x.index_select(0, chunk.rows) == out.index_select(0, chunk.columns)
         dx.index_add_(0, chunk.rows, share.index_select(0, chunk.columns) * attained)
 
 
-def _logit(z: Tensor, slope: float) -> Tensor:
-    return leaky_relu(z, slope)
-
-
-def _each(rows: Tensor, like: Tensor) -> Tensor:
-    """Rows as an index for scattering ``like`` ``[e, C]``."""
+def _index_like(rows: Tensor, like: Tensor) -> Tensor:
+    """Expand rows to an index for scattering ``like`` ``[e, C]``."""
     return rows.view(-1, 1).expand_as(like)

@@ -1,11 +1,13 @@
-"""Loops over the numbers of one row of a tensor, the inner loops of the kernels."""
+"""Loops over the numbers of one row of a tensor: the inner loops of the kernels.
+
+Arrays are pointers to their first item (see :mod:`.lanes`); ``to``, ``at`` and ``start`` are positions in them.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
+from gtrain.kernels.options import inlined
 from gtrain_sar.kernels.lanes import (
     fill,
     lane_count,
@@ -20,19 +22,19 @@ from gtrain_sar.kernels.lanes import (
     total,
 )
 
-_AHEAD = 8  # edges
+_PREFETCH_EDGES = 8  # how far ahead rows are prefetched
 
 
-@njit(cache=True, nogil=True, forceinline=True)
-def ahead(x: Any, columns: Any, e: int, end: int, width: int) -> None:
-    """Ask for the row of an edge that comes soon."""
-    if e + _AHEAD < end:
-        start = columns[e + _AHEAD] * width
+@inlined()
+def prefetch_row(x: Any, columns: Any, e: int, end: int, width: int) -> None:
+    """Prefetch the row of ``x`` that a later edge reads, if that edge lies before ``end``."""
+    if e + _PREFETCH_EDGES < end:
+        start = columns[e + _PREFETCH_EDGES] * width
         for c in range(0, width, lane_count(x)):
             prefetch(x, start + c)
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@inlined()
 def add(out: Any, to: int, x: Any, start: int, count: int) -> None:
     """``out[to:] += x[start:]`` of ``count`` numbers."""
     step = lane_count(x)
@@ -44,7 +46,7 @@ def add(out: Any, to: int, x: Any, start: int, count: int) -> None:
         store_some(out, to + c, plus(load_some(out, to + c, rest), load_some(x, start + c, rest)), rest)
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@inlined()
 def add_scaled(out: Any, to: int, x: Any, start: int, factor: Any, count: int) -> None:
     """``out[to:] += factor * x[start:]`` of ``count`` numbers."""
     step = lane_count(x)
@@ -56,7 +58,7 @@ def add_scaled(out: Any, to: int, x: Any, start: int, factor: Any, count: int) -
         store_some(out, to + c, multiply_add(f, load_some(x, start + c, rest), load_some(out, to + c, rest)), rest)
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@inlined()
 def scale_by(out: Any, to: int, factor: Any, count: int) -> None:
     """``out[to:] *= factor`` of ``count`` numbers."""
     step = lane_count(out)
@@ -67,7 +69,7 @@ def scale_by(out: Any, to: int, factor: Any, count: int) -> None:
         store_some(out, to + count - rest, times(f, load_some(out, to + count - rest, rest)), rest)
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@inlined()
 def dot(a: Any, at: int, b: Any, start: int, count: int) -> Any:
     """Inner product of ``count`` numbers of each."""
     step = lane_count(a)
@@ -80,7 +82,7 @@ def dot(a: Any, at: int, b: Any, start: int, count: int) -> Any:
     return total(sums)
 
 
-@njit(cache=True, nogil=True, forceinline=True)
+@inlined()
 def dot_and_add_scaled(out: Any, b: Any, at: int, a: Any, start: int, factor: Any, count: int) -> Any:
     """``out[at:] += factor * a[start:]``; returns the inner product of ``a[start:]`` and ``b[at:]``."""
     step = lane_count(a)

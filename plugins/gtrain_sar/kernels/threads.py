@@ -1,80 +1,84 @@
-"""Which tensors compiled loops take, and how the rows of a block are dealt to threads."""
+"""Which tensors the compiled loops take, and how the rows of a block are divided among threads."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from typing import TYPE_CHECKING
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from gtrain_sar.edges import Compressed
+from gtrain_sar.edges import CompressedEdges
 
-_SPAN_EDGES = 1 << 13  # fewer edges are not worth another thread
-_SPANS_A_THREAD = 4  # so that threads that finish early have something to take over
-
-Span = tuple[int, int]
+_RANGE_EDGES = 1 << 13  # fewer edges are not worth another thread
+_RANGES_PER_THREAD = 4  # a thread that finishes early takes over some of the others' rows
 
 
-def compiled(inputs: Sequence[Tensor | None], outputs: Sequence[Tensor]) -> bool:
-    """Whether compiled loops take these: on the CPU, one dtype of float32 and float64, outputs contiguous."""
+def runs_compiled(inputs: Sequence[Tensor | None], outputs: Sequence[Tensor]) -> bool:
+    """Whether compiled loops take these tensors: on the CPU, all float32 or all float64, outputs contiguous."""
     tensors = [*outputs, *(t for t in inputs if t is not None)]
     dtype = outputs[0].dtype
     alike = all(t.dtype == dtype and t.device.type == "cpu" for t in tensors)
     return alike and dtype in (torch.float32, torch.float64) and all(t.is_contiguous() for t in outputs)
 
 
-def array(tensor: Tensor) -> np.ndarray:
-    """A tensor as numpy's; a copy only where it is not contiguous."""
-    return tensor.detach().contiguous().numpy()
+def as_numpy(value: Any) -> Any:
+    """Convert a tensor, or each tensor of a NamedTuple, to numpy; only a tensor that is not contiguous is copied."""
+    if isinstance(value, tuple):
+        return type(value)(*map(as_numpy, value))
+    return value.detach().contiguous().numpy() if isinstance(value, Tensor) else value
 
 
-def arrays(block: Compressed) -> tuple[np.ndarray, ...]:
-    """Rows, ptr, columns and edges of a block."""
-    return tuple(array(part) for part in block)
-
-
-def threads() -> int:
-    """Threads that kernels use."""
+def num_threads() -> int:
+    """Return the number of threads that kernels use."""
     return torch.get_num_threads()
 
 
-def spans(block: Compressed, most: int) -> list[Span]:
-    """At most ``most`` ranges of rows with about equally many edges, none of them empty."""
-    ptr = array(block.ptr)
-    pieces = min(most, int(ptr[-1]) // _SPAN_EDGES)
-    if pieces < 2:
+def row_ranges(block: CompressedEdges, per_thread: int = _RANGES_PER_THREAD) -> list[tuple[int, int]]:
+    """Divide the rows of a block into ranges with about equally many edges, none of them empty.
+
+    Args:
+        block: the edges.
+        per_thread: the most ranges for each thread; a single thread gets one range.
+    """
+    ptr, threads = as_numpy(block.ptr), num_threads()
+    count = min(threads * per_thread if threads > 1 else 1, int(ptr[-1]) // _RANGE_EDGES)
+    if count < 2:
         return [(0, len(ptr) - 1)] if len(ptr) > 1 else []
-    cuts = np.searchsorted(ptr, np.linspace(0, ptr[-1], pieces + 1)[1:-1])
+    cuts = np.searchsorted(ptr, np.linspace(0, ptr[-1], count + 1)[1:-1])
     bounds = [0, *np.unique(cuts).tolist(), len(ptr) - 1]
     return [(low, high) for low, high in zip(bounds[:-1], bounds[1:], strict=True) if low < high]
 
 
-def over_rows(block: Compressed, work: Callable[[int, int], None]) -> None:
-    """Do ``work(first, last)`` for all rows of a block, which must not depend on each other, in all threads."""
-    count = threads()
-    together(spans(block, count * _SPANS_A_THREAD if count > 1 else 1), work)
+def run_over_rows(block: CompressedEdges, loop: Callable[..., None], *arguments: Any) -> None:
+    """Call ``loop(block, *arguments, first, last)`` for ranges that cover the rows of a block, in all threads.
+
+    Args:
+        block: the edges.
+        loop: a compiled loop over the rows ``first .. last-1``, whose results do not depend on other rows'.
+        arguments: tensors and NamedTuples of tensors, which the loop receives as numpy arrays, or numbers.
+    """
+    values = [as_numpy(value) for value in (block, *arguments)]
+    run_in_threads([partial(loop, *values, first, last) for first, last in row_ranges(block)])
 
 
-def together(ranges: Sequence[Span], work: Callable[[int, int], None]) -> None:
-    """Do ``work`` for each range; one range is done here, without any thread."""
-    if len(ranges) < 2:
-        for low, high in ranges:
-            work(low, high)
+def run_in_threads(tasks: Sequence[Callable[[], None]]) -> None:
+    """Run the tasks at the same time; a single one runs in the calling thread."""
+    if len(tasks) < 2:
+        for task in tasks:
+            task()
         return
-    done = [_pool(threads()).submit(work, low, high) for low, high in ranges]
-    for future in done:
+    for future in [_pool(num_threads()).submit(task) for task in tasks]:
         future.result()
 
 
 @cache
 def _pool(count: int) -> ThreadPoolExecutor:
-    """Python's threads, not numba's, which do not survive a fork; compiled loops give up the interpreter's lock."""
+    """Python's threads: numba's do not survive a fork. Compiled loops release the interpreter's lock."""
     return ThreadPoolExecutor(count, thread_name_prefix="gtrain-sar")
 
 

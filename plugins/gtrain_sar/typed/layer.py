@@ -1,14 +1,14 @@
-"""One layer of convolutions over a graph with types: each source row crosses the wire once for all relations.
+"""One layer of convolutions over a graph with types: each source row is sent once for all relations.
 
-Linear convolutions share one packed aggregation. The others run over own nodes and the halo at once, after one exchange
-of their inputs, with PyG's own methods; in mode 1 nothing that they compute outlives the forward pass: the backward
-pass fetches the halo again and runs the layer once more.
+Linear convolutions share one packed aggregation. The others run over local and halo rows at once, after one exchange of
+their inputs, with PyG's own methods. In mode 1 nothing that they compute outlives the forward pass: the backward pass
+fetches the halo again and runs the layer again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,11 +19,11 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch_geometric.nn.conv import MessagePassing
 
-from gtrain.nn.dropout import again, here
+from gtrain.nn.dropout import current_position, resumed_at
 from gtrain_sar.autograd import random_state, replayed_random
 from gtrain_sar.config import Schedule
 from gtrain_sar.constants import Constants
-from gtrain_sar.halo import HaloExchange, Rows, halo_rows, stream
+from gtrain_sar.halo import HaloExchange, OwnedRows, concatenated_blocks, halo_rows
 from gtrain_sar.linear import LinearCall, aggregate
 from gtrain_sar.linear_form import linear_call
 from gtrain_sar.patching import MethodPatches
@@ -32,13 +32,13 @@ from gtrain_sar.typed.relations import Relation, Relations
 
 
 @dataclass(eq=False)
-class Ends:
-    """A convolution's argument with a row for each node: of the types that its edges start and end at.
+class NodeArgument:
+    """A convolution's argument with one row per node, of the types at which its edges start and end.
 
     Attributes:
-        exchange: of the nodes that edges start at.
-        source: own rows ``[num_local, ...]`` of that type; None where there are none.
-        target: own rows of the other type; None where there are none, or where it is the same tensor.
+        exchange: of the nodes at which edges start.
+        source: local rows ``[num_local, ...]`` of that type, or None.
+        target: local rows of the other type; None: none, or the same tensor.
         pair: whether the convolution takes both as a pair, or ``source`` alone.
     """
 
@@ -47,13 +47,9 @@ class Ends:
     target: Tensor | None = None
     pair: bool = True
 
-    def given(self, source: Tensor | None, target: Tensor | None) -> Any:
-        """The argument, with other tensors in the place of its own."""
+    def value(self, source: Tensor | None, target: Tensor | None) -> Any:
+        """Return the argument with other tensors."""
         return (source, target) if self.pair else source
-
-    def own(self) -> Any:
-        """The argument as the network gave it."""
-        return self.given(self.source, self.target)
 
 
 @dataclass(eq=False)
@@ -62,9 +58,9 @@ class LayerCall:
 
     Attributes:
         conv: the convolution.
-        relation: what it works on; None where it works on several at once.
-        num_targets: own rows of the result, by node type where that is a dictionary.
-        args: its arguments; those with a row for each node as :class:`Ends`.
+        relation: the relation that it works on; None: several.
+        num_targets: local rows of the result, by node type if that is a dictionary.
+        args: its arguments; those with one row per node as :class:`NodeArgument`.
         kwargs: likewise.
         function: called with them; None: the convolution.
     """
@@ -77,44 +73,43 @@ class LayerCall:
     function: Callable[..., Any] | None = None
 
     @property
-    def ends(self) -> list[Ends]:
-        """The arguments with a row for each node."""
-        return [leaf for leaf in self._leaves() if isinstance(leaf, Ends)]
+    def node_arguments(self) -> list[NodeArgument]:
+        """The arguments with one row per node."""
+        return [leaf for leaf in self._leaves() if isinstance(leaf, NodeArgument)]
 
     @property
     def tensors(self) -> list[Tensor]:
         """The other tensors among the arguments."""
         return [leaf for leaf in self._leaves() if isinstance(leaf, Tensor)]
 
-    @property
-    def convs(self) -> list[MessagePassing]:
-        """Every convolution that the call may reach."""
-        return [layer for layer in self.conv.modules() if isinstance(layer, MessagePassing)]
-
     def run(self, replace: Callable[[Any], Any]) -> Any:
         """Call the convolution with each leaf of its arguments replaced."""
-        args, kwargs = tree_map(replace, (self.args, self.kwargs), is_leaf=_is_ends)
+        args, kwargs = tree_map(replace, (self.args, self.kwargs), is_leaf=_is_node_argument)
         return (self.function or self.conv)(*args, **kwargs)
 
-    def run_as_given(self) -> Any:
-        """Call the convolution with own rows."""
-        return self.run(lambda leaf: leaf.own() if isinstance(leaf, Ends) else leaf)
+    def run_locally(self) -> Any:
+        """Call the convolution with local rows."""
+        return self.run(lambda leaf: leaf.value(leaf.source, leaf.target) if _is_node_argument(leaf) else leaf)
 
-    def cut(self, result: Any) -> Any:
-        """The rows of own nodes."""
+    def without_halo(self, result: Any) -> Any:
+        """Return the rows of local nodes.
+
+        Raises:
+            MultipleHopsError: the result does not have one row per node.
+        """
         if isinstance(result, dict) and isinstance(self.num_targets, dict):
             counts = self.num_targets
             return {key: value if value is None else _first(value, counts[key]) for key, value in result.items()}
         if not isinstance(result, Tensor) or not isinstance(self.num_targets, int):
-            raise SeveralHops(self.conv)
+            raise MultipleHopsError(self.conv)
         return _first(result, self.num_targets)
 
     def _leaves(self) -> list[Any]:
-        return tree_leaves((self.args, self.kwargs), is_leaf=_is_ends)
+        return tree_leaves((self.args, self.kwargs), is_leaf=_is_node_argument)
 
 
-class SeveralHops(Exception):
-    """A convolution passes messages more than once in a call, or returns more than a row for each node.
+class MultipleHopsError(Exception):
+    """Raised when a convolution passes messages more than once in a call, or returns other than one row per node.
 
     Args:
         conv: the convolution.
@@ -129,8 +124,8 @@ def _first(rows: Tensor, count: int) -> Tensor:
     return rows if len(rows) == count else rows[:count]
 
 
-def _is_ends(value: Any) -> bool:
-    return isinstance(value, Ends)
+def _is_node_argument(value: Any) -> bool:
+    return isinstance(value, NodeArgument)
 
 
 @dataclass(frozen=True)
@@ -138,10 +133,10 @@ class LayerContext:
     """What the layers of a network share.
 
     Attributes:
-        relations: the shard's.
+        relations: of the shard.
         patches: of the network's methods.
         constants: inputs that never change.
-        schedule: how blocks are worked off.
+        schedule: when blocks are fetched.
     """
 
     relations: Relations
@@ -151,164 +146,161 @@ class LayerContext:
 
     @contextmanager
     def unpatched(self, call: LayerCall, **methods: Callable[..., Any]) -> Iterator[None]:
-        """Run a call with PyG's own methods but ``methods``, see :meth:`.MethodPatches.suspended`, on its relation."""
+        """Run a call on its relation with PyG's methods, except ``methods``; see :meth:`.MethodPatches.suspended`."""
         with self.patches.suspended(call.conv, **methods), self.relations.inside(call.relation):
             yield
 
 
 class TypedLayer:
-    """Runs the convolutions of a layer together, whichever way is exact for them.
+    """Runs the convolutions of a layer together, in the way that is exact for them.
 
-    Where every convolution sums or averages weighted source rows, their sums are one packed aggregation. Else the layer
-    runs over own and halo rows (:class:`ExtendedRun`). A convolution that passes messages several times, or has a batch
-    norm inside that would count halo rows among its own, makes exchanges of its own.
+    If every convolution sums or averages weighted source rows, their sums are one packed aggregation. Otherwise the
+    layer runs over local and halo rows (:class:`HaloRun`). A convolution that passes messages several times, or has a
+    batch norm, which would count halo rows, runs separately, with separate exchanges.
 
     Args:
-        context: how layers are run.
+        context: shared by all layers.
     """
 
     def __init__(self, context: LayerContext) -> None:
         self._context = context
-        self._alone: set[nn.Module] = set()
+        self._separate: set[nn.Module] = set()
         self._not_linear: set[tuple[Any, ...]] = set()
 
     def run(self, calls: Sequence[LayerCall]) -> list[Any]:
-        """What each call returns, for own nodes."""
+        """Return the result of each call, for local nodes."""
         state = torch.get_rng_state()
         while True:
             try:
                 return self._run(calls, state)
-            except SeveralHops as error:  # in the first pass only, and on all ranks
-                self._alone.add(error.conv)
-                torch.set_rng_state(state)  # what was drawn does not count
+            except MultipleHopsError as error:  # in the first pass only, and on all ranks
+                self._separate.add(error.conv)
+                torch.set_rng_state(state)  # discards the random numbers of the failed attempt
 
     def _run(self, calls: Sequence[LayerCall], state: Tensor) -> list[Any]:
-        packed = [call for call in calls if call.conv not in self._alone]
+        packed = [call for call in calls if call.conv not in self._separate]
         if self._context.relations.group.size == 1 or len(packed) == 1:
             packed = []
         results = self._linear(packed)
         if results is None:
             torch.set_rng_state(state)
             packed = [call for call in packed if not _has_batch_norm(call.conv)]
-            results = ExtendedRun(packed, self._context).results() if packed else []
+            results = HaloRun(packed, self._context).results() if packed else []
         by_call = {id(call): result for call, result in zip(packed, results, strict=True)}
-        return [by_call[id(call)] if id(call) in by_call else self._by_itself(call) for call in calls]
+        return [by_call[id(call)] if id(call) in by_call else self._separately(call) for call in calls]
 
-    def _by_itself(self, call: LayerCall) -> Any:
+    def _separately(self, call: LayerCall) -> Any:
         with self._context.relations.inside(call.relation):
-            return call.run_as_given()
+            return call.run_locally()
 
     def _linear(self, calls: Sequence[LayerCall]) -> list[Any] | None:
+        """Return the results of a packed aggregation; None if a convolution is not linear."""
         key = tuple((id(call.conv), call.conv.training) for call in calls)
-        if not calls or key in self._not_linear:
-            return None if calls else []
-        works = []
+        if key in self._not_linear:
+            return None
+        suspended: list[SuspendedConv] = []
         for call in calls:
-            works.append(capture(call, self._context))
-            if works[-1] is None:
+            conv = suspend_at_propagate(call, self._context)
+            if conv is None:
                 self._not_linear.add(key)
                 return None
-        sums = self._aggregate([work.linear for work in works if work is not None])
-        return [work.finish(out) for work, out in zip(works, sums, strict=True) if work is not None]
+            suspended.append(conv)
+        sums = self._aggregate([conv.linear for conv in suspended])
+        return [conv.resume(out) for conv, out in zip(suspended, sums, strict=True)]
 
     def _aggregate(self, calls: Sequence[LinearCall]) -> list[Tensor]:
-        """Sums of constant inputs are looked up, or made together; all others share one exchange."""
+        """Return all sums. Those of constant inputs are cached, and computed together; the others share an exchange."""
         constants = self._context.constants
-        kept = [i for i, call in enumerate(calls) if constants.keeps(call.x, call.weight)]
-        rest = [i for i in range(len(calls)) if i not in kept]
+        cached = [i for i, call in enumerate(calls) if constants.caches(call.x, call.weight)]
+        rest = [i for i in range(len(calls)) if i not in cached]
         sums: dict[int, Tensor] = {}
 
-        def make(wanted: Sequence[int], i: int) -> Tensor:
+        def compute(positions: Sequence[int], i: int) -> Tensor:
             if i not in sums:
-                outs = aggregate([calls[k] for k in wanted], self._context.schedule)
-                sums.update(zip(wanted, outs, strict=True))
+                outs = aggregate([calls[k] for k in positions], self._context.schedule)
+                sums.update(zip(positions, outs, strict=True))
             return sums[i]
 
         results = {}
-        for i in kept:
+        for i in cached:
             call = calls[i]
             settings = ("linear of a relation", call.mean, id(call.blocks))
-            results[i] = constants.result((call.x, call.weight), settings, partial(make, kept, i))
-        return [results[i] if i in results else make(rest, i) for i in range(len(calls))]
+            results[i] = constants.result((call.x, call.weight), settings, partial(compute, cached, i))
+        return [results[i] if i in results else compute(rest, i) for i in range(len(calls))]
 
 
-class LinearWork:
-    """A convolution broken off at ``propagate``, whose aggregation is linear.
+class SuspendedConv:
+    """A convolution that was left at ``propagate``, and whose aggregation is linear.
 
     Args:
         call: the call of the convolution.
-        context: how layers are run.
-        linear: what is to be aggregated.
-        random: state of the generators before the call, if it drew from them; else None.
+        context: shared by all layers.
+        linear: the aggregation.
+        random: the state of the generators before the call, if it drew from them; else None.
     """
 
     def __init__(self, call: LayerCall, context: LayerContext, linear: LinearCall, random: Any) -> None:
         self.linear = linear
         self._call, self._context, self._random = call, context, random
 
-    def finish(self, out: Tensor) -> Tensor:
-        """The convolution's result, given what was aggregated.
+    def resume(self, aggregated: Tensor) -> Tensor:
+        """Run the convolution again, with the aggregate as the result of ``propagate``.
 
         Raises:
-            SeveralHops: it passes messages again.
+            MultipleHopsError: it calls ``propagate`` again.
         """
-        results = [out]
+        results = [aggregated]
 
         def propagate(conv: MessagePassing, *args: Any, **kwargs: Any) -> Any:
             if not results:
-                raise SeveralHops(self._call.conv)
+                raise MultipleHopsError(self._call.conv)
             return conv.update(results.pop())
 
-        if self._random is None:
-            return self._again(propagate)
-        with replayed_random(self._random):
-            return self._again(propagate)
-
-    def _again(self, propagate: Any) -> Tensor:
-        call = self._call
-        with self._context.unpatched(call, propagate=propagate):
-            result: Tensor = call.cut(call.run_as_given())
-            return result
+        replay = nullcontext() if self._random is None else replayed_random(self._random)
+        with replay, self._context.unpatched(self._call, propagate=propagate):
+            return self._call.without_halo(self._call.run_locally())
 
 
-class _Captured(Exception):
-    """Breaks a convolution off where it passes messages."""
+class _PropagateReached(Exception):
+    """Leaves a convolution where it passes messages; without arguments where it computes values of edges before."""
 
     def __init__(self, edge_index: Tensor | None = None, arguments: dict[str, Any] | None = None) -> None:
         super().__init__()
         self.edge_index, self.arguments = edge_index, arguments
 
 
-def capture(call: LayerCall, context: LayerContext) -> LinearWork | None:
-    """Run a convolution up to ``propagate``; None where its aggregation is not linear."""
+def suspend_at_propagate(call: LayerCall, context: LayerContext) -> SuspendedConv | None:
+    """Run a convolution up to ``propagate``; return None if its aggregation is not linear."""
     conv, relation = call.conv, call.relation
-    if not isinstance(conv, MessagePassing) or relation is None or len(call.convs) > 1:
+    convs = [layer for layer in conv.modules() if isinstance(layer, MessagePassing)]
+    if not isinstance(conv, MessagePassing) or relation is None or len(convs) > 1:
         return None
     reduce = reduction(conv)
     if reduce not in ("sum", "mean"):
         return None
-    before = random_state(relation.edges.exchange.send_rows[0].device)
-    captured = _captured(call, context)
-    if captured is None or captured.edge_index is None or captured.arguments is None:
+    device = relation.edges.exchange.send_rows[0].device
+    before = random_state(device)
+    reached = _propagate_reached(call, context)
+    if reached is None or reached.edge_index is None or reached.arguments is None:
         return None
-    linear = linear_call(PropagateCall(conv, relation.edges(captured.edge_index), reduce, captured.arguments))
-    after = random_state(relation.edges.exchange.send_rows[0].device)
-    drew = any(a is not None and b is not None and not a.equal(b) for a, b in zip(before, after, strict=True))
-    return None if linear is None else LinearWork(call, context, linear, before if drew else None)
+    linear = linear_call(PropagateCall(conv, relation.edges(reached.edge_index), reduce, reached.arguments))
+    pairs = zip(before, random_state(device), strict=True)
+    drew = any(a is not None and b is not None and not a.equal(b) for a, b in pairs)
+    return None if linear is None else SuspendedConv(call, context, linear, before if drew else None)
 
 
-def _captured(call: LayerCall, context: LayerContext) -> _Captured | None:
+def _propagate_reached(call: LayerCall, context: LayerContext) -> _PropagateReached | None:
     def propagate(conv: MessagePassing, edge_index: Tensor, size: Any = None, **arguments: Any) -> Any:
-        raise _Captured(edge_index, arguments)
+        raise _PropagateReached(edge_index, arguments)
 
     def edge_updater(conv: MessagePassing, *args: Any, **kwargs: Any) -> Any:
-        raise _Captured
+        raise _PropagateReached
 
     with context.unpatched(call, propagate=propagate, edge_updater=edge_updater):
         try:
-            call.run_as_given()
-        except _Captured as captured:
-            return captured
+            call.run_locally()
+        except _PropagateReached as reached:
+            return reached
     return None
 
 
@@ -316,87 +308,90 @@ def _has_batch_norm(module: nn.Module) -> bool:
     return any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in module.modules())
 
 
-class ExtendedRun:
-    """Calls of one layer, each of which passes messages once.
+class HaloRun:
+    """Calls of one layer over local and halo rows, each of which passes messages once.
 
     Args:
         calls: the calls.
-        context: how layers are run.
+        context: shared by all layers.
 
     Attributes:
         rows: the distinct tensors whose halo rows the calls read.
-        others: tensors that need gradients besides.
+        others: the other tensors that need gradients.
+        parameters: of the convolutions.
     """
 
     def __init__(self, calls: Sequence[LayerCall], context: LayerContext) -> None:
         self.calls, self._context = calls, context
-        self.rows: list[Rows] = _distinct_rows(calls)
+        rows = {(id(e.exchange), id(e.source)): (e.exchange, e.source) for call in calls for e in call.node_arguments}
+        self.rows: list[OwnedRows] = [(exchange, x) for exchange, x in rows.values() if x is not None]
         sources = {id(tensor) for _, tensor in self.rows}
-        plain = [t for call in calls for t in [*call.tensors, *(e.target for e in call.ends if e.target is not None)]]
-        self.others = _distinct(t for t in plain if t.requires_grad and id(t) not in sources)
+        targets = [e.target for call in calls for e in call.node_arguments if e.target is not None]
+        others = [*(tensor for call in calls for tensor in call.tensors), *targets]
+        self.others = _distinct(t for t in others if t.requires_grad and id(t) not in sources)
         self.parameters = _distinct(p for call in calls for p in call.conv.parameters() if p.requires_grad)
         self._spec: TreeSpec | None = None
-        self._layer = here()
+        self._position = current_position()
 
     def results(self) -> list[Any]:
-        """What each call returns, cut to own nodes.
+        """Return the result of each call, for local nodes.
 
         Raises:
-            SeveralHops: a call passes messages more than once.
+            MultipleHopsError: a call passes messages more than once.
         """
         sources = [tensor for _, tensor in self.rows]
-        wanted = torch.is_grad_enabled() and any(t.requires_grad for t in [*sources, *self.others, *self.parameters])
-        if self._context.schedule.mode != 1 or not wanted:
+        tensors = [*sources, *self.others, *self.parameters]
+        needed = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        if self._context.schedule.mode != 1 or not needed:
             return self._compute(halo_rows(self.rows), self.others)
-        flat = _Rematerialised.apply(self, len(sources), *sources, *self.others, *self.parameters)
+        flat = _Rematerialised.apply(self, len(sources), *tensors)
         assert self._spec is not None
-        found: list[Any] = tree_unflatten(flat, self._spec)
-        return found
+        return tree_unflatten(flat, self._spec)
 
-    def fetch(self) -> list[Tensor]:
-        """Own and halo rows, without a way back for gradients."""
-        blocks = [block for _, block in stream(self.rows, None)]
-        return [torch.cat(pieces) for pieces in zip(*blocks, strict=True)]
+    def compute_flat(self, whole: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Return the tensors of the results.
 
-    def flat(self, whole: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The results' tensors in a row."""
+        Args:
+            whole: local and halo rows of :attr:`rows`.
+            others: in place of :attr:`others`.
+        """
         leaves, self._spec = tree_flatten(self._compute(whole, others))
         return tuple(leaves)
 
     def _compute(self, whole: Sequence[Tensor], others: Sequence[Tensor]) -> list[Any]:
-        fetched = {(id(e), id(t)): rows for (e, t), rows in zip(self.rows, whole, strict=True)}
-        own = {id(t): rows[: len(t)] for (_, t), rows in zip(self.rows, whole, strict=True)}
-        own |= {id(t): now for t, now in zip(self.others, others, strict=True)}
+        with_halo = {(id(e), id(t)): rows for (e, t), rows in zip(self.rows, whole, strict=True)}
+        local = {id(t): rows[: len(t)] for (_, t), rows in zip(self.rows, whole, strict=True)}
+        local |= {id(t): other for t, other in zip(self.others, others, strict=True)}
 
         def replace(leaf: Any) -> Any:
-            if not isinstance(leaf, Ends):
-                return own.get(id(leaf), leaf)
-            source = None if leaf.source is None else fetched[id(leaf.exchange), id(leaf.source)]
-            return leaf.given(source, None if leaf.target is None else own.get(id(leaf.target), leaf.target))
+            if not isinstance(leaf, NodeArgument):
+                return local.get(id(leaf), leaf)
+            source = None if leaf.source is None else with_halo[id(leaf.exchange), id(leaf.source)]
+            return leaf.value(source, None if leaf.target is None else local.get(id(leaf.target), leaf.target))
 
-        return [call.cut(self._once(call, replace)) for call in self.calls]
+        return [call.without_halo(self._run_once(call, replace)) for call in self.calls]
 
-    def _once(self, call: LayerCall, replace: Any) -> Any:
-        hops: list[None] = []
+    def _run_once(self, call: LayerCall, replace: Any) -> Any:
+        passed: list[MessagePassing] = []
 
         def propagate(conv: MessagePassing, *args: Any, **kwargs: Any) -> Any:
-            hops.append(None)
-            if len(hops) > 1:
-                raise SeveralHops(call.conv)
+            if passed:
+                raise MultipleHopsError(call.conv)
+            passed.append(conv)
             return type(conv).propagate(conv, *args, **kwargs)
 
-        with again(self._layer), self._context.unpatched(call, propagate=propagate):
+        with resumed_at(self._position), self._context.unpatched(call, propagate=propagate):
             return call.run(replace)
 
 
 class _Rematerialised(torch.autograd.Function):
-    """A layer whose inputs alone are kept for the backward pass."""
+    """A layer of which only the inputs are saved for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, run: ExtendedRun, count: int, *tensors: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def forward(ctx: Any, run: HaloRun, count: int, *tensors: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         ctx.run, ctx.count, ctx.random = run, count, random_state(tensors[0].device)
         ctx.save_for_backward(*tensors)
-        flat = run.flat(run.fetch(), run.others)
+        flat = run.compute_flat(concatenated_blocks(run.rows), run.others)
         # a view would keep the halo's rows alive
         return tuple(t.clone() if isinstance(t, Tensor) and t._base is not None else t for t in flat)
 
@@ -404,25 +399,18 @@ class _Rematerialised(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         run, count, needed = ctx.run, ctx.count, ctx.needs_input_grad[2:]
-        parameters = count + len(run.others)
+        inputs = list(ctx.saved_tensors)
         with torch.enable_grad(), replayed_random(ctx.random):
-            leaves = [
-                t.detach().requires_grad_(n) for t, n in zip(ctx.saved_tensors[:parameters], needed, strict=False)
-            ]
-            inputs = [*leaves, *ctx.saved_tensors[parameters:]]
-            whole = halo_rows([(e, leaf) for (e, _), leaf in zip(run.rows, leaves, strict=False)])
-            flat = run.flat(whole, leaves[count:])
+            for i in range(count + len(run.others)):  # the parameters behind them are leaves already
+                inputs[i] = inputs[i].detach().requires_grad_(needed[i])
+            whole = halo_rows([(exchange, x) for (exchange, _), x in zip(run.rows, inputs, strict=False)])
+            flat = run.compute_flat(whole, inputs[count : count + len(run.others)])
         pairs = [(t, g) for t, g in zip(flat, gradients, strict=True) if isinstance(t, Tensor) and t.requires_grad]
-        wanted = [i for i, need in enumerate(needed) if need]
-        outs, of_outs = zip(*pairs, strict=True)
-        input_gradients = torch.autograd.grad(outs, [inputs[i] for i in wanted], of_outs, allow_unused=True)
-        by_place = dict(zip(wanted, input_gradients, strict=True))
-        return None, None, *(by_place.get(i) for i in range(len(inputs)))
-
-
-def _distinct_rows(calls: Sequence[LayerCall]) -> list[Rows]:
-    rows = {(id(e.exchange), id(e.source)): (e.exchange, e.source) for call in calls for e in call.ends}
-    return [(exchange, tensor) for exchange, tensor in rows.values() if tensor is not None]
+        positions = [i for i, need in enumerate(needed) if need]
+        outs, out_gradients = zip(*pairs, strict=True)
+        results = torch.autograd.grad(outs, [inputs[i] for i in positions], out_gradients, allow_unused=True)
+        by_position = dict(zip(positions, results, strict=True))
+        return None, None, *(by_position.get(i) for i in range(len(inputs)))
 
 
 def _distinct(tensors: Any) -> list[Tensor]:

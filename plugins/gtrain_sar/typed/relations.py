@@ -1,4 +1,4 @@
-"""Which nodes a convolution reads and writes: an edge type's, in a graph with types."""
+"""The edge type that a convolution works on in a graph with types, and the exchanges of its node types."""
 
 from __future__ import annotations
 
@@ -15,51 +15,55 @@ from gtrain.errors import ConfigError
 from gtrain.graph.shard.hetero import HeteroShard
 from gtrain.graph.store.manifest import EdgeType
 from gtrain.strategy.group import Group
-from gtrain_sar.edges import BlockIndex
+from gtrain_sar.edges import EdgeBlockCache
 from gtrain_sar.halo import HaloExchange
 
 
 @dataclass(eq=False)
 class Relation:
-    """The two ends of some edges.
+    """An edge type of a shard.
 
     Attributes:
-        source: the exchange of the nodes that they start at.
-        target: the exchange of the nodes that they point at.
-        num_targets: own nodes that they point at.
+        source: the exchange of the nodes at which its edges start.
+        target: the exchange of the nodes at which they end.
+        num_targets: local nodes at which they end.
         edges: their blocks.
     """
 
     source: HaloExchange
     target: HaloExchange
     num_targets: int
-    edges: BlockIndex = field(init=False)
+    edges: EdgeBlockCache = field(init=False)
 
     def __post_init__(self) -> None:
-        self.edges = BlockIndex(self.source, self.num_targets, self.target)
+        self.edges = EdgeBlockCache(self.source, self.num_targets, self.target)
 
 
 class Relations:
-    """The relations of a typed shard, and which of them a convolution is working on.
+    """The relations of a typed shard, and the relation that the running convolution works on.
 
-    A layer that calls a convolution for an edge type says so (:meth:`inside`). For others it is told by the
-    ``edge_index`` that the convolution is called with, if it is one of the batch's, or else by the convolution's name
-    in the model, if its last part is ``source__relation__target``, as ``to_hetero`` names them.
+    A layer that calls a convolution for an edge type declares it by :meth:`inside`. Otherwise the ``edge_index`` of the
+    call decides, if it is one of the batch's, or else the last part of the convolution's name in the model, if that is
+    ``source__relation__target``, the name that ``to_hetero`` gives.
 
     Args:
         group: the ranks.
         shard: this rank's part.
-        make: makes the exchange of a node type's rows.
+        create_exchange: creates the exchange of a node type's rows.
 
     Attributes:
         group: the ranks.
-        exchanges: of each node type.
+        exchanges: by node type.
+        by_type: the relations by edge type.
+        by_name: the edge types by name.
     """
 
-    def __init__(self, group: Group, shard: HeteroShard, make: Callable[..., HaloExchange] = HaloExchange) -> None:
+    def __init__(
+        self, group: Group, shard: HeteroShard, create_exchange: Callable[..., HaloExchange] = HaloExchange
+    ) -> None:
         self.group = group
         self.exchanges = {
-            node_type: make(group, nodes, orig_id=shard.node_data[node_type].get("orig_id"))
+            node_type: create_exchange(group, nodes, orig_id=shard.node_data[node_type].get("orig_id"))
             for node_type, nodes in shard.nodes.items()
         }
         self.by_type: dict[EdgeType, Relation] = {
@@ -74,13 +78,13 @@ class Relations:
         self._current: list[Relation | None] = []
         self._running = ""
 
-    def know(self, edge_index: Mapping[EdgeType, Tensor]) -> None:
-        """Tell which tensors are the edges of which type."""
+    def register(self, edge_index: Mapping[EdgeType, Tensor]) -> None:
+        """Register the batch's edges of each type."""
         for edge_type, tensor in edge_index.items():
             self._of_edges[tensor] = self.by_type[edge_type]
 
     def install(self, module: nn.Module) -> list[Callable[[], Any]]:
-        """Watch the calls of every convolution in ``module``; returns how to undo it."""
+        """Watch the calls of every convolution in ``module``; return the actions that undo it."""
         undo: list[Callable[[], Any]] = [self._of_conv.clear]
         for name, layer in module.named_modules():
             if isinstance(layer, MessagePassing):
@@ -91,24 +95,24 @@ class Relations:
                 undo.append(layer.register_forward_hook(self._leave, always_call=True).remove)
         return undo
 
-    def of(self) -> Relation:
-        """What the convolution works on whose call is running.
+    def current(self) -> Relation:
+        """Return the relation that the running convolution works on.
 
         Raises:
-            ConfigError: it cannot be told.
+            ConfigError: neither its edges nor its name identify it.
         """
         if self._current and self._current[-1] is not None:
             return self._current[-1]
         raise ConfigError(
-            f"strategy=sar cannot tell which edge type {self._running or 'a convolution'} works on: the edges that it "
-            "was called with are not the batch's.",
-            hint="call it with batch.edge_index_dict[...] as it is, or keep it in a ModuleDict under "
+            f"strategy=sar does not know the edge type of {self._running or 'a convolution'}: it was called with edges "
+            "that are not the batch's.",
+            hint="call it with batch.edge_index_dict[...] unchanged, or keep it in a ModuleDict under "
             "source__relation__target.",
         )
 
     @contextmanager
     def inside(self, relation: Relation | None) -> Iterator[None]:
-        """Convolutions that are called meanwhile work on this relation, unless their edges say otherwise."""
+        """Convolutions called inside this context work on this relation, unless their edges identify another one."""
         self._current.append(relation)
         try:
             yield
@@ -125,10 +129,9 @@ class Relations:
 
     def _by_edges(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Relation | None:
         tensors = (leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor))
-        relation: Relation | None = next((self._of_edges[t] for t in tensors if t in self._of_edges), None)
-        return relation
+        return next((self._of_edges[t] for t in tensors if t in self._of_edges), None)
 
 
 def name_of(edge_type: EdgeType) -> str:
-    """An edge type as ``to_hetero`` and common practice name it in a ``ModuleDict``."""
+    """Return the name of an edge type in a ``ModuleDict``, as ``to_hetero`` and common practice form it."""
     return "__".join(edge_type).replace(" ", "_").replace("-", "_").replace(":", "_")

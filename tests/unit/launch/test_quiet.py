@@ -76,7 +76,7 @@ def test_columns_of_tables_are_looked_up_without_a_warning() -> None:
     auc.update(torch.tensor([[1.0, 0.0], [3.0, 0.0]], dtype=torch.float64)[:, 0], torch.tensor([2.0]))
     assert float(auc.compute()) == 0.5
     exchange = RowExchange.__new__(RowExchange)
-    exchange.wanted, exchange.num_own, exchange._first = torch.tensor([2, 3]), 2, 0
+    exchange.remote_ids, exchange.num_own, exchange._first = torch.tensor([2, 3]), 2, 0
     assert exchange.local(COLUMN).tolist() == [3, 1, 2]
 
 

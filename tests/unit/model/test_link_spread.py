@@ -176,7 +176,7 @@ def test_rows_of_other_ranks_come_with_gradients(offsets: list[int]) -> None:
         local = exchange.local(wanted[group.rank])
         assert torch.equal(rows[local], nodes[wanted[group.rank]])
         ids = wanted[group.rank].unique()
-        assert exchange.wanted.numel() == int(((ids < begin) | (ids >= end)).sum())  # each once, and no own ones
+        assert exchange.remote_ids.numel() == int(((ids < begin) | (ids >= end)).sum())  # each once, and no own ones
         (rows[local] * weights[group.rank]).sum().backward()
         return own.grad
 

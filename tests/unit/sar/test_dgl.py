@@ -31,7 +31,7 @@ from dgl import nn as dglnn  # noqa: E402
 
 from gtrain.model.dgl_networks import DglGAT, DglRGCN, DglSAGE  # noqa: E402
 from gtrain_sar.config import Schedule  # noqa: E402
-from gtrain_sar.dgl.edge_values import EdgeValues  # noqa: E402
+from gtrain_sar.dgl.edge_values import LazyEdgeValues  # noqa: E402
 from gtrain_sar.dgl.graph import ShardGraph  # noqa: E402
 from gtrain_sar.halo import HaloExchange  # noqa: E402
 from gtrain_sar.patching import Patcher  # noqa: E402
@@ -191,14 +191,14 @@ def test_data_of_a_scope_are_gone_after_it(graph: ShardGraph) -> None:
 @pytest.mark.parametrize(
     ("use", "message"),
     [
-        (lambda g: g.adj_tensors("csr"), "it asks for graph.adj_tensors"),
-        (lambda g: dgl.reverse(g), "it asks for graph."),
+        (lambda g: g.adj_tensors("csr"), "it reads graph.adj_tensors"),
+        (lambda g: dgl.reverse(g), "it reads graph."),
         (lambda g: g.edges(order="srcdst"), "order='srcdst'"),
         (lambda g: dglnn.functional.edge_softmax(g, torch.ones(EDGES, 1), norm_by="src"), "out-edges are on several"),
         (lambda g: g.apply_edges(lambda edges: {}, torch.tensor([1])), "some edges of the graph"),
         (
             lambda g: g.ndata.update(a=torch.zeros(NODES + 1)),
-            "sets 'a' with 31 rows on a graph whose part has 30 nodes",
+            "sets 'a' with 31 rows; the part has 30 nodes",
         ),
     ],
 )
@@ -217,7 +217,7 @@ def test_asking_whether_it_has_something_is_no_error(graph: ShardGraph) -> None:
     [
         (lambda: dglnn.ChebConv(4, 4, 2), "eigenvalue of the whole graph's Laplacian"),
         (lambda: dglnn.PNAConv(4, 4, ["mean"], ["identity"], 1.0), "number of nodes of the whole graph"),
-        (lambda: dglnn.SumPooling(), "pooling is over all nodes"),
+        (lambda: dglnn.SumPooling(), "it pools all nodes"),
         (lambda: dglnn.HeteroGraphConv({}), "dgl.nn.RelGraphConv takes edge types"),
     ],
 )
@@ -228,7 +228,7 @@ def test_layers_that_would_not_be_exact_are_refused(layer: Any, why: str) -> Non
 
 
 def test_a_model_that_makes_its_own_graph_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"makes the graph .* itself\.\nHINT: .*gtrain.nn.DglGraph"):
+    with pytest.raises(ConfigError, match=r"creates the graph .* itself\.\nHINT: .*gtrain.nn.DglGraph"):
         SarStrategy().check_module(nn.ModuleList([dglnn.SAGEConv(4, 4, "mean")]))
 
 
@@ -287,7 +287,7 @@ def test_a_mailbox_without_messages() -> None:
     assert out.shape == (NODES, 2) and not out.any() and x.grad is not None and not x.grad.any()
 
 
-# ------------------------------------------------------------------------------------------------- values put off
+# ------------------------------------------------------------------------------------------------- lazy values
 
 
 def logits(graph: ShardGraph) -> torch.Tensor:
@@ -297,7 +297,7 @@ def logits(graph: ShardGraph) -> torch.Tensor:
     return found
 
 
-def test_values_of_edges_are_put_off_as_long_as_they_may_be_attention(graph: ShardGraph) -> None:
+def test_values_of_edges_are_lazy_as_long_as_they_may_be_attention(graph: ShardGraph) -> None:
     e = logits(graph)
     steps = [
         nn.functional.leaky_relu(e, 0.2),
@@ -306,7 +306,7 @@ def test_values_of_edges_are_put_off_as_long_as_they_may_be_attention(graph: Sha
         nn.functional.dropout(dglnn.functional.edge_softmax(graph, e), 0.5),
     ]
     for value in steps:
-        assert isinstance(value, EdgeValues) and value.shape == (EDGES, 2, 1) and value.value is None
+        assert isinstance(value, LazyEdgeValues) and value.shape == (EDGES, 2, 1) and value.value is None
     softmax = dglnn.functional.edge_softmax(graph, e)
     others = [
         e.exp(),
@@ -317,12 +317,12 @@ def test_values_of_edges_are_put_off_as_long_as_they_may_be_attention(graph: Sha
         e[3],
         e + e,
     ]
-    assert not any(isinstance(value, EdgeValues) for value in others)
+    assert not any(isinstance(value, LazyEdgeValues) for value in others)
     expected = X[EDGE_INDEX[0], :2] + X[EDGE_INDEX[1], :2]
     torch.testing.assert_close(e.exp().squeeze(-1), expected.exp())
     total = torch.zeros(NODES, 2, dtype=e.dtype).index_add(0, EDGE_INDEX[1], softmax.squeeze(-1) * 1)
     torch.testing.assert_close(total[EDGE_INDEX[1].unique()], total.new_ones(len(EDGE_INDEX[1].unique()), 2))
-    with pytest.raises(NotImplementedError, match="put off"), torch._C.DisableTorchFunctionSubclass():
+    with pytest.raises(NotImplementedError, match="lazy values of edges"), torch._C.DisableTorchFunctionSubclass():
         e.exp()
 
 

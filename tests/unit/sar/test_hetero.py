@@ -22,7 +22,7 @@ from gtrain.strategy.group import Group
 from gtrain_sar import unsupported
 from gtrain_sar.config import Schedule
 from gtrain_sar.strategy import check_parts_agree
-from gtrain_sar.typed.layer import Ends, LayerCall, SeveralHops, capture
+from gtrain_sar.typed.layer import LayerCall, MultipleHopsError, NodeArgument, suspend_at_propagate
 from gtrain_sar.typed.patching import TypedPatcher
 from gtrain_sar.typed.relations import Relations
 
@@ -45,11 +45,11 @@ class Setting:
         self.batch: HeteroData = hetero_shard_batch(self.shard, store, torch.float64)
         self.batch.target = "paper"
         self.relations = Relations(Group(), self.shard)
-        self.relations.know(self.batch.edge_index_dict)
+        self.relations.register(self.batch.edge_index_dict)
         self.patcher = TypedPatcher(self.relations, Schedule())
 
     def call(self, conv: nn.Module) -> LayerCall:
-        papers = Ends(self.relations.exchanges["paper"], self.batch["paper"].x, pair=False)
+        papers = NodeArgument(self.relations.exchanges["paper"], self.batch["paper"].x, pair=False)
         return LayerCall(conv, self.relations.by_type[CITES], 50, (papers, self.batch[CITES].edge_index))
 
 
@@ -97,21 +97,21 @@ def test_the_relation_is_told_by_edges_by_name_or_not_at_all(setting: Setting) -
     assert convs["paper__cites__paper"](x, copied).shape == (50, 3)
     with relations.inside(relations.by_type[CITES]):
         assert convs["other"](x, copied).shape == (50, 3)
-    with pytest.raises(ConfigError, match="cannot tell which edge type SAGEConv works on"):
+    with pytest.raises(ConfigError, match="does not know the edge type of SAGEConv"):
         convs["other"](x, copied)
     with pytest.raises(ConfigError, match="a convolution"):
-        Relations(Group(), setting.shard).of()
+        Relations(Group(), setting.shard).current()
 
 
 def test_linear_convolutions_are_broken_off_at_propagate(setting: Setting) -> None:
     convs = nn.ModuleList([SAGEConv(7, 3), TAGConv(7, 3), GATConv(7, 3), SAGEConv(7, 3, aggr="max")]).double()
     setting.patcher.install(convs)
-    works = [capture(setting.call(conv), setting.patcher.context) for conv in convs]
-    assert works[0] is not None and works[0].linear.mean and works[0].linear.x is setting.batch["paper"].x
-    assert works[0].finish(torch.zeros(50, 7).double()).shape == (50, 3)
-    assert works[1] is not None and works[2] is None and works[3] is None
-    with pytest.raises(SeveralHops):
-        works[1].finish(torch.zeros(50, 7).double())
+    suspended = [suspend_at_propagate(setting.call(conv), setting.patcher.context) for conv in convs]
+    assert suspended[0] is not None and suspended[0].linear.mean and suspended[0].linear.x is setting.batch["paper"].x
+    assert suspended[0].resume(torch.zeros(50, 7).double()).shape == (50, 3)
+    assert suspended[1] is not None and suspended[2] is None and suspended[3] is None
+    with pytest.raises(MultipleHopsError):
+        suspended[1].resume(torch.zeros(50, 7).double())
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_layers_that_look_at_all_nodes_are_refused(layer: nn.Module, reason: str
 def test_a_relational_convolution_needs_features_or_ids(setting: Setting) -> None:
     conv = RGCNConv(50, 3, 2)
     setting.patcher.install(conv)
-    with pytest.raises(ConfigError, match="RGCNConv was given no features"):
+    with pytest.raises(ConfigError, match="RGCNConv was called without features"):
         conv(None, setting.batch[CITES].edge_index, torch.zeros(300, dtype=torch.int64))
 
 
@@ -151,11 +151,9 @@ def test_parts_that_differ_are_refused_in_a_sentence(store: Store) -> None:
     first, second = load_hetero_shard(store, 0), load_hetero_shard(store, 0)
     check_parts_agree(Rank(first), second)
     second.node_data["author"]["x"] = torch.zeros(30, 5)
-    with pytest.raises(
-        DataError, match=r"of the node type author, part 1 has .*x \(float32 x 5\) and part 0 has .* x 4"
-    ):
+    with pytest.raises(DataError, match=r"in the node type author: part 1 has .*x \(float32 x 5\), part 0 has .* x 4"):
         check_parts_agree(Rank(first), second)
     del first.node_data["a/b"]
     second.node_data["author"]["x"] = torch.zeros(30, 4)
-    with pytest.raises(DataError, match="of the node type a/b, part 1 has orig_id .* and part 0 has nothing"):
+    with pytest.raises(DataError, match="in the node type a/b: part 1 has orig_id .*, part 0 has nothing"):
         check_parts_agree(Rank(first), second)

@@ -18,8 +18,8 @@ from gtrain.kernels.exponential import exp_all
 from gtrain.kernels.splitmix import key
 from gtrain.nn.dropout import NO_DROPOUT, Mask
 from gtrain_sar import kernels
-from gtrain_sar.edges import Compressed, compress
-from gtrain_sar.kernels import plain, threads
+from gtrain_sar.edges import CompressedEdges, compress
+from gtrain_sar.kernels import AttentionGradients, AttentionInputs, TargetGradients, plain, threads
 from gtrain_sar.kernels.lanes import data
 
 SOURCES, TARGETS, EDGES, SLOPE = 23, 17, 160, 0.2
@@ -36,7 +36,7 @@ class Edges:
     bounds: list[int]
     order: list[int]
 
-    def blocks(self) -> Iterator[tuple[slice, Compressed, Compressed]]:
+    def blocks(self) -> Iterator[tuple[slice, CompressedEdges, CompressedEdges]]:
         """The sources of each block, and its edges by target and by source."""
         for r in self.order:
             low, high = self.bounds[r], self.bounds[r + 1]
@@ -68,12 +68,11 @@ def near(found: Tensor, wanted: Tensor) -> None:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each of the ways to compute; chunks and spans are made small enough for there to be several."""
     monkeypatch.setattr(plain, "CHUNK_NUMBERS", 600)
-    monkeypatch.setattr(threads, "_SPAN_EDGES", 8)
+    monkeypatch.setattr(threads, "_RANGE_EDGES", 8)
     if request.param == "plain":
         for module in (kernels.linear, kernels.attention, kernels.extreme):
-            monkeypatch.setattr(module, "compiled", lambda *_: False)
-    monkeypatch.setattr(threads, "threads", lambda: 3 if request.param == "three threads" else 1)
-    monkeypatch.setattr(kernels.attention, "threads", threads.threads)
+            monkeypatch.setattr(module, "runs_compiled", lambda *_: False)
+    monkeypatch.setattr(threads, "num_threads", lambda: 3 if request.param == "three threads" else 1)
     return request.param
 
 
@@ -153,13 +152,15 @@ class Attention:
         """The same by the kernels, block by block."""
         state = kernels.attention_state(TARGETS, self.x)
         for own, by_target, _ in graph.blocks():
-            kernels.attention_forward(by_target, self.x[own], self.source[own], self.target, SLOPE, state, keep)
+            inputs = AttentionInputs(self.x[own], self.source[own], self.target, SLOPE, keep)
+            kernels.attention_forward(by_target, inputs, state)
         lse = kernels.attention_finish(state)
         delta = (self.gradient * state.out).sum(-1)
         found = [torch.zeros_like(t) for t in (self.x, self.source, self.target)]
         for own, _, by_source in graph.blocks():
-            inputs = (self.x[own], self.source[own], self.target, lse, delta, self.gradient)
-            kernels.attention_backward(by_source, *inputs, SLOPE, keep, found[0][own], found[1][own], found[2])
+            inputs = AttentionInputs(self.x[own], self.source[own], self.target, SLOPE, keep)
+            gradients = AttentionGradients(found[0][own], found[1][own], found[2])
+            kernels.attention_backward(by_source, inputs, TargetGradients(lse, delta, self.gradient), gradients)
         return [state.out, lse, *found]
 
 
@@ -237,7 +238,8 @@ def test_a_target_of_very_many_edges(way: str) -> None:
     state = kernels.attention_state(1, x)
     if way == "plain":
         plain.CHUNK_NUMBERS = 1 << 20
-    kernels.attention_forward(block, x, part, torch.zeros(1, 2, dtype=x.dtype), SLOPE, state, NO_DROPOUT)
+    inputs = AttentionInputs(x, part, torch.zeros(1, 2, dtype=x.dtype), SLOPE, NO_DROPOUT)
+    kernels.attention_forward(block, inputs, state)
     lse = kernels.attention_finish(state)
     logit = torch.nn.functional.leaky_relu(part, SLOPE)[source]
     near(lse[0], logit.logsumexp(0))
@@ -330,19 +332,20 @@ def test_a_block_without_edges_changes_nothing(way: str) -> None:
     kernels.spmm(block, out, x)
     kernels.sddmm(block, out, x, draw(EDGES, 2))
     state = kernels.attention_state(TARGETS, x)
-    kernels.attention_forward(block, x, draw(0, 2), draw(TARGETS, 2), SLOPE, state, NO_DROPOUT)
     row = draw(TARGETS, 2)
-    kernels.attention_backward(
-        block, x, draw(0, 2), row, row, row, out, SLOPE, NO_DROPOUT, x.clone(), draw(0, 2), row.clone()
-    )
+    inputs = AttentionInputs(x, draw(0, 2), row, SLOPE, NO_DROPOUT)
+    kernels.attention_forward(block, inputs, state)
+    gradients = AttentionGradients(x.clone(), draw(0, 2), row.clone())
+    kernels.attention_backward(block, inputs, TargetGradients(row, row, out), gradients)
     assert torch.equal(out, before) and (state.total == 0).all() and (state.top == -math.inf).all()
 
 
-def test_rows_are_dealt_by_edges() -> None:
+def test_rows_are_divided_by_edges(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = torch.tensor([100_000, *[10] * 10_000])
     rows = torch.repeat_interleave(torch.arange(len(counts)), counts)
     block = compress(rows, rows, torch.arange(len(rows)), len(counts))
-    found = threads.spans(block, 4)
+    monkeypatch.setattr(threads, "num_threads", lambda: 4)
+    found = threads.row_ranges(block, per_thread=1)
     assert [low for low, _ in found[1:]] == [high for _, high in found[:-1]]
     assert found[0] == (0, 1) and found[-1][1] == len(counts)
     assert [int(block.ptr[high] - block.ptr[low]) for low, high in found[1:]] == [50_000, 50_000]

@@ -214,7 +214,7 @@ class OwnPropagate(MessagePassing):
         (lambda: nn.BatchNorm2d(4), "only BatchNorm1d"),
         (lambda: ChebConv(4, 4, 2), "Laplacian"),
         (lambda: GCNConv(4, 4, flow="target_to_source"), "flow='target_to_source'"),
-        (lambda: OwnPropagate(), "propagate of its own"),
+        (lambda: OwnPropagate(), "overrides propagate"),
     ],
 )
 def test_what_would_not_be_exact_is_refused_with_the_reason(layer, why: str) -> None:  # noqa: ANN001
