@@ -90,7 +90,7 @@ def _rank(sides: list[_SideRanks], candidates: EntityCandidates) -> None:
     device = sides[0].device
     place = torch.full((candidates.count,), -1, device=device)
     for own_scores in (True, False):
-        for number, (ids, rows) in enumerate(candidates.blocks()):
+        for ids, rows in candidates.blocks():
             if own_scores and len(ids) == candidates.count:
                 break  # one block: the answers' scores are found on the way
             place[ids] = torch.arange(len(ids), device=device)
@@ -98,7 +98,7 @@ def _rank(sides: list[_SideRanks], candidates: EntityCandidates) -> None:
             for side in sides:
                 side.find_own(here, place) if own_scores else side.count(here, place)
             place[ids] = -1
-            assert number < candidates.count
+            del rows, here  # before the next block is read
 
 
 class _SideRanks:

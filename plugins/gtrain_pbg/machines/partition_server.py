@@ -17,8 +17,8 @@ from gtrain_pbg.machines.folder import KINDS, PartitionFolder
 from gtrain_pbg.machines.heartbeat import start_heartbeat
 from gtrain_pbg.partition_store import PartitionStore, ReuseWaits
 
-PIECE_BYTES = 64 << 20
-"""Bytes of a partition that are sent at a time."""
+PIECE_BYTES = 8 << 20
+"""Bytes of a partition that are sent at a time, which both sides hold besides."""
 SILENT_SECONDS = 600.0
 """A partition server that does not answer for so long is gone with its machine; a slow disk may take a while."""
 
