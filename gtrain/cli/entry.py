@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import gc
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -243,6 +244,8 @@ def _hydra_main(cfg: DictConfig) -> Any:
 def _job(cfg: DictConfig) -> Any:
     hydra_config = HydraConfig.get()
     _hold_folder(cfg, Path(hydra_config.runtime.output_dir))
+    if not launchers.is_first():  # nothing is written to it any more, and a rank that is killed leaves nothing behind
+        shutil.rmtree(hydra_config.sweep.dir, ignore_errors=True)
     overrides = list(hydra_config.overrides.task)
     typed = [override.lstrip("+~").partition("=")[0].partition("@")[0] for override in overrides]
     sweep = hydra_config.mode == RunMode.MULTIRUN

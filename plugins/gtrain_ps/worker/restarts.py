@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 
-from gtrain.errors import ConfigError
-from gtrain.launch.job_store import network_of
+from gtrain.errors import ConfigError, PeerLostError
+from gtrain.launch.job_store import await_end_of_store, network_of, store_address
 from gtrain.memory.heap import keep_freed
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.group import Group
@@ -59,6 +60,9 @@ class RestartingStrategy(GraphStrategy):
         if self.parameter_servers is None:
             assert self.cluster_environment is not None
             keep_freed()
+            if not self.started_by_agent and not self.is_global_zero:
+                store = store_address(self.cluster_environment)
+                threading.Thread(target=self._watch, args=(store,), name="gtrain-store", daemon=True).start()
             self.parameter_servers = ParameterServers(
                 self.servers.clients(ROLE),
                 self.settings.restarts > 0,
@@ -66,6 +70,12 @@ class RestartingStrategy(GraphStrategy):
                 network_of(self.cluster_environment),
             )
         return self.parameter_servers
+
+    def _watch(self, store: str) -> None:
+        """Let requests fail once rank 0 has ended: its launcher ends this rank too, and waits for it."""
+        await_end_of_store(store)
+        for client in self.servers.clients(ROLE):
+            client.close(PeerLostError("rank 0 (machine 0) is gone: the job's key-value store, which it has, ended"))
 
     def restart_checkpoint(self, run_dir: Path) -> Path | None:
         """Name the last step that all servers have applied; None if the run starts from the beginning."""

@@ -241,6 +241,31 @@ def test_who_stays_silent_is_killed_and_restarted_and_nobody_else(tmp_path: Path
     compare_with_an_undisturbed_run(tmp_path, *SMALL)
 
 
+@pytest.mark.slow
+def test_a_killed_keeper_under_torchrun_ends_all_ranks_and_leaves_nothing(tmp_path: Path) -> None:
+    """Rank 0 names it; rank 1, which waits for servers that are gone, does not wait until torchrun kills it."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "gtrain")
+    more = ("trainer.max_epochs=100000", "hydra.run.dir=run")
+    job = Program(*torchrun, *SMALL, *more, cwd=tmp_path, env={"TMPDIR": str(temporary)})
+    try:
+        until(lambda: has_logged(tmp_path / "run"), tmp_path)
+        family = descendants(job.pid)
+        server = processes(job.pid)["parameter-0"]
+        keeper = int(Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[1])
+        assert not list(temporary.glob("gtrain-*"))
+        os.kill(keeper, signal.SIGKILL)
+        done = job.end()
+    finally:
+        job.kill()
+    assert done.returncode != 0
+    assert f"the servers of machine 0 (process {keeper}) was killed by SIGKILL, and its servers with it" in done.stderr
+    assert not re.search(r"exitcode +: -9", done.stderr)
+    until(lambda: not any(map(alive, family)), tmp_path)
+    assert not list(temporary.glob("gtrain-*"))
+
+
 def resident(pid: int) -> int:
     """Resident memory of a process, bytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
