@@ -1,7 +1,7 @@
-"""Layers whose parameter is a table that a strategy may keep elsewhere, and the optimizers of such tables.
+"""Layers whose parameter is a table that a strategy may store elsewhere, and the optimizers of such tables.
 
-:mod:`gtrain.nn.table` is the interface by which a strategy takes the layers over; :mod:`gtrain.nn.rules` is the
-reference of the optimizers, against which every backend's own are tested.
+:mod:`gtrain.nn.table` is the interface by which a strategy stores their rows; :mod:`gtrain.nn.rules` is the reference
+for the optimizers of every backend.
 """
 
 from gtrain.nn.csr import Csr, as_csr, mean_rows, select_rows

@@ -1,8 +1,7 @@
-"""How many hops a network looks: the number of times that it passes messages between a seed's inputs and its result."""
+"""The number of hops of a network: how often it passes messages between a seed's inputs and its result."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from gtrain.protocols import LayersInTurn
 
 
 def conv_hops(conv: MessagePassing) -> int:
-    """Hops of one convolution: 1, or as many as it was made for (``K`` of ``APPNP``, ``SGConv``, ``TAGConv``, ...)."""
+    """Return the hops of one convolution: 1, or its setting (``K`` of ``APPNP``, ``SGConv``, ``TAGConv``, ...)."""
     if isinstance(conv, (ARMAConv, GatedGraphConv)):
         return int(conv.num_layers)
     if isinstance(conv, MixHopConv):
@@ -29,27 +28,27 @@ def conv_hops(conv: MessagePassing) -> int:
 
 
 def hop_bounds(module: nn.Module) -> tuple[int, int]:
-    """Return the least and the most hops that a module can look, judged by the layers in it.
+    """Return the least and the most hops of a module, derived from its layers.
 
-    They are equal for PyG's ``BasicGNN`` networks (``GCN``, ``GraphSAGE``, ``GAT``...), and for networks that say with
-    ``layers_in_turn = True`` that their layers follow each other in the order of ``named_children``. In other networks
-    layers may be in turn or side by side. A layer that is called several times counts once.
+    They are equal for PyG's ``BasicGNN`` networks (``GCN``, ``GraphSAGE``, ``GAT``...), and for networks that declare
+    by ``layers_in_turn = True`` that their layers follow each other in the order of ``named_children``. In others,
+    layers may be in sequence or in parallel. A layer that is called several times counts once.
     """
     if isinstance(module, MessagePassing):
         return conv_hops(module), conv_hops(module)
     if type(module).__module__.startswith("dgl.nn.pytorch.conv"):
         hops = getattr(module, "_k", 1)
         return (hops, hops) if isinstance(hops, int) else (1, 1)
-    found = [hop_bounds(child) for child in module.children()]
-    if isinstance(module, (HeteroConv, nn.ModuleDict)):  # side by side: one for each type
-        return _most(least for least, _ in found), _most(most for _, most in found)
-    total = sum(most for _, most in found)
-    in_turn = isinstance(module, BasicGNN) or (isinstance(module, LayersInTurn) and module.layers_in_turn)
-    return (total if in_turn else _most(least for least, _ in found)), total
+    bounds = [hop_bounds(child) for child in module.children()]
+    least, total = max((low for low, _ in bounds), default=0), sum(high for _, high in bounds)
+    if isinstance(module, (HeteroConv, nn.ModuleDict)):  # in parallel: one for each type
+        return least, max((high for _, high in bounds), default=0)
+    in_sequence = isinstance(module, BasicGNN) or (isinstance(module, LayersInTurn) and module.layers_in_turn)
+    return (total if in_sequence else least), total
 
 
 class HopMeter:
-    """Counts hops while a module runs with gradients: the most times in turn that messages were passed.
+    """Counts hops while a module runs with gradients: the longest sequence of message passing.
 
     Example:
         >>> from torch_geometric.nn import SGConv
@@ -60,12 +59,12 @@ class HopMeter:
         3
 
     Args:
-        module: with convolutions of PyG in it. It is left as it was found.
+        module: contains convolutions of PyG; its hooks are removed at the end.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._convs = [layer for layer in module.modules() if isinstance(layer, MessagePassing)]
-        self._results: list[Node] = []  # held, so that no other node is taken for one of them
+        self._results: list[Node] = []  # kept alive, so that no other node gets the same identity
         self._hooks: list[Any] = []
 
     def __enter__(self) -> HopMeter:
@@ -79,25 +78,21 @@ class HopMeter:
     def _note(self, conv: nn.Module, inputs: Any, result: Any) -> None:
         if not isinstance(result, Tensor) or not torch.is_grad_enabled():
             return
-        if not result.requires_grad:  # made of the inputs alone, and so far no part of the graph
+        if not result.requires_grad:  # computed from inputs without a gradient, so not in the graph yet
             result.requires_grad_()
         self._results.append(get_gradient_edge(result).node)
 
     def hops(self, result: Tensor) -> int:
-        """Hops between the inputs and a result, which was computed meanwhile and whose graph is still there."""
+        """Return the hops between the inputs and a result that was computed inside the context, with its graph."""
         passed = set(self._results)
         best: dict[Node, int] = {}
         stack = [result.grad_fn] if result.grad_fn is not None else []
         while stack:
             node = stack[-1]
-            before = [other for other, _ in node.next_functions if other is not None]
-            waiting = [other for other in before if other not in best]
-            if waiting:
-                stack += waiting
-                continue
-            best[stack.pop()] = _most(best[other] for other in before) + (node in passed)
+            operands = [operand for operand, _ in node.next_functions if operand is not None]
+            unknown = [operand for operand in operands if operand not in best]
+            if unknown:
+                stack += unknown
+            else:
+                best[stack.pop()] = max((best[operand] for operand in operands), default=0) + (node in passed)
         return best.get(result.grad_fn, 0) if result.grad_fn is not None else 0
-
-
-def _most(numbers: Iterable[int]) -> int:
-    return max(numbers, default=0)

@@ -1,4 +1,4 @@
-"""The graph that convolutions of ``dgl.nn`` are called with."""
+"""The graph argument of convolutions of ``dgl.nn``."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from gtrain.errors import ConfigError
 from gtrain.nn.dropout import active_dropout
 
 
-def load_dgl(asked_by: str) -> ModuleType:
-    """Import DGL, which no other model loads.
+def load_dgl(user: str) -> ModuleType:
+    """Import DGL, which only models that use it load.
 
     Args:
-        asked_by: what needs it, for the message, such as ``model=dgl_gat``.
+        user: the model or layer that needs it, for the message, such as ``model=dgl_gat``.
 
     Raises:
-        ConfigError: it is not installed, or the release that is does not work with this torch.
+        ConfigError: it is not installed, or the installed release does not work with this torch.
     """
     os.environ.setdefault("DGLBACKEND", "pytorch")  # else DGL writes its choice of a backend to the home folder
     try:
         return importlib.import_module("dgl")
     except (ImportError, OSError) as err:
         raise ConfigError(
-            f"{asked_by} needs DGL 1.1.3, which cannot be imported here: {str(err).splitlines()[0]}.",
+            f"{user} needs DGL 1.1.3, which cannot be imported here: {str(err).splitlines()[0]}.",
             hint="pip install 'gtrain[dgl]', with Python 3.11 on x86-64: DGL's later releases do not work with torch "
             f"{torch.__version__.split('+')[0]}.",
         ) from err
@@ -38,14 +38,14 @@ def load_dgl(asked_by: str) -> ModuleType:
 class DglGraph(nn.Module):
     """Turns ``edge_index`` into the graph that ``dgl.nn`` convolutions take as their first argument.
 
-    On one process that is DGL's own graph. A strategy that shards the graph takes this layer over and returns an object
-    with the same interface over the part that it holds, so that the convolutions need not be changed.
+    In a single process that is DGL's graph. A strategy that shards the graph replaces ``forward`` and returns an object
+    with the same interface over its part, so that convolutions work unchanged.
 
     Args:
-        self_loops: give every node one edge to itself, in place of those that are there.
+        self_loops: give every node one edge to itself, in place of existing self-loops.
 
     Shapes:
-        edge_index int64 [2, E], row 0 the sources; the result's edges are in this order, loops that were added last.
+        edge_index int64 [2, E], row 0 the sources; the result's edges are in this order, added loops last.
     """
 
     def __init__(self, self_loops: bool = False) -> None:
@@ -53,30 +53,29 @@ class DglGraph(nn.Module):
         self.self_loops = self_loops
 
     def forward(self, edge_index: Tensor, num_nodes: int) -> Any:
-        """The graph; made once for each tensor ``edge_index``, as long as that lives."""
+        """Return the graph, which is cached as long as the tensor ``edge_index`` lives."""
         dropout = active_dropout()
         if dropout is not None:
-            dropout.add(self.edges(edge_index, num_nodes))
-        known = _graphs.setdefault(edge_index, {})
+            dropout.add_edges(self.edges(edge_index, num_nodes))
+        graphs = _graphs.setdefault(edge_index, {})
         key = num_nodes, self.self_loops
-        if key not in known:
-            # aliases: rows of the tensor itself would keep it, and so this entry, alive
+        if key not in graphs:
+            # detached: rows of the tensor itself would keep it, and so this entry, alive
             source, target = self.edges(edge_index, num_nodes).detach()
-            known[key] = load_dgl(type(self).__name__).graph((source, target), num_nodes=num_nodes)
-            known[key].create_formats_()
-        return known[key]
+            graphs[key] = load_dgl(type(self).__name__).graph((source, target), num_nodes=num_nodes)
+            graphs[key].create_formats_()
+        return graphs[key]
 
     def edges(self, edge_index: Tensor, num_nodes: int) -> Tensor:
-        """The edges of the graph, [2, E']: ``edge_index`` itself where no loops are wanted."""
+        """Return the edges of the graph, [2, E']: ``edge_index`` itself without ``self_loops``."""
         if not self.self_loops:
             return edge_index
-        known = _looped.setdefault(edge_index, {})
-        if num_nodes not in known:
-            kept = edge_index[:, edge_index[0] != edge_index[1]]
+        looped = _looped.setdefault(edge_index, {})
+        if num_nodes not in looped:
+            others = edge_index[:, edge_index[0] != edge_index[1]]
             nodes = torch.arange(num_nodes, device=edge_index.device)
-            known[num_nodes] = torch.cat([kept, nodes.expand(2, -1)], dim=1)
-        found: Tensor = known[num_nodes]
-        return found
+            looped[num_nodes] = torch.cat([others, nodes.expand(2, -1)], dim=1)
+        return looped[num_nodes]
 
 
 _graphs: Any = WeakIdKeyDictionary()

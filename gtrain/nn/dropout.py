@@ -1,22 +1,23 @@
 """Dropout whose masks are the same on any number of processes and for any partitioning.
 
 Whether an element is dropped is a function of (seed, epoch, batch, layer, row, column). The *layer* is the number of
-the call of dropout within the step. The *row* is an id that no partitioning changes: of a graph node its id in the
-source data, of an edge a hash of both its ends' ids. No mask is kept: the backward pass computes it again.
+the call of dropout within the step. The *row* is an id that no partitioning changes: of a graph node its original id,
+of an edge a hash of the ids of its ends. Masks are not stored: the backward pass computes them again.
 
 While an :class:`ExactDropout` is installed, ``F.dropout`` and ``torch.dropout`` compute such masks during a step, so
 that ``nn.Dropout`` and users' modules do. The rows of a tensor are recognised by their number, among those that the
 batch has (:class:`DropoutRows`). If several have the same number, autograd's graph decides which of them it has.
 
-The random numbers are SplitMix64 (Steele, Lea & Flood, OOPSLA 2014): word ``row * words + w`` of a stream, a hash of
-all the rest, serves the columns ``2 w`` and ``2 w + 1`` with 32 bits each. So p is rounded to a multiple of 2**-32.
+The random numbers are SplitMix64 (Steele, Lea & Flood, OOPSLA 2014): word ``row * words + w`` of a stream serves the
+columns ``2 w`` and ``2 w + 1`` with 32 bits each. The stream is a hash of all but row and column. So p is rounded to
+a multiple of 2**-32.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from gtrain.kernels.splitmix import GOLDEN, MIX_1, MIX_2, key
 from gtrain.protocols import entry
 
 _WORD = 1 << 64
-_CHUNK = 1 << 20  # elements whose masks plain torch code holds at once
+_CHUNK = 1 << 20  # elements whose masks plain torch code computes at once
 _COMPILED: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.float64: np.float64}
 _log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class Mask(NamedTuple):
 
     @staticmethod
     def next(p: float, space: str = "edge") -> Mask:
-        """The mask of the next call of dropout, for a strategy that applies it itself. ``p`` = 0 draws nothing."""
+        """Return the mask of the next call of dropout, for a strategy that applies it itself; p = 0 draws no number."""
         if p <= 0:
             return NO_DROPOUT
         dropout = active_dropout()
@@ -65,14 +66,14 @@ class Mask(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """The factor of what is kept."""
+        """The factor of elements that are not dropped."""
         return 1.0 / (1.0 - self.p) if self.p < 1 else 0.0
 
-    def kept(self, ids: Tensor, columns: int) -> Tensor:
-        """Return which elements are kept, bool ``[len(ids), columns]``, in plain torch code for any device."""
+    def not_dropped(self, ids: Tensor, columns: int) -> Tensor:
+        """Return the mask, bool ``[len(ids), columns]``, in plain torch code for any device."""
         words = (columns + 1) // 2
         count = ids.long().view(-1, 1) * words + torch.arange(words, device=ids.device)
-        x = _mixed(count * _signed(GOLDEN) + _signed(self.stream))  # int64 wraps around as uint64 does
+        x = _mix(count * _signed(GOLDEN) + _signed(self.stream))  # int64 wraps around as uint64 does
         bits = torch.stack([x & 0xFFFFFFFF, (x >> 32) & 0xFFFFFFFF], -1).flatten(1)
         return bits[:, :columns] >= self.threshold
 
@@ -84,34 +85,21 @@ class Mask(NamedTuple):
             ids: int64 ``[n]``, the id of each row.
             inplace: write into ``x``.
         """
-        rows = x.detach()
-        if not rows.is_contiguous():
-            rows = rows.contiguous()
+        rows = x.detach().contiguous()
         copied = rows.data_ptr() != x.data_ptr()
         out = rows if inplace or copied else torch.empty_like(rows)
+        flat, flat_out = rows.view(len(ids), -1), out.view(len(ids), -1)
         if rows.device.type == "cpu" and rows.dtype in _COMPILED:
             from gtrain.nn.dropout_kernels import drop
 
-            count, threshold = ids.size(0), np.uint32(min(self.threshold, (1 << 32) - 1))
-            read = rows.numpy() if rows.dim() == 2 else rows.numpy().reshape(count, -1)
-            drop(
-                read,
-                read if out is rows else out.numpy().reshape(count, -1),
-                ids.numpy(),
-                np.uint64(self.stream),
-                threshold,
-                _COMPILED[rows.dtype](self.scale),
-            )
+            threshold, scale = np.uint32(min(self.threshold, (1 << 32) - 1)), _COMPILED[rows.dtype](self.scale)
+            drop(flat.numpy(), flat_out.numpy(), ids.numpy(), np.uint64(self.stream), threshold, scale)
         else:
-            self._plainly(rows.view(len(ids), -1), out.view(len(ids), -1), ids)
+            chunk = max(_CHUNK // max(flat.size(1), 1), 1)
+            for low in range(0, len(ids), chunk):
+                part = slice(low, low + chunk)
+                flat_out[part] = flat[part] * (self.not_dropped(ids[part], flat.size(1)) * self.scale).to(x.dtype)
         return x.detach().copy_(out) if inplace and copied else out
-
-    def _plainly(self, x: Tensor, out: Tensor, ids: Tensor) -> None:
-        """As the compiled loop, in chunks of rows."""
-        chunk = max(_CHUNK // max(x.size(1), 1), 1)
-        for low in range(0, len(ids), chunk):
-            some = slice(low, low + chunk)
-            out[some] = x[some] * (self.kept(ids[some], x.size(1)) * self.scale).to(x.dtype)
 
 
 NO_DROPOUT = Mask(0.0, 0)
@@ -125,17 +113,14 @@ class _Drop(torch.autograd.Function):
         ctx.mask, ctx.ids = mask, ids
         if inplace:
             ctx.mark_dirty(x)
-            mask.drop(x, ids, inplace=True)
-            return x
-        return mask.drop(x, ids)
+        dropped = mask.drop(x, ids, inplace=inplace)
+        return x if inplace else dropped
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():  # create_graph=True
-            gradient: Tensor = _Drop.apply(gradients[0], ctx.mask, ctx.ids, False)
-        else:
-            gradient = ctx.mask.drop(gradients[0], ctx.ids)
-        return gradient, None, None, None
+            return _Drop.apply(gradients[0], ctx.mask, ctx.ids, False), None, None, None
+        return ctx.mask.drop(gradients[0], ctx.ids), None, None, None
 
 
 def edge_ids(edge_index: Tensor, source_ids: Tensor, target_ids: Tensor | None = None) -> Tensor:
@@ -143,34 +128,34 @@ def edge_ids(edge_index: Tensor, source_ids: Tensor, target_ids: Tensor | None =
 
     Args:
         edge_index: int64 ``[2, E]``, rows of the other two.
-        source_ids: int64 ``[n]``, ids of the nodes that edges start at.
-        target_ids: likewise of those that they end at; None: the same.
+        source_ids: int64 ``[n]``, ids of the nodes at which edges start.
+        target_ids: likewise of those at which they end; None: the same.
 
     Returns:
         int64 ``[E]``, 0 .. 2**31-1.
     """
     target_ids = source_ids if target_ids is None else target_ids
-    if edge_index.device.type == "cpu":
-        from gtrain.nn import dropout_kernels
+    if edge_index.device.type != "cpu":
+        return _plain_edge_ids(edge_index, source_ids, target_ids)
+    from gtrain.nn import dropout_kernels
 
-        out = torch.empty(edge_index.size(1), dtype=torch.int64)
-        ends = edge_index.detach().numpy()
-        dropout_kernels.edge_ids(ends[0], ends[1], source_ids.numpy(), target_ids.numpy(), out.numpy())
-        return out
-    return _plain_edge_ids(edge_index, source_ids, target_ids)
+    out = torch.empty(edge_index.size(1), dtype=torch.int64)
+    ends = edge_index.detach().numpy()
+    dropout_kernels.edge_ids(ends[0], ends[1], source_ids.numpy(), target_ids.numpy(), out.numpy())
+    return out
 
 
 def _plain_edge_ids(edge_index: Tensor, source_ids: Tensor, target_ids: Tensor) -> Tensor:
     source, target = source_ids[edge_index[0]], target_ids[edge_index[1]]
-    mixed = _mixed(_mixed(source + _signed(GOLDEN)) + target * _signed(GOLDEN))
+    mixed = _mix(_mix(source + _signed(GOLDEN)) + target * _signed(GOLDEN))
     return (mixed >> 33) & ((1 << 31) - 1)
 
 
-def _mixed(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser of int64."""
-    x = (x ^ _shifted(x, 30)) * _signed(MIX_1)
-    x = (x ^ _shifted(x, 27)) * _signed(MIX_2)
-    return x ^ _shifted(x, 31)
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser, of int64."""
+    x = (x ^ _shift_right(x, 30)) * _signed(MIX_1)
+    x = (x ^ _shift_right(x, 27)) * _signed(MIX_2)
+    return x ^ _shift_right(x, 31)
 
 
 def _signed(word: int | np.uint64) -> int:
@@ -178,8 +163,8 @@ def _signed(word: int | np.uint64) -> int:
     return word - _WORD if word >= _WORD >> 1 else word
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right of int64."""
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift of int64."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -188,29 +173,29 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 @dataclass(eq=False)
 class DropoutRows:
-    """DropoutRows that tensors of a step may have.
+    """Rows that tensors of a step may have.
 
     Attributes:
-        space: what the ids number: a node type (``node`` where there is one), ``edge`` or ``pair`` (scored edges).
+        space: the id space: a node type (``node`` in a graph with one type), ``edge`` or ``pair`` (scored edges).
             Calls of dropout are counted for each space.
-        count: how many.
-        make_ids: returns their ids, int64 ``[count]``.
-        prefixes: numbers of first rows that tensors may have instead, as where layers leave out hops.
-        index: the tensor by which they were selected from the nodes' rows; None: they are all of them.
+        count: number of rows.
+        compute_ids: returns their ids, int64 ``[count]``.
+        prefixes: numbers of first rows that tensors may have instead, as in networks whose layers omit hops.
+        index: the tensor that selected them from the nodes' rows; None: they are all of them.
     """
 
     space: str
     count: int
-    make_ids: Callable[[], Tensor]
+    compute_ids: Callable[[], Tensor]
     prefixes: frozenset[int] = frozenset()
     index: Tensor | None = None
 
     @cached_property
     def ids(self) -> Tensor:
         """int64 ``[count]``."""
-        return self.make_ids()
+        return self.compute_ids()
 
-    def fit(self, count: int) -> bool:
+    def match(self, count: int) -> bool:
         """Whether a tensor with ``count`` rows may have these."""
         return count == self.count or count in self.prefixes
 
@@ -220,25 +205,28 @@ class StepRows:
     """The rows of one step.
 
     Attributes:
-        rows: of all kinds; the first that fit are taken where nothing tells which they are.
-        node_ids: of each node type the ids of all nodes that edges may name, int64 ``[n]``: own nodes, then the halo.
-        types: which node type a tensor of the batch has rows of, by the address of its memory; empty where there is
-            one type.
-        ends: the node types of a tensor of edges, likewise.
+        rows: of all spaces; the first ones that match are used if nothing else decides.
+        node_ids: for each node type the ids of all nodes that edges may name, int64 ``[n]``: local nodes, then halo.
+        node_types: the node type of a tensor of the batch, by the address of its memory; empty for a single type.
+        edge_types: the node types at both ends of an ``edge_index``, likewise.
     """
 
     rows: list[DropoutRows] = field(default_factory=list)
     node_ids: dict[str, Tensor] = field(default_factory=dict)
-    types: dict[int, str] = field(default_factory=dict)
-    ends: dict[int, tuple[str, str]] = field(default_factory=dict)
+    node_types: dict[int, str] = field(default_factory=dict)
+    edge_types: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     def ids_of(self, edge_index: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Ids of the nodes that edges start and end at; None where the edges are not the batch's."""
-        if not self.types:
+        """Return the ids of the nodes at which edges start and end; None if the edges are not the batch's."""
+        if not self.node_types:
             ids = self.node_ids.get("node")
             return None if ids is None else (ids, ids)
-        ends = self.ends.get(edge_index.data_ptr())
-        return None if ends is None else (self.node_ids[ends[0]], self.node_ids[ends[1]])
+        types = self.edge_types.get(edge_index.data_ptr())
+        return None if types is None else (self.node_ids[types[0]], self.node_ids[types[1]])
+
+    def add_edges(self, edge_index: Tensor, ids: tuple[Tensor, Tensor]) -> None:
+        """Append rows of edges between nodes with these ids."""
+        self.rows.append(DropoutRows("edge", edge_index.size(1), partial(edge_ids, edge_index, *ids)))
 
 
 def rows_of(batch: Any, node_ids: Mapping[str, Tensor] | None = None) -> StepRows:
@@ -246,61 +234,66 @@ def rows_of(batch: Any, node_ids: Mapping[str, Tensor] | None = None) -> StepRow
 
     Args:
         batch: a ``Data`` or ``HeteroData`` with ``orig_id``.
-        node_ids: of each node type the ids of nodes and halo; None: the batch's ``orig_id``.
+        node_ids: for each node type the ids of local nodes and halo; None: the batch's ``orig_id``.
     """
     step = StepRows()
     if not isinstance(batch, (Data, HeteroData)):
         return step
     typed = isinstance(batch, HeteroData)
-    # looking up what a Data does not have is slow; its one store has all that there is
-    flat: Any = batch.stores[0] if type(batch) is Data else batch
-    target = entry(batch, "target") if typed else None
+    # attribute access on Data is slow for missing names; its single store has all entries
     for node_type in batch.node_types if isinstance(batch, HeteroData) else ("node",):
-        nodes = batch[node_type] if typed else flat
-        own = nodes.get("orig_id") if hasattr(nodes, "get") else getattr(nodes, "orig_id", None)
-        ids = own if node_ids is None else node_ids.get(node_type, own)
+        nodes = batch[node_type] if typed else batch.stores[0]
+        orig_id = nodes.get("orig_id")
+        ids = orig_id if node_ids is None else node_ids.get(node_type, orig_id)
         if not isinstance(ids, Tensor):
             continue
         step.node_ids[node_type] = ids
-        count = int(nodes.num_nodes or 0) if own is None else len(own)
-        hops = nodes.get("num_sampled_nodes") if hasattr(nodes, "get") else getattr(nodes, "num_sampled_nodes", None)
+        count = int(nodes.num_nodes or 0) if orig_id is None else len(orig_id)
+        hops = nodes.get("num_sampled_nodes")
         prefixes = frozenset(np.cumsum(list(hops))[:-1].tolist()) if hops is not None else frozenset()
         step.rows.append(DropoutRows(node_type, count, partial(_first, ids, count), prefixes))
         if len(ids) > count:
             step.rows.append(DropoutRows(node_type, len(ids), partial(_first, ids, len(ids))))
         if typed:
-            step.types.update((_address(t), node_type) for t in nodes.values() if isinstance(t, Tensor) and t.numel())
-    seeds = entry(batch, "seeds")
-    seed_type = "node" if not typed else target  # in a link task the target is an edge type: its seeds are edges
-    scored = [place for place in ((batch, *batch.stores) if typed else batch.stores) if "edge_label_id" in place]
-    if not scored and isinstance(seeds, Tensor) and isinstance(seed_type, str) and seed_type in step.node_ids:
-        chosen = step.node_ids[seed_type]
-        step.rows.append(DropoutRows(seed_type, len(seeds), partial(torch.index_select, chosen, 0, seeds), index=seeds))
-    if scored:
-        step.rows += _scored(scored[0])
+            tensors = (t for t in nodes.values() if isinstance(t, Tensor) and t.numel())
+            step.node_types.update((_address(t), node_type) for t in tensors)
+    step.rows += _seed_rows(batch, step)
     for edge_type in batch.edge_types if isinstance(batch, HeteroData) else (("node", "to", "node"),):
-        edges = batch[edge_type] if typed else flat
-        index = edges.get("edge_index") if hasattr(edges, "get") else getattr(edges, "edge_index", None)
-        if isinstance(index, Tensor) and edge_type[0] in step.node_ids and edge_type[2] in step.node_ids:
-            step.ends[index.data_ptr()] = edge_type[0], edge_type[2]
-            ends = step.node_ids[edge_type[0]], step.node_ids[edge_type[2]]
-            step.rows.append(DropoutRows("edge", index.size(1), partial(edge_ids, index, *ends)))
+        index = (batch[edge_type] if typed else batch.stores[0]).get("edge_index")
+        source, target = edge_type[0], edge_type[2]
+        if isinstance(index, Tensor) and source in step.node_ids and target in step.node_ids:
+            step.edge_types[index.data_ptr()] = source, target
+            step.add_edges(index, (step.node_ids[source], step.node_ids[target]))
     return step
 
 
+def _seed_rows(batch: Data | HeteroData, step: StepRows) -> list[DropoutRows]:
+    """Return the rows of a batch's scored edges, or of its seeds if it has none."""
+    typed = isinstance(batch, HeteroData)
+    for store in (batch, *batch.stores) if typed else batch.stores:
+        if "edge_label_id" in store:
+            return _pair_rows(store)
+    seeds = entry(batch, "seeds")
+    seed_type = entry(batch, "target") if typed else "node"  # an edge type in a link task, whose seeds are edges
+    if not isinstance(seeds, Tensor) or not isinstance(seed_type, str) or seed_type not in step.node_ids:
+        return []
+    select = partial(torch.index_select, step.node_ids[seed_type], 0, seeds)
+    return [DropoutRows(seed_type, len(seeds), select, index=seeds)]
+
+
 def _address(x: Tensor) -> int:
-    """Where a tensor's numbers are in memory; of a sparse one, where its values are."""
+    """Return the address of a tensor's memory, of a sparse tensor that of its values."""
     if x.layout == torch.strided:
         return x.data_ptr()
     return (x._values() if x.layout == torch.sparse_coo else x.values()).data_ptr()
 
 
-def _scored(place: Any) -> list[DropoutRows]:
-    """DropoutRows of a batch's true edges, and of true and false ones where the batch lists both."""
-    ids, label = place.edge_label_id, getattr(place, "edge_label", None)
+def _pair_rows(store: Any) -> list[DropoutRows]:
+    """Return the rows of a batch's true edges, and of true and false ones if the batch lists both."""
+    ids, label = store.edge_label_id, getattr(store, "edge_label", None)
     count = len(ids) if label is None else int((label == 1).sum())
     rows = [DropoutRows("pair", count, lambda: ids[:count])]
-    if count < len(ids):  # the false ones follow, the first of each true edge first
+    if count < len(ids):  # the false edges follow: the first one of each true edge, then the second ones, ...
         draw = torch.arange(len(ids), device=ids.device) // max(count, 1)
         rows.append(DropoutRows("pair", len(ids), lambda: ids + (draw << 40)))
     return rows
@@ -314,16 +307,16 @@ def _first(ids: Tensor, count: int) -> Tensor:
 
 
 @dataclass
-class Position:
-    """Where a step is: the running call of a convolution, if any, and how many calls of dropout it made by space.
+class StepPosition:
+    """The position in a step: the running call of a convolution, if any, and its calls of dropout so far.
 
     Attributes:
-        key: tells calls of convolutions apart; 0 outside of any.
+        key: identifies the call of the convolution; 0 outside of any.
         counts: calls of dropout so far by space, and of convolutions by their number in the module.
-        edge_index: the edges that messages pass along now, or those that the convolution was called with.
-        ids: of the nodes that these edges start and end at.
-        passing: whether messages are made of them now.
-        edges: rows of a strategy's own blocks of edges, instead.
+        edge_index: the edges along which messages are passed, or those that the convolution was called with.
+        ids: of the nodes at which these edges start and end.
+        passing: whether messages are being computed.
+        edges: rows of a block of edges that a strategy works on, instead.
         origin: the position that this is a copy of.
     """
 
@@ -333,61 +326,62 @@ class Position:
     ids: tuple[Tensor, Tensor] | None = None
     passing: bool = False
     edges: DropoutRows | None = None
-    origin: Position | None = None
+    origin: StepPosition | None = None
 
-    def copy(self) -> Position:
-        """A copy with separate counts."""
+    def copy(self) -> StepPosition:
+        """Return a copy with separate counts."""
         return replace(self, counts=dict(self.counts))
 
 
 class ExactDropout:
-    """Dropout with masks that no rank or partitioning changes, for the steps of one module.
+    """Dropout with masks that do not depend on ranks and partitioning, for the steps of one module.
 
     A *token* of torch's generator is drawn for each call of dropout and of a convolution, and compared with the earlier
-    ones of the step: whoever computes a part of the step again (activation checkpointing, sequential aggregation) sets
-    the generator back, so an equal token is the same layer again.
+    ones of the step. Code that computes a part of the step again (activation checkpointing, sequential aggregation)
+    resets the generator, so an equal token identifies the same layer.
 
     Args:
-        module: what is trained.
+        module: the trained module.
         seed: of all masks.
-        watch_edges: follow ``MessagePassing.propagate``; False where a strategy tells itself which edges it works on.
+        watch_edges: follow ``MessagePassing.propagate``; False for a strategy that declares its edges itself.
     """
 
     def __init__(self, module: nn.Module, seed: int, *, watch_edges: bool = True) -> None:
         self.seed = seed
         self._step, self._key = StepRows(), 0
-        self._position = self._root = Position()
-        self._stack: list[Position] = []
+        self._position = self._root = StepPosition()
+        self._stack: list[StepPosition] = []
         self._tokens: dict[str | int, dict[int, int]] = {}
-        self._warned = False
-        self._running = False
+        self._warned = self._running = False
         self._undo: list[Callable[[], Any]] = []
-        self._typed: list[Callable[[], Any]] = []
+        self._type_hooks: list[Callable[[], Any]] = []
         self._module = module
         for number, layer in enumerate(module.modules(), start=1):
             if isinstance(layer, MessagePassing):
-                enter = partial(self._enter, number)
-                self._undo.append(layer.register_forward_pre_hook(enter, with_kwargs=True).remove)
-                self._undo.append(layer.register_forward_hook(self._leave, always_call=True).remove)
+                handles = [
+                    layer.register_forward_pre_hook(partial(self._enter, number), with_kwargs=True),
+                    layer.register_forward_hook(self._leave, always_call=True),
+                ]
                 if watch_edges:
-                    self._undo += [
-                        layer.register_propagate_forward_pre_hook(self._passes).remove,
-                        layer.register_propagate_forward_hook(self._passed).remove,
-                        layer.register_edge_update_forward_pre_hook(self._passes).remove,
-                        layer.register_edge_update_forward_hook(self._passed).remove,
+                    handles += [
+                        layer.register_propagate_forward_pre_hook(self._start_messages),
+                        layer.register_propagate_forward_hook(self._end_messages),
+                        layer.register_edge_update_forward_pre_hook(self._start_messages),
+                        layer.register_edge_update_forward_hook(self._end_messages),
                     ]
+                self._undo += [handle.remove for handle in handles]
         _install(self)
 
     def remove(self) -> None:
-        """Leave module and torch as they were."""
-        self.end()
-        for undo in (*self._undo, *self._typed):
+        """Restore module and torch."""
+        self.end_step()
+        for undo in (*self._undo, *self._type_hooks):
             undo()
-        self._undo, self._typed = [], []
+        self._undo, self._type_hooks = [], []
         _uninstall(self)
 
-    def begin(self, epoch: int, batch: int, rows: StepRows) -> None:
-        """Begin a step.
+    def start_step(self, epoch: int, batch: int, rows: StepRows) -> None:
+        """Start a step.
 
         Args:
             epoch: its number.
@@ -395,28 +389,28 @@ class ExactDropout:
             rows: of the batch.
         """
         self._key, self._step, self._running = key(self.seed, epoch, batch), rows, True
-        self._position = self._root = Position()
+        self._position = self._root = StepPosition()
         self._stack = []
         self._tokens.clear()
-        if rows.types and not self._typed:
-            self._typed = [
+        if rows.node_types and not self._type_hooks:
+            self._type_hooks = [
                 layer.register_forward_hook(self._tag, with_kwargs=True).remove for layer in self._module.modules()
             ]
 
-    def add(self, edge_index: Tensor) -> None:
-        """Say that tensors of this step may have rows of these edges."""
+    def add_edges(self, edge_index: Tensor) -> None:
+        """Declare that tensors of this step may have rows of these edges."""
         ids = self._step.ids_of(edge_index)
         if self._running and ids is not None:
-            self._step.rows.append(DropoutRows("edge", edge_index.size(1), partial(edge_ids, edge_index, *ids)))
+            self._step.add_edges(edge_index, ids)
 
-    def end(self) -> None:
-        """Have torch compute dropout until the next step; the last one's backward pass is over."""
+    def end_step(self) -> None:
+        """Let torch compute dropout until the next step; the step's backward pass is complete."""
         self._running, self._step = False, StepRows()
         self._tokens.clear()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Have torch compute dropout meanwhile: of values that are made up."""
+        """Let torch compute dropout inside this context, for synthetic values."""
         running, self._running = self._running, False
         try:
             yield
@@ -424,12 +418,12 @@ class ExactDropout:
             self._running = running
 
     @contextmanager
-    def at(self, position: Position, edges: DropoutRows | None = None) -> Iterator[None]:
-        """Go on from a position: calls of dropout from there on are the same layers whenever it is gone on from.
+    def resumed_at(self, position: StepPosition, edges: DropoutRows | None = None) -> Iterator[None]:
+        """Continue from a position: calls of dropout inside this context are the same layers each time.
 
         Args:
             position: from :meth:`position`.
-            edges: those that messages are made of meanwhile.
+            edges: of the messages that are computed.
         """
         before, origin = self._position, position.origin
         self._position = replace(position.copy(), edges=edges or position.edges)
@@ -441,49 +435,47 @@ class ExactDropout:
                     origin.counts[space] = max(count, origin.counts.get(space, 0))
             self._position = before
 
-    def position(self) -> Position:
-        """The position now."""
+    def position(self) -> StepPosition:
+        """Return the current position."""
         return replace(self._position.copy(), origin=self._position)
 
     # ------------------------------------------------------------------------ calls
 
     def dropout(self, x: Tensor, p: float, inplace: bool) -> Tensor | None:
-        """``F.dropout`` in training; None where torch is to compute it."""
-        if not self._running or not 0 < p < 1 or not x.dim() or not _plain(x):
+        """``F.dropout`` in training; None lets torch compute it."""
+        if not self._running or not 0 < p < 1 or not x.dim() or not _is_plain(x):
             return None
         rows = self._rows(x)
-        if rows is _NOBODY:
+        if rows is _UNKNOWN_LAYER:
             return None
         mask = Mask(p, self._stream("other" if rows is None else rows.space))
-        if not x.numel():  # nothing to drop, but the layer counts
+        if not x.numel():  # nothing to drop, but the layer is counted
             return None
-        ids = torch.arange(x.size(0), device=x.device) if rows is None else self._ids(rows, x.size(0), x.device)
+        count = x.size(0)
+        ids = torch.arange(count, device=x.device)
+        if rows is not None:
+            ids = (rows.ids if rows.ids.size(0) == count else rows.ids[:count]).to(x.device)
         if torch.is_grad_enabled() and x.requires_grad:
-            out: Tensor = _Drop.apply(x, mask, ids, inplace)
-            return out
+            return _Drop.apply(x, mask, ids, inplace)
         dropped = mask.drop(x, ids, inplace=inplace)
         return x if inplace else dropped
 
-    def _ids(self, rows: DropoutRows, count: int, device: torch.device) -> Tensor:
-        ids = rows.ids if rows.ids.size(0) == count else rows.ids[:count]
-        return ids if ids.device == device else ids.to(device)
-
     def _stream(self, space: str) -> int:
-        """Hash of all that a mask depends on but rows and columns."""
-        position, token = self._position, int(torch.empty((), dtype=torch.int64).random_())
+        """Return a hash of everything that a mask depends on but rows and columns."""
+        position, token = self._position, _draw_token()
         if position is self._root:
             number = self._number(space, token)
-        else:  # counts from where it was entered
+        else:  # counts from the start of the convolution
             number = position.counts.get(space, 0)
             position.counts[space] = number + 1
         return key(self._key, position.key, number, *space.encode()) >> 2
 
-    def _number(self, what: str | int, token: int) -> int:
-        """Which call of this it is in the step; a token that was drawn before is an earlier call made again."""
-        seen, counts = self._tokens.setdefault(what, {}), self._root.counts
+    def _number(self, counted: str | int, token: int) -> int:
+        """Return the number of this call in the step; an earlier token is the repetition of an earlier call."""
+        seen, counts = self._tokens.setdefault(counted, {}), self._root.counts
         if token not in seen:
-            seen[token] = counts.get(what, 0)
-            counts[what] = seen[token] + 1
+            seen[token] = counts.get(counted, 0)
+            counts[counted] = seen[token] + 1
         return seen[token]
 
     # ------------------------------------------------------------------------ convolutions
@@ -492,87 +484,82 @@ class ExactDropout:
         self._stack.append(self._position)
         if not self._running or not conv.training:
             return
-        given = (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
-        edge_index = next((t for t in given if t.dim() == 2 and t.size(0) == 2 and t.dtype == torch.int64), None)
+        tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, Tensor))
+        edge_index = next((t for t in tensors if t.dim() == 2 and t.size(0) == 2 and t.dtype == torch.int64), None)
         ids = None if edge_index is None else self._step.ids_of(edge_index)
-        token = int(torch.empty((), dtype=torch.int64).random_())
-        self._position = Position(
-            key(layer, self._number(layer, token), self._position.key), {}, edge_index, ids or self._position.ids
-        )
+        call = key(layer, self._number(layer, _draw_token()), self._position.key)
+        self._position = StepPosition(call, {}, edge_index, ids or self._position.ids)
 
     def _leave(self, *_: Any) -> None:
         self._position = self._stack.pop()
 
-    def _passes(self, conv: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Note the edges that messages pass along."""
+    def _start_messages(self, conv: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Record the edges along which messages are passed."""
         if self._running and isinstance(inputs[0], Tensor):
             self._position.edge_index, self._position.passing = inputs[0], True
 
-    def _passed(self, *_: Any) -> None:
+    def _end_messages(self, *_: Any) -> None:
         self._position.passing = False
 
-    # ------------------------------------------------------------------------ whose rows
+    # ------------------------------------------------------------------------ rows of a tensor
 
     def _rows(self, x: Tensor) -> DropoutRows | None:
-        """The rows that a tensor has; None where they are not known."""
+        """Return the rows that a tensor has; None: not known."""
         count = len(x)
         if isinstance(x, nn.Parameter):
             return None
         edges = self._edges(count)
         if edges is not None:
             return edges
-        fitting = [rows for rows in self._step.rows if rows.fit(count)]
-        evidence = _evidence(x, self._step, fitting)
-        if evidence is _WEIGHT:
-            return None
+        matching = [rows for rows in self._step.rows if rows.match(count)]
+        evidence = _evidence(x, self._step, matching)
         if isinstance(evidence, DropoutRows):
             return evidence
-        if len(fitting) > 1:
-            return self._choose(x, fitting) if len(x) else _NOBODY
-        return fitting[0] if fitting else None
+        if evidence is _WEIGHT or not matching:
+            return None
+        if len(matching) == 1:
+            return matching[0]
+        return self._choose(x, matching) if len(x) else _UNKNOWN_LAYER
 
     def _edges(self, count: int) -> DropoutRows | None:
-        """The edges that the running convolution works on, if their number is the tensor's."""
+        """Return the edges that the running convolution works on, if their number is the tensor's."""
         position = self._position
         if position.edges is not None:
             return position.edges if position.edges.count == count else None
-        index = position.edge_index
-        ids = position.ids
+        index, ids = position.edge_index, position.ids
         if index is None or ids is None:
             return None
-        if not position.passing and any(rows.space != "edge" and rows.fit(count) for rows in self._step.rows):
+        if not position.passing and any(rows.space != "edge" and rows.match(count) for rows in self._step.rows):
             return None
-        if index.size(1) == count:
-            return DropoutRows("edge", count, partial(edge_ids, index, *ids))
-        loops = index[0] == index[1]
-        nodes = len(ids[1])
-        if index.size(1) - int(loops.sum()) + nodes == count:  # with a loop for each node at the end, as PyG adds them
+        if index.size(1) != count:
+            loops, nodes = index[0] == index[1], len(ids[1])
+            if index.size(1) - int(loops.sum()) + nodes != count:
+                return None
+            # PyG has appended a loop for each node
             every = torch.arange(nodes, device=index.device)
-            whole = torch.cat([index[:, ~loops], every.expand(2, -1)], 1)
-            return DropoutRows("edge", count, partial(edge_ids, whole, *ids))
-        return None
+            index = torch.cat([index[:, ~loops], every.expand(2, -1)], 1)
+        return DropoutRows("edge", count, partial(edge_ids, index, *ids))
 
-    def _choose(self, x: Tensor, fitting: Sequence[DropoutRows]) -> DropoutRows:
-        """Of rows that are equally many the first, unless they are the same."""
-        first, *others = fitting
-        spaces = {rows.space for rows in fitting}
-        same = len(spaces) == 1 and all(torch.equal(first.ids[: len(x)], rows.ids[: len(x)]) for rows in others)
-        if same:
+    def _choose(self, x: Tensor, matching: Sequence[DropoutRows]) -> DropoutRows:
+        """Choose among rows with the same number: the first ones, with a warning unless their ids are the same."""
+        first, *others = matching
+        spaces = {rows.space for rows in matching}
+        if len(spaces) == 1 and all(torch.equal(first.ids[: len(x)], rows.ids[: len(x)]) for rows in others):
             return first
-        if len(spaces) > 1:  # types in turn, as a loop over a dictionary takes them
-            first = min(fitting, key=lambda rows: self._root.counts.get(rows.space, 0))
+        if len(spaces) > 1:  # the types in turn, in the order of a loop over a dictionary
+            first = min(matching, key=lambda rows: self._root.counts.get(rows.space, 0))
         if not self._warned:
             self._warned = True
-            kinds = ", ".join(sorted(spaces)) if len(spaces) > 1 else "all nodes and seeds"
+            names = ", ".join(sorted(spaces)) if len(spaces) > 1 else "all nodes and seeds"
             _log.warning(
-                "dropout was called with %d rows, and there are as many of several kinds (%s); it takes them for %s. "
-                "Its mask may differ from that of another number of processes.",
-                len(x), kinds, first.space,
+                "dropout was called with %d rows, the number of several kinds of rows (%s); they are taken for %s. The "
+                "mask may differ between numbers of processes.",
+                len(x), names, first.space,
             )  # fmt: skip
         return first
 
     def _tag(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Note in autograd's graph which node type the rows of a layer's result are of."""
+        """Record in autograd's graph which node type the rows of a layer's result have."""
         if not self._running:
             return
         if isinstance(out, dict):
@@ -580,20 +567,22 @@ class ExactDropout:
                 if node_type in self._step.node_ids and isinstance(rows, Tensor) and rows.grad_fn is not None:
                     _types(rows.grad_fn)[rows.output_nr] = node_type
         elif isinstance(out, Tensor) and out.dim() and out.grad_fn is not None and _type_of(out, self._step) is None:
-            tensors = [t for t in _leaves((args, tuple(kwargs.values()))) if t.dim() and len(t) == len(out)]
+            tensors = [t for t in _tensors((args, tuple(kwargs.values()))) if t.dim() and len(t) == len(out)]
             types = [name for t in reversed(tensors) if (name := _type_of(t, self._step)) is not None]
             if types:
                 _types(out.grad_fn)[out.output_nr] = types[0]
 
 
+def _draw_token() -> int:
+    return int(torch.empty((), dtype=torch.int64).random_())
+
+
 _TAG = "gtrain: node type"
 _WEIGHT = object()
-_NOBODY = DropoutRows(
-    "none", 0, lambda: torch.empty(0, dtype=torch.int64)
-)  # an empty tensor: which layer it is of is unknown
-_LONGEST = 64  # nodes of autograd's graph that are looked at
-_FIRST = {"MmBackward0": 0, "AddmmBackward0": 1, "LinearBackward0": 0, "BmmBackward0": 0}
-"""Which operand of a product has the rows of its result."""
+_UNKNOWN_LAYER = DropoutRows("none", 0, lambda: torch.empty(0, dtype=torch.int64))  # of an empty tensor
+_LONGEST = 64  # nodes of autograd's graph that are examined
+_ROW_OPERAND = {"MmBackward0": 0, "AddmmBackward0": 1, "LinearBackward0": 0, "BmmBackward0": 0}
+"""The operand of a product that has the rows of the result."""
 _SAVED = {"MmBackward0": "_saved_self", "AddmmBackward0": "_saved_mat1"}
 _ROWWISE = (
     "Add", "Sub", "Mul", "Div", "Neg", "Relu", "LeakyRelu", "Elu", "Gelu", "Silu", "Sigmoid", "Tanh", "Prelu", "Selu",
@@ -601,88 +590,88 @@ _ROWWISE = (
     "ReshapeAlias", "Clone", "Alias", "ToCopy", "Pow", "Exp", "Log", "Sqrt", "Abs", "LogSoftmax", "Softmax", "Cat",
     "_Drop", "LinalgVectorNorm", "Expand", "Clamp", "ClampMin", "Where", "Unsqueeze", "Squeeze", "Stack", "Mish",
 )  # fmt: skip
-"""Steps of autograd's graph whose result has the rows of an operand."""
+"""Nodes of autograd's graph whose result has the rows of an operand."""
 
 
-def _evidence(x: Tensor, step: StepRows, fitting: Sequence[DropoutRows]) -> Any:
-    """What autograd's graph says of the rows of ``x``: some of ``fitting``, ``_WEIGHT``, or None for nothing.
+def _evidence(x: Tensor, step: StepRows, matching: Sequence[DropoutRows]) -> Any:
+    """Derive the rows of ``x`` from autograd's graph: some of ``matching``, ``_WEIGHT``, or None for unknown.
 
-    It is followed from ``x`` back as long as steps keep rows in place, to a tensor whose rows are known.
+    The graph is followed back from ``x`` as long as its nodes keep rows in place, to a tensor whose rows are known.
     """
-    by_space = {rows.space: rows for rows in reversed(fitting)}
-    if step.types and x.data_ptr() in step.types:
-        return by_space.get(step.types[x.data_ptr()])
-    waiting: list[Any] = [(x.grad_fn, x.output_nr)]
+    by_space = {rows.space: rows for rows in reversed(matching)}
+    if step.node_types and x.data_ptr() in step.node_types:
+        return by_space.get(step.node_types[x.data_ptr()])
+    queue: list[Any] = [(x.grad_fn, x.output_nr)]
     weight = False
     for _ in range(_LONGEST):
-        if not waiting:
+        if not queue:
             break
-        node, output = waiting.pop(0)
+        node, output = queue.pop(0)
         if node is None:
             continue
-        node_type = _types(node).get(output) if step.types else None
+        node_type = _types(node).get(output) if step.node_types else None
         if node_type is not None:
-            return by_space.get(node_type) or _of_type(node_type, len(x), step)
+            return by_space.get(node_type) or _rows_of_type(node_type, len(x), step)
         name = type(node).__name__
         if name == "AccumulateGrad":
-            variable = node.variable
-            weight |= variable.dim() > 1 and len(variable) == len(x)
+            weight |= node.variable.dim() > 1 and len(node.variable) == len(x)
         elif name in ("IndexBackward0", "IndexSelectBackward0"):
-            return _indexed(node, name, len(x), step, fitting)
-        elif name in _FIRST:
-            after = node.next_functions[_FIRST[name]]
-            if after[0] is None and name in _SAVED:  # data without a gradient
+            return _selected_rows(node, name, len(x), step, matching)
+        elif name in _ROW_OPERAND:
+            operand = node.next_functions[_ROW_OPERAND[name]]
+            if operand[0] is None and name in _SAVED:  # data without a gradient
                 saved = getattr(node, _SAVED[name])
-                return by_space.get(step.types.get(_address(saved) if saved is not None else 0, ""))
-            waiting.append(after)
+                return by_space.get(step.node_types.get(_address(saved) if saved is not None else 0, ""))
+            queue.append(operand)
         elif name.removesuffix("0").removesuffix("1").removesuffix("Backward") in _ROWWISE:
-            waiting += node.next_functions
+            queue += node.next_functions
         else:
             return None
     return _WEIGHT if weight else None
 
 
-def _indexed(node: Any, name: str, count: int, step: StepRows, fitting: Sequence[DropoutRows]) -> DropoutRows | None:
-    """The rows that were selected by an index: of seeds or edges, or any of the nodes'."""
+def _selected_rows(
+    node: Any, name: str, count: int, step: StepRows, matching: Sequence[DropoutRows]
+) -> DropoutRows | None:
+    """Return rows that an index selected: of seeds or edges, or any of the nodes'."""
     index = node._saved_index if name == "IndexSelectBackward0" else node._saved_indices[0]
     if not isinstance(index, Tensor) or index.dim() != 1:
         return None
-    for rows in fitting:
+    for rows in matching:
         if rows.space in ("edge", "pair") or (rows.index is not None and rows.index.data_ptr() == index.data_ptr()):
             return rows
     size = int(node._saved_self_sym_sizes[0])
-    nodes = [rows for rows in step.rows if rows.index is None and rows.space in step.node_ids and rows.fit(size)]
-    if len(nodes) != 1 or step.types:
+    nodes = [rows for rows in step.rows if rows.index is None and rows.space in step.node_ids and rows.match(size)]
+    if len(nodes) != 1 or step.node_types:
         return None
     return DropoutRows(nodes[0].space, count, lambda: nodes[0].ids[index.to(nodes[0].ids.device)], index=index)
 
 
 def _type_of(x: Tensor, step: StepRows) -> str | None:
-    node_type = step.types.get(_address(x))
+    node_type = step.node_types.get(_address(x))
     return node_type if node_type is not None or x.grad_fn is None else _types(x.grad_fn).get(x.output_nr)
 
 
-def _of_type(node_type: str, count: int, step: StepRows) -> DropoutRows | None:
+def _rows_of_type(node_type: str, count: int, step: StepRows) -> DropoutRows | None:
     ids = step.node_ids.get(node_type)
     return None if ids is None or len(ids) < count else DropoutRows(node_type, count, partial(_first, ids, count))
 
 
 def _types(node: Any) -> dict[int, str]:
-    """Node types of the results of a step of autograd's graph, by their number; kept as long as the step."""
-    types: dict[int, str] = node.metadata.setdefault(_TAG, {})
-    return types
+    """Return the node types of the results of a node of autograd's graph, by their number."""
+    return node.metadata.setdefault(_TAG, {})
 
 
-def _leaves(value: Any) -> Iterator[Tensor]:
+def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _leaves(item)
+            yield from _tensors(item)
 
 
-def _plain(x: Tensor) -> bool:
-    """Whether a tensor is a dense one of numbers in memory."""
+def _is_plain(x: Tensor) -> bool:
+    """Whether a tensor is a dense one of floating-point numbers in memory."""
     return (
         type(x) in (Tensor, nn.Parameter)
         and x.is_floating_point()
@@ -692,67 +681,56 @@ def _plain(x: Tensor) -> bool:
     )
 
 
-# ------------------------------------------------------------------------------------------- in place of torch's own
+# ------------------------------------------------------------------------------------ replacement of torch's functions
 
-_active: list[ExactDropout] = []
-_own: dict[tuple[Any, str], Any] = {}
+_installed: list[ExactDropout] = []
+_original: dict[tuple[Any, str], Any] = {}
 
 
 def active_dropout() -> ExactDropout | None:
-    """What computes dropout now; None: torch does."""
-    dropout = _active[-1] if _active else None
+    """Return the object that computes dropout in the running step; None: torch does."""
+    dropout = _installed[-1] if _installed else None
     return dropout if dropout is not None and dropout._running else None
 
 
-@contextmanager
-def torch_dropout() -> Iterator[None]:
-    """Have torch compute dropout meanwhile, of values that are made up and whose layers do not count."""
+def torch_dropout() -> AbstractContextManager[None]:
+    """Let torch compute dropout inside this context, for synthetic values whose layers are not counted."""
     dropout = active_dropout()
-    if dropout is None:
-        yield
-    else:
-        with dropout.suspended():
-            yield
+    return nullcontext() if dropout is None else dropout.suspended()
 
 
-def current_position() -> Position | None:
-    """The position in the running step, for :func:`resumed_at`; None where torch computes dropout."""
+def current_position() -> StepPosition | None:
+    """Return the position in the running step, for :func:`resumed_at`; None: torch computes dropout."""
     dropout = active_dropout()
     return None if dropout is None else dropout.position()
 
 
-@contextmanager
-def resumed_at(position: Position | None, edges: DropoutRows | None = None) -> Iterator[None]:
-    """Compute from a position on, perhaps not for the first time; see :meth:`ExactDropout.at`."""
+def resumed_at(position: StepPosition | None, edges: DropoutRows | None = None) -> AbstractContextManager[None]:
+    """Continue from a position, perhaps repeatedly; see :meth:`ExactDropout.resumed_at`."""
     dropout = active_dropout()
-    if dropout is None or position is None:
-        yield
-    else:
-        with dropout.at(position, edges):
-            yield
+    return nullcontext() if dropout is None or position is None else dropout.resumed_at(position, edges)
 
 
 def _install(dropout: ExactDropout) -> None:
-    """Exchange what ``F.dropout`` and ``torch.dropout`` call, also for modules that have imported these by name."""
-    if not _active:
-        for home in (torch._VF, torch):
+    """Replace what ``F.dropout`` and ``torch.dropout`` call, which also reaches modules that import these by name."""
+    if not _installed:
+        for module in (torch._VF, torch):
             for name, inplace in (("dropout", False), ("dropout_", True)):
-                own = getattr(home, name)
-                _own[home, name] = own
-                setattr(home, name, partial(_call, own, inplace))
-    _active.append(dropout)
+                _original[module, name] = getattr(module, name)
+                setattr(module, name, partial(_call, _original[module, name], inplace))
+    _installed.append(dropout)
 
 
 def _uninstall(dropout: ExactDropout) -> None:
-    if dropout in _active:
-        _active.remove(dropout)
-        if not _active:
-            for (home, name), own in _own.items():
-                setattr(home, name, own)
-            _own.clear()
+    if dropout in _installed:
+        _installed.remove(dropout)
+        if not _installed:
+            for (module, name), function in _original.items():
+                setattr(module, name, function)
+            _original.clear()
 
 
-def _call(own: Callable[..., Tensor], inplace: bool, input: Tensor, p: float, train: bool) -> Tensor:  # noqa: A002
-    dropout = _active[-1] if train and _active else None
+def _call(original: Callable[..., Tensor], inplace: bool, input: Tensor, p: float, train: bool) -> Tensor:  # noqa: A002
+    dropout = _installed[-1] if train and _installed else None
     out = None if dropout is None else dropout.dropout(input, p, inplace)
-    return own(input, p, train) if out is None else out
+    return original(input, p, train) if out is None else out

@@ -34,14 +34,14 @@ def drop(x: Any, out: Any, ids: Any, stream: Any, threshold: Any, scale: Any) ->
         x, out: ``(n, columns)``, contiguous; they may be the same.
         ids: int64 ``(n,)``, the id of each row.
         stream: uint64, start of the stream of random numbers.
-        threshold: uint32; columns whose random number is below are dropped.
-        scale: of the type of ``x``, the factor of the others.
+        threshold: uint32; columns with a smaller random number are dropped.
+        scale: of the dtype of ``x``, the factor of the others.
     """
     columns = x.shape[1]
     words = (columns + 1) // 2
     bits, nothing = np.empty(2 * words, np.uint32), scale - scale
     for i in range(ids.size):
-        # two loops: the compiler vectorises the second one, which has no branches
+        # two loops: the compiler vectorises the second, which has no branches
         fill_words(bits, ids[i], words, stream)
         for c in range(columns):
             out[i, c] = x[i, c] * (scale if bits[c] >= threshold else nothing)

@@ -1,4 +1,4 @@
-"""The layers whose parameter is a table: embeddings, bags of embeddings, and a linear layer over sparse rows."""
+"""Layers whose parameter is a table: embeddings, bags of embeddings, and a linear layer over sparse rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Embedding(Table):
     Args:
         num_embeddings: rows, n.
         embedding_dim: columns, d.
-        node_type: the nodes that it is of; ``node`` in a graph with one type.
+        node_type: the node type of the rows; ``node`` in a graph with one type.
         init_std: standard deviation of the initial rows.
         sparse: whether the gradient is sparse; see :class:`~gtrain.nn.table.Table`.
         dtype: of the rows; None: torch's default.
@@ -43,19 +43,19 @@ class Embedding(Table):
         super().__init__(table, sparse=sparse, dtype=dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Rows of these ids."""
+        """Return the rows of these ids."""
         return self.home.lookup(ids)
 
 
 class EmbeddingBag(Table):
-    """One row for each bag of ids: the sum or the mean of their learned rows, weighted where values are given.
+    """One row for each bag of ids: the sum or the mean of their learned rows, weighted if the bag has values.
 
     Args:
         num_embeddings: rows of the table, n.
         embedding_dim: columns, d.
         mode: ``sum``, or ``mean``: the sum divided by the sum of the values (by the count without values); the row of
             an empty bag is 0.
-        node_type: what the ids are of.
+        node_type: the node type of the ids.
         init_std: standard deviation of the initial rows.
         sparse: whether the gradient is sparse; see :class:`~gtrain.nn.table.Table`.
         dtype: of the rows; None: torch's default.
@@ -77,25 +77,28 @@ class EmbeddingBag(Table):
         dtype: torch.dtype | None = None,
     ) -> None:
         if mode not in MODES:
-            raise ConfigError(f"EmbeddingBag(mode={mode!r}) was asked for.", hint=f"choose {' or '.join(MODES)}.")
+            raise ConfigError(
+                f"EmbeddingBag(mode={mode!r}) was called; the modes are {' and '.join(MODES)}.",
+                hint=f"choose {' or '.join(MODES)}.",
+            )
         table = TableSpec(node_type, num_embeddings, embedding_dim, scale=init_std)
         super().__init__(table, sparse=sparse, dtype=dtype)
         self.mode = mode
 
     def forward(self, bags: Tensor | Csr | tuple[Tensor, Tensor | None, Tensor]) -> Tensor:
-        """One row a bag."""
+        """Return one row per bag."""
         rows = as_csr(bags, self.table.rows)
         summed = self.home.product(rows)
         return summed if self.mode == "sum" else summed / _weights(rows, summed)[:, None]
 
 
 class SparseLinear(Table):
-    """Y = X W + b for sparse rows X: a linear layer over a great many features of which a row has few.
+    """Y = X W + b for sparse rows X: a linear layer over very many features, of which a row has few.
 
     Args:
         in_features: features, n.
         out_features: columns of the result, d.
-        bias: whether there is a b, zero at first; it is an ordinary parameter, wherever W lives.
+        bias: whether to add b, initially zero; it is an ordinary parameter, wherever W is stored.
         init_bound: initial weights are uniform in +-init_bound; None: 1 / sqrt(n), as ``torch.nn.Linear``.
         sparse: whether W's gradient is sparse; see :class:`~gtrain.nn.table.Table`.
         dtype: of the parameters; None: torch's default.
@@ -121,13 +124,13 @@ class SparseLinear(Table):
         self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor | Csr | tuple[Tensor, Tensor | None, Tensor]) -> Tensor:
-        """Rows of X W + b."""
+        """Return X W + b."""
         result = self.home.product(as_csr(x, self.table.rows))
         return result if self.bias is None else result + self.bias
 
 
 def _weights(rows: Csr, like: Tensor) -> Tensor:
-    """What a mean divides by, [m]: the sum of each row's values; 1 for a row without entries."""
+    """Return the divisor of a mean, [m]: the sum of each row's values; 1 for a row without entries."""
     counts = rows.offsets.diff()
     if rows.values is None:
         return counts.clamp(min=1).to(like)

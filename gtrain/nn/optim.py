@@ -1,4 +1,4 @@
-"""Optimizers of tables, and one optimizer that steps tables and ordinary parameters together."""
+"""Sparse optimizers of tables, and an optimizer that steps tables and ordinary parameters together."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Parameters = Iterable[Any]
 
 
 class RowOptimizer(Optimizer):
-    """An optimizer that touches the rows that have a gradient, and no others; see :mod:`gtrain.nn.rules`.
+    """An optimizer that changes only rows that have a gradient; see :mod:`gtrain.nn.rules`.
 
-    It takes dense and sparse gradients and gives the same for both. A parameter with one dimension is a table with one
-    column; one with more than two has its leading index for a row. A table that lives elsewhere updates itself there.
+    Dense and sparse gradients give the same result. A parameter with one dimension is a table with one column; in one
+    with more than two, the leading index is the row. A table that is stored elsewhere is updated there.
 
     Args:
         params: parameters, or groups of them.
-        settings: the rule's numbers.
+        settings: of the rule.
     """
 
     rule: ClassVar[Rule]
@@ -37,11 +37,8 @@ class RowOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Apply the gradients; ``closure`` computes them first and returns the loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        """Apply the gradients, which ``closure`` computes before, if it is passed; return its loss."""
+        loss = _loss_of(closure)
         for group in self.param_groups:
             settings = {name: value for name, value in group.items() if name != "params"}
             for parameter in group["params"]:
@@ -53,7 +50,7 @@ class RowOptimizer(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, those of tables that live elsewhere too."""
+        """Reset gradients, including those of tables that are stored elsewhere."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 home = home_of(parameter)
@@ -61,7 +58,7 @@ class RowOptimizer(Optimizer):
                     home.zero_grad()
                 if set_to_none:
                     parameter.grad = None
-        if not set_to_none:  # torch's is slow to begin with
+        if not set_to_none:  # torch's loop, which is slower
             super().zero_grad(set_to_none)
 
     def _update(self, parameter: Tensor, settings: Mapping[str, Any]) -> None:
@@ -78,7 +75,7 @@ class SGD(RowOptimizer):
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
-        weight_decay: L2 penalty, of rows that have a gradient.
+        weight_decay: L2 penalty on rows that have a gradient.
     """
 
     rule = rules.SGD
@@ -93,8 +90,8 @@ class Adagrad(RowOptimizer):
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
-        weight_decay: L2 penalty, of rows that have a gradient.
-        initial_accumulator: what the sum of squares starts with.
+        weight_decay: L2 penalty on rows that have a gradient.
+        initial_accumulator: initial value of the sum of squares.
         eps: added to its root.
     """
 
@@ -118,14 +115,14 @@ class RowwiseAdagrad(Adagrad):
 
 
 class LazyAdam(RowOptimizer):
-    """Adam whose moments move only in steps in which the row has a gradient; each row counts its own steps.
+    """Adam whose moments change only in steps in which the row has a gradient; steps are counted per row.
 
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
         betas: decay of the two moments.
         eps: added to the root of the second.
-        weight_decay: L2 penalty, of rows that have a gradient.
+        weight_decay: L2 penalty on rows that have a gradient.
     """
 
     rule = rules.LAZY_ADAM
@@ -144,11 +141,11 @@ class LazyAdam(RowOptimizer):
 class JointOptimizer(Optimizer):
     """Several optimizers over different parameters as one: one ``step``, one list of groups, one state.
 
-    Schedulers, checkpoints and Lightning's automatic optimisation see a single torch optimizer; each part goes on
-    stepping its own groups by its own rule.
+    Schedulers, checkpoints and Lightning's automatic optimisation see a single torch optimizer; each part steps its
+    groups by its rule.
 
     Args:
-        parts: the optimizers, none of whose parameters is in two.
+        parts: the optimizers; no parameter is in two of them.
     """
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
@@ -157,33 +154,37 @@ class JointOptimizer(Optimizer):
         self._share()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Step every part; ``closure`` computes the gradients first and returns the loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        """Step every part, after ``closure`` has computed the gradients, if it is passed; return its loss."""
+        loss = _loss_of(closure)
         for part in self.parts:
             part.step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
+        """Reset all gradients."""
         for part in self.parts:
             part.zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what ``state_dict`` gave."""
+        """Restore what ``state_dict`` returned."""
         super().load_state_dict(state_dict)
         self._share()
 
     def _share(self) -> None:
-        """Let the parts work on this optimizer's groups and state: torch replaces both when it loads a checkpoint."""
-        begin = 0
+        """Let the parts use this optimizer's groups and state: torch replaces both when it loads a checkpoint."""
+        start = 0
         for part in self.parts:
-            end = begin + len(part.param_groups)
+            end = start + len(part.param_groups)
             self.state.update({} if part.state is self.state else part.state)
-            part.param_groups, part.state = self.param_groups[begin:end], self.state
-            begin = end
+            part.param_groups, part.state = self.param_groups[start:end], self.state
+            start = end
+
+
+def _loss_of(closure: Callable[[], Any] | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def _check(optimizer: str, name: str, value: Any) -> None:
@@ -200,7 +201,7 @@ def _as_table(tensor: Tensor) -> Tensor:
 
 
 def _row_gradients(gradient: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the ids and rows of a sparse gradient, or all rows of a dense one."""
+    """Return the ids and rows of a sparse gradient, or all rows of a dense gradient."""
     assert gradient is not None
     if gradient.is_sparse:
         return gradient._indices()[0], gradient._values()

@@ -1,4 +1,4 @@
-"""Patching of functions, such as PyG's ``gcn_norm``, that layers look up in their own Python modules at call time."""
+"""Patches functions, such as PyG's ``gcn_norm``, that layers look up in their Python modules at call time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def patch_function(layers: Iterable[nn.Module], name: str, replacement: Callable
     """Replace a function in the Python modules of layers and of their base classes.
 
     Args:
-        layers: whose modules are patched, those that have the function.
+        layers: their modules are patched if they have the function.
         name: of the function.
         replacement: called as ``replacement(original, *args, **kwargs)``.
 
     Returns:
-        What undoes the patch; call these in reverse order.
+        The actions that undo the patch, to be called in reverse order.
     """
     undo: list[Callable[[], None]] = []
     for namespace in namespaces(layers, name):
@@ -29,7 +29,7 @@ def patch_function(layers: Iterable[nn.Module], name: str, replacement: Callable
 
 
 def namespaces(layers: Iterable[nn.Module], name: str) -> Iterator[dict[str, Any]]:
-    """The namespaces, each once, in which classes of the layers look up a function of this name."""
+    """Yield the distinct namespaces in which classes of the layers look up a function of this name."""
     seen = set()
     for module in (cls.__module__ for layer in layers for cls in type(layer).__mro__):
         namespace = sys.modules[module].__dict__

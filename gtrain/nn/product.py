@@ -1,4 +1,4 @@
-"""Sparse rows times a table, with a gradient that is a few rows of the table."""
+"""Products of sparse rows and a table, whose gradient has only the rows that were read."""
 
 from __future__ import annotations
 
@@ -11,38 +11,37 @@ from torch.autograd import Function
 
 from gtrain.nn.csr import Csr
 
-_BLOCK = 1 << 16  # entries whose table rows are held at once for the gradient of values
+_BLOCK = 1 << 16  # entries whose table rows are gathered at once for the gradient of values
 
 
 def product(rows: Csr, table: Tensor, *, sparse: bool = False) -> Tensor:
     """Multiply sparse rows by a table: row i of the result is the sum over its entries of value * table[id].
 
     The forward pass is torch's ``embedding_bag``; the backward pass sorts the entries by id and is an ``embedding_bag``
-    over the result's gradient, so that it costs as much as the forward pass and never depends on the table's height
-    when ``sparse`` is set. Sums are taken in a fixed order.
+    over the result's gradient. It costs as much as the forward pass; with ``sparse``, the cost does not depend on the
+    number of rows of the table. Sums are computed in a fixed order.
 
     Args:
         rows: m rows.
         table: [n, d].
-        sparse: give the table a gradient of the rows that were used, a coalesced ``torch.sparse_coo`` tensor.
+        sparse: the table's gradient is a coalesced ``torch.sparse_coo`` tensor of the rows that were read.
 
     Returns:
         [m, d], differentiable in the table and in ``rows.values``.
     """
     values = None if rows.values is None else rows.values.to(table.dtype)
-    result: Tensor = _Product.apply(table, values, rows.ids, rows.offsets, sparse)
-    return result
+    return _Product.apply(table, values, rows.ids, rows.offsets, sparse)
 
 
 def transposed(rows: Csr, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Multiply the transpose of sparse rows by a dense matrix: what a table's gradient is.
+    """Multiply the transpose of sparse rows by a dense matrix: the gradient of a table.
 
     Args:
         rows: m rows.
         gradient: [m, d].
 
     Returns:
-        The ids that occur, ascending, int64 [U], and their rows of the product, [U, d].
+        The distinct ids, ascending, int64 [U], and their rows of the product, [U, d].
     """
     order, unique, offsets = grouped(rows.ids)
     values = None if rows.values is None else rows.values.to(gradient.dtype)[order]
@@ -50,7 +49,7 @@ def transposed(rows: Csr, gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def grouped(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Group equal ids: the order that sorts them, the distinct ones [U], and where each one's run begins [U + 1]."""
+    """Group equal ids: return the order that sorts them, the distinct ids [U], and the start of each group [U + 1]."""
     sorted_ids, order = ids.sort(stable=True)
     unique, counts = torch.unique_consecutive(sorted_ids, return_counts=True)
     return order, unique.long(), torch.cat([counts.new_zeros(1), counts.cumsum(0)])
@@ -63,7 +62,7 @@ def coalesce(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         ids [Z], rows [Z, d]; the distinct ids, ascending, [U], and their sums [U, d].
     """
     if bool((ids[1:] > ids[:-1]).all()):
-        return ids, rows  # torch forgets that a gradient is coalesced when it becomes a parameter's
+        return ids, rows  # torch does not keep the coalesced flag when a gradient is assigned to a parameter
     order, unique, offsets = grouped(ids)
     return unique, _bag(rows, order, offsets, None)
 
@@ -79,8 +78,8 @@ def _bag(table: Tensor, ids: Tensor, offsets: Tensor, values: Tensor | None) -> 
 class _Product(Function):
     @staticmethod
     def forward(ctx: Any, table: Tensor, values: Tensor | None, ids: Tensor, offsets: Tensor, sparse: bool) -> Tensor:
-        asked = values is not None and values.requires_grad
-        ctx.save_for_backward(ids, offsets, values, table if asked else None)
+        values_need_gradient = values is not None and values.requires_grad
+        ctx.save_for_backward(ids, offsets, values, table if values_need_gradient else None)
         ctx.sparse, ctx.shape = sparse, table.shape
         return _bag(table, ids, offsets, values)
 
@@ -88,9 +87,9 @@ class _Product(Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ids, offsets, values, table = ctx.saved_tensors
         gradient, rows = gradients[0].contiguous(), Csr(ids, values, offsets)
-        of_table = _table_gradient(rows, gradient, ctx.shape, ctx.sparse) if ctx.needs_input_grad[0] else None
-        of_values = _value_gradient(rows, gradient, table) if ctx.needs_input_grad[1] else None
-        return of_table, of_values, None, None, None
+        dtable = _table_gradient(rows, gradient, ctx.shape, ctx.sparse) if ctx.needs_input_grad[0] else None
+        dvalues = _value_gradient(rows, gradient, table) if ctx.needs_input_grad[1] else None
+        return dtable, dvalues, None, None, None
 
 
 def _table_gradient(rows: Csr, gradient: Tensor, shape: torch.Size, sparse: bool) -> Tensor:

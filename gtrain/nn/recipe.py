@@ -1,7 +1,7 @@
-"""What a model of edge embeddings computes in a training step, for strategies that do so by kernels of their own.
+"""Description of the training step of edge-embedding models, for strategies that compute it by their own kernels.
 
-A model that can be described so has a method ``recipe()``. What it says is the model itself: parameters and tables are
-the module's, not copies. The module's own ``training_step`` is the reference for whatever a strategy does instead.
+A model that can be described has a method ``recipe()``. Parameters and tables in it are the module's, not copies. The
+module's ``training_step`` is the reference for the strategy's kernels.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from gtrain.nn.table import Table
 
 @dataclass(frozen=True)
 class EdgeRecipe:
-    """How edges of some relations are scored, which all join the same two entity types by the same operator.
+    """How edges are scored, for relations that join the same two entity types by the same operator.
 
     Attributes:
-        tables: rows of the heads' type and of the tails' type, D columns and then the bias, if there is one.
-        types: places of these types in :attr:`ModelRecipe.tables`.
-        bags: for heads and for tails, the features of each entity, whose rows' mean is its embedding; None: an entity
-            has a row of its own.
-        relations: R ids, those of the data; parameters have a row for each, in this order.
+        tables: rows of the heads' type and of the tails' type: D columns, then the bias, if any.
+        types: positions of these types in :attr:`ModelRecipe.tables`.
+        bags: for heads and for tails, the features of each entity, the mean of whose rows is its embedding; None: each
+            entity has a row.
+        relations: R ids of the data; parameters have a row for each, in this order.
         dimension: D.
         operator: ``none``, ``translation``, ``diagonal``, ``linear``, ``affine`` or ``complex_diagonal``.
         comparator: ``dot``, ``cos``, ``l2`` or ``squared_l2``.
@@ -32,19 +32,18 @@ class EdgeRecipe:
         margin: of the ranking loss.
         reciprocal: whether queries are transformed, by parameters for each direction; else tails, by ``forwards``.
         bias: whether rows have a bias.
-        num_batch_negs: edges of a chunk, which are each other's negatives.
-        num_uniform_negs: entities drawn for each chunk and side, of the side's type.
-        all_negs: all entities of the type are negatives, instead.
+        num_batch_negs: edges of a chunk, each of which is a negative for the others.
+        num_uniform_negs: entities of the side's type that are drawn for each chunk and side.
+        all_negs: instead, all entities of the type are negatives.
         head_negs: whether heads are replaced.
         tail_negs: whether tails are replaced.
-        self_negs: whether the end of an edge that is given is a negative of the other one; never with ``all_negs``.
+        self_negs: whether the fixed end of an edge is a negative for the other end; never with ``all_negs``.
         n3: weight of the N3 regulariser.
-        max_norm: rows are scaled to this norm when they are read, where theirs is larger; None: never.
-        shifts: ``[1, D]`` each, what all embeddings of the heads' type and of the tails' type have in common; None:
-            nothing.
+        max_norm: rows with a larger norm are scaled to it when they are read; None: never.
+        shifts: ``[1, D]`` each, added to all embeddings of the heads' type and of the tails' type; None: 0.
         relation_weight: factor of the loss by relation; None: all 1.
-        forwards: the operator's parameters by name, each ``[R, ...]``; none for ``none``.
-        backwards: those of the other direction; none unless ``reciprocal``.
+        forwards: the operator's parameters by name, each ``[R, ...]``; empty for ``none``.
+        backwards: those of the other direction; empty unless ``reciprocal``.
     """
 
     tables: tuple[Table, Table]
@@ -73,7 +72,7 @@ class EdgeRecipe:
 
     @property
     def num_relations(self) -> int:
-        """R."""
+        """Number of relations, R."""
         return len(self.relations)
 
     @property
@@ -83,10 +82,10 @@ class EdgeRecipe:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters but the tables, by a name of their own; the two shifts of one type are the same."""
-        found = {f"forwards.{name}": value for name, value in self.forwards.items()}
-        found |= {f"backwards.{name}": value for name, value in self.backwards.items()}
-        return found if self.shifts is None else {**found, "head_shift": self.shifts[0], "tail_shift": self.shifts[1]}
+        """All parameters but the tables, by name; the shifts of heads and tails of one type are the same parameter."""
+        named = {f"forwards.{name}": value for name, value in self.forwards.items()}
+        named |= {f"backwards.{name}": value for name, value in self.backwards.items()}
+        return named if self.shifts is None else {**named, "head_shift": self.shifts[0], "tail_shift": self.shifts[1]}
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class ModelRecipe:
     Attributes:
         tables: by the entity type's name, in the order of the ids.
         firsts: for each type the id of its first entity, among the ids of all types.
-        groups: each relation is in one of them.
+        groups: each relation is in exactly one.
     """
 
     tables: dict[str, Table]
@@ -105,18 +104,19 @@ class ModelRecipe:
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters but the tables, each once, by a name of its own."""
-        named = {id(value): name for number, _ in enumerate(self.groups) for name, value in self._of(number).items()}
-        every = {id(value): value for group in self.groups for value in group.parameters.values()}
-        return {named[key]: value for key, value in every.items()}
+        """The distinct parameters but the tables, by unique names."""
+        parameters = [
+            (f"{number}.{name}", value)
+            for number, group in enumerate(self.groups)
+            for name, value in group.parameters.items()
+        ]
+        names = {id(value): name for name, value in parameters}  # the last name of a shared parameter
+        return {names[id(value)]: value for _, value in parameters}
 
     def names_of(self, group: int) -> dict[str, str]:
-        """The names in :attr:`parameters` of a group's own ones."""
+        """Return, for each parameter of a group, its name in :attr:`parameters`."""
         names = {id(value): name for name, value in self.parameters.items()}
         return {name: names[id(value)] for name, value in self.groups[group].parameters.items()}
-
-    def _of(self, group: int) -> dict[str, nn.Parameter]:
-        return {f"{group}.{name}": value for name, value in self.groups[group].parameters.items()}
 
     @property
     def places(self) -> int:
@@ -125,5 +125,5 @@ class ModelRecipe:
 
     @property
     def num_relations(self) -> int:
-        """Relations of all groups."""
+        """Number of relations of all groups."""
         return sum(group.num_relations for group in self.groups)

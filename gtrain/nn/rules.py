@@ -1,22 +1,22 @@
-"""How rows of a table change: the sparse optimizers as pure functions, the reference for every backend.
+"""The sparse optimizers as pure functions: the reference for every backend.
 
-A rule maps rows of a table, their optimizer state and their gradients to new rows and new state. It sees nothing but
-those rows, so a table may be cut into blocks in any way and every block, wherever it lives, is updated alike. Before a
-rule is applied, gradients of the same row are added up (:func:`gtrain.nn.product.coalesce`), and rows whose gradient is
-zero in every column are left out: they are not touched, neither by momentum nor by weight decay.
+A rule maps rows of a table, their optimizer state and their gradients to new rows and new state. It depends on
+those rows only, so every block of a table is updated alike, however the table is divided. Before a rule is applied,
+gradients of the same row are summed (:func:`gtrain.nn.product.coalesce`), and rows whose gradient is zero in every
+column are omitted: neither momentum nor weight decay changes them.
 
 With g the gradient of a row w plus ``weight_decay`` * w, and d its width:
 
 =================  ===================================================================================
 sgd                w -= lr * g
 adagrad            s += g^2;                 w -= lr * g / (sqrt(s) + eps)            (Duchi et al. 2011)
-rowwise_adagrad    s += sum(g^2) / d;        w -= lr * g / (sqrt(s) + eps)            one number s a row
+rowwise_adagrad    s += sum(g^2) / d;        w -= lr * g / (sqrt(s) + eps)            one s per row
 lazy_adam          t += 1; m, v as in Adam;  w -= lr * m^ / (sqrt(v^) + eps)          (Kingma and Ba 2015)
 =================  ===================================================================================
 
 Row-wise Adagrad is that of PyTorch-BigGraph (``torchbiggraph/row_adagrad.py``; Lerer et al. 2019), eps 1e-10 there and
 here, added after the root. Adam's bias correction uses the row's own number t of updates, where torch's ``SparseAdam``
-uses the table's: a row's path then depends on that row alone. Where every row has a gradient in every step, both are
+uses the table's: a row's updates then depend on that row alone. If every row has a gradient in every step, both are
 Adam.
 """
 
@@ -33,8 +33,8 @@ from gtrain.nn.product import coalesce
 
 State = dict[str, Tensor]
 Settings = Mapping[str, Any]
-"""``lr`` and ``weight_decay``; ``eps``; ``initial_accumulator``; ``betas``: those that the rule has."""
-_BLOCK = 1 << 17  # numbers of the rows that are updated at a time: they stay in the cache from pass to pass
+"""``lr``, ``weight_decay``, ``eps``, ``initial_accumulator``, ``betas``: those that the rule has."""
+_BLOCK = 1 << 17  # numbers in the rows that are updated at once: they stay in the CPU's cache between passes
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Rule:
     """A sparse optimizer.
 
     Attributes:
-        name: what a message calls it.
-        state: names of its state tensors; True where there is one number for each column, False for one a row.
-        step: (rows [U, d], state of these rows, gradients [U, d], settings) -> new rows, new state; changes nothing.
+        name: for messages.
+        state: names of its state tensors; True: one number for each column, False: one for each row.
+        step: (rows [U, d], state of these rows, gradients [U, d], settings) -> new rows, new state; not in place.
     """
 
     name: str
@@ -52,15 +52,15 @@ class Rule:
     step: Callable[[Tensor, State, Tensor, Settings], tuple[Tensor, State]]
 
     def initial(self, rows: Tensor, settings: Settings) -> State:
-        """Return the state of rows [n, d] that were never updated: [n, d] or [n] each, of the rows' dtype."""
+        """Return the initial state of rows [n, d]: [n, d] or [n] each, of the rows' dtype."""
         start = float(settings.get("initial_accumulator", 0.0))
-        made = {}
+        state = {}
         for name, wide in self.state.items():
-            # 16-bit numbers cannot count; torch leaves a state called step in its own dtype when it loads a checkpoint
+            # 16-bit numbers cannot count steps; torch keeps the dtype of a state named step when it loads a checkpoint
             dtype = torch.promote_types(rows.dtype, torch.float32) if name == "step" else rows.dtype
             shape = rows.shape if wide else rows.shape[:1]
-            made[name] = rows.new_full(shape, start if name == "sum" else 0.0, dtype=dtype)
-        return made
+            state[name] = rows.new_full(shape, start if name == "sum" else 0.0, dtype=dtype)
+        return state
 
 
 def update(rule: Rule, table: Tensor, state: State, ids: Tensor, gradients: Tensor, settings: Settings) -> None:
@@ -70,28 +70,25 @@ def update(rule: Rule, table: Tensor, state: State, ids: Tensor, gradients: Tens
         rule: one of :data:`RULES`.
         table: [n, d].
         state: as ``rule.initial(table, settings)`` made it.
-        ids: int64 [Z], rows of the table; a row may come several times.
+        ids: int64 [Z], rows of the table, which may repeat.
         gradients: [Z, d].
         settings: the rule's numbers.
     """
     ids, gradients = coalesce(ids, gradients)
     block = max(1, _BLOCK // max(1, table.size(1)))
-    for some, theirs in zip(ids.split(block), gradients.split(block), strict=True):
-        _update_block(rule, table, state, *touched(some, theirs), settings)
-
-
-def _update_block(rule: Rule, table: Tensor, state: State, ids: Tensor, gradients: Tensor, settings: Settings) -> None:
-    before = {name: kept.index_select(0, ids) for name, kept in state.items()}
-    rows, after = rule.step(table.index_select(0, ids), before, gradients, settings)
-    table.index_copy_(0, ids, rows)
-    for name, kept in state.items():
-        kept.index_copy_(0, ids, after[name])
+    for block_ids, block_gradients in zip(ids.split(block), gradients.split(block), strict=True):
+        selected, nonzero = touched(block_ids, block_gradients)
+        before = {name: tensor.index_select(0, selected) for name, tensor in state.items()}
+        rows, after = rule.step(table.index_select(0, selected), before, nonzero, settings)
+        table.index_copy_(0, selected, rows)
+        for name, tensor in state.items():
+            tensor.index_copy_(0, selected, after[name])
 
 
 def touched(ids: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """Leave out the rows whose gradient is zero in every column."""
-    there = (gradients != 0).any(dim=1)
-    return (ids, gradients) if bool(there.all()) else (ids[there], gradients[there])
+    """Return ids and gradients without the rows whose gradient is zero in every column."""
+    nonzero = (gradients != 0).any(dim=1)
+    return (ids, gradients) if bool(nonzero.all()) else (ids[nonzero], gradients[nonzero])
 
 
 def _decayed(rows: Tensor, gradients: Tensor, settings: Settings) -> Tensor:

@@ -1,21 +1,21 @@
-"""Tables: layers whose parameter is many rows of which a batch needs few, and how a strategy takes them over.
+"""Tables: layers with many rows, of which a batch needs few, and the interface by which a strategy stores them.
 
-A :class:`Table` layer (``Embedding``, ``EmbeddingBag``, ``SparseLinear``) never reads its parameter itself. It asks its
-*home*: ``self.home.lookup(ids)`` for rows, ``self.home.product(rows)`` for sparse rows times the table. At first the
-home is a :class:`LocalHome`, an ordinary ``nn.Parameter`` with the natural name (``embedding.weight``). A strategy that
-keeps rows elsewhere (servers, partitions on disk) does, in its ``install``::
+A :class:`Table` layer (``Embedding``, ``EmbeddingBag``, ``SparseLinear``) reads its rows through its *home*, the place
+where they are stored: ``self.home.lookup(ids)`` returns rows, ``self.home.product(rows)`` sparse rows times the table.
+Initially the home is a :class:`LocalHome`, an ordinary ``nn.Parameter`` with the usual name (``embedding.weight``). A
+strategy that stores rows elsewhere (servers, partitions on disk) moves them in its ``install``::
 
     for name, layer in tables(module):
-        layer.move(MyHome(layer.table, layer.weight.detach()))   # rows now live there; layer.weight has none
+        layer.move(MyHome(layer.table, layer.weight.detach()))   # the rows are stored there; layer.weight has none
 
 and in its ``uninstall``::
 
     layer.move_back(rows)      # a LocalHome again
 
-From ``move`` on, ``layer.weight`` is an *anchor*: the same ``nn.Parameter``, with 0 rows. It hangs lookups onto the
-autograd graph, and stands for the table in optimizers, whether they were made before or after; an optimizer of
-``gtrain.nn`` that holds it calls ``home.update(rule, settings)`` in its ``step``, with the settings (``lr`` too) of
-its parameter group at that moment, and ``home.zero_grad()`` in its ``zero_grad``: schedules reach the home.
+From ``move`` on, ``layer.weight`` is an *anchor*: the same ``nn.Parameter``, with 0 rows. It connects lookups to the
+autograd graph, and represents the table in optimizers, whether they were created before or after. An optimizer of
+``gtrain.nn`` calls ``home.update(rule, settings)`` in its ``step``, with the current settings of the parameter group
+(``lr`` included, so that schedules apply), and ``home.zero_grad()`` in its ``zero_grad``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from gtrain.nn.product import product
 from gtrain.nn.rules import Rule, Settings
 
 BLOCK_ROWS = 1 << 16
-"""Rows of a table that a home hands out at a time."""
+"""Rows of a table that a home returns at once."""
 INIT_ROWS = 4096
 """Rows of a table that one random generator fills."""
 
@@ -47,16 +47,16 @@ _deferred: ContextVar[bool] = ContextVar("deferred", default=False)
 
 @dataclass(frozen=True)
 class TableSpec:
-    """What a table is, wherever its rows live.
+    """Description of a table, wherever its rows are stored.
 
     Attributes:
-        name: what its rows are: a node type for ``Embedding``, ``features`` for ``SparseLinear``.
+        name: of its rows: a node type for ``Embedding``, ``features`` for ``SparseLinear``.
         rows: number of rows, n.
         dim: columns, d.
         ids: the id space of the rows: ``orig_id`` (ids of the source data's nodes) or ``feature``.
         init: ``normal`` or ``uniform``.
         scale: standard deviation of the normal distribution, or half the width of the uniform one.
-        seed: of the initial rows; drawn from torch's generator, so that equally seeded ranks draw the same.
+        seed: of the initial rows; drawn from torch's generator, so that ranks with the same seed agree.
     """
 
     name: str
@@ -70,17 +70,17 @@ class TableSpec:
     def initial(self, begin: int, end: int) -> Tensor:
         """Return initial rows ``begin`` to ``end``, float32.
 
-        Every :data:`INIT_ROWS` rows have a generator of their own, so a row's initial value does not depend on which
-        other rows are asked for: blocks of a table made in different places are those of the whole table.
+        Every block of :data:`INIT_ROWS` rows has its generator, so a row's initial value does not depend on the
+        requested range: blocks that different processes initialise are those of the whole table.
         """
         if begin % INIT_ROWS == 0 and begin < end <= begin + INIT_ROWS:
-            return self._block(begin // INIT_ROWS)[: end - begin]  # as most are asked for, without a copy
-        made = torch.empty(end - begin, self.dim)
+            return self._block(begin // INIT_ROWS)[: end - begin]  # the common case, without a copy
+        rows = torch.empty(end - begin, self.dim)
         for block in range(begin // INIT_ROWS, -(-end // INIT_ROWS)):
             first = block * INIT_ROWS
             low, high = max(begin, first), min(end, first + INIT_ROWS)
-            made[low - begin : high - begin] = self._block(block)[low - first : high - first]
-        return made
+            rows[low - begin : high - begin] = self._block(block)[low - first : high - first]
+        return rows
 
     def _block(self, block: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed + block)
@@ -90,7 +90,7 @@ class TableSpec:
 
 
 class TableHome(ABC):
-    """Where the rows of one table live: what a layer, an optimizer and a checkpoint ask of them."""
+    """Storage of the rows of one table: the interface that layers, optimizers and checkpoints use."""
 
     @abstractmethod
     def lookup(self, ids: Tensor) -> Tensor:
@@ -102,50 +102,48 @@ class TableHome(ABC):
 
     @abstractmethod
     def update(self, rule: Rule, settings: Settings) -> None:
-        """Apply the gradients that backward passes left since the last :meth:`zero_grad`, as ``gtrain.nn.rules`` says.
+        """Apply the gradients of backward passes since the last :meth:`zero_grad`, as ``gtrain.nn.rules`` specifies.
 
-        It is called once for each step of the optimizer, perhaps without any gradient.
-        A home may do so by kernels of its own, and later, as its strategy's semantics allow; ``rules`` is what it is
-        tested against.
+        It is called once for each step of the optimizer, perhaps without any gradient. A home may use its own kernels,
+        and apply gradients later if its strategy's semantics allow that; ``rules`` is the reference in its tests.
         """
 
     @abstractmethod
     def zero_grad(self) -> None:
-        """Forget gradients."""
+        """Reset gradients."""
 
     @abstractmethod
     def read(self, begin: int, end: int) -> Tensor:
-        """Return rows ``begin`` to ``end`` as they are now, detached: for exports and for leaving this home."""
+        """Return the current rows ``begin .. end - 1``, detached: for exports and for :meth:`Table.move_back`."""
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Go through all rows once: ids ``[n]`` and rows ``[n, d]``, detached, some at a time, in this home's order.
+        """Yield all rows once, in blocks: ids ``[n]`` and rows ``[n, d]``, detached, in this home's order.
 
-        What is yielded is valid until the next is asked for.
+        A block is valid until the next one is yielded.
         """
-        rows = self.num_rows
-        for begin in range(0, rows, BLOCK_ROWS):
-            end = min(begin + BLOCK_ROWS, rows)
+        for begin in range(0, self.num_rows, BLOCK_ROWS):
+            end = min(begin + BLOCK_ROWS, self.num_rows)
             yield torch.arange(begin, end), self.read(begin, end)
 
     @property
     @abstractmethod
     def num_rows(self) -> int:
-        """Rows of the table, n."""
+        """Number of rows, n."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must keep of this rank's share: tensors, numbers, strings; rows and optimizer state.
+        """Return this rank's share of a checkpoint: tensors, numbers, strings; rows and optimizer state.
 
         A strategy returns it from ``shard_state``. The weight in the module's own state_dict has no rows.
         """
 
     @abstractmethod
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what :meth:`state` gave."""
+        """Restore what :meth:`state` returned."""
 
 
 class LocalHome(TableHome):
-    """The rows are the layer's own parameter; torch's autograd, optimizers and state_dict do the rest.
+    """The rows are the layer's parameter, which torch's autograd, optimizers and state_dict handle.
 
     Args:
         layer: the table.
@@ -184,10 +182,10 @@ class LocalHome(TableHome):
 
 
 class RemoteHome(TableHome):
-    """The rows are elsewhere. A subclass moves rows and gradients; hanging them onto autograd is done here.
+    """The rows are stored elsewhere. A subclass moves rows and gradients; this class connects them to autograd.
 
     Args:
-        table: what the table is.
+        table: its description.
     """
 
     anchor: nn.Parameter
@@ -202,47 +200,45 @@ class RemoteHome(TableHome):
 
     @abstractmethod
     def push(self, ids: Tensor, gradients: Tensor) -> None:
-        """Take in the gradients [Z, d] of rows that were fetched; ids may repeat, and calls add up."""
+        """Add the gradients [Z, d] of rows that were fetched; ids may repeat, and calls accumulate."""
 
     @abstractmethod
     def multiply(self, rows: Csr) -> tuple[Tensor, Any]:
-        """Return sparse rows times the table, [m, d], and a ticket that :meth:`push_product` gets back."""
+        """Return sparse rows times the table, [m, d], and a ticket for :meth:`push_product`."""
 
     @abstractmethod
     def push_product(self, ticket: Any, gradient: Tensor) -> None:
-        """Take in the gradient [m, d] of a product; what it means for the table's rows is this home's to work out."""
+        """Add the gradient [m, d] of a product, from which this home computes that of the table's rows."""
 
     @property
     def num_rows(self) -> int:
         return self.table.rows
 
     def lookup(self, ids: Tensor) -> Tensor:
-        found: Tensor = _Lookup.apply(self.anchor, ids, self)
-        return found
+        return _Lookup.apply(self.anchor, ids, self)
 
     def product(self, rows: Csr) -> Tensor:
         if rows.values is not None and rows.values.requires_grad:
             raise ConfigError(
-                f"the values of sparse rows need a gradient, and the table {self.table.name} lives in another process.",
-                hint="set strategy=single, or let the values be data.",
+                f"the values of sparse rows need a gradient, but table {self.table.name} is stored in another process.",
+                hint="set strategy=single, or use values without a gradient.",
             )
-        result: Tensor = _RemoteProduct.apply(self.anchor, rows, self)
-        return result
+        return _RemoteProduct.apply(self.anchor, rows, self)
 
 
 class Table(nn.Module):
-    """Base of the layers that are rows of a table.
+    """Base of the layers whose parameter is a table.
 
     Args:
-        table: what the table is.
-        sparse: whether the parameter's gradient is sparse (a ``torch.sparse_coo`` tensor of the rows that were used),
+        table: its description.
+        sparse: whether the parameter's gradient is sparse (a ``torch.sparse_coo`` tensor of the rows that were read),
             for the optimizers of ``gtrain.nn``; else dense, for any optimizer.
         dtype: of the rows; None: torch's default.
 
     Attributes:
-        table: what the table is.
-        home: where its rows live.
-        weight: [n, d], its rows; [0, d] while they live elsewhere.
+        table: its description.
+        home: the storage of its rows.
+        weight: [n, d], its rows; [0, d] while they are stored elsewhere.
     """
 
     def __init__(self, table: TableSpec, *, sparse: bool = False, dtype: torch.dtype | None = None) -> None:
@@ -262,47 +258,47 @@ class Table(nn.Module):
                 self.weight[begin:end] = self.table.initial(begin, end)
 
     def move(self, home: RemoteHome) -> None:
-        """Let the rows live in another home, which has them already; ``weight`` keeps none."""
+        """Switch to another home, which has the rows already; ``weight`` keeps none."""
         self.weight.data, self.weight.grad = self.weight.data.new_empty(0, self.table.dim), None
         self.weight.home = home  # type: ignore[attr-defined]
         home.anchor, self.home = self.weight, home
 
     def move_back(self, rows: Tensor) -> None:
-        """Let the rows be the layer's own parameter again."""
+        """Store the rows in the layer's parameter again."""
         self.weight.data, self.weight.grad = rows.to(self.weight), None
         if hasattr(self.weight, "home"):
             del self.weight.home
         self.home = LocalHome(self)
 
     def clip(self, ids: Tensor, columns: int, most: float) -> None:
-        """Scale the first columns of these rows to a norm of ``most`` where theirs is larger, in place.
+        """Scale the first columns of these rows to a norm of at most ``most``, in place.
 
         Raises:
-            ConfigError: the rows live elsewhere.
+            ConfigError: the rows are stored elsewhere.
         """
         if not isinstance(self.home, LocalHome):
             raise ConfigError(
-                "model.max_norm is set, and the rows live in other processes.",
+                "model.max_norm is set, but the rows are stored in other processes.",
                 hint="choose a strategy that keeps tables in the memory of its ranks, or set model.max_norm=null.",
             )
         with torch.no_grad():
-            found = ids.unique()
-            rows = self.weight[found, :columns]
+            distinct = ids.unique()
+            rows = self.weight[distinct, :columns]
             norms = rows.norm(dim=1)
-            long = norms > most
-            found = found[long].unsqueeze(1)
-            scale = most / (norms[long] + 1e-7)
-            self.weight[found, torch.arange(columns, device=ids.device)] = rows[long] * scale.unsqueeze(1)
+            clipped = norms > most
+            scale = (most / (norms[clipped] + 1e-7)).unsqueeze(1)
+            columns_ids = torch.arange(columns, device=ids.device)
+            self.weight[distinct[clipped].unsqueeze(1), columns_ids] = rows[clipped] * scale
 
     def extra_repr(self) -> str:
         return f"{self.table.rows}, {self.table.dim}, name={self.table.name!r}"
 
 
 def _allocated(table: TableSpec, rows: int, dtype: torch.dtype) -> Tensor:
-    """Return the memory of the rows.
+    """Allocate the rows.
 
     Raises:
-        ConfigError: this process cannot get that much.
+        ConfigError: the process cannot allocate that much memory.
     """
     try:
         return torch.empty(rows, table.dim, dtype=dtype)
@@ -311,7 +307,7 @@ def _allocated(table: TableSpec, rows: int, dtype: torch.dtype) -> Tensor:
         raise ConfigError(
             f"the table {table.name!r} has {rows} rows of {table.dim} numbers: {rows} * {table.dim} * {dtype.itemsize} "
             f"bytes = {size / 2**30:,.0f} GiB, which this process cannot allocate.",
-            hint="number the rows (data.num_features, or the ids in the data) without gaps, make them narrower "
+            hint="number the rows (data.num_features, or the ids in the data) without gaps, reduce their width "
             "(model.hidden_channels), or choose a strategy that spreads them over servers.",
         ) from error
 
@@ -324,16 +320,15 @@ def tables(module: nn.Module) -> Iterator[tuple[str, Table]]:
 
 
 def home_of(parameter: Tensor) -> TableHome | None:
-    """Return the home that the rows of a parameter live in, or None for an ordinary parameter."""
-    home: TableHome | None = getattr(parameter, "home", None)
-    return home
+    """Return the home of a parameter's rows, or None for an ordinary parameter."""
+    return getattr(parameter, "home", None)
 
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Make tables without rows inside this context: a strategy that keeps them elsewhere fills them there.
+    """Create tables without rows inside this context: a strategy that stores them elsewhere initialises them there.
 
-    A table may be larger than this process's memory. Its home takes ``layer.table.initial(begin, end)``.
+    A table may be larger than this process's memory. Its home reads ``layer.table.initial(begin, end)``.
     """
     token = _deferred.set(True)
     try:
@@ -348,7 +343,7 @@ class _Lookup(Function):
         ctx.home = home
         ctx.save_for_backward(ids)
         rows = home.fetch(ids.reshape(-1))
-        return rows.view(*ids.shape, rows.size(1))  # not -1, which is ambiguous where there are no ids
+        return rows.view(*ids.shape, rows.size(1))  # not -1, which is ambiguous without ids
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

@@ -445,7 +445,7 @@ class GraphStrategy(GroupCollectives):
         if self._exact is not None:
             assert self.trainer is not None
             batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx
-            self._exact.begin(self.trainer.current_epoch, batch_idx, self.dropout_rows(args[0]))
+            self._exact.start_step(self.trainer.current_epoch, batch_idx, self.dropout_rows(args[0]))
         output = super().training_step(*args, **kwargs)
         if output is None or self.world_size == 1 or not self.lockstep:
             return output
@@ -456,7 +456,7 @@ class GraphStrategy(GroupCollectives):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._exact is not None:
-            self._exact.end()
+            self._exact.end_step()
         return super().validation_step(*args, **kwargs)
 
     def loss_share(self, output: Any, batch: Any) -> float:

@@ -51,7 +51,7 @@ class DglShards:
         blocks, constants = self._blocks(edges), self._blocks.exchange.constants
         dropout = active_dropout()
         if dropout is not None:
-            dropout.add(edges)
+            dropout.add_edges(edges)
         if constants is not None and edge_index in constants:
             constants.add([blocks.in_degree])
         graph: ShardGraph = blocks.derived("dgl", lambda: ShardGraph(edges, blocks, self._schedule))

@@ -142,7 +142,7 @@ def attention_forward(block: CompressedEdges, inputs: AttentionInputs, state: At
         part = torch.exp(logit - base.index_select(0, chunk.rows))
         state.total.index_add_(0, chunk.rows, part)
         if dropout.threshold > 0:
-            part = part * dropout.kept(chunk.edges, part.size(1)) * dropout.scale
+            part = part * dropout.not_dropped(chunk.edges, part.size(1)) * dropout.scale
         state.out.index_add_(0, chunk.rows, x.index_select(0, chunk.columns) * part.unsqueeze(-1))
 
 
@@ -165,7 +165,7 @@ def attention_backward(
         part = torch.exp((logit - saved.lse.index_select(0, i)).masked_fill_(logit == infinite, infinite))
         mask = part.new_full(part.shape, dropout.scale if dropout.threshold > 0 else 1.0)
         if dropout.threshold > 0:
-            mask *= dropout.kept(chunk.edges, part.size(1))
+            mask *= dropout.not_dropped(chunk.edges, part.size(1))
         rows = saved.gradient.index_select(0, i)
         inner = (rows * x.index_select(0, j)).sum(-1)
         gradients.x.index_add_(0, j, rows * (part * mask).unsqueeze(-1))

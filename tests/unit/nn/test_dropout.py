@@ -42,7 +42,7 @@ def exact() -> Iterator[Any]:
         for other in made:
             other.remove()
         made[:] = [ExactDropout(module, seed)]
-        made[0].begin(0, step, rows if isinstance(rows, StepRows) else rows_of(rows))
+        made[0].start_step(0, step, rows if isinstance(rows, StepRows) else rows_of(rows))
         return made[0]
 
     yield make
@@ -60,7 +60,7 @@ def test_torch_is_left_as_it_was(exact: Any) -> None:
 @pytest.mark.parametrize("shape", [(7,), (5, 1), (9, 4), (3, 2, 5)])
 def test_compiled_masks_are_those_of_plain_code(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, ids, mask = torch.randn(shape, dtype=dtype), torch.randperm(1000)[: shape[0]], Mask(0.3, key(5))
-    kept = mask.kept(ids, x[0].numel()).view(shape)
+    kept = mask.not_dropped(ids, x[0].numel()).view(shape)
     torch.testing.assert_close(mask.drop(x, ids), x * kept / 0.7)
     torch.testing.assert_close(mask.drop(x.half(), ids), (x.half() * (kept / 0.7).half()))
     strided = torch.randn(*shape, 2, dtype=dtype)[..., 0]
@@ -69,7 +69,7 @@ def test_compiled_masks_are_those_of_plain_code(shape: tuple[int, ...], dtype: t
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_the_share_that_is_kept_and_independence_of_columns_rows_and_streams(p: float) -> None:
-    masks = [Mask(p, key(seed)).kept(torch.arange(20_000), 5).double() for seed in (1, 2)]
+    masks = [Mask(p, key(seed)).not_dropped(torch.arange(20_000), 5).double() for seed in (1, 2)]
     values = torch.cat([masks[0], masks[1], masks[0].roll(1, 0)], 1) - (1 - p)
     assert values.mean(0).abs().max() < 5 * (p * (1 - p) / 20_000) ** 0.5
     correlation = values.T @ values / (20_000 * p * (1 - p))

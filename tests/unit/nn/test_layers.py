@@ -82,7 +82,7 @@ def test_it_starts_as_a_linear_layer_does() -> None:
 
 
 def test_another_number_of_features_is_refused() -> None:
-    with pytest.raises(DataError, match="over 5 features was given rows with 6"):
+    with pytest.raises(DataError, match="over 5 features was called with rows of 6"):
         SparseLinear(5, 3)(torch.eye(6).to_sparse_csr())
 
 

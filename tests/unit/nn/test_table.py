@@ -208,7 +208,7 @@ def test_gradients_of_values_are_refused_away_from_home() -> None:
     layer = SparseLinear(4, 2, dtype=torch.float64)
     layer.move(TwoBlocks(layer.table))
     values = torch.ones(1, dtype=torch.float64, requires_grad=True)
-    with pytest.raises(ConfigError, match=r"features lives in another process.*\n.*strategy=single"):
+    with pytest.raises(ConfigError, match=r"features is stored in another process.*\n.*strategy=single"):
         layer((torch.tensor([0]), values, torch.tensor([0, 1])))
 
 

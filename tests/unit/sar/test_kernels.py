@@ -143,7 +143,7 @@ class Attention:
         dense[graph.target, torch.arange(EDGES)] = logit
         there = (graph.target.view(1, -1) == torch.arange(TARGETS).view(-1, 1)).unsqueeze(-1)
         share = torch.where(there, torch.softmax(dense, 1), 0).nan_to_num(0)
-        kept = keep.kept(torch.arange(EDGES), heads).to(x.dtype) * keep.scale
+        kept = keep.not_dropped(torch.arange(EDGES), heads).to(x.dtype) * keep.scale
         out = torch.einsum("teh,ehc->thc", share * kept, x[graph.source])
         gradients = torch.autograd.grad(out, leaves, self.gradient)
         return [out.detach(), torch.logsumexp(dense, 1).detach(), *gradients]
@@ -266,7 +266,7 @@ def test_exponentials_of_float32_are_exact_to_rounding() -> None:
 
 @pytest.mark.parametrize(("p", "seed"), [(0.1, 0), (0.5, 2**63 + 5), (0.9, 3)])
 def test_dropout_keeps_its_share(p: float, seed: int) -> None:
-    mask = Mask(p, key(seed)).kept(torch.arange(50_000), 4).double()
+    mask = Mask(p, key(seed)).not_dropped(torch.arange(50_000), 4).double()
     assert abs(mask.mean() - (1 - p)) < 5 * math.sqrt(p * (1 - p) / mask.numel())
     per_head = (mask - mask.mean(0)).T @ (mask - mask.mean(0)) / len(mask) / (p * (1 - p))
     assert per_head.fill_diagonal_(0).abs().max() < 5 / math.sqrt(len(mask))
@@ -274,9 +274,9 @@ def test_dropout_keeps_its_share(p: float, seed: int) -> None:
 
 def test_dropout_differs_between_seeds_and_not_between_calls() -> None:
     ids = torch.arange(1000)
-    mask = Mask(0.5, 1).kept(ids, 2)
-    assert torch.equal(mask[300:], Mask(0.5, 1).kept(ids[300:], 2))
-    other = Mask(0.5, 2).kept(ids, 2)
+    mask = Mask(0.5, 1).not_dropped(ids, 2)
+    assert torch.equal(mask[300:], Mask(0.5, 1).not_dropped(ids[300:], 2))
+    other = Mask(0.5, 2).not_dropped(ids, 2)
     assert not any(torch.equal(mask[k:500], other[: 500 - k]) for k in range(9))
 
 
