@@ -1,8 +1,8 @@
-"""The agent: starts every process of a job once, watches them, and names the first cause of a failure.
+"""The agent starts every process of a job, watches and restarts them, and reports the first cause of a failure.
 
-The agent owns no rank and touches no tensor. It forks, so that all processes share the imports of one. One launch
-covers the whole task (fit, validate, test). However the agent ends, no child outlives it: the kernel kills a child
-whose parent dies.
+The agent is not a rank and touches no tensors. It forks the processes, which therefore share the memory of its imports.
+One launch covers the whole task (fit, validate, test). No child outlives the agent: the kernel kills a child whose
+parent dies.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from typing import Any
 
 from gtrain.errors import GtrainError, RankFailedError, SilentRankError
 from gtrain.launch import cuda, links
-from gtrain.launch.children import PRELOAD, Child, Post
-from gtrain.launch.job import Job, posts_of, start
+from gtrain.launch.children import PRELOAD, Child, ProcessSpec
+from gtrain.launch.job import Job, process_specs, start
 from gtrain.launch.logs import log_path
 from gtrain.launch.slot import WORKER
 from gtrain.launch.sockets import listen_here
 
-LEFT_SECONDS = 10.0  # how long after the others a worker may end that may be lost
-ECHO_SECONDS = 0.5  # how long after the first failure others may still report an earlier cause
+GRACE_AFTER_LOSS_SECONDS = 10.0  # how long workers of a lost machine may run on after all others have ended
+ECHO_SECONDS = 0.5  # after the first failure, how long to wait for reports of an earlier cause
 
 
 def start_and_watch(
     task: str | Callable[..., Any], args: Sequence[Any], settings: Mapping[str, Any], result: int
 ) -> None:
-    """Fork the processes of a job of this machine alone and wait for them.
+    """Fork the processes of a single-machine job and wait for them.
 
     Args:
-        task: of the ranks.
+        task: the function that each rank runs, or ``package.module:function``.
         args: its arguments.
-        settings: of :class:`Job`.
-        result: a file for what rank 0 returns.
+        settings: fields of :class:`Job`.
+        result: descriptor of the file that rank 0 writes its return value to.
     """
     store = listen_here()
     try:
         job = Job(**settings, store=(store,), store_address=store.address, result=result)
-        run(job, lambda: posts_of(job, task, args))
+        run(job, lambda: process_specs(job, task, args))
     finally:
         store.close()
 
 
-def run(job: Job, make_posts: Callable[[], Sequence[Post]]) -> None:
-    """Run a job, or one machine's share of it, to its end.
+def run(job: Job, make_specs: Callable[[], Sequence[ProcessSpec]]) -> None:
+    """Run a job, or one machine's share of it, until it ends.
 
     Args:
-        job: its shape; without processes yet.
-        make_posts: makes the posts to fill, and binds their sockets as ``job.listeners``.
+        job: the job, before it has processes.
+        make_specs: returns the processes to start, and binds their sockets as ``job.listeners``.
 
     Raises:
         GtrainError, RankFailedError: see :func:`gtrain.run_local`.
@@ -66,12 +66,12 @@ def run(job: Job, make_posts: Callable[[], Sequence[Post]]) -> None:
     sys.stderr.flush()
     with terminate_on_signals():
         try:
-            posts = make_posts()
+            specs = make_specs()
             sys.modules[PRELOAD].place_kernels(None)
-            if len(posts) > 1:
+            if len(specs) > 1:
                 sys.modules[PRELOAD].share_compiler()
-            for post in posts:
-                job.children.append(start(job, post, 0))
+            for spec in specs:
+                job.children.append(start(job, spec, 0))
             failed = _watch(job)
         finally:
             _end(job)
@@ -82,14 +82,14 @@ def run(job: Job, make_posts: Callable[[], Sequence[Post]]) -> None:
             if job.line is not None:
                 job.line.close()
     if failed and (child := first_cause(job.children)) is not None:
-        raise error_of(child, job.size(child.slot.role), job.log_dir)
+        raise error_for(child, job.size(child.slot.role), job.log_dir)
 
 
 def preload() -> None:
-    """Import once what every rank starts with, unless it has been.
+    """Import once what every rank starts with.
 
-    A tenth of the time would go into looking for garbage among what stays, and more of it at the end of the process:
-    modules are out of the collector's sight from here on.
+    The garbage collector is off during the import and ignores the imported objects afterwards: traversing them takes a
+    tenth of the import's time, and again when a process ends.
     """
     if PRELOAD in sys.modules:
         return
@@ -108,43 +108,43 @@ def preload() -> None:
 
 
 def _watch(job: Job) -> bool:
-    """Return False when every worker came to its end, True :data:`ECHO_SECONDS` after a first failure."""
+    """Wait until every worker has ended (False), or until :data:`ECHO_SECONDS` after the first failure (True)."""
     deadline: float | None = None
     with selectors.DefaultSelector() as selector:
         for child in job.children:
             _register(selector, child)
-        if job.leash is not None:
-            selector.register(job.leash, selectors.EVENT_READ)
-        while not _over(job, failing=deadline is not None):
+        if job.end_descriptor is not None:
+            selector.register(job.end_descriptor, selectors.EVENT_READ)
+        while not _is_finished(job, failing=deadline is not None):
             for key, _ in selector.select(0.05 if deadline else 1.0):
                 if key.data is None:
-                    return False  # the job, or the rank that this agent's servers belong to, has ended
-                _heed(job, selector, key.data, key.fd)
+                    return False  # the job has ended, or the rank that this agent's servers belong to
+                _handle_event(job, selector, key.data, key.fd)
             if deadline is None:
-                _refill(job, selector)
-                _go_on_without(job, selector)
-                if _left_behind(job):
+                _restart_dead(job, selector)
+                _continue_without(job, selector)
+                if _only_lost_remain(job):
                     break
                 if any(child.failed for child in job.children):
                     deadline = time.monotonic() + ECHO_SECONDS
             elif time.monotonic() >= deadline:
                 break
-    for child in job.children:  # what was written just before the end
+    for child in job.children:  # reports that were written just before the end
         child.read_reports()
     return deadline is not None
 
 
-def _left_behind(job: Job) -> bool:
-    """Whether only workers are left without which the job went on, long after the others came to their ends."""
+def _only_lost_remain(job: Job) -> bool:
+    """Whether only workers of lost machines still run, well after all other workers have ended."""
     others = [child for child in job.lasting if not child.may_be_lost]
     if not others or any(child.status is None for child in others):
         return False
-    return time.monotonic_ns() - max(child.ended_ns for child in others) > LEFT_SECONDS * 1e9
+    return time.monotonic_ns() - max(child.ended_ns for child in others) > GRACE_AFTER_LOSS_SECONDS * 1e9
 
 
-def _over(job: Job, *, failing: bool) -> bool:
-    """Whether there is nothing left to wait for: no worker, or, after a failure, no process at all."""
-    waited_for = job.children if failing or job.leash is not None else job.lasting
+def _is_finished(job: Job, *, failing: bool) -> bool:
+    """Whether nothing is left to wait for: no worker, or, after a failure, no process at all."""
+    waited_for = job.children if failing or job.end_descriptor is not None else job.lasting
     return all(child.status is not None for child in waited_for)
 
 
@@ -153,8 +153,8 @@ def _register(selector: selectors.BaseSelector, child: Child) -> None:
     selector.register(child.reports, selectors.EVENT_READ, child)
 
 
-def _heed(job: Job, selector: selectors.BaseSelector, child: Child, descriptor: int) -> None:
-    """Take in a child's report, or its end."""
+def _handle_event(job: Job, selector: selectors.BaseSelector, child: Child, descriptor: int) -> None:
+    """Read a child's reports, or collect its exit status."""
     if descriptor == child.reports:
         if not child.read_reports():
             selector.unregister(descriptor)
@@ -162,78 +162,84 @@ def _heed(job: Job, selector: selectors.BaseSelector, child: Child, descriptor: 
             label, seconds, silent = child.complaints.pop(0)
             for other in job.children:
                 if other.slot.label == label:
-                    other.hear(seconds, silent)
+                    other.handle_complaint(seconds, silent)
     elif child.reap():
         selector.unregister(descriptor)
         child.read_reports()
 
 
-def _refill(job: Job, selector: selectors.BaseSelector) -> None:
-    """Fill the posts of those who died and may be restarted; an error of a process's own would repeat itself."""
+def _restart_dead(job: Job, selector: selectors.BaseSelector) -> None:
+    """Restart processes that were killed, up to their limit; one that raised an error would raise it again."""
     for index, child in enumerate(job.children):
-        if child.joined or child.restarts >= child.post.restarts or not died_without_a_cause(child) or _gave_up(child):
+        if (
+            child.joined
+            or child.restarts >= child.spec.restarts
+            or not died_of_external_cause(child)
+            or _ended_by_silence(child)
+        ):
             continue
         with contextlib.suppress(KeyError):
             selector.unregister(child.reports)
         child.close()
-        number, limit = child.restarts + 1, child.post.restarts
-        said = ending(child, job.size(child.slot.role))
-        print(f"gtrain: {said}; restarting it ({number}/{limit})", file=sys.stderr, flush=True)
-        job.children[index] = start(job, child.post, number, selector.fileno())  # type: ignore[attr-defined]
+        number, limit = child.restarts + 1, child.spec.restarts
+        sentence = describe_end(child, job.size(child.slot.role))
+        print(f"gtrain: {sentence}; restarting it ({number}/{limit})", file=sys.stderr, flush=True)
+        job.children[index] = start(job, child.spec, number, selector.fileno())  # type: ignore[attr-defined]
         _register(selector, job.children[index])
 
 
-def _go_on_without(job: Job, selector: selectors.BaseSelector) -> None:
-    """Let go of machines without which the job goes on, where a worker died; their servers stay."""
+def _continue_without(job: Job, selector: selectors.BaseSelector) -> None:
+    """Drop machines that lost a worker, where the job can continue without them; their servers keep running."""
     for child in job.children:
-        if not (child.may_be_lost and died_without_a_cause(child)):
+        if not (child.may_be_lost and died_of_external_cause(child)):
             continue
-        if job.machine is not None and job.leash is None:  # no worker is left here, by which to know the job's end
+        if (
+            job.machine is not None and job.end_descriptor is None
+        ):  # without workers, the key-value store tells when the job ends
             try:
-                job.line = links.connect(job.store_address, job.key_file, LEFT_SECONDS, listens=True)
+                job.line = links.connect(job.store_address, job.key_file, GRACE_AFTER_LOSS_SECONDS, listens=True)
             except (GtrainError, OSError):
-                return  # the job has ended too
-            job.leash = job.line.fileno()
-            selector.register(job.leash, selectors.EVENT_READ)
+                return  # the job has ended
+            job.end_descriptor = job.line.fileno()
+            selector.register(job.end_descriptor, selectors.EVENT_READ)
         node = child.slot.node
-        said = ending(child, job.size(child.slot.role))
-        print(f"gtrain: {said}; the job goes on without machine {node}", file=sys.stderr, flush=True)
+        sentence = describe_end(child, job.size(child.slot.role))
+        print(f"gtrain: {sentence}; the job goes on without machine {node}", file=sys.stderr, flush=True)
         for worker in job.lasting:
             if worker.slot.node == node:
                 worker.lost = True
-                worker.signal(signal.SIGKILL)  # it has lost what it shares with the one that died
+                worker.signal(signal.SIGKILL)  # the workers of a machine share state
 
 
 # ---------------------------------------------------------------------------------------------------- ending
 
 
 def _end(job: Job) -> None:
-    """Leave no process behind: SIGTERM, then SIGKILL to each child's whole process group."""
-    began = time.monotonic()
+    """End all children: SIGTERM, then SIGKILL to each child's process group."""
+    start_time = time.monotonic()
     for child in job.children:
         child.signal(signal.SIGTERM)
-    for child in sorted(job.children, key=lambda child: child.post.stop_seconds):
-        _await_end(child, began + child.post.stop_seconds)
+    for child in sorted(job.children, key=lambda child: child.spec.stop_seconds):
+        _wait_for_end(child, start_time + child.spec.stop_seconds)
     for child in job.children:
         child.signal(signal.SIGKILL)
         child.reap(wait=True)
         child.close()
 
 
-def _await_end(child: Child, deadline: float) -> None:
-    while child.status is None and (left := deadline - time.monotonic()) > 0:
+def _wait_for_end(child: Child, deadline: float) -> None:
+    while child.status is None and (seconds := deadline - time.monotonic()) > 0:
         with selectors.DefaultSelector() as selector:
             selector.register(child.pidfd, selectors.EVENT_READ)
-            selector.select(left)
+            selector.select(seconds)
         child.reap()
-    if child.status is None and not child.post.has_end:
-        print(f"gtrain: {child.slot.label} did not end in {child.post.stop_seconds:g} s and is killed", file=sys.stderr)
+    if child.status is None and not child.spec.terminates:
+        print(f"gtrain: {child.slot.label} did not end in {child.spec.stop_seconds:g} s and is killed", file=sys.stderr)
 
 
 @contextlib.contextmanager
 def terminate_on_signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into an exception, so that the ranks are ended on the way out (Ctrl-C is one already)."""
-
+    """Turn SIGTERM and SIGHUP into SystemExit, so that the ranks are ended on the way out, as after Ctrl-C."""
     received: list[int] = []
 
     def stop(number: int, _: Any) -> None:
@@ -242,7 +248,7 @@ def terminate_on_signals() -> Iterator[None]:
 
     try:
         before = {n: signal.signal(n, stop) for n in (signal.SIGTERM, signal.SIGHUP)}
-    except ValueError:  # not in the main thread, where nobody may set a handler
+    except ValueError:  # only the main thread may set handlers
         yield
         return
     try:
@@ -250,7 +256,7 @@ def terminate_on_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        if received:  # said last: until here ranks may have spoken
+        if received:  # printed last, after the output of the ranks
             print(f"gtrain: ended by {signal.Signals(received[0]).name}", file=sys.stderr, flush=True)
 
 
@@ -258,10 +264,10 @@ def terminate_on_signals() -> Iterator[None]:
 
 
 def first_cause(children: Iterable[Child]) -> Child | None:
-    """The child that failed first, if any did.
+    """Return the child that caused the failure, or None.
 
-    What is no echo of another's end comes first, then what came first in time. A process that died without a word is
-    no echo; one that lost its peer is, and is blamed only if nobody else can be.
+    A child that failed because it lost a peer only echoes the peer's failure; it is named only if no other child
+    failed. Among the others the earliest failure counts; a process that was killed without a report is not an echo.
     """
     causes = [child for child in children if not child.lost and (child.failed or child.failure)]
     return min(causes, key=_order, default=None)
@@ -273,42 +279,42 @@ def _order(child: Child) -> tuple[bool, int]:
     return False, child.ended_ns
 
 
-def is_users_mistake(child: Child) -> bool:
-    """Whether the process ended by an error that says what the user should do, and is no echo."""
+def is_user_error(child: Child) -> bool:
+    """Whether the process ended with an error that tells the user what to do, and does not echo another failure."""
     return child.failure is not None and child.failure["user"] and not child.failure["echo"]
 
 
-def died_without_a_cause(child: Child) -> bool:
-    """Whether a process was killed, or ended for another process's sake; not by an error of its own."""
+def died_of_external_cause(child: Child) -> bool:
+    """Whether a process was killed, or ended because a peer failed, and not by its own error."""
     return child.failed and (child.failure is None or child.failure["echo"])
 
 
-def _gave_up(child: Child) -> bool:
-    """Whether a process ended because another one was silent: its own next life would wait for that one too."""
+def _ended_by_silence(child: Child) -> bool:
+    """Whether a process ended because a peer was silent: a restarted one would wait for that peer too."""
     return child.failure is not None and child.failure["type"] == SilentRankError.__name__
 
 
-def error_of(child: Child, of: int, log_dir: Path) -> GtrainError:
-    """The error that a failed child stands for.
+def error_for(child: Child, of: int, log_dir: Path) -> GtrainError:
+    """Return the exception that reports a failed child.
 
     Args:
         child: the first cause.
-        of: how many processes its role has.
+        of: number of processes of its role.
         log_dir: folder of the logs.
     """
     failure = child.failure
-    if failure is not None and is_users_mistake(child):
+    if failure is not None and is_user_error(child):
         return GtrainError(failure["message"], hint=failure["hint"])
     log = log_path(log_dir, child.slot.label)
     if failure is not None:
-        return RankFailedError(f"{ending(child, of)}", hint=f"the full traceback is in {log}")
+        return RankFailedError(f"{describe_end(child, of)}", hint=f"the full traceback is in {log}")
     killed = child.status == -signal.SIGKILL and child.silent_seconds is None
     advice = "the kernel kills with SIGKILL when memory runs out; " if killed else ""
-    return RankFailedError(f"{ending(child, of)}.", hint=f"{advice}the {_kind(child)}'s log is {log}")
+    return RankFailedError(f"{describe_end(child, of)}.", hint=f"{advice}the {_kind(child)}'s log is {log}")
 
 
-def ending(child: Child, of: int) -> str:
-    """How a process ended, in one clause: ``rank 2 of 4 (machine 1) was killed by SIGKILL``."""
+def describe_end(child: Child, of: int) -> str:
+    """Describe how a process ended, as a clause: ``rank 2 of 4 (machine 1) was killed by SIGKILL``."""
     where = f"{child.slot.label} of {of} (machine {child.slot.node})"
     if child.failure is not None:
         return f"{where} failed with {child.failure['type']}: {child.failure['message'] or 'no message'}"

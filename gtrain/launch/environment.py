@@ -1,4 +1,4 @@
-"""Which job this process is part of: one the agent started, one that another launcher started, or none."""
+"""Lightning's cluster environment of this process: the agent's, or that of another launcher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gtrain.launch.slot import JobContext
 
 
 class AgentEnvironment(ClusterEnvironment):
-    """A process that the agent forked on this machine."""
+    """The environment of a rank that the agent forked."""
 
     def __init__(self, context: JobContext) -> None:
         self._context = context
@@ -37,13 +37,13 @@ class AgentEnvironment(ClusterEnvironment):
         return self._context.world_size
 
     def set_world_size(self, size: int) -> None:
-        """The agent fixed it."""
+        """Ignored: the agent sets it."""
 
     def global_rank(self) -> int:
         return self._context.slot.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """The agent fixed it."""
+        """Ignored: the agent sets it."""
 
     def local_rank(self) -> int:
         return self._context.slot.local
@@ -53,23 +53,23 @@ class AgentEnvironment(ClusterEnvironment):
 
     @property
     def context(self) -> JobContext:
-        """The place in the agent's job."""
+        """The process's context in the agent's job."""
         return self._context
 
 
 def agent_environment() -> AgentEnvironment | None:
-    """The environment of a rank that the agent forked, or None."""
+    """Return the environment of a rank that the agent forked, or None."""
     context = slots.current()
     return AgentEnvironment(context) if context is not None else None
 
 
 def find_environment() -> ClusterEnvironment:
-    """The environment of this process: the agent's, or that of the launcher which started it."""
+    """Return the environment of this process: the agent's, or that of the launcher that started it."""
     return agent_environment() or launchers.detect().environment()
 
 
 def ranks_on_this_machine() -> int:
-    """How many ranks share this machine's cores; simulated machines share them too."""
+    """Return the number of ranks that share this machine's cores, those of simulated machines included."""
     context = slots.current()
     if context is not None:
         return context.world_size if context.simulated else context.devices
@@ -78,7 +78,7 @@ def ranks_on_this_machine() -> int:
 
 
 def say_waiting(sentence: str) -> None:
-    """Say on the terminal for whom this process waits: the agent does, or rank 0 where another launcher started it."""
+    """Report which process this one waits for: the agent prints it, or rank 0 under another launcher."""
     if slots.current() is not None:
         slots.report("waiting", sentence=sentence)
     elif launchers.is_first() or "rank 0 " in sentence:

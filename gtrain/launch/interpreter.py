@@ -1,9 +1,9 @@
-"""A clean interpreter: the agent of a process that must not fork.
+"""A clean interpreter that serves as the agent of a process that must not fork.
 
-A fork copies one thread. Pools of others (OpenMP's after torch's first large product, a notebook's, numba's) are then
-waited for in the child without end, and a process that uses CUDA leaves its children without. Such a process starts an
-interpreter that has neither. It imports what ranks start with, forks them and ends with them; the function and its
-arguments travel by value (:mod:`gtrain.launch.shipping`). Imports the standard library only.
+A fork copies only the calling thread. A child that inherits a thread pool (OpenMP's after torch's first large product,
+numba's, a notebook's) waits for its threads forever, and a child of a process that uses CUDA cannot use it. Such a
+process starts an interpreter with neither, which imports what ranks need, forks them and ends with them. The function
+and its arguments are pickled (:mod:`gtrain.launch.shipping`). Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from gtrain.launch.children import GRACE_SECONDS, die_with_parent
 
 _START = """
 import json, sys
-given = json.loads(sys.stdin.buffer.readline())
-sys.path[:], sys.argv[:] = given["path"], given["argv"]
+parent = json.loads(sys.stdin.buffer.readline())
+sys.path[:], sys.argv[:] = parent["path"], parent["argv"]
 from gtrain.launch.interpreter import serve
-serve(given)
+serve(parent)
 """
-_TIDY = "jemalloc_bg_thd"  # Arrow's allocator ends this thread before a fork and starts it again after it
+_FORK_SAFE = "jemalloc_bg_thd"  # Arrow's allocator stops this thread before a fork and restarts it afterwards
 _ERRORS: dict[str, type[GtrainError]] = {cls.__name__: cls for cls in (ConfigError, GtrainError, RankFailedError)}
 
 
-# ---------------------------------------------------------------------------------------------------- when
+# ---------------------------------------------------------------------------------------------------- deciding
 
 
-def obstacle() -> str | None:
-    """Why this process must not fork ranks, as a clause; None where it may."""
+def fork_obstacle() -> str | None:
+    """Return why this process must not fork ranks, as a clause; None if it may."""
     if cuda.in_use():
         return "it uses CUDA"
     if threading.active_count() > 1:
@@ -54,7 +54,7 @@ def obstacle() -> str | None:
         return "numba has started its threads"
     if _threads() > 1:
         _end_openblas()
-    deadline = time.monotonic() + 0.1  # the kernel lists a thread for a moment after it was joined
+    deadline = time.monotonic() + 0.1  # the kernel lists a joined thread for a moment
     while (count := _threads()) > 1 and time.monotonic() < deadline:
         time.sleep(0.002)
     return f"it has {count} threads" if count > 1 else None
@@ -63,16 +63,16 @@ def obstacle() -> str | None:
 def _threads() -> int:
     names = []
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the thread has just ended
             names.append((task / "comm").read_text().strip())
-    return sum(name != _TIDY for name in names)
+    return sum(name != _FORK_SAFE for name in names)
 
 
 def _end_openblas() -> None:
-    """End the threads that numpy's and scipy's OpenBLAS start when they are loaded.
+    """End the threads that numpy's and scipy's OpenBLAS start when they are loaded, so that they are not counted.
 
-    OpenBLAS does the same before any fork, and starts them again when it next needs them. Without them it can be seen
-    which others there are. No other Python thread runs, so none is inside OpenBLAS.
+    OpenBLAS itself does so before a fork and restarts them when it needs them. This is safe because no other Python
+    thread runs, so none is inside OpenBLAS.
     """
     maps = Path("/proc/self/maps").read_text().splitlines()
     paths = {line.split(maxsplit=5)[5] for line in maps if line.count("/") and "openblas" in line.rpartition("/")[2]}
@@ -92,24 +92,24 @@ def run(
     stop_seconds: float,
     reason: str,
 ) -> None:
-    """Run a job by a clean interpreter.
+    """Run a job in a clean interpreter.
 
     Args:
         task: as for :func:`gtrain.run_local`.
         args: its arguments.
         settings: the other arguments of ``run_local``.
-        result: a file for what rank 0 returns.
+        result: descriptor of the file for rank 0's return value.
         stop_seconds: how long the slowest process may take to end.
-        reason: why this process does not fork the ranks, a clause.
+        reason: why this process does not fork the ranks, as a clause.
 
     Raises:
-        GtrainError: as ``run_local`` raises it, or: something cannot be pickled.
+        GtrainError: as for ``run_local``, or an object cannot be pickled.
     """
     files = [os.memfd_create("gtrain-task"), result, os.memfd_create("gtrain-end")]
     try:
         with _Interpreter(files, stop_seconds) as interpreter:
             shipping.send_task(files[0], settings, task, args, reason)
-            interpreter.go()
+            interpreter.start_job()
             status = interpreter.wait()
         with open(f"/proc/self/fd/{files[2]}") as end:
             text = end.read()
@@ -120,12 +120,12 @@ def run(
 
 
 def _raise(end: dict[str, Any] | None, status: int) -> None:
-    """Raise what ended the job, if it was not its task."""
+    """Raise the error that ended the job, if there was one."""
     if end is None:
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
         raise RankFailedError(
             f"the process that starts the ranks {how}.",
-            hint="what it said is above; the kernel kills with SIGKILL when memory runs out.",
+            hint="its output is above; the kernel kills with SIGKILL when memory runs out.",
         )
     if end["type"] == "RankFailedError":
         raise RankFailedError(end["message"], hint=end["hint"], exit_code=end["exit_code"])
@@ -134,7 +134,7 @@ def _raise(end: dict[str, Any] | None, status: int) -> None:
 
 
 class _Interpreter:
-    """The parent's end: the process, its standard input, and its output where that is not this process's own."""
+    """The parent's handle on the interpreter: its standard input, and its output unless it is inherited."""
 
     def __init__(self, files: Sequence[int], stop_seconds: float) -> None:
         self._stop_seconds = stop_seconds
@@ -147,10 +147,12 @@ class _Interpreter:
             stdout=None if out else subprocess.PIPE,
             stderr=None if err else subprocess.PIPE,
             pass_fds=files,
-            process_group=0,  # Ctrl-C reaches this process alone, which ends the others in order
+            process_group=0,  # Ctrl-C reaches only this process, which ends the others in order
         )
-        given = {"path": sys.path, "argv": sys.argv, "files": list(files), "parent": os.getpid(), "here": [out, err]}
-        self._say(given)
+        inherited = [out, err]
+        self._send(
+            {"path": sys.path, "argv": sys.argv, "files": list(files), "pid": os.getpid(), "inherited": inherited}
+        )
         self._selector = selectors.DefaultSelector()
         for pipe, name in ((self._process.stdout, "stdout"), (self._process.stderr, "stderr")):
             if pipe is not None:
@@ -164,13 +166,13 @@ class _Interpreter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the interpreter and its ranks in order, if they run; whatever happens meanwhile, leave none."""
+        """End the interpreter and its ranks in order if they still run, and kill them in any case."""
         try:
             if self._process.poll() is None:
                 self._process.send_signal(signal.SIGINT)
                 self.wait(self._stop_seconds + 2 * GRACE_SECONDS)
         finally:
-            self._process.kill()  # the kernel kills its ranks with it; nothing if it has ended
+            self._process.kill()  # the kernel kills its ranks with it
             self._process.wait()
             os.close(self._pidfd)
             self._selector.close()
@@ -179,28 +181,28 @@ class _Interpreter:
                     if pipe is not None:
                         pipe.close()
 
-    def go(self) -> None:
-        """Say that the task is written."""
-        self._say({})
+    def start_job(self) -> None:
+        """Tell the interpreter that the task is written."""
+        self._send({})
 
     def wait(self, seconds: float | None = None) -> int:
-        """Show what the processes say until the interpreter has ended; returns its exit status."""
+        """Print the output of the processes until the interpreter has ended, and return its exit status."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while self._process.poll() is None:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
+            remaining = None if deadline is None else deadline - time.monotonic()
+            if remaining is not None and remaining <= 0:
                 break
-            self._show(left)
-        self._show(0)
+            self._print_output(remaining)
+        self._print_output(0)
         return self._process.returncode or 0
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which is seen by who waits
+        with contextlib.suppress(BrokenPipeError):  # the interpreter has ended; wait() notices
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
-    def _show(self, seconds: float | None) -> None:
+    def _print_output(self, seconds: float | None) -> None:
         for key, _ in self._selector.select(seconds):
             if key.data is None:
                 continue
@@ -218,7 +220,7 @@ class _Interpreter:
 
 
 def _is_ours(stream: Any, number: int) -> bool:
-    """Whether a stream writes to the descriptor that children inherit: a notebook's does not, nor a redirected one."""
+    """Whether a stream writes to the inherited descriptor; those of a notebook and redirected ones do not."""
     try:
         return stream in (sys.__stdout__, sys.__stderr__) and stream.fileno() == number
     except (OSError, ValueError, AttributeError):
@@ -228,56 +230,56 @@ def _is_ours(stream: Any, number: int) -> bool:
 # ---------------------------------------------------------------------------------------------------- the interpreter
 
 
-def serve(given: dict[str, Any]) -> NoReturn:
-    """Be the agent of another process's job; never returns."""
-    die_with_parent(given["parent"])
+def serve(parent: dict[str, Any]) -> NoReturn:
+    """Run as the agent of the parent's job; never returns."""
+    die_with_parent(parent["pid"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for stream, inherited in zip((sys.stdout, sys.stderr), given["here"], strict=True):
+    for stream, inherited in zip((sys.stdout, sys.stderr), parent["inherited"], strict=True):
         if not inherited:
             stream.reconfigure(encoding="utf-8", errors="replace", line_buffering=True)  # type: ignore[union-attr]
     code = 1
     try:
-        _serve(given["files"], sys.stdin.buffer)
+        _serve(parent["files"], sys.stdin.buffer)
         code = 0
     except (KeyboardInterrupt, SystemExit):
         code = 130
-    except BaseException:  # noqa: BLE001 - a defect: its traceback is all that there is to say
+    except BaseException:  # noqa: BLE001 - a defect: print its traceback
         traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):
-            atexit._run_exitfuncs()  # a folder of kernels that cannot be kept is removed
+            atexit._run_exitfuncs()  # removes a temporary folder of kernels
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(code)  # past taking apart all that was imported
+        os._exit(code)  # without finalising the imported modules
 
 
-def _serve(files: Sequence[int], orders: BinaryIO) -> None:
+def _serve(files: Sequence[int], commands: BinaryIO) -> None:
     from gtrain.kernel_cache import find_cache
     from gtrain.launch import agent
 
-    agent.preload()  # while the parent pickles
-    find_cache()  # before a rank imports a kernel
-    if not orders.readline():
+    agent.preload()  # in parallel with the parent's pickling
+    find_cache()  # before any rank imports a kernel
+    if not commands.readline():
         return
     task, result, end = files
     settings, offset = shipping.receive_settings(task)
-    raised: GtrainError | None = None
+    error: GtrainError | None = None
     try:
         agent.start_and_watch(run_sent, (task, offset), settings, result)
-    except GtrainError as error:
-        raised = error
+    except GtrainError as caught:
+        error = caught
     message = {
-        "type": type(raised).__name__ if raised is not None else None,
-        "message": raised.message if raised is not None else "",
-        "hint": raised.hint if raised is not None else None,
-        "exit_code": getattr(raised, "exit_code", 1),
+        "type": type(error).__name__ if error is not None else None,
+        "message": error.message if error is not None else "",
+        "hint": error.hint if error is not None else None,
+        "exit_code": getattr(error, "exit_code", 1),
     }
     with open(f"/proc/self/fd/{end}", "w") as file_of_end:
         json.dump(message, file_of_end)
 
 
 def run_sent(descriptor: int, offset: int) -> Any:
-    """The task of a rank: the one that the parent sent."""
+    """Run the task that the parent sent, in a rank."""
     from gtrain.launch.children import resolve
 
     task, args = shipping.receive_task(descriptor, offset)

@@ -1,4 +1,4 @@
-"""Where the processes of a job meet before they are a group: its key-value store, and who serves it."""
+"""Who serves the job's key-value store, and where: through it processes find each other before they form a group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gtrain.launch.slot import WORKER, Slot
 from gtrain.launch.sockets import Listener, is_loopback, own_address
 
 TIMEOUT_SECONDS = 1800.0
-"""How long ranks that other launchers start may take to come, and rank 0 to agree with them on the run's folder."""
+"""How long to wait for ranks that other launchers start, and for rank 0 to publish the run's folder."""
 _store: KeyValueStore | None = None
 _address: str | None = None
 _served: list[Any] = []
@@ -32,9 +32,9 @@ class JobNetwork:
     """How the processes of a job reach each other.
 
     Attributes:
-        key_file: of the job; None where all of them are on this machine.
-        own_address: this machine's address for the others; None where all of them are on this machine.
-        ranks_of_machine: number of ranks of each machine.
+        key_file: path of the job's key file; None for a job on one machine.
+        own_address: this machine's address for other machines; None for a job on one machine.
+        ranks_of_machine: number of ranks per machine.
         machines: number of machines.
     """
 
@@ -44,7 +44,7 @@ class JobNetwork:
     machines: int = 1
 
     def machine_of(self, rank: int, role: str = WORKER) -> int | None:
-        """Machine of a rank, or of a server of the job; None for a server that was started by hand."""
+        """Return the machine of a rank or server; None for a server that was started by hand."""
         roster = slots.roster()
         if role == WORKER:
             return rank // self.ranks_of_machine
@@ -52,21 +52,21 @@ class JobNetwork:
         return machine_of_server(rank, count, self.machines) if count else None
 
     def name_of(self, rank: int, role: str = WORKER) -> str:
-        """What messages call a rank, or a server of the job: ``rank 2 (machine 1)``."""
+        """Return the name of a rank or server in messages: ``rank 2 (machine 1)``."""
         machine = self.machine_of(rank, role)
         label = Slot(role, rank, 0, 0).label
         return label if machine is None else f"{label} (machine {machine})"
 
     def end_silent(self, rank: int, role: str, seconds: float) -> bool:
-        """Have this process's agent kill a process that has given no sign of life; it is restarted as one that died.
+        """Have this process's agent kill a silent process, which is then restarted like one that died.
 
         Args:
-            rank: of the process, within its role.
-            role: of the process.
-            seconds: how long it was waited for.
+            rank: rank of the silent process within its role.
+            role: role of the silent process.
+            seconds: how long this process has waited for it.
 
         Returns:
-            whether it is a process of this agent's.
+            Whether this process's agent started the silent process.
         """
         context, machine = slots.current(), self.machine_of(rank, role)
         if context is None or machine is None or not (context.simulated or machine == context.slot.node):
@@ -76,25 +76,25 @@ class JobNetwork:
 
 
 def network_of(environment: ClusterEnvironment) -> JobNetwork:
-    """How the processes of this process's job reach each other."""
+    """Return how the processes of this job reach each other."""
     key_file = slots.roster().key_file
     if isinstance(environment, AgentEnvironment):
         job = environment.context
         own = None if is_loopback(job.route) else own_address(job.route, 1)
         return JobNetwork(key_file, own, job.devices, job.num_nodes)
     rank_info = launchers.detect().rank_info()
-    if rank_info is None:  # one process, which no launcher started
+    if rank_info is None:  # a single process without a launcher
         return JobNetwork(key_file, None, 1)
     own = None if rank_info.machines == 1 else own_address(environment.main_address, 1)
     return JobNetwork(key_file, own, rank_info.local_size, rank_info.machines)
 
 
 def job_store(environment: ClusterEnvironment) -> KeyValueStore:
-    """This process's connection to the job's store, made once; rank 0 serves it unless another process does.
+    """Return this process's connection to the job's store, opened once; rank 0 serves it unless another process does.
 
     Raises:
-        PeerLostError: nothing answers there.
-        RefusedConnectionError: what answers there is of another job.
+        PeerLostError: nothing answers at its address.
+        RefusedConnectionError: a process of another job answers there.
     """
     global _store
     if _store is None:
@@ -104,12 +104,12 @@ def job_store(environment: ClusterEnvironment) -> KeyValueStore:
 
 
 def await_end_of_store(address: str) -> PeerLostError | None:
-    """Return once this job's store is gone; see :func:`gtrain.launch.key_value.await_end`."""
+    """Block until this job's store is gone; see :func:`gtrain.launch.key_value.await_end`."""
     return await_end(address, slots.roster().key_file)
 
 
 def store_address(environment: ClusterEnvironment) -> str:
-    """Where the job's store is; serves it if this process is to, and does not yet."""
+    """Return the address of the job's store; starts to serve it if that is this process's job."""
     global _address
     if _address is None:
         _address = _find_store(environment)
@@ -128,7 +128,7 @@ def _find_store(environment: ClusterEnvironment) -> str:
 
 
 def _serve_at(listeners: Sequence[Listener]) -> str:
-    _served.extend(listeners)  # their addresses end with them
+    _served.extend(listeners)  # closing them would end their addresses
     _serve([listener.socket for listener in listeners], listeners[0].address)
     return listeners[0].address
 
@@ -138,7 +138,7 @@ def _serve(sockets: list[socket.socket], pointer: str | None) -> None:
 
 
 def agree(environment: ClusterEnvironment, text: str) -> str:
-    """Rank 0's text, on every rank; all ranks call it the same number of times, in the same order."""
+    """Return rank 0's text on every rank; all ranks make the same calls in the same order."""
     global _agreed
     _agreed += 1
     store = job_store(environment).prefixed("gtrain-agreed")
@@ -148,7 +148,7 @@ def agree(environment: ClusterEnvironment, text: str) -> str:
 
 
 def serve() -> None:
-    """Serve the store until the agent asks this process to end: of a job whose rank 0 may die and come back."""
+    """Serve the store in a process without a rank until the agent stops it, for jobs whose rank 0 may be restarted."""
     stop = stop_event()
     assert slots.current() is not None
     job_store(find_environment())

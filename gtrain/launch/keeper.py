@@ -1,7 +1,7 @@
-"""Servers beside ranks that another launcher started: a keeper, forked by local rank 0, is their agent.
+"""The keeper: the agent of the servers of a machine whose ranks another launcher started.
 
-The keeper is forked before the rank imports torch, so that it has one thread and may fork again and again. It dies with
-its rank, and its servers die with it, however the rank ends. Imports the standard library only.
+Local rank 0 forks the keeper before it imports torch, so that the keeper has one thread and can fork servers. The
+keeper dies with its rank, and the servers die with the keeper. Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Any
 from gtrain.errors import GtrainError, RankFailedError
 from gtrain.launch.agent import run
 from gtrain.launch.children import GRACE_SECONDS, die_with_parent
-from gtrain.launch.job import Job, server_posts
+from gtrain.launch.job import Job, server_specs
 from gtrain.launch.launchers.base import RankInfo
 from gtrain.launch.roles import RolePlan, server_slots
 
 
 class Keeper:
-    """The rank's end of the line to its keeper; one without a keeper where the machine has no servers."""
+    """A rank's handle on its keeper; does nothing if the machine has no servers."""
 
-    def __init__(self, pid: int | None = None, line: int = -1, machine: int = 0) -> None:
-        self._pid, self._line, self._machine = pid, line, machine
+    def __init__(self, pid: int | None = None, pipe: int = -1, machine: int = 0) -> None:
+        self._pid, self._pipe, self._machine = pid, pipe, machine
         if pid is not None:
-            signal.signal(signal.SIGCHLD, self._check)  # no thread, with which the rank could not be forked
+            signal.signal(signal.SIGCHLD, self._check)  # a thread would prevent the rank from forking
 
     def _check(self, *_: Any) -> None:
-        """End the rank when its keeper was killed: the kernel kills the servers with it, and nobody else is told.
+        """End the rank when its keeper was killed: the kernel killed the servers too, and nothing else reports it.
 
         Raises:
             RankFailedError: names the keeper.
@@ -43,35 +43,35 @@ class Keeper:
             if ended is not None and ended.si_code != os.CLD_EXITED:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 raise RankFailedError(
-                    f"the process that watches the servers of machine {self._machine} (process {self._pid}) was killed "
-                    f"by {signal.Signals(ended.si_status).name}, and its servers with it.",
+                    f"the keeper of the servers of machine {self._machine} (process {self._pid}) was killed by "
+                    f"{signal.Signals(ended.si_status).name}, and its servers with it.",
                     hint="the kernel kills with SIGKILL when memory runs out; ckpt_path=last goes on from the last "
                     "checkpoint.",
                 )
 
-    def go(self, log_dir: Path, key_file: str | None, host: str, store_address: str) -> None:
-        """Start the servers, now that the run's folder is known, and the job's key-value store, of machine ``host``."""
-        self._say({"log_dir": str(log_dir), "key_file": key_file, "host": host, "store": store_address})
+    def start_servers(self, log_dir: Path, key_file: str | None, host: str, store_address: str) -> None:
+        """Start the servers; called once the run's folder and the key-value store on machine ``host`` are known."""
+        self._send({"log_dir": str(log_dir), "key_file": key_file, "host": host, "store": store_address})
 
-    def over(self) -> None:
-        """End the servers in order and wait until they have."""
+    def stop_servers(self) -> None:
+        """Stop the servers and wait until they have ended."""
         if self._pid is None:
             return
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        self._say({})
-        os.close(self._line)
+        self._send({})
+        os.close(self._pipe)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         if self._pid is not None:
             with contextlib.suppress(BrokenPipeError):
-                os.write(self._line, (json.dumps(message) + "\n").encode())
+                os.write(self._pipe, (json.dumps(message) + "\n").encode())
 
 
 @contextlib.contextmanager
-def beside(rank_info: RankInfo, plans: Sequence[RolePlan], config: Any) -> Iterator[Keeper]:
-    """Have a keeper for this machine's servers as long as this lasts, if this is the machine's local rank 0."""
+def keeper_for(rank_info: RankInfo, plans: Sequence[RolePlan], config: Any) -> Iterator[Keeper]:
+    """Run a keeper for this machine's servers within the context, if this is the machine's local rank 0."""
     if rank_info.local > 0 or not server_slots(plans, rank_info.machines, rank_info.machine):
         yield Keeper()
         return
@@ -82,17 +82,17 @@ def beside(rank_info: RankInfo, plans: Sequence[RolePlan], config: Any) -> Itera
     pid = os.fork()
     if pid == 0:
         os.close(write_end)
-        _live(rank, read_end, rank_info, plans, config)
+        _run_keeper(rank, read_end, rank_info, plans, config)
     os.close(read_end)
     keeper = Keeper(pid, write_end, rank_info.machine)
     try:
         yield keeper
     finally:
-        keeper.over()
+        keeper.stop_servers()
 
 
-def _live(rank: int, line: int, rank_info: RankInfo, plans: Sequence[RolePlan], config: Any) -> None:
-    """The life of a keeper; never returns."""
+def _run_keeper(rank: int, line: int, rank_info: RankInfo, plans: Sequence[RolePlan], config: Any) -> None:
+    """Run the keeper in the forked process; never returns."""
     code = 0
     try:
         die_with_parent(rank)
@@ -100,10 +100,10 @@ def _live(rank: int, line: int, rank_info: RankInfo, plans: Sequence[RolePlan], 
         message = json.loads(os.read(line, 65536).split(b"\n")[0] or b"{}")
         if message:
             job = _job(rank_info, plans, config, message, line)
-            run(job, lambda: server_posts(job))
+            run(job, lambda: server_specs(job))
     except SystemExit:
         code = 1
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the rank must not wait for servers that are gone
+    except BaseException as error:  # noqa: BLE001 - the rank must not wait for servers that are gone
         code = 1
         message = str(error) if isinstance(error, GtrainError) else f"{type(error).__name__}: {error}"
         print(f"gtrain: {message}", file=sys.stderr, flush=True)
@@ -124,13 +124,13 @@ def _job(rank_info: RankInfo, plans: Sequence[RolePlan], config: Any, message: d
         roles=plans,
         config=config,
         key_file=message["key_file"],
-        leash=line,
+        end_descriptor=line,
     )
 
 
 def _end_rank(rank: int) -> None:
-    """A server is gone for good: end the rank, by which its launcher ends the job."""
+    """End the rank after a server failed for good; its launcher then ends the job."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank, number)
-        time.sleep(GRACE_SECONDS)  # this process dies with the rank, so it waits in vain at most once
+        time.sleep(GRACE_SECONDS)  # this process dies with the rank, so SIGKILL is rarely reached

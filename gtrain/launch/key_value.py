@@ -1,4 +1,4 @@
-"""The job's key-value store: where its processes meet before they are a group. One process serves it, all connect."""
+"""A key-value store for the processes of a job: one process serves it, all connect."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from gtrain.launch import links
 _LENGTH = struct.Struct("!I")
 _LONGEST = 16 << 20
 _ANSWER_SECONDS = 60.0
-"""How long an answer may take that does not wait for anything."""
+"""How long the server may take for an answer that does not wait for a key."""
 _SLICE_SECONDS = 0.5
-"""How long a request waits at the server for a key; the client asks again, so that its threads take turns."""
+"""How long the server waits for a key per request; the client repeats the request, so that its threads take turns."""
 
 
 class KeyValueServer:
@@ -28,23 +28,25 @@ class KeyValueServer:
 
     Args:
         sockets: listening sockets, Unix or TCP.
-        key_file: of the job; see :class:`gtrain.launch.links.Door`.
+        key_file: path of the job's key file; see :class:`gtrain.launch.links.AuthenticatedListener`.
         pointer: address of the Unix socket.
     """
 
     def __init__(self, sockets: Sequence[socket.socket], key_file: str | None, pointer: str | None) -> None:
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
-        self._door = links.Door(sockets, key_file, pointer, self._answer_all, "the job's key-value store")
+        self._door = links.AuthenticatedListener(
+            sockets, key_file, pointer, self._answer_all, "the job's key-value store"
+        )
 
     def close(self) -> None:
-        """Let nobody else in."""
+        """Accept no more connections."""
         self._door.close()
 
-    def _answer_all(self, line: socket.socket) -> None:
-        with line, contextlib.suppress(OSError, ValueError):
+    def _answer_all(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, ValueError):
             while True:
-                _send(line, self._answer(*_receive(line)))
+                _send(connection, self._answer(*_receive(connection)))
 
     def _answer(self, what: str, *arguments: Any) -> Any:
         with self._changed:
@@ -81,12 +83,12 @@ class KeyValueStore:
 
     Args:
         address: where it is served; see :func:`gtrain.launch.links.connect`.
-        key_file: of the job, or None within a machine.
-        timeout_seconds: how long to try to connect, and how long to wait for a key by default.
+        key_file: path of the job's key file, or None within a machine.
+        timeout_seconds: how long to try to connect, and the default time to wait for a key.
 
     Raises:
-        RefusedConnectionError: the server is of another job.
-        PeerLostError: nothing answers there.
+        RefusedConnectionError: the server belongs to another job.
+        PeerLostError: nothing answers at the address.
     """
 
     def __init__(self, address: str, key_file: str | None, timeout_seconds: float) -> None:
@@ -96,7 +98,7 @@ class KeyValueStore:
         self._prefix = ""
 
     def prefixed(self, prefix: str) -> KeyValueStore:
-        """The part of the store in which all keys begin with ``prefix/``; it shares this one's connection."""
+        """Return the part of the store whose keys start with ``prefix/``; it shares this connection."""
         part = object.__new__(KeyValueStore)
         part.__dict__.update(self.__dict__)
         part._prefix = f"{self._prefix}{prefix}/"
@@ -104,57 +106,59 @@ class KeyValueStore:
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""
-        self._ask("set", self._prefix + key, _bytes(value))
+        self._request("set", self._prefix + key, _bytes(value))
 
     def add(self, key: str, number: int) -> int:
-        """Add to a number, 0 if it is not set, and return it."""
-        return int(self._ask("add", self._prefix + key, number))
+        """Add to a number, which is 0 if it is not set, and return the sum."""
+        return int(self._request("add", self._prefix + key, number))
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Set a key if its value is ``expected`` (empty: if it is not set) and return the value that it has then."""
-        return bytes(self._ask("compare_set", self._prefix + key, _bytes(expected), _bytes(value)))
+        """Set a key if its value is ``expected`` (empty: if it is not set), and return its value."""
+        return bytes(self._request("compare_set", self._prefix + key, _bytes(expected), _bytes(value)))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are set."""
-        return bool(self._ask("check", [self._prefix + key for key in keys]))
+        return bool(self._request("check", [self._prefix + key for key in keys]))
 
     def get(self, key: str, timeout_seconds: float | None = None) -> bytes:
         """Wait until a key is set and return its value.
 
         Raises:
-            PeerLostError: it was not set in time, or the store is gone.
+            PeerLostError: the key was not set in time, or the store is gone.
         """
         deadline = time.monotonic() + (self._timeout_seconds if timeout_seconds is None else timeout_seconds)
         while True:
             left = deadline - time.monotonic()
-            (value,) = self._ask("get", [self._prefix + key], max(0.0, min(_SLICE_SECONDS, left)))
+            (value,) = self._request("get", [self._prefix + key], max(0.0, min(_SLICE_SECONDS, left)))
             if value is not None:
                 return bytes(value)
             if left <= 0:
-                raise PeerLostError(f"the job's key-value store has no {self._prefix + key}: nobody set it in time")
+                raise PeerLostError(
+                    f"the job's key-value store has no key {self._prefix + key}: it was not set in time"
+                )
 
-    def _ask(self, *request: Any) -> Any:
+    def _request(self, *request: Any) -> Any:
         with self._lock:
             try:
                 self._line.settimeout(_ANSWER_SECONDS)
                 _send(self._line, request)
                 return _receive(self._line)
             except OSError as error:
-                self._line.close()  # what comes later would be taken for another answer
+                self._line.close()  # a late reply would be taken for the next one
                 reason = error.strerror or error
                 raise PeerLostError(f"the job's key-value store at {self.address} is gone: {reason}") from error
 
 
 def await_end(address: str, key_file: str | None) -> PeerLostError | None:
-    """Return once a job's store is gone; with the error, where that was how it showed.
+    """Block until a job's store is gone; return the error if the connection broke.
 
     Args:
-        address: where it is.
-        key_file: of the job.
+        address: address of the store.
+        key_file: path of the job's key file.
     """
     try:
-        with links.connect(address, key_file, _ANSWER_SECONDS, listens=True) as line:
-            line.recv(1)
+        with links.connect(address, key_file, _ANSWER_SECONDS, listens=True) as connection:
+            connection.recv(1)
     except PeerLostError as error:
         return error
     except OSError as error:
@@ -166,17 +170,17 @@ def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else value
 
 
-def _send(line: socket.socket, message: Any) -> None:
+def _send(connection: socket.socket, message: Any) -> None:
     content = msgpack.packb(message)
-    line.sendall(_LENGTH.pack(len(content)) + content)
+    connection.sendall(_LENGTH.pack(len(content)) + content)
 
 
-def _receive(line: socket.socket) -> Any:
+def _receive(connection: socket.socket) -> Any:
     head = bytearray(_LENGTH.size)
-    links.receive_into(line, memoryview(head))
+    links.receive_into(connection, memoryview(head))
     (length,) = _LENGTH.unpack(head)
     if length > _LONGEST:
         raise ConnectionAbortedError(f"a message of {length} bytes")
     content = bytearray(length)
-    links.receive_into(line, memoryview(content))
+    links.receive_into(connection, memoryview(content))
     return msgpack.unpackb(content)

@@ -1,11 +1,11 @@
-"""Authenticated connections between the processes of a job. Imports nothing of torch: the agent uses it too.
+"""Authenticated connections between the processes of a job. Does not import torch: the agent uses it too.
 
-Within a machine a connection is a Unix socket, and the kernel says which user is at the other end. Between machines it
-is TLS 1.3, and both ends prove that they have the job's key file: its secret is the seed of one certificate, which all
-processes of the job derive, present and require. Nothing is read from a connection before its other end is known.
+Within a machine a connection is a Unix socket, and the kernel tells which user is at the other end. Between machines it
+is TLS 1.3 with mutual authentication: the secret of the job's key file is the seed of a certificate that all processes
+of the job derive, present and require. Nothing is read from a connection before its other end is authenticated.
 
-A process without keys may be asked for at a TCP port of its own machine, by ``cluster.rendezvous``. It answers there
-with the address of its Unix socket alone, and both ends check each other's user at that.
+Without a key file, a TCP port (of ``cluster.rendezvous``) only redirects: it answers with the address of the process's
+Unix socket, where both ends check each other's user.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gtrain.keys import secret_of
 from gtrain.launch import slot
 
 HANDSHAKE_SECONDS = 10.0
-"""How long a peer may take to prove who it is."""
+"""How long a peer may take to authenticate."""
 RETRY_SECONDS = 0.05
 _WELCOME = b"gtrain 1\n"
 _POINTER = b"gtrain 1 at "
@@ -40,21 +40,21 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of SO_PEERCRED
 
 
 class RefusedConnectionError(ConfigError):
-    """The other end of a connection is not of this job: it has another key, or is another user's."""
+    """The other end of a connection does not belong to this job: it has another key or another user."""
 
 
 def connect(address: str, key_file: str | None, timeout_seconds: float, *, listens: bool = False) -> socket.socket:
-    """Connect to a process of the job, and be sure that it is one.
+    """Connect to a process of the job and authenticate it.
 
     Args:
         address: ``ipc://PATH`` within the machine, or ``tcp://HOST:PORT``.
-        key_file: of the job; None: only processes of this machine are spoken to.
+        key_file: path of the job's key file; None connects to processes of this machine only.
         timeout_seconds: how long to try.
-        listens: whether the process has listened there already, so that whoever is not there is gone for good.
+        listens: whether the process is known to have listened there, so that a refused connection means it is gone.
 
     Raises:
-        RefusedConnectionError: who answers is not of the job.
-        PeerLostError: nobody answers.
+        RefusedConnectionError: the process there does not belong to the job.
+        PeerLostError: nothing answers in time.
     """
     deadline, resets = time.monotonic() + timeout_seconds, 0
     while True:
@@ -62,9 +62,9 @@ def connect(address: str, key_file: str | None, timeout_seconds: float, *, liste
             return _connect(address, key_file, max(1.0, min(HANDSHAKE_SECONDS, deadline - time.monotonic())))
         except (OSError, ssl.SSLError) as error:
             resets += isinstance(error, ConnectionResetError)
-            if _is_refusal(error) or (resets > 2 and key_file is None):  # a process with keys hangs up
+            if _is_refusal(error) or (resets > 2 and key_file is None):  # a process with keys closes the connection
                 raise RefusedConnectionError(
-                    f"{address} was reached, and the process there has another key, or one has none.",
+                    f"{address} was reached, but the process there has another key, or only one of both has a key.",
                     hint="give all processes of the job the same cluster.key_file.",
                 ) from error
             gone = listens and isinstance(error, (FileNotFoundError, ConnectionRefusedError))
@@ -74,49 +74,49 @@ def connect(address: str, key_file: str | None, timeout_seconds: float, *, liste
 
 
 def _connect(address: str, key_file: str | None, timeout_seconds: float) -> socket.socket:
-    """One try of :func:`connect`."""
+    """Try once to connect; see :func:`connect`."""
     scheme, _, rest = address.partition("://")
     if scheme == "ipc":
-        line = socket.socket(socket.AF_UNIX)
+        connection = socket.socket(socket.AF_UNIX)
         try:
-            line.settimeout(timeout_seconds)
-            line.connect(rest)
-            _check_user(line, address)
-            _expect_welcome(line)
+            connection.settimeout(timeout_seconds)
+            connection.connect(rest)
+            _check_user(connection, address)
+            _expect_welcome(connection)
         except BaseException:
-            line.close()
+            connection.close()
             raise
-        line.settimeout(None)
-        return line
+        connection.settimeout(None)
+        return connection
     host, _, port = rest.rpartition(":")
-    line = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_seconds)
+    connection = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_seconds)
     try:
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if key_file is not None:
-            line = _contexts(key_file)[1].wrap_socket(line)
-            _expect_welcome(line)
-            line.settimeout(None)
-            return line
-        line.sendall(_GREETING)  # a process with keys takes it for a broken handshake, and closes at once
-        pointer = _pointer(line)
+            connection = _contexts(key_file)[1].wrap_socket(connection)
+            _expect_welcome(connection)
+            connection.settimeout(None)
+            return connection
+        connection.sendall(_GREETING)  # a process with keys sees a broken handshake and closes at once
+        pointer = _pointer(connection)
     except BaseException:
-        line.close()
+        connection.close()
         raise
-    line.close()
+    connection.close()
     if pointer is None:
         raise RefusedConnectionError(
-            f"{address} was reached, and what answers there is no process of this machine's user without keys.",
-            hint="set cluster.key_file, if the job has one, and give each job a rendezvous of its own.",
+            f"{address} was reached, but the process there has a key, or is not a gtrain process of this user.",
+            hint="set cluster.key_file, if the job has one, and use another rendezvous for each job.",
         )
     return _connect(pointer, None, timeout_seconds)
 
 
-def _pointer(line: socket.socket) -> str | None:
-    """The address that a process without keys names at its TCP port."""
+def _pointer(connection: socket.socket) -> str | None:
+    """Read the Unix socket's address that a process without keys sends at its TCP port."""
     content = b""
     while not content.endswith(b"\n") and len(content) < _LONGEST_POINTER:
-        some = line.recv(_LONGEST_POINTER - len(content))
+        some = connection.recv(_LONGEST_POINTER - len(content))
         if not some:
             break
         content += some
@@ -126,114 +126,114 @@ def _pointer(line: socket.socket) -> str | None:
     return text if content.startswith(_POINTER) and text.startswith("ipc://") else None
 
 
-def _expect_welcome(line: socket.socket) -> None:
-    """Wait until the other end has said that it knows this one."""
+def _expect_welcome(connection: socket.socket) -> None:
+    """Wait until the other end confirms that it accepted this process."""
     content = b""
     while len(content) < len(_WELCOME):
-        some = line.recv(len(_WELCOME) - len(content))
+        some = connection.recv(len(_WELCOME) - len(content))
         if not some:
             raise ConnectionResetError("the connection was closed")
         content += some
     if content != _WELCOME:
         theirs, mine = (text.decode("ascii", "replace").strip() for text in (content, _WELCOME))
         raise RefusedConnectionError(
-            f"another version of gtrain answered: its connections are {theirs!r}, and those of this process {mine!r}.",
+            f"another version of gtrain answered: its protocol is {theirs!r}, that of this process {mine!r}.",
             hint="install the same release on all machines.",
         )
 
 
-class Door:
-    """Lets processes of the job in, at one or more listening sockets, each in a thread of its own.
+class AuthenticatedListener:
+    """Accepts and authenticates connections at one or more listening sockets, with one thread per socket.
 
     Args:
-        sockets: Unix or TCP sockets that listen already; they stay the caller's.
-        key_file: of the job, for TCP; None: a TCP socket only says where the Unix socket is.
-        pointer: address of the Unix socket, for TCP without keys.
-        enter: called with each connection that was let in, in a thread of its own.
-        name: what is being connected to, for messages.
+        sockets: listening Unix or TCP sockets; the caller closes them.
+        key_file: path of the job's key file, for TCP; None: a TCP socket only redirects to the Unix socket.
+        redirect: address of the Unix socket, for TCP without a key file.
+        on_connect: called with each authenticated connection, in a thread of the connection.
+        name: name of this end in messages.
     """
 
     def __init__(
         self,
         sockets: Sequence[socket.socket],
         key_file: str | None,
-        pointer: str | None,
-        enter: Callable[[socket.socket], None],
+        redirect: str | None,
+        on_connect: Callable[[socket.socket], None],
         name: str,
     ) -> None:
-        self._key_file, self._pointer, self._enter, self._name = key_file, pointer, enter, name
+        self._key_file, self._redirect, self._on_connect, self._name = key_file, redirect, on_connect, name
         self._lock = threading.Lock()
-        self._unknown: dict[int, socket.socket] = {}  # connections whose other ends have not proved anything yet
+        self._pending: dict[int, socket.socket] = {}  # connections that are not authenticated yet
         self._refused: set[str] = set()
         self._closed = False
         self._sockets = list(sockets)
-        for one in self._sockets:
-            threading.Thread(target=self._accept, args=(one,), name=f"gtrain-door-{name}", daemon=True).start()
+        for listener in self._sockets:
+            threading.Thread(target=self._accept, args=(listener,), name=f"gtrain-accept-{name}", daemon=True).start()
 
     def close(self) -> None:
-        """Let nobody in any more; connections that were let in stay."""
+        """Accept no more connections; accepted ones stay open."""
         self._closed = True
-        for one in self._sockets:
+        for listener in self._sockets:
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)  # which wakes the thread that accepts
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
 
     def _accept(self, listener: socket.socket) -> None:
         while not self._closed:
             try:
-                line, place = listener.accept()
+                connection, peer = listener.accept()
             except OSError:
                 if self._closed or listener.fileno() < 0:
                     return
-                time.sleep(RETRY_SECONDS)  # out of descriptors, for now
+                time.sleep(RETRY_SECONDS)  # out of file descriptors
                 continue
             with self._lock:
-                if len(self._unknown) >= _HANDSHAKES:  # strangers who are silent: the one that came first has to go
+                if len(self._pending) >= _HANDSHAKES:  # drop the oldest silent stranger
                     with contextlib.suppress(OSError):
-                        self._unknown.pop(next(iter(self._unknown))).shutdown(socket.SHUT_RDWR)
-                self._unknown[id(line)] = line
-            threading.Thread(target=self._admit, args=(line, place), name="gtrain-handshake", daemon=True).start()
+                        self._pending.pop(next(iter(self._pending))).shutdown(socket.SHUT_RDWR)
+                self._pending[id(connection)] = connection
+            threading.Thread(target=self._admit, args=(connection, peer), name="gtrain-handshake", daemon=True).start()
 
-    def _admit(self, line: socket.socket, place: object) -> None:
+    def _admit(self, connection: socket.socket, peer: object) -> None:
         admitted = None
         try:
-            admitted = self._known(line)
+            admitted = self._authenticate(connection)
         except (OSError, RefusedConnectionError) as error:
-            self._say_refused(place, error)
+            self._report_refusal(peer, error)
         finally:
             with self._lock:
-                self._unknown.pop(id(line), None)
+                self._pending.pop(id(connection), None)
             if admitted is None:
-                line.close()
+                connection.close()
         if admitted is not None:
             try:
-                self._enter(admitted)
+                self._on_connect(admitted)
             except (OSError, ValueError, PeerLostError):
                 admitted.close()
 
-    def _known(self, line: socket.socket) -> socket.socket | None:
-        """The connection, once its other end has proved who it is; None: it was told where to go."""
-        line.settimeout(HANDSHAKE_SECONDS)
-        if line.family == socket.AF_UNIX:
-            _check_user(line, self._name)
+    def _authenticate(self, connection: socket.socket) -> socket.socket | None:
+        """Return the authenticated connection; None if the peer was redirected."""
+        connection.settimeout(HANDSHAKE_SECONDS)
+        if connection.family == socket.AF_UNIX:
+            _check_user(connection, self._name)
         else:
-            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             if self._key_file is None:
-                line.sendall(_POINTER + (self._pointer or "").encode() + b"\n")
+                connection.sendall(_POINTER + (self._redirect or "").encode() + b"\n")
                 return None
-            line = _contexts(self._key_file)[0].wrap_socket(line, server_side=True)
+            connection = _contexts(self._key_file)[0].wrap_socket(connection, server_side=True)
         try:
-            line.sendall(_WELCOME)
-            line.settimeout(None)
+            connection.sendall(_WELCOME)
+            connection.settimeout(None)
         except BaseException:
-            line.close()
+            connection.close()
             raise
-        return line
+        return connection
 
-    def _say_refused(self, place: object, error: Exception) -> None:
-        """Say who was refused, once for each address; who only looked whether somebody listens was not."""
+    def _report_refusal(self, peer: object, error: Exception) -> None:
+        """Report a refused peer once per address, unless it closed the connection without a handshake."""
         lacks_key = isinstance(error, ssl.SSLError) and not isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError))
-        host = str(place[0]) if isinstance(place, tuple) else "another user"
+        host = str(peer[0]) if isinstance(peer, tuple) else "another user"
         if not (lacks_key or isinstance(error, RefusedConnectionError)) or host in self._refused:
             return
         if len(self._refused) < _REMEMBERED:
@@ -246,18 +246,18 @@ class Door:
                 slot.say(text)
 
 
-def _check_user(line: socket.socket, name: str) -> None:
-    """Refuse another user at the end of a Unix socket; root is every user."""
-    _, user, _ = _CREDENTIALS.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+def _check_user(connection: socket.socket, name: str) -> None:
+    """Refuse a Unix socket whose other end belongs to another user than this one or root."""
+    _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if user not in (os.geteuid(), 0):
         raise RefusedConnectionError(
-            f"{name}: the process at the other end is of user {user}, and this one of {os.geteuid()}.",
+            f"{name}: the process at the other end runs as user {user}, this one as user {os.geteuid()}.",
             hint="start all processes of a job as the same user.",
         )
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether an error says that one end does not accept the other's certificate, or speaks no TLS."""
+    """Whether an error means that one end rejected the other's certificate or does not speak TLS."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return True
     return isinstance(error, ssl.SSLError) and any(
@@ -267,27 +267,27 @@ def _is_refusal(error: Exception) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _contexts(key_file: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """TLS of a job's key file, for the end that is connected to and the one that connects."""
+    """Return the TLS contexts of a job's key file for the accepting and the connecting end."""
     certificate = _certificate(secret_of(key_file))
     contexts = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    memory = os.memfd_create("gtrain-certificate")  # the ssl module reads keys from files alone
+    memory = os.memfd_create("gtrain-certificate")  # the ssl module reads keys only from files
     try:
         os.write(memory, certificate)
         for context in contexts:
             context.minimum_version = ssl.TLSVersion.TLSv1_3
-            context.check_hostname = False  # machines of a job have one certificate
+            context.check_hostname = False  # all machines of a job share one certificate
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_cert_chain(f"/proc/self/fd/{memory}")
             context.load_verify_locations(cadata=certificate[certificate.index(b"-----BEGIN CERT") :].decode())
     finally:
         os.close(memory)
-    contexts[0].num_tickets = 0  # each connection carries data one way, and nobody would read them
+    contexts[0].num_tickets = 0  # each connection carries data one way; nothing reads the tickets
     return contexts
 
 
 def _certificate(secret: str) -> bytes:
-    """A private key and its certificate as PEM; the same for the same secret."""
-    from cryptography import x509  # a job of one machine needs none
+    """Return a private key and its certificate as PEM; equal secrets give equal results."""
+    from cryptography import x509  # not imported by jobs of one machine
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -295,7 +295,7 @@ def _certificate(secret: str) -> bytes:
     key = Ed25519PrivateKey.from_private_bytes(seed)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "gtrain job")])
     utc = datetime.UTC
-    made = (
+    certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
@@ -309,26 +309,26 @@ def _certificate(secret: str) -> bytes:
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    return private + made.public_bytes(serialization.Encoding.PEM)
+    return private + certificate.public_bytes(serialization.Encoding.PEM)
 
 
-def receive_into(line: socket.socket, view: memoryview, heard: Callable[[], None] | None = None) -> None:
+def receive_into(connection: socket.socket, view: memoryview, on_progress: Callable[[], None] | None = None) -> None:
     """Fill a buffer from a connection.
 
     Args:
-        line: the connection.
-        view: bytes to fill.
-        heard: called after each piece.
+        connection: the connection.
+        view: the buffer.
+        on_progress: called after each piece.
 
     Raises:
-        ConnectionError: the connection ended before.
+        ConnectionError: the connection was closed before the buffer was full.
     """
     at, piece = 0, 1 << 20
-    flags = 0 if isinstance(line, ssl.SSLSocket) else socket.MSG_WAITALL
+    flags = 0 if isinstance(connection, ssl.SSLSocket) else socket.MSG_WAITALL
     while at < len(view):
-        count = line.recv_into(view[at : at + piece], 0, flags)
+        count = connection.recv_into(view[at : at + piece], 0, flags)
         if not count:
             raise ConnectionResetError("the connection was closed")
         at += count
-        if heard is not None:
-            heard()
+        if on_progress is not None:
+            on_progress()

@@ -1,4 +1,4 @@
-"""One log file a process."""
+"""One log file per process, and stacks on demand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def log_path(log_dir: Path, label: str) -> Path:
 
 
 STACKS_SIGNAL = signal.SIGUSR2
-"""On it a captured process writes the stacks of all its threads to its log, even if it is stuck in compiled code."""
+"""On this signal a process writes the stacks of all threads to its log, even while it runs compiled code."""
 _log: TextIO | None = None
 
 
@@ -32,21 +32,21 @@ def capture(path: Path, *, terminal: bool, append: bool = False) -> None:
     """Send this process's output to its log file.
 
     Args:
-        path: the file.
-        terminal: also let what Python prints through to the terminal; else the file alone gets it, and what compiled
-            code prints as well.
-        append: go on with the file of the process that was in this place before; else the file is written anew.
+        path: the log file.
+        terminal: whether Python's output also goes to the terminal; otherwise the file receives it alone, together with
+            the output of compiled code.
+        append: append to the log of the process that this one replaces, instead of overwriting it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     global _log
     log = _log = open(path, "a" if append else "w", buffering=1)  # noqa: SIM115 - open as long as the process lives
     faulthandler.register(STACKS_SIGNAL, file=log, all_threads=True)
     if terminal:
-        before = sys.stdout, sys.stderr
+        terminal_streams = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = _Tee(sys.stdout, log), _Tee(sys.stderr, log)  # type: ignore[assignment]
-        for handler in logging.getLogger().handlers:  # these keep the streams that they were made with
-            if isinstance(handler, logging.StreamHandler) and handler.stream in before:
-                handler.setStream(sys.stdout if handler.stream is before[0] else sys.stderr)
+        for handler in logging.getLogger().handlers:  # handlers keep the streams that they were made with
+            if isinstance(handler, logging.StreamHandler) and handler.stream in terminal_streams:
+                handler.setStream(sys.stdout if handler.stream is terminal_streams[0] else sys.stderr)
         return
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
@@ -60,7 +60,7 @@ class _Tee:
         self._terminal, self._log = terminal, log
 
     def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):  # a full disk: what fails for want of space says so
+        with contextlib.suppress(OSError):  # a full disk; other writes report it
             self._log.write(text)
         return self._terminal.write(text)
 

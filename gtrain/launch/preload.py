@@ -1,7 +1,7 @@
-"""What the agent imports just before it forks, so that every rank starts with it loaded.
+"""The modules that the agent imports before it forks, so that every rank starts with them loaded.
 
-No tensor is made and no thread pool started here: a pool does not survive a fork. No module with compiled kernels
-belongs here either: one that starts OpenMP when it is imported kills every forked child.
+Nothing here may create a tensor or start a thread pool, because a pool does not survive a fork. Modules with compiled
+kernels must not be imported either: importing one may start OpenMP, which kills forked children.
 """
 
 import linecache
@@ -23,9 +23,9 @@ from gtrain.kernel_cache import place as place_kernels  # noqa: F401
 
 
 def keep_templates_in_memory() -> None:
-    """Have PyG make the code that it writes for each convolution without a file; called in ranks.
+    """Have PyG compile the code that it generates for each convolution without a file; called in ranks.
 
-    It writes a file below the temporary folder for each class and process, and leaves all of them there.
+    PyG writes a file per class and process below the temporary folder and leaves it there.
     """
     import torch_geometric.nn.conv.message_passing as message_passing
     import torch_geometric.nn.sequential as sequential
@@ -36,7 +36,7 @@ def keep_templates_in_memory() -> None:
 
 
 def _module_from_template(module_name: str, template_path: str, tmp_dirname: str, **kwargs: Any) -> ModuleType:
-    """As ``torch_geometric.template.module_from_template``; sources are found by ``inspect`` and TorchScript."""
+    """Replace ``torch_geometric.template.module_from_template``; ``inspect`` and TorchScript find the source."""
     from jinja2 import Environment, FileSystemLoader
 
     if module_name in sys.modules:
@@ -53,9 +53,9 @@ def _module_from_template(module_name: str, template_path: str, tmp_dirname: str
 
 
 def share_compiler() -> None:
-    """Have numba load its tables of types and functions, which it would do in each process that calls a kernel.
+    """Load numba's tables of types and functions once instead of in each process that calls a kernel.
 
-    It takes a fifth of a second, which a job of one process that calls none is spared.
+    This takes 0.2 s, so jobs of one process skip it.
     """
     from numba.core.registry import cpu_target
 

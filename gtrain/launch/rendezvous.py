@@ -1,8 +1,8 @@
-"""``cluster.rendezvous``: where processes that are started by hand find their job. Imports the standard library only.
+"""``cluster.rendezvous``: how processes that are started by hand find their job. Imports the standard library only.
 
-The machine with ``cluster.rank=0`` listens there and passes the socket on to rank 0, which serves the job's key-value
-store at it. ``tcp://host:port`` says where that is; ``file:///path`` is a file on a shared disk, into which it writes
-where it listens.
+The machine with ``cluster.rank=0`` listens at the rendezvous and passes the socket on to rank 0, which serves the job's
+key-value store at it. ``tcp://host:port`` is the address itself; ``file:///path`` is a file on a shared disk, to which
+the machine writes its address.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from gtrain.launch.slot import LOOPBACK
 from gtrain.launch.sockets import is_loopback, listen_tcp, own_address
 
 POLL_SECONDS = 0.1
-TELL_SECONDS = 3.0
+REPORT_SECONDS = 3.0
 _TCP = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[^\s/:\[\]]+):(?P<port>\d{1,5})/?")
 _FORMS = "tcp://host:port or file:///path/on/a/shared/disk"
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """A parsed ``cluster.rendezvous``: either host and port, or a path of a file.
+    """A parsed ``cluster.rendezvous``: either host and port, or the path of a file.
 
     Attributes:
-        text: as it was set.
-        host: of ``tcp://``; empty for a file.
-        port: of ``tcp://``; 0 for a file.
-        path: of ``file://``; None for TCP.
+        text: the setting.
+        host: host of ``tcp://``; empty for a file.
+        port: port of ``tcp://``; 0 for a file.
+        path: path of ``file://``; None for TCP.
     """
 
     text: str
@@ -47,14 +47,14 @@ class Rendezvous:
 
 
 @dataclass(frozen=True)
-class StorePlace:
-    """Where the key-value store of a job is.
+class StoreLocation:
+    """The address of a job's key-value store.
 
     Attributes:
-        host: how this machine reaches it.
-        port: its port.
-        route: how other machines reach it.
-        socket: its listening socket, on the machine that serves it.
+        host: host name for this machine's processes.
+        port: port.
+        route: host name for other machines.
+        socket: the listening socket, on the machine that serves the store.
     """
 
     host: str
@@ -64,73 +64,73 @@ class StorePlace:
 
     @property
     def address(self) -> str:
-        """How this machine's processes connect to it."""
+        """The address for this machine's processes."""
         return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
 
 
 def parse(text: str | None) -> Rendezvous:
-    """Read ``cluster.rendezvous``.
+    """Parse ``cluster.rendezvous``.
 
     Raises:
-        ConfigError: it is not set, or of no known form.
+        ConfigError: it is not set, or has neither form.
     """
     if not text:
         raise ConfigError(
-            "cluster.rendezvous is not set, and processes that are started by hand meet there.",
+            "cluster.rendezvous is not set, but processes that are started by hand need it to find each other.",
             hint=f"set cluster.rendezvous={_FORMS}, the same on every machine.",
         )
-    found = _TCP.fullmatch(text)
-    if found and 0 < int(found["port"]) < 65536:
-        return Rendezvous(text, found["host"].strip("[]"), int(found["port"]))
+    tcp = _TCP.fullmatch(text)
+    if tcp and 0 < int(tcp["port"]) < 65536:
+        return Rendezvous(text, tcp["host"].strip("[]"), int(tcp["port"]))
     if text.startswith("file:///") and len(text) > len("file:///"):
         return Rendezvous(text, path=Path(text.removeprefix("file://")))
-    raise ConfigError(f"cluster.rendezvous={text} was set; it is no address.", hint=f"it has the form {_FORMS}.")
+    raise ConfigError(f"cluster.rendezvous={text} was set; it is not an address.", hint=f"it has the form {_FORMS}.")
 
 
 @contextlib.contextmanager
-def hold(rendezvous: Rendezvous, secured: bool) -> Iterator[StorePlace]:
-    """Listen at the rendezvous, for the machine with ``cluster.rank=0``; let others find it while this lasts.
+def hold(rendezvous: Rendezvous, secured: bool) -> Iterator[StoreLocation]:
+    """Listen at the rendezvous within the context, on the machine with ``cluster.rank=0``.
 
     Args:
-        rendezvous: where; a file is written with this machine's address, or without keys with its loopback address.
-        secured: whether this process has keys.
+        rendezvous: the rendezvous; into a file goes this machine's address, or its loopback address without a key.
+        secured: whether this process has a key file.
 
     Raises:
-        ConfigError: someone else is there, or it cannot be there.
+        ConfigError: another process listens there, or this machine cannot listen there.
     """
     with _bound(rendezvous, secured) as listening:
         host, port = listening.getsockname()[:2]
         if rendezvous.path is None:
-            yield StorePlace(rendezvous.host, port, rendezvous.host, listening)
+            yield StoreLocation(rendezvous.host, port, rendezvous.host, listening)
             return
         written = _write(rendezvous, host, port)
         try:
-            yield StorePlace(host, port, host, listening)
+            yield StoreLocation(host, port, host, listening)
         finally:
             with contextlib.suppress(OSError):
-                if rendezvous.path.read_text() == written:  # and not that of a later job
+                if rendezvous.path.read_text() == written:  # a later job may have replaced it
                     rendezvous.path.unlink()
 
 
-def find(rendezvous: Rendezvous, timeout_seconds: float, secured: bool) -> StorePlace:
-    """Wait until the machine with ``cluster.rank=0`` is there.
+def find(rendezvous: Rendezvous, timeout_seconds: float, secured: bool) -> StoreLocation:
+    """Wait until the machine with ``cluster.rank=0`` answers at the rendezvous.
 
     Args:
-        rendezvous: where.
-        timeout_seconds: how long.
-        secured: whether this process has keys; without, it speaks to its own machine alone.
+        rendezvous: the rendezvous.
+        timeout_seconds: how long to wait.
+        secured: whether this process has a key file; without one it connects to its own machine only.
 
     Raises:
-        ConfigError: it did not come in time, or the file is of something else.
+        ConfigError: nothing answered in time, or the file is not one of a gtrain job.
     """
-    deadline, told = time.monotonic() + timeout_seconds, time.monotonic() + TELL_SECONDS
+    deadline, report_time = time.monotonic() + timeout_seconds, time.monotonic() + REPORT_SECONDS
     while True:
         host, port = rendezvous.host, rendezvous.port
-        place = StorePlace(host, port, host) if rendezvous.path is None else _read(rendezvous)
-        if place is not None and not secured and not is_loopback(place.host):
+        location = StoreLocation(host, port, host) if rendezvous.path is None else _read(rendezvous)
+        if location is not None and not secured and not is_loopback(location.host):
             raise _unsecured(rendezvous)
-        if place is not None and _answers(place):
-            return place
+        if location is not None and _answers(location):
+            return location
         now = time.monotonic()
         if now > deadline:
             raise ConfigError(
@@ -138,14 +138,14 @@ def find(rendezvous: Rendezvous, timeout_seconds: float, secured: bool) -> Store
                 hint="start the command with cluster.rank=0 too, give all the same address, or raise "
                 "cluster.timeout_seconds.",
             )
-        if now > told:
+        if now > report_time:
             print(f"gtrain: waiting for cluster.rank=0 at {rendezvous.text}", file=sys.stderr, flush=True)
-            told = deadline + 1
+            report_time = deadline + 1  # once
         time.sleep(POLL_SECONDS)
 
 
 def check_secure(rendezvous: Rendezvous, secured: bool) -> None:
-    """Refuse a rendezvous of several machines without keys; a file is looked into when it is there.
+    """Refuse a rendezvous across machines without a key file; the address in a file is checked when it is read.
 
     Raises:
         ConfigError: says how to make keys.
@@ -155,9 +155,9 @@ def check_secure(rendezvous: Rendezvous, secured: bool) -> None:
 
 
 def _unsecured(rendezvous: Rendezvous) -> ConfigError:
-    """The error of a job of several machines without keys."""
+    """The error for a job across machines without a key file."""
     return ConfigError(
-        f"cluster.rendezvous={rendezvous.text} is not of this machine alone, and cluster.key_file is not set.",
+        f"cluster.rendezvous={rendezvous.text} can be reached by other machines, and cluster.key_file is not set.",
         hint="make keys with gtrain key cluster.key_file=job.key, and give all processes of the job the file; or, "
         "where nobody else can reach the network, set cluster.isolated=true.",
     )
@@ -182,7 +182,7 @@ def _bound(rendezvous: Rendezvous, secured: bool) -> socket.socket:
 
 def _taken(rendezvous: Rendezvous) -> ConfigError:
     return ConfigError(
-        f"cluster.rank=0 was set; another process is at cluster.rendezvous={rendezvous.text} already.",
+        f"cluster.rank=0 was set; another process already listens at cluster.rendezvous={rendezvous.text}.",
         hint="give every machine of a job its own cluster.rank, and every job its own cluster.rendezvous.",
     )
 
@@ -202,11 +202,11 @@ def _write(rendezvous: Rendezvous, route: str, port: int) -> str:
     return text
 
 
-def _read(rendezvous: Rendezvous) -> StorePlace | None:
-    """What the file says, or None if it is not there.
+def _read(rendezvous: Rendezvous) -> StoreLocation | None:
+    """Return the address in the file, or None if the file does not exist.
 
     Raises:
-        ConfigError: it is something else, which must not be overwritten.
+        ConfigError: it is another kind of file, which must not be overwritten.
     """
     assert rendezvous.path is not None
     try:
@@ -214,17 +214,17 @@ def _read(rendezvous: Rendezvous) -> StorePlace | None:
         host, port = str(content["host"]), int(content["port"])
         if is_loopback(host) and content["machine"] != socket.gethostname():
             raise _unsecured(rendezvous)
-        return StorePlace(host, port, host)
+        return StoreLocation(host, port, host)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"cluster.rendezvous={rendezvous.text} was set; that is no file of a gtrain job.",
+            f"cluster.rendezvous={rendezvous.text} was set; that is not a file of a gtrain job.",
             hint="name a file that does not exist: cluster.rank=0 makes it, and removes it at the end.",
         ) from error
 
 
-def _answers(place: StorePlace) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((place.host, place.port), timeout=2.0):
+def _answers(location: StoreLocation) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((location.host, location.port), timeout=2.0):
         return True
     return False

@@ -1,6 +1,6 @@
-"""What a launcher is asked to run: a composed configuration, and what every launcher needs of it.
+"""The request that a launcher runs: a composed configuration, and what every launcher derives from it.
 
-Light: torch is imported in ranks and servers alone.
+Light: only ranks and servers import torch.
 """
 
 from __future__ import annotations
@@ -35,48 +35,48 @@ _PREFLIGHT_SECONDS = 120.0
 
 @dataclass
 class JobRequest:
-    """A job, as the command line sets it.
+    """A job as the command line configures it.
 
     Attributes:
         cfg: the composed configuration.
         choices: names of the chosen ``strategy``, ``data`` and ``model``.
-        given: the overrides of the command line.
+        overrides: the overrides of the command line.
     """
 
     cfg: DictConfig
     choices: dict[str, str]
-    given: Sequence[str]
+    overrides: Sequence[str]
 
     @property
     def log_dir(self) -> Path:
         """Folder of the logs."""
         return Path(self.cfg.paths.run, "logs").absolute()
 
-    def settled(self) -> DictConfig:
-        """A resolved and validated copy of the configuration.
+    def resolved(self) -> DictConfig:
+        """Return a resolved and validated copy of the configuration.
 
         Raises:
             ConfigError: see :func:`gtrain.config.validate`.
         """
-        settled = copy.deepcopy(self.cfg)
-        config.validate(settled)
-        return settled
+        copied = copy.deepcopy(self.cfg)
+        config.validate(copied)
+        return copied
 
     def plans(self) -> tuple[RolePlan, ...]:
-        """The job's servers, and how often a worker is restarted."""
+        """Return the job's roles: its servers, and how often a worker is restarted."""
         return () if self.cfg.verb == "partition" else backends.get(self.cfg.strategy.name).plan(self.cfg)
 
     def key_file(self) -> str | None:
-        """``cluster.key_file``, absolute, or what stands for it with ``cluster.isolated``.
+        """Return the absolute path of ``cluster.key_file``, or the constant that replaces it with ``cluster.isolated``.
 
         Raises:
-            ConfigError: the file is not there, or others may read it.
+            ConfigError: the file does not exist, or other users may read it.
         """
         cluster = self.cfg.cluster
         if cluster.isolated:
             print(
                 "gtrain: cluster.isolated=true: no key protects this job; "
-                "whoever reaches its network can take part in it"
+                "any process that reaches its network can take part in it"
             )
             return keys.ISOLATED
         if cluster.key_file is None:
@@ -89,7 +89,7 @@ class JobRequest:
             )
         if not path.is_file():
             raise ConfigError(
-                f"cluster.key_file={cluster.key_file} was set; there is no such file.",
+                f"cluster.key_file={cluster.key_file} was set; the file does not exist.",
                 hint=f"make it once with gtrain key cluster.key_file={cluster.key_file}, and copy it to every machine.",
             )
         mode = stat.S_IMODE(path.stat().st_mode)
@@ -101,30 +101,30 @@ class JobRequest:
         return str(path)
 
     def preflight(self, cfg: DictConfig) -> None:
-        """Refuse what needs no data, in a short-lived process: it may start threads and use CUDA, unlike the agent.
+        """Run the checks that need no data, in a short-lived process, which may start threads and use CUDA.
 
         Args:
-            cfg: resolved and validated.
+            cfg: the resolved and validated configuration.
 
         Raises:
-            GtrainError: as it was raised there.
+            GtrainError: a check failed.
         """
         preload()
         sys.stdout.flush()
         sys.stderr.flush()
-        reports, to_report = os.pipe()
+        read_end, write_end = os.pipe()
         pid = os.fork()
         if pid == 0:
-            _report_refusal(to_report, cfg, self.choices, self.given)
-        os.close(to_report)
+            _run_preflight(write_end, cfg, self.choices, self.overrides)
+        os.close(write_end)
         content = b""
         try:
-            with open(reports, "rb", buffering=0) as pipe:
-                while select.select([pipe], [], [], _PREFLIGHT_SECONDS)[0] and (some := pipe.read(1 << 16)):
-                    content += some
+            with open(read_end, "rb", buffering=0) as pipe:
+                while select.select([pipe], [], [], _PREFLIGHT_SECONDS)[0] and (piece := pipe.read(1 << 16)):
+                    content += piece
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)  # where it hangs; else it has ended
+                os.kill(pid, signal.SIGKILL)  # in case it hangs
             os.waitpid(pid, 0)
         if content:
             refusal = json.loads(content)
@@ -132,7 +132,7 @@ class JobRequest:
 
     @contextlib.contextmanager
     def hinting_at_resume(self) -> Iterator[None]:
-        """After a kill or a signal, say how to resume; machine 0 knows the run's folder."""
+        """After a kill or a signal, print how to resume; machine 0 knows the run's folder."""
         cfg = self.cfg
         trains = cfg.verb == "train" and cfg.cluster.rank in (None, 0)
         try:
@@ -142,7 +142,9 @@ class JobRequest:
                 error.add_hint(runs.how_to_resume(Path(cfg.paths.run)))
             raise
         except SystemExit as error:
-            by_lightning = type(error).__name__ == "SIGTERMException"  # has no code, and Lightning isn't imported here
+            by_lightning = (
+                type(error).__name__ == "SIGTERMException"
+            )  # it has no exit code; Lightning is not imported here
             code = 128 + signal.SIGTERM if by_lightning else error.code
             if trains and isinstance(code, int) and code > 128:
                 print(f"gtrain: {runs.how_to_resume(Path(cfg.paths.run))}", file=sys.stderr, flush=True)
@@ -153,19 +155,19 @@ class JobRequest:
             raise
 
 
-def _report_refusal(to_report: int, cfg: DictConfig, choices: dict[str, str], given: Sequence[str]) -> NoReturn:
-    """The life of that process. Whatever else goes wrong goes wrong in a rank too, which has a log for it."""
+def _run_preflight(write_end: int, cfg: DictConfig, choices: dict[str, str], overrides: Sequence[str]) -> NoReturn:
+    """Run the checks and report a refusal; any other error occurs again in a rank, which has a log."""
     try:
         die_with_parent(os.getppid())
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         os.dup2(silent, 2)
         sys.modules[PRELOAD].keep_templates_in_memory()
-        typed = [override.lstrip("+~").partition("=")[0] for override in given]
+        typed = [override.lstrip("+~").partition("=")[0] for override in overrides]
         importlib.import_module(PREFLIGHT).check(config.plain(cfg), choices, typed)
     except GtrainError as error:
         refusal = {"type": type(error).__name__, "message": error.message, "hint": error.hint}
-        with open(to_report, "wb", closefd=False) as pipe:
+        with open(write_end, "wb", closefd=False) as pipe:
             pipe.write(json.dumps(refusal).encode())
     finally:
         os._exit(0)

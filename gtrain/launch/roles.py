@@ -1,4 +1,4 @@
-"""The processes of a job: how many of each role, and on which machine."""
+"""The number of processes of each role, and the machines that they run on."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ STORE = "store"
 
 
 def restarts_of(plans: Iterable[RolePlan], role: str) -> int:
-    """How many times a process of this role is restarted."""
+    """Return how often a process of this role may be restarted."""
     return next((plan.restarts for plan in plans if plan.name == role), 0)
 
 
 def counts_of(plans: Iterable[RolePlan]) -> Mapping[str, int]:
-    """Number of servers of each role."""
+    """Return the number of servers of each role."""
     return {plan.name: plan.count for plan in plans if plan.name != WORKER}
 
 
 def worker_slots(num_nodes: int, devices: int, machine: int | None) -> list[Slot]:
-    """The workers of one machine, or of all of them where ``machine`` is None."""
+    """Return the workers of one machine, or of all machines if ``machine`` is None."""
     machines = range(num_nodes) if machine is None else (machine,)
     return [Slot(WORKER, node * devices + local, node, local) for node in machines for local in range(devices)]
 
 
 def machine_of_server(rank: int, count: int, machines: int) -> int:
-    """Machine of server ``rank`` of ``count``: as many on each as the numbers allow, in order."""
+    """Return the machine of server ``rank`` of ``count``: contiguous ranks, spread evenly over the machines."""
     return rank * machines // count
 
 
 def server_slots(plans: Iterable[RolePlan], machines: int, machine: int | None) -> list[tuple[Slot, RolePlan]]:
-    """The servers that the agent of one machine starts, or of all of them where ``machine`` is None."""
-    found: list[tuple[Slot, RolePlan]] = []
+    """Return the servers that the agent of one machine starts, or of all machines if ``machine`` is None."""
+    slots: list[tuple[Slot, RolePlan]] = []
     for plan in plans:
-        seen: dict[int, int] = {}
+        placed: dict[int, int] = {}  # servers of the role by machine
         for rank in range(0 if plan.by_hand or plan.name == WORKER else plan.count):
             node = machine_of_server(rank, plan.count, machines)
-            local = seen.get(node, 0)
-            seen[node] = local + 1
+            local = placed.get(node, 0)
+            placed[node] = local + 1
             if machine in (None, node):
-                found.append((Slot(plan.name, rank, node, local), plan))
-    return found
+                slots.append((Slot(plan.name, rank, node, local), plan))
+    return slots
 
 
 def check_shape(num_nodes: int, devices: int, machine: int | None) -> None:
-    """Refuse a job without ranks, and a machine that is none of its machines.
+    """Refuse a job without ranks, and a machine number out of range.
 
     Raises:
         ConfigError: with the arithmetic.
@@ -61,5 +61,5 @@ def check_shape(num_nodes: int, devices: int, machine: int | None) -> None:
         raise ConfigError(
             f"cluster.rank={machine} was set; trainer.num_nodes={num_nodes} machines have the ranks 0 to "
             f"{num_nodes - 1}.",
-            hint="give each machine a number of its own, from 0, and set the same trainer.num_nodes on all.",
+            hint="number the machines differently, from 0, and set the same trainer.num_nodes on all.",
         )

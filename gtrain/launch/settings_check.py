@@ -1,7 +1,7 @@
-"""Ranks that different commands started compare release and settings when they meet, before any of them reads data.
+"""Compare release and settings of ranks that different commands started, before any of them reads data.
 
-Rank 0 writes its settings to the job's key-value store, and each other rank compares its own. A rank that differs says
-so in one line and ends; the others read that line where they wait for it.
+Rank 0 publishes its settings in the job's key-value store, and every other rank compares its own with them. A rank
+whose settings differ reports it in one line and ends; the others, which wait for it, print the same line.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ from gtrain.config import plain
 from gtrain.errors import ConfigError
 from gtrain.launch.key_value import KeyValueStore
 
-LOOK_SECONDS = 1.0
-"""How often a rank that waits for another one calls :func:`check_refused`."""
+CHECK_SECONDS = 1.0
+"""How often a rank that waits for another rank calls :func:`check_refused`."""
 _RELEASE = "gtrain"
-_OWN = ("cluster", "logger", "output", "paths", "role")
+_MACHINE_SPECIFIC = ("cluster", "logger", "output", "paths", "role")
 """Groups and keys that may differ between machines."""
 _FOLDERS = ("data.root", "data.store")
 _PATH = "/"
-"""Stands for a value with a slash: a path, which may differ between machines."""
+"""Replaces values with a slash: paths may differ between machines."""
 _SHOWN = 3
 
 
 def comparable(cfg: DictConfig) -> dict[str, str]:
-    """The settings that all ranks of a job must share, as text by key, and the release of gtrain.
+    """Return the release of gtrain and the settings that all ranks of a job must share, as text by key.
 
-    What is derived from another setting is left out; values of environment variables are not.
+    Settings that interpolate another setting are left out; those that interpolate an environment variable are not.
     """
     settings = {_RELEASE: __version__}
     raw = OmegaConf.to_container(cfg, resolve=False)
     assert isinstance(raw, dict)
     for group, node in plain(cfg).items():
-        if group not in _OWN:
+        if group not in _MACHINE_SPECIFIC:
             _flatten(str(group), node, raw[group], settings)
     return settings
 
 
 def check_same(job: KeyValueStore, rank: int, name: str, settings: Mapping[str, str]) -> None:
-    """Compare this process with rank 0 of the job, which does not wait for the others.
+    """Publish the settings of rank 0, or compare those of another rank with them.
 
     Args:
         job: the job's store.
-        rank: this process.
-        name: what messages call it.
+        rank: this rank.
+        name: its name in messages.
         settings: see :func:`comparable`.
 
     Raises:
-        ConfigError: a setting or the release differs; names the key and both values.
+        ConfigError: a setting or the release differs; the message has the key and both values.
     """
     store = job.prefixed("gtrain-settings")
     if rank == 0:
@@ -71,7 +71,7 @@ def check_release(job: KeyValueStore, name: str) -> None:
     """Compare the release of a server that was started by hand with that of rank 0.
 
     Raises:
-        ConfigError: it differs; names both.
+        ConfigError: the releases differ; the message has both.
     """
     first = json.loads(job.prefixed("gtrain-settings").get("rank 0"))
     release = first["settings"][_RELEASE]
@@ -80,14 +80,14 @@ def check_release(job: KeyValueStore, name: str) -> None:
 
 
 def check_refused(job: KeyValueStore, rank: int) -> None:
-    """Raise what a rank of the job that differs from rank 0 has said. Rank 0, with whom the store ends, raises last.
+    """Raise the error of a rank whose settings differ. Rank 0 raises last, because the store ends with it.
 
     Raises:
-        ConfigError: as :func:`check_same` raised it there.
+        ConfigError: the error that :func:`check_same` raised in that rank.
     """
     store = job.prefixed("gtrain-settings")
     if store.check(["refused"]):
-        time.sleep(2 * LOOK_SECONDS if rank == 0 else 0.0)
+        time.sleep(2 * CHECK_SECONDS if rank == 0 else 0.0)
         raise _refusal(store.get("refused").decode())
 
 
@@ -98,7 +98,7 @@ def _refusal(message: str) -> ConfigError:
 
 
 def _flatten(key: str, node: Any, raw: Any, settings: dict[str, str]) -> None:
-    """Add a setting, or all those of a group; ``raw`` has interpolations where ``node`` has their values."""
+    """Add a setting or the settings of a group; ``raw`` has the interpolations whose values ``node`` has."""
     derived = isinstance(raw, str) and "${" in raw and "oc.env" not in raw
     if derived or key in _FOLDERS:
         return
@@ -111,7 +111,7 @@ def _flatten(key: str, node: Any, raw: Any, settings: dict[str, str]) -> None:
 
 
 def _differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Both values of each setting that differs, as ``key=value``; of another release only that."""
+    """Return both values of each differing setting as ``key=value``; only the releases, if these differ."""
     keys = [key for key in {**theirs, **mine} if _PATH not in (mine.get(key), theirs.get(key))]
     different = [key for key in keys if mine.get(key) != theirs.get(key)]
     shown = [_RELEASE] if _RELEASE in different else different

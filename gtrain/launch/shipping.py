@@ -1,7 +1,7 @@
-"""Pickling between processes of one user on one machine: a rank's function on its way in, its result on the way out.
+"""Pickle a rank's function, arguments and return value between processes of one user on one machine.
 
-Both travel through anonymous files (``memfd``) that a parent hands to its children, never over a network. Nothing here
-is imported by the wire or by what reads files. Imports the standard library, and cloudpickle when it is needed.
+They pass through anonymous files (``memfd``) that children inherit, never over a network. Neither the wire nor readers
+of files import this module. Imports the standard library, and cloudpickle when it is needed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gtrain.errors import GtrainError
 
 @contextlib.contextmanager
 def result_file() -> Iterator[int]:
-    """The descriptor of an anonymous file for what rank 0 returns."""
+    """Provide the descriptor of an anonymous file for rank 0's return value."""
     descriptor = os.memfd_create("gtrain-result")
     try:
         yield descriptor
@@ -37,7 +37,7 @@ def result_file() -> Iterator[int]:
 
 
 def write_result(descriptor: int, value: Any) -> None:
-    """Write what rank 0's task returned to its file; what cannot be pickled is left out, with a message."""
+    """Write the return value of rank 0's task; print a message instead if it cannot be pickled."""
     try:
         try:
             data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
@@ -46,16 +46,16 @@ def write_result(descriptor: int, value: Any) -> None:
 
             data = cloudpickle.dumps(value)
     except Exception as error:
-        said = f"gtrain: rank 0 returned a {type(value).__name__}, which cannot be pickled"
-        print(f"{said} ({type(error).__name__}: {error}); run_local returns None.", file=sys.stderr)
+        problem = f"rank 0 returned a {type(value).__name__}, which cannot be pickled ({type(error).__name__}: {error})"
+        print(f"gtrain: {problem}; run_local returns None.", file=sys.stderr)
         return
-    os.ftruncate(descriptor, 0)  # of a rank 0 that was here before
+    os.ftruncate(descriptor, 0)  # a restarted rank 0 overwrites the value
     with open(f"/proc/self/fd/{descriptor}", "wb") as file:
         file.write(data)
 
 
 def read_result(descriptor: int) -> Any:
-    """What :func:`write_result` wrote, or None."""
+    """Read the value that :func:`write_result` wrote, or None."""
     with open(f"/proc/self/fd/{descriptor}", "rb") as file:
         return pickle.load(file) if os.fstat(descriptor).st_size else None
 
@@ -66,25 +66,24 @@ def read_result(descriptor: int) -> Any:
 def send_task(
     descriptor: int, settings: Mapping[str, Any], task: str | Callable[..., Any], args: Sequence[Any], reason: str
 ) -> None:
-    """Write a function, its arguments and the state of this process that a fork would have had.
+    """Write a function, its arguments, and the process state that a fork would inherit.
 
-    What ``__main__`` and modules that a new interpreter would not find define goes by value, anything else by its
-    module's name.
+    Objects of ``__main__`` and of modules that a new interpreter cannot import are pickled by value, others by name.
 
     Args:
-        descriptor: the file.
-        settings: what the agent needs to know, which leaves the rest to its ranks: unpickling may start threads.
+        descriptor: descriptor of the file.
+        settings: settings for the agent, pickled apart: unpickling the task may start threads, so only ranks do it.
         task: as for :func:`gtrain.run_local`.
         args: its arguments.
-        reason: why the ranks are not forks of this process, a clause.
+        reason: why the ranks are not forks of this process, as a clause.
 
     Raises:
-        GtrainError: names what cannot be pickled.
+        GtrainError: names the objects that cannot be pickled.
     """
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):
-        """Notes what of ``__main__`` it writes, and adds modules that are not found by their names."""
+        """Records the objects of ``__main__`` that it writes, and pickles modules that cannot be imported by value."""
 
         def __init__(self, to: Any) -> None:
             super().__init__(to, pickle.HIGHEST_PROTOCOL)
@@ -105,7 +104,7 @@ def send_task(
             if isinstance(name, str) and name not in self._seen:
                 self._seen.add(name)
                 module = sys.modules.get(name)
-                if module is not None and name != "__main__" and not _is_found(module, name):
+                if module is not None and name != "__main__" and not _is_importable(module, name):
                     self.by_value.append(module)
                     cloudpickle.register_pickle_by_value(module)
             return super().reducer_override(obj)
@@ -117,59 +116,59 @@ def send_task(
         try:
             pickler.dump({"file": getattr(main, "__file__", None), "cells": _cells()})
             pickler.dump((task, tuple(args)))
-            pickler.dump(list(pickler.of_main))  # a copy: it grows
+            pickler.dump(list(pickler.of_main))  # a copy, because pickling extends the list
             pickler.dump(_state())
         except Exception as error:
-            raise _not_sent(task, args, error, cloudpickle.dumps, reason) from error
+            raise _pickling_error(task, args, error, cloudpickle.dumps, reason) from error
         finally:
             for module in pickler.by_value:
                 cloudpickle.unregister_pickle_by_value(module)
 
 
 def _code_of_file(file_name: str, make: Callable[..., types.CodeType], args: tuple[Any, ...]) -> types.CodeType:
-    """A code object as cloudpickle makes it, with the name of the file that it was compiled from."""
+    """Return the code object that cloudpickle makes, with the name of its source file."""
     return make(*args).replace(co_filename=file_name)
 
 
 def receive_settings(descriptor: int) -> tuple[dict[str, Any], int]:
-    """In the agent, the settings that :func:`send_task` wrote, and the offset at which the rest begins."""
+    """Read the settings that :func:`send_task` wrote, and the offset of the rest; called in the agent."""
     with open(f"/proc/self/fd/{descriptor}", "rb") as file:
         return pickle.load(file), file.tell()
 
 
 def receive_task(descriptor: int, offset: int) -> tuple[str | Callable[..., Any], tuple[Any, ...]]:
-    """In a rank, what :func:`send_task` wrote from ``offset`` on; this process's ``__main__`` becomes the sender's."""
+    """Read what :func:`send_task` wrote from ``offset`` on, and restore the sender's ``__main__``; called in a rank."""
     main = sys.modules["__main__"]
     with open(f"/proc/self/fd/{descriptor}", "rb") as file:
         file.seek(offset)
         unpickler = pickle.Unpickler(file)
-        given = unpickler.load()
-        if given["file"] is not None:
-            main.__file__ = given["file"]
-        for name, lines in given["cells"].items():
+        source = unpickler.load()
+        if source["file"] is not None:
+            main.__file__ = source["file"]
+        for name, lines in source["cells"].items():
             linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
         task, args = unpickler.load()
-        for one in unpickler.load():  # what is pickled in ranks by its name, such as a model, is found by it
-            if isinstance(one, types.FunctionType):
-                here = {name: value for name, value in one.__globals__.items() if not name.startswith("__")}
-                vars(main).update(here)
-            if "." not in one.__qualname__:
-                setattr(main, one.__name__, one)
+        for definition in unpickler.load():  # so that ranks can pickle these by name
+            if isinstance(definition, types.FunctionType):
+                variables = {name: value for name, value in definition.__globals__.items() if not name.startswith("__")}
+                vars(main).update(variables)
+            if "." not in definition.__qualname__:
+                setattr(main, definition.__name__, definition)
         _restore(unpickler.load())
     return task, args
 
 
-def _is_found(module: types.ModuleType, name: str) -> bool:
+def _is_importable(module: types.ModuleType, name: str) -> bool:
     """Whether a new interpreter with this one's ``sys.path`` imports the same module by this name."""
     origin = getattr(module, "__file__", None)
     if name in sys.builtin_module_names or not (origin or "x.py").endswith(".py") or (origin is None and "." in name):
-        return True  # compiled, and so of a package that can only be imported
+        return True  # a compiled module, or a namespace package: it can only be imported
     path: Sequence[str] | None = None
     spec: importlib.machinery.ModuleSpec | None = None
     for part in _parents(name):
         finders: list[Any] = [importlib.machinery.PathFinder, *sys.meta_path[::-1]]
-        ours = [finder for finder in finders if _is_everywhere(finder)]
-        spec = next((found for finder in ours if (found := finder.find_spec(part, path)) is not None), None)
+        specs = (finder.find_spec(part, path) for finder in finders if _is_in_every_interpreter(finder))
+        spec = next((candidate for candidate in specs if candidate is not None), None)
         if spec is None:
             return False
         path = spec.submodule_search_locations
@@ -183,13 +182,13 @@ def _parents(name: str) -> Iterator[str]:
     yield from (".".join(parts[: end + 1]) for end in range(len(parts)))
 
 
-def _is_everywhere(finder: Any) -> bool:
-    """Whether it is the interpreter's own, or that of an editable installation: not one that a program has put in."""
+def _is_in_every_interpreter(finder: Any) -> bool:
+    """Whether a new interpreter has this finder too: its own, or one of an editable installation."""
     return finder is importlib.machinery.PathFinder or getattr(finder, "__module__", "").startswith("__editable__")
 
 
 def _cells() -> dict[str, list[str]]:
-    """Source lines that are in no file, such as those of a notebook's cells, by the name that code objects have."""
+    """Return source lines without a file, such as those of notebook cells, by file name of their code objects."""
     return {
         name: list(entry[2])
         for name, entry in linecache.cache.items()
@@ -197,10 +196,10 @@ def _cells() -> dict[str, list[str]]:
     }
 
 
-def _not_sent(
+def _pickling_error(
     task: str | Callable[..., Any], args: Sequence[Any], error: Exception, dumps: Callable[[Any], bytes], reason: str
 ) -> GtrainError:
-    """Say which argument or variable it was that could not be pickled."""
+    """Return an error that names the arguments or variables that cannot be pickled."""
     named: dict[str, Any] = {f"its argument {index}": value for index, value in enumerate(args)}
     if inspect.isfunction(task):
         variables = inspect.getclosurevars(task)
@@ -224,7 +223,7 @@ def _not_sent(
 
 
 def _state() -> dict[str, Any]:
-    """What a forked child would have of this process: random numbers, settings of torch, warnings and logging."""
+    """Return the state that a fork would inherit: random numbers, settings of torch, warnings and logging."""
     state: dict[str, Any] = {
         "random": random.getstate(),
         "warnings": list(warnings.filters),

@@ -1,4 +1,4 @@
-"""What one process of a job knows about its place in it."""
+"""A process's place in its job, and its reports to the agent."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Slot:
-    """One process of the job.
+    """The place of one process in the job.
 
     Attributes:
         role: ``worker``, or the name of a server role, such as ``parameter``.
-        rank: number within the role, from 0.
-        node: machine (real or simulated) that the process belongs to, from 0.
-        local: number among the processes of that role on its machine, from 0.
+        rank: index within the role, from 0.
+        node: index of its machine (real or simulated), from 0.
+        local: index among the processes of the role on its machine, from 0.
     """
 
     role: str
@@ -34,19 +34,19 @@ class Slot:
 
     @property
     def label(self) -> str:
-        """``rank 2`` for a worker, ``<role> 0`` for a server: how messages and log files name the process."""
+        """The name in messages and log files: ``rank 2`` for a worker, ``<role> 0`` for a server."""
         return f"rank {self.rank}" if self.role == WORKER else f"{self.role} {self.rank}"
 
 
 @dataclass(frozen=True)
 class Roster:
-    """The servers of a job, as every process of it knows them.
+    """The servers of a job.
 
     Attributes:
-        counts: number of servers of each role, in the whole job.
-        addresses: where they listen, in rank order, of those roles whose addresses were known when this process
-            began; the others are in the job's key-value store.
-        key_file: the keys with which this job's processes know each other; None where no address leaves the machine.
+        counts: number of servers of each role in the whole job.
+        addresses: addresses in rank order, of the roles whose addresses were known when this process started; the
+            others are in the job's key-value store.
+        key_file: path of the key file that authenticates the job's processes; None for a job on one machine.
         standalone: roles whose servers are started by hand, on any machine.
     """
 
@@ -58,24 +58,24 @@ class Roster:
 
 @dataclass(frozen=True)
 class JobContext:
-    """A process that the agent forked: its slot, its job, and its lines to the agent.
+    """What a forked process knows of itself, its job and its agent.
 
     Attributes:
         slot: this process.
         num_nodes: machines of the job.
-        devices: workers of each machine.
+        devices: workers per machine.
         port: port of the job's key-value store.
-        store_fds: listening sockets of that store in the process that serves it, elsewhere none.
-        report_fd: write end of the pipe to the agent; one JSON object a line.
+        store_fds: listening sockets of the store in the process that serves it, empty elsewhere.
+        report_fd: write end of the pipe to the agent; one JSON object per line.
         log_dir: folder of the logs.
         store_address: how this process reaches the store; see :func:`gtrain.launch.links.connect`.
-        host: machine of the store.
-        route: how other machines reach it; a loopback address where the whole job is on this machine.
-        simulated: whether all machines of the job are simulated by processes of this one.
-        restarts: how many times the slot was restarted before this process.
-        descriptor: a server's listening socket, bound before the fork; None for a worker.
-        address: what to connect to in order to reach that socket; None for a worker.
-        lasting_file: an anonymous file that outlives this process, see :class:`gtrain.launch.children.Post`.
+        host: host name of the store's machine.
+        route: how other machines reach it; a loopback address if the whole job is on this machine.
+        simulated: whether this machine simulates all machines of the job.
+        restarts: how many processes of this slot came before.
+        descriptor: the listening socket of a server, bound before the fork; None for a worker.
+        address: the address of that socket; None for a worker.
+        lasting_file: a file that outlives this process, see :class:`gtrain.launch.children.ProcessSpec`.
         roster: the servers of the job.
     """
 
@@ -108,55 +108,55 @@ _failure_reported = False
 
 
 def current() -> JobContext | None:
-    """The place of this process in a job that the agent started, or None outside of one."""
+    """Return the context of this process, or None if no agent started it."""
     return _context
 
 
 def enter(context: JobContext) -> None:
-    """Take up a place in a job; called once, first thing after the fork."""
+    """Set the context of this process; called once, right after the fork."""
     global _context, _roster, _failure_reported
     _context, _roster, _failure_reported = context, context.roster, False
 
 
 def roster() -> Roster:
-    """The servers of this process's job; an empty roster where it has none."""
+    """Return the servers of this process's job; an empty roster if it has none."""
     return _roster
 
 
-def set_roster(found: Roster) -> None:
-    """Say which servers the job has: for a rank that another launcher started."""
+def set_roster(servers: Roster) -> None:
+    """Set the servers of the job, in a rank that another launcher started."""
     global _roster
-    _roster = found
+    _roster = servers
 
 
 def restarts() -> int:
-    """How many times the agent has started this process's slot again."""
+    """Return how often the agent has restarted this process's slot."""
     return 0 if _context is None else _context.restarts
 
 
 def report(kind: str, **fields: Any) -> None:
-    """Send one line to the agent; does nothing outside of an agent's job."""
+    """Send a report to the agent; does nothing if no agent started this process."""
     if _context is not None:
         os.write(_context.report_fd, (json.dumps({"kind": kind, **fields}) + "\n").encode())
 
 
 def may_be_lost(may: bool = True) -> None:
-    """Tell the agent whether the job goes on, should this process die, without its machine's workers."""
+    """Tell the agent whether the job can continue without this machine's workers if this process dies."""
     report("may be lost", value=may)
 
 
 def joined() -> None:
-    """Tell the agent that this process has a part in the job by now: if it dies, no other takes its place."""
+    """Tell the agent that this process takes part in the job now, and is not restarted if it dies."""
     report("joined")
 
 
 def say(text: str) -> None:
-    """Have the agent print a line to the terminal, which only rank 0 writes to itself."""
+    """Have the agent print a line to the terminal; only rank 0 writes there itself."""
     report("say", text=text)
 
 
 def report_failure(exception: BaseException) -> None:
-    """Tell the agent why this process is about to end. Only the first call counts: the rest is a consequence."""
+    """Tell the agent why this process is about to end. Later calls are ignored: they report consequences."""
     global _failure_reported
     if _failure_reported:
         return
@@ -165,7 +165,7 @@ def report_failure(exception: BaseException) -> None:
 
 
 def describe(exception: BaseException) -> dict[str, Any]:
-    """What the agent needs to name a failure: type, message, hint, and whether it is a user's mistake or an echo."""
+    """Return an exception's type, message and hint, and whether it is a user error or echoes another failure."""
     exception = disk_full(exception) or exception
     user = isinstance(exception, GtrainError)
     return {
@@ -178,9 +178,9 @@ def describe(exception: BaseException) -> dict[str, Any]:
 
 
 def _is_echo(exception: BaseException | None) -> bool:
-    """Whether a lost peer lies anywhere in the chain of causes. ``gtrain.wire`` marks such errors of its own."""
+    """Whether a lost peer is among the causes of an exception. ``gtrain.wire`` sets ``echo`` on such errors."""
     seen: set[int] = set()
-    while exception is not None and id(exception) not in seen:  # a chain may bite its own tail
+    while exception is not None and id(exception) not in seen:  # a chain of causes may have a cycle
         if isinstance(exception, PeerLostError) or getattr(exception, "echo", False):
             return True
         seen.add(id(exception))

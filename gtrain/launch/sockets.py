@@ -1,7 +1,7 @@
-"""Listening sockets that are bound before any process that needs them exists. Imports the standard library only.
+"""Listening sockets that are bound before the processes that use them are forked. Imports the standard library only.
 
-A server adopts the descriptor of such a socket. Its address is known before it starts, no port can be lost to another
-program, and a server that is restarted listens at the same address; who connects meanwhile waits in the queue.
+A server inherits the descriptor of its socket. So its address is known before it starts, no other program can take its
+port, and a restarted server listens at the same address; clients that connect meanwhile wait in the queue.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import dataclass
 
 _QUEUE = 1024
-_ANYWHERE = "192.0.2.1"  # of the block that documentation uses (RFC 5737): the default route leads there
+_ANYWHERE = "192.0.2.1"  # an address for documentation (RFC 5737): reached by the default route
 
 
 @dataclass
@@ -22,8 +22,8 @@ class Listener:
 
     Attributes:
         socket: the socket.
-        address: what to connect to, in ZeroMQ's notation.
-        holder: descriptor that keeps a socket without a file reachable; None for TCP.
+        address: its address in ZeroMQ's notation.
+        holder: descriptor through which an unlinked Unix socket is reached; None for TCP.
     """
 
     socket: socket.socket
@@ -32,11 +32,11 @@ class Listener:
 
     @property
     def descriptor(self) -> int:
-        """What a server adopts."""
+        """The descriptor that a server inherits."""
         return self.socket.fileno()
 
     def close(self) -> None:
-        """Let go of the socket in this process."""
+        """Close the socket in this process."""
         self.socket.close()
         if self.holder is not None:
             os.close(self.holder)
@@ -44,11 +44,11 @@ class Listener:
 
 
 def listen_here() -> Listener:
-    """A Unix socket that this machine's processes of this user can reach, and that leaves nothing behind.
+    """Return a Unix socket for processes of this user on this machine that leaves no file behind.
 
     It is bound in a folder of mode 0700, opened by path, and file and folder are deleted at once. The address leads
-    through this process's open descriptor in ``/proc``, which the kernel shows to the same user alone. So there is no
-    file that a killed process could leave, and the address ends with the process that made it.
+    through this process's open descriptor in ``/proc``, which only the same user may follow. So a killed process leaves
+    no file, and the address ends with the process that made it.
     """
     listener = socket.socket(socket.AF_UNIX)
     with tempfile.TemporaryDirectory(prefix="gtrain-") as folder:
@@ -62,16 +62,16 @@ def listen_here() -> Listener:
 
 
 def listen_tcp(host: str, port: int = 0) -> Listener:
-    """A TCP socket at an address of this machine; the kernel chooses the port unless it is given.
+    """Return a listening TCP socket at an address of this machine; port 0 lets the kernel choose.
 
     Raises:
-        OSError: the host is not of this machine, or the port is taken.
+        OSError: the host is not this machine, or the port is taken.
     """
-    family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
+    family, socket_type, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket_type, protocol)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port of a job that has just ended
-        listener.bind(place)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the port of a job that has just ended
+        listener.bind(address)
         listener.listen(_QUEUE)
     except OSError:
         listener.close()
@@ -81,25 +81,25 @@ def listen_tcp(host: str, port: int = 0) -> Listener:
 
 
 def own_address(host: str, port: int) -> str:
-    """This machine's address on the network interface that leads to ``host``; sends nothing.
+    """Return this machine's address on the network interface that leads to ``host``, without sending anything.
 
-    A machine often knows its own name as a loopback address; others need that of the default route then.
+    A machine often resolves its own name to a loopback address; other machines then need that of the default route.
     """
-    found = _interface(host, port)
-    if found is not None and not (is_loopback(found) and not is_loopback(host)):
-        return found
-    return _interface(_ANYWHERE, port) or found or socket.gethostname()
+    address = _interface(host, port)
+    if address is not None and not (is_loopback(address) and not is_loopback(host)):
+        return address
+    return _interface(_ANYWHERE, port) or address or socket.gethostname()
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can be meant."""
+    """Whether a host name or address is this machine's loopback interface."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _interface(host: str, port: int) -> str | None:
     with contextlib.suppress(OSError):
-        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)
+            probe.connect(address)
             return str(probe.getsockname()[0])
     return None

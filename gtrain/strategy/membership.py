@@ -17,7 +17,7 @@ from typing import Any
 from gtrain.errors import PeerLostError
 from gtrain.launch.environment import say_waiting
 from gtrain.launch.job_store import JobNetwork, job_store, network_of
-from gtrain.launch.settings_check import LOOK_SECONDS, check_refused
+from gtrain.launch.settings_check import CHECK_SECONDS, check_refused
 from gtrain.launch.sockets import listen_here, listen_tcp
 from gtrain.strategy.mesh import SAY_SECONDS, Mesh
 
@@ -125,7 +125,7 @@ class Forming:
         key, began, said = f"{incarnation}/address/{rank}", time.monotonic(), 0.0
         while True:
             with contextlib.suppress(PeerLostError):
-                return self._store.get(key, min(LOOK_SECONDS, began + seconds - time.monotonic())).decode()
+                return self._store.get(key, min(CHECK_SECONDS, began + seconds - time.monotonic())).decode()
             check_refused(self._job, self.rank)
             waited = time.monotonic() - began
             if waited >= seconds:

@@ -359,7 +359,7 @@ class Mesh:
 
         Args:
             listeners: sockets at which this rank lets the others in; not used any more afterwards.
-            key_file: of the job; see :class:`gtrain.launch.links.Door`.
+            key_file: of the job; see :class:`gtrain.launch.links.AuthenticatedListener`.
             pointer: as there.
             group: name of the group, by which a connection of another one is told apart.
             address_of: returns where a rank listens, once it has said so.
@@ -385,7 +385,7 @@ class Mesh:
                 self._peers[rank].source = line
                 self._entered.notify_all()
 
-        door = links.Door(listeners, key_file, pointer, enter, f"rank {self.rank}")
+        door = links.AuthenticatedListener(listeners, key_file, pointer, enter, f"rank {self.rank}")
         try:
             for other, peer in self._peers.items():
                 try:

@@ -39,7 +39,7 @@ def prepare(data: GraphDataModule) -> None:
 def call_apart(function: Callable[[], Any], what: str) -> dict[str, int]:
     """Call a function in a process of its own, and wait for it: a fork, or a clean interpreter where this process has
     threads or uses CUDA. As :func:`call_in_fork`; what cannot be copied to a clean interpreter is called here."""
-    reason = interpreter.obstacle()
+    reason = interpreter.fork_obstacle()
     return call_in_fork(function, what) if reason is None else call_in_interpreter(function, what, reason)
 
 

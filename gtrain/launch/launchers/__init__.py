@@ -1,8 +1,8 @@
-"""Who starts the processes of a job: one class for each launcher, all of them named in :data:`LAUNCHERS`.
+"""Launchers start the processes of a job: one class each, registered in :data:`LAUNCHERS`.
 
-A new launcher is a module of this package with one class, its entry in the list, and its test; the entry makes the
-option ``cluster=NAME``. Mostly the class is an :class:`~gtrain.launch.launchers.external.ExternalLauncher`: the names
-of the environment variables that say which rank a process is.
+A new launcher is a module of this package with one class, its entry in the registry, and a test; the entry makes the
+option ``cluster=NAME``. Most are an :class:`~gtrain.launch.launchers.external.ExternalLauncher`, which names the
+environment variables that hold the number of a rank.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from gtrain.launch.launchers.slurm import Slurm
 from gtrain.launch.launchers.torchrun import Torchrun
 
 LAUNCHERS: Mapping[str, Launcher] = {launcher.name: launcher for launcher in (Local(), Torchrun(), Slurm(), Manual())}
-"""By name, in the order in which they are asked whether they started this process."""
+"""Launchers by name, in the order in which :func:`detect` tries them."""
 
 
 def options() -> dict[str, str]:
-    """The YAML of each ``cluster=OPTION`` beside ``auto``, headed by the class's docstring of one line."""
+    """Return the YAML of each ``cluster=OPTION`` except ``auto``, with the class's docstring as its comment."""
     schema = "defaults: [/schema/cluster/cluster@_here_, _self_]"
     return {name: f"# {inspect.getdoc(each)}\n{schema}\nkind: {name}\n" for name, each in LAUNCHERS.items()}
 
 
 def register() -> None:
-    """Put the options of ``cluster`` into Hydra's store."""
+    """Register the options of ``cluster`` in Hydra's store."""
     for name, text in options().items():
         ConfigStore.instance().store(group="cluster", name=name, node=OmegaConf.create(text))
 
 
 def resolve(kind: str, environ: Mapping[str, str] = os.environ) -> Launcher:
-    """The launcher of this process.
+    """Return the launcher of this process.
 
     Args:
         kind: ``cluster.kind`` of the configuration: ``auto`` or a launcher's name.

@@ -1,4 +1,4 @@
-"""What every launcher answers. Light: Lightning and the key-value store are imported in ranks alone."""
+"""The interface of launchers. Light: only ranks import Lightning and the key-value store."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The rank that another launcher gave this process, and the shape of its job.
+    """A rank as the launcher that started it numbers it.
 
     Attributes:
-        rank: of all processes.
-        size: number of all processes.
-        local: number on its machine, from 0.
-        local_size: processes of its machine.
-        machine: number of its machine.
+        rank: index among all ranks, from 0.
+        size: number of ranks.
+        local: index among the ranks of the machine, from 0.
+        local_size: number of ranks of the machine.
+        machine: index of the machine, from 0.
         machines: number of machines.
     """
 
@@ -41,12 +41,12 @@ class RankInfo:
 
 
 class Launcher(ABC):
-    """Who starts the ranks of a job; ``cluster=NAME`` chooses one by :attr:`name`.
+    """Starts the ranks of a job, or recognises that they were started; ``cluster=NAME`` selects one by name.
 
     Attributes:
         name: the value of ``cluster.kind``.
-        starts_ranks: whether gtrain's own agent starts them; else this process is a rank already.
-        ranks_meet: whether this process has met the other ranks: from then on each prints errors of its own.
+        starts_ranks: whether gtrain's agent starts the ranks; otherwise this process is a rank already.
+        ranks_meet: whether this process has met the other ranks; from then on each rank prints its errors.
     """
 
     name: ClassVar[str]
@@ -54,7 +54,7 @@ class Launcher(ABC):
     ranks_meet: bool = False
 
     def detect(self, environ: Mapping[str, str] = os.environ) -> bool:
-        """Whether it has started this process as a rank."""
+        """Whether this launcher started this process as a rank."""
         return False
 
     @abstractmethod
@@ -66,7 +66,7 @@ class Launcher(ABC):
         """
 
     def check(self, cfg: DictConfig) -> None:
-        """Refuse settings of other launchers.
+        """Refuse settings that only other launchers use.
 
         Raises:
             ConfigError: names the key.
@@ -79,15 +79,15 @@ class Launcher(ABC):
                 )
 
     def rank_info(self, environ: Mapping[str, str] = os.environ) -> RankInfo | None:
-        """This process's rank; None where it is the command itself, which starts the ranks."""
+        """Return this process's rank; None if this process is the command that starts the ranks."""
         return None
 
     def owns_run_folder(self, cluster: Any) -> bool:
-        """Whether this command makes the run's folder and locks it; ``cluster`` is that group of the configuration."""
+        """Whether this command creates and locks the run's folder; ``cluster`` is that group of the configuration."""
         return True
 
     def environment(self) -> ClusterEnvironment:
-        """Lightning's environment of this process, outside of an agent's job."""
+        """Return Lightning's environment for a process that no agent started."""
         from lightning.fabric.plugins.environments import LightningEnvironment
 
         return LightningEnvironment()
@@ -98,12 +98,12 @@ class Launcher(ABC):
         own_address: str | None,
         serve: Callable[[Sequence[Listener]], str],
     ) -> str:
-        """Where the job's key-value store is, outside of an agent's job.
+        """Return the address of the job's key-value store, in a process that no agent started.
 
         Args:
             environment: see :meth:`environment`.
-            own_address: this machine's address for the others; None where the job is on this machine alone.
-            serve: serves the store at these sockets and returns the address of the first.
+            own_address: this machine's address for other machines; None if the job is on this machine only.
+            serve: serves the store at sockets and returns the address of the first.
         """
         return serve([listen_here()])
 

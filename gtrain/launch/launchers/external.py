@@ -1,4 +1,4 @@
-"""Launchers that have started the ranks before gtrain begins: this process is one of them."""
+"""Launchers that started the ranks before gtrain: this process is one of the ranks."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class RankVariables(NamedTuple):
 
 
 class ExternalLauncher(Launcher):
-    """A launcher whose ranks read their places from environment variables.
+    """A launcher that passes ranks their numbers in environment variables.
 
-    Local rank 0 of each machine has its machine's servers started beside it.
+    Local rank 0 of each machine starts a keeper, which starts the machine's servers.
 
     Attributes:
-        variables: where a rank's place stands.
-        job_variables: variables whose values together tell the jobs of one machine apart.
+        variables: names of the environment variables.
+        job_variables: variables whose values together identify a job among those of one machine.
     """
 
     starts_ranks = False
@@ -57,10 +57,10 @@ class ExternalLauncher(Launcher):
 
     @abstractmethod
     def detect(self, environ: Mapping[str, str] = os.environ) -> bool:
-        """Whether it has started this process as a rank."""
+        """Whether this launcher started this process as a rank."""
 
     def rank_info(self, environ: Mapping[str, str] = os.environ) -> RankInfo:
-        """This process's rank; without the variables of machines the job is taken to be on one.
+        """Return this process's rank; a job without variables for machines is assumed to be on one.
 
         Raises:
             KeyError, ValueError: rank or size are absent, or are not numbers.
@@ -73,14 +73,14 @@ class ExternalLauncher(Launcher):
         return RankInfo(rank, size, local, local_size, int(environ.get(names.machine) or 0), machines)
 
     def launch(self, request: JobRequest) -> Any:
-        """Be the rank that this process is."""
+        """Run the task of this rank."""
         cfg, rank_info = request.cfg, self.rank_info()
-        self._take_world(cfg, rank_info, request.given)
-        request.settled()  # all but the run's folder, which is not known yet, must be right before a fork
+        self._adopt_world_size(cfg, rank_info, request.overrides)
+        request.resolved()  # refuse mistakes before a fork; the run's folder is not known yet
         plans = request.plans()
         if any(plan.by_hand for plan in plans):
             raise ConfigError(
-                f"cluster.standalone={list(cfg.cluster.standalone)} was set; under {self.name} servers find no "
+                f"cluster.standalone={list(cfg.cluster.standalone)} was set; under {self.name} servers have no "
                 "rendezvous.",
                 hint="leave it empty: local rank 0 of each machine starts its machine's servers.",
             )
@@ -92,15 +92,15 @@ class ExternalLauncher(Launcher):
                 "where nobody else can reach the network, set cluster.isolated=true.",
             )
         set_roster(Roster(counts_of(plans), {}, key_file))
-        with keeper.beside(rank_info, plans, cfg) as servers:
+        with keeper.keeper_for(rank_info, plans, cfg) as servers:
             preload()
             sys.modules[PRELOAD].keep_templates_in_memory()
-            request.preflight(request.settled())
+            request.preflight(request.resolved())
             self.ranks_meet = True
             return resolve(RUN_RANK)(request, rank_info, servers)
 
-    def _take_world(self, cfg: DictConfig, rank_info: RankInfo, given: Sequence[str]) -> None:
-        """Take the number of ranks from the launcher that started them, unless the command names another.
+    def _adopt_world_size(self, cfg: DictConfig, rank_info: RankInfo, overrides: Sequence[str]) -> None:
+        """Set the number of ranks to that of the launcher, unless the command sets another.
 
         Raises:
             ConfigError: the command and the launcher contradict each other.
@@ -108,7 +108,7 @@ class ExternalLauncher(Launcher):
         nodes, devices = cfg.trainer.num_nodes, cfg.trainer.devices
         if nodes * devices == rank_info.size:
             return
-        if any(override.startswith(("trainer.num_nodes=", "trainer.devices=")) for override in given):
+        if any(override.startswith(("trainer.num_nodes=", "trainer.devices=")) for override in overrides):
             raise ConfigError(
                 f"trainer.num_nodes {nodes} * trainer.devices {devices} = {nodes * devices} ranks were set, "
                 f"but {self.name} started {rank_info.size}.",
@@ -125,7 +125,7 @@ class ExternalLauncher(Launcher):
         own_address: str | None,
         serve: Callable[[Sequence[Listener]], str],
     ) -> str:
-        """Rank 0 serves the store at the launcher's main address, and within one machine at a Unix socket too."""
+        """Rank 0 serves the store at the launcher's main address, and for a job on one machine at a Unix socket too."""
         if environment.global_rank() > 0:
             return f"tcp://{environment.main_address}:{environment.main_port}"
         tcp = listen_tcp(environment.main_address, environment.main_port)
@@ -135,8 +135,8 @@ class ExternalLauncher(Launcher):
     def printing_once(self) -> Iterator[bool]:
         """Elect one of this machine's ranks to print why the job is refused; all of them find the same mistake.
 
-        The first rank to come holds a socket without a file. The others connect to it and stay silent; it ends when all
-        have, for then none comes later and prints again.
+        The first rank binds a socket in the abstract namespace. The others connect to it and print nothing. The first
+        one waits for all of them, so that none comes later, finds no socket and prints again.
         """
         try:
             others = 0 if self.ranks_meet else self.rank_info().local_size - 1

@@ -1,4 +1,4 @@
-"""``cluster=local``: one agent starts all ranks and servers, on this machine, and simulates several machines."""
+"""``cluster=local``: one agent starts all ranks and servers on this machine and can simulate several machines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Local(Launcher):
         if cfg.cluster.standalone:
             raise ConfigError(
                 f"cluster.standalone={list(cfg.cluster.standalone)} was set; servers that are started by hand need a "
-                "rendezvous to be found.",
+                "rendezvous.",
                 hint="set cluster=manual with cluster.rank= and cluster.rendezvous=, or leave out cluster.standalone.",
             )
 
@@ -67,28 +67,28 @@ def run_local(
 ) -> Any:
     """Run ``task(*args)`` in ``num_nodes * devices`` processes of this machine and wait for all of them.
 
-    A process with one thread forks them, so that they share its memory. One with threads, as any notebook, or one that
-    uses CUDA has a clean interpreter started, which forks in its place: the function and its arguments are then copied
-    (by cloudpickle, so that those of notebooks, lambdas and closures work), with the settings of torch, random numbers,
-    warnings and logging. Other modules' state is that of a new import.
+    A process with a single thread forks the ranks, which share its memory. A process with threads, such as a notebook,
+    or one that uses CUDA starts a clean interpreter, which forks the ranks instead. The function and its arguments are
+    then copied by cloudpickle (functions of notebooks, lambdas and closures work), together with the settings of torch,
+    random numbers, warnings and logging. Other modules are imported afresh.
 
     Args:
         task: a function, or ``package.module:function``.
         args: passed to every rank.
         num_nodes: machines to simulate.
         devices: ranks on each of them.
-        log_dir: each rank writes ``rank-<r>.log`` there, each server ``<role>-<r>.log``; rank 0 writes to the terminal
-            or notebook too.
-        roles: servers to start beside the ranks, and how often what died is restarted.
-        config: what servers find as ``context.config``.
-        key_file: keys of the job; with them servers listen on TCP with CURVE, and not at sockets of this machine.
+        log_dir: folder of the logs, ``rank-<r>.log`` and ``<role>-<r>.log``; rank 0 also writes to the terminal or
+            notebook.
+        roles: servers to start besides the ranks, and how often a dead process is restarted.
+        config: the configuration of the servers, ``context.config``.
+        key_file: path of the job's key file; with it servers listen on TCP with CURVE instead of Unix sockets.
 
     Returns:
-        What rank 0 returned, pickled; None, with a message, where it cannot be.
+        The return value of rank 0; None, with a message, if it cannot be pickled.
 
     Raises:
-        GtrainError: as a rank raised it, when the first failure is a user's mistake; or an argument cannot be copied.
-        RankFailedError: names the process that failed first, how, and where its log is.
+        GtrainError: the first failure is a user error that a rank raised, or an argument cannot be copied.
+        RankFailedError: another failure; names the process that failed first, the reason, and its log file.
     """
     check_shape(num_nodes, devices, None)
     settings = {
@@ -100,7 +100,7 @@ def run_local(
         "key_file": key_file,
     }
     with shipping.result_file() as result:
-        reason = interpreter.obstacle()
+        reason = interpreter.fork_obstacle()
         if reason is None:
             start_and_watch(task, args, settings, result)
         else:

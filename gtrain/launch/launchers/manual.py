@@ -13,7 +13,7 @@ from gtrain.errors import ConfigError
 from gtrain.launch import rendezvous
 from gtrain.launch.agent import run
 from gtrain.launch.children import resolve
-from gtrain.launch.job import Job, posts_of
+from gtrain.launch.job import Job, process_specs
 from gtrain.launch.launchers.base import Launcher
 from gtrain.launch.request import JobRequest
 from gtrain.launch.roles import check_shape
@@ -29,16 +29,16 @@ class Manual(Launcher):
     name = "manual"
 
     def check(self, cfg: DictConfig) -> None:
-        """Its own settings are checked when they are used."""
+        """The settings of this launcher are checked where they are used."""
 
     def owns_run_folder(self, cluster: Any) -> bool:
-        """The machines of a job may share its folder: that of rank 0 holds it."""
+        """The machines of a job may share the run's folder; the machine of rank 0 owns it."""
         return cluster.rank in (None, 0)
 
     def launch(self, request: JobRequest) -> Any:
         """Start this machine's share of the ranks and servers."""
         cfg = request.cfg
-        request.settled()  # rank 0's folder will be that of the run, and all else follows it
+        request.resolved()  # every setting but the run's folder, which is that of rank 0
         target = rendezvous.parse(cfg.cluster.rendezvous)
         nodes, devices, machine = cfg.trainer.num_nodes, cfg.trainer.devices, cfg.cluster.rank
         if machine is None:
@@ -50,18 +50,18 @@ class Manual(Launcher):
         key_file = request.key_file()
         job = Job(nodes, devices, request.log_dir, machine, roles=request.plans(), config=cfg, key_file=key_file)
         rendezvous.check_secure(target, key_file is not None)
-        request.preflight(request.settled())
+        request.preflight(request.resolved())
         if machine == 0:
             with rendezvous.hold(target, key_file is not None) as store:
-                return _run_at(store, job, request)
+                return _run_with_store(store, job, request)
         store = rendezvous.find(target, cfg.cluster.timeout_seconds, key_file is not None)
-        return _run_at(store, job, request)
+        return _run_with_store(store, job, request)
 
     def serve(self, request: JobRequest) -> None:
-        """``gtrain serve``: one server, in this process, until it is asked to end or the job is over.
+        """``gtrain serve``: run one server in this process until it is stopped or the job is over.
 
         Raises:
-            ConfigError: the strategy has no such server, or its place is taken.
+            ConfigError: the strategy has no such server, or its rank is taken.
         """
         cfg = request.cfg
         config.validate(cfg)
@@ -72,21 +72,21 @@ class Manual(Launcher):
         resolve(RUN_SERVER)(cfg, plan, store, key_file)
 
 
-def _run_at(store: rendezvous.StorePlace, job: Job, request: JobRequest) -> Any:
+def _run_with_store(store: rendezvous.StoreLocation, job: Job, request: JobRequest) -> Any:
     job.host, job.port, job.route, job.store_address = store.host, store.port, store.route, store.address
-    with contextlib.ExitStack() as at_the_end:
+    with contextlib.ExitStack() as stack:
         if store.socket is not None:
-            inside = listen_here()  # what this machine's processes connect to, and all that have no keys
-            at_the_end.callback(inside.close)
+            inside = listen_here()  # for this machine's processes; without keys, for all processes
+            stack.callback(inside.close)
             job.store, job.store_address = (inside, Listener(store.socket, store.address)), inside.address
-        job.result = at_the_end.enter_context(result_file())
-        at_the_end.enter_context(request.hinting_at_resume())
-        run(job, lambda: posts_of(job, RUN_WORKER, (request.cfg, request.choices, job.roles)))
+        job.result = stack.enter_context(result_file())
+        stack.enter_context(request.hinting_at_resume())
+        run(job, lambda: process_specs(job, RUN_WORKER, (request.cfg, request.choices, job.roles)))
         return read_result(job.result)
 
 
 def _server_plan(cfg: DictConfig) -> RolePlan:
-    """The role of ``gtrain serve``, with its numbers."""
+    """Return the role that ``gtrain serve`` runs, with its number of servers."""
     name = cfg.strategy.name
     backend = backends.get(name)
     if cfg.role is None:

@@ -11,7 +11,7 @@ from gtrain.launch.launchers.external import ExternalLauncher, RankVariables
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import ClusterEnvironment
 
-_INTERACTIVE = ("bash", "interactive")  # the shell of an allocation is not a rank
+_INTERACTIVE = ("bash", "interactive")  # job names of an interactive shell, which is not a rank
 
 
 class Slurm(ExternalLauncher):

@@ -1,4 +1,4 @@
-"""``cluster=torchrun``: ranks that ``torchrun`` started, or whoever else sets the variables of torch.distributed."""
+"""``cluster=torchrun``: ranks started by ``torchrun`` or another launcher that sets torch.distributed's variables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KEY = "gtrain/store"
 
 
 class Torchrun(ExternalLauncher):
-    """torchrun, or whoever else sets the variables of torch.distributed, started the ranks."""
+    """torchrun, or another launcher that sets the variables of torch.distributed, started the ranks."""
 
     name = "torchrun"
     variables = RankVariables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -37,7 +37,7 @@ class Torchrun(ExternalLauncher):
         return TorchElasticEnvironment()
 
     def launch(self, request: JobRequest) -> Any:
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun waits for its ranks; killed, it would leave them behind
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # a killed torchrun would leave its ranks running
             die_with_parent(os.getppid())
         return super().launch(request)
 
@@ -47,9 +47,9 @@ class Torchrun(ExternalLauncher):
         own_address: str | None,
         serve: Callable[[Sequence[Listener]], str],
     ) -> str:
-        """Where torchrun holds the main port with a store of its own, rank 0 writes the address of the job's into it.
+        """If torchrun serves its own store at the main port, rank 0 publishes the address of the job's store there.
 
-        Anybody may write to torchrun's store, so nothing else goes through it.
+        Nothing else goes through torchrun's store, because it is not authenticated.
         """
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             return super().store_address(environment, own_address, serve)
@@ -58,7 +58,7 @@ class Torchrun(ExternalLauncher):
         host, port = environment.main_address, environment.main_port
         try:
             whole = TCPStore(host, port, None, False, timedelta(seconds=_STORE_SECONDS), wait_for_workers=False)
-            # torchrun keeps its store when it restarts the ranks; entries of the ranks before are not for these
+            # torchrun keeps its store when it restarts the ranks: the prefix hides entries of earlier attempts
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = PrefixStore(f"gtrain-attempt-{attempt}", whole)
             if environment.global_rank() > 0:

@@ -74,14 +74,14 @@ TCP = "cluster.rendezvous=tcp://127.0.0.1:29500"
         ((*SERVE, "role=counter"), ["cluster.rendezvous is not set", "tcp://host:port or file:///path"]),
         ((*SERVE, "role=counter", TCP, "cluster.rank=1"), ["cluster.rank=1 was set", "has 1 servers", "0 to 0"]),
         ((*SERVE, "role=counter", TCP, "cluster.timeout_seconds=0.2"), ["nothing answered there within 0.2 s"]),
-        ((*SERVE, "role=counter", "cluster.rendezvous=tcp://elsewhere:29500"), ["not of this machine alone", "key"]),
+        ((*SERVE, "role=counter", "cluster.rendezvous=tcp://elsewhere:29500"), ["reached by other machines", "key"]),
         ((*MANUAL, "cluster.rank=0"), ["cluster.rendezvous is not set"]),
         ((*MANUAL, TCP), ["cluster.rank is not", "cluster.rank=0 on one, up to 1"]),
         ((*MANUAL, TCP, "cluster.rank=2"), ["cluster.rank=2 was set", "the ranks 0 to 1"]),
         ((*MANUAL, TCP, "cluster.rank=-1"), ["cluster.rank=-1 was set; it must be 0 or more"]),
         (
             (*MANUAL, TCP, "cluster.rank=0", "cluster.key_file=none.key"),
-            ["no such file", "gtrain key"],
+            ["the file does not exist", "gtrain key"],
         ),
         ((*MANUAL, TCP, "cluster.rank=1", "cluster.timeout_seconds=0.2"), ["nothing answered", "cluster.rank=0 too"]),
         ((*MANUAL, "cluster.rank=0", "cluster.rendezvous=tcp://elsewhere:9"), ["cluster.key_file is not set"]),
@@ -107,7 +107,7 @@ def test_a_mistake_is_explained(
     "text", ["head:29500", "tcp://head", "tcp://head:0", "tcp://head:99999", "tcp://:1", "file://f", "file:///", "x"]
 )
 def test_a_garbled_rendezvous_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="it is no address") as caught:
+    with pytest.raises(ConfigError, match="it is not an address") as caught:
         rendezvous.parse(text)
     assert "tcp://host:port or file:///path" in str(caught.value)
 
@@ -134,7 +134,7 @@ def test_the_file_of_a_rendezvous_leads_to_the_job_and_goes_with_it(tmp_path: Pa
         assert held.socket is not None
         found = rendezvous.find(place, 1.0, True)
         assert (found.host, found.port) == (held.host, held.port)
-        with pytest.raises(ConfigError, match="another process is at"), rendezvous.hold(place, True):
+        with pytest.raises(ConfigError, match="another process already listens at"), rendezvous.hold(place, True):
             pass
     assert not (tmp_path / "meet").exists()
 
@@ -154,7 +154,7 @@ def test_a_file_of_something_else_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     place = rendezvous.parse(f"file://{tmp_path}/thesis.txt")
     for attempt in (lambda: rendezvous.hold(place, True).__enter__(), lambda: rendezvous.find(place, 1.0, True)):
-        with pytest.raises(ConfigError, match="that is no file of a gtrain job"):
+        with pytest.raises(ConfigError, match="that is not a file of a gtrain job"):
             attempt()
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
@@ -165,7 +165,7 @@ def test_without_keys_a_file_leads_within_one_machine(tmp_path: Path, monkeypatc
         assert held.host == "127.0.0.1"
         assert rendezvous.find(place, 1.0, False).port == held.port
         monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
-        with pytest.raises(ConfigError, match="is not of this machine alone, and cluster.key_file is not set"):
+        with pytest.raises(ConfigError, match="can be reached by other machines, and cluster.key_file is not set"):
             rendezvous.find(place, 1.0, False)
 
 
@@ -195,7 +195,7 @@ def test_a_rank_of_workers_is_taken_once_except_by_its_next_life() -> None:
     joining._claim(store, Slot("worker", 1, 1, 0), restarts=0)
     joining._claim(store, Slot("worker", 1, 1, 0), restarts=1)
     joining._claim(store, Slot("worker", 2, 2, 0), restarts=0)
-    with pytest.raises(ConfigError, match=r"cluster.rank=1 was set; the job has a machine of that number already\."):
+    with pytest.raises(ConfigError, match=r"cluster.rank=1 was set; the job already has a machine of that number\."):
         joining._claim(store, Slot("worker", 1, 1, 0), restarts=0)
 
 
@@ -210,15 +210,15 @@ def test_all_machines_of_a_job_are_given_the_same_shape() -> None:
 def test_servers_by_hand_take_the_free_ranks_of_a_role_that_is_left_to_them() -> None:
     store, plan = HashStore(), RolePlan("counter", count=3)
     store.set("role/counter", joining.BY_HAND)
-    joining._check_wanted(store, plan)
+    joining._check_by_hand(store, plan)
     assert [joining._free_rank(store, plan, wanted) for wanted in (None, 2, None)] == [0, 2, 1]
-    with pytest.raises(ConfigError, match=r"cluster.rank=2 was set; the job has a counter 2 already\."):
+    with pytest.raises(ConfigError, match=r"cluster.rank=2 was set; the job already has a counter 2\."):
         joining._free_rank(store, plan, 2)
-    with pytest.raises(ConfigError, match="all 3 servers of that role are there already"):
+    with pytest.raises(ConfigError, match="all 3 servers of that role have been started"):
         joining._free_rank(store, plan, None)
     store.set("role/counter", joining.BY_AGENT)
     with pytest.raises(ConfigError, match="the job's own commands start these servers"):
-        joining._check_wanted(store, plan)
+        joining._check_by_hand(store, plan)
 
 
 @pytest.mark.parametrize(

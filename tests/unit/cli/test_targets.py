@@ -105,7 +105,7 @@ def test_what_is_typed_is_the_users_own() -> None:
     assert targets.typed(arguments) == (["a.B", "d.E", "g.h", "i.J", "k.L"], ["m", "n.o"])
 
 
-def settled(model: dict[str, Any], *arguments: str) -> dict[str, Any]:
+def resolved(model: dict[str, Any], *arguments: str) -> dict[str, Any]:
     cfg = OmegaConf.create({"data": {}, "model": model, "callbacks": {}, "logger": {}, "allow_targets": []})
     targets.settle(cfg, arguments)
     plain = OmegaConf.to_container(cfg, resolve=True)
@@ -130,7 +130,7 @@ def test_the_shipped_configurations_name_what_is_allowed(request: pytest.Fixture
     assert len(names) > 30
     for name in names - {"gtrain.model.dgl_networks"}:
         if ".dgl_networks." not in name:
-            targets.check_objects(settled({"_target_": name}), build.find_target)
+            targets.check_objects(resolved({"_target_": name}), build.find_target)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ def test_the_shipped_configurations_name_what_is_allowed(request: pytest.Fixture
 )
 def test_names_that_are_not_allowed(name: str) -> None:
     with pytest.raises(ConfigError, match=r"model\._target_=.*stands in a file"):
-        targets.check_objects(settled({"_target_": name}), build.find_target)
-    targets.check_objects(settled({"_target_": name}, f"model._target_={name}"), build.find_target)
+        targets.check_objects(resolved({"_target_": name}), build.find_target)
+    targets.check_objects(resolved({"_target_": name}, f"model._target_={name}"), build.find_target)
 
 
 def test_a_run_of_a_stranger_is_not_unpickled(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 from helpers import until
 
 from gtrain.launch import children
-from gtrain.launch.agent import ending
-from gtrain.launch.children import Child, Post
+from gtrain.launch.agent import describe_end
+from gtrain.launch.children import Child, ProcessSpec
 from gtrain.launch.slot import WORKER, Slot
 from gtrain.strategy.mesh import SAY_SECONDS
 
@@ -24,10 +24,10 @@ def test_a_second_wait_for_the_same_rank_is_reported_too(
     """Several ranks report one wait within moments, and the earliest report of the next comes after SAY_SECONDS."""
     now = [100.0]
     monkeypatch.setattr(children.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(children, "_said_waiting", {})
+    monkeypatch.setattr(children, "_waiting_printed", {})
     for at in (100.0, 101.0, 100.0 + SAY_SECONDS):
         now[0] = at
-        children._say_waiting("waiting for rank 1 (machine 1), 10 s")
+        children._print_waiting("waiting for rank 1 (machine 1), 10 s")
     assert capsys.readouterr().err.count("gtrain: waiting for rank 1 (machine 1), 10 s") == 2
 
 
@@ -48,20 +48,20 @@ def test_a_process_that_others_wait_for_writes_its_stacks_to_its_log_and_is_kill
         until(lambda: log.exists() and "ready" in log.read_text(), tmp_path)
 
         def life(age: float) -> Child:
-            post = Post(Slot(WORKER, 1, 1, 0), "task")
-            return Child(post, process.pid, os.pidfd_open(process.pid), os.dup(0), started_at=time.monotonic() - age)
+            spec = ProcessSpec(Slot(WORKER, 1, 1, 0), "task")
+            return Child(spec, process.pid, os.pidfd_open(process.pid), os.dup(0), started_at=time.monotonic() - age)
 
         old, young = life(100.0), life(0.0)
-        young.hear(60.0, silent=True)  # a complaint of its former life
-        old.hear(29.0, silent=False)
+        young.handle_complaint(60.0, silent=True)  # a complaint of its former life
+        old.handle_complaint(29.0, silent=False)
         for seconds in (31.0, 61.0, 91.0):
-            old.hear(seconds, silent=False)
+            old.handle_complaint(seconds, silent=False)
         until(lambda: "<module>" in log.read_text(), tmp_path)
         assert log.read_text().count("most recent call first") == 1
         assert young.status is None and not young.reap()
-        old.hear(60.0, silent=True)
+        old.handle_complaint(60.0, silent=True)
         assert old.reap(wait=True)
-        assert ending(old, 3) == "rank 1 of 3 (machine 1) gave no sign of life for 60 s and was killed"
+        assert describe_end(old, 3) == "rank 1 of 3 (machine 1) gave no sign of life for 60 s and was killed"
         assert process.stderr is not None and process.stderr.read() == b""
         for child in (old, young):
             child.close()

@@ -57,4 +57,4 @@ def test_a_driver_that_is_not_loaded_is_not_in_use() -> None:
 
 def test_a_process_that_uses_the_driver_forks_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "in_use", lambda: True)
-    assert interpreter.obstacle() == "it uses CUDA"
+    assert interpreter.fork_obstacle() == "it uses CUDA"

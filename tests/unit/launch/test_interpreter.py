@@ -27,7 +27,7 @@ def test_a_thread_of_python_is_an_obstacle() -> None:
     thread = threading.Thread(target=end.wait)
     thread.start()
     try:
-        assert "Python threads" in (interpreter.obstacle() or "")
+        assert "Python threads" in (interpreter.fork_obstacle() or "")
     finally:
         end.set()
         thread.join()
@@ -36,14 +36,14 @@ def test_a_thread_of_python_is_an_obstacle() -> None:
 @pytest.mark.usefixtures("no_python_threads")
 def test_a_thread_of_compiled_code_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_threads", lambda: 3)
-    assert interpreter.obstacle() == "it has 3 threads"
+    assert interpreter.fork_obstacle() == "it has 3 threads"
 
 
 @pytest.mark.usefixtures("no_python_threads")
 def test_numbas_threads_are_an_obstacle_also_where_it_has_none_but_this(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its OpenMP layer ends a forked child that calls a kernel, however many threads the parent had."""
     monkeypatch.setitem(sys.modules, "numba.np.ufunc.parallel", types.SimpleNamespace(_is_initialized=True))
-    assert interpreter.obstacle() == "numba has started its threads"
+    assert interpreter.fork_obstacle() == "numba has started its threads"
 
 
 @pytest.mark.usefixtures("no_python_threads")
@@ -53,7 +53,7 @@ def test_the_pool_of_openblas_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_threads", lambda: counted[0])
     monkeypatch.setattr(interpreter, "_end_openblas", lambda: counted.__setitem__(0, 1))
     monkeypatch.setitem(sys.modules, "numba.np.ufunc.parallel", None)
-    assert interpreter.obstacle() is None
+    assert interpreter.fork_obstacle() is None
     monkeypatch.undo()
     interpreter._end_openblas()
     matrix = np.random.default_rng(0).random((300, 300))
@@ -65,7 +65,7 @@ def test_the_pool_of_openblas_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_installed_modules_go_by_their_names(name: str) -> None:
     module = sys.modules.get(name) or importlib.import_module(name)
-    assert shipping._is_found(module, module.__name__)
+    assert shipping._is_importable(module, module.__name__)
 
 
 def test_what_is_on_no_path_goes_by_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,14 +73,14 @@ def test_what_is_on_no_path_goes_by_value(tmp_path: Path, monkeypatch: pytest.Mo
     spec = importlib.util.spec_from_file_location("some_module", tmp_path / "some_module.py")
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    assert not shipping._is_found(module, "some_module")
+    assert not shipping._is_importable(module, "some_module")
     monkeypatch.syspath_prepend(tmp_path)
-    assert shipping._is_found(module, "some_module")
+    assert shipping._is_importable(module, "some_module")
     (tmp_path / "first").mkdir()
     (tmp_path / "first" / "some_module.py").touch()
     monkeypatch.syspath_prepend(tmp_path / "first")
-    assert not shipping._is_found(module, "some_module"), "another module of that name"
-    assert not shipping._is_found(types.ModuleType("made_by_hand"), "made_by_hand")
+    assert not shipping._is_importable(module, "some_module"), "another module of that name"
+    assert not shipping._is_importable(types.ModuleType("made_by_hand"), "made_by_hand")
 
 
 @pytest.mark.parametrize("value", [(1, {2: "x"}), torch.arange(3), np.ones(2), None, {"f": len}])

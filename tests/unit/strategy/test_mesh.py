@@ -21,7 +21,7 @@ from gtrain.errors import PeerLostError, SilentRankError
 from gtrain.keys import ISOLATED
 from gtrain.launch import links
 from gtrain.launch.key_value import KeyValueServer, KeyValueStore, await_end
-from gtrain.launch.links import Door, RefusedConnectionError
+from gtrain.launch.links import AuthenticatedListener, RefusedConnectionError
 from gtrain.launch.sockets import Listener, listen_here, listen_tcp
 from gtrain.strategy import mesh as module
 from gtrain.strategy.group import Group
@@ -167,7 +167,7 @@ def test_a_silent_rank_is_named_by_all_who_wait_for_it_in_the_end(monkeypatch: p
 def door(listener: Listener, key_file: str | None, pointer: str | None = None) -> Iterator[list[socket.socket]]:
     """A door, and the connections that it let in."""
     entered: list[socket.socket] = []
-    made = Door([listener.socket], key_file, pointer, entered.append, "the test")
+    made = AuthenticatedListener([listener.socket], key_file, pointer, entered.append, "the test")
     try:
         yield entered
     finally:
@@ -287,7 +287,7 @@ def test_the_key_value_store() -> None:
 def test_the_end_of_the_store_is_noticed() -> None:
     listener = listen_here()
     lines: list[socket.socket] = []
-    made = Door([listener.socket], None, None, lines.append, "the store")
+    made = AuthenticatedListener([listener.socket], None, None, lines.append, "the store")
     ended: list[object] = []
     thread = threading.Thread(target=lambda: ended.append(await_end(listener.address, None)))
     thread.start()
