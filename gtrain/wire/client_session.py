@@ -230,8 +230,8 @@ class ClientSession:
         self.counters.bytes_received += nbytes
         header: Header | None = None
         try:
-            header = decode_header(frames[0].buffer, self._limits)
-            message = Message(header.fields, from_frames(header.specs, [f.buffer for f in frames[1:]], self._limits))
+            header = decode_header(frames[0], self._limits)
+            message = Message(header.fields, from_frames(header.specs, frames[1:], self._limits))
         except FrameError as err:
             self.counters.malformed += 1
             header = header or err.header

@@ -31,11 +31,15 @@ _INT_END = 1 << 63
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 
 # Structure of msgpack by first byte (github.com/msgpack/msgpack/blob/master/spec.md)
-_FIXED_BYTES = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
-_FIXED_BYTES |= {0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}
+_FIXED_BYTES = {
+    **{0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8},
+    **{0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17},
+}
 # format of the length that follows, and further bytes (the type of an extension)
-_SIZED = {0xC4: (">B", 0), 0xC5: (">H", 0), 0xC6: (">I", 0), 0xC7: (">B", 1), 0xC8: (">H", 1), 0xC9: (">I", 1)}
-_SIZED |= {0xD9: (">B", 0), 0xDA: (">H", 0), 0xDB: (">I", 0)}
+_SIZED = {
+    **{0xC4: (">B", 0), 0xC5: (">H", 0), 0xC6: (">I", 0), 0xC7: (">B", 1), 0xC8: (">H", 1), 0xC9: (">I", 1)},
+    **{0xD9: (">B", 0), 0xDA: (">H", 0), 0xDB: (">I", 0)},
+}
 # format of the count that follows, and values per item (a dictionary's item has two)
 _NESTED = {0xDC: (">H", 1), 0xDD: (">I", 1), 0xDE: (">H", 2), 0xDF: (">I", 2)}
 _NOT_NESTED = bytes(code for code in range(256) if not (0x80 <= code <= 0x9F or 0xDC <= code <= 0xDF))

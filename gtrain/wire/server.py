@@ -181,14 +181,14 @@ class Server:
 
     def _read(self, frames: Frames) -> None:
         """Read and handle one message; a malformed request is answered if its sender can be read, else dropped."""
-        routing, nbytes = frames[0].bytes, sum(len(frame) for frame in frames[1:])
+        routing, nbytes = bytes(frames[0]), sum(len(frame) for frame in frames[1:])
         self.counters.bytes_received += nbytes
         header: Header | None = None
         try:
             if len(frames) < 2:
                 raise FrameError("a malformed message: it has no header", hint="connect gtrain's processes only")
-            header = decode_header(frames[1].buffer, self._limits)
-            tensors = from_frames(header.specs, [frame.buffer for frame in frames[2:]], self._limits)
+            header = decode_header(frames[1], self._limits)
+            tensors = from_frames(header.specs, frames[2:], self._limits)
             if nbytes > self._limits.max_message_bytes:
                 raise FrameError(f"a message of {nbytes:,} bytes", hint="send it in pieces")
         except FrameError as err:

@@ -17,8 +17,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import zmq
-
 from gtrain.wire.errors import WireError
 
 BACKLOG = 1024
@@ -42,28 +40,8 @@ def uses_unix_sockets(address: str, secured: bool) -> bool:
     return not secured and address.startswith("ipc://")
 
 
-class ReceivedFrame:
-    """A frame that arrived over a Unix socket; has the attributes of ``zmq.Frame``.
-
-    Args:
-        buffer: the frame's memory, writable and not shared.
-    """
-
-    __slots__ = ("buffer",)
-
-    def __init__(self, buffer: memoryview) -> None:
-        self.buffer = buffer
-
-    def __len__(self) -> int:
-        return self.buffer.nbytes
-
-    @property
-    def bytes(self) -> bytes:
-        """A copy of the frame."""
-        return bytes(self.buffer)
-
-
-Frames = Sequence[zmq.Frame | ReceivedFrame]
+Frames = Sequence[memoryview]
+"""The received frames of a message, bytes each. Over Unix sockets their memory is writable."""
 
 
 @dataclass(slots=True)
@@ -84,6 +62,8 @@ class ConnectionChange:
 class Link(ABC):
     """A client's connection to one server; reconnects by itself."""
 
+    _poller: Poller
+
     @abstractmethod
     def send(self, header: bytes, frames: Sequence[memoryview]) -> int:
         """Send one message and return its size in bytes; 0 without a connection, and nothing was sent."""
@@ -96,13 +76,13 @@ class Link(ABC):
     def connection_change(self) -> ConnectionChange | None:
         """Return what happened to the connection since the last call; None if nothing did."""
 
-    @abstractmethod
     def wait(self, seconds: float) -> None:
         """Return when something may have happened, after ``seconds`` at the latest."""
+        self._poller.wait(seconds)
 
-    @abstractmethod
     def wake(self) -> None:
         """End the :meth:`wait` of another thread."""
+        self._poller.wake()
 
     @abstractmethod
     def close(self) -> None:
@@ -147,9 +127,9 @@ class Listener(ABC):
     def send(self, routing: bytes, header: bytes, frames: Sequence[memoryview]) -> int:
         """Send a message to a connection, if it still exists; return its size in bytes."""
 
-    @abstractmethod
     def wait(self, seconds: float) -> None:
         """Return when something may have happened, after ``seconds`` at the latest."""
+        self._poller.wait(seconds)
 
     def check_connections(self) -> None:  # noqa: B027 (optional)
         """Log connections that were refused. Called between requests."""

@@ -20,9 +20,10 @@ SERVES = Serves(
         **FULL_PRECISION,
         "trainer.gradient_clip_val": Limit((None, 0), "cannot clip the gradients of tables, which no worker has"),
         "trainer.accumulate_grad_batches": Limit((1,), "takes a step after every batch; raise data.batch_size"),
-        "data.num_neighbors": Limit((None,), "draws neighbours of nodes, and not of edges", task="link"),
+        "data.num_neighbors": Limit((None,), "samples neighbours of nodes, not of edges", task="link"),
         **sampling_limits(
-            "draws neighbours by data.num_neighbors and data.replace alone", but=("data.num_neighbors", "data.replace")
+            "samples neighbours by data.num_neighbors and data.replace alone",
+            but=("data.num_neighbors", "data.replace"),
         ),
     },
 )

@@ -40,10 +40,7 @@ class UnixLink(Link):
     def wait(self, seconds: float) -> None:
         if self._stream is None:
             seconds = min(seconds, max(0.0, self._next_attempt - time.monotonic()))
-        self._poller.wait(seconds)
-
-    def wake(self) -> None:
-        self._poller.wake()
+        super().wait(seconds)
 
     def send(self, header: bytes, frames: Sequence[memoryview]) -> int:
         if self._stream is None:

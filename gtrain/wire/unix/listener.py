@@ -18,7 +18,6 @@ from gtrain.wire.transport import (
     Frames,
     Listener,
     Poller,
-    ReceivedFrame,
     listen_error,
     refuse_second_server,
 )
@@ -47,8 +46,7 @@ class UnixListener(Listener):
         self._socket.listen(BACKLOG)
         self._poller = Poller(self._socket.fileno())
         self._streams: dict[int, Stream] = {}  # by descriptor
-        self._descriptors: dict[bytes, int] = {}  # by routing id
-        self._routing_ids: dict[int, bytes] = {}  # by descriptor
+        self._routes: dict[bytes, Stream] = {}  # by routing id
         self._readable: deque[int] = deque()
         self._connections = 0
 
@@ -76,7 +74,7 @@ class UnixListener(Listener):
             if stream is not None and frames is not None:
                 if stream.buffered:
                     self._readable.append(descriptor)  # the kernel reports only what it still holds
-                return [ReceivedFrame(memoryview(self._routing_ids[descriptor])), *frames]
+                return [memoryview(stream.routing), *frames]
         return None
 
     def _receive_from(self, descriptor: int, stream: Stream) -> Frames | None:
@@ -95,24 +93,23 @@ class UnixListener(Listener):
         return None
 
     def send(self, routing: bytes, header: bytes, frames: Sequence[memoryview]) -> int:
-        descriptor = self._descriptors.get(routing)
-        if descriptor is None:
+        stream = self._routes.get(routing)
+        if stream is None:
             return 0
-        stream = self._streams[descriptor]
         watched = stream.unsent
         try:
             nbytes = stream.send(header, frames)
         except ConnectionEndedError:
-            self._drop(descriptor)
+            self._drop(stream.descriptor)
             return 0
         if stream.unsent and not watched:
-            self._poller.watch_output(descriptor, True)
+            self._poller.watch_output(stream.descriptor, True)
         return nbytes
 
     # ------------------------------------------------------------------------------------------------ events
 
     def wait(self, seconds: float) -> None:
-        self._poller.wait(seconds)
+        super().wait(seconds)
         self._handle(self._poller.ready)
 
     def _check(self) -> bool:
@@ -140,9 +137,8 @@ class UnixListener(Listener):
                 self._refusals.report("a process of this machine", str(err.strerror))
                 return
             self._connections += 1
-            stream, routing = Stream(sock, self._limits), self._connections.to_bytes(8, "little")
-            self._streams[stream.descriptor] = stream
-            self._descriptors[routing], self._routing_ids[stream.descriptor] = stream.descriptor, routing
+            stream = Stream(sock, self._limits, self._connections.to_bytes(8, "little"))
+            self._streams[stream.descriptor] = self._routes[stream.routing] = stream
             self._poller.watch(stream.descriptor)
 
     def _flush(self, descriptor: int) -> None:
@@ -160,8 +156,9 @@ class UnixListener(Listener):
 
     def _drop(self, descriptor: int) -> None:
         """Close and forget a connection."""
-        self._streams.pop(descriptor).close()
-        del self._descriptors[self._routing_ids.pop(descriptor)]
+        stream = self._streams.pop(descriptor)
+        del self._routes[stream.routing]
+        stream.close()
 
     def _close(self) -> None:
         deadline = time.monotonic() + LINGER_MILLISECONDS / 1000

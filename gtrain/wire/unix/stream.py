@@ -19,7 +19,7 @@ from itertools import islice
 import numpy as np
 
 from gtrain.wire.limits import Limits
-from gtrain.wire.transport import KERNEL_BUFFER, ReceivedFrame
+from gtrain.wire.transport import KERNEL_BUFFER
 
 MAGIC = b"gtr1"
 ZMQ_MAGIC = b"\xff"
@@ -52,9 +52,11 @@ class Stream:
     Args:
         sock: a connected socket; the stream closes it.
         limits: of this side; a larger frame, or more frames, end the connection before memory is allocated.
+        routing: the listener's id of the connection.
     """
 
-    def __init__(self, sock: socket.socket, limits: Limits) -> None:
+    def __init__(self, sock: socket.socket, limits: Limits, routing: bytes = b"") -> None:
+        self.routing = routing
         sock.setblocking(False)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, KERNEL_BUFFER)
@@ -131,7 +133,7 @@ class Stream:
 
     # ----------------------------------------------------------------------------------------------- receiving
 
-    def receive(self) -> list[ReceivedFrame] | None:
+    def receive(self) -> list[memoryview] | None:
         """Return the frames of the next message, or None if it has not arrived completely.
 
         Raises:
@@ -145,7 +147,7 @@ class Stream:
             if not self._fill():
                 return None
         frames, self._frames = self._frames, None
-        return [ReceivedFrame(frame) for frame in frames]
+        return frames
 
     def _start_message(self) -> bool:
         """Allocate the next message's frames, once its prelude has arrived, and copy the bytes that followed it."""

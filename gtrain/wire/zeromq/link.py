@@ -60,13 +60,16 @@ class ZmqLink(Link):
         self._address, self._secured = address, security is not None
         self._socket = process_context().socket(zmq.DEALER)
         configure(self._socket, limits, address)
-        self._socket.setsockopt(zmq.LINGER, CLIENT_LINGER_MILLISECONDS)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MILLISECONDS)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MILLISECONDS)
-        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, 5000)
-        if address.startswith("tcp://"):
-            self._socket.setsockopt(zmq.HEARTBEAT_IVL, 10_000)  # a machine that vanished closes no connection
-            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 60_000)
+        options = {
+            zmq.LINGER: CLIENT_LINGER_MILLISECONDS,
+            zmq.RECONNECT_IVL: RECONNECT_MILLISECONDS,
+            zmq.RECONNECT_IVL_MAX: MAX_RECONNECT_MILLISECONDS,
+            zmq.CONNECT_TIMEOUT: 5000,
+        }
+        if address.startswith("tcp://"):  # a machine that vanished closes no connection
+            options |= {zmq.HEARTBEAT_IVL: 10_000, zmq.HEARTBEAT_TIMEOUT: 60_000}
+        for option, value in options.items():
+            self._socket.setsockopt(option, value)
         if security is not None:
             security.identify(self._socket)
         self._monitor = Monitor(self._socket, _EVENTS)
@@ -76,12 +79,6 @@ class ZmqLink(Link):
         self._broken_handshakes = 0  # in a row
         self._failed_attempts = 0  # in a row: nothing listened at the address
         self._socket.connect(address)
-
-    def wait(self, seconds: float) -> None:
-        self._poller.wait(seconds)
-
-    def wake(self) -> None:
-        self._poller.wake()
 
     def send(self, header: bytes, frames: Sequence[memoryview]) -> int:
         try:

@@ -106,9 +106,6 @@ class ZmqListener(Listener):
     def send(self, routing: bytes, header: bytes, frames: Sequence[memoryview]) -> int:
         return send(self._socket, [routing, header], frames)
 
-    def wait(self, seconds: float) -> None:
-        self._poller.wait(seconds)
-
     def check_connections(self) -> None:
         self._report_untraced(time.monotonic() - UNTRACED_SECONDS)
         if self._monitor.descriptor not in self._poller.ready:

@@ -75,18 +75,15 @@ def configure(sock: zmq.Socket[Any], limits: Limits, address: str) -> None:
     zmq's high-water marks count messages, and a ROUTER drops silently beyond them: they are off. Clients and servers
     count bytes instead.
     """
-    for option in (zmq.SNDHWM, zmq.RCVHWM):
-        sock.setsockopt(option, 0)
-    sock.setsockopt(zmq.MAXMSGSIZE, max(limits.max_frame_bytes, limits.max_header_bytes))
+    max_frame_bytes = max(limits.max_frame_bytes, limits.max_header_bytes)
+    options = {zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.MAXMSGSIZE: max_frame_bytes}
     if address.startswith("ipc://"):
-        for option in (zmq.SNDBUF, zmq.RCVBUF):
-            sock.setsockopt(option, KERNEL_BUFFER)
+        options |= {zmq.SNDBUF: KERNEL_BUFFER, zmq.RCVBUF: KERNEL_BUFFER}
     else:  # no buffer sizes: a fixed size would disable TCP's auto-tuning, and be smaller
-        sock.setsockopt(zmq.IPV6, int("[" in address))
-        sock.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        sock.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
-        sock.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
-        sock.setsockopt(zmq.TCP_KEEPALIVE_CNT, 6)
+        keepalive = {zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 6}
+        options |= {zmq.IPV6: int("[" in address), zmq.TCP_KEEPALIVE: 1, **keepalive}
+    for option, value in options.items():
+        sock.setsockopt(option, value)
 
 
 def has_input(sock: zmq.Socket[Any]) -> bool:
@@ -98,12 +95,12 @@ def receive(sock: zmq.Socket[Any]) -> Frames | None:
     """Return all frames of the next message without a copy, or None if none has arrived."""
     if not has_input(sock):
         return None
-    frame = sock.recv(copy=False)
-    frames = [frame]
-    while frame.more:
+    frames = []
+    while True:
         frame = sock.recv(copy=False)
-        frames.append(frame)
-    return frames
+        frames.append(frame.buffer)  # keeps the frame alive
+        if not frame.more:
+            return frames
 
 
 def send(sock: zmq.Socket[Any], headers: Sequence[bytes], tensors: Sequence[memoryview]) -> int:

@@ -50,7 +50,7 @@ def test_a_runs_folder_that_cannot_be_made(tmp_path: Path) -> None:
 def test_a_folder_of_servers_that_cannot_be_made(setting: list[str], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     said = refused("strategy=ps", "data=planted_sparse", "model=sparse", "trainer.max_epochs=1", *setting, cwd=tmp_path)
-    assert f"{setting[-1].partition('=')[0]}: the folder" in said and "cannot be made: " in said
+    assert f"{setting[-1].partition('=')[0]}: the folder" in said and "cannot be created: " in said
 
 
 def test_the_edge_list_itself_is_fine(edges: Path) -> None:

@@ -72,7 +72,7 @@ def test_sampled_neighbours_of_learned_rows_train_as_the_whole_graph(tmp_path: P
     assert some != pytest.approx(expected, rel=1e-3) and some[-1] < some[0]
     other = ("data.num_neighbors=[3,2]", "data.disjoint=true", "hydra.run.dir=refused")
     refused = gtrain(PS, *data, *model, *wide, *PLAIN, *other, cwd=tmp_path)
-    assert "data.disjoint=true was set; strategy=ps draws neighbours by" in refused.stderr
+    assert "data.disjoint=true was set; strategy=ps samples neighbours by" in refused.stderr
 
 
 def test_node_types_with_learned_rows_train_as_on_one_process(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_run_goes_on_from_its_checkpoint_and_exports_its_tables(tmp_path: Path
     metrics = [summary(tmp_path / name)["metrics"]["test/loss"] for name in ("single", "second")]
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-12)  # of the best checkpoint, which was read back
     refused = gtrain(PS, *ROWS, *again, "strategy.servers=3", cwd=tmp_path)
-    assert refused.returncode != 0 and "the checkpoint's table wide was cut as" in refused.stderr
+    assert refused.returncode != 0 and "the checkpoint's table wide has the placement" in refused.stderr
     other = ("ckpt_path=second/checkpoints/best.ckpt", "strategy.servers=3", "trainer.num_nodes=1")
     ok(gtrain("test", PS, *ROWS, *other, "hydra.run.dir=third", cwd=tmp_path))
     assert summary(tmp_path / "third")["metrics"]["test/loss"] == pytest.approx(metrics[1], rel=1e-12)
@@ -153,7 +153,7 @@ def test_missing_steps_and_short_numbers_cost_little(tmp_path: Path) -> None:
     [
         (("trainer.gradient_clip_val=1",), "strategy=ps cannot clip the gradients of tables"),
         (("strategy.split=column", "strategy.servers=9"), "a table has 8 columns"),
-        (("model.sparse_optimizer=null",), "the table wide is on servers, and its optimizer is none of gtrain.nn's"),
+        (("model.sparse_optimizer=null",), "the table wide is on servers; its optimizer is not one of gtrain.nn"),
         (("strategy.servers=0",), "strategy.servers=0 was set; it must be 1 or more"),
     ],
 )
