@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import pytest
 
 from gtrain.testing import processes
-from gtrain.testing.processes import ok, show, summary
+from gtrain.testing.processes import LIMIT, ok, show, summary
 
 EPOCHS = 4
 Overrides = tuple[str, ...]
@@ -124,7 +124,7 @@ class Conformance:
     ranks: ClassVar[Mapping[int, float]] = {2: 1e-10, 3: 1e-10}
     ranks_key: ClassVar[str] = "trainer.num_nodes"
     fragile: ClassVar[Overrides] = ()
-    timeout: ClassVar[float] = 300.0
+    timeout: ClassVar[float] = LIMIT
     env: ClassVar[Mapping[str, str]] = {}
     command: ClassVar[Callable[..., CompletedProcess[str]]] = staticmethod(processes.gtrain)
 

@@ -75,7 +75,6 @@ def with_commands() -> list[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # a page runs a dozen commands; each has a limit of its own
 @pytest.mark.parametrize("page", with_commands(), ids=name)
 def test_commands_run(page: Path, tmp_path: Path) -> None:
     """The blocks of a page, one after the other in one folder, as a reader would try them."""
