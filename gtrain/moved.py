@@ -138,6 +138,7 @@ MOVED = {
     "gtrain.model.kg_training": "gtrain.model.kg.training",
     "gtrain.model.negatives": "gtrain.model.kg.negatives",
     "gtrain.model.operators": "gtrain.model.kg.operators",
+    "gtrain.model.spread": "gtrain.model.ranking",
     "gtrain.model.table_optimizer": "gtrain.model.optimizers",
     "gtrain.preflight": "gtrain.run.preflight",
     "gtrain.profiler": "gtrain.run.build",

@@ -1,1 +1,1 @@
-"""Callbacks that every run of the command line has."""
+"""Callbacks of the runs that the command line starts."""

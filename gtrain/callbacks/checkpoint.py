@@ -1,4 +1,4 @@
-"""Checkpoints of a run that may go on in another folder."""
+"""Checkpoints of a run that may be resumed in another folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("gtrain")
 
 
 def unknown_monitor(key: str, monitor: str, logged: Iterable[str]) -> ConfigError:
-    """The error for a monitored value that the model does not log."""
+    """Return the error for a monitored value that the model does not log."""
     return ConfigError(
         f"{key}={monitor} was set; the model does not log {monitor}. It logs {', '.join(sorted(logged))}.",
         hint=f"set {key} to one of these.",
@@ -27,26 +27,22 @@ def unknown_monitor(key: str, monitor: str, logged: Iterable[str]) -> ConfigErro
 
 
 class RunCheckpoint(ModelCheckpoint):
-    """Lightning's ``ModelCheckpoint``, except in four things.
+    """Lightning's ``ModelCheckpoint`` with four differences.
 
-    A resumed run still knows the best checkpoint of the run before. Each run has a folder of its own, and Lightning
-    forgets the best score as soon as the folder differs; the run would then be tested with the best of its remaining
-    epochs, not with the best of all.
-
-    ``last.ckpt`` is of the last epoch. Lightning leaves it as it is where an epoch was no better than those before.
-
-    An epoch without validation (``check_val_every_n_epoch``) is not compared: Lightning warns of a missing score.
-
-    As long as the monitored score is not defined, the newest epoch is the best. Lightning would keep the first.
+    1. A resumed run keeps the best checkpoint of the interrupted run. Each run has its folder, and Lightning resets the
+       best score when the folder changes: the test would use the best of the remaining epochs, not of all.
+    2. ``last.ckpt`` is of the last epoch. Lightning does not update it after an epoch that is not among the best.
+    3. An epoch without validation (``check_val_every_n_epoch``) is not compared. Lightning warns of a missing score.
+    4. While the monitored score is NaN, the newest epoch is the best. Lightning would keep the first.
 
     Attributes:
-        best_epoch: the epoch of the best checkpoint; None before the first, and where nothing is monitored.
+        best_epoch: the epoch of the best checkpoint; None before the first, and without ``monitor``.
     """
 
     best_epoch: int | None = None
 
     def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
-        """Whether this epoch is saved as one of the best."""
+        """Return whether this epoch is saved as one of the best."""
         if current is not None and bool(torch.isnan(current)) and self.save_top_k and not self._has_score:
             return True
         return super().check_monitor_top_k(trainer, current)
@@ -58,7 +54,7 @@ class RunCheckpoint(ModelCheckpoint):
         if undefined and self.best_epoch is None and trainer.is_global_zero:
             log.warning(
                 "%s is not defined in epoch %d (NaN), such as the AUC of a split with one class: until it is, the "
-                "newest epoch stands for the best. model.score names another score.",
+                "newest epoch counts as the best. model.score selects another score.",
                 self.monitor,
                 trainer.current_epoch + 1,
             )
@@ -72,24 +68,24 @@ class RunCheckpoint(ModelCheckpoint):
         return self.best_model_score is not None and math.isfinite(float(self.best_model_score))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on with."""
+        """Return the state of a resumed run."""
         return {**super().state_dict(), "best_epoch": self.best_epoch}
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save the epoch if it is the best, and in any case as the last."""
+        """Save the epoch as the last, and as the best if it is."""
         self._check_monitor(trainer)
         every = trainer.check_val_every_n_epoch
         validated = every is None or (trainer.current_epoch + 1) % every == 0
         if validated or self.monitor is None or self.monitor in trainer.callback_metrics:
             super().on_train_epoch_end(trainer, pl_module)
         due = self._every_n_epochs >= 1 and (trainer.current_epoch + 1) % self._every_n_epochs == 0
-        # what has been saved at this step already is left out here
+        # Lightning skips a step that it has saved already
         skipped = self._should_skip_saving_checkpoint(trainer) or not self._should_save_on_train_epoch_end(trainer)
         if self.save_last and due and not skipped:
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
 
     def _check_monitor(self, trainer: pl.Trainer) -> None:
-        """Refuse a score that the first validated epoch did not log.
+        """Raise if the first validated epoch did not log the monitored score.
 
         Raises:
             ConfigError: lists what was logged.
@@ -100,7 +96,7 @@ class RunCheckpoint(ModelCheckpoint):
         raise unknown_monitor("callbacks.checkpoint.monitor", str(self.monitor), logged)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back score and path of the best checkpoint, as long as it is there."""
+        """Restore score and path of the best checkpoint, if the file exists."""
         if Path(state_dict.get("best_model_path") or ".").exists():
             state_dict = {**state_dict, "dirpath": self.dirpath}
         super().load_state_dict(state_dict)

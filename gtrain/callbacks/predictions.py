@@ -1,4 +1,4 @@
-"""``gtrain predict``: what a model says of each graph node, by the source data's ids."""
+"""``gtrain predict``: predictions or embeddings of each graph node, by the source data's ids."""
 
 from __future__ import annotations
 
@@ -28,46 +28,46 @@ from gtrain.strategy.base import GraphStrategy
 
 FORMATS = ("npy", *formats.WRITERS)
 _COPIED_BYTES = 16 << 20
-"""Rows that are copied at a time."""
+"""Bytes of rows copied at a time."""
 
 
 class PredictionWriter(pl.Callback):
-    """Collects each rank's rows and writes them into one file, in the order of the source data's ids.
+    """Collects the rows of all ranks and writes them into one file, in the order of the source data's ids.
 
-    A graph with entity types becomes a folder, with a file for each of them.
+    For a graph with entity types it writes a folder with a file per type.
 
-    A rank appends the rows of each batch to a temporary file without a name, and in the end copies them into a
-    memory-mapped file that all ranks share: it holds the rows of one batch. The file gets its name when it is complete.
+    A rank appends the rows of each batch to an unnamed temporary file, and finally copies them into a memory-mapped
+    file that all ranks share, so that it needs memory for the rows of one batch. The file is renamed when complete.
 
     Args:
         path: the file to write; see :func:`check_output`.
-        fmt: ``npy``: float [N, D], row i of node i of the source data (all its nodes, NaN for those that the source
-            left out); ``parquet``: columns ``id`` (the name, where the data has names) and ``values`` (a list of D
-            numbers), and ``prediction`` (the best class) where the values are scores of classes; ``tsv`` and
-            ``pbg_hdf5``: see :mod:`gtrain.callbacks.predictions`.
+        fmt: ``npy``: float [N, D], row i of node i of the source data (NaN for nodes that the data source left out);
+            ``parquet``: columns ``id`` (the name, if the data has names), ``values`` (a list of D numbers) and, for
+            scores of classes, ``prediction`` (the best class); ``tsv`` and ``pbg_hdf5``: see
+            :mod:`gtrain.callbacks.formats`.
         store: the graph.
         strategy: the ranks.
-        embeddings: write what the module's own ``embed(batch)`` returns for the seeds, or where it has none what its
-            network's last layer reads, instead of what ``predict_step`` returns.
+        embeddings: write embeddings instead of the output of ``predict_step``: the output of the module's
+            ``embed(batch)``, or else the input of its network's last layer.
 
     Raises:
-        ConfigError: ``predict_step`` does not return one row for each seed.
+        ConfigError: ``predict_step`` does not return one row per seed.
     """
 
     def __init__(self, path: Path, fmt: str, store: Store, strategy: GraphStrategy, embeddings: bool) -> None:
         self.path, self._format, self._store, self._embeddings = path, fmt, store, embeddings
-        self._strategy = strategy  # its group of ranks is formed later
+        self._strategy = strategy  # its process group does not exist yet
         self._rows: BinaryIO | None = None  # float32, batch after batch
         self._width = 0
         self._ids: list[Tensor] = []
-        self._seen: list[Tensor] = []
+        self._captured: list[Tensor] = []  # inputs of the last layer
         self._hook: RemovableHandle | None = None
-        self._dimensions: Mapping[str, int] = {}  # columns of each entity type, where they differ
+        self._dimensions: Mapping[str, int] = {}  # columns of each entity type, if they differ
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._embeddings and not isinstance(pl_module, Embeds):
             layer = last_layer(pl_module)
-            self._hook = layer.register_forward_pre_hook(lambda _, args: self._seen.append(_features(args[0])))
+            self._hook = layer.register_forward_pre_hook(lambda _, args: self._captured.append(_features(args[0])))
 
     def on_predict_batch_end(
         self,
@@ -79,13 +79,13 @@ class PredictionWriter(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         if self._embeddings:
-            own = pl_module.embed(batch) if isinstance(pl_module, Embeds) else None
-            outputs = self._embedded(batch)[batch.seeds] if own is None else own
-            self._seen.clear()
+            embedded = pl_module.embed(batch) if isinstance(pl_module, Embeds) else None
+            outputs = self._embedded(batch)[batch.seeds] if embedded is None else embedded
+            self._captured.clear()
         if not isinstance(outputs, Tensor) or len(outputs) != len(batch.seeds):
-            found = f"{len(outputs)} rows" if isinstance(outputs, Tensor) else type(outputs).__name__
+            returned = f"{len(outputs)} rows" if isinstance(outputs, Tensor) else type(outputs).__name__
             raise ConfigError(
-                f"{type(pl_module).__name__}.predict_step returned {found} for {len(batch.seeds)} seeds.",
+                f"{type(pl_module).__name__}.predict_step returned {returned} for {len(batch.seeds)} seeds.",
                 hint="return one row for each of batch.seeds.",
             )
         self._append(outputs.detach().reshape(len(outputs), -1).float().cpu())
@@ -113,28 +113,28 @@ class PredictionWriter(pl.Callback):
         """Append rows to the temporary file."""
         if self._rows is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._rows = tempfile.TemporaryFile(dir=self.path.parent)  # noqa: SIM115 - closed once it is copied
+            self._rows = tempfile.TemporaryFile(dir=self.path.parent)  # noqa: SIM115 - closed after the copy
         self._width = rows.size(1)
         self._rows.write(rows.contiguous().numpy().data)
 
     def _copy_rows(self, ids: NDArray[np.int64], values: NDArray[np.float32]) -> None:
-        """Copy the temporary file's rows to their places."""
+        """Copy the rows of the temporary file to the rows ``ids`` of ``values``."""
         assert self._rows is not None
         self._rows.flush()
         rows: NDArray[np.float32] = np.memmap(self._rows, np.float32, "r", shape=(len(ids), values.shape[1]))
-        each = max(1, _COPIED_BYTES // rows[:1].nbytes)
-        for begin in range(0, len(ids), each):
-            values[ids[begin : begin + each]] = rows[begin : begin + each]
+        step = max(1, _COPIED_BYTES // rows[:1].nbytes)
+        for start in range(0, len(ids), step):
+            values[ids[start : start + step]] = rows[start : start + step]
         self._rows.close()
 
     def _embedded(self, batch: Data | HeteroData) -> Tensor:
-        """What the last layer read; by node type in turn where it is called for each of them."""
-        if isinstance(batch, HeteroData) and len(self._seen) == len(batch.node_types):
-            return self._seen[batch.node_types.index(batch.target)]
-        return self._seen[-1]
+        """Return the last layer's input; a network may have called it for each node type in turn."""
+        if isinstance(batch, HeteroData) and len(self._captured) == len(batch.node_types):
+            return self._captured[batch.node_types.index(batch.target)]
+        return self._captured[-1]
 
     def _source_ids(self, ids: Tensor) -> Tensor:
-        """Return the ids in the source data of nodes whose names they are: the source left some nodes out."""
+        """Return the source data's ids of nodes, which are their names if the data source left some nodes out."""
         names = self._store.names(target_type(self._store))
         assert names is not None  # a source with source_nodes names its nodes
         return torch.tensor([int(name) for name in names.decode(ids)], dtype=torch.int64)
@@ -145,12 +145,12 @@ class PredictionWriter(pl.Callback):
 
     @contextmanager
     def _shared_file(self, shape: tuple[int, int]) -> Iterator[NDArray[np.float32]]:
-        """A file that all ranks write into; a node that no rank predicts has NaN."""
+        """Context with a file that all ranks write into; rows of nodes without predictions are NaN."""
         if self._strategy.is_global_zero:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            made = np.lib.format.open_memmap(self._scratch, "w+", np.float32, shape)
-            made[:] = np.nan
-            made.flush()
+            file = np.lib.format.open_memmap(self._scratch, "w+", np.float32, shape)
+            file[:] = np.nan
+            file.flush()
         self._strategy.barrier()
         values: np.memmap[Any, np.dtype[np.float32]] = np.load(self._scratch, mmap_mode="r+")
         yield values
@@ -159,7 +159,7 @@ class PredictionWriter(pl.Callback):
 
     def _finish(self, shape: tuple[int, int], classes: bool) -> None:
         values = np.load(self._scratch, mmap_mode="r")
-        kind = target_type(self._store)
+        node_type = target_type(self._store)
         done = self.path.with_name(self.path.name + ".done")
         if self._store.facts.get("entity_types"):
             self._write_types(done, values)
@@ -167,54 +167,54 @@ class PredictionWriter(pl.Callback):
             os.replace(self._scratch, self.path)
             return
         elif classes and self._format == "parquet":
-            formats.write_parquet(done, values, self._store.names(kind), kind, classes=True)
+            formats.write_parquet(done, values, self._store.names(node_type), node_type, classes=True)
         else:
-            formats.WRITERS[self._format](done, values, self._store.names(kind), kind)
+            formats.WRITERS[self._format](done, values, self._store.names(node_type), node_type)
         os.replace(done, self.path)
         self._scratch.unlink()
 
     def _write_types(self, folder: Path, values: Any) -> None:
-        """Write a folder with a file for each entity type, or the files that PyTorch-BigGraph has for each."""
+        """Write a folder with a file per entity type, or PyTorch-BigGraph's files per type."""
         folder.mkdir()
-        for each in entity_types(self._store):
-            rows = values[each.first : each.first + each.count, : self._dimensions.get(each.name)]
-            path = folder if self._format == "pbg_hdf5" else folder / f"{safe_name(each.name)}.{self._format}"
+        for entity in entity_types(self._store):
+            rows = values[entity.first : entity.first + entity.count, : self._dimensions.get(entity.name)]
+            path = folder if self._format == "pbg_hdf5" else folder / f"{safe_name(entity.name)}.{self._format}"
             if self._format == "npy":
                 np.save(path, rows)
             else:
-                formats.WRITERS[self._format](path, rows, self._store.names(each.name), each.name)
+                formats.WRITERS[self._format](path, rows, self._store.names(entity.name), entity.name)
 
 
 def check_output(path: Path, fmt: str) -> None:
-    """Refuse, before anything is computed, a format that is unknown and a path where something is already.
+    """Check format and path before anything is computed.
 
     Raises:
-        ConfigError: one of the two.
+        ConfigError: the format is unknown, or the path exists.
     """
     if fmt not in FORMATS:
         raise ConfigError(f"format={fmt} was set.", hint=f"the formats are {', '.join(FORMATS)}.")
     if path.exists():
-        raise ConfigError(f"output={path} is there already.", hint="delete it first, or set output to another path.")
+        raise ConfigError(f"output={path} exists already.", hint="delete it first, or set output to another path.")
 
 
 def last_layer(module: pl.LightningModule) -> nn.Module:
-    """Return the layer that makes the scores: the last with parameters among the network's direct layers.
+    """Return the layer that computes the scores: the last with parameters among the network's direct layers.
 
     Raises:
-        ConfigError: the module has no ``network``, so its embeddings are not known.
+        ConfigError: the module has no ``network``, so its last layer is unknown.
     """
     network = network_of(module)
     if network is None:
         raise ConfigError(
-            f"embeddings=true was set, and {type(module).__name__} has no network to look into.",
-            hint="leave embeddings=false: predict_step then says what is written.",
+            f"embeddings=true was set, and {type(module).__name__} has neither embed() nor a network.",
+            hint="set embeddings=false to write the output of predict_step, or add embed(batch) to the module.",
         )
     layers = [layer for layer in _flat(network) if any(True for _ in layer.parameters())]
     return [layer for layer in layers if "Norm" not in type(layer).__name__][-1]
 
 
 def _flat(network: nn.Module) -> Iterator[nn.Module]:
-    """The layers in order; lists are opened, layers are not."""
+    """Yield the layers in order, descending into lists of layers only."""
     for child in network.children():
         if isinstance(child, (nn.ModuleList, nn.Sequential)) or type(child).__name__ == "MLP":
             yield from _flat(child)
@@ -223,7 +223,7 @@ def _flat(network: nn.Module) -> Iterator[nn.Module]:
 
 
 def _features(argument: Any) -> Tensor:
-    """The features that a layer was called with; those of the node itself where it takes a pair."""
+    """Return the features that a layer was called with; of a pair, those of the target nodes."""
     value: Tensor = argument[1] if isinstance(argument, tuple) else argument
     return value
 

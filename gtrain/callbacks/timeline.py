@@ -1,4 +1,4 @@
-"""A timeline of each rank: operators, and where it waits for others."""
+"""Timeline of each rank: operators, and the spans in which it waits for other ranks."""
 
 from __future__ import annotations
 
@@ -17,32 +17,28 @@ from gtrain.strategy.counters import no_span
 
 
 class Timeline(Callback):
-    """Records some epochs with torch's profiler and writes ``trace-rank<r>.json`` for each rank.
+    """Records some epochs with torch's profiler and writes ``trace-rank<r>.json`` per rank.
 
-    The files are Chrome traces: ``chrome://tracing`` and https://ui.perfetto.dev show them. They hold torch's operators
-    with their times, forward and backward, and the stretches in which the rank waited for others (``wait: ...``).
-    Everything recorded is in memory until the last recorded epoch is over. The file is written outside of the times
-    that a run measures, but recorded epochs take longer than others.
+    The files are Chrome traces for ``chrome://tracing`` and https://ui.perfetto.dev. They contain torch's operators,
+    forward and backward, and the spans in which the rank waited for others (``wait: ...``). The recording stays in
+    memory until the last recorded epoch ends. Writing the file is excluded from a run's times, but recorded epochs are
+    slower than others.
 
     Args:
-        folder: where the files go; made if it is not there.
-        first_epoch: epochs of this run before the first that is recorded; the first epoch also warms caches up. A run
-            that is too short for it is recorded from its beginning.
-        epochs: how many are recorded.
-        max_batches: batches that are recorded at most, those of validation included. It bounds the file, which has
-            about 250 bytes for each operator.
+        folder: folder of the files; created if missing.
+        first_epoch: epochs of this run before the recording; the first epoch also warms caches up. A run that is too
+            short is recorded from its start.
+        epochs: epochs to record.
+        max_batches: most batches to record, including validation. It bounds the file, about 250 bytes per operator.
     """
 
     def __init__(self, folder: str | Path, first_epoch: int = 1, epochs: int = 2, max_batches: int = 20) -> None:
-        for name, value, least in (
-            ("first_epoch", first_epoch, 0),
-            ("epochs", epochs, 1),
-            ("max_batches", max_batches, 1),
-        ):
+        limits = {"first_epoch": (first_epoch, 0), "epochs": (epochs, 1), "max_batches": (max_batches, 1)}
+        for name, (value, least) in limits.items():
             if not isinstance(value, int) or value < least:
                 raise ConfigError(
-                    f"callbacks.timeline.{name}={value} was set; it must be a whole number from {least}.",
-                    hint=f"leave callbacks.timeline.{name} out for the default.",
+                    f"callbacks.timeline.{name}={value} was set; it must be an integer from {least}.",
+                    hint=f"remove callbacks.timeline.{name} for the default.",
                 )
         self._folder, self._first, self._epochs, self._max_batches = Path(folder), first_epoch, epochs, max_batches
         self._epoch = self._batches = 0
@@ -77,7 +73,7 @@ class Timeline(Callback):
             self._finish(trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._profile is not None:  # the training stopped early
+        if self._profile is not None:  # training stopped early
             self._finish(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -87,7 +83,7 @@ class Timeline(Callback):
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it tells the terminal that it starts and stops
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps it from printing that it starts and stops
         self._profile = profile(activities=activities)
         self._profile.start()
         self._profile.add_metadata("gtrain_rank", str(trainer.global_rank))

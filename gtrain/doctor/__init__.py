@@ -1,6 +1,6 @@
-"""``gtrain doctor``: what this machine and this installation can do, and what is wrong with them.
+"""``gtrain doctor``: the capabilities of this machine and installation, and their problems.
 
-It composes no configuration and starts no rank: ``machine`` reads what the machine has, ``packages`` what is installed,
-``probe`` imports the heavy packages and every strategy in a process of its own, which may fail or crash, ``findings``
-judges, and ``report`` prints.
+It neither composes a configuration nor starts a rank: ``machine`` reads the machine's resources, ``packages`` the
+installed versions, ``probe`` imports the heavy packages and every strategy in a child process, which may crash,
+``findings`` judges the facts, and ``report`` prints.
 """

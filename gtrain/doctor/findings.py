@@ -1,4 +1,4 @@
-"""Judging the facts: what is wrong, and what to do about it."""
+"""Judge the facts: problems, and how to solve them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Finding:
     """A problem.
 
     Attributes:
-        message: what was found.
-        hint: what to do.
-        essential: gtrain cannot train before it is solved; the command then ends with 1.
+        message: describes it.
+        hint: how to solve it.
+        essential: gtrain cannot train until it is solved; the command then exits with 1.
     """
 
     message: str
@@ -29,46 +29,48 @@ class Finding:
 
 
 def judge(facts: dict[str, Any], ranks: int, strategy: str | None) -> list[Finding]:
-    """All problems, essential ones first.
+    """Return all problems, essential ones first.
 
     Args:
-        facts: what :func:`gtrain.doctor.report.collect` found.
-        ranks: processes that are to run on this machine.
+        facts: from :func:`gtrain.doctor.report.collect`.
+        ranks: planned processes on this machine.
         strategy: the one that must work; None: any of them.
     """
-    found = [*_packages(facts["packages"]), *_imports(facts["imports"]), *_strategies(facts["strategies"], strategy)]
-    found += [
-        Finding(f"{folder} has an .egg-info or .dist-info of an older build, with other strategies.", "delete it.")
-        for folder in facts["outdated"]
+    findings = [
+        *_packages(facts["packages"]),
+        *_imports(facts["imports"]),
+        *_strategies(facts["strategies"], strategy),
+        *(
+            Finding(f"{folder} has an .egg-info or .dist-info of an older build, with other strategies.", "delete it.")
+            for folder in facts["outdated"]
+        ),
+        *_folders(facts),
+        *_memory(facts["memory"], ranks),
+        *_threads(facts, ranks),
+        *_devices(facts),
     ]
-    found += [*_places(facts), *_memory(facts["memory"], ranks), *_threads(facts, ranks), *_rest(facts)]
-    return sorted(found, key=lambda finding: not finding.essential)
+    return sorted(findings, key=lambda finding: not finding.essential)
 
 
 def _packages(facts: dict[str, Any]) -> Iterator[Finding]:
     if facts["gtrain"] is None:
         yield Finding(
-            "gtrain runs from its source folder and is not installed: its strategies are not found.",
+            "gtrain runs from its source folder and is not installed: no strategy is available.",
             "pip install -e . in that folder.",
             essential=True,
         )
     for name, state in facts["dependencies"].items():
-        if state["installed"] is None and name == METIS:
-            yield Finding(
-                f"{name} is not installed: data.partitioner=auto is ldg, and data.partitioner=metis is refused.",
-                f'pip install "{name}{_bound(state)}".',
-            )
-        elif state["installed"] is None:
-            yield Finding(f"{name} is not installed.", f'pip install "{name}{_bound(state)}".', essential=True)
-        elif not state["ok"]:
-            yield Finding(
-                f"{name} {state['installed']} is installed; gtrain needs {state['needed']}.",
-                f'pip install "{name}{_bound(state)}".',
-            )
-
-
-def _bound(state: dict[str, Any]) -> str:
-    return "" if state["needed"] == "any" else str(state["needed"])
+        if state["ok"] and state["installed"] is not None:
+            continue
+        if state["installed"] is not None:
+            message = f"{name} {state['installed']} is installed; gtrain needs {state['needed']}."
+        elif name == METIS:
+            message = f"{name} is not installed: data.partitioner=auto is ldg, and data.partitioner=metis is refused."
+        else:
+            message = f"{name} is not installed."
+        bound = "" if state["needed"] == "any" else state["needed"]
+        essential = state["installed"] is None and name != METIS
+        yield Finding(message, f'pip install "{name}{bound}".', essential)
 
 
 def _imports(facts: dict[str, Any]) -> Iterator[Finding]:
@@ -80,18 +82,18 @@ def _imports(facts: dict[str, Any]) -> Iterator[Finding]:
             )
 
 
-def _strategies(facts: dict[str, Any], wanted: str | None) -> Iterator[Finding]:
+def _strategies(facts: dict[str, Any], required: str | None) -> Iterator[Finding]:
     works = [name for name, state in facts.items() if state["error"] is None]
     for name, state in facts.items():
         if state["error"] is not None:
             yield Finding(
                 f"strategy={name} cannot be used: {state['error']}.",
                 f"reinstall the package that provides {state['from']}.",
-                essential=name == wanted or not works,
+                essential=name == required or not works,
             )
-    if wanted is not None and wanted not in facts:
+    if required is not None and required not in facts:
         yield Finding(
-            f"strategy={wanted} is not installed.",
+            f"strategy={required} is not installed.",
             f"the installed strategies are {', '.join(facts) or 'none'}.",
             essential=True,
         )
@@ -99,7 +101,7 @@ def _strategies(facts: dict[str, Any], wanted: str | None) -> Iterator[Finding]:
         yield Finding("no strategy is installed.", "reinstall gtrain: pip install -U gtrain.", essential=True)
 
 
-def _places(facts: dict[str, Any]) -> Iterator[Finding]:
+def _folders(facts: dict[str, Any]) -> Iterator[Finding]:
     shared, temporary, kernels = facts["shared_memory"], facts["temporary_folder"], facts["kernels"]
     if not shared["writable"]:
         yield Finding(
@@ -124,7 +126,7 @@ def _places(facts: dict[str, Any]) -> Iterator[Finding]:
         )
     if kernels is not None and not kernels["writable"]:
         yield Finding(
-            "compiled kernels cannot be kept: each process compiles them again, which takes seconds.",
+            "compiled kernels cannot be cached: each process compiles them again, which takes seconds.",
             "set NUMBA_CACHE_DIR to a folder that can be written.",
         )
 
@@ -146,7 +148,7 @@ def _threads(facts: dict[str, Any], ranks: int) -> Iterator[Finding]:
         yield Finding(f"{ranks} ranks share {usable} cores.", f"run at most {usable} ranks on this machine.")
     if "OMP_NUM_THREADS" not in environment and ranks > 1:
         yield Finding(
-            f"OMP_NUM_THREADS is not set: torch takes {share} threads a rank, but the libraries under numpy take all "
+            f"OMP_NUM_THREADS is not set: torch uses {share} threads per rank, but numpy's libraries use all "
             f"{usable} cores in each of the {ranks} ranks.",
             f"export OMP_NUM_THREADS={share}.",
         )
@@ -160,32 +162,32 @@ def _threads(facts: dict[str, Any], ranks: int) -> Iterator[Finding]:
     for name in PINNING_VARIABLES:
         if ranks > 1 and environment.get(name, "false").lower() not in ("false", "disabled", "none"):
             yield Finding(
-                f"{name}={environment[name]} pins threads: every rank's may land on the same cores.",
+                f"{name}={environment[name]} pins threads: those of all ranks may share the same cores.",
                 f"unset {name}, or let the launcher bind ranks to cores.",
             )
     if cores["limit"] is not None and cores["limit"] < cores["usable"] and "OMP_NUM_THREADS" not in environment:
         yield Finding(
-            f"the container may use {cores['limit']:g} of {cores['usable']} cores, which programs do not see.",
+            f"the container may use {cores['limit']:g} of {cores['usable']} cores, a limit that programs do not see.",
             f"export OMP_NUM_THREADS={share}.",
         )
 
 
-def _rest(facts: dict[str, Any]) -> Iterator[Finding]:
+def _devices(facts: dict[str, Any]) -> Iterator[Finding]:
     for name, error in facts["failed"].items():
-        yield Finding(f"looking for {name} fails: {error}.", "reinstall torch (gpus) or numba (kernels).")
+        yield Finding(f"the check of {name} fails: {error}.", "reinstall torch (gpus) or numba (kernels).")
     gpus = facts["gpus"]
     if gpus is not None and not gpus["devices"] and glob.glob("/dev/nvidia[0-9]*"):
         built = f"for CUDA {gpus['built_for']}" if gpus["built_for"] else "without CUDA"
         yield Finding(
             f"the machine has an NVIDIA device that torch, built {built}, does not see.",
-            "install a torch built for the driver's CUDA version, and look at CUDA_VISIBLE_DEVICES.",
+            "install a torch built for the driver's CUDA version, and check CUDA_VISIBLE_DEVICES.",
         )
     if facts["open_files"]["limit"] < 1024:
         yield Finding(f"a process may open {facts['open_files']['limit']} files.", "ulimit -n 65536.")
 
 
 def size(count: int) -> str:
-    """Bytes in a unit that reads well."""
+    """Return bytes in a readable unit."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:

@@ -1,4 +1,4 @@
-"""What the machine has: cores, memory, places for files, and who starts processes. Standard library only."""
+"""Resources of the machine: cores, memory, folders, and the launcher. Standard library only."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ PINNING_VARIABLES = ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PROC_BIND", "OMP_
 
 
 def facts(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """All of it; sizes in bytes."""
+    """Return all facts of the machine; sizes in bytes."""
     return {
         "host": {"name": socket.gethostname(), "system": platform.platform()},
         "cores": cores(),
         "memory": memory(),
-        "shared_memory": place(SHARED_MEMORY),
-        "temporary_folder": place(Path(tempfile.gettempdir())),
+        "shared_memory": folder_state(SHARED_MEMORY),
+        "temporary_folder": folder_state(Path(tempfile.gettempdir())),
         "open_files": {"limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0]},
         "environment": {
             name: environ[name]
@@ -38,12 +38,12 @@ def facts(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def cores() -> dict[str, Any]:
-    """Cores of the machine, those that this process may use, and the share of them that a container's limit leaves."""
+    """Return the cores of the machine, those usable by this process, and the limit of its container."""
     return {"machine": os.cpu_count(), "usable": len(os.sched_getaffinity(0)), "limit": _cpu_limit()}
 
 
 def memory() -> dict[str, Any]:
-    """Memory of the machine, what is free for programs, and the limit of this process's container, if there is one."""
+    """Return the memory of the machine, the memory available to programs, and the limit of the container, if any."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line)
     total, available = (int(lines[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     limit = _group_file("memory.max", "memory/memory.limit_in_bytes")
@@ -51,8 +51,8 @@ def memory() -> dict[str, Any]:
     return {"total": total, "available": available, "limit": bound}
 
 
-def place(folder: Path) -> dict[str, Any]:
-    """Size of a folder's file system, what is free, and whether a file can be made there."""
+def folder_state(folder: Path) -> dict[str, Any]:
+    """Return size and free bytes of a folder's file system, and whether a file can be created in the folder."""
     if not folder.is_dir():
         return {"path": str(folder), "total": 0, "free": 0, "writable": False}
     usage = shutil.disk_usage(folder)
@@ -60,7 +60,7 @@ def place(folder: Path) -> dict[str, Any]:
 
 
 def writable(folder: Path) -> bool:
-    """Whether a file can be made in a folder; tried, since permissions alone do not tell on every file system."""
+    """Return whether a file can be created in a folder, by creating one: permissions alone do not tell."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"gtrain")
@@ -71,20 +71,15 @@ def writable(folder: Path) -> bool:
 
 
 def launcher(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Who starts the processes, and this one's place in the job if another launcher did."""
-    name, rank_info = (detected := launchers.detect(environ)).name, detected.rank_info(environ)
-    if rank_info is None:
-        return {"launcher": name, "rank": 0, "world_size": None, "ranks_here": None}
-    return {
-        "launcher": name,
-        "rank": rank_info.rank,
-        "world_size": rank_info.size,
-        "ranks_here": rank_info.local_size,
-    }
+    """Return the launcher, and this process's rank and the job's size if it is an external one."""
+    detected = launchers.detect(environ)
+    info = detected.rank_info(environ)
+    rank, size, local_size = (0, None, None) if info is None else (info.rank, info.size, info.local_size)
+    return {"launcher": detected.name, "rank": rank, "world_size": size, "ranks_here": local_size}
 
 
 def _cpu_limit() -> float | None:
-    """Cores that a control group leaves, such as 1.5; None without a limit."""
+    """Return the cores that the control group allows, such as 1.5; None without a limit."""
     text = _group_file("cpu.max")
     if text is None or text.startswith("max"):
         return None

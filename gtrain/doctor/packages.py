@@ -1,4 +1,4 @@
-"""What is installed, by the metadata of the distribution: its dependencies and its extras."""
+"""Installed versions of gtrain's dependencies and extras, by the metadata of its distribution."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAME = "gtrain"
 
 
 def facts() -> dict[str, Any]:
-    """Versions of gtrain and its dependencies, and the state of each extra."""
+    """Return the versions of gtrain and its dependencies, and the state of each extra."""
     needed = [] if installed(NAME) is None else [Requirement(text) for text in requires(NAME) or []]
     return {
         "python": platform.python_version(),
@@ -25,17 +25,17 @@ def facts() -> dict[str, Any]:
 
 
 def state(need: Requirement) -> dict[str, Any]:
-    """One dependency: the version found (None: not installed), the one needed, and whether they agree."""
-    found = installed(need.name)
+    """Return the installed version of a requirement (None if missing), the required one, and whether they agree."""
+    present = installed(need.name)
     return {
-        "installed": found,
+        "installed": present,
         "needed": str(need.specifier) or "any",
-        "ok": found is not None and need.specifier.contains(found, prereleases=True),
+        "ok": present is not None and need.specifier.contains(present, prereleases=True),
     }
 
 
 def extras(needed: list[Requirement]) -> dict[str, dict[str, Any]]:
-    """By the name of an extra: what is missing of it, and the command that installs it."""
+    """Return the missing requirements of each extra, and the command that installs it."""
     names = [] if installed(NAME) is None else metadata(NAME).get_all("Provides-Extra") or []
     return {
         name: {"missing": _missing(name, needed), "command": f'pip install "{NAME}[{name}]"'} for name in sorted(names)
@@ -43,7 +43,7 @@ def extras(needed: list[Requirement]) -> dict[str, dict[str, Any]]:
 
 
 def installed(name: str) -> str | None:
-    """The version of a distribution, None if it is not installed."""
+    """Return the version of a distribution, None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -51,13 +51,13 @@ def installed(name: str) -> str | None:
 
 
 def _missing(extra: str, needed: list[Requirement]) -> list[str]:
-    """Requirements of an extra that are not met; an extra may name others of the same distribution."""
-    found = []
+    """Return the unmet requirements of an extra, which may name other extras of the same distribution."""
+    missing: list[str] = []
     for need in needed:
         if need.marker is None or need.marker.evaluate({"extra": ""}) or not need.marker.evaluate({"extra": extra}):
             continue
         if need.name == NAME:
-            found += [line for inner in need.extras for line in _missing(inner, needed)]
+            missing += [line for inner in need.extras for line in _missing(inner, needed)]
         elif not state(need)["ok"]:
-            found.append(f"{need.name}{need.specifier}")
-    return found
+            missing.append(f"{need.name}{need.specifier}")
+    return missing

@@ -1,6 +1,6 @@
-"""The part of ``gtrain doctor`` that may crash: imports, GPUs, strategies, compiled kernels. Runs in a child process.
+"""The checks of ``gtrain doctor`` that may crash: imports, GPUs, strategies, compiled kernels. Runs in a child process.
 
-Each step prints one JSON line when it begins and one when it ends, so that the parent knows what a crash ended.
+Each step prints a JSON line at its start and one at its end, so that the parent knows the step that crashed.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ TIMEOUT_SECONDS = 180
 
 
 def facts() -> dict[str, dict[str, Any]]:
-    """Run the steps in a child; by step: ``error`` (None if it went well) and what it found as ``value``."""
+    """Run the steps in a child process; return ``error`` (None on success) and ``value`` of each step."""
     command = [sys.executable, "-m", "gtrain.doctor.probe"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
         child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-        lines, ended = child.stdout, _how_it_ended(child.returncode, child.stderr)
+        lines, failure = child.stdout, _failure(child.returncode, child.stderr)
     except subprocess.TimeoutExpired as error:
-        lines, ended = _text(error.stdout), f"did not end within {TIMEOUT_SECONDS} s"
-    return read(lines, ended)
+        output, failure = error.stdout or "", f"did not finish within {TIMEOUT_SECONDS} s"
+        lines = output.decode(errors="replace") if isinstance(output, bytes) else output
+    return read(lines, failure)
 
 
-def read(lines: str, ended: str) -> dict[str, dict[str, Any]]:
-    """Put the child's lines together.
+def read(lines: str, failure: str) -> dict[str, dict[str, Any]]:
+    """Parse the output of the child process.
 
     Args:
-        lines: what it printed.
-        ended: how it ended, for the step that it did not finish.
+        lines: its output.
+        failure: the error of the step that it did not finish.
     """
     steps: dict[str, dict[str, Any]] = {}
     for line in lines.splitlines():
@@ -56,14 +57,14 @@ def read(lines: str, ended: str) -> dict[str, dict[str, Any]]:
             steps[entry.pop("step")] = entry
     if not steps:
         steps["python"] = {}
-    return {name: found or {"error": ended, "value": None} for name, found in steps.items()}
+    return {name: result or {"error": failure, "value": None} for name, result in steps.items()}
 
 
 def main() -> None:
-    """The child: run every step."""
+    """Run every step; the entry point of the child process."""
     for name in MODULES:
         if name == METIS and importlib.util.find_spec(name) is None:
-            continue  # gtrain works without it, and not every platform has it
+            continue  # optional, and not available on every platform
         _step(f"import {name}", lambda name=name: getattr(importlib.import_module(name), "__version__", None))  # type: ignore[misc]
     _step("gpus", _gpus)
     _step("kernels", _kernels)
@@ -73,13 +74,13 @@ def main() -> None:
         _step(f"strategy {name}", lambda name=name: _strategy(name))  # type: ignore[misc]
 
 
-def _step(name: str, work: Callable[[], Any]) -> None:
+def _step(name: str, check: Callable[[], Any]) -> None:
     print(json.dumps({"step": name}), flush=True)
     try:
-        found = {"error": None, "value": work()}
+        result = {"error": None, "value": check()}
     except Exception as error:
-        found = {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", "value": None}
-    print(json.dumps({"step": name, **found}), flush=True)
+        result = {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", "value": None}
+    print(json.dumps({"step": name, **result}), flush=True)
 
 
 def _gpus() -> dict[str, Any]:
@@ -94,7 +95,7 @@ def _gpus() -> dict[str, Any]:
 
 
 def _kernels() -> dict[str, Any]:
-    """Load kernels as ranks do, and say where compiled ones are kept."""
+    """Load kernels as ranks do, and return the folder of their cache."""
     from gtrain import kernel_cache
 
     folder = os.environ.get("NUMBA_CACHE_DIR") or kernel_cache.kept()
@@ -107,7 +108,7 @@ def _kernels() -> dict[str, Any]:
 
 
 def _strategy(name: str) -> dict[str, Any]:
-    """Import all of a strategy, and say what it uses."""
+    """Import a strategy, and return its description, its models and its servers."""
     from gtrain import backends
 
     backend = backends.get(name)
@@ -120,15 +121,11 @@ def _strategy(name: str) -> dict[str, Any]:
     }
 
 
-def _how_it_ended(code: int, errors: str) -> str:
+def _failure(code: int, errors: str) -> str:
     if code < 0:
         return f"ended the process with {signal.Signals(-code).name}"
     last = errors.strip().splitlines()[-1:] or ["no message"]
     return f"ended the process with exit code {code}: {last[0]}"
-
-
-def _text(output: str | bytes | None) -> str:
-    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
 if __name__ == "__main__":

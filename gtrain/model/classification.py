@@ -1,4 +1,4 @@
-"""What all classifiers share: loss, its weight, metrics and optimizers over the seeds of a batch."""
+"""Base of the classifiers: loss, metrics and optimizers over the seeds of a batch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch_geometric.data import Data, HeteroData
 from gtrain.errors import ConfigError, DataError
 from gtrain.model.mean_loss import MeanLoss, log_mean_loss
 from gtrain.model.metrics import NAMES, classification_metrics, update
-from gtrain.model.optimizers import MakeOptimizer, configured
+from gtrain.model.optimizers import MakeOptimizer, OptimizedModule
 
 UNBALANCED = 1 / 3
-"""Two classes are unbalanced where the smaller has less than this share of the training labels."""
+"""Two classes are unbalanced if the smaller has less than this share of the training labels."""
 
 
 def default_score(module: pl.LightningModule, facts: dict[str, Any]) -> str:
-    """Return what the best checkpoint of a node task is best in, unless ``model.score`` says so.
+    """Return the metric that selects the best checkpoint of a node task, unless ``model.score`` names one.
 
-    With two unbalanced classes it is the AUC: guessing the larger class has a high accuracy.
+    With two unbalanced classes it is the AUC, since always predicting the larger class has a high accuracy.
 
     Args:
         module: the model; the AUC is that of gtrain's classifiers.
@@ -35,23 +35,24 @@ def default_score(module: pl.LightningModule, facts: dict[str, Any]) -> str:
     return "val/auc" if unbalanced else "val/acc"
 
 
-class Classifier(pl.LightningModule):
-    """Cross-entropy over the seeds of a batch; binary cross-entropy where a seed may carry several labels.
+class Classifier(OptimizedModule):
+    """Cross-entropy over the seeds of a batch; binary cross-entropy if a seed may carry several labels.
 
-    A subclass says how the seeds are scored (:meth:`seed_scores`).
+    A subclass scores the seeds (:meth:`seed_scores`).
 
     Args:
-        num_classes: classes, or labels where a seed may carry several.
-        multilabel: whether ``batch.y`` is a [N, num_classes] matrix of 0 and 1.
+        num_classes: classes, or labels if a seed may carry several.
+        multilabel: whether ``batch.y`` is a 0/1 matrix [N, num_classes].
         optimizer: makes an optimizer from parameters; None: Adam with lr 0.01.
-        scheduler: makes a learning-rate scheduler from the optimizer, stepped once an epoch; None: none.
-        monitor: the logged value that a ``ReduceLROnPlateau`` scheduler looks at.
+        sparse_optimizer: the same for tables; None: ``optimizer`` updates them too.
+        scheduler: makes a learning-rate scheduler from the optimizer, stepped once per epoch; None: none.
+        monitor: the logged value that a ``ReduceLROnPlateau`` scheduler monitors.
         class_weights: weight of each class in the loss; None: all 1.
-        test_metrics: which of acc, f1 and auc the test computes; validation leaves auc out for more than two classes,
-            where it costs a sort of every class's scores.
+        test_metrics: the metrics of the test among acc, f1 and auc; validation skips auc for more than two classes,
+            since it sorts the scores of each class.
 
     Raises:
-        ConfigError: there are more or fewer class weights than classes.
+        ConfigError: the number of class weights is not that of the classes.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Classifier(pl.LightningModule):
         *,
         multilabel: bool = False,
         optimizer: MakeOptimizer | None = None,
+        sparse_optimizer: MakeOptimizer | None = None,
         scheduler: Callable[..., Any] | None = None,
         monitor: str = "val/loss",
         class_weights: Sequence[float] | None = None,
@@ -67,18 +69,18 @@ class Classifier(pl.LightningModule):
     ) -> None:
         super().__init__()
         self.num_classes, self.multilabel = num_classes, multilabel
-        self._make_optimizer, self._make_scheduler, self._monitor = optimizer, scheduler, monitor
+        self._set_optimizers(optimizer, sparse_optimizer, scheduler, monitor)
         if class_weights is not None and len(class_weights) != num_classes:
             raise ConfigError(
                 f"model.class_weights has {len(class_weights)} numbers, but the graph has {num_classes} classes.",
-                hint="give one number a class.",
+                hint="give one number per class.",
             )
         weights = None if class_weights is None else torch.tensor(list(class_weights), dtype=torch.get_default_dtype())
         self.class_weights: Tensor | None
         self.register_buffer("class_weights", weights, persistent=False)
-        quick = NAMES if multilabel or num_classes == 2 else ("acc", "f1")
+        val_metrics = NAMES if multilabel or num_classes == 2 else ("acc", "f1")
         self.train_loss, self.val_loss, self.test_loss = MeanLoss(), MeanLoss(), MeanLoss()
-        self.val_scores = classification_metrics(num_classes, multilabel, quick, "val/")
+        self.val_scores = classification_metrics(num_classes, multilabel, val_metrics, "val/")
         self.test_scores = classification_metrics(num_classes, multilabel, tuple(test_metrics), "test/")
 
     @abstractmethod
@@ -98,9 +100,6 @@ class Classifier(pl.LightningModule):
     def predict_step(self, batch: Data | HeteroData, batch_idx: int) -> Tensor:
         return self.seed_scores(batch)
 
-    def configure_optimizers(self) -> Any:
-        return configured(self.parameters(), self._make_optimizer, self._make_scheduler, self._monitor)
-
     def _evaluate(self, batch: Data | HeteroData, split: str) -> None:
         _, _, scores, labels = self._loss(batch, split)
         metrics = self.val_scores if split == "val" else self.test_scores
@@ -108,11 +107,11 @@ class Classifier(pl.LightningModule):
         self.log_dict(metrics, on_step=False, on_epoch=True, batch_size=1)
 
     def _loss(self, batch: Data | HeteroData, split: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Mean loss over the seeds (there may be none), the weight of that mean, the seeds' scores and labels."""
+        """Return the mean loss over the seeds, which may be none, its weight, and the seeds' scores and labels."""
         nodes = batch[batch.target] if isinstance(batch, HeteroData) else batch
         if "y" not in nodes:
             raise DataError(
-                "this graph has no labels, so there is nothing to classify.",
+                "this graph has no labels to classify by.",
                 hint="give the source labels (data.labels), or predict edges: model=link_sage or kg.",
             )
         scores, labels = self.seed_scores(batch), nodes.y[batch.seeds]
@@ -120,7 +119,7 @@ class Classifier(pl.LightningModule):
         return log_mean_loss(self, split, total, weight), weight, scores, labels
 
     def _summed(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss summed over the seeds and the sum of their weights, what the mean divides by."""
+        """Return the loss summed over the seeds, and the sum of their weights."""
         if self.multilabel:
             total = F.binary_cross_entropy_with_logits(scores, labels.to(scores), self.class_weights, reduction="sum")
             return total, scores.new_tensor(float(scores.numel()))

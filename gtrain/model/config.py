@@ -1,6 +1,6 @@
-"""The settings of models, group ``model``: what a network gets, and what the module around it keeps. Light: no torch.
+"""Settings of group ``model``: those of networks, and those of the modules around them. Light: imports no torch.
 
-The group is open, for any network may be named: it gets the settings that it names. These are held to their types.
+The group is open: a network of another package has its own settings. The types of these are checked.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gtrain.settings import Settings, setting
 
 @dataclass
 class NetworkConfig(Settings):
-    """Settings that the built-in networks share; a network of another package gets those that it names."""
+    """Settings that the built-in networks share; another network gets those that its constructor names."""
 
     group: ClassVar[str] = "model"
     hidden_channels: int = setting(64, "width of hidden layers", least=1)
@@ -28,34 +28,34 @@ class NetworkConfig(Settings):
 
 @dataclass
 class ModuleConfig(Settings):
-    """Settings of the modules around networks, which a network does not get."""
+    """Settings of the modules around networks, not passed to the network."""
 
     group: ClassVar[str] = "model"
     optimizer: Any = setting(None, "any torch optimizer by its import path, with its settings", type="dict")
-    scheduler: Any = setting(None, "any torch scheduler, stepped once an epoch", type="dict or null")
-    monitor: Any = setting("val/loss", "what a plateau scheduler looks at", type="str")
+    scheduler: Any = setting(None, "any torch scheduler, stepped once per epoch", type="dict or null")
+    monitor: Any = setting("val/loss", "value that a plateau scheduler monitors", type="str")
     class_weights: Any = setting(
         None,
-        "one weight for each class, or `balanced`: inverse class frequency in the training split",
+        "one weight per class, or `balanced`: inverse class frequency in the training split",
         type="list or str or null",
     )
-    test_metrics: Any = setting(None, "torchmetrics that the test computes as well", type="dict or null")
+    test_metrics: Any = setting(None, "additional torchmetrics of the test", type="dict or null")
     sparse_optimizer: Any = setting(
         None,
-        "an optimizer of `gtrain.nn` for learned features and for the layer that reads sparse ones; without a "
-        "`_target_` `model.optimizer` has them too. `strategy=ps` needs it",
+        "an optimizer of `gtrain.nn` for learned features and for the layer that reads sparse ones; null: "
+        "`model.optimizer`. `strategy=ps` needs it",
         type="dict or null",
     )
     loss: Any = setting("softmax", "`ranking` (with `model.margin`), `logistic` or `softmax`", type="str")
-    task: Any = setting("node", "what is predicted, `node` labels or `link`s; `data.task` follows it", type="str")
-    joint_types: Any = setting(False, "edges of all types are predicted at once", type="bool")
+    task: Any = setting("node", "predict `node` labels or `link`s; the default of `data.task`", type="str")
+    joint_types: Any = setting(False, "predict edges of all types together", type="bool")
     score: Any = setting(
         None,
-        "what the best checkpoint is best in; null: `val/acc`, or `val/auc` where of two classes the smaller has less "
+        "metric that selects the best checkpoint; null: `val/acc`, or `val/auc` if the smaller of two classes has less "
         "than a third of the training labels",
         type="str or null",
     )
-    learn_features: Any = setting(False, "nodes without features get a learned row each", type="bool")
-    decoder: Any = setting("dot", "`dot`, `distmult` (a vector for each relation) or `mlp`", type="str")
-    num_negatives: Any = setting(1, "false targets for each true edge", type="int")
+    learn_features: Any = setting(False, "learn a feature row for each node without features", type="bool")
+    decoder: Any = setting("dot", "`dot`, `distmult` (a vector per relation) or `mlp`", type="str")
+    num_negatives: Any = setting(1, "negatives per true edge", type="int")
     filtered: Any = setting(True, "leave known edges out of the ranking", type="bool")

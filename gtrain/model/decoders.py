@@ -1,4 +1,4 @@
-"""Decoders: from the embeddings of two graph nodes to the score of an edge between them."""
+"""Decoders score an edge from the embeddings of its two nodes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Decoder(nn.Module):
     """Scores edges.
 
     Shapes:
-        head and tail ``[B, D]``, relation int64 ``[B]`` or None; scores ``[B]``. Against all: the other side is
-        ``[N, D]`` and the scores ``[B, N]``.
+        head and tail ``[B, D]``, relation int64 ``[B]`` or None; scores ``[B]``. Against all nodes: candidates
+        ``[N, D]``, scores ``[B, N]``.
     """
 
     reads_relation: bool = True
@@ -23,15 +23,15 @@ class Decoder(nn.Module):
 
     @abstractmethod
     def forward(self, head: Tensor, tail: Tensor, relation: Tensor | None) -> Tensor:
-        """Scores of the edges head -> tail."""
+        """Return the scores of the edges head -> tail."""
 
     @abstractmethod
-    def tails(self, head: Tensor, relation: Tensor | None, everything: Tensor) -> Tensor:
-        """Scores of the edges from each head to every node, for ranking: they need no gradient."""
+    def tails(self, head: Tensor, relation: Tensor | None, candidates: Tensor) -> Tensor:
+        """Return the scores of the edges from each head to every candidate, for ranking, without gradients."""
 
     @abstractmethod
-    def heads(self, tail: Tensor, relation: Tensor | None, everything: Tensor) -> Tensor:
-        """Scores of the edges from every node to each tail, for ranking as well."""
+    def heads(self, tail: Tensor, relation: Tensor | None, candidates: Tensor) -> Tensor:
+        """Return the scores of the edges from every candidate to each tail, for ranking, without gradients."""
 
 
 class Dot(Decoder):
@@ -45,15 +45,15 @@ class Dot(Decoder):
     def forward(self, head: Tensor, tail: Tensor, relation: Tensor | None) -> Tensor:
         return (head * tail).sum(-1)
 
-    def tails(self, head: Tensor, relation: Tensor | None, everything: Tensor) -> Tensor:
-        return head @ everything.T
+    def tails(self, head: Tensor, relation: Tensor | None, candidates: Tensor) -> Tensor:
+        return head @ candidates.T
 
-    def heads(self, tail: Tensor, relation: Tensor | None, everything: Tensor) -> Tensor:
-        return tail @ everything.T
+    def heads(self, tail: Tensor, relation: Tensor | None, candidates: Tensor) -> Tensor:
+        return tail @ candidates.T
 
 
 class DistMult(Decoder):
-    """The inner product weighted by a vector for each relation (Yang et al. 2015)."""
+    """The inner product weighted by a vector per relation (Yang et al. 2015)."""
 
     def __init__(self, channels: int, num_relations: int | None) -> None:
         super().__init__()
@@ -65,15 +65,15 @@ class DistMult(Decoder):
     def forward(self, head: Tensor, tail: Tensor, relation: Tensor | None) -> Tensor:
         return (head * self._weight(relation) * tail).sum(-1)
 
-    def tails(self, head: Tensor, relation: Tensor | None, everything: Tensor) -> Tensor:
-        return (head * self._weight(relation)) @ everything.T
+    def tails(self, head: Tensor, relation: Tensor | None, candidates: Tensor) -> Tensor:
+        return (head * self._weight(relation)) @ candidates.T
 
-    def heads(self, tail: Tensor, relation: Tensor | None, everything: Tensor) -> Tensor:
-        return (tail * self._weight(relation)) @ everything.T
+    def heads(self, tail: Tensor, relation: Tensor | None, candidates: Tensor) -> Tensor:
+        return (tail * self._weight(relation)) @ candidates.T
 
 
 class PairMLP(Decoder):
-    """A hidden layer over both embeddings side by side, with an offset for each relation."""
+    """A hidden layer over the concatenated embeddings, with an offset per relation."""
 
     def __init__(self, channels: int, num_relations: int | None) -> None:
         super().__init__()
@@ -89,21 +89,21 @@ class PairMLP(Decoder):
         scores: Tensor = self.out(hidden.relu())
         return scores.squeeze(-1)
 
-    def tails(self, head: Tensor, relation: Tensor | None, everything: Tensor) -> Tensor:
-        return self._all(self.source(head) + self._offset(relation), self.target(everything))
+    def tails(self, head: Tensor, relation: Tensor | None, candidates: Tensor) -> Tensor:
+        return self._all(self.source(head) + self._offset(relation), self.target(candidates))
 
-    def heads(self, tail: Tensor, relation: Tensor | None, everything: Tensor) -> Tensor:
-        return self._all(self.target(tail) + self._offset(relation), self.source(everything))
+    def heads(self, tail: Tensor, relation: Tensor | None, candidates: Tensor) -> Tensor:
+        return self._all(self.target(tail) + self._offset(relation), self.source(candidates))
 
     @torch.no_grad()
-    def _all(self, queries: Tensor, everything: Tensor) -> Tensor:
-        """One query at a time, for the hidden layer of all pairs would not fit, and all in the same memory.
+    def _all(self, queries: Tensor, candidates: Tensor) -> Tensor:
+        """Score one query at a time, ``[N, D]`` hidden numbers in one buffer.
 
-        A hidden layer in new memory for each query costs the kernel about as long as the scores take.
+        The hidden layer of all pairs would not fit into memory; allocating it per query takes as long as the scores.
         """
-        hidden, scores = torch.empty_like(everything), queries.new_empty(len(queries), len(everything))
+        hidden, scores = torch.empty_like(candidates), queries.new_empty(len(queries), len(candidates))
         for query, row in zip(queries, scores, strict=True):
-            torch.mv(torch.add(query, everything, out=hidden).relu_(), self.out.weight[0], out=row)
+            torch.mv(torch.add(query, candidates, out=hidden).relu_(), self.out.weight[0], out=row)
         return scores + self.out.bias
 
 
@@ -114,9 +114,9 @@ def make_decoder(name: str, channels: int, num_relations: int | None) -> Decoder
     """Return the decoder of that name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the name is unknown.
     """
     if name not in DECODERS:
         raise ConfigError(f"model.decoder={name} was set.", hint=f"the decoders are {', '.join(DECODERS)}.")
-    made: Decoder = DECODERS[name](channels, num_relations)  # type: ignore[call-arg]
-    return made
+    decoder: Decoder = DECODERS[name](channels, num_relations)  # type: ignore[call-arg]
+    return decoder

@@ -1,4 +1,4 @@
-"""Networks of DGL's convolutions, unmodified, with the settings of the other networks."""
+"""Networks of DGL's convolutions, unmodified, with the same names of settings as the other networks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.nn.resolver import activation_resolver
 
 from gtrain.errors import ConfigError
+from gtrain.model.networks import indivisible
 from gtrain.model.relational import Relational
 from gtrain.nn.dgl_graph import DglGraph, load_dgl
 
@@ -20,11 +21,12 @@ _SAGE = ("mean", "gcn", "pool", "lstm")
 
 
 class DglNetwork(nn.Module):
-    """Convolutions in a row, each but the last followed by norm, activation and dropout.
+    """A sequence of convolutions; norm, activation and dropout follow each but the last.
 
     Args:
-        convs: called with a DGL graph and node features; heads (a third dimension) are joined, of the last averaged.
-        hidden_channels: columns between them.
+        convs: called with a DGL graph and node features; heads (a third dimension) are concatenated, in the last layer
+            averaged.
+        hidden_channels: columns of hidden layers.
         dropout: after each hidden layer.
         input_dropout: on the input features.
         norm: ``batch``, ``layer``, ``none`` or None.
@@ -35,7 +37,7 @@ class DglNetwork(nn.Module):
         x [N, in_channels], edge_index int64 [2, E]; result [N, out_channels].
 
     Raises:
-        ConfigError: no such norm.
+        ConfigError: the norm is unknown.
     """
 
     def __init__(
@@ -59,21 +61,21 @@ class DglNetwork(nn.Module):
         self.dropout, self.input_dropout = float(dropout), float(input_dropout)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        """Scores of every node."""
+        """Return the scores of every node."""
         return self.run(x, self.graph(edge_index, len(x)))
 
-    def run(self, x: Tensor, graph: Any, **of_edges: Any) -> Tensor:
-        """Apply all layers; ``of_edges`` goes to every convolution."""
+    def run(self, x: Tensor, graph: Any, **edge_inputs: Any) -> Tensor:
+        """Apply all layers; ``edge_inputs`` are passed to every convolution."""
         x = F.dropout(x, self.input_dropout, self.training)
         for conv, norm in zip(self.convs, self.norms, strict=False):
-            x = self.act(norm(conv(graph, x, **of_edges).flatten(1)))
+            x = self.act(norm(conv(graph, x, **edge_inputs).flatten(1)))
             x = F.dropout(x, self.dropout, self.training)
-        x = self.convs[-1](graph, x, **of_edges)
+        x = self.convs[-1](graph, x, **edge_inputs)
         return x.mean(1) if x.dim() == 3 else x
 
 
 class DglSAGE(DglNetwork):
-    """GraphSAGE (Hamilton et al. 2017): ``dgl.nn.SAGEConv``; edge weights multiply messages where the graph has them.
+    """GraphSAGE (Hamilton et al. 2017): ``dgl.nn.SAGEConv``; edge weights, if any, multiply messages.
 
     Args:
         in_channels, hidden_channels, out_channels: columns of x, of hidden layers and of the result.
@@ -99,7 +101,7 @@ class DglSAGE(DglNetwork):
         super().__init__(convs, hidden_channels, **settings)
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
-        """Scores of every node; ``edge_weight`` [E]."""
+        """Return the scores of every node; ``edge_weight`` [E]."""
         return self.run(x, self.graph(edge_index, len(x)), edge_weight=edge_weight)
 
 
@@ -130,11 +132,7 @@ class DglGAT(DglNetwork):
         **settings: Any,
     ) -> None:
         if hidden_channels % heads:
-            raise ConfigError(
-                f"model.hidden_channels={hidden_channels} cannot be divided among model.heads={heads}: "
-                f"{hidden_channels} / {heads} = {hidden_channels / heads:g}.",
-                hint="choose hidden_channels as a multiple of heads.",
-            )
+            raise indivisible(hidden_channels, heads)
         conv = getattr(load_dgl(f"model=dgl_{self.conv_name.removesuffix('Conv').lower()}").nn, self.conv_name)
         before = [in_channels, *[hidden_channels] * (num_layers - 1)]
         after = [*[hidden_channels // heads] * (num_layers - 1), out_channels]
@@ -151,17 +149,17 @@ class DglGATv2(DglGAT):
 class DglRGCN(Relational):
     """Relational graph convolutional network (Schlichtkrull et al. 2018): ``dgl.nn.RelGraphConv``.
 
-    A relation's messages are averaged (equation 2 there). Where nodes have no features, a learned row for each node
-    comes before the first convolution, as in DGL's example for entities.
+    The messages of a relation are averaged (equation 2 there). Without node features, the first convolution reads a
+    learned row per node, as in DGL's example for entities.
 
     Args:
-        in_channels: columns of x; None where x is the ids.
+        in_channels: columns of x; None if x has the ids.
         hidden_channels, out_channels: columns of hidden layers and of the result.
         num_relations: R, relations of ``edge_type``.
-        num_nodes: N, needed where x is the ids.
+        num_nodes: N, needed if x has the ids.
         num_layers: convolutions.
-        num_bases: matrices that the relations share; None gives each its own.
-        root_weight: whether a node's own features count besides its neighbours'.
+        num_bases: matrices that the relations share; None: one per relation.
+        root_weight: add a transformation of the node's features to the messages.
         dropout: after each hidden layer.
 
     Shapes:
@@ -175,7 +173,7 @@ class DglRGCN(Relational):
         conv = load_dgl("model=dgl_rgcn").nn.RelGraphConv
         self.graph, self.rows = DglGraph(), None
         if before is None:
-            assert nodes is not None  # the graph's, where it has no features
+            assert nodes is not None  # build passes it if the graph has no features
             before = self.hidden_channels
             self.rows = nn.Embedding(nodes, before)
         shared: dict[str, Any] = {"self_loop": root}
@@ -185,7 +183,7 @@ class DglRGCN(Relational):
         self.convs = nn.ModuleList(conv(a, b, relations, **shared) for a, b in pairs)
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
-        """Scores of every node."""
+        """Return the scores of every node."""
         if self.rows is not None:
             x = self.rows(x)
         graph, share = self.graph(edge_index, len(x)), _shares(edge_index, edge_type).to(x.dtype)
@@ -204,11 +202,14 @@ _known_shares: Any = WeakIdKeyDictionary()  # by edge_index and edge_type
 
 
 def _shares(edge_index: Tensor, edge_type: Tensor) -> Tensor:
-    """1 / number of edges with the same target and relation, float64 [E, 1]; all edges of a target are here."""
+    """Return 1 / number of edges with the same target and relation, float64 [E, 1].
+
+    The counts are exact since a rank has all in-edges of its targets. They are computed once per graph.
+    """
     known = _known_shares.setdefault(edge_index, WeakIdKeyDictionary())
     if edge_type not in known:
         pair = edge_index[1] * (int(edge_type.max()) + 1 if edge_type.numel() else 1) + edge_type
-        _, place, count = torch.unique(pair, return_inverse=True, return_counts=True)
-        known[edge_type] = count.double().reciprocal()[place].unsqueeze(1)
-    found: Tensor = known[edge_type]
-    return found
+        _, index, count = torch.unique(pair, return_inverse=True, return_counts=True)
+        known[edge_type] = count.double().reciprocal()[index].unsqueeze(1)
+    shares: Tensor = known[edge_type]
+    return shares

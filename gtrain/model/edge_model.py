@@ -1,4 +1,4 @@
-"""What the models that predict edges share: a weighted mean as the loss, ranks and the area under the ROC curve."""
+"""Base of the models that predict edges: loss, ranks and area under the ROC curve."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat
 
 from gtrain.model.mean_loss import MeanLoss, log_mean_loss
+from gtrain.model.optimizers import OptimizedModule
 from gtrain.model.ranking import NAMES, Ranking
 
 
 class Auc(Metric):
-    """How often a true edge scores higher than a false one, ties counted as a half; NaN without edges of both kinds.
+    """Probability that a true edge scores higher than a false one, ties counted as 1/2; NaN if either is missing.
 
-    Torchmetrics' own turns scores into probabilities batch by batch, and only where a batch has scores beyond 0 .. 1,
-    so that scores of different batches or ranks are not compared alike.
+    Torchmetrics' AUROC applies a sigmoid per batch, and only to batches with scores outside 0 .. 1, so that scores of
+    different batches or ranks are not comparable.
 
     Shapes:
-        update takes scores of true edges ``[A]`` and of false ones ``[B]``, perhaps none: a rank without any must call
-        it too, for the others gather its scores.
+        ``update`` takes scores of true edges ``[A]`` and of false ones ``[B]``. A and B may be 0: each rank must call
+        it, since the scores of all ranks are gathered.
     """
 
     full_state_update = False
@@ -46,11 +46,11 @@ class Auc(Metric):
         return below.double().sum() / (2 * true.numel() * false.numel())  # 0 / 0 is NaN
 
 
-class EdgeModel(pl.LightningModule):
-    """Base of the LightningModules whose seeds are edges; it logs ``loss``, ``mrr``, ``hits@k`` and ``auc``."""
+class EdgeModel(OptimizedModule):
+    """Base of the LightningModules whose seeds are edges; logs ``loss``, ``mrr``, ``hits@k`` and ``auc``."""
 
     rank_names: ClassVar[tuple[str, ...]] = NAMES
-    """What it logs of ranks; see :class:`~gtrain.model.ranking.Ranking`."""
+    """The metrics of ranks that it logs; see :class:`~gtrain.model.ranking.Ranking`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,22 +72,22 @@ class EdgeModel(pl.LightningModule):
         self._evaluate(batch, "test")
 
     def embed(self, batch: Any) -> Tensor:
-        """The seeds' embeddings, which are what is predicted here."""
+        """Return the seeds' embeddings, which ``predict_step`` returns."""
         embeddings: Tensor = self.predict_step(batch, 0)
         return embeddings
 
     def _mean(self, each: Tensor, weight: Tensor | None, split: str) -> tuple[Tensor, Tensor]:
-        """Mean of each edge's loss (there may be none), by the edges' weights, and the weight of that mean."""
+        """Return the weighted mean of the edges' losses ``[B]``, and its weight; B may be 0."""
         weight = torch.ones_like(each) if weight is None else weight.to(each)
         total = weight.sum()
         return log_mean_loss(self, split, (each * weight).sum(), total), total
 
     def _log_scores(self, split: str, ranks: Iterable[Tensor], true: Tensor, false: Tensor) -> None:
-        """Take in ranks, and the scores of true edges and of false ones; there may be none of any of them."""
+        """Update the metrics with ranks, and with scores of true and of false edges; each may be empty."""
         auc: Auc = getattr(self, f"{split}_auc")
         auc.update(true, false)
         collection: MetricCollection = getattr(self, f"{split}_ranks")
-        for found in ranks:
-            collection.update(found)
+        for values in ranks:
+            collection.update(values)
         self.log_dict(collection, on_step=False, on_epoch=True, batch_size=1)
         self.log(f"{split}/auc", auc, on_step=False, on_epoch=True, batch_size=1)

@@ -1,4 +1,4 @@
-"""The first layer where a graph's own features do not go into a network as they are."""
+"""First layers for graphs whose features a network cannot read directly: sparse, missing, or of several widths."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from gtrain.nn import Embedding, SparseLinear
 
 
 class NodeEncoder(nn.Module):
-    """Brings the nodes of each type to one width: dense features by a linear layer, sparse ones by a
-    :class:`~gtrain.nn.SparseLinear`, nodes without features by a learned :class:`~gtrain.nn.Embedding`.
+    """Maps the nodes of each type to one width.
+
+    Dense features go through a linear layer, sparse ones through a :class:`~gtrain.nn.SparseLinear`; nodes without
+    features get the rows of a learned :class:`~gtrain.nn.Embedding`.
 
     Args:
         channels: columns of the result.
@@ -21,8 +23,8 @@ class NodeEncoder(nn.Module):
         sparse: the types whose ``x`` is a sparse CSR tensor.
 
     Shapes:
-        x of a type [n, num_features], orig_id [n]; result of a type [n, channels]. Learned rows belong to the
-        source data's ids, so that they are the same however the graph is cut.
+        x of a type [n, num_features], orig_id [n]; result of a type [n, channels]. Learned rows are indexed by the
+        source data's ids, so that they do not depend on the partition.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class NodeEncoder(nn.Module):
             self.layers[node_type] = layer
 
     def forward(self, batch: Data | HeteroData) -> Tensor | dict[str, Tensor]:
-        """Features of every node of the batch, by type where it has several."""
+        """Return the features of every node of the batch, by type in a heterogeneous graph."""
         if isinstance(batch, HeteroData):
             return {node_type: self._encode(node_type, batch[node_type]) for node_type in batch.node_types}
         (node_type,) = self.layers
@@ -56,11 +58,11 @@ class NodeEncoder(nn.Module):
 
 
 class NodeIds(nn.Module):
-    """The nodes' ids in the source data, for networks whose first layer has a row for each node."""
+    """Returns the nodes' ids in the source data, for networks whose first layer has a row per node."""
 
-    returns_node_ids = True  # a checkpoint's rows belong to these nodes
+    returns_node_ids = True  # so rows of a checkpoint are indexed by them
 
     def forward(self, batch: Data) -> Tensor:
-        """int64 [n]."""
+        """Return int64 [n]."""
         ids: Tensor = batch.orig_id
         return ids

@@ -1,4 +1,4 @@
-"""Handing a batch to a network: which of the batch's tensors its ``forward`` names, and which of them it reads."""
+"""Call a network with the tensors of a batch that its ``forward`` names, and report the edge data that it reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from gtrain.errors import ConfigError, DataError, negative_weight, zero_weights
-from gtrain.model.trim import BY_TYPE, PER_HOP, targets_alone, trimming, without_unread
+from gtrain.model.trim import BY_TYPE, PER_HOP, targets_only, trimming, without_unread
 from gtrain.protocols import ReadsEdgeData, WeighsLoss, network_of
 
 if TYPE_CHECKING:
@@ -27,12 +27,12 @@ _HOPS = (*PER_HOP, *BY_TYPE)
 def input_names(network: nn.Module) -> dict[str, bool]:
     """Return the batch entries that the network's forward takes: name -> whether it is required.
 
-    Heterogeneous networks take ``x_dict``, ``edge_index_dict`` and so on, by type; those that ``to_hetero`` made keep
-    the names of the network that they were made of. Networks may name the numbers of each hop as well, by which they
-    trim their layers; see :mod:`gtrain.model.trim`.
+    Heterogeneous networks take ``x_dict``, ``edge_index_dict`` and so on, by type; those of ``to_hetero`` keep the
+    names of the original network. Networks may also name the numbers of each hop, by which they trim their layers; see
+    :mod:`gtrain.model.trim`.
 
     Raises:
-        ConfigError: it takes no node features.
+        ConfigError: forward does not take node features.
     """
     parameters = inspect.signature(network.forward).parameters
     known = (*_KNOWN, *_BY_TYPE, *_HOPS)
@@ -41,26 +41,26 @@ def input_names(network: nn.Module) -> dict[str, bool]:
         raise ConfigError(
             f"model._target_={type(network).__module__}.{type(network).__qualname__} was set; its forward takes "
             f"({', '.join(parameters)}), but a network over a graph takes x and, for message passing, edge_index "
-            "(x_dict and edge_index_dict where the graph has several types).",
-            hint="choose a network over node features, or give a LightningModule of your own as model._target_.",
+            "(x_dict and edge_index_dict if the graph has several types).",
+            hint="choose a network over node features, or set model._target_ to a LightningModule.",
         )
     return names
 
 
 def run_network(network: nn.Module, names: dict[str, bool], encoder: nn.Module | None, batch: Data | HeteroData) -> Any:
-    """Return what the network makes of a batch: one row for each node, by type where it takes ``x_dict``.
+    """Return the network's output for a batch: one row per node, by type if it takes ``x_dict``.
 
     Args:
         network: a network over a graph.
-        names: as :func:`input_names` returned them.
-        encoder: makes the features that the network gets; None: the graph's own.
+        names: from :func:`input_names`.
+        encoder: makes the network's input features; None: the graph's features.
         batch: a graph.
 
     Raises:
         ConfigError, DataError: see :func:`network_inputs`.
     """
     inputs = network_inputs(network, names, batch, None if encoder is None else encoder(batch))
-    with targets_alone(network):
+    with targets_only(network):
         return network(**inputs)
 
 
@@ -71,36 +71,36 @@ def network_inputs(
 
     Args:
         network: for messages.
-        names: as :func:`input_names` returned them.
+        names: from :func:`input_names`.
         batch: a graph.
-        x: node features that an encoder made of the batch; None takes the batch's own.
+        x: node features from an encoder; None: the batch's features.
 
     Raises:
-        ConfigError: the network is made for the other kind of graph.
+        ConfigError: the network is heterogeneous and the graph is not, or the other way round.
         DataError: the graph lacks what the network needs.
     """
-    hetero, made_hetero = isinstance(batch, HeteroData), isinstance(network, GraphModule)
-    if hetero != ("x_dict" in names or made_hetero):
-        kind, other = ("several types", "one type") if hetero else ("one type", "several types")
+    hetero = isinstance(batch, HeteroData)
+    if hetero != ("x_dict" in names or isinstance(network, GraphModule)):
+        actual, expected = ("several types", "one type") if hetero else ("one type", "several types")
         raise ConfigError(
-            f"{type(network).__name__} is a network for graphs with {other} of nodes and edges, and this graph has "
-            f"{kind}.",
+            f"{type(network).__name__} is a network for graphs with {expected} of nodes and edges, and this graph has "
+            f"{actual}.",
             hint="set model to hetero_sage or hgt." if hetero else "set model to gcn, sage, gat, gin or rgcn.",
         )
-    found = _collect(batch, [name for name in names if name not in _HOPS])
+    inputs = _collect(batch, [name for name in names if name not in _HOPS])
     if x is not None:
-        found["x_dict" if "x_dict" in names else "x"] = x
-    missing = [name for name, required in names.items() if required and name not in found]
+        inputs["x_dict" if "x_dict" in names else "x"] = x
+    missing = [name for name, required in names.items() if required and name not in inputs]
     if missing:
         raise DataError(
             f"{type(network).__name__} needs {', '.join(missing)}, which this graph does not have.",
-            hint="give the graph features (data.features), let the model learn some (model.learn_features=true), or "
+            hint="give the graph features (data.features), learn some (model.learn_features=true), or "
             "choose another model."
             if "x" in missing
             else "choose another model.",
         )
     hops = trimming(network, names, batch)
-    return {**without_unread(network, found), **hops} if hops else found
+    return {**without_unread(network, inputs), **hops} if hops else inputs
 
 
 EDGE_DATA = {
@@ -109,15 +109,15 @@ EDGE_DATA = {
     "edge_type": "rgcn, dgl_rgcn, kg, and link models with model.decoder=distmult or mlp",
     "edge_time": "data.split=time and data.temporal_strategy",
 }
-"""What edges may have, and what reads it, for messages; docs/models.md has the table."""
-_DATA = {**EDGE_DATA, "time": "data.split=time and data.temporal_strategy"}
-"""The same, and what nodes may have."""
+"""Data of edges, and the models and settings that read it, for messages; docs/models.md has the table."""
+_READERS = {**EDGE_DATA, "time": "data.split=time and data.temporal_strategy"}
+"""The same, with the times of nodes."""
 
 
 def edge_data_read(module: nn.Module) -> frozenset[str] | None:
-    """Return which of :data:`EDGE_DATA` change what a model computes; None where that is not known.
+    """Return which of :data:`EDGE_DATA` change what a model computes; None if unknown.
 
-    Models of gtrain answer by ``edge_data``: what they read besides what their ``network``, if any, reads.
+    Models of gtrain declare ``edge_data``, which they read in addition to their ``network``.
     """
     if not isinstance(module, ReadsEdgeData):
         return None
@@ -126,7 +126,7 @@ def edge_data_read(module: nn.Module) -> frozenset[str] | None:
 
 
 def _network_reads(network: nn.Module) -> frozenset[str]:
-    """Networks of PyG take edge data that their convolutions do not read; others read what they name."""
+    """Return the edge data that a network reads: PyG's networks name more than they read, others read all they name."""
     if not isinstance(network, BasicGNN):
         parameters = inspect.signature(network.forward).parameters
         return frozenset(name for name in EDGE_DATA if name in parameters or f"{name}_dict" in parameters)
@@ -136,11 +136,11 @@ def _network_reads(network: nn.Module) -> frozenset[str]:
 
 
 def weight_demand(module: nn.Module, name: str) -> str | None:
-    """Return why edge weights have to be 0 or more, for a message that names a negative one; None: they need not.
+    """Return why edge weights must not be negative, for a message that names a negative one; None if they may be.
 
     Args:
         module: the model.
-        name: what the message calls it.
+        name: of the model in the message.
     """
     if "edge_weight" not in (edge_data_read(module) or ()):
         return None
@@ -155,11 +155,11 @@ def weight_demand(module: nn.Module, name: str) -> str | None:
 
 
 def zero_demand(module: nn.Module, name: str) -> str | None:
-    """Return why some edge weight has to be above 0, for a message that refuses zeros alone; None: none has to.
+    """Return why some edge weight has to be above 0, for a message about zero weights; None if all may be 0.
 
     Args:
         module: the model.
-        name: what the message calls it.
+        name: of the model in the message.
     """
     weighs = isinstance(module, WeighsLoss) and module.weighs_loss
     if not weighs or "edge_weight" not in (edge_data_read(module) or ()):
@@ -168,15 +168,15 @@ def zero_demand(module: nn.Module, name: str) -> str | None:
 
 
 def check_weights(module: nn.Module, facts: dict[str, Any], name: str) -> None:
-    """Refuse edge weights that a model cannot train with: negative ones, or zeros alone where they weigh the loss.
+    """Raise for edge weights that a model cannot train with: negative ones, or only zeros as weights of the loss.
 
     Args:
         module: the model.
         facts: of the store; see :func:`~gtrain.data.prepare.validate.weight_facts`.
-        name: what messages call the model.
+        name: of the model in messages.
 
     Raises:
-        DataError: names the first such weight, by file and line where the source knows them.
+        DataError: names the first such weight, by file and line if the source has them.
     """
     negative, demand = facts.get("negative_weight"), weight_demand(module, name)
     if negative is not None and demand is not None:
@@ -187,30 +187,30 @@ def check_weights(module: nn.Module, facts: dict[str, Any], name: str) -> None:
 
 
 def _normalises(layer: nn.Module) -> bool:
-    """Whether a convolution divides by degrees that are sums of weights: ``GCNConv``, ``APPNP``, ``SGConv``..."""
-    home = vars(sys.modules.get(type(layer).__module__, inspect))
-    return isinstance(layer, MessagePassing) and "gcn_norm" in home and bool(getattr(layer, "normalize", True))
+    """Return whether a convolution, such as ``GCNConv``, divides by degrees that are sums of weights."""
+    namespace = vars(sys.modules.get(type(layer).__module__, inspect))
+    return isinstance(layer, MessagePassing) and "gcn_norm" in namespace and bool(getattr(layer, "normalize", True))
 
 
-def tell_unread(module: nn.Module, store: Store, used: set[str], name: str) -> list[str]:
-    """Return a sentence about each tensor of the edges, and the times of nodes, that nothing reads.
+def unread_data(module: nn.Module, store: Store, used: set[str], name: str) -> list[str]:
+    """Return a sentence about each edge tensor, and the times of nodes, that neither model nor settings read.
 
     Args:
-        module: the model; of a module that is not gtrain's nothing is known.
+        module: the model; the result is empty for a module that does not declare ``edge_data``.
         store: the graph.
         used: names of the tensors that the split or the sampling reads.
-        name: what the sentences call the model.
+        name: of the model in the sentences.
     """
     read = edge_data_read(module)
     if read is None:
         return []
-    there = {tensor for kind in store.edge_types for tensor in store.edge_tensors(kind)}
-    there |= {tensor for kind in store.node_types for tensor in store.node_tensors(kind) if tensor == "time"}
+    stored = {tensor for edge_type in store.edge_types for tensor in store.edge_tensors(edge_type)}
+    stored |= {"time"} & {tensor for node_type in store.node_types for tensor in store.node_tensors(node_type)}
     return [
         f"{name} does not read {'the time of nodes' if tensor == 'time' else tensor}, so training is the same without "
-        f"it. What reads it: {readers} (docs/models.md#edge-data)."
-        for tensor, readers in _DATA.items()
-        if tensor in there and tensor not in read | used
+        f"it. Its readers: {readers} (docs/models.md#edge-data)."
+        for tensor, readers in _READERS.items()
+        if tensor in stored and tensor not in read | used
     ]
 
 

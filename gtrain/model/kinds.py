@@ -1,4 +1,4 @@
-"""Kinds of models, by which strategies say what they train."""
+"""Kinds of models; a strategy lists those that it can train."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPARSE = "sparse"
 
 
 def kind(module: nn.Module) -> str:
-    """``message-passing`` where convolutions of PyG or DGL are inside, else ``per-node``; its own goes first."""
+    """Return a model's ``kind``; by default ``message-passing`` with convolutions of PyG or DGL, else ``per-node``."""
     if isinstance(module, HasKind) and isinstance(module.kind, str):
         return module.kind
     passes = any(isinstance(layer, MessagePassing | DglGraph) for layer in module.modules())

@@ -1,4 +1,4 @@
-"""The metrics of node classification, by task."""
+"""Metrics of node classification, by task."""
 
 from __future__ import annotations
 
@@ -30,46 +30,47 @@ _UNDEFINED = {"zero_division": math.nan, **_OPTIONS}
 
 
 def classification_metrics(num_classes: int, multilabel: bool, names: tuple[str, ...], prefix: str) -> MetricCollection:
-    """Metrics over logits and labels.
+    """Return metrics over logits and labels.
 
     Two classes: accuracy, F1 of class 1, area under the ROC curve. More classes: accuracy (micro), F1 (macro), one
-    against rest AUC (macro). Several labels a node: accuracy and F1 (micro) over all labels, AUC (macro).
+    against rest AUC (macro). Several labels per node: accuracy and F1 (micro) over all labels, AUC (macro).
 
-    What is not defined is NaN: an AUC without positives or without negatives, and F1 where nothing is positive and
-    nothing predicted to be. A macro AUC is the mean over the classes for which it is defined.
+    Undefined metrics are NaN: an AUC without positives or without negatives, and F1 if no row is positive or predicted
+    positive. A macro AUC is the mean over the classes for which it is defined.
 
     Args:
-        num_classes: classes, or labels where a node may carry several.
-        multilabel: whether labels are a [N, num_classes] matrix of 0 and 1.
+        num_classes: classes, or labels if a node may carry several.
+        multilabel: whether labels are a 0/1 matrix [N, num_classes].
         names: which of :data:`NAMES`.
-        prefix: put before each name, such as ``val/``.
+        prefix: prefix of each name, such as ``val/``.
 
     Shapes:
         see :func:`update`.
     """
+    metrics: dict[str, Metric]
     if multilabel:
-        made = {
+        metrics = {
             "acc": MultilabelAccuracy(num_classes, average="micro", **_OPTIONS),
             "f1": MultilabelF1Score(num_classes, average="micro", **_UNDEFINED),
             "auc": _MultilabelAuc(num_classes, average="none", **_OPTIONS),
         }
     elif num_classes == 2:
-        made = {
+        metrics = {
             "acc": BinaryAccuracy(**_OPTIONS),
             "f1": BinaryF1Score(**_UNDEFINED),
             "auc": _BinaryAuc(**_OPTIONS),
         }
     else:
-        made = {
+        metrics = {
             "acc": MulticlassAccuracy(num_classes, average="micro", **_OPTIONS),
             "f1": MulticlassF1Score(num_classes, average="macro", **_OPTIONS),
             "auc": _MulticlassAuc(num_classes, average="none", **_OPTIONS),
         }
-    return MetricCollection({name: made[name] for name in names}, prefix=prefix, compute_groups=False)
+    return MetricCollection({name: metrics[name] for name in names}, prefix=prefix, compute_groups=False)
 
 
 class _BinaryAuc(BinaryAUROC):
-    """Unlike torchmetrics' AUROC, NaN and not 0 without positives or without negatives."""
+    """NaN without positives or without negatives, where torchmetrics' AUROC is 0."""
 
     def compute(self) -> Tensor:  # type: ignore[override]
         positive = dim_zero_cat(self.target) == 1
@@ -77,7 +78,7 @@ class _BinaryAuc(BinaryAUROC):
 
 
 class _MulticlassAuc(MulticlassAUROC):
-    """The mean over classes; torchmetrics counts a class without positives as 0."""
+    """Mean over the classes for which it is defined; torchmetrics counts a class without positives as 0."""
 
     def compute(self) -> Tensor:  # type: ignore[override]
         labels = dim_zero_cat(self.target)
@@ -85,37 +86,37 @@ class _MulticlassAuc(MulticlassAUROC):
 
 
 class _MultilabelAuc(MultilabelAUROC):
-    """The mean over labels; likewise."""
+    """Mean over the labels for which it is defined."""
 
     def compute(self) -> Tensor:  # type: ignore[override]
         labels = dim_zero_cat(self.target)
-        known = labels[(labels >= 0).all(dim=1)]  # a row that is ignored has negative numbers
+        known = labels[(labels >= 0).all(dim=1)]  # ignored rows have negative labels
         return _defined_mean(self, super().compute, known.sum(dim=0), len(known))
 
 
-def _defined_mean(metric: Metric, each: Callable[[], Tensor], positives: Tensor, total: int) -> Tensor:
-    """The mean of an AUC for each class, over the classes that have positives and negatives; NaN without such a class.
+def _defined_mean(metric: Metric, compute: Callable[[], Tensor], positives: Tensor, total: int) -> Tensor:
+    """Return the mean AUC over the classes that have positives and negatives; NaN without such a class.
 
     Shapes:
-        positives ``[C]``: how many of ``total`` rows are of each class.
+        positives int64 ``[C]``: the rows of each class, of ``total``.
     """
     defined = (positives > 0) & (positives < total)
     if not defined.any():
         return torch.full((), math.nan, device=metric.device)
-    with warnings.catch_warnings():  # about the classes that are left out
+    with warnings.catch_warnings():  # about the undefined classes
         warnings.filterwarnings("ignore", message="No (positive|negative) samples in targets")
-        values = each()
+        values = compute()
     return values.reshape(-1)[defined].mean()
 
 
 def update(metrics: MetricCollection, scores: Tensor, labels: Tensor, multilabel: bool) -> None:
-    """Take in a batch, perhaps one without any seed.
+    """Update metrics with a batch, which may have no seeds.
 
-    A rank without seeds must still update: a metric that never was has no state to gather, and the other ranks would
-    wait for it. Torchmetrics takes no empty batch, so such a rank adds one row that is ignored.
+    A rank without seeds must update them too: a metric without state is not gathered, and the other ranks would hang.
+    Torchmetrics rejects empty batches, so such a rank adds one row that is ignored.
 
     Shapes:
-        scores [S, C], labels int64 [S], or [S, C] of 0 and 1 for several labels a node.
+        scores [S, C], labels int64 [S], or 0/1 [S, C] for several labels per node.
     """
     if not len(scores):
         scores = scores.new_zeros(1, scores.size(1))

@@ -1,4 +1,4 @@
-"""The built-in networks: PyG's own models, unmodified, with one vocabulary of settings."""
+"""The built-in networks: PyG's models, unmodified, with common names of settings."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NORMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class NodeMLP(nn.Module):
-    """A multi-layer perceptron on each node's own features; edges are ignored (``torch_geometric.nn.MLP``)."""
+    """A multi-layer perceptron over node features; edges are ignored (``torch_geometric.nn.MLP``)."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
         self.mlp = MLP(**kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores [N, out_channels] of features [N, in_channels]."""
+        """Return scores [N, out_channels] of features [N, in_channels]."""
         scores: Tensor = self.mlp(x)
         return scores
 
@@ -34,11 +34,7 @@ def _build(model: type[nn.Module], input_dropout: float, norm: str | None, **set
     heads, hidden = settings.get("heads", 1), settings["hidden_channels"]
     settings["dropout"] = float(settings.get("dropout", 0.0))
     if model is GAT and settings.get("concat", True) and hidden % heads:
-        raise ConfigError(
-            f"model.hidden_channels={hidden} cannot be divided among model.heads={heads}: "
-            f"{hidden} / {heads} = {hidden / heads:g}.",
-            hint="choose hidden_channels as a multiple of heads.",
-        )
+        raise indivisible(hidden, heads)
     name, norm_kwargs = norm_settings(norm)
     network = model(norm=name, norm_kwargs=norm_kwargs, **settings)
     if input_dropout:
@@ -46,16 +42,25 @@ def _build(model: type[nn.Module], input_dropout: float, norm: str | None, **set
     return network
 
 
+def indivisible(hidden_channels: int, heads: int) -> ConfigError:
+    """Return the error for a width that is not a multiple of the number of heads."""
+    return ConfigError(
+        f"model.hidden_channels={hidden_channels} cannot be divided among model.heads={heads}: "
+        f"{hidden_channels} / {heads} = {hidden_channels / heads:g}.",
+        hint="choose hidden_channels as a multiple of heads.",
+    )
+
+
 def _drop_inputs(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], p: float) -> tuple[Any, Any]:
-    """Drop out input features too, as the GCN and GAT papers do; a hook leaves the network PyG's own."""
+    """Apply dropout to input features, as the GCN and GAT papers do; a hook leaves PyG's class unmodified."""
     return args, {**kwargs, "x": F.dropout(kwargs["x"], p, network.training)}
 
 
 def norm_settings(norm: str | None) -> tuple[str | None, dict[str, Any]]:
-    """PyG's ``norm`` and ``norm_kwargs`` for batch, layer or none.
+    """Return PyG's ``norm`` and ``norm_kwargs`` for batch, layer or none.
 
     Raises:
-        ConfigError: another word.
+        ConfigError: the norm is unknown.
     """
     if norm is None or norm == "none":
         return None, {}
@@ -85,7 +90,7 @@ def gin(*, input_dropout: float = 0.0, norm: str | None = None, **settings: Any)
 
 
 def mlp(*, norm: str | None = None, **settings: Any) -> nn.Module:
-    """Multi-layer perceptron without edges: what a model gains from the graph is measured against it."""
+    """Multi-layer perceptron without edges: the baseline for the gain of using the graph."""
     name, norm_kwargs = norm_settings(norm)
-    settings["dropout"] = float(settings.get("dropout", 0.0))  # PyG's MLP takes a whole number for a list
+    settings["dropout"] = float(settings.get("dropout", 0.0))  # PyG's MLP reads an integer as a list
     return NodeMLP(norm=name, norm_kwargs=norm_kwargs, **settings)

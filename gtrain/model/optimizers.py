@@ -1,4 +1,4 @@
-"""The optimizers and schedulers of the built-in LightningModules: one for tables, one for all other parameters."""
+"""Optimizers and schedulers of the built-in LightningModules: one for tables, one for all other parameters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.nn import Parameter
@@ -16,6 +17,39 @@ from gtrain.protocols import trainer_of
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)
+_SPARSE = (RowOptimizer, JointOptimizer, torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
+"""Optimizers that accept sparse gradients."""
+
+
+class OptimizedModule(pl.LightningModule):
+    """Base of the LightningModules whose optimizers and scheduler are settings."""
+
+    _make_optimizer: MakeOptimizer | None = None
+    _make_sparse: MakeOptimizer | None = None
+    _make_scheduler: Callable[..., Any] | None = None
+    _monitor = "val/loss"
+
+    def _set_optimizers(
+        self,
+        optimizer: MakeOptimizer | None,
+        sparse_optimizer: MakeOptimizer | None,
+        scheduler: Callable[..., Any] | None,
+        monitor: str,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            optimizer: makes an optimizer from parameters; None: Adam with lr 0.01.
+            sparse_optimizer: the same for tables; None: ``optimizer`` updates them too.
+            scheduler: makes a learning-rate scheduler from the optimizer, stepped once per epoch; None: none.
+            monitor: the logged value that a ``ReduceLROnPlateau`` scheduler monitors.
+        """
+        self._make_optimizer, self._make_sparse = optimizer, sparse_optimizer
+        self._make_scheduler, self._monitor = scheduler, monitor
+
+    def configure_optimizers(self) -> Any:
+        make = with_tables(self, self._make_sparse, self._make_optimizer)
+        return configured(self.parameters(), make, self._make_scheduler, self._monitor)
 
 
 def configured(
@@ -24,13 +58,13 @@ def configured(
     make_scheduler: Callable[..., Any] | None,
     monitor: str,
 ) -> Any:
-    """Return what ``configure_optimizers`` returns.
+    """Return the result of ``configure_optimizers``.
 
     Args:
         parameters: those that need a gradient are optimised.
         make_optimizer: makes the optimizer from them; None: Adam with lr 0.01.
-        make_scheduler: makes a scheduler from the optimizer, stepped once an epoch; None: none.
-        monitor: the logged value that a ``ReduceLROnPlateau`` scheduler looks at.
+        make_scheduler: makes a scheduler from the optimizer, stepped once per epoch; None: none.
+        monitor: the logged value that a ``ReduceLROnPlateau`` scheduler monitors.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     optimizer = optimizer_of(make_optimizer, trained)
@@ -41,38 +75,34 @@ def configured(
 
 
 def optimizer_of(make_optimizer: MakeOptimizer | None, parameters: Sequence[Parameter]) -> torch.optim.Optimizer:
-    """An optimizer of some parameters; None: Adam with lr 0.01.
+    """Return an optimizer of some parameters; None: Adam with lr 0.01.
 
-    Adam of parameters on the CPU takes its step in one kernel, unless it is told how to take it: torch's default there
-    is a dozen kernels for each parameter, which cost a small network more than its backward pass.
+    Adam on the CPU becomes fused, unless its settings choose an implementation: torch's default there runs a dozen
+    kernels per parameter, which take longer than the backward pass of a small network.
     """
     optimizer = (make_optimizer or partial(torch.optim.Adam, lr=0.01))(parameters)
     plain = all(p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) for p in parameters)
     if type(optimizer) in _FUSED and plain:
         for group in (optimizer.defaults, *optimizer.param_groups):
-            told = group["fused"] is not None or group["foreach"] is not None
-            if not (told or group["capturable"] or group["differentiable"]):
+            chosen = group["fused"] is not None or group["foreach"] is not None
+            if not (chosen or group["capturable"] or group["differentiable"]):
                 group["fused"] = True
     return optimizer
-
-
-_SPARSE = (RowOptimizer, JointOptimizer, torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
-"""Optimizers that take sparse gradients."""
 
 
 def with_tables(
     module: nn.Module, make_sparse: MakeOptimizer | None, make_optimizer: MakeOptimizer | None
 ) -> MakeOptimizer | None:
-    """Return what makes the optimizer of all parameters.
+    """Return a function that makes the optimizer of all parameters.
 
     Args:
-        module: whose tables (:mod:`gtrain.nn.table`) have an optimizer of their own.
-        make_sparse: makes it; None: everything has ``make_optimizer``'s.
+        module: the model, with tables (:mod:`gtrain.nn.table`).
+        make_sparse: makes the optimizer of the tables; None: ``make_optimizer`` makes the only one.
         make_optimizer: makes the optimizer of all other parameters; None: Adam with lr 0.01.
 
     Raises:
-        ConfigError: when it is called: the tables' optimizer does not take the sparse gradients of a table, or the
-            trainer is to clip them, which torch does not.
+        ConfigError: the trainer clips gradients, which torch cannot do for sparse ones; or, when the function is
+            called, the tables' optimizer does not accept sparse gradients.
     """
     if make_sparse is None:
         return make_optimizer
@@ -88,19 +118,21 @@ def with_tables(
         )
 
     def make(parameters: Iterable[Parameter]) -> torch.optim.Optimizer:
-        every = list(parameters)
-        wide, rest = [p for p in every if id(p) in weights], [p for p in every if id(p) not in weights]
-        made = []
-        if wide:
-            made.append(make_sparse(wide))
-            if any(table.sparse for table in layers) and not isinstance(made[0], _SPARSE):
+        parameters = list(parameters)
+        in_tables = [p for p in parameters if id(p) in weights]
+        others = [p for p in parameters if id(p) not in weights]
+        optimizers = []
+        if in_tables:
+            optimizers.append(make_sparse(in_tables))
+            if any(table.sparse for table in layers) and not isinstance(optimizers[0], _SPARSE):
                 raise ConfigError(
-                    f"model.sparse_optimizer made a {type(made[0]).__name__}, which takes no sparse gradients.",
+                    f"model.sparse_optimizer made a {type(optimizers[0]).__name__}, which does not accept sparse "
+                    "gradients.",
                     hint="set model.sparse_optimizer._target_=gtrain.nn.RowwiseAdagrad (or Adagrad, SGD, LazyAdam), or "
                     "model.sparse_optimizer=null to give model.optimizer everything.",
                 )
-        if rest:
-            made.append(optimizer_of(make_optimizer, rest))
-        return made[0] if len(made) == 1 else JointOptimizer(made)
+        if others:
+            optimizers.append(optimizer_of(make_optimizer, others))
+        return optimizers[0] if len(optimizers) == 1 else JointOptimizer(optimizers)
 
     return make

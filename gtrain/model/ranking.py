@@ -1,4 +1,4 @@
-"""Ranking metrics: where the true answer stands among all candidates."""
+"""Ranking metrics and the ranks that they average: positions of true answers among all candidates."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from gtrain.model.decoders import Decoder
+from gtrain.protocols import Lists, Spread
+
 NAMES = ("mrr", "hits@1", "hits@10")
-CHUNK = 1 << 24  # scores held at a time
+CHUNK = 1 << 24  # scores in memory at a time
 
 
 class Ranking(Metric):
-    """Mean reciprocal rank, or the share of ranks up to k; NaN of no ranks.
+    """Mean reciprocal rank, mean rank, or share of ranks up to k; NaN without ranks.
 
     Args:
         name: ``mrr``, ``mean_rank`` or ``hits@<k>``.
 
     Shapes:
-        update takes ranks ``[B]`` (from 1; a half where answers tie), perhaps none.
+        ``update`` takes ranks ``[B]`` (from 1; halves where answers tie); B may be 0.
     """
 
     full_state_update = False
@@ -51,7 +54,7 @@ def ranks(
     """Return the rank of each query's answer among the candidates, 1 for the best.
 
     Candidates that are true answers of the query as well are left out (the filtered setting of Bordes et al. 2013).
-    Where others score the same as the answer, its rank is the mean of the places that they share.
+    An answer that ties with other candidates gets the mean of the ranks that they share.
 
     Args:
         score: scores ``[b, candidates]`` of a slice of the queries; called for one slice after another, so that about
@@ -65,15 +68,15 @@ def ranks(
         answer int64 ``[B]``, known_ptr int64 ``[B + 1]``, known int64 ``[K]``; result float64 ``[B]``.
     """
     total, step = answer.numel(), max(1, CHUNK // max(candidates, 1))
-    found = [answer.new_zeros(0, dtype=torch.float64)]
+    blocks = [answer.new_zeros(0, dtype=torch.float64)]
     for start in range(0, total, step):
         rows = slice(start, min(start + step, total))
-        found.append(_ranks_of(score(rows), answer[rows], *known_of(rows, known_ptr, known)))
-    return torch.cat(found)
+        blocks.append(_ranks_of(score(rows), answer[rows], *known_of(rows, known_ptr, known)))
+    return torch.cat(blocks)
 
 
 def known_of(rows: slice, known_ptr: Tensor | None, known: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return row and candidate of each known answer of these queries."""
+    """Return the row and the candidate of each known answer of a slice of the queries."""
     if known_ptr is None or known is None:
         return None, None
     pointer = known_ptr[rows.start : rows.stop + 1]
@@ -86,6 +89,119 @@ def _ranks_of(scores: Tensor, answer: Tensor, row: Tensor | None, known: Tensor 
     if row is not None and known is not None:
         scores = scores.clone()
         scores[row, known] = -torch.inf
-    better = (~(scores <= own)).sum(1)  # a score that is no number counts against the answer
+    better = (~(scores <= own)).sum(1)  # NaN counts as better than the answer
     others = (scores == own).sum(1) - (scores.gather(1, answer.unsqueeze(1)) == own).flatten().long()
     return 1 + better.double() + others.double() / 2
+
+
+def spread_ranks(
+    decoder: Decoder,
+    spread: Spread,
+    embeddings: tuple[Tensor, Tensor],
+    endpoints: tuple[Tensor, Tensor],
+    relation: Tensor | None,
+    filtered: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the ranks of the targets and of the sources of this rank's edges among the nodes of all ranks.
+
+    Each rank scores its nodes for the edges of all ranks and counts those that are better than the answer; an
+    all-reduce adds the counts. Collective, for ranks without edges too. The result equals that of :func:`ranks` over
+    all nodes.
+
+    Args:
+        decoder: scores edges.
+        spread: the batch's.
+        embeddings: embeddings of the rank's nodes of the sources' type and of the targets', ``[num_own, D]``.
+        endpoints: embeddings of the sources and of the targets of the edges, ``[B, D]``.
+        relation: int64 ``[B]``, or None.
+        filtered: leave out other true answers.
+
+    Returns:
+        float64 ``[B]`` each.
+    """
+    sources = _Candidates(decoder.heads, embeddings[0], spread.first[0])
+    targets = _Candidates(decoder.tails, embeddings[1], spread.first[1])
+    known_sources = spread.known_sources(relation) if filtered else None
+    of_sources = _Queries(endpoints[0], spread.source, spread.target, relation)
+    of_targets = _Queries(endpoints[1], spread.target, spread.source, relation, known_sources)
+    return (
+        _ranks(spread, targets, of_sources, spread.known_targets if filtered else None),
+        _ranks(spread, sources, of_targets, None),
+    )
+
+
+class _Candidates:
+    """The candidates that this rank owns: ids ``first`` and on, with embeddings ``[n, D]``."""
+
+    def __init__(self, score: Callable[[Tensor, Tensor | None, Tensor], Tensor], rows: Tensor, first: int) -> None:
+        self.score, self.rows, self.first = score, rows, first
+
+    def local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows of ids, and which of them this rank owns."""
+        index = ids - self.first
+        return index, (index >= 0) & (index < len(self.rows))
+
+
+class _Queries:
+    """Embeddings ``[B, D]`` of one end of edges; on the CPU the ids of both ends, relations, and known answers."""
+
+    def __init__(
+        self, rows: Tensor, ids: Tensor, answer: Tensor, relation: Tensor | None, known: Lists | None = None
+    ) -> None:
+        self.rows, self.ids, self.answer, self.known = rows, ids, answer, known
+        self.relation = None if relation is None else relation.cpu()
+
+    def gathered(self, spread: Spread, chosen: slice) -> tuple[list[int], _Queries]:
+        """Return the number of each rank's chosen queries, and the queries of all ranks."""
+        rows = spread.all_gather(self.rows[chosen])
+        columns = [self.ids, self.answer] + ([] if self.relation is None else [self.relation])
+        table = torch.cat(spread.all_gather(torch.stack(columns, dim=1)[chosen]))
+        relation = None if self.relation is None else table[:, 2]
+        known = None
+        if self.known is not None:
+            pointer, ids = self.known
+            bounds = pointer[chosen.start : chosen.stop + 1]
+            counts = torch.cat(spread.all_gather(bounds.diff()))
+            flat = torch.cat(spread.all_gather(ids[int(bounds[0]) : int(bounds[-1])]))
+            known = torch.cat([counts.new_zeros(1), counts.cumsum(0)]), flat
+        return [len(part) for part in rows], _Queries(torch.cat(rows), table[:, 0], table[:, 1], relation, known)
+
+
+def _ranks(
+    spread: Spread,
+    candidates: _Candidates,
+    queries: _Queries,
+    known_answers: Callable[[Tensor, Tensor | None], Lists] | None,
+) -> Tensor:
+    """Return the ranks of this rank's answers; ``known_answers`` returns those among the rank's candidates."""
+    total = len(queries.ids)
+    sizes = torch.stack(spread.all_gather(torch.tensor([total, len(candidates.rows)])))
+    step = max(1, CHUNK // max(int(sizes[:, 1].max()) * spread.size, 1))
+    blocks = [torch.empty(0, dtype=torch.float64)]
+    for start in range(0, int(sizes[:, 0].max()), step):
+        counts, gathered = queries.gathered(spread, slice(min(start, total), min(start + step, total)))
+        known = gathered.known if known_answers is None else known_answers(gathered.ids, gathered.relation)
+        blocks.append(_counted(spread, candidates, gathered, known).split(counts)[spread.rank])
+    return torch.cat(blocks)
+
+
+def _counted(spread: Spread, candidates: _Candidates, queries: _Queries, known: Lists | None) -> Tensor:
+    """Return the ranks of the answers of all ranks' queries, float64 ``[B]`` on the CPU."""
+    device = queries.rows.device
+    relation = None if queries.relation is None else queries.relation.to(device)
+    scores = candidates.score(queries.rows, relation, candidates.rows)  # (queries, candidates)
+    index, owned = candidates.local(queries.answer)
+    query, index = owned.nonzero().flatten().to(device), index[owned].to(device)
+    own = scores.new_zeros(len(scores))
+    own[query] = scores[query, index]
+    own = spread.all_reduce(own).unsqueeze(1)  # one rank owns each answer
+    if known is not None:
+        row = torch.repeat_interleave(torch.arange(len(scores)), known[0].diff())
+        candidate, owned = candidates.local(known[1])
+        scores = scores.clone()
+        scores[row[owned].to(device), candidate[owned].to(device)] = -torch.inf
+    better = (~(scores <= own)).sum(1)  # NaN counts as better than the answer
+    ties = (scores == own).sum(1)
+    ties[query] -= (scores[query, index] == own[query, 0]).long()
+    better, ties = spread.all_reduce(torch.stack([better, ties]))
+    return (1 + better.double() + ties.double() / 2).cpu()

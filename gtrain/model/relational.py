@@ -1,4 +1,4 @@
-"""Networks for graphs with relations: PyG's convolutions, unmodified, stacked."""
+"""Networks for graphs with relations: stacks of PyG's convolutions, unmodified."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ EdgeType = tuple[str, str, str]
 
 
 class Relational(nn.Module):
-    """A network of convolutions over edges with relations: the arguments that all such networks take.
+    """Base of the networks of convolutions over edges with relations.
 
     Args:
-        in_channels: columns of x; None where x is the ids.
+        in_channels: columns of x; None if x has the ids.
         hidden_channels: width of hidden layers.
         out_channels: columns of the result.
         num_relations: R, relations of ``edge_type``.
-        num_nodes: N, needed where x is the ids.
+        num_nodes: N, needed if x has the ids.
         num_layers: convolutions.
-        num_bases: matrices that the relations share; None gives each its own.
-        root_weight: whether a node's own features count besides its neighbours'.
+        num_bases: matrices that the relations share; None: one per relation.
+        root_weight: add a transformation of the node's features to the messages.
         dropout: after each hidden layer.
     """
 
@@ -55,12 +55,12 @@ class Relational(nn.Module):
         """Make the layers.
 
         Args:
-            before: columns of x; None where x is the ids.
-            widths: columns that each convolution returns.
+            before: columns of x; None if x has the ids.
+            widths: output columns of each convolution.
             relations: R.
             nodes: N, or None.
-            bases: matrices that the relations share, at most R; None gives each its own.
-            root: whether a node's own features count.
+            bases: matrices that the relations share, at most R; None: one per relation.
+            root: see ``root_weight``.
         """
         raise NotImplementedError
 
@@ -68,18 +68,18 @@ class Relational(nn.Module):
 class RGCN(Relational):
     """Relational graph convolutional network (Schlichtkrull et al. 2018), with basis decomposition (eq. 3 there).
 
-    Where nodes have no features, the first layer reads their ids: a learned row for each relation and node, as in the
-    paper's entity classification (features that are one-hot vectors).
+    Without node features, the first layer reads ids: a learned row per relation and node, as in the paper's entity
+    classification (features that are one-hot vectors).
 
     Args:
-        in_channels: columns of x; None where x is the ids.
+        in_channels: columns of x; None if x has the ids.
         hidden_channels: width of hidden layers.
         out_channels: columns of the result.
         num_relations: R, relations of ``edge_type``.
-        num_nodes: N, needed where x is the ids: the first layer then has R * N * hidden_channels numbers.
+        num_nodes: N, needed if x has the ids: the first layer then has R * N * hidden_channels numbers.
         num_layers: convolutions.
-        num_bases: matrices that the relations share; None gives each its own.
-        root_weight: whether a node's own features count besides its neighbours'.
+        num_bases: matrices that the relations share; None: one per relation.
+        root_weight: add a transformation of the node's features to the messages.
         dropout: after each hidden layer.
 
     Shapes:
@@ -96,7 +96,7 @@ class RGCN(Relational):
         self.convs = nn.ModuleList()
         for width in widths:
             if before is None:
-                assert nodes is not None  # the graph's, where it has no features
+                assert nodes is not None  # passed if the graph has no features
                 self.convs.append(IdRGCNConv(nodes, width, relations, **shared))
             else:
                 self.convs.append(RGCNConv(before, width, relations, **shared))
@@ -110,7 +110,7 @@ class RGCN(Relational):
         num_sampled_nodes_per_hop: list[int] | None = None,
         num_sampled_edges_per_hop: list[int] | None = None,
     ) -> Tensor:
-        """Scores of every node; given the numbers of each hop, of the seeds at least (:mod:`gtrain.model.trim`)."""
+        """Return the scores of every node; with the numbers of each hop, at least of the seeds (:mod:`.trim`)."""
         hops = num_sampled_nodes_per_hop, num_sampled_edges_per_hop
         for number, conv in enumerate(self.convs):
             x, edge_index, edge_type = trim(number, hops, x, edge_index, edge_type)
@@ -121,17 +121,17 @@ class RGCN(Relational):
 
 
 class IdRGCNConv(MessagePassing):
-    """``RGCNConv`` over features that are one-hot vectors of ids: a learned row for each relation and node.
+    """``RGCNConv`` over one-hot vectors of ids: a learned row per relation and node.
 
-    PyG's ``FastRGCNConv`` does the same where a node's id is its position; here ids are given, so that the nodes of a
-    part find their rows as well.
+    PyG's ``FastRGCNConv`` takes a node's position as its id; here ids are an input, so that the nodes of a part look up
+    their rows of the whole graph.
 
     Args:
         num_nodes: N, number of ids.
         out_channels: columns of the result.
         num_relations: R, relations of ``edge_type``.
-        num_bases: matrices that the relations share; None gives each its own.
-        root_weight: whether a node's own row counts besides its neighbours'.
+        num_bases: matrices that the relations share; None: one per relation.
+        root_weight: add a learned row of the node to the messages.
 
     Shapes:
         ids int64 [n], edge_index [2, E], edge_type [E]; result [n, out_channels], the sum over relations of the mean
@@ -158,10 +158,11 @@ class IdRGCNConv(MessagePassing):
         glorot(self.root)
 
     def forward(self, ids: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
-        """Embeddings of every node that edges point at."""
-        pair = edge_index[1] * self.num_relations + edge_type  # all edges of a target are here, so counts are whole
-        _, place, count = torch.unique(pair, return_inverse=True, return_counts=True)
-        share = 1 / count.to(self.weight.dtype)[place]
+        """Return the embeddings of every node."""
+        # a rank has all in-edges of its targets, so counts of (target, relation) are exact
+        pair = edge_index[1] * self.num_relations + edge_type
+        _, index, count = torch.unique(pair, return_inverse=True, return_counts=True)
+        share = 1 / count.to(self.weight.dtype)[index]
         out: Tensor = self.propagate(edge_index, ids=ids, edge_type=edge_type, share=share) + self.bias
         return out if self.root is None else out + self.root[ids]
 
@@ -174,12 +175,12 @@ class IdRGCNConv(MessagePassing):
 
 
 class HeteroSAGE(nn.Module):
-    """GraphSAGE with weights of its own for each edge type (``HeteroConv`` over ``SAGEConv``), messages summed.
+    """GraphSAGE with separate weights per edge type (``HeteroConv`` over ``SAGEConv``), messages summed.
 
-    A node type that no edge points at keeps its features from layer to layer.
+    A node type without in-edges keeps its features from layer to layer.
 
     Args:
-        hidden_channels: columns of every type's features, and width of hidden layers.
+        hidden_channels: columns of every node type's features and of hidden layers.
         out_channels: columns of the result.
         edge_types: edge types of the graph.
         num_layers: convolutions.
@@ -219,7 +220,7 @@ class HeteroSAGE(nn.Module):
         num_sampled_nodes_dict: dict[str, list[int]] | None = None,
         num_sampled_edges_dict: dict[EdgeType, list[int]] | None = None,
     ) -> dict[str, Tensor]:
-        """Scores of every node by type; given the numbers of each hop, of the seeds at least."""
+        """Return the scores of every node by type; with the numbers of each hop, at least of the seeds."""
         hops = num_sampled_nodes_dict, num_sampled_edges_dict
         x_dict = {node_type: F.dropout(x.relu(), self.dropout, self.training) for node_type, x in x_dict.items()}
         for number, conv in enumerate(self.convs):
@@ -233,7 +234,7 @@ class HGT(nn.Module):
     """Heterogeneous graph transformer (Hu et al. 2020): ``HGTConv`` layers and a linear head.
 
     Args:
-        hidden_channels: columns of every type's features, and width of hidden layers; a multiple of ``heads``.
+        hidden_channels: columns of every node type's features and of hidden layers; a multiple of ``heads``.
         out_channels: columns of the result.
         node_types: node types of the graph.
         edge_types: edge types of the graph.
@@ -273,7 +274,7 @@ class HGT(nn.Module):
         num_sampled_nodes_dict: dict[str, list[int]] | None = None,
         num_sampled_edges_dict: dict[EdgeType, list[int]] | None = None,
     ) -> dict[str, Tensor]:
-        """Scores of every node by type; given the numbers of each hop, of the seeds at least."""
+        """Return the scores of every node by type; with the numbers of each hop, at least of the seeds."""
         hops = num_sampled_nodes_dict, num_sampled_edges_dict
         x_dict = {node_type: x.relu() for node_type, x in x_dict.items()}
         for number, conv in enumerate(self.convs):

@@ -14,41 +14,41 @@ from gtrain.errors import ConfigError
 from gtrain.model.classification import Classifier
 from gtrain.model.kinds import SPARSE
 from gtrain.model.metrics import NAMES
-from gtrain.model.optimizers import MakeOptimizer, configured, with_tables
+from gtrain.model.optimizers import MakeOptimizer
 from gtrain.nn import Csr, SparseLinear, select_rows
 
 
 class SparseClassifier(Classifier):
-    """A :class:`~gtrain.nn.SparseLinear` and linear layers over its result; one layer is logistic regression.
+    """A :class:`~gtrain.nn.SparseLinear` and linear layers over its output; with one layer this is logistic regression.
 
     Args:
         num_features: columns of ``batch.x``, F.
-        num_classes: classes, or labels where a row may carry several.
+        num_classes: classes, or labels if a row may carry several.
         hidden_channels: width of hidden layers.
-        num_layers: linear layers, the wide one included.
+        num_layers: linear layers, including the wide one.
         dropout: after each hidden layer.
         act: activation after each hidden layer.
-        multilabel: whether ``batch.y`` is a [N, num_classes] matrix of 0 and 1.
+        multilabel: whether ``batch.y`` is a 0/1 matrix [N, num_classes].
         optimizer: makes an optimizer from parameters; None: Adam with lr 0.01.
-        sparse_optimizer: the same for the wide layer's matrix, whose gradient is then sparse: of the features that
-            occur in the batch; None: ``optimizer`` has it too.
-        scheduler: makes a learning-rate scheduler from the optimizer, stepped once an epoch; None: none.
-        monitor: the logged value that a ``ReduceLROnPlateau`` scheduler looks at.
+        sparse_optimizer: the same for the wide layer's matrix; its gradient is then sparse, with the rows of the
+            features that occur in the batch. None: ``optimizer`` updates it too.
+        scheduler: makes a learning-rate scheduler from the optimizer, stepped once per epoch; None: none.
+        monitor: the logged value that a ``ReduceLROnPlateau`` scheduler monitors.
         class_weights: weight of each class in the loss; None: all 1.
-        test_metrics: which of acc, f1 and auc the test computes.
+        test_metrics: the metrics of the test among acc, f1 and auc.
 
     Shapes:
-        batch.x [N, F], sparse CSR or dense, or a Csr of the S rows of the seeds alone; batch.y [N] or
+        batch.x [N, F], sparse CSR or dense, or a Csr of the seeds' S rows only; batch.y [N] or
         [N, num_classes]; batch.seeds [S].
 
     Raises:
-        ConfigError: the data has no features, or no labels, or several node types.
+        ConfigError: the data has no features, no labels, or several node types.
     """
 
     kind = SPARSE
     edge_data: frozenset[str] = frozenset()
     row_table = "wide"
-    """The table that multiplies the rows of a batch's seeds: a strategy may have sent them to it beforehand."""
+    """The table that multiplies the rows of a batch's seeds; a strategy may send it these rows ahead."""
 
     def __init__(
         self,
@@ -72,12 +72,12 @@ class SparseClassifier(Classifier):
             classes,
             multilabel=bool(multilabel),
             optimizer=optimizer,
+            sparse_optimizer=sparse_optimizer,
             scheduler=scheduler,
             monitor=monitor,
             class_weights=class_weights,
             test_metrics=test_metrics,
         )
-        self._make_sparse = sparse_optimizer
         widths = [*[hidden_channels] * (num_layers - 1), classes]
         self.wide = SparseLinear(features, widths[0], sparse=sparse_optimizer is not None)
         self.rest = nn.Sequential()
@@ -85,28 +85,28 @@ class SparseClassifier(Classifier):
             self.rest.extend([activation_resolver(act), nn.Dropout(dropout), nn.Linear(before, after)])
 
     def forward(self, rows: Tensor | Csr) -> Tensor:
-        """Scores of sparse or dense rows [m, F]: [m, num_classes]."""
+        """Return the scores [m, num_classes] of sparse or dense rows [m, F]."""
         scores: Tensor = self.rest(self.wide(rows))
         return scores
 
     def seed_scores(self, batch: Data | HeteroData) -> Tensor:
-        """Scores of the seeds, [S, num_classes]; only their rows are read."""
+        """Return the scores of the seeds, [S, num_classes]; only their rows are read."""
         scores: Tensor = self(_rows(batch))
         return scores
 
     def embed(self, batch: Data | HeteroData) -> Tensor:
-        """What the last layer reads of the seeds, [S, hidden_channels]."""
+        """Return the last layer's input for the seeds, [S, hidden_channels].
+
+        Raises:
+            ConfigError: the model has no hidden layer.
+        """
         if not len(self.rest):
             raise ConfigError(
                 "embeddings=true was set, and a model with model.num_layers=1 has no hidden layer.",
-                hint="leave embeddings=false: scores are then written.",
+                hint="set embeddings=false to write scores.",
             )
         hidden: Tensor = self.rest[:-1](self.wide(_rows(batch)))
         return hidden
-
-    def configure_optimizers(self) -> Any:
-        make = with_tables(self, self._make_sparse, self._make_optimizer)
-        return configured(self.parameters(), make, self._make_scheduler, self._monitor)
 
 
 def _rows(batch: Data | HeteroData) -> Tensor | Csr:
@@ -117,15 +117,15 @@ def _rows(batch: Data | HeteroData) -> Tensor | Csr:
 
 
 def _sizes(num_features: object, num_classes: int | None) -> tuple[int, int]:
-    """Check what the graph has."""
+    """Return the numbers of features and classes, or raise if the graph lacks them."""
     if isinstance(num_features, dict):
         raise ConfigError(
-            f"model=sparse classifies rows of one kind; this graph has the node types {', '.join(num_features)}.",
+            f"model=sparse classifies rows of one type; this graph has the node types {', '.join(num_features)}.",
             hint="set model to hetero_sage or hgt.",
         )
     if not isinstance(num_features, int):
         raise ConfigError(
-            "the data has no features, and model=sparse reads nothing else.",
+            "the data has no features, and model=sparse reads features only.",
             hint="set data to libsvm, parquet or planted_sparse, or model to one that learns from edges.",
         )
     if num_classes is None:

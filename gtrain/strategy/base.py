@@ -38,7 +38,7 @@ from gtrain.errors import ConfigError
 from gtrain.graph.store import Store
 from gtrain.launch import slot as slots
 from gtrain.launch.environment import agent_environment, find_environment
-from gtrain.model.inputs import check_weights, tell_unread, weight_demand, zero_demand
+from gtrain.model.inputs import check_weights, unread_data, weight_demand, zero_demand
 from gtrain.nn import RemoteHome, tables
 from gtrain.nn.dropout import ExactDropout, StepRows, rows_of
 from gtrain.protocols import DrawsNegatives, StoreData, data_of, network_of, trainer_of
@@ -295,7 +295,7 @@ class GraphStrategy(GroupCollectives):
             return
         name, store = self._name_of(module), data.open_store()
         check_weights(module, store.facts, name)
-        for sentence in tell_unread(module, store, data.edge_data_read, name) if self.is_global_zero else []:
+        for sentence in unread_data(module, store, data.edge_data_read, name) if self.is_global_zero else []:
             if sentence not in self._told:
                 log.warning("%s", sentence)
                 self._told.add(sentence)

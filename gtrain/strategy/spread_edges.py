@@ -50,7 +50,7 @@ class SpreadEdges:
 
         Returns:
             A batch with the entries of :meth:`~gtrain.data.batches.scored_edges.ScoredEdges.entries`, whose ids are
-            rows of what ``spread.rows`` returns; ``spread``, see :class:`~gtrain.model.spread.Spread`; ``seeds`` and
+            rows of what ``spread.rows`` returns; ``spread``, see :class:`~gtrain.protocols.Spread`; ``seeds`` and
             ``batch_size``.
         """
         edges = self._edges if self._negatives is None else self._negatives(self._edges, self._edge_id, epoch)
@@ -65,7 +65,7 @@ class SpreadEdges:
 
 
 class SpreadNodes:
-    """The ends of a batch's edges; implements :class:`~gtrain.model.spread.Spread`.
+    """The ends of a batch's edges; implements :class:`~gtrain.protocols.Spread`.
 
     Args:
         group: the ranks.

@@ -30,7 +30,7 @@ def test_two_ranks_predict_what_one_does(tmp_path: Path) -> None:
     assert "written: out/scores.npy" in said
     ok(gtrain("predict", *sharded, "embeddings=true", "output=out/hidden.npy", cwd=tmp_path))
     again = gtrain("predict", "strategy=single", *SMALL, checkpoint, "output=out/scores.npy", cwd=tmp_path)
-    assert again.returncode == 1 and "output=out/scores.npy is there already" in again.stderr
+    assert again.returncode == 1 and "output=out/scores.npy exists already" in again.stderr
     table, scores, hidden = (
         pq.read_table(tmp_path / "out/scores.parquet"),
         np.load(tmp_path / "out/scores.npy"),
@@ -68,7 +68,7 @@ def test_what_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
         check_output(tmp_path / "x", "csv")
     check_output(tmp_path / "x", "pbg_hdf5")
     (tmp_path / "x").mkdir()
-    with pytest.raises(ConfigError, match=r"output=.*x is there already"):
+    with pytest.raises(ConfigError, match=r"output=.*x exists already"):
         check_output(tmp_path / "x", "pbg_hdf5")
 
 
@@ -84,7 +84,7 @@ def test_the_last_layer_is_the_one_that_makes_the_scores() -> None:
     assert last_layer(Model(network=gcn)) is gcn.convs[1]
     mlp = MLP([4, 8, 3])
     assert last_layer(Model(network=nn.Sequential(mlp))) is mlp.lins[1]
-    with pytest.raises(ConfigError, match="no network to look into"):
+    with pytest.raises(ConfigError, match="neither embed.. nor a network"):
         last_layer(Model())
 
 

@@ -98,16 +98,16 @@ def test_nothing_is_wrong() -> None:
         (put("shared_memory/writable", False), False, "cannot share memory"),
         (put("temporary_folder/writable", False), True, "temporary folder /x cannot be written"),
         (put("temporary_folder/free", 1000), False, "temporary folder /x has 1000 B free"),
-        (put("kernels", {"cache": None, "writable": False}), False, "compiled kernels cannot be kept"),
+        (put("kernels", {"cache": None, "writable": False}), False, "compiled kernels cannot be cached"),
         (put("memory/available", GIB), False, "1.0 GiB of memory free for 4 rank(s)"),
         (put("memory/limit", 2 * GIB), False, "2.0 GiB of memory free"),
-        (put("environment", {}), False, "OMP_NUM_THREADS is not set: torch takes 2 threads"),
+        (put("environment", {}), False, "OMP_NUM_THREADS is not set: torch uses 2 threads"),
         (put("environment/OMP_NUM_THREADS", "8"), False, "OMP_NUM_THREADS=8 with 4 ranks makes 32 threads on 8 cores"),
         (put("environment/MKL_NUM_THREADS", "3"), False, "MKL_NUM_THREADS=3 with 4 ranks makes 12 threads"),
         (put("environment/KMP_AFFINITY", "compact"), False, "KMP_AFFINITY=compact pins threads"),
         (put("cores/usable", 2), False, "4 ranks share 2 cores"),
         (put("open_files/limit", 256), False, "may open 256 files"),
-        (put("failed", {"gpus": "RuntimeError: driver"}), False, "looking for gpus fails: RuntimeError: driver"),
+        (put("failed", {"gpus": "RuntimeError: driver"}), False, "the check of gpus fails: RuntimeError: driver"),
     ],
 )
 def test_each_problem(change: Callable[[dict[str, Any]], None], essential: bool, message: str) -> None:
@@ -143,8 +143,8 @@ def test_facts_agree_with_the_system(tmp_path: Path) -> None:
     assert facts["cores"]["usable"] == len(os.sched_getaffinity(0))
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert abs(facts["memory"]["total"] - pages) < pages / 100 and facts["memory"]["available"] < pages
-    assert machine.place(tmp_path)["writable"] and not list(tmp_path.iterdir())
-    missing = machine.place(tmp_path / "missing")
+    assert machine.folder_state(tmp_path)["writable"] and not list(tmp_path.iterdir())
+    missing = machine.folder_state(tmp_path / "missing")
     assert (missing["free"], missing["writable"]) == (0, False)
     assert facts["cluster"]["launcher"] == "local"
     json.dumps(facts)
@@ -187,7 +187,7 @@ def test_a_crash_is_put_down_to_its_step() -> None:
     [
         ("data=planted", "gtrain doctor was given data=planted; it reads format, strategy"),
         ("format=yaml", "format=yaml was set"),
-        ("trainer.devices=0", "trainer.devices=0 was set; it must be a number from 1"),
+        ("trainer.devices=0", "trainer.devices=0 was set; it must be an integer from 1"),
     ],
 )
 def test_bad_arguments(argument: str, message: str) -> None:

@@ -17,7 +17,7 @@ from torch_geometric.data import Data, HeteroData
 from gtrain import SingleStrategy, config
 from gtrain.data.sources.edges import EdgesData
 from gtrain.errors import DataError
-from gtrain.model.inputs import EDGE_DATA, check_weights, edge_data_read, tell_unread, weight_demand
+from gtrain.model.inputs import EDGE_DATA, check_weights, edge_data_read, unread_data, weight_demand
 from gtrain.run import build
 
 NODES, EDGES, COLUMNS = 24, 120, 3
@@ -141,13 +141,13 @@ def test_what_nothing_reads_is_listed(tmp_path: Path) -> None:
     given = graph("sage", None)
     given.time = torch.arange(NODES)
     store = opened(Given(given, tmp_path / "timed")).open_store()
-    assert [sentence.partition(", so")[0] for sentence in tell_unread(made, store, set(), "SAGE")] == [
+    assert [sentence.partition(", so")[0] for sentence in unread_data(made, store, set(), "SAGE")] == [
         *(f"SAGE does not read {name}" for name in EDGE_DATA),
         "SAGE does not read the time of nodes",
     ]
-    (only,) = tell_unread(made, store, {"edge_attr", "edge_type", "edge_time", "time"}, "SAGE")
+    (only,) = unread_data(made, store, {"edge_attr", "edge_type", "edge_time", "time"}, "SAGE")
     assert only.startswith("SAGE does not read edge_weight, so")
-    assert tell_unread(torch.nn.Linear(1, 1), store, set(), "Linear") == []  # a module of the user's own
+    assert unread_data(torch.nn.Linear(1, 1), store, set(), "Linear") == []  # a module of the user's own
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ from gtrain.data.batches.edge_seeds import KnownEdges
 from gtrain.model import ranking
 from gtrain.model.decoders import DECODERS, make_decoder
 from gtrain.model.edge_model import Auc
-from gtrain.model.ranking import ranks
-from gtrain.model.spread import spread_ranks
+from gtrain.model.ranking import ranks, spread_ranks
 from gtrain.strategy.row_exchange import RowExchange
 
 N, D = 30, 4

@@ -97,7 +97,7 @@ def test_the_wide_layer_has_an_optimizer_and_a_sparse_gradient_of_its_own() -> N
 
 def test_an_optimizer_without_sparse_gradients_is_refused() -> None:
     model = module(sparse_optimizer=lambda p: torch.optim.AdamW(p))
-    with pytest.raises(ConfigError, match=r"sparse_optimizer made a AdamW, which takes no sparse gradients"):
+    with pytest.raises(ConfigError, match=r"sparse_optimizer made a AdamW, which does not accept sparse gradients"):
         model.configure_optimizers()
 
 
