@@ -23,7 +23,7 @@ from gtrain.data.prepare.validate import weight_facts
 from gtrain.data.schema import DataSchema, kept_together
 from gtrain.errors import ConfigError, DataError, negative_weight, zero_weights
 from gtrain.graph.partition import AUTO, installed_method, metis
-from gtrain.graph.partition.locality import GROUP_NODES
+from gtrain.graph.partition.metis import GROUP_NODES
 from gtrain.graph.sampling.options import checked_fan_out
 from gtrain.graph.store import Store
 from gtrain.graph.store.lock import ensure_store

@@ -98,7 +98,7 @@ def _kernels() -> dict[str, Any]:
     """Load kernels as ranks do, and return the folder of their cache."""
     from gtrain import kernel_cache
 
-    folder = os.environ.get("NUMBA_CACHE_DIR") or kernel_cache.kept()
+    folder = os.environ.get("NUMBA_CACHE_DIR") or kernel_cache.user_cache_folder()
     kernel_cache.find_cache()
     try:
         importlib.import_module("gtrain.graph.sampling.spans")

@@ -1,7 +1,6 @@
-"""Compiled loops over edges; import this module inside the functions that need it, never in front of a fork.
+"""Compiled loops over edges. Import this module inside the functions that need it, never before a fork.
 
-The arguments of each kernel have one dtype each (int64 unless said), so that each is compiled once; the callers convert
-chunk by chunk.
+Each argument has one dtype (int64 unless stated), so that each kernel is compiled once; callers convert chunk by chunk.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-_RUN = 32
+_RUN = 32  # edges of a run that insertion sort handles
 
 
 @njit(cache=True, nogil=True)
@@ -26,41 +25,41 @@ def count(keys: Ints, counts: Ints) -> None:
 def place(
     key: Ints, value: Ints, first: int, low: int, high: int, cursor: Ints, out_value: Ints, out_position: Ints
 ) -> None:
-    """Put the edges whose key is in ``low .. high-1`` where their key's cursor points, in the order they come.
+    """Scatter the edges with a key in ``low .. high-1`` to their columns: the second pass of a counting sort, stable.
 
     Args:
-        key: target of each edge.
-        value: source of each edge.
+        key: target of each edge, ``[e]``.
+        value: source of each edge, ``[e]``.
         first: position of the first of these edges in the source data.
-        low: smallest key that is wanted.
-        high: largest, plus 1.
-        cursor: ``[high - low]``, next free place of each key; advanced.
-        out_value: receives the sources.
-        out_position: receives the positions.
+        low: smallest key to place.
+        high: largest key to place, plus 1.
+        cursor: ``[high - low]``, next free slot of each column; advanced.
+        out_value: output, the sources.
+        out_position: output, the edges' positions in the source data.
     """
     for e in range(key.size):
         k = key[e]
         if low <= k < high:
-            at = cursor[k - low]
-            cursor[k - low] = at + 1
-            out_value[at] = value[e]
-            out_position[at] = first + e
+            slot = cursor[k - low]
+            cursor[k - low] = slot + 1
+            out_value[slot] = value[e]
+            out_position[slot] = first + e
 
 
 @njit(cache=True, nogil=True)
 def sort_columns(indptr: Ints, time: Ints, source: Ints, position: Ints) -> None:
     """Sort each column ``indptr[c] .. indptr[c+1]-1`` by (time, source), stably and in place.
 
-    Runs of 32 by insertion, merged bottom up; ``time`` is empty where edges have none.
+    Bottom-up merge sort over runs that insertion sort has sorted. ``time`` is empty if the edges have no times.
     """
     timed = time.size > 0
     longest = 0
     for c in range(indptr.size - 1):
         longest = max(longest, indptr[c + 1] - indptr[c])
-    room = longest if longest > _RUN else 0
-    spare_time = np.empty(room if timed else 0, np.int64)
-    spare_source = np.empty(room, np.int64)
-    spare_position = np.empty(room, np.int64)
+    capacity = longest if longest > _RUN else 0
+    spare_time = np.empty(capacity if timed else 0, np.int64)
+    spare_source = np.empty(capacity, np.int64)
+    spare_position = np.empty(capacity, np.int64)
     for c in range(indptr.size - 1):
         start, stop = indptr[c], indptr[c + 1]
         for low in range(start, stop, _RUN):
@@ -102,7 +101,11 @@ def _merge(
     spare_source: Ints,
     spare_position: Ints,
 ) -> None:
-    """Merge two sorted neighbours: the left one is moved aside, and the result grows from ``low``."""
+    """Merge the sorted runs ``low .. middle-1`` and ``middle .. high-1`` in place.
+
+    The left run is copied aside first, so the output never overwrites an entry that is still to be read. Taking the
+    right entry only if it is strictly smaller keeps the sort stable.
+    """
     left = middle - low
     for i in range(left):
         if timed:
@@ -142,41 +145,47 @@ def assign(
     sizes: NDArray[np.int64],
     part: NDArray[np.int32],
 ) -> None:
-    """Put consecutive nodes, one after the other, into the part that suits each best; see :mod:`.streaming`.
+    """Assign consecutive nodes, one after the other, to the part with the highest score.
+
+    The score of part p for node v (see :func:`gtrain.graph.partition.methods.stream_partition` for the sources), with
+    ``fill = sizes[p] / capacity`` for the node's group::
+
+        LDG      |N(v) and p| * (1 - fill)
+        Fennel   |N(v) and p| - fennel * sqrt(fill)
 
     Args:
         indptr: ``[n + 1]``; node ``first + i`` has the neighbours ``indptr[i] .. indptr[i+1]-1``.
         neighbour: node ids.
         first: id of the first node.
-        group: int32 ``[N]``, what a node counts as where balance is concerned.
-        capacity: nodes of each group that a part takes at most.
-        fennel: weight of Fennel's cost of a full part, in neighbours; 0 chooses LDG.
-        seed: decides between parts that are equal.
-        sizes: ``[groups, P]``, nodes of each group that each part has got in this pass; updated.
-        part: int32 ``[N]``, the part of each node in this pass or else the last, -1 where there is none; updated.
+        group: int32 ``[N]``, balance group of each node.
+        capacity: ``[groups]``, largest number of nodes of each group in a part.
+        fennel: weight of Fennel's cost of a full part, in neighbours; 0 selects LDG.
+        seed: breaks ties between parts.
+        sizes: ``[groups, P]``, nodes of each group assigned to each part in this pass; updated.
+        part: int32 ``[N]``, part of each node in this pass or else in the last, -1 if not yet assigned; updated.
     """
     num_parts = sizes.shape[1]
-    found = np.zeros(num_parts, np.int64)
+    neighbours_in = np.zeros(num_parts, np.int64)  # (P,)
     for v in range(first, first + indptr.size - 1):
         start, stop = indptr[v - first], indptr[v - first + 1]
         for e in range(start, stop):
             if neighbour[e] != v and part[neighbour[e]] >= 0:
-                found[part[neighbour[e]]] += 1
-        own, room = sizes[group[v]], capacity[group[v]]
-        # A multiplicative hash: any order of the parts will do, if it differs from node to node and seed to seed.
-        turn = (((v + 1) * 2654435761 + (seed + 1) * 40503) >> 7) % num_parts
+                neighbours_in[part[neighbour[e]]] += 1
+        size_of, limit = sizes[group[v]], capacity[group[v]]
+        # A multiplicative hash chooses the first part to try: ties must go to different parts for different nodes.
+        rotation = (((v + 1) * 2654435761 + (seed + 1) * 40503) >> 7) % num_parts
         best, best_score, best_size = -1, 0.0, 0
         for i in range(num_parts):
-            p = (i + turn) % num_parts
-            size = own[p]
-            if size >= room:
+            p = (i + rotation) % num_parts
+            size = size_of[p]
+            if size >= limit:
                 continue
-            fill = size / room
-            score = found[p] - fennel * np.sqrt(fill) if fennel > 0 else found[p] * (1.0 - fill)
+            fill = size / limit
+            score = neighbours_in[p] - fennel * np.sqrt(fill) if fennel > 0 else neighbours_in[p] * (1.0 - fill)
             if best < 0 or score > best_score or (score == best_score and size < best_size):
                 best, best_score, best_size = p, score, size
-        for e in range(start, stop):
+        for e in range(start, stop):  # reset the touched counts only: P may exceed the node's degree
             if part[neighbour[e]] >= 0:
-                found[part[neighbour[e]]] = 0
+                neighbours_in[part[neighbour[e]]] = 0
         part[v] = best
-        own[best] += 1
+        size_of[best] += 1

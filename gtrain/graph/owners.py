@@ -1,4 +1,4 @@
-"""Which part owns a global id: parts are contiguous, so P + 1 offsets say it."""
+"""Owner look-up: each part owns a contiguous range of global ids, so P + 1 offsets define the owners."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def owner_of(ids: Any, offsets: Any) -> Any:
 
     Args:
         ids: integers of any shape, a tensor or an array.
-        offsets: int64 ``[P + 1]``, of the same sort; part p owns ``offsets[p] .. offsets[p+1]-1``.
+        offsets: int64 ``[P + 1]``, tensor or array like ``ids``; part p owns ``offsets[p] .. offsets[p+1]-1``.
     """
     if isinstance(ids, Tensor):
         return torch.searchsorted(offsets, ids.contiguous(), right=True) - 1
@@ -22,6 +22,6 @@ def owner_of(ids: Any, offsets: Any) -> Any:
 
 
 def count_by_owner(ids: Tensor, offsets: Tensor) -> list[int]:
-    """Return how many of some ascending global ids each part owns."""
+    """Return the number of global ids, which must ascend, that each part owns; a list of P."""
     counts: list[int] = torch.searchsorted(ids, offsets).diff().tolist()
     return counts

@@ -1,6 +1,6 @@
-"""What compiled loops of the framework and its backends share.
+"""Building blocks of compiled loops, shared by the framework and the backends.
 
-Ranks import the modules with compiled loops after the launcher's fork; ``splitmix`` alone has none.
+Ranks must import modules with compiled loops after the launcher's fork; only ``splitmix`` has none.
 
 ======================  ==================================================================
 :mod:`.options`         compiler options

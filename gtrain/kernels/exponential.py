@@ -1,14 +1,14 @@
-"""Exponentials of many numbers, in a form that LLVM turns into vector instructions. float64 is the library's.
+"""float32 exponentials that LLVM vectorizes; float64 calls the C library.
 
-Both float32 forms split the argument into a whole number n and a rest r (Cody and Waite, *Software Manual for the
-Elementary Functions*, 1980), put n into the exponent's bits and evaluate a polynomial in r:
+Both float32 functions write the argument as n * ln 2 + r with an integer n (Cody and Waite, *Software Manual for the
+Elementary Functions*, 1980), put n into the exponent bits of the result and evaluate a polynomial in r:
 
-* :func:`exp` is Cephes' ``expf`` (Moshier), 1 ulp, for arguments of any size; results below the smallest normal number
-  are 0.
-* :func:`exp_of_negative` is for arguments that are not positive, as softmax and softplus have them: a polynomial of
-  2**r with a relative error of 1e-7, six operations less; results are 2**-126 at least.
+* :func:`exp` is Cephes' ``expf`` (Moshier): error 1 ulp, arguments of any size; results below the smallest normal
+  number are 0.
+* :func:`exp_of_negative` is for arguments <= 0, as in softmax and softplus: a polynomial of 2**r with a relative error
+  of 1e-7 and six operations fewer; results are at least 2**-126.
 
-Reassociation would cancel the rounding to n, hence ``STRICT`` alone; NaN stays NaN through all steps.
+Only ``STRICT`` is possible: reassociation would cancel the rounding to n. NaN is preserved.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numba.extending import overload
 from gtrain.kernels.options import STRICT
 
 ROUND = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer, which is then in the low bits
-ROUND_BITS = np.int32(0x4B400000)  # those of ``ROUND``
+ROUND_BITS = np.int32(0x4B400000)  # the bit pattern of ``ROUND``
 _LOG2_E, _ONE, _ZERO = np.float32(1.44269504088896341), np.float32(1), np.float32(0)
 
 _LN_2_HIGH, _LN_2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
@@ -38,12 +38,12 @@ _P4, _P5 = np.float32(0.00967167), np.float32(0.00132353)
 
 
 def exp(x: Any) -> Any:
-    """The exponential of a number, in its own precision."""
+    """Return e**x, in the precision of x."""
     raise NotImplementedError("compiled only")
 
 
 def exp_of_negative(x: Any) -> Any:
-    """The exponential of a number that is not positive, in its own precision; in float32 at least 2**-126."""
+    """Return e**x for x <= 0, in the precision of x; in float32 at least 2**-126."""
     raise NotImplementedError("compiled only")
 
 

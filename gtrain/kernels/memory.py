@@ -1,7 +1,7 @@
-"""Memory operations that numba lacks: prefetching, unaligned loads, copies by address, a fence. Nothing is checked.
+"""Memory intrinsics that numba lacks: prefetching, unaligned loads, copies by address, a fence. Nothing is checked.
 
-A prefetch waits for nothing, and any address will do. What is needed at once goes into the first cache. Many whole rows
-go into the second one, for the first has no room for them; a few that come next are quicker in the first.
+A prefetch does not block and accepts any address. Data for the next access goes into the L1 cache. ``prefetch_row``
+prefetches into L2, since L1 is too small for many whole rows; ``prefetch_next_row`` into L1, for the few next rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 _LINE = 64  # bytes
 _POINTER, _WORD = ir.IntType(8).as_pointer(), ir.IntType(32)
-_FIRST, _SECOND = _WORD(3), _WORD(2)  # caches, as LLVM's localities
+_L1, _L2 = _WORD(3), _WORD(2)  # LLVM's locality levels
 _READ, _DATA = _WORD(0), _WORD(1)
 
 
@@ -30,21 +30,20 @@ def _prefetch(typingctx: Any, address: Any) -> Any:
 
 
 def _prefetch_entry(typingctx: Any, array: Any, index: Any) -> Any:
-    """Prefetch the cache line of an entry of a one-dimensional array; the index is not below 0."""
+    """Prefetch the cache line of an entry of a one-dimensional array; the index must not be negative."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        place = builder.gep(data, [context.cast(builder, arguments[1], signature.args[1], types.intp)])
-        emit_prefetch(builder, place)
+        emit_prefetch(builder, builder.gep(data, [context.cast(builder, arguments[1], signature.args[1], types.intp)]))
         return context.get_dummy_value()
 
     return types.void(array, index), generate
 
 
 def _row_into(cache: Any) -> Callable[..., Any]:
-    """Prefetch all cache lines of a row of a two-dimensional array whose rows are contiguous.
+    """Prefetch all cache lines of a row of a two-dimensional array with contiguous rows.
 
-    The loop is of ``width`` alone, so a compiler that knows the width leaves no loop.
+    The trip count depends only on ``width``, so LLVM unrolls the loop if the width is a constant.
     """
 
     def typed(typingctx: Any, table: Any, row: Any, width: Any) -> Any:
@@ -56,18 +55,18 @@ def _row_into(cache: Any) -> Callable[..., Any]:
                 builder.ptrtoint(array.data, count.type), builder.mul(index, builder.extract_value(array.strides, 0))
             )
             nbytes = builder.mul(count, count.type(table.dtype.bitwidth // 8))
-            here = builder.block
+            entry = builder.block
             loop, after = builder.append_basic_block("prefetch"), builder.append_basic_block("prefetched")
             builder.branch(loop)
             builder.position_at_end(loop)
             offset = builder.phi(count.type)
-            offset.add_incoming(count.type(0), here)
+            offset.add_incoming(count.type(0), entry)
             emit_prefetch(builder, builder.inttoptr(builder.add(start, offset), _POINTER), cache)
             following = builder.add(offset, count.type(_LINE))
             offset.add_incoming(following, loop)
             builder.cbranch(builder.icmp_signed("<", following, nbytes), loop, after)
             builder.position_at_end(after)
-            last = builder.add(start, builder.sub(nbytes, count.type(1)))  # a row need not start where a line does
+            last = builder.add(start, builder.sub(nbytes, count.type(1)))  # a row may start in the middle of a line
             emit_prefetch(builder, builder.inttoptr(last, _POINTER), cache)
             return context.get_dummy_value()
 
@@ -76,8 +75,8 @@ def _row_into(cache: Any) -> Callable[..., Any]:
     return typed
 
 
-def emit_prefetch(builder: Any, pointer: Any, cache: Any = _FIRST) -> None:
-    """Add the instruction that prefetches the cache line at an LLVM pointer, to be read."""
+def emit_prefetch(builder: Any, pointer: Any, cache: Any = _L1) -> None:
+    """Emit the instruction that prefetches the cache line at an LLVM pointer for reading."""
     signature = ir.FunctionType(ir.VoidType(), [_POINTER, _WORD, _WORD, _WORD])
     function = builder.module.declare_intrinsic("llvm.prefetch", [_POINTER], signature)
     builder.call(function, [builder.bitcast(pointer, _POINTER), _READ, cache, _DATA])
@@ -110,12 +109,12 @@ def _unaligned(builder: Any, pointer: Any, bits: int) -> Any:
 
 
 def _copy(typingctx: Any, target: Any, source: Any, nbytes: Any) -> Any:
-    """Copy bytes from one address to another; a constant number of them becomes plain loads and stores."""
+    """Copy bytes from one address to another; LLVM turns a constant number into plain loads and stores."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         function = builder.module.declare_intrinsic("llvm.memcpy", [_POINTER, _POINTER, ir.IntType(64)])
-        places = [builder.inttoptr(argument, _POINTER) for argument in arguments[:2]]
-        builder.call(function, [*places, arguments[2], ir.Constant(ir.IntType(1), 0)])
+        pointers = [builder.inttoptr(argument, _POINTER) for argument in arguments[:2]]
+        builder.call(function, [*pointers, arguments[2], ir.Constant(ir.IntType(1), 0)])
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate
@@ -131,7 +130,7 @@ def _count_bits(typingctx: Any, word: Any) -> Any:
 
 
 def _fence(typingctx: Any) -> Any:
-    """Keep the compiler from moving writes across this point; no instruction on x86."""
+    """Prevent the compiler from moving memory accesses across this point; emits no instruction on x86."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("acq_rel")
@@ -142,8 +141,8 @@ def _fence(typingctx: Any) -> Any:
 
 prefetch: Any = intrinsic(_prefetch)
 prefetch_entry: Any = intrinsic(_prefetch_entry)
-prefetch_row: Any = intrinsic(_row_into(_SECOND))
-prefetch_next_row: Any = intrinsic(_row_into(_FIRST))
+prefetch_row: Any = intrinsic(_row_into(_L2))
+prefetch_next_row: Any = intrinsic(_row_into(_L1))
 load_word: Any = intrinsic(_load_word)
 load32: Any = intrinsic(_load_at(types.int32))
 load64: Any = intrinsic(_load_at(types.int64))

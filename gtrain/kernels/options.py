@@ -1,4 +1,4 @@
-"""Options of compiled loops: how they are built, and what the compiler may do with floating-point numbers."""
+"""Compiler options of kernels: inlining and floating-point semantics."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 from numba import njit
 
 STRICT = {"contract"}
-"""Products and sums may be fused; the order of operations stays, and so do NaN and infinity."""
+"""fastmath flags: allow fused multiply-add; preserve the order of operations, NaN and infinity."""
 FAST = {"contract", "reassoc", "nsz", "arcp"}
-"""Sums may be reordered as well, which vectorizes them; NaN and infinity stay what they are."""
+"""fastmath flags: also allow sums to be reordered, so that they vectorize; preserve NaN and infinity."""
 
 inlined: Any = partial(njit, cache=True, nogil=True, forceinline=True, no_cfunc_wrapper=True)
-"""Compiles a function into its callers.
+"""Decorator: compile a function into its callers.
 
-One that is not part of its caller may be another copy of it in the process that compiles than in those that read the
-cache, optimised differently: a run would then round differently from the run that it repeats.
+A function that is not inlined may be optimised differently in the process that compiles it than in processes that load
+it from the cache; a repeated run would then round differently.
 """
 bare: Any = partial(inlined, _nrt=False)
-"""The same for a function that makes no arrays, and returns one only to such functions.
+"""Decorator: like :data:`inlined`, without reference counting, which costs more than a row of a hundred numbers.
 
-It counts no references to its arguments, which takes longer than a row of a hundred numbers.
+Only for functions that allocate no array and return arrays only to other ``bare`` functions.
 """
 BARE: Any = {"forceinline": True, "_nrt": False}
-"""``jit_options`` of an ``overload`` that is compiled like that."""
+"""``jit_options`` of an ``overload`` that is compiled like :data:`bare`."""

@@ -1,7 +1,7 @@
-"""SplitMix64: random numbers that follow from what they are for. Counters in, numbers out, without state.
+"""SplitMix64: stateless, counter-based random numbers and hashes with numpy.
 
-After Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014): number d of a stream is
-``mix(stream + d * GOLDEN)``. Light: numpy alone. :mod:`gtrain.kernels.random` has the same for compiled loops, and
+Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014): number d of a stream is
+``mix(stream + d * GOLDEN)``. Light to import. :mod:`gtrain.kernels.random` has the same for compiled loops, and
 :mod:`gtrain.nn.dropout` for tensors on any device.
 """
 
@@ -20,14 +20,14 @@ _FIRST, _SECOND, _STEP = int(MIX_1), int(MIX_2), int(GOLDEN)  # for Python's own
 
 
 def mix(value: Any) -> Any:
-    """The finaliser, a bijection of uint64 that scatters neighbouring values; of an array, or in a compiled loop."""
+    """Return the finaliser of SplitMix64, a bijection of uint64, for an array or in a compiled loop."""
     value = (value ^ (value >> _SHIFT_30)) * MIX_1
     value = (value ^ (value >> _SHIFT_27)) * MIX_2
     return value ^ (value >> _SHIFT_31)
 
 
 def mix_one(value: int) -> int:
-    """:func:`mix` of one number, modulo 2**64."""
+    """Return :func:`mix` of a Python integer modulo 2**64."""
     value &= _MASK
     value = (value ^ (value >> 30)) * _FIRST & _MASK
     value = (value ^ (value >> 27)) * _SECOND & _MASK
@@ -35,7 +35,7 @@ def mix_one(value: int) -> int:
 
 
 def key(*words: int) -> int:
-    """A hash of a few whole numbers, in their order, below 2**64."""
+    """Return a hash below 2**64 of integers; it depends on their order."""
     hashed = 0
     for word in words:
         hashed = mix_one(hashed + word + _STEP)
@@ -43,16 +43,16 @@ def key(*words: int) -> int:
 
 
 def below(bound: int, start: int, counter: NDArray[Any], draws: int) -> NDArray[np.int64]:
-    """Uniform whole numbers below ``bound``, off by at most bound / 2**53.
+    """Return uniform integers below ``bound``, with a bias of at most bound / 2**53.
 
     Args:
         bound: at most 2**53.
-        start: tells streams of numbers apart, such as a :func:`key`.
-        counter: int64 ``[B]``, what the numbers are for.
-        draws: how many for each, K.
+        start: start of the stream, such as a :func:`key`.
+        counter: int64 ``[B]``, counters within the stream.
+        draws: K, numbers per counter.
 
     Returns:
-        int64 ``[B, K]``; column k is the same whatever K is.
+        int64 ``[B, K]``; column k does not depend on K.
     """
     stream = mix(np.uint64(start) ^ (counter.astype(np.uint64) * GOLDEN))
     step = np.arange(1, draws + 1, dtype=np.uint64) * GOLDEN

@@ -19,7 +19,7 @@ import torch_geometric.nn  # noqa: F401
 import torchmetrics.classification  # noqa: F401
 
 import gtrain.run.task  # noqa: F401
-from gtrain.kernel_cache import place as place_kernels  # noqa: F401
+from gtrain.kernel_cache import cache_folder as place_kernels  # noqa: F401
 
 
 def keep_templates_in_memory() -> None:

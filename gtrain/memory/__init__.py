@@ -1,1 +1,1 @@
-"""Memory of a process: large pages (:mod:`.pages`), and what the C library keeps of freed memory (:mod:`.heap`)."""
+"""Memory of a process: huge pages (:mod:`.pages`), and the C library's handling of freed memory (:mod:`.heap`)."""

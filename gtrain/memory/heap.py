@@ -1,4 +1,4 @@
-"""How the C library keeps memory that was freed. Libraries other than glibc have no such functions, or ignore them."""
+"""Tune when glibc's heap returns freed memory to the kernel. No effect with other C libraries."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ _MEBIBYTE = 1 << 20
 
 
 def give_back_freed() -> None:
-    """Have memory of a mebibyte or more go back to the kernel as soon as it is freed, from now on, in this process.
+    """Return allocations of 1 MiB or more to the kernel as soon as they are freed, from now on in this process.
 
-    glibc raises that bound to what was freed last, up to 32 MiB, and then keeps smaller tensors' memory in a heap whose
-    holes the next layer's tensors do not fit: a sixth of a rank's memory in full-batch training.
+    By default glibc raises this threshold to the largest freed allocation, up to 32 MiB, and retains smaller tensors in
+    a heap whose gaps do not fit the next layer's tensors: a sixth of a rank's memory in full-batch training.
     """
     _set_thresholds(_MEBIBYTE, 2 * _MEBIBYTE)
 
 
 def keep_freed() -> None:
-    """Have memory below 32 MiB be kept for the next step, from now on, in this process.
+    """Retain freed allocations below 32 MiB for the next step, from now on in this process.
 
-    glibc may give it back to the kernel after every step, which then has to clear hundreds of pages for the next one.
+    Otherwise glibc may return them to the kernel after every step, and the next step faults in hundreds of pages.
     """
     _set_thresholds(32 * _MEBIBYTE, 64 * _MEBIBYTE)
 
 
 def trim_heap() -> None:
-    """Give freed memory back to the kernel now, such as that of what was needed to set up only."""
+    """Return freed memory to the kernel now, for example after the set-up."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

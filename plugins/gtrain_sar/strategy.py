@@ -15,7 +15,7 @@ from gtrain.backends import Serves
 from gtrain.data.batches.loader import SeedLoader, graph_batch, hetero_shard_batch, split_batch
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.shard import GraphShard, load_shard
-from gtrain.graph.shard.hetero import HeteroShard, load_hetero_shard
+from gtrain.graph.shard.graph import HeteroShard, load_hetero_shard
 from gtrain.graph.shard.nodes import ShardNodes
 from gtrain.graph.store import Store
 from gtrain.memory.heap import give_back_freed

@@ -43,7 +43,7 @@ from torch_geometric.nn.models import GAT
 from gtrain import run_local
 from gtrain.data.batches.loader import graph_batch, hetero_batch, hetero_shard_batch
 from gtrain.graph.shard import load_shard, load_whole
-from gtrain.graph.shard.hetero import load_hetero_shard
+from gtrain.graph.shard.graph import load_hetero_shard
 from gtrain.graph.shard.whole import load_whole_hetero
 from gtrain.graph.store import Store
 from gtrain.graph.store.writer import write_store

@@ -19,7 +19,7 @@ from gtrain.data.batches.sampling import Sampling, as_set
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.sampling.options import SamplingOptions, checked_fan_out
 from gtrain.graph.shard import GraphShard, load_whole
-from gtrain.graph.shard.hetero import HeteroShard
+from gtrain.graph.shard.graph import HeteroShard
 from gtrain.graph.shard.whole import load_whole_hetero
 from gtrain.graph.store import Store
 from gtrain.kernels.splitmix import key

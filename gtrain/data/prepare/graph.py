@@ -18,7 +18,7 @@ from gtrain.data.prepare.split_edges import drop_held_out, split_edges
 from gtrain.data.prepare.validate import check_distinct, labelled_nodes, validate_graph
 from gtrain.errors import ConfigError
 from gtrain.graph import partition as partitions
-from gtrain.graph.partition.locality import group_nodes
+from gtrain.graph.partition.metis import group_nodes
 from gtrain.graph.store.files import chunks
 from gtrain.graph.store.manifest import NODE_TYPE
 from gtrain.graph.store.tables import Array, EdgeArrays, Graph, csr_tensor
@@ -235,7 +235,7 @@ def cut(graph: Graph, num_parts: int, method: str, seed: int, path: str | None) 
 def group(
     graph: Graph, assignment: Tensor | Mapping[str, Tensor], num_parts: int, seed: int
 ) -> dict[str, NDArray[Any]] | None:
-    """Gather the nodes of each part into groups of neighbours (:mod:`gtrain.graph.partition.locality`)."""
+    """Gather the nodes of each part into groups of neighbours (:mod:`gtrain.graph.partition.metis`)."""
     if isinstance(graph, HeteroData):
         assert isinstance(assignment, Mapping)
         return partitions.group_hetero(graph, assignment, num_parts, seed=seed)

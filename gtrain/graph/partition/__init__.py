@@ -1,4 +1,4 @@
-"""Cutting a graph into parts: which part owns which node."""
+"""Graph partitioners: assign each node to a part."""
 
 from gtrain.graph.partition.methods import (
     AUTO,

@@ -1,4 +1,4 @@
-"""Cutting a graph into parts: which part owns which node."""
+"""Partitioning methods: METIS, streaming (LDG, Fennel), random, and assignments from a file."""
 
 from __future__ import annotations
 
@@ -15,24 +15,29 @@ from torch_geometric.data import HeteroData
 
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.partition import metis
-from gtrain.graph.partition.locality import group_nodes
+from gtrain.graph.partition.metis import group_nodes
+from gtrain.graph.store.csc import EdgeView, SortedColumns
 
 METHODS = ("metis", "random", "file", "ldg", "fennel")
 
 AUTO = "auto"
-"""``metis`` where pymetis is installed, else ``ldg``; :func:`installed_method` decides."""
+"""``metis`` if pymetis is installed, else ``ldg``; see :func:`installed_method`."""
 
 STREAMING = ("ldg", "fennel")
 """Methods for graphs whose edges do not fit in memory."""
+
+SLACK = 0.05
+"""Fraction by which a part may exceed its share of a group."""
+
+PASSES = 5
+"""Streaming passes over the nodes."""
 
 Ints = NDArray[np.int64]
 
 
 def installed_method(method: str) -> str:
-    """The method that ``method`` stands for on this machine: :data:`AUTO` is resolved, others are returned as given."""
-    if method != AUTO:
-        return method
-    return "metis" if metis.available() else "ldg"
+    """Resolve :data:`AUTO` to a method that is installed on this machine; return other methods unchanged."""
+    return method if method != AUTO else "metis" if metis.available() else "ldg"
 
 
 def partition_nodes(
@@ -52,14 +57,13 @@ def partition_nodes(
         edge_index: directed edges: row 0 the sources, row 1 the targets; or two arrays, which may be memory maps.
         num_nodes: N, number of nodes.
         num_parts: P, number of parts.
-        method: ``metis`` (few cut edges, balanced work), ``ldg`` or ``fennel`` (the same by streaming, where METIS
-            takes too much memory; see :mod:`gtrain.graph.partition.streaming`), ``random`` (sizes differ by at most
-            one) or ``file`` (the caller's own ``assignment``).
-        seed: makes each method repeatable.
-        train_mask: nodes of the train split, so that ``metis``, ``ldg`` and ``fennel`` balance them too; None when
-            there is no split.
+        method: ``metis`` (few cut edges, balanced work), ``ldg`` or ``fennel`` (the same goal by streaming, with less
+            memory; see :func:`stream_partition`), ``random`` (sizes differ by at most one) or ``file`` (the caller's
+            ``assignment``).
+        seed: seed of the method.
+        train_mask: nodes of the train split, which ``metis``, ``ldg`` and ``fennel`` balance too; None without a split.
         assignment: the part of each node, for ``file`` only.
-        origin: where the assignment comes from, for messages.
+        origin: source of the assignment, for messages.
 
     Shapes:
         edge_index ``[2, E]`` int64 or two of ``[E]`` int32 or int64, train_mask ``[N]`` bool, assignment ``[N]``
@@ -94,22 +98,22 @@ def partition_hetero(
     assignment: Mapping[str, Tensor] | None = None,
     origin: str = "the partition file",
 ) -> dict[str, Tensor]:
-    """Assign each node of a graph with types to a part; every part gets a node of some type.
+    """Assign each node of a heterogeneous graph to a part; every part gets at least one node of some type.
 
-    ``metis``, ``ldg`` and ``fennel`` cut the graph that has the nodes and edges of all types. METIS balances the sum
-    of nodes, in-edges and training nodes over all types; the streaming methods balance each node type, and its training
-    nodes, for itself, as ``random`` does too.
+    ``metis``, ``ldg`` and ``fennel`` cut the graph with the nodes and edges of all types. METIS balances the sum of
+    nodes, in-edges and training nodes over all types; ``ldg`` and ``fennel`` balance each node type, and its training
+    nodes, separately; ``random`` balances each node type.
 
     Args:
-        data: the graph; ``train_mask`` of a node type is balanced where there is one.
+        data: the graph; nodes in the ``train_mask`` of a node type are balanced.
         num_parts: P, number of parts.
-        method: as for :func:`partition_nodes`.
-        seed: makes each method repeatable.
+        method: see :func:`partition_nodes`.
+        seed: seed of the method.
         assignment: the part of each node by node type, for ``file`` only.
-        origin: where the assignment comes from, for messages.
+        origin: source of the assignment, for messages.
 
     Returns:
-        The part of each node by node type, ``[N_type]`` int64. A part may have no node of a type.
+        The part of each node by node type, ``[N_type]`` int64. A part may have no node of some type.
 
     Raises:
         ConfigError: the method is unknown.
@@ -136,10 +140,10 @@ def partition_hetero(
 def group_hetero(
     data: HeteroData, assignment: Mapping[str, Tensor], num_parts: int, *, seed: int = 0
 ) -> dict[str, NDArray[Any]] | None:
-    """Gather the nodes of each part into groups of neighbours, whatever their types.
+    """Cluster each part's nodes of all types into locality groups; see :func:`.metis.group_nodes`.
 
     Returns:
-        The group of each node within its part by node type, ``[N_type]``; None where parts are too small for that.
+        The group of each node within its part by node type, ``[N_type]``; None if the parts are too small.
     """
     sizes = {kind: int(data[kind].num_nodes or 0) for kind in data.node_types}
     first = _first_ids(sizes)
@@ -149,29 +153,30 @@ def group_hetero(
 
 
 def read_assignment(path: str | Path) -> Tensor:
-    """Read the part of each node from a ``.npy`` file, or from text with one integer for each node.
+    """Read the part of each node from a ``.npy`` file, or from a text file with one integer per node.
 
     Returns:
         ``[N]`` int64, in the order of the source data's nodes.
 
     Raises:
-        DataError: the file is missing, or holds something else.
+        DataError: the file is missing, or does not hold one integer per node.
     """
     path = Path(path)
     if not path.is_file():
-        raise DataError(f"data.partition_path={path}: there is no such file", hint="name a .npy or text file")
-    wanted = "write one integer for each node, its part, as text or with numpy.save"
+        raise DataError(f"data.partition_path={path}: the file does not exist", hint="set it to a .npy or text file")
+    hint = "write the part of each node as one integer, as text or with numpy.save"
     try:
         values = np.load(path) if path.suffix == ".npy" else _read_integers(path)
-    except Exception as err:  # numpy's reader of a garbled file may stumble in any way
-        reason = str(err).split(". If you trust")[0]  # numpy's advice is to unpickle it
+    except Exception as err:  # numpy raises various types for a damaged file
+        reason = str(err).split(". If you trust")[0]  # drop numpy's advice to unpickle the file
         raise DataError(
-            f"data.partition_path={path}: cannot be read as one integer per node ({reason})", hint=wanted
+            f"data.partition_path={path}: cannot be read as one integer per node ({reason})", hint=hint
         ) from err
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
-        found = f"{values.dtype} of shape {list(values.shape)}"
         raise DataError(
-            f"data.partition_path={path}: holds {found}, and a partition is one integer for each node", hint=wanted
+            f"data.partition_path={path}: holds {values.dtype} of shape {list(values.shape)}, and a partition is one "
+            "integer per node",
+            hint=hint,
         )
     return torch.from_numpy(values.astype(np.int64))
 
@@ -185,14 +190,14 @@ def _read_integers(path: Path) -> Ints:
 
 
 def _checked(assignment: Tensor | None, num_nodes: int, num_parts: int, origin: str) -> Tensor:
-    """Return the caller's assignment as int64, or say what is wrong with it."""
+    """Return the caller's assignment as int64; raise if it does not fit the graph."""
     if assignment is None:
         raise ConfigError("data.partitioner=file without an assignment", hint="set data.partition_path=FILE")
     if assignment.dim() != 1 or assignment.numel() != num_nodes:
-        found = "x".join(str(n) for n in assignment.shape)
+        shape = "x".join(str(n) for n in assignment.shape)
         raise DataError(
-            f"{origin} has {found} entries, and the graph has {num_nodes} nodes",
-            hint="give one entry for each node, in the order of the source data's nodes",
+            f"{origin} has {shape} entries, and the graph has {num_nodes} nodes",
+            hint="give one entry per node, in the order of the source data's nodes",
         )
     parts = assignment.to(torch.int64)
     outside = ((parts < 0) | (parts >= num_parts)).nonzero()
@@ -200,13 +205,13 @@ def _checked(assignment: Tensor | None, num_nodes: int, num_parts: int, origin: 
         node = int(outside[0])
         raise DataError(
             f"{origin} puts node {node} into part {int(parts[node])}, and parts are 0..{num_parts - 1}",
-            hint=f"set data.num_parts={int(parts.max()) + 1}, or correct the file",
+            hint=f"set data.num_parts={int(parts.max()) + 1}, or correct {origin}",
         )
     empty = (torch.bincount(parts, minlength=num_parts) == 0).nonzero().flatten().tolist()
     if empty:
         raise DataError(
             f"{origin} leaves part {empty[0]} of {num_parts} without a node",
-            hint=f"put a node into part {empty[0]}, or number the parts without gaps and lower data.num_parts",
+            hint=f"assign a node to part {empty[0]}, or number the parts without gaps and lower data.num_parts",
         )
     return parts
 
@@ -220,8 +225,8 @@ def _check(num_nodes: int, num_parts: int, method: str) -> None:
         raise ConfigError(f"data.num_parts={num_parts} is not a number of parts", hint="set 1 or more")
     if num_parts > num_nodes:
         raise DataError(
-            f"more parts than nodes: {num_parts} parts were asked for and the graph has {num_nodes} nodes",
-            hint="lower data.num_parts, or the strategy's setting that it comes from, or run on fewer ranks",
+            f"more parts than nodes: {num_parts} parts were requested, and the graph has {num_nodes} nodes",
+            hint="lower data.num_parts or the strategy's setting that it follows, or run on fewer ranks",
         )
 
 
@@ -235,11 +240,9 @@ def _cut(
     train: NDArray[np.bool_] | None,
     group: NDArray[Any] | None,
 ) -> Ints:
-    """Run a method that looks at the edges; ``group`` is what the streaming methods balance."""
+    """Run a method that depends on the edges; ``group`` has the groups that the streaming methods balance."""
     if method not in STREAMING:
         return metis.metis_partition(source, target, num_nodes, num_parts, seed=seed, train_mask=train)
-    from gtrain.graph.partition.streaming import stream_partition
-
     return stream_partition(source, target, num_nodes, num_parts, method, group=group, seed=seed)
 
 
@@ -251,26 +254,26 @@ def _random(num_nodes: int, num_parts: int, seed: int) -> Tensor:
 
 
 def _random_by_type(sizes: list[int], num_parts: int, seed: int) -> Ints:
-    """Deal the nodes of each type to the parts in turn; each type goes on where the last one stopped."""
-    generator, dealt, parts = np.random.default_rng(seed), 0, []
-    for size in sizes:
-        parts.append((generator.permutation(size) + dealt) % num_parts)
-        dealt += size
-    return np.concatenate(parts)
+    """Deal the nodes of each type round-robin to the parts; each type continues after the last type's last part."""
+    generator, first = np.random.default_rng(seed), np.cumsum([0, *sizes])
+    return np.concatenate(
+        [(generator.permutation(n) + start) % num_parts for n, start in zip(sizes, first, strict=False)]
+    )
 
 
 def _first_ids(sizes: Mapping[str, int]) -> dict[str, int]:
-    """The first id of each node type where all are counted in one row."""
+    """Return the first id of each node type in a joint numbering of all types."""
     return dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
 
 
 def _joined_edges(data: HeteroData, first: dict[str, int]) -> tuple[Ints, Ints]:
-    """Return the edges of all types, the ids of each node type counted from its ``first``."""
-    ends: list[list[Ints]] = [[np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]]
+    """Return sources and targets of the edges of all types, in the joint numbering that starts a type at ``first``."""
+    edges = [np.empty((2, 0), dtype=np.int64)]
     for edge_type in data.edge_types:
-        for row, kind, end in zip(data[edge_type].edge_index.numpy(), edge_type[::2], ends, strict=True):
-            end.append(row + first[kind])
-    return np.concatenate(ends[0]), np.concatenate(ends[1])
+        starts = [[first[edge_type[0]]], [first[edge_type[2]]]]
+        edges.append(data[edge_type].edge_index.numpy() + starts)
+    source, target = np.concatenate(edges, axis=1)
+    return source, target
 
 
 def _train_mask(data: HeteroData, kind: str, size: int) -> NDArray[np.bool_]:
@@ -281,18 +284,18 @@ def _train_mask(data: HeteroData, kind: str, size: int) -> NDArray[np.bool_]:
 def _joined_assignment(assignment: Mapping[str, Tensor] | None, sizes: dict[str, int], origin: str) -> Tensor | None:
     if assignment is None:
         return None
-    for kind, size in sizes.items():
-        found = assignment[kind].numel() if kind in assignment else 0
-        if found != size:
+    for name, size in sizes.items():
+        entries = assignment[name].numel() if name in assignment else 0
+        if entries != size:
             raise DataError(
-                f"{origin} has {found} entries for {kind}, and the graph has {size} such nodes",
-                hint="give one entry for each node, by node type, in the order of the source data's nodes",
+                f"{origin} has {entries} entries for {name}, and the graph has {size} such nodes",
+                hint="give one entry per node, by node type, in the order of the source data's nodes",
             )
-    return torch.cat([assignment[kind] for kind in sizes])
+    return torch.cat([assignment[name] for name in sizes])
 
 
 def _fill_empty(parts: Ints, num_parts: int) -> Ints:
-    """Give each empty part the last node of the part that is largest then; METIS leaves some on tiny graphs."""
+    """Move the last node of the largest part to each empty part; METIS leaves parts empty on tiny graphs."""
     sizes = np.bincount(parts, minlength=num_parts)
     for empty in np.flatnonzero(sizes == 0):
         largest = int(sizes.argmax())
@@ -300,3 +303,64 @@ def _fill_empty(parts: Ints, num_parts: int) -> Ints:
         sizes[largest] -= 1
         sizes[empty] += 1
     return parts
+
+
+def stream_partition(
+    source: NDArray[Any],
+    target: NDArray[Any],
+    num_nodes: int,
+    num_parts: int,
+    method: str,
+    *,
+    group: NDArray[Any] | None = None,
+    seed: int = 0,
+    slack: float = SLACK,
+    passes: int = PASSES,
+) -> Ints:
+    """Assign each node to a part in passes over the nodes, for graphs beyond METIS's memory.
+
+    LDG (Stanton and Kliot, KDD 2012) assigns node v to the part P with the most of its neighbours, weighted by the
+    remaining capacity: ``|N(v) and P| * (1 - |P| / C)``. Fennel (Tsourakakis et al., WSDM 2014) subtracts the cost of a
+    full part instead: ``|N(v) and P| - alpha * gamma * |P| ** (gamma - 1)``, with gamma = 1.5 and
+    alpha = sqrt(k) * m / n ** 1.5 for k parts, n nodes and m edges.
+
+    Two things differ from the papers. The nodes are streamed several times in the order of their ids, and a node that
+    is not yet assigned in a pass counts with its part from the last pass (restreaming, Nishimura and Ugander,
+    KDD 2013), so that a poor order costs less. And each *group* of nodes (training nodes and others; or node types) is
+    balanced separately: no part takes more than ``1 + slack`` times its share of any group, rounded up.
+
+    A pass over the edges (:mod:`gtrain.graph.store.csc`), which may be memory maps, collects the neighbours of a range
+    of nodes. Memory: one range, and 12 bytes per node.
+
+    Args:
+        source: sources of the edges, ``[E]``; directions do not matter, and parallel edges count separately.
+        target: targets, ``[E]``.
+        num_nodes: N.
+        num_parts: P.
+        method: ``ldg`` or ``fennel``.
+        group: ``[N]`` small integers from 0, the group of each node; None puts all nodes into one group.
+        seed: breaks ties between parts.
+        slack: fraction by which a part may exceed its share of a group.
+        passes: passes over the nodes.
+
+    Returns:
+        The part of each node, ``[N]`` int64; a part may be empty only in tiny graphs.
+    """
+    from gtrain.graph import kernels
+
+    groups = np.zeros(num_nodes, np.int32) if group is None else group.astype(np.int32)
+    members = np.bincount(groups)
+    capacity = np.ceil(members / num_parts * (1 + slack)).astype(np.int64)
+    view = EdgeView(source, target, None, None, num_nodes, num_nodes, symmetric=True)
+    view.check()
+    columns = SortedColumns(view, sort=False)
+    # The cost of a full part, alpha * gamma * (n/k) ** 0.5 with the paper's alpha, is 1.5 * m/n.
+    fennel = 1.5 * len(source) / max(num_nodes, 1) + 1e-9 if method == "fennel" else 0.0
+    part = np.full(num_nodes, -1, dtype=np.int32)
+    for _ in range(passes):
+        sizes = np.zeros((members.size, num_parts), dtype=np.int64)
+        first = 0
+        for piece in columns.between(0, num_nodes):
+            kernels.assign(piece.indptr, piece.source, first, groups, capacity, fennel, seed, sizes, part)
+            first += piece.indptr.size - 1
+    return part.astype(np.int64)

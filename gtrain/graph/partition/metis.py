@@ -1,4 +1,4 @@
-"""METIS: few cut edges and balanced work, for graphs that fit in memory several times over."""
+"""METIS partitioning: few cut edges and balanced work, for graphs that fit in memory several times over."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from gtrain.errors import ConfigError, DataError
 
 try:
     import pymetis
-except ModuleNotFoundError:  # it has wheels for x86-64 only
+except ModuleNotFoundError:  # pymetis has wheels for x86-64 only
     pymetis = None  # type: ignore[assignment]
 
 Ints = NDArray[np.int64]
+GROUP_NODES = 4096
+"""Approximate number of nodes of a locality group: with rows of 1 KiB a group fills 4 MiB."""
+MAX_GROUPS = 256
+"""Largest number of groups per part: METIS takes longer for more groups, and larger groups still help."""
 FEW_PARTS = 8
-"""Up to so many parts recursive bisection may cut fewer edges."""
+"""Largest number of parts for which recursive bisection is tried: for few parts it may cut fewer edges."""
 
 
 def available() -> bool:
-    """Whether pymetis is installed."""
+    """Return whether pymetis is installed."""
     return pymetis is not None
 
 
@@ -28,7 +32,7 @@ def check_available() -> None:
     """Raise a ConfigError unless pymetis is installed."""
     if not available():
         raise ConfigError(
-            "data.partitioner=metis was set, and pymetis is not installed.",
+            "data.partitioner=metis is set, but pymetis is not installed.",
             hint="pip install pymetis (without a wheel for this platform it needs a C++ compiler), or set "
             "data.partitioner=ldg.",
         )
@@ -45,11 +49,11 @@ def metis_partition(
 ) -> Ints:
     """Run METIS (Karypis and Kumar 1998) on the symmetric, loop-free, simple graph under the edges.
 
-    More than :data:`FEW_PARTS` are cut k-way, where the largest may weigh 3 % more than the mean (METIS's own bound).
-    Fewer parts are also made by recursive bisection, which balances better, and those with fewer cut edges are taken.
+    More than :data:`FEW_PARTS` parts are cut k-way; the largest may weigh 3 % more than the mean (METIS's default).
+    For fewer parts recursive bisection, which balances better, is tried too, and the result with fewer cut edges wins.
 
     Returns:
-        The part of each node, ``[N]``; on tiny graphs a part may have none.
+        The part of each node, ``[N]``; on tiny graphs a part may be empty.
 
     Raises:
         ConfigError: pymetis is not installed.
@@ -58,27 +62,27 @@ def metis_partition(
     starts, adjacent = _adjacency(source, target, num_nodes)
     graph, weights = pymetis.CSRAdjacency(starts, adjacent), _weights(target, num_nodes, train_mask)
     options = pymetis.Options(seed=seed % 2**31)
-    ways = (
+    results = (
         pymetis.part_graph(num_parts, graph, vweights=weights, recursive=recursive, options=options)
         for recursive in ((True, False) if num_parts <= FEW_PARTS else (False,))
     )
-    fewest = min(ways, key=lambda result: result.edge_cuts)
-    return np.asarray(fewest.vertex_part, dtype=np.int64)
+    best = min(results, key=lambda result: result.edge_cuts)
+    return np.asarray(best.vertex_part, dtype=np.int64)
 
 
 def _adjacency(
     source: NDArray[Any], target: NDArray[Any], num_nodes: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return the CSR form that METIS wants: both directions of each edge once, no loops."""
-    proper = np.asarray(source != target)
-    source, target = source[proper].astype(np.int64), target[proper].astype(np.int64)
+    """Return METIS's input in CSR form: both directions of each edge once, without self-loops."""
+    no_loop = np.asarray(source != target)
+    source, target = source[no_loop].astype(np.int64), target[no_loop].astype(np.int64)
     keys = np.concatenate([source * num_nodes + target, target * num_nodes + source])
     keys.sort()
     if keys.size:
         keys = keys[np.concatenate([[True], keys[1:] != keys[:-1]])]
     if keys.size >= 2**31:
         raise DataError(
-            f"METIS counts in 32 bits and the symmetric graph has {keys.size} edges", hint="set data.partitioner=ldg"
+            f"METIS counts edges in 32 bits, and the symmetric graph has {keys.size}", hint="set data.partitioner=ldg"
         )
     starts = np.zeros(num_nodes + 1, dtype=np.int64)
     np.cumsum(np.bincount(keys // num_nodes, minlength=num_nodes), out=starts[1:])
@@ -86,15 +90,54 @@ def _adjacency(
 
 
 def _weights(target: NDArray[Any], num_nodes: int, train_mask: NDArray[np.bool_] | None) -> NDArray[np.int32]:
-    """Return one weight for each node: a node, its in-edges and its training seed count alike on the average.
+    """Return METIS's weight of each node, ``[N]``: ``a + b * in_degree + c * is_train``.
 
-    METIS balances a single weight here, ``a + b * in-degree + c * is_train`` with b and c such that the three sums are
-    equal. The in-degree counts, since a part stores the edges that point at its nodes.
+    The factors make the three terms equal on average over the nodes. The in-degree counts because a part stores the
+    edges that point at its nodes.
     """
     terms = [np.ones(num_nodes), np.bincount(target, minlength=num_nodes).astype(float)]
     if train_mask is not None:
         terms.append(train_mask.astype(float))
     total = np.sum([term / term.mean() for term in terms if term.any()], axis=0)
-    # METIS adds the weights up in 32 bits, so their sum has to stay below 2^31.
+    # METIS sums the weights in 32 bits, so their total must stay below 2^31.
     scale = min(100.0, 2**29 / float(total.sum()))
     return np.maximum(1, np.rint(total * scale)).astype(np.int32)
+
+
+def group_nodes(
+    source: NDArray[Any], target: NDArray[Any], parts: NDArray[Any], num_parts: int, *, seed: int = 0
+) -> NDArray[np.int32] | None:
+    """Cluster each part's nodes into locality groups of neighbours, with METIS.
+
+    A layer reads the rows of each node's neighbours. In the order of the source data these are scattered over the
+    part's memory; within a group of some thousand nodes most of them share a range that fits the CPU cache. A sum over
+    neighbours then takes about half the time (88 edges per node, rows of 1 KiB).
+
+    Args:
+        source, target: the edges, ``[E]`` integer each.
+        parts: the part of each node, ``[N]`` integer.
+        num_parts: P.
+        seed: seed of METIS.
+
+    Returns:
+        The group of each node within its part, ``[N]``; None if no part is large enough for two groups.
+    """
+    sizes = np.bincount(parts, minlength=num_parts)
+    if num_parts < 2 or sizes.max() < 2 * GROUP_NODES:
+        return None
+    groups = np.zeros(parts.size, dtype=np.int32)
+    offset = np.empty(parts.size, dtype=np.int64)  # of each node within its part
+    inner = np.flatnonzero(parts[source] == parts[target])
+    edges, nodes_by_part = inner[np.argsort(parts[target[inner]], kind="stable")], np.argsort(parts, kind="stable")
+    last_edge = np.cumsum(np.bincount(parts[target[inner]], minlength=num_parts))
+    last_node = np.cumsum(sizes)
+    for part in np.flatnonzero(sizes >= 2 * GROUP_NODES).tolist():
+        nodes = nodes_by_part[last_node[part] - sizes[part] : last_node[part]]
+        offset[nodes] = np.arange(nodes.size)
+        inside = edges[last_edge[part - 1] if part else 0 : last_edge[part]]
+        if inside.size:
+            count = min(MAX_GROUPS, nodes.size // GROUP_NODES)
+            groups[nodes] = metis_partition(
+                offset[source[inside]], offset[target[inside]], nodes.size, count, seed=seed
+            )
+    return groups

@@ -1,9 +1,9 @@
-"""Neighbour sampling within one process: compiled kernels, and the samplers that drive them.
+"""Neighbour sampling within one process: compiled kernels, and the samplers that call them.
 
-Names are imported on first use: all but ``options`` import numba, which the command and the agent do not. ``spans``,
-``pick``, ``reservoir``, ``number`` and ``random`` hold the kernels, ``columns`` a graph's arrays and their checks,
-``options`` and ``rules`` what can be asked for, ``scratch`` reused memory, ``hop`` one hop, ``sampler`` and ``hetero``
-whole subgraphs, ``output`` what they return.
+``spans``, ``pick``, ``reservoir`` and ``number`` have the kernels, ``columns`` the checked CSC arrays of a graph,
+``options`` the settings, ``scratch`` the buffers that batches reuse, ``hop`` one hop, ``sampler`` the samplers of whole
+subgraphs, ``output`` their results. Names are imported on first use: all modules except ``options`` import numba, which
+the command and the agent must not.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from gtrain.lazy import lazy_names
 
 _HOME = {
     "Columns": "columns",
-    "HeteroNeighborSampler": "hetero",
+    "HeteroNeighborSampler": "sampler",
     "HeteroSample": "output",
     "HopSample": "hop",
     "NeighborSampler": "sampler",
-    "Rule": "rules",
+    "Rule": "hop",
     "Sample": "output",
     "SamplingOptions": "options",
-    "batch_key": "rules",
+    "batch_key": "hop",
     "sample_hop": "hop",
 }
 

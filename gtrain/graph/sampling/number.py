@@ -1,9 +1,9 @@
-"""Compiled kernels that read the chosen edges' sources and number the nodes in order of discovery.
+"""Compiled kernels that gather the chosen edges' sources and assign local ids to nodes in order of discovery.
 
-No table is cleared between batches. There are two: a dense one (4 bytes a node of the graph, the faster), where the
-numbers of a batch begin after those of the batch before, so that a smaller one is an entry of an earlier batch; and a
-hash map by (node, subgraph), for disjoint subgraphs and for graphs too large for a table, which keeps numbers together
-with the *turn*, the number of the batch that set them.
+Tables are not cleared between batches. The dense table (4 bytes per node of the graph, the faster one) stores
+``first + local_id``, where ``first`` exceeds all entries of earlier batches, so that smaller entries count as empty.
+The hash map by (node, subgraph), for disjoint subgraphs and for graphs too large for the dense table, stores each local
+id with its *turn*, the number of the batch that wrote it.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _AHEAD = 32  # edges
 
 @njit(cache=True, nogil=True)
 def gather(indices: Array, position: Array, out: Array) -> None:
-    """The source of each chosen edge."""
+    """Write the source of each chosen edge: ``out = indices[position]``."""
     for j in range(position.size):
         out[j] = indices[position[j]]
 
 
 @njit(cache=True, nogil=True)
 def number_dense(table: Array, first: int, nodes: Array, count: int, row: Array) -> int:
-    """Replace global ids by local ids; unseen nodes are appended to ``nodes``.
+    """Replace global ids by local ids; append new nodes to ``nodes``.
 
     Args:
-        table: int32, one entry a node of the graph: ``first + local_id``.
+        table: int32, one entry per node of the graph: ``first + local_id``.
         first: above every entry of earlier batches, and above 0.
-        nodes: the nodes found so far, with room for more.
-        count: how many there are.
+        nodes: the batch's nodes in order of discovery, with capacity for more.
+        count: number of nodes so far.
         row: on entry global ids, on return local ids.
 
     Returns:
-        How many nodes there are now.
+        The new number of nodes.
     """
     address = table.ctypes.data
     for j in range(row.size):
@@ -72,15 +72,16 @@ def number_hashed(
     column: Array,
     subgraph: Array,
 ) -> int:
-    """As :func:`number_dense`, with a hash map by (node, subgraph).
+    """Do the same as :func:`number_dense`, with an open-addressing hash map by (node, subgraph).
 
     Args:
         table: int64 ``[2**n, 2]``: the key ``node * width + subgraph``, and ``turn << 32 | local_id``.
-        turn: the number of this batch, 1 .. 2**31 - 1.
-        width: the number of subgraphs.
-        batch: the subgraph of each of ``nodes``, with room for more.
+        turn: number of this batch, 1 .. 2**31 - 1.
+        width: number of subgraphs.
+        nodes, count, row: see :func:`number_dense`.
+        batch: the subgraph of each of ``nodes``, with capacity for more.
         column: the local id of each edge's target.
-        subgraph: the subgraph of each target (for one edge type it may be ``batch`` itself).
+        subgraph: the subgraph of each target by local id (``batch`` itself if sources and targets have one type).
     """
     mask = table.shape[0] - 1
     for j in range(row.size):
@@ -103,7 +104,7 @@ def number_hashed(
 
 @njit(cache=True, nogil=True)
 def rehash(table: Array, turn: int, width: int, nodes: Array, batch: Array, count: int) -> None:
-    """Fill a new, empty hash map with the nodes found so far."""
+    """Insert the batch's nodes so far into a new, empty hash map."""
     mask = table.shape[0] - 1
     for j in range(count):
         key = nodes[j] * width + batch[j]
@@ -116,7 +117,10 @@ def rehash(table: Array, turn: int, width: int, nodes: Array, batch: Array, coun
 
 @njit(cache=True, nogil=True)
 def keep_dense(table: Array, first: int, row: Array, column: Array, position: Array) -> int:
-    """Drop the edges whose sources are not among the nodes found; returns how many stay, with local ids in ``row``."""
+    """Drop the edges whose source is not in the batch; compact the others to the front and return their number.
+
+    ``row`` holds global ids on entry and local ids on return.
+    """
     edges = 0
     for j in range(row.size):
         entry = table[row[j]]
@@ -130,7 +134,7 @@ def keep_dense(table: Array, first: int, row: Array, column: Array, position: Ar
 def keep_hashed(
     table: Array, turn: int, width: int, row: Array, column: Array, position: Array, subgraph: Array
 ) -> int:
-    """As :func:`keep_dense`, within each subgraph."""
+    """Do the same as :func:`keep_dense`, within each subgraph; arguments as of :func:`number_hashed`."""
     mask = table.shape[0] - 1
     edges = 0
     for j in range(row.size):

@@ -1,4 +1,4 @@
-"""What the samplers return. The fields are those of PyG's ``SamplerOutput`` and ``HeteroSamplerOutput``."""
+"""The samplers' results, with the fields of PyG's ``SamplerOutput`` and ``HeteroSamplerOutput``."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Sample:
     sampled edges, which are in the order of the hops and, within a hop, of their targets:
 
     Attributes:
-        node: ``[n]``, ids in the graph. Disjoint: a node is listed once for each subgraph that it is in.
+        node: ``[n]``, ids in the graph. Disjoint: a node is listed once per subgraph that contains it.
         row: ``[e]``, local ids of the edges' sources.
         col: ``[e]``, local ids of the edges' targets; messages flow from ``row`` to ``col``.
         edge: ``[e]``, positions of the edges in the graph's columns.
-        edge_id: ``[e]``, their positions in the source data; None where the graph does not know them.
-        batch: ``[n]``, the seed (its place, ``0 .. s-1``) whose subgraph a node is in; None unless disjoint.
-        seeds: ``[s]``, local ids of the seeds as given. It is ``0 .. s-1``, unless a seed was given twice and the
-            subgraphs are not disjoint: that node is then listed once.
-        num_sampled_nodes: one more than hops; number of distinct seeds, then of new nodes of each hop.
+        edge_id: ``[e]``, positions of the edges in the source data; None if the columns have no ``edge_id``.
+        batch: ``[n]``, the position of the seed, ``0 .. s-1``, whose subgraph contains the node; None unless disjoint.
+        seeds: ``[s]``, local ids of the seeds: ``0 .. s-1``, unless a seed repeats and subgraphs are not disjoint; then
+            that node is listed once.
+        num_sampled_nodes: hops + 1 entries: the number of distinct seeds, then of new nodes of each hop.
         num_sampled_edges: number of edges of each hop; induced: one entry, the number of all edges.
     """
 
@@ -46,14 +46,13 @@ class Sample:
 class HeteroSample:
     """A sampled subgraph of a heterogeneous graph: the fields of :class:`Sample` by node type or edge type.
 
-    Every node type and edge type of the graph is listed, with empty arrays where nothing was sampled. Local ids count
-    within a node type. ``row`` of the edge type (source, relation, target) holds local ids of ``source``, ``col`` of
-    ``target``.
+    Every node type and edge type of the graph has an entry; arrays may be empty. Local ids are per node type. ``row``
+    of the edge type (source, relation, target) holds local ids of ``source``, ``col`` of ``target``.
 
     Attributes:
         node, batch, num_sampled_nodes: by node type. ``batch`` is None unless disjoint.
-        seeds: by the node types that seeds were given of. Disjoint: subgraphs are counted through these types in order.
-        row, col, edge, edge_id, num_sampled_edges: by edge type. ``edge_id`` lists the edge types that know it.
+        seeds: by the node types of the seeds. Disjoint: subgraphs are numbered through these types in order.
+        row, col, edge, edge_id, num_sampled_edges: by edge type. ``edge_id`` has the edge types whose columns have it.
     """
 
     node: dict[str, Array]

@@ -1,18 +1,21 @@
-"""Compiled kernels that choose edges of columns.
+"""Compiled kernels that pick edges of columns, uniformly or the last ones.
 
-A step of sampling (one hop, one edge type) is a short chain of kernels over plain arrays, each a single loop in which a
-processor can overlap its accesses to memory:
+A sampling step (one hop, one edge type) is a chain of kernels over plain arrays. Each kernel is one loop, so that the
+processor can overlap its memory accesses:
 
-1. *spans*: where each frontier node's in-edges begin and how many of them may be chosen: all, or those not later than
-   the seed. Span i is ``begin[i], available[i]``.
-2. *pick*: choose edges of each span; writes their positions in the graph, their sources and the frontier node that each
-   belongs to. Sources are asked for when they are chosen and read some edges later: choosing hides the wait for memory.
-3. *number* the sources (:mod:`gtrain.graph.sampling.number`).
+1. *spans*: the start and the number of the eligible in-edges of each frontier node (all, or those not later than the
+   seed). Span i is ``begin[i], available[i]``.
+2. *pick*: choose edges of each span; write their positions in the graph, their sources and their frontier nodes. A
+   source is prefetched when its edge is chosen and read some edges later, so that choosing hides the memory latency.
+3. *number*: assign local ids to the sources (:mod:`gtrain.graph.sampling.number`).
 
-The chain keeps specialisations few: only kernels that read sources or weights are compiled by dtype, each when it is
-first used. Arrays of a graph are always read-only views, since numba compiles for read-only and writable arrays apart.
+Only kernels that read sources or weights are specialised by dtype, each on first use. Arrays of a graph are always
+read-only views, since numba compiles separate versions for read-only and writable arrays.
 
-The kernels trust their input, which :class:`gtrain.graph.sampling.columns.Columns` and the samplers have checked.
+The kernels do not check their input: :class:`gtrain.graph.sampling.columns.Columns` and the samplers have.
+
+Shapes for a frontier of f nodes and e chosen edges: begin, available, ids, subgraph, target ``(f,)``; position, column,
+row ``(e,)`` or longer; indices ``(E,)``.
 """
 
 from __future__ import annotations
@@ -28,15 +31,15 @@ from gtrain.kernels.random import below, mix, stream
 
 Array = NDArray[Any]
 
-_BEHIND = 128  # edges between asking for a source and reading it
-_LINEAR = 32  # up to so many choices of one node are compared one by one, more go through a small hash set
+_BEHIND = 128  # edges between the prefetch of a source and its read
+_LINEAR = 32  # largest fan-out whose duplicates are found by a linear scan; a larger one uses a hash set
 
 
 @njit(cache=True, nogil=True)
 def pick_last(
     begin: Array, available: Array, count: int, source: Array, target: Array, position: Array, column: Array, row: Array
 ) -> int:
-    """The last ``count`` edges of each span (all where count < 0); returns the number of edges written."""
+    """Take the last ``count`` edges of each span, all if count < 0; return the number of edges written."""
     edges = 0
     for i in range(begin.size):
         end = begin[i] + available[i]
@@ -65,20 +68,21 @@ def pick_uniform(
     column: Array,
     row: Array,
 ) -> int:
-    """Choose ``count`` edges of each span, all equally likely; without replacement by Floyd's algorithm.
+    """Choose ``count`` edges of each span uniformly; without replacement by Floyd's algorithm.
 
     Source: Bentley & Floyd, "A sample of brilliance", CACM 30(9), 1987.
 
     Args:
-        ids: the frontier's nodes, which with ``first_id`` added name the random streams.
-        subgraph: the subgraph of each frontier node; empty where there is only one.
+        begin, available: the spans.
+        ids: the frontier's nodes; ``ids + first_id`` select the random streams.
+        subgraph: the subgraph of each frontier node; empty if there is only one.
         key: uint64, hash of seed, epoch, batch, hop and edge type.
-        count: at least 0; spans of at most ``count`` edges are taken whole unless ``replace``.
+        count: at least 0; without ``replace``, a span of at most ``count`` edges is taken whole.
         indices: the source of each edge of the graph.
         target: the local id of each frontier node.
-        position: written, the chosen edges.
-        column: written, the local id of the frontier node of each.
-        row: written, the source of each.
+        position: output, the chosen edges.
+        column: output, the local id of the frontier node of each chosen edge.
+        row: output, the source of each chosen edge.
 
     Returns:
         The number of edges written.
@@ -120,6 +124,7 @@ def pick_uniform(
 
 @njit(cache=True, nogil=True)
 def _floyd(out: Array, first: int, size: int, first_number: Any) -> None:
+    # Step i draws from the first size - count + i + 1 edges; a duplicate is replaced by the last edge of that range.
     for filled in range(out.size):
         last = size - out.size + filled
         chosen = first + below(first_number, filled, last + 1)
@@ -141,7 +146,7 @@ def _floyd_hashed(out: Array, first: int, size: int, first_number: Any, seen: Ar
         while seen[slot] != -1 and seen[slot] != chosen:
             slot = (slot + 1) & mask
         if seen[slot] == chosen:
-            chosen = first + last  # in no earlier step could it be drawn, so it is new
+            chosen = first + last  # earlier steps drew from smaller ranges, so it is new
             slot = _slot(chosen, mask)
             while seen[slot] != -1:
                 slot = (slot + 1) & mask

@@ -1,4 +1,7 @@
-"""Compiled kernels that choose edges by weight, or the latest ones by the times of their sources."""
+"""Compiled kernels that pick edges by weight, or the latest edges by the times of their sources.
+
+Shapes as in :mod:`gtrain.graph.sampling.pick`; weight and loose_time ``(E,)`` or one entry per candidate.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from gtrain.kernels.random import stream, unit
 
 Array = NDArray[Any]
 
-_LINEAR = 32  # up to so many choices are compared one by one
+_LINEAR = 32  # largest fan-out for which draws are rejected by a linear scan
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -30,10 +33,10 @@ def pick_weighted(
     position: Array,
     column: Array,
 ) -> int:
-    """Choose edges of each span in proportion to their weights; an edge of weight 0 is never chosen.
+    """Choose edges of each span with probability proportional to weight; edges of weight 0 are never chosen.
 
-    Without replacement the result is that of drawing one after the other from what is left. Arguments and result as of
-    :func:`gtrain.graph.sampling.pick.pick_uniform`, and ``count < 0`` takes all edges of positive weight.
+    Without replacement, the distribution is that of successive draws from the remaining edges. Arguments and result as
+    of :func:`gtrain.graph.sampling.pick.pick_uniform`; ``count < 0`` takes all edges of positive weight.
     """
     edges, longest = 0, available.max() if available.size else 0
     running = np.empty(longest, np.float64)
@@ -61,7 +64,7 @@ def pick_weighted(
 
 @njit(cache=True, nogil=True)
 def _running_sum(weight: Array, out: Array) -> int:
-    """Write the running sum; returns how many weights are above 0."""
+    """Write the running sum, ``(span,)``; return the number of positive weights."""
     total, positive = 0.0, 0
     for j in range(weight.size):
         total += weight[j]
@@ -82,7 +85,7 @@ def _all_positive(weight: Array, out: Array) -> int:
 
 @njit(cache=True, nogil=True)
 def _proportional(running: Array, first_number: Any, draw: int) -> int:
-    """Draw one edge by the inverse of the running sum: the first above the target, so none of weight 0."""
+    """Draw one edge by inverting the running sum. Taking the first entry above the target excludes weight 0."""
     target = unit(first_number, draw) * running[-1]
     low, high = 0, running.size - 1
     while low < high:
@@ -98,10 +101,10 @@ def _proportional(running: Array, first_number: Any, draw: int) -> int:
 def _distinct(
     weight: Array, positive: int, count: int, first_number: Any, running: Array, keys: Array, out: Array
 ) -> None:
-    """Draw ``count`` distinct edges, fewer than there are.
+    """Draw ``count`` distinct edges, fewer than have positive weights.
 
-    Drawing with replacement and dropping what was drawn before is drawing without replacement, and the faster while few
-    draws are dropped. Whenever that ends, the remaining edges are those of a reservoir over the weights not yet drawn.
+    Drawing with replacement and rejecting duplicates equals drawing without replacement, and is faster while few draws
+    are rejected. After ``4 * count`` draws, a reservoir over the weights not yet drawn yields the remaining edges.
     """
     size = draw = 0
     if count <= _LINEAR and positive > 2 * count:
@@ -116,22 +119,22 @@ def _distinct(
                 size += 1
     if size == count:
         return
-    left = running  # no longer needed
+    remaining = running  # reuse: the running sums are no longer needed
     for j in range(weight.size):
-        left[j] = weight[j]
+        remaining[j] = weight[j]
     for j in range(size):
-        left[out[j]] = 0.0
-    _reservoir(left, count - size, first_number, draw, keys, out[size:])
+        remaining[out[j]] = 0.0
+    _reservoir(remaining, count - size, first_number, draw, keys, out[size:])
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _reservoir(weight: Array, count: int, first_number: Any, draw: int, keys: Array, out: Array) -> None:
-    """Draw without replacement in one pass with few random numbers: A-ExpJ. At least ``count`` weights are above 0.
+    """Draw without replacement in one pass with few random numbers (A-ExpJ), from at least ``count`` positive weights.
 
-    Source: Efraimidis & Spirakis, "Weighted random sampling with a reservoir", IPL 97(5), 2006, with ``-log`` of their
-    keys, which is well conditioned for weights of any size: an edge's key is exponential with its weight as the rate,
-    the ``count`` smallest stay, and the weight to skip until the next key below the greatest kept, T, is exponential
-    with rate T.
+    Source: Efraimidis & Spirakis, "Weighted random sampling with a reservoir", IPL 97(5), 2006, with ``-log`` of the
+    paper's keys, which is well conditioned for weights of any size: the key of an edge is exponential with its weight
+    as the rate, the ``count`` smallest keys stay, and the weight to skip until the next key below the largest key T in
+    the heap is exponential with rate T.
     """
     size, skip = 0, 0.0
     for j in range(weight.size):
@@ -146,7 +149,7 @@ def _reservoir(weight: Array, count: int, first_number: Any, draw: int, keys: Ar
             continue
         skip -= weight[j]
         if skip <= 0:
-            lower = -np.expm1(-weight[j] * keys[0])  # probability of a key below the greatest
+            lower = -np.expm1(-weight[j] * keys[0])  # probability of a key below the largest
             heap_sink(keys, out, size, -np.log1p(-unit(first_number, draw + 1) * lower) / weight[j], j)
             draw += 2
             skip = -np.log(unit(first_number, draw)) / keys[0]
@@ -163,23 +166,23 @@ def pick_latest(
     position: Array,
     column: Array,
 ) -> int:
-    """The ``count`` >= 0 latest edges of each column that are not later than the frontier node's limit.
+    """Take the ``count`` >= 0 latest edges of each span that are not later than the frontier node's limit.
 
-    Which of several edges of the same time stays at the limit is arbitrary, and always the same.
+    Ties at the earliest taken time are broken arbitrarily but deterministically.
     """
     edges = 0
     keys = np.empty(count, np.int64)
     for i in range(begin.size):
-        size, latest, kept = 0, limit[i], position[edges:]
+        size, latest, heap = 0, limit[i], position[edges:]
         for chosen in range(begin[i], begin[i] + available[i]):
             time = loose_time[chosen]
             if time > latest or count == 0:
                 continue
             if size < count:
-                heap_push(keys, kept, size, ~time, chosen)  # ~ turns the order round and cannot overflow
+                heap_push(keys, heap, size, ~time, chosen)  # ~ reverses the order, without overflow
                 size += 1
             elif ~time < keys[0]:
-                heap_sink(keys, kept, size, ~time, chosen)
+                heap_sink(keys, heap, size, ~time, chosen)
         for j in range(edges, edges + size):
             column[j] = target[i]
         edges += size
@@ -188,23 +191,23 @@ def pick_latest(
 
 @njit(cache=True, nogil=True)
 def heap_push(keys: Array, values: Array, size: int, key: Any, value: int) -> None:
-    """Add an element to a heap of ``size`` elements with the greatest key on top."""
-    place = size
-    while place > 0 and keys[(place - 1) // 2] < key:
-        keys[place], values[place] = keys[(place - 1) // 2], values[(place - 1) // 2]
-        place = (place - 1) // 2
-    keys[place], values[place] = key, value
+    """Add an element to a binary max-heap of ``size`` elements."""
+    slot = size
+    while slot > 0 and keys[(slot - 1) // 2] < key:
+        keys[slot], values[slot] = keys[(slot - 1) // 2], values[(slot - 1) // 2]
+        slot = (slot - 1) // 2
+    keys[slot], values[slot] = key, value
 
 
 @njit(cache=True, nogil=True)
 def heap_sink(keys: Array, values: Array, size: int, key: Any, value: int) -> None:
-    """Replace the top of a heap."""
-    place, child = 0, 1
+    """Replace the top of a binary max-heap of ``size`` elements."""
+    slot, child = 0, 1
     while child < size:
         if child + 1 < size and keys[child + 1] > keys[child]:
             child += 1
         if keys[child] <= key:
             break
-        keys[place], values[place] = keys[child], values[child]
-        place, child = child, 2 * child + 1
-    keys[place], values[place] = key, value
+        keys[slot], values[slot] = keys[child], values[child]
+        slot, child = child, 2 * child + 1
+    keys[slot], values[slot] = key, value

@@ -1,4 +1,4 @@
-"""Memory that is reused from batch to batch, since fresh pages cost more than sampling. One set for each thread."""
+"""Buffers that batches reuse, one set per thread: page faults of fresh memory cost more than sampling."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from gtrain.graph.sampling import number
 Array = NDArray[Any]
 
 DENSE_LIMIT = 50_000_000
-"""Graph nodes up to which a dense table (4 bytes a node and thread) is kept; beyond, a hash map of the batch's size."""
+"""Largest number of graph nodes with a dense table (4 bytes per node and thread); larger graphs use a hash map."""
 
 FIRST_SLOTS = 1024
-"""Slots that a hash map begins with, a power of 2; it doubles as needed."""
+"""Initial slots of a hash map, a power of 2; it doubles as needed."""
 
 _LAST_TURN = 2**31 - 1
 
 
 def grown(array: Array, size: int, keep: int = 0) -> Array:
-    """An array of at least this size: the same one, or a larger one with the first ``keep`` values copied."""
+    """Return ``array`` if it has at least ``size`` items, else a larger array with the first ``keep`` items copied."""
     if array.size >= size:
         return array
     larger = np.empty(max(size, array.size + array.size // 2), array.dtype)
@@ -30,45 +30,44 @@ def grown(array: Array, size: int, keep: int = 0) -> Array:
 
 
 def read_only(array: Array) -> Array:
-    """A view that cannot be written to: numba compiles for such arrays apart, and a graph's are all of this kind."""
+    """Return a read-only view; all arrays of a graph are read-only, since numba compiles writable ones separately."""
     view = array[:]
     view.flags.writeable = False
     return view
 
 
 def empty() -> Array:
-    """An int64 array that is yet to grow."""
+    """Return an empty int64 array."""
     return np.empty(0, np.int64)
 
 
-class Edges:
-    """The chosen edges of one type: ``row``, ``column`` and ``position``, of which the first ``size`` are filled."""
+class EdgeBuffer:
+    """The chosen edges of one type: the first ``size`` entries of ``row``, ``column`` and ``position`` are valid."""
 
     def __init__(self) -> None:
         self.row, self.column, self.position = empty(), empty(), empty()
         self.size = 0
 
     def reserve(self, extra: int) -> None:
-        """Make room for more edges."""
+        """Grow the arrays for ``extra`` more edges."""
         size = self.size + extra
-        self.row = grown(self.row, size, self.size)
-        self.column = grown(self.column, size, self.size)
-        self.position = grown(self.position, size, self.size)
+        arrays = (self.row, self.column, self.position)
+        self.row, self.column, self.position = (grown(array, size, self.size) for array in arrays)
 
     def extend(self, extra: int) -> tuple[Array, Array, Array]:
-        """``row``, ``column`` and ``position`` of so many more edges, to be filled; there must be room for them."""
+        """Add ``extra`` edges and return views of their ``row``, ``column`` and ``position``, to be filled."""
         new = slice(self.size, self.size + extra)
         self.size = new.stop
         return self.row[new], self.column[new], self.position[new]
 
     @property
     def free(self) -> tuple[Array, Array, Array]:
-        """``position``, ``column`` and ``row`` from where they are not filled."""
+        """Views of ``position``, ``column`` and ``row`` behind the valid entries."""
         return self.position[self.size :], self.column[self.size :], self.row[self.size :]
 
 
-class Nodes:
-    """The nodes of one type found so far in a batch, and their local ids.
+class NodeNumbering:
+    """The sampled nodes of one type in a batch, and their local ids.
 
     Args:
         num_nodes: nodes of this type in the graph.
@@ -82,8 +81,8 @@ class Nodes:
         self.width = 1
         self.table = np.zeros((FIRST_SLOTS, 2), np.int64) if hashed else np.zeros(num_nodes, np.int32)
 
-    def begin(self, num_subgraphs: int) -> None:
-        """Forget the nodes, for a new batch."""
+    def reset(self, num_subgraphs: int) -> None:
+        """Start a new batch."""
         self.turn += 1 if self.hashed else max(1, self.count)
         if self.turn > _LAST_TURN - (0 if self.hashed else self.num_nodes):
             self.table.fill(0)
@@ -91,12 +90,12 @@ class Nodes:
         self.count, self.width = 0, num_subgraphs
 
     def number(self, row: Array, column: Array, subgraph: Array) -> None:
-        """Replace global ids in ``row`` by local ids; nodes not seen before are appended.
+        """Replace global ids in ``row`` by local ids; append new nodes.
 
         Args:
             row: global ids on entry, local ids on return.
-            column: where in ``subgraph`` each one's subgraph stands; read by a hash map only.
-            subgraph: the subgraph of each local id of the targets' type.
+            column: the local id of each edge's target; used by a hash map only.
+            subgraph: the subgraph of each target by local id.
         """
         self._reserve(row.size)
         if not self.hashed:
@@ -107,7 +106,7 @@ class Nodes:
         )
 
     def keep(self, row: Array, column: Array, position: Array, subgraph: Array) -> int:
-        """Drop edges from nodes that were not found; the others move to the front, with local ids in ``row``."""
+        """Drop edges whose source is not in the batch; return the number of the others, moved to the front."""
         if not self.hashed:
             return int(number.keep_dense(self.table, self.turn, row, column, position))
         return int(number.keep_hashed(self.table, self.turn, self.width, row, column, position, subgraph))
@@ -127,8 +126,8 @@ class Nodes:
             number.rehash(self.table, self.turn, self.width, self.node, self.batch, self.count)
 
 
-class Spans:
-    """Where the in-edges of a frontier begin and how many of them may be chosen."""
+class SpanBuffer:
+    """Buffers for the spans of a frontier, their candidates and the candidates' weights."""
 
     def __init__(self) -> None:
         self._begin, self._available, self._candidate = empty(), empty(), empty()
@@ -136,26 +135,26 @@ class Spans:
         self._numbers = empty()
 
     def of(self, size: int) -> tuple[Array, Array]:
-        """``begin`` and ``available`` of a frontier of this size, not filled."""
+        """Return ``begin`` and ``available`` for a frontier of ``size`` nodes, not initialised."""
         self._begin, self._available = grown(self._begin, size), grown(self._available, size)
         return self._begin[:size], self._available[:size]
 
     def candidates(self, size: int) -> Array:
-        """Room for so many edges."""
+        """Return a buffer of at least ``size`` edges."""
         self._candidate = grown(self._candidate, size)
         return self._candidate
 
     def numbers(self, first: int, last: int) -> Array:
-        """``first .. last-1``; not to be written to."""
+        """Return ``first .. last-1``; the caller must not write to it."""
         if self._numbers.size < last:
             self._numbers = np.arange(last + last // 2)
         return self._numbers[first:last]
 
     def weights(self, weight: Array, position: Array) -> Array:
-        """The weights at these positions, read-only."""
+        """Return the weights at these positions, read-only."""
         if self._weight is None or self._weight.dtype != weight.dtype:
             self._weight = np.empty(0, weight.dtype)
         self._weight = grown(self._weight, position.size)
-        found = self._weight[: position.size]
-        np.take(weight, position, out=found, mode="clip")  # what numpy checks by itself it copies first
-        return read_only(found)
+        gathered = self._weight[: position.size]
+        np.take(weight, position, out=gathered, mode="clip")  # with its own range check numpy buffers the output
+        return read_only(gathered)

@@ -1,4 +1,7 @@
-"""Compiled kernels that find which in-edges of each frontier node may be chosen."""
+"""Compiled kernels that find the eligible in-edges of each frontier node.
+
+Shapes for a frontier of f nodes: nodes, limit, begin, available ``(f,)``; indptr ``(N + 1,)``; times ``(E,)``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ Array = NDArray[Any]
 
 @njit(cache=True, nogil=True)
 def spans(indptr: Array, nodes: Array, begin: Array, available: Array) -> None:
-    """All in-edges of each frontier node."""
+    """Write the span of all in-edges of each frontier node."""
     for i in range(nodes.size):
         begin[i] = indptr[nodes[i]]
         available[i] = indptr[nodes[i] + 1] - begin[i]
@@ -27,7 +30,7 @@ def spans_until(
     begin: Array,
     available: Array,
 ) -> None:
-    """The in-edges not later than each frontier node's limit: a prefix of each column, found by halving."""
+    """Write the span of in-edges not later than each node's limit: a prefix of the column, by binary search."""
     for i in range(nodes.size):
         first, low, high = indptr[nodes[i]], indptr[nodes[i]], indptr[nodes[i] + 1]
         latest = limit[i]
@@ -43,12 +46,14 @@ def spans_until(
 
 @njit(cache=True, nogil=True)
 def candidates_until(loose_time: Any, limit: Any, begin: Array, available: Array, candidate: Array) -> int:
-    """The in-edges not later than each frontier node's limit, listed in ``candidate``; spans point into it.
+    """List the in-edges not later than each frontier node's limit in ``candidate``.
 
     Args:
-        begin: on entry into the graph, on return into ``candidate``.
+        loose_time: time of each edge, in any order within a column.
+        limit: latest time for each frontier node.
+        begin: start of each span: on entry in the graph's columns, on return in ``candidate``.
         available: on entry the column's length, on return the number of candidates.
-        candidate: written; room for the sum of ``available``.
+        candidate: output, positions of edges; at least as long as the sum of ``available``.
 
     Returns:
         The number of candidates of all spans.
@@ -67,7 +72,7 @@ def candidates_until(loose_time: Any, limit: Any, begin: Array, available: Array
 
 @njit(cache=True, nogil=True)
 def first_unsorted(indptr: Array, time: Array) -> int:
-    """The first column whose times are not ascending, or -1."""
+    """Return the first column whose times do not ascend, or -1."""
     for node in range(indptr.size - 1):
         for j in range(indptr[node] + 1, indptr[node + 1]):
             if time[j] < time[j - 1]:
@@ -76,8 +81,8 @@ def first_unsorted(indptr: Array, time: Array) -> int:
 
 
 @njit(cache=True, nogil=True)
-def room(available: Array, count: int, replace: bool) -> int:
-    """An upper bound, exact without weights, of the number of edges that a pick will write."""
+def capacity(available: Array, count: int, replace: bool) -> int:
+    """Return an upper bound, exact without weights, on the number of edges that a pick writes."""
     total = 0
     for i in range(available.size):
         if count < 0 or (available[i] < count and (not replace or available[i] == 0)):

@@ -1,4 +1,4 @@
-"""The nodes of one part: numbering those that it owns and those that its edges read."""
+"""Local numbering of a part's nodes: the nodes it owns and the halo that its edges read."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from gtrain.graph.owners import count_by_owner, owner_of
 
 @dataclass(frozen=True)
 class ShardNodes:
-    """The nodes that a rank knows: of a graph, or of one node type of a graph with types.
+    """The nodes of a shard: of a homogeneous graph, or of one node type of a heterogeneous graph.
 
-    Three id spaces occur. A *global id* is a node's number in the store, ``0 .. N-1``, contiguous for each part; each
-    node type has its own. A *local id* is a node's number in this shard: the shard's own nodes come first, then the
-    *halo* (the remote nodes that its edges read), owner by owner. An *orig id* is a node's number in the source data.
-    With P parts, n own nodes and h halo nodes:
+    Three id spaces occur. A *global id* is a node's number in the store, ``0 .. N-1``, contiguous per part; each node
+    type has a separate numbering. A *local id* is a node's number in this shard: first the nodes that the part owns,
+    then the *halo* (the remote nodes that its edges read), owner by owner. An *orig id* is a node's number in the
+    source data. With P parts, n owned nodes and h halo nodes:
 
     Attributes:
-        part: the part that this shard is, ``0 .. P-1``.
+        part: number of this part, ``0 .. P-1``.
         num_parts: P.
         offsets: int64 ``[P + 1]``, global ids; part p owns ``offsets[p] .. offsets[p+1]-1``.
-        blocks: P part numbers, the owner of each block in order: ``part, part-1, part-2, ...`` modulo P. Every shard
-            has P blocks, some of them perhaps empty, so that in round r each rank reads from one rank and is read by
-            one.
-        block_ptr: int64 ``[P + 1]``, local ids; block r holds ``block_ptr[r] .. block_ptr[r+1]-1``, and block 0 is
-            the own nodes.
+        blocks: P part numbers, the owner of each block: ``part, part-1, part-2, ...`` modulo P. Every shard has P
+            blocks, possibly empty, so that in round r each rank reads from one rank and is read by one.
+        block_ptr: int64 ``[P + 1]``, local ids; block r holds ``block_ptr[r] .. block_ptr[r+1]-1``, and block 0 holds
+            the owned nodes.
         halo: for each block an int64 tensor of global ids, ascending: ``halo[r][i]`` is the node with the local id
-            ``block_ptr[r] + i``. ``halo[0]`` is empty: the own nodes are not listed.
+            ``block_ptr[r] + i``. ``halo[0]`` is empty: owned nodes are not listed.
     """
 
     part: int
@@ -42,12 +41,12 @@ class ShardNodes:
 
     @property
     def num_local(self) -> int:
-        """n, the number of nodes that the shard owns."""
+        """n, the number of owned nodes."""
         return int(self.block_ptr[1])
 
     @property
     def num_halo(self) -> int:
-        """h, the number of distinct remote nodes that the shard reads."""
+        """h, the number of halo nodes."""
         return int(self.block_ptr[-1]) - self.num_local
 
     def global_id(self, local_id: Tensor) -> Tensor:
@@ -57,14 +56,14 @@ class ShardNodes:
         return table[local_id]
 
     def by_block(self, global_id: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Group known nodes by their block, in the order in which they come within each.
+        """Group nodes by block, stably.
 
         Args:
-            global_id: int64 ``[E]``, own nodes or nodes of the halo.
+            global_id: int64 ``[E]``, owned nodes or halo nodes.
 
         Returns:
-            int64 ``[E]``, positions in ``global_id``, or None where their order stays; and the local ids in the new
-            order.
+            The permutation, int64 ``[E]`` positions in ``global_id``, or None if it is the identity; and the local ids
+            in the new order, int64 ``[E]``.
         """
         if self.num_parts == 1:
             return None, global_id
@@ -79,12 +78,12 @@ class ShardNodes:
 
 
 def shard_nodes(part: int, offsets: Tensor, read: Iterable[Tensor]) -> ShardNodes:
-    """Number the nodes that a part owns and those that it reads.
+    """Number the nodes that a part owns and the halo that it reads.
 
     Args:
-        part: the part.
+        part: number of the part.
         offsets: int64 ``[P + 1]``, global ids; part p owns ``offsets[p] .. offsets[p+1]-1``.
-        read: global ids (int64) of the sources of its edges, in any order and any number of tensors.
+        read: int64 tensors of global ids of the sources of the part's edges, in any order.
     """
     num_parts, first, last = offsets.numel() - 1, offsets[part], offsets[part + 1]
     remote = [ids[(ids < first) | (ids >= last)].unique() for ids in read] if num_parts > 1 else []

@@ -1,4 +1,4 @@
-"""The whole graph out of all parts of a store, its nodes in the order of the global ids."""
+"""Assemble the whole graph from all parts of a store, with nodes in the order of the global ids."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def load_whole_hetero(store: Store) -> HeteroData:
     """Verify a store and return the whole graph.
 
     Returns:
-        A ``HeteroData``, ids being global ids. For each node type: ``num_nodes``, ``orig_id`` and the data's tensors.
-        For each edge type: ``edge_index`` (int64 ``[2, E]``, ordered by target, time where there is one, and source),
-        ``edge_id`` and the data's tensors, and where edges are held out ``val_edge_index``, ``test_edge_index`` and
+        A ``HeteroData`` in global ids. For each node type: ``num_nodes``, ``orig_id`` and the data's tensors. For each
+        edge type: ``edge_index`` (int64 ``[2, E]``, ordered by target, then time if edges have times, then source),
+        ``edge_id`` and the data's tensors; and if edges are held out, ``val_edge_index``, ``test_edge_index`` and
         their tensors with the same prefixes, in the order of the source data.
 
     Raises:
@@ -26,10 +26,10 @@ def load_whole_hetero(store: Store) -> HeteroData:
     for part in range(store.num_parts):
         store.verify(part)
     data = HeteroData()
-    for kind in store.node_types:
-        data[kind].num_nodes = store.num_nodes_of(kind)
-        for name in store.node_tensors(kind):
-            data[kind][name] = whole_nodes(store, name, kind)
+    for node_type in store.node_types:
+        data[node_type].num_nodes = store.num_nodes_of(node_type)
+        for name in store.node_tensors(node_type):
+            data[node_type][name] = whole_nodes(store, name, node_type)
     for edge_type in store.edge_types:
         edges = data[edge_type]
         degrees = whole_indptr(store, edge_type).diff()
@@ -39,7 +39,11 @@ def load_whole_hetero(store: Store) -> HeteroData:
             if name != "indices":
                 edges[name] = whole_edges(store, name, edge_type)
         for split in HELD_OUT:
-            _add_held_out(data, store, split, edge_type)
+            columns = held_out_edges(store, split, edge_type)
+            if columns:
+                edges[f"{split}_edge_index"] = torch.stack([columns.pop("source"), columns.pop("target")])
+            for name, column in columns.items():
+                edges[f"{split}_{name}"] = column
     return data
 
 
@@ -53,7 +57,7 @@ def held_out_edges(store: Store, split: str, edge_type: EdgeType | None = None) 
 
     Returns:
         ``source`` and ``target`` (global ids, int64 ``[E_split]``) and the data's tensors (``edge_type``...) by name;
-        empty where the split holds out no edges.
+        empty if the split holds out no edges.
     """
     names = store.held_out_tensors(split, edge_type)
     if not names:
@@ -88,11 +92,3 @@ def whole_indptr(store: Store, edge_type: EdgeType | None = None) -> Tensor:
     """Return the column starts over the targets of all parts, ``[N + 1]``."""
     degrees = torch.cat([store.edge("indptr", part, edge_type).diff() for part in range(store.num_parts)])
     return torch.cat([torch.zeros(1, dtype=torch.int64), degrees.cumsum(0)])
-
-
-def _add_held_out(data: HeteroData, store: Store, split: str, edge_type: EdgeType) -> None:
-    columns = held_out_edges(store, split, edge_type)
-    if columns:
-        data[edge_type][f"{split}_edge_index"] = torch.stack([columns.pop("source"), columns.pop("target")])
-    for name, column in columns.items():
-        data[edge_type][f"{split}_{name}"] = column

@@ -1,4 +1,4 @@
-"""The partitioned store: a graph on disk, one folder for each part."""
+"""The partitioned store: a graph on disk, one folder per part."""
 
 from gtrain.graph.store.store import Store
 

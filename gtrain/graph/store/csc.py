@@ -1,9 +1,9 @@
-"""Edges by column (CSC), sorted out of core: a counting sort over ranges of targets.
+"""Out-of-core sort of edges into columns (CSC): a counting sort over ranges of targets.
 
-One pass over the edges counts each node's in-edges. Then, for one range of targets after the other, a pass places the
-edges that point into the range by a counting sort (Knuth, The Art of Computer Programming 3, section 5.2, algorithm D),
-and each column is sorted. What is held at a time is one range, :data:`RANGE_EDGES` edges or the in-edges of one node,
-and a few numbers for each node; the edges themselves may be memory maps.
+One pass over the edges counts the in-edges of each node. Then, range of targets by range of targets, one more pass
+places the edges that point into the range by a counting sort (Knuth, The Art of Computer Programming 3, section 5.2,
+algorithm D), and each column is sorted. Memory: one range (:data:`RANGE_EDGES` edges or the in-edges of one node) and a
+few numbers per node; the edges may be memory maps.
 """
 
 from __future__ import annotations
@@ -20,30 +20,29 @@ from gtrain.graph.store.files import Array, chunks, release
 Ints = NDArray[np.int64]
 
 RANGE_EDGES = 3 << 24
-"""Edges that are sorted in memory at a time, unless one node has more in-edges: 16 bytes each, 24 with times."""
+"""Edges sorted in memory at a time, unless one node has more in-edges: 16 bytes each, 24 with times."""
 
 RELEASE_EVERY = 32
-"""Chunks after which a pass gives back the memory of the files that it has read."""
+"""Chunks after which a pass releases the mapped pages that it has read."""
 
 SMALL_EDGES = 1 << 20
-"""Edges up to which numpy sorts: it needs no compiler, whose first call takes seconds."""
+"""Number of edges up to which numpy sorts, since the first call of a compiled kernel takes seconds."""
 
 
 @dataclass
 class EdgeView:
-    """Edges as the sort sees them.
+    """Input of the sort.
 
     Attributes:
         source: source of each edge, ``[E]``, orig ids.
         target: target of each edge, ``[E]``, orig ids.
-        source_ids: global id of each source's orig id; None where they are the same.
-        target_ids: the same for targets.
+        source_ids: global id of each source by orig id; None if they are equal.
+        target_ids: global id of each target by orig id; None if they are equal.
         num_sources: number of nodes of the sources' type.
         num_targets: number of nodes of the targets' type.
-        time: time of each edge, by which columns are sorted first; None where there are none.
-        symmetric: whether each edge is there in both directions; positions then mean nothing, and there are no ids to
-            map.
-        origin: the edges' name, for messages.
+        time: time of each edge, ``[E]``, the first sort key of a column; None if edges have no times.
+        symmetric: add the reverse of each edge. Edge positions are then meaningless, and ids must not need mapping.
+        origin: name of the edges, for messages.
     """
 
     source: Array
@@ -61,23 +60,19 @@ class EdgeView:
         return len(self.source) * (2 if self.symmetric else 1)
 
     def pieces(self) -> Iterator[tuple[int, Ints, Ints]]:
-        """Yield the edges in pieces: position of the first, sources as orig ids, and targets as global ids."""
+        """Yield pieces of the edges: position of the first, sources (orig ids, int64), targets (global ids, int64)."""
         for number, rows in enumerate(chunks(0, len(self.source)), start=1):
             source = _mapped(self.source[rows], None)
             target = _mapped(self.target[rows], self.target_ids)
             yield rows.start, source, target
             if self.symmetric:
                 yield rows.start, target, source
-            if number % RELEASE_EVERY == 0:
-                self._release()
-        self._release()
-
-    def _release(self) -> None:
-        release(self.source)
-        release(self.target)
+            if number % RELEASE_EVERY == 0 or rows.stop == len(self.source):
+                release(self.source)
+                release(self.target)
 
     def check(self) -> None:
-        """Raise DataError where an edge names a node that is not there."""
+        """Raise DataError if the id of an edge's source or target is out of range."""
         for name, ids, limit in (
             ("source", self.source, self.num_sources),
             ("target", self.target, self.num_targets),
@@ -89,17 +84,17 @@ class EdgeView:
                     raise DataError(
                         f"{self.origin}: the {name} of edge {edge} is {int(ids[edge])}, and there are {limit} "
                         "such nodes",
-                        hint=f"give edges between the nodes 0..{limit - 1}, or raise the number of nodes",
+                        hint=f"correct the edge to a node in 0..{limit - 1}, or raise the number of nodes",
                     )
             release(ids)
 
 
 @dataclass
-class Columns:
+class ColumnRange:
     """The in-edges of consecutive nodes.
 
     Attributes:
-        indptr: ``[n + 1]``, from 0; node i of them has the edges ``indptr[i] .. indptr[i+1]-1``.
+        indptr: ``[n + 1]``, from 0; the range's node i has the edges ``indptr[i] .. indptr[i+1]-1``.
         source: global ids of the sources, ``[e]``.
         edge_id: positions of the edges in the source data, ``[e]``.
     """
@@ -110,7 +105,7 @@ class Columns:
 
 
 class SortedColumns:
-    """The in-edges of all nodes, handed out in pieces.
+    """The in-edges of all nodes, sorted range by range on demand.
 
     Attributes:
         indptr: column starts over all nodes, ``[N + 1]``.
@@ -120,35 +115,31 @@ class SortedColumns:
         """Count the in-edges.
 
         Args:
-            view: the edges, which :meth:`EdgeView.check` has accepted.
-            sort: whether to sort each column by (time, source); else the edges of a column keep their order.
-            limit: edges to hold at a time; 0 means :data:`RANGE_EDGES`.
-            small: edges up to which numpy sorts; None means :data:`SMALL_EDGES`.
+            view: the edges; :meth:`EdgeView.check` must have passed.
+            sort: sort each column by (time, source); if false, the edges of a column keep their order.
+            limit: edges in memory at a time; 0 means :data:`RANGE_EDGES`.
+            small: number of edges up to which numpy sorts; None means :data:`SMALL_EDGES`.
         """
         self._view, self._sort, self._limit = view, sort, limit or RANGE_EDGES
         self._compiled = view.num_edges > (SMALL_EDGES if small is None else small)
         self.indptr = self._count()
         self._start = self._stop = 0
         self._buffers = (np.empty(0, np.int64), np.empty(0, np.int64))
-        self._range = Columns(np.zeros(1, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
+        self._range = ColumnRange(np.zeros(1, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
 
-    def between(self, first: int, last: int) -> Iterator[Columns]:
+    def between(self, first: int, last: int) -> Iterator[ColumnRange]:
         """Yield the columns of the nodes ``first .. last-1`` in pieces.
 
-        Calls that go from the first node to the last sort each range once. A piece is good until the next one is asked
-        for: the memory is used again.
+        Ascending calls sort each range once. A piece is valid until the next one is requested: buffers are reused.
         """
         while first < last:
             if not self._start <= first < self._stop:
                 self._load(first)
             stop = min(last, self._stop)
-            yield self._cut(first - self._start, stop - self._start)
+            indptr = self._range.indptr[first - self._start : stop - self._start + 1]
+            edges = slice(int(indptr[0]), int(indptr[-1]))
+            yield ColumnRange(indptr - indptr[0], self._range.source[edges], self._range.edge_id[edges])
             first = stop
-
-    def _cut(self, start: int, stop: int) -> Columns:
-        indptr = self._range.indptr[start : stop + 1]
-        edges = slice(int(indptr[0]), int(indptr[-1]))
-        return Columns(indptr - indptr[0], self._range.source[edges], self._range.edge_id[edges])
 
     def _count(self) -> Ints:
         counts = np.zeros(self._view.num_targets + 1, dtype=np.int64)
@@ -163,20 +154,20 @@ class SortedColumns:
         return np.cumsum(counts, out=counts)
 
     def _load(self, start: int) -> None:
-        """Sort the next range of nodes: as many as the limit allows, and at least one."""
+        """Sort the range of nodes from ``start``: as many nodes as the limit allows, at least one."""
         base = self.indptr[start]
         stop = int(np.searchsorted(self.indptr, base + self._limit, side="right")) - 1
         stop = min(max(stop, start + 1), self._view.num_targets)
         indptr = self.indptr[start : stop + 1] - base
-        make = self._place if self._compiled else self._argsort
-        self._start, self._stop, self._range = start, stop, make(start, stop, indptr)
+        sort = self._counting_sort if self._compiled else self._numpy_sort
+        self._start, self._stop, self._range = start, stop, sort(start, stop, indptr)
 
-    def _place(self, start: int, stop: int, indptr: Ints) -> Columns:
+    def _counting_sort(self, start: int, stop: int, indptr: Ints) -> ColumnRange:
         from gtrain.graph import kernels
 
         count = int(indptr[-1])
         if count > self._buffers[0].size:
-            self._buffers = (np.empty(0, np.int64), np.empty(0, np.int64))  # first gives back the smaller ones
+            self._buffers = (np.empty(0, np.int64), np.empty(0, np.int64))  # free the smaller buffers first
             self._buffers = (np.empty(count, np.int64), np.empty(count, np.int64))
         source, edge_id = (buffer[:count] for buffer in self._buffers)
         cursor = indptr[:-1].copy()
@@ -185,7 +176,7 @@ class SortedColumns:
         _map_in_place(source, self._view.source_ids)
         if self._sort:
             kernels.sort_columns(indptr, self._times(edge_id), source, edge_id)
-        return Columns(indptr, source, edge_id)
+        return ColumnRange(indptr, source, edge_id)
 
     def _times(self, edge_id: Ints) -> Ints:
         if self._view.time is None:
@@ -196,34 +187,31 @@ class SortedColumns:
         release(self._view.time)
         return times
 
-    def _argsort(self, start: int, stop: int, indptr: Ints) -> Columns:
-        """Do the same by numpy."""
-        none = np.empty(0, dtype=np.int64)
-        found = [(none, none, none)] + [
+    def _numpy_sort(self, start: int, stop: int, indptr: Ints) -> ColumnRange:
+        """Return what :meth:`_counting_sort` returns, without compiled kernels."""
+        empty = np.empty(0, dtype=np.int64)
+        pieces = [(empty, empty, empty)] + [
             (first + inside, source[inside], target[inside])
             for first, source, target in self._view.pieces()
             for inside in [np.flatnonzero((target >= start) & (target < stop))]
         ]
-        edge_id, source, target = (np.concatenate(column) for column in zip(*found, strict=True))
+        edge_id, source, target = (np.concatenate(column) for column in zip(*pieces, strict=True))
         _map_in_place(source, self._view.source_ids)
-        if not self._sort:
-            keys: tuple[Ints, ...] = (target,)
-        elif self._view.time is None:
-            keys = (source, target)
-        else:
-            keys = (source, self._times(edge_id), target)
-        order = np.lexsort(keys)
-        return Columns(indptr, source[order], edge_id[order])
+        keys: list[Ints] = [source] if self._sort else []
+        if self._sort and self._view.time is not None:
+            keys.append(self._times(edge_id))
+        order = np.lexsort([*keys, target])  # the last key is the first to sort by
+        return ColumnRange(indptr, source[order], edge_id[order])
 
 
 def _mapped(ids: Array, table: Array | None) -> Ints:
     """Return global ids (int64) of orig ids."""
-    # A copy: a kernel is compiled anew for arrays that may not be written to, as those of a memory map.
+    # A copy, since numba compiles a kernel again for read-only arrays, such as those of a memory map.
     return np.array(ids if table is None else table[ids], dtype=np.int64)
 
 
 def _map_in_place(ids: Ints, table: Array | None) -> None:
-    """Replace orig ids by global ids."""
+    """Replace orig ids by global ids, in place."""
     if table is not None:
         for rows in chunks(0, ids.size):
             ids[rows] = table[ids[rows]]

@@ -1,4 +1,4 @@
-"""Writing the edges of a store: columns in order, held-out edges with the part of their target, and edge buckets."""
+"""Write the edges of a store: sorted columns, held-out edges and edge buckets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gtrain.errors import DataError
 from gtrain.graph.owners import owner_of
-from gtrain.graph.store.csc import Columns, EdgeView, SortedColumns
+from gtrain.graph.store.csc import ColumnRange, EdgeView, SortedColumns
 from gtrain.graph.store.files import (
     Array,
     FileSet,
@@ -33,8 +33,17 @@ TIME = "edge_time"
 
 
 def write_columns(ledger: Ledger, table: EdgeTable, source: Numbering, target: Numbering) -> dict[str, TensorSpec]:
-    """Write one edge type by column, part by part, and return what its tensors look like."""
-    view = edge_view(table, source, target)
+    """Write one edge type in CSC form, part by part, and return the specs of its tensors."""
+    view = EdgeView(
+        source=table.source,
+        target=table.target,
+        source_ids=source.global_id,
+        target_ids=target.global_id,
+        num_sources=source.num_nodes,
+        num_targets=target.num_nodes,
+        time=table.tensors.get(TIME),
+        origin=f"the edges {edge_key(table.edge_type)}",
+    )
     view.check()
     _check_tensors(table)
     columns = SortedColumns(view)
@@ -46,29 +55,15 @@ def write_columns(ledger: Ledger, table: EdgeTable, source: Numbering, target: N
         "indptr": TensorSpec("int64", (target.num_nodes + parts,)),
         "indices": TensorSpec(indices.name, (rows,)),
         "edge_id": TensorSpec("int64", (rows,)),
-        **{name: TensorSpec(tensor.dtype.name, tensor.shape) for name, tensor in table.tensors.items()},
+        **{name: _spec(tensor) for name, tensor in table.tensors.items()},
     }
-
-
-def edge_view(table: EdgeTable, source: Numbering, target: Numbering) -> EdgeView:
-    """Return the edges of a table as the sort takes them."""
-    return EdgeView(
-        source=table.source,
-        target=table.target,
-        source_ids=source.global_id,
-        target_ids=target.global_id,
-        num_sources=source.num_nodes,
-        num_targets=target.num_nodes,
-        time=table.tensors.get(TIME),
-        origin=f"the edges {edge_key(table.edge_type)}",
-    )
 
 
 def write_held_out(
     ledger: Ledger, edge_type: EdgeType, split: str, columns: dict[str, Array], source: Numbering, target: Numbering
 ) -> tuple[tuple[int, ...], dict[str, TensorSpec]]:
-    """Write the held-out edges of one split; return how many each part has, and what the tensors look like."""
-    ends = EdgeView(
+    """Write the held-out edges of one split; return their number in each part, and the specs of their tensors."""
+    view = EdgeView(
         columns["source"],
         columns["target"],
         None,
@@ -77,7 +72,7 @@ def write_held_out(
         target.num_nodes,
         origin=f"the {split} edges {edge_key(edge_type)}",
     )
-    ends.check()
+    view.check()
     targets = target.globals(columns["target"])
     owner = owner_of(targets, target.offsets)
     order = np.argsort(owner, kind="stable")
@@ -101,14 +96,14 @@ def _check_tensors(table: EdgeTable) -> None:
     times = table.tensors.get(TIME)
     if times is not None and (times.ndim != 1 or not np.issubdtype(times.dtype, np.integer)):
         raise DataError(
-            f"{TIME} is {times.dtype} of shape {list(times.shape)}, and times are integers, one for each edge",
+            f"{TIME} is {times.dtype} of shape {list(times.shape)}, and times are integers, one per edge",
             hint=f"give {TIME} as int64 of shape [E], in seconds or any other unit",
         )
     for name, tensor in (("target", table.target), *table.tensors.items()):
         if len(tensor) != table.num_edges:
             raise DataError(
                 f"{name} has {len(tensor)} rows, and there are {table.num_edges} edges",
-                hint=f"give {name} one row for each edge",
+                hint=f"give {name} one row per edge",
             )
 
 
@@ -134,8 +129,8 @@ def _write_part(
             _append(files, piece, table.tensors)
 
 
-def _append(files: FileSet, piece: Columns, tensors: dict[str, Array]) -> None:
-    """Write consecutive columns, converted and gathered a chunk at a time."""
+def _append(files: FileSet, piece: ColumnRange, tensors: dict[str, Array]) -> None:
+    """Write consecutive columns; convert and gather chunk by chunk."""
     for rows in chunks(0, piece.source.size):
         files.append("indices", piece.source[rows])
         files.append("edge_id", piece.edge_id[rows])
@@ -151,12 +146,13 @@ def _append(files: FileSet, piece: Columns, tensors: dict[str, Array]) -> None:
 def write_buckets(
     ledger: Ledger, table: EdgeTable, source: Numbering, target: Numbering
 ) -> tuple[tuple[tuple[int, ...], ...], dict[str, TensorSpec]]:
-    """Write the edges of one type by pair of parts.
+    """Write the edges of one type grouped into buckets, one per pair of parts.
 
-    One pass counts, and one for each tensor writes its rows where each bucket has come to; what is held is one chunk.
+    One pass counts the edges of each bucket, and one pass per tensor writes its rows at the buckets' cursors. Memory:
+    one chunk.
 
     Returns:
-        ``counts[i][j]``, the edges from part i to part j, and what the tensors look like.
+        ``counts[i][j]``, the number of edges from part i to part j, and the specs of the tensors.
     """
     pairs = _Pairs(table, source, target)
     counts = np.zeros((source.num_parts, target.num_parts), dtype=np.int64)
@@ -172,12 +168,12 @@ def write_buckets(
 
 
 class _Pairs:
-    """The pair of parts of each edge, as one number: part of the source * P + part of the target."""
+    """The bucket number of each edge: part of the source * P + part of the target."""
 
     def __init__(self, table: EdgeTable, source: Numbering, target: Numbering) -> None:
         self.table = table
         self.num_parts, self.num_pairs = target.num_parts, source.num_parts * target.num_parts
-        # numpy sorts 16-bit numbers by their digits, in linear time.
+        # numpy sorts 16-bit integers by radix sort, in linear time.
         self._dtype = np.dtype(np.uint16 if self.num_pairs <= 2**16 else np.int64)
         self._source, self._target = source.owners(), target.owners()
 
@@ -197,11 +193,11 @@ def _write_tensor(
     dtype: np.dtype[Any],
     table: Array | None,
 ) -> TensorSpec:
-    """Write one tensor of all buckets; ``table`` holds what to write for each of the ids in ``values``."""
+    """Write one tensor of all buckets. With ``table``, ``values`` are ids, and ``table[values]`` is written."""
     paths = [bucket_file(part, name, pairs.table.edge_type) for part in range(counts.shape[1])]
     totals = counts.sum(axis=0).tolist()
-    out = [_Regions(ledger, p, dtype, (n, *values.shape[1:])) for p, n in zip(paths, totals, strict=True)]
-    cursor = np.cumsum(counts, axis=0) - counts  # where in its file each bucket has come to
+    out = [_RandomAccessFile(ledger, p, dtype, (n, *values.shape[1:])) for p, n in zip(paths, totals, strict=True)]
+    cursor = np.cumsum(counts, axis=0) - counts  # next row of each bucket in its file
     try:
         for rows in chunks(0, pairs.table.num_edges, row_bytes(values)):
             pair = pairs.of(rows)
@@ -211,24 +207,24 @@ def _write_tensor(
             for array in (values, pairs.table.source, pairs.table.target):
                 release(array)
     finally:
-        for regions in out:
-            regions.close()
+        for file in out:
+            file.close()
     for path in paths:
         ledger.enter(path)
     return TensorSpec(dtype.name, values.shape)
 
 
-def _scatter(out: list[_Regions], cursor: Ints, content: Array, pair: Ints) -> None:
-    """Write rows that are grouped by pair of parts to where the buckets' cursors point, and advance these."""
+def _scatter(out: list[_RandomAccessFile], cursor: Ints, content: Array, pair: Ints) -> None:
+    """Write rows that are grouped by bucket at the buckets' cursors, and advance the cursors."""
     changes = (np.flatnonzero(np.diff(pair)) + 1).tolist()
     for start, stop in zip([0, *changes], [*changes, len(content)], strict=True):
-        at = divmod(int(pair[start]), len(out))
-        out[at[1]].write(int(cursor[at]), content[start:stop])
-        cursor[at] += stop - start
+        bucket = divmod(int(pair[start]), len(out))
+        out[bucket[1]].write(int(cursor[bucket]), content[start:stop])
+        cursor[bucket] += stop - start
 
 
-class _Regions:
-    """A ``.npy`` file of known shape, written in any order."""
+class _RandomAccessFile:
+    """A ``.npy`` file of known shape whose rows are written in any order."""
 
     def __init__(self, ledger: Ledger, path: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         header = npy_header(dtype, shape)
@@ -240,10 +236,10 @@ class _Regions:
         os.pwrite(self._descriptor, header, 0)
 
     def write(self, row: int, rows: Array) -> None:
-        data, at = rows.reshape(-1).view(np.uint8).data, self._start + row * self._row
+        data, offset = rows.reshape(-1).view(np.uint8).data, self._start + row * self._row
         while data.nbytes:
-            written = os.pwrite(self._descriptor, data, at)
-            data, at = data[written:], at + written
+            written = os.pwrite(self._descriptor, data, offset)
+            data, offset = data[written:], offset + written
 
     def close(self) -> None:
         os.close(self._descriptor)

@@ -1,4 +1,4 @@
-"""The files of a store: where each lies, and arrays written piece by piece with their checksums."""
+"""The files of a store: their paths, and arrays written piece by piece with checksums."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -20,10 +19,10 @@ from gtrain.graph.store.manifest import EDGE_TYPE, NODE_TYPE, EdgeType, edge_key
 Array = NDArray[Any]
 
 CHUNK_ROWS = 1 << 20
-"""Rows that a pass over a column of the graph handles at a time."""
+"""Rows per chunk of a pass over a column of the graph."""
 
 CHUNK_BYTES = 1 << 25
-"""Bytes that a pass over a tensor of the graph holds at a time."""
+"""Bytes per chunk of a pass over a tensor of the graph."""
 
 
 def node_file(part: int, name: str, node_type: str = NODE_TYPE) -> str:
@@ -46,13 +45,13 @@ def bucket_file(part: int, name: str, edge_type: EdgeType = EDGE_TYPE) -> str:
     return f"part-{part}/buckets/{edge_key(edge_type)}/{safe_name(name)}.npy"
 
 
-def names_file(kind: str, name: str) -> str:
-    """Return the path of a piece of a string dictionary relative to the store."""
-    return f"names/{safe_name(kind)}/{name}.npy"
+def names_file(key: str, name: str) -> str:
+    """Return the path of an array of a string dictionary relative to the store."""
+    return f"names/{safe_name(key)}/{name}.npy"
 
 
 def file_crc(path: Path, chunk: int = 1 << 22) -> int:
-    """Return the crc32 of a file, holding ``chunk`` bytes of it in memory at a time."""
+    """Return the crc32 of a file, read in chunks of ``chunk`` bytes."""
     crc = 0
     with path.open("rb", buffering=0) as file:
         buffer = bytearray(min(chunk, os.fstat(file.fileno()).st_size))
@@ -62,22 +61,22 @@ def file_crc(path: Path, chunk: int = 1 << 22) -> int:
 
 
 def chunks(start: int, stop: int, row_bytes: int = 0) -> Iterator[slice]:
-    """Cut a range of rows into slices of at most CHUNK_ROWS rows and about CHUNK_BYTES bytes."""
+    """Yield slices that cover a range of rows, each of at most CHUNK_ROWS rows and about CHUNK_BYTES bytes."""
     step = CHUNK_ROWS if row_bytes == 0 else max(1, min(CHUNK_ROWS, CHUNK_BYTES // row_bytes))
     for first in range(start, stop, step):
         yield slice(first, min(first + step, stop))
 
 
 def row_bytes(array: Array) -> int:
-    """Return the bytes of one row."""
+    """Return the bytes of one row, at least 1."""
     return max(1, array.itemsize * math.prod(array.shape[1:]))
 
 
 def release(array: Array) -> None:
-    """Give the memory of a mapped file's pages back; they are read again when they are touched.
+    """Release the resident pages of a memory-mapped array; the next access reads them again.
 
-    Without it, one pass over a file counts the whole file as memory of this process. A private mapping (numpy's mode
-    ``c``) is left alone: its pages may have been written to, and exist nowhere else.
+    Otherwise a pass over a file leaves the whole file in this process's resident memory. A private mapping (numpy's
+    mode ``c``) is skipped: its pages may hold writes that exist nowhere else.
     """
     owner: object = array
     while isinstance(owner, np.ndarray):
@@ -112,15 +111,11 @@ class ArrayFile:
         if array.size:
             self._write(array.reshape(-1).view(np.uint8).data)
 
-    def close(self) -> None:
-        """Finish the file, all of whose rows must have been written."""
+    def close(self, *, complete: bool = True) -> None:
+        """Close the file; raise ValueError if rows are missing from a file that should be ``complete``."""
         self._file.close()
-        if self._missing:
+        if complete and self._missing:
             raise ValueError(f"{self.path}: {self._missing} elements of the array were not written")
-
-    def abandon(self) -> None:
-        """Close the file as it is, after an error."""
-        self._file.close()
 
     def _write(self, data: memoryview) -> None:
         self.crc = zlib.crc32(data, self.crc)
@@ -130,7 +125,7 @@ class ArrayFile:
 
 
 def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    """Return what ``numpy.save`` writes in front of an array's elements."""
+    """Return the header that ``numpy.save`` writes before an array's elements."""
     header = io.BytesIO()
     description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(header, description)
@@ -138,7 +133,7 @@ def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 
 
 class FileSet:
-    """The files of one part's tensors of one kind, written together; closes them, or abandons them on an error."""
+    """Array files that are written together; closes all of them on exit and then enters them in the ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -148,14 +143,10 @@ class FileSet:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         for name, file in self._files.items():
-            if kind is None:
-                self._ledger.close(self._paths[name], file)
-            else:
-                file.abandon()
+            file.close(complete=error_type is None)
+            self._ledger.checksums[self._paths[name]], self._ledger.sizes[self._paths[name]] = file.crc, file.size
 
     def add(self, name: str, path: str, dtype: DTypeLike, shape: tuple[int, ...]) -> ArrayFile:
         """Open the file of one tensor, at ``path`` relative to the store."""
@@ -169,7 +160,7 @@ class FileSet:
 
 
 class Ledger:
-    """The files that were written below a folder, with their checksums and sizes.
+    """The record of the files written below a folder: checksums and sizes, for the manifest.
 
     Attributes:
         folder: the store that is being written.
@@ -183,21 +174,16 @@ class Ledger:
         self.sizes: dict[str, int] = {}
 
     def files(self) -> FileSet:
-        """Return an empty set of files that enter the ledger when they are closed."""
+        """Return an empty :class:`FileSet` of this ledger, to be used in a ``with`` statement."""
         return FileSet(self)
 
     def write(self, path: str, array: Array) -> None:
-        """Write an array that is in memory."""
+        """Write an array from memory."""
         with self.files() as files:
             files.add(path, path, array.dtype, array.shape).append(array)
 
-    def close(self, path: str, file: ArrayFile) -> None:
-        """Close a file and enter it."""
-        file.close()
-        self.checksums[path], self.sizes[path] = file.crc, file.size
-
     def enter(self, path: str) -> None:
-        """Enter a file that was written out of order, by reading it once more."""
+        """Enter a file that was written out of order; reads it again for its checksum."""
         file = self.folder / path
         self.checksums[path], self.sizes[path] = file_crc(file), file.stat().st_size
 

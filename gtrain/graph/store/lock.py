@@ -1,4 +1,4 @@
-"""One builder at a time: processes that want the same store wait for the one that makes it."""
+"""Build a store once: a lock across processes, which wait for the process that builds the store."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from gtrain.graph.store.writer import temporary_path
 
 
 def ensure_store(path: Path, build: Callable[[], Store], say: Callable[[str], None]) -> Store:
-    """Open the store at ``path``, building it first where there is none.
+    """Open the store at ``path``; build it first if it does not exist.
 
     Args:
         path: the store's folder.
-        build: makes the store at ``path``; called by one process at a time, with the lock held.
-        say: takes the messages for the user.
+        build: creates the store at ``path``; called by one process at a time, with the lock held.
+        say: receives messages for the user.
 
     Raises:
-        StoreError: there is a store and it is damaged; it is neither loaded nor replaced.
+        StoreError: the store exists and is damaged; it is neither loaded nor replaced.
     """
-    if not path.exists():  # a store appears by a rename, so one that is there is complete and needs no lock
+    if not path.exists():  # a rename creates the store, so an existing one is complete and needs no lock
         with file_lock(path.with_name(path.name + ".lock"), say):
             if not path.exists():
-                shutil.rmtree(temporary_path(path), ignore_errors=True)  # of a builder that was killed
+                shutil.rmtree(temporary_path(path), ignore_errors=True)  # left by a builder that was killed
                 try:
                     return build()
                 except BaseException:
@@ -40,9 +40,9 @@ def ensure_store(path: Path, build: Callable[[], Store], say: Callable[[str], No
 
 @contextlib.contextmanager
 def file_lock(path: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold an exclusive lock on the file ``path``, which is there only while somebody holds or awaits it.
+    """Hold an exclusive lock on the file ``path``; the file exists only while a process holds or awaits the lock.
 
-    Its folder is made, and removed again where the block fails and leaves it empty.
+    The folder is created, and removed again if the block fails and leaves it empty.
     """
     with made_folder(path.parent):
         descriptor = _acquire(path, say)
@@ -54,39 +54,33 @@ def file_lock(path: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _acquire(path: Path, say: Callable[[str], None]) -> int:
-    told = False
+    waiting = False
     while True:
-        path.parent.mkdir(parents=True, exist_ok=True)  # the last holder may have failed and tidied up
+        path.parent.mkdir(parents=True, exist_ok=True)  # the last holder may have failed and removed it
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if not told:
+            if not waiting:
                 say(f"another process is preparing the store ({path}); waiting for it")
-            told = True
+            waiting = True
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        # The last holder removed the file: a lock on what it was excludes nobody, so take the new one.
-        if _is_still(path, descriptor):
-            return descriptor
+        # The last holder has unlinked the file: a lock on an unlinked file excludes no process, so try again.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                return descriptor
         os.close(descriptor)
-
-
-def _is_still(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
 
 
 @contextlib.contextmanager
 def made_folder(folder: Path) -> Iterator[None]:
-    """Make ``folder``, and remove what was made of it if the block fails and left it empty."""
-    made = [level for level in (folder, *folder.parents) if not level.exists()]
+    """Create ``folder``, and remove the created levels again if the block fails and leaves them empty."""
+    created = [level for level in (folder, *folder.parents) if not level.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield
     except BaseException:
-        for level in made:
+        for level in created:
             with contextlib.suppress(OSError):
                 level.rmdir()
         raise

@@ -1,4 +1,4 @@
-"""The manifest of a store: everything about the stored graph except the tensors themselves."""
+"""The manifest of a store: the description of the stored graph, without the tensors (see docs/formats.md)."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from urllib.parse import quote
 from gtrain.errors import StoreError
 
 FORMAT = 3
-"""Version of the on-disk layout and of the facts that stores are written with; it takes part in a store's name."""
+"""Version of the on-disk layout and of the facts in new stores; part of a store's folder name."""
 
 READABLE = (3, 2)
-"""Formats that are read, the newest first. Format 2 lacks the facts ``train_classes``, ``numbering``, ``edge_weights``
-and ``negative_weight``; :meth:`~gtrain.graph.store.Store.open` computes the last two."""
+"""Format versions that can be read, the newest first. Format 2 lacks the facts ``train_classes``, ``numbering``,
+``edge_weights`` and ``negative_weight``; :meth:`~gtrain.graph.store.Store.open` computes the last two."""
 
-REBUILD = "delete the store's folder ({path}) and run again: it is built anew from the source data"
-"""What to do about a store that is damaged or of another format."""
+REBUILD = "delete the store's folder ({path}) and run again: it is rebuilt from the source data"
+"""Hint for a store that is damaged or of an unknown format version."""
 
 EdgeType = tuple[str, str, str]
 """Type of the sources, relation, type of the targets."""
 
 NODE_TYPE = "node"
 EDGE_TYPE: EdgeType = ("node", "to", "node")
-"""The one node type and the one edge type of a homogeneous graph."""
+"""The node type and the edge type of a homogeneous graph."""
 
 HELD_OUT = ("val", "test")
-"""The splits whose edges are kept apart from the graph."""
+"""The splits whose edges are held out of the graph."""
 
 
 def edge_key(edge_type: EdgeType) -> str:
-    """Return the name of an edge type in the manifest and on disk, ``src__rel__dst``; no two types share one."""
+    """Return the name of an edge type in the manifest and on disk, ``src__rel__dst``; the names are unique."""
     return "__".join(_unambiguous(word) for word in edge_type)
 
 
 def safe_name(name: str) -> str:
-    """Return a name as one component of a path; ordinary identifiers are left as they are."""
+    """Return a name as one component of a path; identifiers are unchanged, other characters percent-encoded."""
     quoted = quote(name, safe=" ")
     return quoted.replace(".", "%2E") if not quoted.strip(".") else quoted
 
@@ -51,7 +51,7 @@ def _unambiguous(word: str) -> str:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What the parts' arrays of one tensor look like when they are laid end to end.
+    """The dtype and shape of a tensor, concatenated over all parts.
 
     Attributes:
         dtype: numpy's name of the element type, such as ``float32``.
@@ -102,8 +102,8 @@ class EdgeTypeSpec:
         edge_type: type of the sources, relation, type of the targets.
         num_edges: directed edges over all parts, held-out ones not counted.
         tensors: the stored edge tensors by name; ``indptr``, ``indices`` and ``edge_id`` are always among them.
-        held_out: the held-out edges, by ``val`` and ``test``; empty where there are none.
-        buckets: ``buckets[i][j]`` is the number of edges from part i to part j; None where the store has no buckets.
+        held_out: the held-out edges, by ``val`` and ``test``; empty if no edges are held out.
+        buckets: ``buckets[i][j]`` is the number of edges from part i to part j; None if the store has no buckets.
         bucket_tensors: the tensors of the buckets by name; ``source`` and ``target`` are among them.
     """
 
@@ -117,18 +117,18 @@ class EdgeTypeSpec:
 
 @dataclass(frozen=True)
 class PartitionReport:
-    """How the graph was cut, and how well. Lists have one entry for each part; all types are counted together.
+    """The partitioning method and the quality of its cut. Tuples have one entry per part, summed over all types.
 
     Attributes:
         partitioner: name of the method, such as ``metis`` or ``file``.
         seed: seed of the partitioner.
-        edge_cut: directed edges whose two ends lie in different parts.
+        edge_cut: directed edges between different parts.
         halo: distinct remote source nodes that the part's edges read.
         nodes: nodes that the part owns.
-        edges: edges that the part stores, which are those that point at its nodes.
-        train_nodes: nodes of the train split that the part owns; zeros when there is no split.
-        imbalance: largest part over mean part, for ``nodes``, ``edges`` and ``train_nodes``; 1.0 is perfect, and
-            0.0 stands where there is nothing to balance.
+        edges: edges that the part stores: those that point at its nodes.
+        train_nodes: nodes of the train split that the part owns; zeros without a split.
+        imbalance: largest part over mean part, for ``nodes``, ``edges`` and ``train_nodes``; 1.0 is perfect, 0.0 means
+            nothing to balance.
         nodes_by_type: ``nodes`` of each node type.
         edges_by_type: ``edges`` of each edge type, by :func:`edge_key`.
         edge_cut_by_type: ``edge_cut`` of each edge type, by :func:`edge_key`.
@@ -153,19 +153,19 @@ class Manifest:
 
     Attributes:
         format: version of the on-disk layout, one of :data:`READABLE`.
-        gtrain: version of gtrain that wrote the store, for people; it is not compared.
+        gtrain: version of gtrain that wrote the store, for information only.
         num_parts: P, the number of parts.
         node_types: node types by name; ``{"node": ...}`` for a homogeneous graph.
         edge_types: edge types by :func:`edge_key`; ``{"node__to__node": ...}`` for a homogeneous graph.
-        names: the string dictionaries by node type or ``relation``, with their numbers of entries.
-        partition: the cut and its quality.
-        source: the options that identify the graph, as JSON: two stores with equal source hold the same data.
-        facts: what a model needs to know: ``num_features``, ``num_classes`` and ``multilabel`` (both None without
-            labels), ``split`` (kind, seed, sizes), ``target`` (the node type with labels; None in a homogeneous
-            graph), ``train_classes`` (training nodes of each of two classes), ``best_acc`` where the best possible
-            accuracy is known, ``edge_weights`` and ``negative_weight`` (see
-            :func:`~gtrain.data.prepare.validate.weight_facts`), and ``numbering``:
-            what nodes without names, or columns of features, are numbered by other than the ids of the data.
+        names: number of entries of each string dictionary, by node type or ``relation``.
+        partition: the partitioning and its quality.
+        source: the options that identify the graph, as JSON: stores with equal ``source`` hold the same data.
+        facts: properties of the data that a model needs: ``num_features``, ``num_classes`` and ``multilabel`` (both
+            None without labels), ``split`` (method, seed, sizes), ``target`` (the node type with labels; None in a
+            homogeneous graph), ``train_classes`` (training nodes of each of two classes), ``best_acc`` if the best
+            possible accuracy is known, ``edge_weights`` and ``negative_weight`` (see
+            :func:`~gtrain.data.prepare.validate.weight_facts`), and ``numbering`` (the options that determine the ids
+            of nodes or feature columns without names).
         checksums: crc32 of each file, by its path relative to the store, with ``/`` between folders.
         sizes: bytes of each file, by the same paths.
         nbytes: bytes on disk of each part.
@@ -185,20 +185,20 @@ class Manifest:
     nbytes: tuple[int, ...]
 
     def to_json(self) -> str:
-        """Return the manifest as JSON text, with a checksum of itself under ``crc32``."""
+        """Return the manifest as JSON text, with the checksum of its contents under ``crc32``."""
         body = dataclasses.asdict(self)
         return json.dumps({**body, "crc32": _crc(body)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str | bytes, path: str | Path = "store") -> Manifest:
-        """Read what :meth:`to_json` wrote.
+        """Parse the output of :meth:`to_json`.
 
         Args:
             text: the JSON text.
             path: the store's folder, for messages.
 
         Raises:
-            StoreError: the text is not JSON, is of another format version, or was changed after it was written.
+            StoreError: the text is not a manifest, has an unknown format version, or does not match its checksum.
         """
         hint = REBUILD.format(path=path)
         try:
@@ -213,22 +213,18 @@ class Manifest:
             )
         if crc != _crc(body):
             raise StoreError(f"{path}: manifest.json does not match its own checksum", hint=hint)
-        return cls(**{**body, **_typed(body)})
+        nodes = {k: NodeTypeSpec(tuple(v["offsets"]), _specs(v["tensors"])) for k, v in body["node_types"].items()}
+        typed = {
+            "node_types": nodes,
+            "edge_types": {k: _edge_spec(v) for k, v in body["edge_types"].items()},
+            "partition": PartitionReport(**{k: _tuples(v) for k, v in body["partition"].items()}),
+            "nbytes": tuple(body["nbytes"]),
+        }
+        return cls(**{**body, **typed})
 
 
 def _crc(body: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
-
-
-def _typed(body: dict[str, Any]) -> dict[str, Any]:
-    """Turn the plain dictionaries of the JSON text back into the manifest's classes."""
-    nodes = {k: NodeTypeSpec(tuple(v["offsets"]), _specs(v["tensors"])) for k, v in body["node_types"].items()}
-    return {
-        "node_types": nodes,
-        "edge_types": {k: _edge_spec(v) for k, v in body["edge_types"].items()},
-        "partition": PartitionReport(**{k: _tuples(v) for k, v in body["partition"].items()}),
-        "nbytes": tuple(body["nbytes"]),
-    }
 
 
 def _edge_spec(body: dict[str, Any]) -> EdgeTypeSpec:
@@ -248,7 +244,7 @@ def _specs(tensors: dict[str, Any]) -> dict[str, TensorSpec]:
 
 
 def _tuples(value: Any) -> Any:
-    """Turn the lists in a JSON value into tuples, at any depth."""
+    """Convert the lists in a JSON value to tuples, at any depth."""
     if isinstance(value, list):
         return tuple(_tuples(item) for item in value)
     return {key: _tuples(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -1,8 +1,8 @@
-"""String dictionaries on disk: the name of each graph node or relation, by orig id."""
+"""String dictionaries on disk: the names of graph nodes or relations, by orig id."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,19 +18,20 @@ Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 
 STEP = 1 << 18
-"""Names that are converted at a time."""
+"""Names converted at a time."""
 
 FIELDS = ("offsets", "bytes", "hashes", "order")
+"""The arrays of a dictionary on disk, in the order of the arguments of :class:`Names`."""
 
 
 class Names:
-    """A string dictionary, memory-mapped: ids ``0 .. n-1`` (orig ids, or relations) and their names.
+    """A memory-mapped string dictionary: the names of the ids ``0 .. n-1`` (orig ids, or relations).
 
     Args:
-        offsets: int64 ``[n + 1]``; name i is the bytes ``offsets[i] .. offsets[i+1]-1``, UTF-8.
+        offsets: int64 ``[n + 1]``; name i is the UTF-8 bytes ``offsets[i] .. offsets[i+1]-1``.
         data: uint8, the bytes of all names.
-        hashes: uint64 ``[n]``, hash of each name, ascending.
-        order: integer ``[n]``, the id that each of ``hashes`` belongs to; equal hashes by ascending id.
+        hashes: uint64 ``[n]``, hashes of the names, ascending.
+        order: integer ``[n]``, the id of each entry of ``hashes``; ids of equal hashes ascend.
     """
 
     def __init__(self, offsets: Ints, data: Bytes, hashes: NDArray[np.uint64], order: NDArray[Any]) -> None:
@@ -43,80 +44,79 @@ class Names:
         """Return the names of ids.
 
         Args:
-            ids: integers ``0 .. n-1``, in any order, repeated or not; ``[k]``.
+            ids: integers in ``0 .. n-1``, ``[k]``; may repeat.
 
         Raises:
-            DataError: an id is outside.
+            DataError: an id is out of range.
         """
-        wanted = torch.as_tensor(ids, dtype=torch.int64).flatten().numpy()
-        outside = np.flatnonzero((wanted < 0) | (wanted >= len(self)))
+        rows = torch.as_tensor(ids, dtype=torch.int64).flatten().numpy()
+        outside = np.flatnonzero((rows < 0) | (rows >= len(self)))
         if outside.size:
             raise DataError(
-                f"there is no name for id {int(wanted[outside[0]])}: the dictionary has {len(self)} names",
-                hint=f"ask for ids 0..{len(self) - 1} of the source data's numbering (orig_id)",
+                f"no name for id {int(rows[outside[0]])}: the dictionary has {len(self)} names",
+                hint=f"pass ids 0..{len(self) - 1} of the source data's numbering (orig_id)",
             )
-        starts, stops = self._offsets[wanted].tolist(), self._offsets[wanted + 1].tolist()
+        starts, stops = self._offsets[rows].tolist(), self._offsets[rows + 1].tolist()
         return [self._data[a:b].tobytes().decode() for a, b in zip(starts, stops, strict=True)]
 
     def encode(self, strings: Sequence[str]) -> Tensor:
-        """Return the id of each string, int64 ``[k]``; -1 for a string that is no name, the first of equal names.
+        """Return the id of each string, int64 ``[k]``; -1 for an unknown string, the first id of a repeated name.
 
         Args:
-            strings: str, a sequence or a pyarrow array.
+            strings: a sequence of str, or a pyarrow array of strings.
         """
-        found = [self._encode(offsets, data) for _, offsets, data in _pieces(strings)]
-        return torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *found]))
+        ids = [self._encode(offsets, data) for _, offsets, data in _pieces(strings)]
+        return torch.from_numpy(np.concatenate([np.empty(0, dtype=np.int64), *ids]))
 
     def _encode(self, offsets: Ints, data: Bytes) -> Ints:
         result = np.full(len(offsets) - 1, -1, dtype=np.int64)
         hashes = _hashes(offsets, data)
-        at = np.searchsorted(self._hashes, hashes)
-        open_ = np.flatnonzero(at < len(self))
-        while open_.size:  # one round, but for hashes that different names share
-            open_ = open_[self._hashes[at[open_]] == hashes[open_]]
-            ids = self._order[at[open_]].astype(np.int64)
-            same = self._same(ids, offsets, data, open_)
-            result[open_[same]] = ids[same]
-            open_ = open_[~same]
-            at[open_] += 1
-            open_ = open_[at[open_] < len(self)]
+        entry = np.searchsorted(self._hashes, hashes)
+        pending = np.flatnonzero(entry < len(self))
+        while pending.size:  # further rounds only for different names with the same hash
+            pending = pending[self._hashes[entry[pending]] == hashes[pending]]
+            ids = self._order[entry[pending]].astype(np.int64)
+            same = self._equal(ids, offsets, data, pending)
+            result[pending[same]] = ids[same]
+            pending = pending[~same]
+            entry[pending] += 1
+            pending = pending[entry[pending] < len(self)]
         return result
 
-    def _same(self, ids: Ints, offsets: Ints, data: Bytes, rows: Ints) -> NDArray[np.bool_]:
-        """Say for which pairs the name of the id and the string of the row are equal."""
+    def _equal(self, ids: Ints, offsets: Ints, data: Bytes, rows: Ints) -> NDArray[np.bool_]:
+        """Compare the name of each id with the string of the row beside it."""
         length = offsets[rows + 1] - offsets[rows]
         same = self._offsets[ids + 1] - self._offsets[ids] == length
         pairs = np.flatnonzero(same)
         length = length[pairs]
-        # One number for each byte that is compared: which pair it is of, and which byte of that.
+        # For each byte to compare: the number of its pair, and its offset within the string.
         pair = np.repeat(np.arange(pairs.size), length)
         inside = np.arange(pair.size) - np.repeat(np.cumsum(length) - length, length)
-        ours = self._data[self._offsets[ids[pairs]][pair] + inside]
-        theirs = data[offsets[rows[pairs]][pair] + inside]
-        same[pairs[np.unique(pair[ours != theirs])]] = False
+        differs = self._data[self._offsets[ids[pairs]][pair] + inside] != data[offsets[rows[pairs]][pair] + inside]
+        same[pairs[np.unique(pair[differs])]] = False
         return same
 
 
-def write_names(ledger: Ledger, kind: str, names: Any, expected: int | None) -> int:
-    """Write a string dictionary, a piece at a time.
+def write_names(ledger: Ledger, key: str, names: Any, expected: int | None) -> int:
+    """Write a string dictionary, piece by piece.
 
     Args:
-        ledger: of the store that is being written.
-        kind: a node type, or ``relation``.
-        names: a sequence of str, or a pyarrow array of strings; position = id.
-        expected: how many there have to be; None means any number.
+        ledger: the ledger of the store.
+        key: a node type, or ``relation``.
+        names: a sequence of str, or a pyarrow array of strings, by id.
+        expected: the required number of names; None allows any number.
 
     Returns:
         The number of names.
 
     Raises:
-        DataError: there are more or fewer names than ids, or one is missing (null).
+        DataError: the number of names is wrong, or a name is missing (null).
     """
     count = len(names)
     if expected is not None and count != expected:
         raise DataError(
-            f"there are {count} names of {kind}, and {expected} ids",
-            hint="give one name for each id, in the order of the ids",
+            f"there are {count} names of {key}, and {expected} ids",
+            hint="give one name per id, in the order of the ids",
         )
     offsets = np.zeros(count + 1, dtype=np.int64)
     hashes = np.empty(count, dtype=np.uint64)
@@ -125,29 +125,23 @@ def write_names(ledger: Ledger, kind: str, names: Any, expected: int | None) -> 
         hashes[first : first + len(piece) - 1] = _hashes(piece, data)
     order = np.argsort(hashes, kind="stable").astype(np.int32 if count < 2**31 else np.int64)
     with ledger.files() as files:
-        stored = files.add("bytes", names_file(kind, "bytes"), np.uint8, (int(offsets[-1]),))
+        file = files.add("bytes", names_file(key, "bytes"), np.uint8, (int(offsets[-1]),))
         for _, _, data in _pieces(names):
-            stored.append(data)
-    ledger.write(names_file(kind, "offsets"), offsets)
-    ledger.write(names_file(kind, "hashes"), hashes[order])
-    ledger.write(names_file(kind, "order"), order)
+            file.append(data)
+    ledger.write(names_file(key, "offsets"), offsets)
+    ledger.write(names_file(key, "hashes"), hashes[order])
+    ledger.write(names_file(key, "order"), order)
     return count
 
 
-def open_names(load: Callable[[str], NDArray[Any]]) -> Names:
-    """Return the dictionary whose pieces ``load`` maps, by the names in :data:`FIELDS`."""
-    offsets, data, hashes, order = (load(name) for name in FIELDS)
-    return Names(offsets, data, hashes, order)
-
-
 def _pieces(names: Any) -> Iterator[tuple[int, Ints, Bytes]]:
-    """Yield the names in pieces: id of the first, offsets and bytes."""
+    """Yield pieces of the names: id of the first, offsets ``[k + 1]`` from 0, bytes."""
     for first in range(0, len(names), STEP):
         yield first, *_packed(names[first : first + STEP])
 
 
 def _packed(strings: Any) -> tuple[Ints, Bytes]:
-    """Return strings as offsets ``[k + 1]`` from 0 and bytes."""
+    """Return the offsets ``[k + 1]``, from 0, and the bytes of strings."""
     import pyarrow as pa
 
     if isinstance(strings, pa.ChunkedArray):
@@ -158,7 +152,7 @@ def _packed(strings: Any) -> tuple[Ints, Bytes]:
         array = pa.array(strings, type=pa.large_string())
     if array.null_count:
         row = array.is_null().to_pylist().index(True)
-        raise DataError(f"name {row} of {len(array)} is missing", hint="give each id a name")
+        raise DataError(f"name {row} of {len(array)} is null", hint="give each id a name")
     _, starts, data = array.buffers()
     offsets = np.frombuffer(starts, dtype=np.int64, count=array.offset + len(array) + 1)[array.offset :]
     content = np.frombuffer(data, dtype=np.uint8) if data is not None else np.empty(0, dtype=np.uint8)
@@ -166,9 +160,9 @@ def _packed(strings: Any) -> tuple[Ints, Bytes]:
 
 
 def _hashes(offsets: Ints, data: Bytes) -> NDArray[np.uint64]:
-    """Return a hash of each string: a polynomial in an odd number modulo 2^64, mixed as splitmix64 does its state.
+    """Return a hash of each string: a polynomial in GOLDEN over its bytes modulo 2^64, finalised as in SplitMix64.
 
-    Equal hashes of different strings cost time and nothing else: :meth:`Names.encode` compares the strings.
+    Collisions only cost time: :meth:`Names.encode` compares the strings.
     """
     length = np.diff(offsets)
     inside = np.arange(data.size) - np.repeat(offsets[:-1], length)

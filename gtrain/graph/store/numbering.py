@@ -1,4 +1,4 @@
-"""Global ids: the numbering of one node type in which each part's nodes are contiguous."""
+"""Global ids: a numbering of the nodes of one type in which each part's nodes are contiguous."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Numbering:
 
     Attributes:
         offsets: first global id of each part, and N, ``[P + 1]`` int64.
-        orig_id: source data's id of each global id, ``[N]`` int64; None where the two are the same.
-        global_id: global id of each of the source data's ids, ``[N]`` int32 or int64; None likewise.
+        orig_id: orig id of each global id, ``[N]`` int64; None if they are equal.
+        global_id: global id of each orig id, ``[N]`` int32 or int64; None if they are equal.
     """
 
     offsets: Ints
@@ -35,14 +35,14 @@ class Numbering:
 
         Args:
             assignment: the part of each node, ``[N]`` integer.
-            num_parts: P; a part may have no node.
-            groups: the group of each node within its part, ``[N]`` integer; None: there is one.
+            num_parts: P; a part may be empty.
+            groups: the group of each node within its part, ``[N]`` integer; None means one group per part.
         """
         offsets = np.zeros(num_parts + 1, dtype=np.int64)
         np.cumsum(np.bincount(assignment, minlength=num_parts), out=offsets[1:])
         if num_parts == 1:
             return cls(offsets, None, None)
-        # numpy sorts 16-bit numbers by their digits, in linear time.
+        # numpy sorts 16-bit integers by radix sort, in linear time.
         narrow = assignment.astype(np.uint16) if num_parts <= 2**16 else assignment
         orig_id = np.argsort(narrow, kind="stable") if groups is None else np.lexsort((groups, narrow))
         global_id = np.empty(orig_id.size, dtype=index_dtype(orig_id.size))
@@ -58,33 +58,29 @@ class Numbering:
         return int(self.offsets[-1])
 
     def range(self, part: int) -> tuple[int, int]:
-        """Return the first global id of a part, and the one after its last."""
+        """Return the first global id of a part, and the last plus 1."""
         return int(self.offsets[part]), int(self.offsets[part + 1])
 
     def originals(self, start: int, stop: int) -> Ints:
-        """Return the source data's ids of the global ids ``start .. stop-1``."""
+        """Return the orig ids of the global ids ``start .. stop-1``."""
         return np.arange(start, stop) if self.orig_id is None else self.orig_id[start:stop]
 
     def owners(self) -> NDArray[Any]:
-        """Return the part of each of the source data's ids, ``[N]`` uint16 or int64."""
-        sizes = np.diff(self.offsets)
+        """Return the part of each node by orig id, ``[N]`` uint16 or int64."""
         parts = np.arange(self.num_parts, dtype=np.uint16 if self.num_parts <= 2**16 else np.int64)
-        owners = np.empty(self.num_nodes, dtype=parts.dtype)
-        owners[slice(None) if self.orig_id is None else self.orig_id] = np.repeat(parts, sizes)
-        return owners
+        return self._by_orig_id(np.repeat(parts, np.diff(self.offsets)))
 
     def within(self) -> NDArray[Any]:
-        """Return the offset within its part of each of the source data's ids, ``[N]`` int32 or int64."""
-        sizes = np.diff(self.offsets)
+        """Return the offset of each node within its part by orig id, ``[N]`` int32 or int64."""
         numbers = np.arange(self.num_nodes, dtype=index_dtype(self.num_nodes))
-        offsets = np.empty_like(numbers)
-        start = np.repeat(self.offsets[:-1].astype(numbers.dtype), sizes)
-        offsets[slice(None) if self.orig_id is None else self.orig_id] = numbers - start
-        return offsets
+        return self._by_orig_id(numbers - np.repeat(self.offsets[:-1].astype(numbers.dtype), np.diff(self.offsets)))
 
     def globals(self, ids: NDArray[Any]) -> Ints:
-        """Return the global ids of the source data's ids."""
+        """Return the global ids of orig ids."""
         return np.asarray(ids if self.global_id is None else self.global_id[ids], dtype=np.int64)
+
+    def _by_orig_id(self, values: NDArray[Any]) -> NDArray[Any]:
+        return values if self.global_id is None else values[self.global_id]
 
 
 def index_dtype(count: int) -> np.dtype[Any]:
@@ -93,11 +89,11 @@ def index_dtype(count: int) -> np.dtype[Any]:
 
 
 class GlobalIds:
-    """Finds nodes of one type by their orig id, by a binary search in each part.
+    """Maps orig ids of one node type to global ids, by binary search in each part.
 
     Args:
-        store: the graph; ``orig_id`` stays memory-mapped. Where it does not ascend, since the part's nodes are in
-            groups, 8 bytes a node are needed besides.
+        store: the graph; ``orig_id`` stays memory-mapped. A part whose ``orig_id`` does not ascend (its nodes are in
+            locality groups) needs 8 bytes per node for a permutation.
         node_type: the type; None means the only one.
 
     Attributes:
@@ -110,13 +106,13 @@ class GlobalIds:
         self._sorters = [None if bool((ids[1:] > ids[:-1]).all()) else ids.argsort() for ids in self.orig_ids]
 
     def __call__(self, orig_id: Tensor) -> Tensor:
-        """Return the global ids of orig ids of any shape, all of which must be in the graph."""
-        orig_id = orig_id.contiguous()  # a column of a table is not, and torch warns of each copy that it makes
-        found = torch.empty_like(orig_id)
+        """Return the global ids, int64, of orig ids of any shape, all of which must be in the graph."""
+        orig_id = orig_id.contiguous()  # searchsorted copies a strided column, with a warning each time
+        global_id = torch.empty_like(orig_id)
         for first, ids, sorter in zip(self._first, self.orig_ids, self._sorters, strict=True):
             if ids.numel():
-                place = torch.searchsorted(ids, orig_id, sorter=sorter).clamp_(max=ids.numel() - 1)
+                row = torch.searchsorted(ids, orig_id, sorter=sorter).clamp_(max=ids.numel() - 1)
                 if sorter is not None:
-                    place = sorter[place]
-                torch.where(ids[place] == orig_id, place + first, found, out=found)
-        return found
+                    row = sorter[row]
+                torch.where(ids[row] == orig_id, row + first, global_id, out=global_id)
+        return global_id

@@ -1,7 +1,6 @@
-"""The partitioned store: the on-disk form of a graph that every strategy opens.
+"""The partitioned store: the on-disk form of a graph that every strategy opens (specification: docs/formats.md).
 
-Layout, everything keyed by node type and edge type (a homogeneous graph has one of each, ``node`` and
-``node__to__node``)::
+Everything is keyed by node type and edge type; a homogeneous graph has the types ``node`` and ``node__to__node``::
 
     <store>/manifest.json
     <store>/names/<node type or "relation">/{offsets,bytes,hashes,order}.npy
@@ -11,19 +10,18 @@ Layout, everything keyed by node type and edge type (a homogeneous graph has one
     <store>/part-<p>/edges/<src>__<rel>__<dst>/{val,test}/{source,target,edge_id,<tensor>}.npy
     <store>/part-<p>/buckets/<src>__<rel>__<dst>/{source,target,<tensor>}.npy
 
-Nodes are renumbered, each type for itself, so that each part's nodes are contiguous; inside a part they keep the order
-of the source data. These are the *global ids* of a type; ``orig_id`` leads back to the source data's numbering. A part
-stores the edges that point at its nodes, by column (CSC): the in-edges of the part's node ``i`` are
-``indices[indptr[i]:indptr[i+1]]``, global ids of the sources in ascending order, or ordered by ``edge_time`` and then
-source where edges have times; ``edge_id`` is the edge's position in the source data, and every other edge tensor lies
-in the same order. Parallel edges and self-loops are kept as they are.
+Each node type has *global ids*, which are contiguous per part; within a part, nodes are in locality groups or in the
+order of the source data. ``orig_id`` maps them back to the source data's numbering. A part stores the edges that point
+at its nodes in CSC form: the in-edges of the part's node ``i`` have the sources ``indices[indptr[i]:indptr[i+1]]``,
+global ids that ascend, or that are ordered by ``edge_time`` and then source if edges have times. ``edge_id`` is the
+edge's position in the source data; all other edge tensors have the same order. Parallel edges and self-loops are
+preserved.
 
-*Held-out* edges (what a link task validates and tests on) are no part of that graph. They lie with the part of their
-target, in the order of the source data, both ends as global ids.
+*Held-out* edges (the validation and test edges of a link task) are not in that graph. They are stored with the part of
+their target, in the order of the source data, with global ids.
 
-*Buckets* are the same edges once more, if the store was written with them: bucket (i, j) holds those from part i to
-part j in the order of the source data, both ends as offsets within their parts. The buckets into one part share its
-files, bucket (0, j) first.
+*Buckets* are an optional second copy of the edges: bucket (i, j) holds the edges from part i to part j in the order of
+the source data, with offsets within the parts as ids. The buckets into one part share its files, bucket (0, j) first.
 """
 
 from __future__ import annotations
@@ -53,17 +51,17 @@ from gtrain.graph.store.manifest import (
     TensorSpec,
     edge_key,
 )
-from gtrain.graph.store.names import Names, open_names
+from gtrain.graph.store.names import FIELDS, Names
 from gtrain.graph.store.tables import csr_tensor
 
 _OPENING = threading.Lock()
-"""numpy parses a file's header by ``ast``, which threads of CPython 3.11 must not do at once (gh-106905)."""
+"""numpy parses a file's header with ``ast``, which is not thread-safe in CPython 3.11 (gh-106905)."""
 
 
 class Store:
     """A complete store on disk, opened for reading.
 
-    Where a method takes a ``node_type`` or an ``edge_type``, None means the only one there is.
+    Where a method takes a ``node_type`` or an ``edge_type``, None means the graph's only one.
 
     Attributes:
         path: the store's folder.
@@ -81,26 +79,31 @@ class Store:
 
     @classmethod
     def open(cls, path: str | Path) -> Store:
-        """Open the store at ``path``, checking that it is complete; :meth:`verify` checks what the files hold.
+        """Open the store at ``path`` and check that its files are complete; :meth:`verify` checks their contents.
 
         Raises:
-            StoreError: there is no store, it is of another format, or a file is missing or of the wrong size.
+            StoreError: the store does not exist or has an unknown format, or a file is missing or of the wrong size.
         """
         path = Path(path)
         if not (path / "manifest.json").is_file():
             raise StoreError(
-                f"there is no store at {path}: it has no manifest.json",
-                hint="prepare it first with `gtrain partition`, or delete the folder if it is the rest of one",
+                f"{path} is not a store: it has no manifest.json",
+                hint="prepare the store with `gtrain partition`, or delete the folder if it is an incomplete store",
             )
         store = cls(path, Manifest.from_json((path / "manifest.json").read_bytes(), path))
-        store._check_sizes()
+        for name, size in store.manifest.sizes.items():
+            file = path / name
+            actual = file.stat().st_size if file.is_file() else None
+            if actual != size:
+                state = "is missing" if actual is None else f"has {actual} bytes, and the manifest says {size}"
+                raise StoreError(f"{file} {state}", hint=REBUILD.format(path=path))
         if store.manifest.format < FORMAT:
             store.facts.update(store._weight_facts())
         return store
 
     @property
     def is_hetero(self) -> bool:
-        """Whether the graph has types: more than the one node type and edge type of a homogeneous graph."""
+        """Whether the graph is heterogeneous, that is, has other types than those of a homogeneous graph."""
         return self.node_types != (NODE_TYPE,) or self.edge_types != (EDGE_TYPE,)
 
     @property
@@ -136,18 +139,18 @@ class Store:
         return torch.tensor(self._nodes(node_type)[1].offsets, dtype=torch.int64)
 
     def split_size(self, split: str, node_type: str | None = None) -> int:
-        """Return the nodes in ``train``, ``val`` or ``test`` over all parts; 0 where there is no such split.
+        """Return the number of nodes in ``train``, ``val`` or ``test`` over all parts; 0 without such a split.
 
-        ``node_type`` None means the type with labels (``facts["target"]``), if the graph has types.
+        In a heterogeneous graph, ``node_type`` None means the type with labels (``facts["target"]``).
         """
-        name, kind = f"{split}_mask", node_type or self.facts.get("target")
-        if name not in self.node_tensors(kind):
+        name, node_type = f"{split}_mask", node_type or self.facts.get("target")
+        if name not in self.node_tensors(node_type):
             return 0
-        return sum(int(self.node(name, part, kind).sum()) for part in range(self.num_parts))
+        return sum(int(self.node(name, part, node_type).sum()) for part in range(self.num_parts))
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a model needs to know of the data; see :class:`~gtrain.graph.store.manifest.Manifest`."""
+        """Properties of the data that a model needs; see :class:`~gtrain.graph.store.manifest.Manifest`."""
         return self.manifest.facts
 
     def node_tensors(self, node_type: str | None = None) -> tuple[str, ...]:
@@ -155,20 +158,20 @@ class Store:
         return tuple(self._nodes(node_type)[1].tensors)
 
     def edge_tensors(self, edge_type: EdgeType | None = None) -> tuple[str, ...]:
-        """Return the names of the tensors with a row for each edge: ``indices``, ``edge_id`` and the data's own."""
+        """Return the names of the tensors with one row per edge: ``indices``, ``edge_id`` and the data's tensors."""
         return tuple(name for name in self._edges(edge_type).tensors if name != "indptr")
 
     def node(self, name: str, part: int, node_type: str | None = None) -> Tensor:
-        """Memory-map a node tensor of one part, ``[n_p, ...]``; writing to it does not reach the disk.
+        """Memory-map a node tensor of one part, ``[n_p, ...]``, copy-on-write: writes do not reach the disk.
 
-        A tensor that was given as a sparse matrix is a ``torch.sparse_csr`` tensor over memory-mapped arrays.
+        A tensor stored with the layout ``csr`` is a ``torch.sparse_csr`` tensor over memory-mapped arrays.
         """
-        kind, spec = self._nodes(node_type)
-        tensor = self._spec(spec.tensors, name, f"node tensor of {kind}")
+        node_type, spec = self._nodes(node_type)
+        tensor = self._spec(spec.tensors, name, f"node tensor of {node_type}")
         if tensor.layout == "dense":
-            return self._map(node_file(part, name, kind))
-        pieces = (self._map(node_file(part, f"{name}.{piece}", kind)) for piece in ("indptr", "indices", "values"))
-        indptr, indices, values = pieces
+            return self._map(node_file(part, name, node_type))
+        arrays = ("indptr", "indices", "values")
+        indptr, indices, values = (self._map(node_file(part, f"{name}.{array}", node_type)) for array in arrays)
         return csr_tensor(indptr, indices, values, (indptr.numel() - 1, tensor.shape[1]))
 
     def edge(self, name: str, part: int, edge_type: EdgeType | None = None) -> Tensor:
@@ -178,11 +181,11 @@ class Store:
         return self._map(edge_file(part, name, spec.edge_type))
 
     def held_out(self, name: str, part: int, split: str, edge_type: EdgeType | None = None) -> Tensor:
-        """Memory-map a tensor of the held-out edges of one part, those that point at its nodes.
+        """Memory-map a tensor of the held-out edges that point at one part's nodes, ``[e, ...]``.
 
         Args:
             name: ``source`` or ``target`` (global ids, int64), ``edge_id`` (position among the held-out edges of the
-                source data), or one of the data's own, without the prefix: ``edge_type``, ``edge_time``...
+                source data), or a tensor of the data without the split's prefix: ``edge_type``, ``edge_time``...
             part: the part.
             split: ``val`` or ``test``.
             edge_type: the edge type.
@@ -191,18 +194,18 @@ class Store:
         if split not in spec.held_out:
             raise StoreError(
                 f"the store {self.path} has no {split} edges of the type {edge_key(spec.edge_type)}",
-                hint=f"give the source data {split}_edge_index, or split its edges when it is prepared",
+                hint=f"add {split}_edge_index to the source data, or set data.task=link and data.split",
             )
         self._spec(spec.held_out[split].tensors, name, f"tensor of {split} edges")
         return self._map(held_out_file(part, name, split, spec.edge_type))
 
     def held_out_tensors(self, split: str, edge_type: EdgeType | None = None) -> tuple[str, ...]:
-        """Return the names that :meth:`held_out` takes; none where the split holds out no edges."""
+        """Return the names that :meth:`held_out` accepts; empty if the split holds out no edges."""
         spec = self._edges(edge_type).held_out.get(split)
         return tuple(spec.tensors) if spec is not None else ()
 
     def held_out_size(self, split: str, edge_type: EdgeType | None = None) -> int:
-        """Return the held-out edges of one type over all parts; 0 where there are none."""
+        """Return the number of held-out edges of one type over all parts."""
         spec = self._edges(edge_type).held_out.get(split)
         return sum(spec.num_edges) if spec is not None else 0
 
@@ -215,7 +218,7 @@ class Store:
         """Memory-map the edges from one part to another, in the order of the source data.
 
         Returns:
-            ``source`` and ``target``, ``[e]`` offsets within their parts (int32 where they fit, else int64), and the
+            ``source`` and ``target``, ``[e]`` offsets within their parts (int32 if they fit, else int64), and the
             data's edge tensors, ``[e, ...]``.
 
         Raises:
@@ -225,32 +228,30 @@ class Store:
         if spec.buckets is None:
             raise StoreError(
                 f"the store {self.path} has no edge buckets",
-                hint=f"prepare it for a strategy that needs them; {REBUILD.format(path=self.path)}",
+                hint=f"prepare it for a strategy that needs buckets; {REBUILD.format(path=self.path)}",
             )
         start = sum(spec.buckets[part][target_part] for part in range(source_part))
         rows = slice(start, start + spec.buckets[source_part][target_part])
         return {name: self._map(bucket_file(target_part, name, spec.edge_type))[rows] for name in spec.bucket_tensors}
 
-    def names(self, kind: str) -> Names | None:
-        """Open the string dictionary of a node type or of ``relation``, by orig id; None where there is none.
+    def names(self, key: str) -> Names | None:
+        """Verify and open the string dictionary of a node type or of ``relation``; None if the store has none.
 
         Raises:
-            StoreError: a file of it is damaged.
+            StoreError: a file of the dictionary is damaged.
         """
-        if kind not in self.manifest.names:
-            return None
-        if kind not in self._names:
-            self._verify(f"{Path(names_file(kind, 'order')).parent.as_posix()}/")
-            self._names[kind] = open_names(lambda name: self._load(names_file(kind, name)))
-        return self._names[kind]
+        if key in self.manifest.names and key not in self._names:
+            self._verify(f"{Path(names_file(key, 'order')).parent.as_posix()}/")
+            self._names[key] = Names(*(self._load(names_file(key, field)) for field in FIELDS))
+        return self._names.get(key)
 
     def verify(self, part: int) -> None:
-        """Compare the checksum of each file of one part.
+        """Check the checksum of each file of one part.
 
-        The files are read in chunks and not mapped, so that resident memory stays what it was.
+        The files are read in chunks, not mapped, so that resident memory does not grow.
 
         Raises:
-            StoreError: names the first file that differs from what was written.
+            StoreError: a file differs from what was written; the message names the first such file.
         """
         self._verify(f"part-{part}/")
 
@@ -258,7 +259,7 @@ class Store:
         for name, crc in self.manifest.checksums.items():
             if name.startswith(prefix) and file_crc(self.path / name) != crc:
                 raise StoreError(
-                    f"{self.path / name} is damaged: its checksum is not that of the manifest",
+                    f"{self.path / name} is damaged: its checksum differs from the manifest's",
                     hint=REBUILD.format(path=self.path),
                 )
 
@@ -267,7 +268,7 @@ class Store:
         if node_type is None and len(types) > 1:
             raise StoreError(
                 f"the store {self.path} has {len(types)} node types, and none was named",
-                hint=f"name one of {', '.join(types)}, or choose a strategy and a model for graphs with types",
+                hint=f"name one of {', '.join(types)}, or choose a strategy and a model for heterogeneous graphs",
             )
         name = next(iter(types)) if node_type is None else node_type
         if name not in types:
@@ -281,7 +282,7 @@ class Store:
         if edge_type is None and len(types) != 1:
             raise StoreError(
                 f"the store {self.path} has {len(types)} edge types, and none was named",
-                hint=f"name one of {', '.join(types)}, or choose a strategy and a model for graphs with types",
+                hint=f"name one of {', '.join(types)}, or choose a strategy and a model for heterogeneous graphs",
             )
         key = next(iter(types)) if edge_type is None else edge_key(edge_type)
         if key not in types:
@@ -292,20 +293,12 @@ class Store:
         if name not in tensors:
             raise StoreError(
                 f"the store {self.path} has no {what} called {name!r}; it has {', '.join(tensors)}",
-                hint="add such a tensor to the source data, or choose another one",
+                hint="add this tensor to the source data, or choose another one",
             )
         return tensors[name]
 
-    def _check_sizes(self) -> None:
-        for name, size in self.manifest.sizes.items():
-            file = self.path / name
-            found = file.stat().st_size if file.is_file() else None
-            if found != size:
-                state = "is missing" if found is None else f"has {found} bytes and the manifest says {size}"
-                raise StoreError(f"{file} {state}", hint=REBUILD.format(path=self.path))
-
     def _weight_facts(self) -> dict[str, Any]:
-        """The facts ``edge_weights`` and ``negative_weight``, which stores of format 2 do not have."""
+        """Compute the facts ``edge_weights`` and ``negative_weight``, which stores of format 2 lack."""
         weights = []
         for edge_type in self.edge_types:
             for part in range(self.num_parts):
@@ -314,17 +307,18 @@ class Store:
                 for split in HELD_OUT:
                     if "edge_weight" in self.held_out_tensors(split, edge_type):
                         weights.append(self.held_out("edge_weight", part, split, edge_type))
-        ends = [float(end) for values in weights if values.numel() for end in values.aminmax()]
-        if not ends:
+        limits = [float(limit) for values in weights if values.numel() for limit in values.aminmax()]
+        if not limits:
             return {}
-        facts: dict[str, Any] = {"edge_weights": [min(ends), max(ends)]}
-        return facts if min(ends) >= 0 else {**facts, "negative_weight": f"{self.path}: the weight is {min(ends):g}"}
+        lowest = min(limits)
+        facts: dict[str, Any] = {"edge_weights": [lowest, max(limits)]}
+        return facts if lowest >= 0 else {**facts, "negative_weight": f"{self.path}: the weight is {lowest:g}"}
 
     def _map(self, name: str) -> Tensor:
         return torch.from_numpy(self._load(name))
 
     def _load(self, name: str) -> NDArray[Any]:
-        """Open one file copy-on-write: torch takes no read-only array without a warning."""
+        """Map one file copy-on-write: torch warns about read-only arrays."""
         file = self.path / name
         try:
             with _OPENING:

@@ -1,4 +1,4 @@
-"""A graph as it is handed to the writer: one table of nodes for each node type, one of edges for each edge type."""
+"""The writer's input: a graph as one node table per node type and one edge table per edge type."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class EdgeArrays:
     Attributes:
         num_nodes: N.
         source: source of each edge, ``[E]`` int32 or int64, orig ids ``0 .. N-1``.
-        target: target of each edge, likewise.
-        edge_tensors: further tensors of the edges, ``[E, ...]``, by name (``edge_type``, ``edge_weight``...).
-        node_tensors: tensors of the nodes, ``[N, ...]``, by name; a sparse one as ``torch.sparse_csr``.
+        target: target of each edge, ``[E]`` int32 or int64, orig ids ``0 .. N-1``.
+        edge_tensors: further edge tensors, ``[E, ...]``, by name (``edge_type``, ``edge_weight``...).
+        node_tensors: node tensors, ``[N, ...]``, by name; a sparse one as ``torch.sparse_csr``.
         held_out: held-out edges by ``val`` and ``test``: ``source``, ``target`` and tensors named as in
-            ``edge_tensors``; empty where there are none.
+            ``edge_tensors``; empty if no edges are held out.
     """
 
     num_nodes: int
@@ -47,7 +47,7 @@ class EdgeArrays:
 
 @dataclass
 class CsrArrays:
-    """A sparse matrix ``[N, F]`` by rows: ``indptr`` ``[N + 1]``, ``indices`` and ``values`` ``[nnz]``."""
+    """A sparse matrix ``[N, F]`` in CSR form: ``indptr`` ``[N + 1]``, ``indices`` and ``values`` ``[nnz]``."""
 
     shape: tuple[int, int]
     indptr: Array
@@ -57,7 +57,7 @@ class CsrArrays:
 
 @dataclass
 class NodeTable:
-    """The nodes of one type: how many, and their tensors ``[N, ...]`` in the order of the orig ids."""
+    """The nodes of one type: their number N, and their tensors ``[N, ...]`` by name, in the order of the orig ids."""
 
     num_nodes: int
     tensors: dict[str, Array | CsrArrays]
@@ -70,7 +70,7 @@ class EdgeTable:
     Attributes:
         edge_type: type of the sources, relation, type of the targets.
         source: orig ids, ``[E]`` int32 or int64.
-        target: orig ids, likewise.
+        target: orig ids, ``[E]`` int32 or int64.
         tensors: further edge tensors, ``[E, ...]``.
         held_out: by split, ``source``, ``target`` and further tensors of the held-out edges.
     """
@@ -88,7 +88,7 @@ class EdgeTable:
 
 @dataclass
 class Tables:
-    """A graph: its node tables by type and its edge tables."""
+    """A graph: node tables by type, and edge tables."""
 
     nodes: dict[str, NodeTable]
     edges: list[EdgeTable]
@@ -98,30 +98,28 @@ Graph: TypeAlias = Data | HeteroData | EdgeArrays
 
 
 def tables_of(graph: Graph) -> Tables:
-    """Return the tables of a graph, sharing its memory; what has rows for neither nodes nor edges is left out.
+    """Return the tables of a graph, which share its memory; tensors with rows for neither nodes nor edges are omitted.
 
     Raises:
-        DataError: a tensor of held-out edges has another number of rows than the edges themselves.
+        DataError: a tensor of held-out edges has the wrong number of rows.
     """
     if isinstance(graph, EdgeArrays):
         nodes = {name: _array(value) for name, value in graph.node_tensors.items()}
         edges = EdgeTable(EDGE_TYPE, graph.source, graph.target, graph.edge_tensors, graph.held_out)
         return Tables({NODE_TYPE: NodeTable(graph.num_nodes, nodes)}, [edges])
     if isinstance(graph, HeteroData):
-        tables = {
-            kind: _node_table(graph[kind].to_dict(), int(graph[kind].num_nodes or 0)) for kind in graph.node_types
-        }
-        return Tables(tables, [_edge_table(kind, graph[kind].to_dict()) for kind in graph.edge_types])
+        tables = {t: _node_table(graph[t].to_dict(), int(graph[t].num_nodes or 0)) for t in graph.node_types}
+        return Tables(tables, [_edge_table(t, graph[t].to_dict()) for t in graph.edge_types])
     tensors, num_nodes = graph.to_dict(), int(graph.num_nodes or 0)
     edges = _edge_table(EDGE_TYPE, tensors, num_nodes)
-    held = {f"{split}_{name}" for split, columns in edges.held_out.items() for name in columns}
-    own = {name: value for name, value in tensors.items() if name not in held and name not in edges.tensors}
-    return Tables({NODE_TYPE: _node_table(own, num_nodes)}, [edges])
+    held_out = {f"{split}_{name}" for split, columns in edges.held_out.items() for name in columns}
+    others = {name: value for name, value in tensors.items() if name not in held_out and name not in edges.tensors}
+    return Tables({NODE_TYPE: _node_table(others, num_nodes)}, [edges])
 
 
 def csr_tensor(indptr: Tensor, indices: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
     """Return a ``torch.sparse_csr`` tensor that shares the memory of its three arrays."""
-    with warnings.catch_warnings():  # torch calls the layout a beta, once in each process
+    with warnings.catch_warnings():  # torch warns once per process that the layout is in beta
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
         return torch.sparse_csr_tensor(indptr, indices, values, size=shape, check_invariants=False)
 
@@ -132,25 +130,25 @@ def _node_table(tensors: dict[str, Any], num_nodes: int) -> NodeTable:
 
 
 def _edge_table(edge_type: EdgeType, tensors: dict[str, Any], num_nodes: int | None = None) -> EdgeTable:
-    """Take the edges out of a store of PyG's; ``num_nodes`` where that also holds nodes."""
+    """Return the edges of a PyG storage; ``num_nodes`` is set if the storage also holds nodes."""
     index = tensors.get("edge_index")
     edge_index = index if isinstance(index, Tensor) else torch.empty(2, 0, dtype=torch.int64)
     held_out = {split: _held_out(split, tensors) for split in HELD_OUT if f"{split}_edge_index" in tensors}
-    taken = {f"{split}_{name}" for split, columns in held_out.items() for name in columns}
+    excluded = {f"{split}_{name}" for split, columns in held_out.items() for name in columns}
     rows = edge_index.size(1)
-    own = {
+    edge_tensors = {
         name: _dense(value)
         for name, value in tensors.items()
-        if _rows(name, value) == rows and name not in taken and (num_nodes != rows or "edge" in name)
+        if _rows(name, value) == rows and name not in excluded and (num_nodes != rows or "edge" in name)
     }
     source, target = (row.numpy() for row in edge_index)
-    return EdgeTable(edge_type, source, target, own, held_out)
+    return EdgeTable(edge_type, source, target, edge_tensors, held_out)
 
 
 def _held_out(split: str, tensors: dict[str, Any]) -> dict[str, Array]:
-    """Return the held-out edges of one split, their tensors by name without the prefix."""
+    """Return the tensors of one split's held-out edges, by name without the prefix."""
     edge_index = tensors[f"{split}_edge_index"]
-    found = {"source": edge_index[0].numpy(), "target": edge_index[1].numpy()}
+    columns = {"source": edge_index[0].numpy(), "target": edge_index[1].numpy()}
     for key, value in tensors.items():
         name = key.removeprefix(f"{split}_")
         if name == key or name in ("edge_index", "mask") or _rows(key, value) is None:
@@ -158,15 +156,15 @@ def _held_out(split: str, tensors: dict[str, Any]) -> dict[str, Array]:
         if name.startswith("edge_") and value.size(0) != edge_index.size(1):
             raise DataError(
                 f"{key} has {value.size(0)} rows, and {split}_edge_index has {edge_index.size(1)} edges",
-                hint=f"give {key} one row for each held-out edge",
+                hint=f"give {key} one row per held-out edge",
             )
         if name.startswith("edge_") or (name in tensors and value.size(0) == edge_index.size(1)):
-            found[name] = _dense(value)
-    return found
+            columns[name] = _dense(value)
+    return columns
 
 
 def _rows(name: str, value: object) -> int | None:
-    """Return the rows of a tensor; None for what is none, or is an index of another kind."""
+    """Return the number of rows of a tensor; None for an ``edge_index``, a scalar or another type."""
     if not isinstance(value, Tensor) or value.dim() == 0 or name.endswith("edge_index"):
         return None
     return value.size(0)
@@ -182,7 +180,7 @@ def _array(value: Array | Tensor) -> Array | CsrArrays:
 
 
 def _dense(value: Array | Tensor) -> Array:
-    """Return a tensor as an array; numpy has no bfloat16, which becomes float32."""
+    """Return a tensor as an array; bfloat16, which numpy lacks, becomes float32."""
     if not isinstance(value, Tensor):
         return np.asanyarray(value)
     value = value.detach()

@@ -1,11 +1,11 @@
-"""Writing a store: renumber, cut, write under a temporary name, rename."""
+"""Write a store: number the nodes by part, write all files under a temporary name, rename the folder."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,35 +49,55 @@ def write_store(
 ) -> Store:
     """Write a graph as a store of ``num_parts`` parts.
 
-    Nothing is at ``path`` before the store is complete, and nothing is left anywhere after an exception. Memory grows
-    with the nodes and not with the edges: about 32 bytes a node, and 1 GB for
-    :data:`gtrain.graph.store.csc.RANGE_EDGES`.
+    ``path`` does not exist before the store is complete, and no file remains after an exception. Memory grows with the
+    nodes and not with the edges: about 32 bytes per node, and 1 GB for :data:`gtrain.graph.store.csc.RANGE_EDGES`.
 
     Args:
         path: folder of the store; it must not exist.
-        graph: the graph; every tensor with one row for each node or for each edge is stored.
+        graph: the graph; every tensor with one row per node or per edge is stored.
         assignment: the part of each node, ``[N]`` integer; for a ``HeteroData`` by node type.
         num_parts: P.
-        groups: the group of each node within its part, ``[N]`` integer, by node type; a group's ids are in a row.
+        groups: the locality group of each node within its part, ``[N]`` integer, by node type; the nodes of a group
+            get consecutive global ids.
         source: the options that identify the graph, JSON.
-        facts: what a model needs to know, JSON; see :class:`~gtrain.graph.store.manifest.Manifest`.
-        partitioner: name of the method that made the assignment, for the manifest.
-        seed: seed of that method, for the manifest.
+        facts: properties of the data that a model needs, JSON; see :class:`~gtrain.graph.store.manifest.Manifest`.
+        partitioner: name of the partitioning method, for the manifest.
+        seed: seed of the partitioning method, for the manifest.
         names: string dictionaries by node type (``node`` in a homogeneous graph) or ``relation``: sequences of str or
             pyarrow arrays of strings, by orig id.
-        buckets: whether to store the edges once more by pairs of parts, for :meth:`~gtrain.graph.store.Store.bucket`.
+        buckets: also store the edges by pairs of parts, for :meth:`~gtrain.graph.store.Store.bucket`.
 
     Raises:
-        DataError: the graph cannot be stored as it is, such as with an edge to a node that is not there.
+        DataError: the graph cannot be stored, for example because an edge names a node that does not exist.
     """
     tables = tables_of(graph)
     parts = assignment if isinstance(assignment, Mapping) else {NODE_TYPE: assignment}
+    numberings = {name: Numbering.of(parts[name].numpy(), num_parts, (groups or {}).get(name)) for name in tables.nodes}
     scratch = temporary_path(path)
     try:
         scratch.mkdir(parents=True)
-        store = _Writer(Ledger(scratch), tables, parts, num_parts, groups or {})
-        manifest = store.write(names or {}, buckets, partitioner, seed, source, facts)
-        _write_durably(scratch / "manifest.json", manifest.to_json())
+        ledger = Ledger(scratch)
+        nodes = {name: write_nodes(ledger, name, table, numberings[name]) for name, table in tables.nodes.items()}
+        edges = {edge_key(table.edge_type): _write_edges(ledger, table, numberings, buckets) for table in tables.edges}
+        sizes = {name: table.num_nodes for name, table in tables.nodes.items()}
+        manifest = Manifest(
+            format=FORMAT,
+            gtrain=__version__,
+            num_parts=num_parts,
+            node_types=nodes,
+            edge_types=edges,
+            names={key: write_names(ledger, key, entries, sizes.get(key)) for key, entries in (names or {}).items()},
+            partition=measure(scratch, nodes, edges, _train_nodes(tables, parts, num_parts), partitioner, seed),
+            source=source,
+            facts=facts,
+            checksums=dict(sorted(ledger.checksums.items())),
+            sizes=dict(sorted(ledger.sizes.items())),
+            nbytes=tuple(ledger.nbytes(part) for part in range(num_parts)),
+        )
+        with (scratch / "manifest.json").open("w") as file:
+            file.write(manifest.to_json())
+            file.flush()
+            os.fsync(file.fileno())
         scratch.rename(path)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -86,91 +106,35 @@ def write_store(
 
 
 def temporary_path(path: Path) -> Path:
-    """Return where the store for ``path`` is while it is being written."""
+    """Return the folder that holds the store for ``path`` while it is written."""
     return path.with_name(path.name + ".tmp")
 
 
-@dataclass
-class _Writer:
-    """The state of one writing."""
-
-    ledger: Ledger
-    tables: Tables
-    assignment: Mapping[str, Tensor]
-    num_parts: int
-    groups: Mapping[str, NDArray[Any]]
-
-    def write(
-        self,
-        names: Mapping[str, Any],
-        buckets: bool,
-        partitioner: str,
-        seed: int,
-        source: dict[str, Any],
-        facts: dict[str, Any],
-    ) -> Manifest:
-        self.numbering = {
-            kind: Numbering.of(self.assignment[kind].numpy(), self.num_parts, self.groups.get(kind))
-            for kind in self.tables.nodes
-        }
-        nodes = {kind: self._nodes(kind, table) for kind, table in self.tables.nodes.items()}
-        edges = {edge_key(table.edge_type): self._edges(table, buckets) for table in self.tables.edges}
-        counts = {kind: write_names(self.ledger, kind, entries, self._ids(kind)) for kind, entries in names.items()}
-        return Manifest(
-            format=FORMAT,
-            gtrain=__version__,
-            num_parts=self.num_parts,
-            node_types=nodes,
-            edge_types=edges,
-            names=counts,
-            partition=measure(self.ledger.folder, nodes, edges, self._train_nodes(), partitioner, seed),
-            source=source,
-            facts=facts,
-            checksums=dict(sorted(self.ledger.checksums.items())),
-            sizes=dict(sorted(self.ledger.sizes.items())),
-            nbytes=tuple(self.ledger.nbytes(part) for part in range(self.num_parts)),
-        )
-
-    def _nodes(self, kind: str, table: NodeTable) -> NodeTypeSpec:
-        numbering = self.numbering[kind]
-        tensors = write_nodes(self.ledger, kind, table, numbering)
-        return NodeTypeSpec(tuple(numbering.offsets.tolist()), tensors)
-
-    def _edges(self, table: EdgeTable, buckets: bool) -> EdgeTypeSpec:
-        source, target = self.numbering[table.edge_type[0]], self.numbering[table.edge_type[2]]
-        tensors = write_columns(self.ledger, table, source, target)
-        held_out = {
-            split: HeldOutSpec(*write_held_out(self.ledger, table.edge_type, split, columns, source, target))
-            for split, columns in table.held_out.items()
-        }
-        counts, bucket_tensors = write_buckets(self.ledger, table, source, target) if buckets else (None, {})
-        return EdgeTypeSpec(table.edge_type, table.num_edges, tensors, held_out, counts, bucket_tensors)
-
-    def _ids(self, kind: str) -> int | None:
-        return self.tables.nodes[kind].num_nodes if kind in self.tables.nodes else None
-
-    def _train_nodes(self) -> list[int]:
-        """Count the training nodes of each part, over all types."""
-        counts = np.zeros(self.num_parts, dtype=np.int64)
-        for kind, table in self.tables.nodes.items():
-            if isinstance(mask := table.tensors.get("train_mask"), np.ndarray):
-                parts = self.assignment[kind].numpy()[np.asarray(mask, dtype=bool)]
-                counts += np.bincount(parts, minlength=self.num_parts)
-        return counts.tolist()
+def _write_edges(ledger: Ledger, table: EdgeTable, numberings: dict[str, Numbering], buckets: bool) -> EdgeTypeSpec:
+    source, target = numberings[table.edge_type[0]], numberings[table.edge_type[2]]
+    tensors = write_columns(ledger, table, source, target)
+    held_out = {
+        split: HeldOutSpec(*write_held_out(ledger, table.edge_type, split, columns, source, target))
+        for split, columns in table.held_out.items()
+    }
+    counts, bucket_tensors = write_buckets(ledger, table, source, target) if buckets else (None, {})
+    return EdgeTypeSpec(table.edge_type, table.num_edges, tensors, held_out, counts, bucket_tensors)
 
 
-def _write_durably(file: Path, text: str) -> None:
-    with file.open("w") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
+def _train_nodes(tables: Tables, assignment: Mapping[str, Tensor], num_parts: int) -> list[int]:
+    """Count the training nodes of each part, over all types."""
+    counts = np.zeros(num_parts, dtype=np.int64)
+    for name, table in tables.nodes.items():
+        if isinstance(mask := table.tensors.get("train_mask"), np.ndarray):
+            counts += np.bincount(assignment[name].numpy()[np.asarray(mask, dtype=bool)], minlength=num_parts)
+    return counts.tolist()
 
 
 # ---------------------------------------------------------------------------------------------------- node tensors
 
 
-def write_nodes(ledger: Ledger, kind: str, table: NodeTable, numbering: Numbering) -> dict[str, TensorSpec]:
-    """Write all tensors of one node type, and return what they look like."""
+def write_nodes(ledger: Ledger, node_type: str, table: NodeTable, numbering: Numbering) -> NodeTypeSpec:
+    """Write all tensors of one node type."""
     specs = {"orig_id": TensorSpec("int64", (table.num_nodes,))}
     for name, value in table.tensors.items():
         if isinstance(value, CsrArrays):
@@ -179,34 +143,32 @@ def write_nodes(ledger: Ledger, kind: str, table: NodeTable, numbering: Numberin
             specs[name] = TensorSpec(value.dtype.name, value.shape)
     for part in range(numbering.num_parts):
         start, stop = numbering.range(part)
-        ledger.write(node_file(part, "orig_id", kind), numbering.originals(start, stop))
+        ids = numbering.originals(start, stop)
+        ledger.write(node_file(part, "orig_id", node_type), ids)
         for name, value in table.tensors.items():
             if isinstance(value, CsrArrays):
-                _write_sparse(ledger, part, kind, name, value, numbering)
+                _write_sparse(ledger, part, node_type, name, value, ids)
             else:
-                _write_dense(ledger, part, kind, name, value, numbering)
-    return specs
+                _write_dense(ledger, node_file(part, name, node_type), value, ids)
+    return NodeTypeSpec(tuple(numbering.offsets.tolist()), specs)
 
 
-def _write_dense(ledger: Ledger, part: int, kind: str, name: str, tensor: Array, numbering: Numbering) -> None:
-    start, stop = numbering.range(part)
+def _write_dense(ledger: Ledger, path: str, tensor: Array, ids: Array) -> None:
     with ledger.files() as files:
-        file = files.add(name, node_file(part, name, kind), tensor.dtype, (stop - start, *tensor.shape[1:]))
-        for rows in chunks(start, stop, row_bytes(tensor)):
-            file.append(tensor[numbering.originals(rows.start, rows.stop)])
+        file = files.add(path, path, tensor.dtype, (len(ids), *tensor.shape[1:]))
+        for rows in chunks(0, len(ids), row_bytes(tensor)):
+            file.append(tensor[ids[rows]])
             release(tensor)
 
 
-def _write_sparse(ledger: Ledger, part: int, kind: str, name: str, matrix: CsrArrays, numbering: Numbering) -> None:
-    start, stop = numbering.range(part)
-    ids = numbering.originals(start, stop)
+def _write_sparse(ledger: Ledger, part: int, node_type: str, name: str, matrix: CsrArrays, ids: Array) -> None:
     lengths = matrix.indptr[ids + 1] - matrix.indptr[ids]
     indptr = np.zeros(ids.size + 1, dtype=matrix.indptr.dtype)
     np.cumsum(lengths, out=indptr[1:])
-    ledger.write(node_file(part, f"{name}.indptr", kind), indptr)
+    ledger.write(node_file(part, f"{name}.indptr", node_type), indptr)
     with ledger.files() as files:
         for piece, column in (("indices", matrix.indices), ("values", matrix.values)):
-            files.add(piece, node_file(part, f"{name}.{piece}", kind), column.dtype, (int(indptr[-1]),))
+            files.add(piece, node_file(part, f"{name}.{piece}", node_type), column.dtype, (int(indptr[-1]),))
         for rows in _row_groups(indptr):
             entries = _entries(matrix.indptr[ids[rows]], lengths[rows])
             files.append("indices", matrix.indices[entries])
@@ -216,20 +178,20 @@ def _write_sparse(ledger: Ledger, part: int, kind: str, name: str, matrix: CsrAr
 
 
 def _row_groups(indptr: Array, entries: int = CHUNK_BYTES // 16) -> list[slice]:
-    """Cut rows into groups of about ``entries`` stored entries."""
-    cuts = np.searchsorted(indptr, np.arange(0, int(indptr[-1]) + entries, entries))
-    edges = np.unique(np.concatenate([[0], cuts, [len(indptr) - 1]])).tolist()
-    return [slice(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    """Split rows into groups of about ``entries`` stored entries."""
+    starts = np.searchsorted(indptr, np.arange(0, int(indptr[-1]) + entries, entries))
+    limits = np.unique(np.concatenate([[0], starts, [len(indptr) - 1]])).tolist()
+    return [slice(a, b) for a, b in pairwise(limits)]
 
 
 def _entries(starts: Array, lengths: Array) -> Array:
-    """Return the positions of the entries of rows that start at ``starts`` and are so long."""
+    """Return the positions of all entries of rows that start at ``starts`` and have ``lengths`` entries."""
     lengths = lengths.astype(np.int64)
     before = np.cumsum(lengths) - lengths
     return np.repeat(starts.astype(np.int64) - before, lengths) + np.arange(int(lengths.sum()))
 
 
-# ---------------------------------------------------------------------------------------------------- report on the cut
+# ---------------------------------------------------------------------------------------------------- partition report
 
 
 def measure(
@@ -240,18 +202,18 @@ def measure(
     partitioner: str,
     seed: int,
 ) -> PartitionReport:
-    """Return the report on a store whose tensors are in ``folder``.
+    """Return the report on the partitioning of a store.
 
     Args:
-        folder: the store that is being written.
-        nodes: its node types.
-        edges: its edge types.
+        folder: folder of the store; its arrays must have been written.
+        nodes: the node types.
+        edges: the edge types.
         train_nodes: training nodes of each part.
         partitioner: name of the partitioner.
-        seed: its seed.
+        seed: seed of the partitioner.
     """
     parts = range(len(train_nodes))
-    nodes_by_type = {kind: tuple(np.diff(spec.offsets).tolist()) for kind, spec in nodes.items()}
+    nodes_by_type = {node_type: tuple(np.diff(spec.offsets).tolist()) for node_type, spec in nodes.items()}
     edges_by_type = {key: tuple(_map(folder, p, spec).size for p in parts) for key, spec in edges.items()}
     cut, halo = _remote(folder, nodes, edges, len(parts))
     counts = {"nodes": _sums(nodes_by_type, len(parts)), "edges": _sums(edges_by_type, len(parts))}
@@ -272,11 +234,11 @@ def measure(
 def _remote(
     folder: Path, nodes: dict[str, NodeTypeSpec], edges: dict[str, EdgeTypeSpec], num_parts: int
 ) -> tuple[dict[str, int], tuple[int, ...]]:
-    """Return the cut edges of each type, and each part's distinct remote sources over all types."""
+    """Return the number of cut edges of each type, and of each part's distinct remote sources over all types."""
     cut, halo = dict.fromkeys(edges, 0), []
     if num_parts == 1:
         return cut, (0,)
-    seen = {kind: np.zeros(spec.offsets[-1], dtype=bool) for kind, spec in nodes.items()}
+    seen = {node_type: np.zeros(spec.offsets[-1], dtype=bool) for node_type, spec in nodes.items()}
     for part in range(num_parts):
         for mask in seen.values():
             mask.fill(False)

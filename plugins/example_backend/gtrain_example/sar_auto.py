@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from gtrain.graph.shard import GraphShard
-from gtrain.graph.shard.hetero import HeteroShard
+from gtrain.graph.shard.graph import HeteroShard
 from gtrain.graph.store import Store
 from gtrain_sar.strategy import SarStrategy
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from gtrain.graph.sampling.hop import Choice, Frontier, choose
-from gtrain.graph.sampling.rules import hop_key
-from gtrain.graph.sampling.scratch import Edges
+from gtrain.graph.sampling.hop import Choice, Frontier, choose, hop_key
+from gtrain.graph.sampling.scratch import EdgeBuffer
 from gtrain.graph.store.manifest import EdgeType
 from gtrain.wire import Message
 from gtrain_pyg.buffers import BufferPool
@@ -151,7 +150,7 @@ class HopSampler:
         for part in range(book.num_parts):
             if not frontiers.size(part):
                 continue
-            edges: Edges
+            edges: EdgeBuffer
             if part in remote:
                 frontier, edges = remote[part].splits[edge_type[2]].copied, state.copied[edge_type]
                 columns = self._graph.replicas[edge_type][part].columns if self._graph.replicas else None

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from gtrain.errors import DataError
 from gtrain.graph.sampling import scratch
-from gtrain.graph.sampling.hop import Choice, Frontier, choose
-from gtrain.graph.sampling.rules import hop_key
+from gtrain.graph.sampling.hop import Choice, Frontier, choose, hop_key
 from gtrain.wire import Message
 from gtrain_pyg.buffers import BufferPool
 from gtrain_pyg.ranks.parts import Array
@@ -192,12 +191,12 @@ class SampleServer:
             node, edge = nodes.stop, part.stop
         return Message({"edges": edges}, [torch.from_numpy(array) for array in (counts, source, position)])
 
-    def _choose(self, request: SampleRequest) -> list[tuple[scratch.Edges, int]]:
+    def _choose(self, request: SampleRequest) -> list[tuple[scratch.EdgeBuffer, int]]:
         """Return the chosen edges of each edge type requested, with the number of its frontier nodes."""
         graph, store = self._structure.graph(request.inputs), self._structure.store
         memory, chosen = self._memory, []
         if not hasattr(memory, "spans"):
-            memory.spans, memory.edges = scratch.Spans(), [scratch.Edges() for _ in store.edge_types]
+            memory.spans, memory.edges = scratch.SpanBuffer(), [scratch.EdgeBuffer() for _ in store.edge_types]
         frontiers = dict(zip(store.node_types, request.frontiers, strict=True))
         for relation, (edge_type, number) in enumerate(zip(store.edge_types, request.counts, strict=True)):
             frontier = frontiers[edge_type[2]]

@@ -11,10 +11,9 @@ import numpy as np
 
 from gtrain.errors import DataError
 from gtrain.graph.sampling import batch_key, scratch
-from gtrain.graph.sampling.hop import Choice, Frontier, choose
+from gtrain.graph.sampling.hop import Choice, Frontier, checked_ids, checked_times, choose
 from gtrain.graph.sampling.options import SamplingOptions
-from gtrain.graph.sampling.rules import checked_ids, checked_times
-from gtrain.graph.sampling.scratch import Edges
+from gtrain.graph.sampling.scratch import EdgeBuffer
 from gtrain.graph.store.manifest import EdgeType
 from gtrain_pyg.buffers import BufferPool
 from gtrain_pyg.ranks.parts import Array
@@ -191,7 +190,7 @@ class ReverseEdges:
                     edge_type,
                 )
 
-    def complete(self, edges: Mapping[EdgeType, Edges]) -> set[EdgeType]:
+    def complete(self, edges: Mapping[EdgeType, EdgeBuffer]) -> set[EdgeType]:
         """Add edges to all types, ordered by target and then source.
 
         Args:
@@ -220,7 +219,7 @@ def _reverse(edge_type: EdgeType, edge_types: Sequence[EdgeType]) -> EdgeType | 
     return back[0] if len(back) == 1 else None
 
 
-def _set_unique(edges: Edges, row: Array, column: Array, position: Array) -> None:
+def _set_unique(edges: EdgeBuffer, row: Array, column: Array, position: Array) -> None:
     """Replace edges by the first of each pair of source and target."""
     key = column * (int(row.max(initial=0)) + 1) + row
     _, first = np.unique(key, return_index=True)
@@ -243,9 +242,9 @@ def load_kernels(structure: GraphStructure, graph: SamplingGraph, options: Sampl
             counts = options.fan_out([*graph.columns])[edge_type]
             for number in {*counts, -1 if options.subgraph_type == "induced" else 1}:
                 choice = Choice(number, np.uint64(0), rule)
-                choose(columns, frontier.under(rule), choice, scratch.Edges(), scratch.Spans())
-    nodes = scratch.Nodes(1, options.disjoint)
-    nodes.begin(1)
+                choose(columns, frontier.under(rule), choice, scratch.EdgeBuffer(), scratch.SpanBuffer())
+    nodes = scratch.NodeNumbering(1, options.disjoint)
+    nodes.reset(1)
     nodes.number(zero.copy(), zero, zero)
     if options.subgraph_type == "induced":
         nodes.keep(zero.copy(), zero.copy(), zero.copy(), zero)

@@ -37,11 +37,11 @@ class SamplerState:
         self.nodes = {}
         for node_type in store.node_types:
             size = book.count(node_type)
-            self.nodes[node_type] = scratch.Nodes(size, disjoint or size > scratch.DENSE_LIMIT)
+            self.nodes[node_type] = scratch.NodeNumbering(size, disjoint or size > scratch.DENSE_LIMIT)
         self.edges = {edge_type: BatchEdges(pool) for edge_type in store.edge_types}
-        self.copied = {edge_type: scratch.Edges() for edge_type in store.edge_types}
+        self.copied = {edge_type: scratch.EdgeBuffer() for edge_type in store.edge_types}
         self.frontiers = {node_type: FrontierByOwner(book.offsets[node_type]) for node_type in store.node_types}
-        self.spans = scratch.Spans()
+        self.spans = scratch.SpanBuffer()
         self.seed_time: Array | None = None
         self._disjoint = disjoint
 
@@ -49,7 +49,7 @@ class SamplerState:
         """Clear everything for a new batch."""
         self.seed_time = seed_time
         for nodes in self.nodes.values():
-            nodes.begin(max(1, num_subgraphs))
+            nodes.reset(max(1, num_subgraphs))
         for edges in self.edges.values():
             edges.begin()
 
@@ -81,7 +81,7 @@ class FrontierByOwner:
         self._grouped = Frontier(*(scratch.empty() for _ in range(3)))
         self.clear()
 
-    def begin(self, nodes: scratch.Nodes, local_ids: Array, *, disjoint: bool, seed_time: Array | None) -> None:
+    def begin(self, nodes: scratch.NodeNumbering, local_ids: Array, *, disjoint: bool, seed_time: Array | None) -> None:
         """Group nodes by owner.
 
         Args:
@@ -123,7 +123,7 @@ class FrontierByOwner:
         return self._grouped[self.bounds[part] : self.bounds[part + 1]]
 
 
-class BatchEdges(scratch.Edges):
+class BatchEdges(scratch.EdgeBuffer):
     """Edges whose arrays become those of the sampled subgraph, most of them without a copy.
 
     Args:

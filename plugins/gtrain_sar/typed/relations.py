@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_geometric.nn.conv import MessagePassing
 
 from gtrain.errors import ConfigError
-from gtrain.graph.shard.hetero import HeteroShard
+from gtrain.graph.shard.graph import HeteroShard
 from gtrain.graph.store.manifest import EdgeType
 from gtrain.strategy.group import Group
 from gtrain_sar.edges import EdgeBlockCache

@@ -83,7 +83,7 @@ def test_failures_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="more parts than nodes: 41 parts"):
         Counted(store=str(tmp_path / "a" / "b"), num_parts=41).prepare_data()
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(StoreError, match="there is no store"):
+    with pytest.raises(StoreError, match="is not a store"):
         Counted(store=str(tmp_path / "a")).setup("fit")
 
 

@@ -1,4 +1,4 @@
-"""gtrain.graph.partition.locality: neighbours near each other within a part."""
+"""gtrain.graph.partition.metis: neighbours near each other within a part."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch_geometric.data import Data, HeteroData
 
-from gtrain.graph.partition import group_hetero, locality, metis
-from gtrain.graph.partition.locality import group_nodes
+from gtrain.graph.partition import group_hetero, metis
+from gtrain.graph.partition.metis import group_nodes
 from gtrain.graph.store.numbering import GlobalIds
 from gtrain.graph.store.writer import write_store
 
@@ -29,7 +29,7 @@ def cliques(count: int, size: int, seed: int = 0) -> tuple[torch.Tensor, torch.T
 
 @pytest.fixture
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locality, "GROUP_NODES", 20)
+    monkeypatch.setattr(metis, "GROUP_NODES", 20)
 
 
 @needs_metis
@@ -56,7 +56,7 @@ def test_a_part_without_inner_edges(small_groups: None) -> None:
 
 @needs_metis
 def test_types_are_grouped_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locality, "GROUP_NODES", 40)
+    monkeypatch.setattr(metis, "GROUP_NODES", 40)
     data = HeteroData()
     edges, clique = cliques(4, 20)
     data["a"].num_nodes = data["b"].num_nodes = 80

@@ -12,7 +12,7 @@ from typed_library import CITES, WRITES, library, library_parts, write
 
 from gtrain.errors import StoreError
 from gtrain.graph.shard import GraphShard, load_shard, load_whole
-from gtrain.graph.shard.hetero import HeteroShard, load_hetero_shard
+from gtrain.graph.shard.graph import HeteroShard, load_hetero_shard
 from gtrain.graph.store import Store
 
 

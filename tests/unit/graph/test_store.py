@@ -14,7 +14,7 @@ from small_graphs import messy_graph, random_parts, stored
 from torch_geometric.data import Data
 
 from gtrain.errors import StoreError
-from gtrain.graph.store import Store, writer
+from gtrain.graph.store import Store
 from gtrain.graph.store.lock import ensure_store, file_lock
 from gtrain.graph.store.manifest import Manifest
 
@@ -93,13 +93,13 @@ def test_a_flipped_byte_is_named(tmp_path: Path) -> None:
 
 
 def test_incomplete_stores_are_named(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="there is no store"):
+    with pytest.raises(StoreError, match="is not a store"):
         Store.open(tmp_path / "none")
     stored(tmp_path / "s", messy_graph(), random_parts(40, 2))
     file = tmp_path / "s" / "part-0" / "edges" / "node__to__node" / "indices.npy"
     raw = file.read_bytes()
     file.write_bytes(raw[:-4])
-    with pytest.raises(StoreError, match=f"has {len(raw) - 4} bytes and the manifest says {len(raw)}"):
+    with pytest.raises(StoreError, match=f"has {len(raw) - 4} bytes, and the manifest says {len(raw)}"):
         Store.open(tmp_path / "s")
     file.unlink()
     with pytest.raises(StoreError, match=r"indices\.npy is missing"):
@@ -113,10 +113,10 @@ def test_mapped_tensors_do_not_write_to_the_disk(tmp_path: Path) -> None:
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(file: Path, text: str) -> None:
+    def fail(manifest: Manifest) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(writer, "_write_durably", fail)
+    monkeypatch.setattr(Manifest, "to_json", fail)
     path = tmp_path / "deep" / "stores" / "s"
     with pytest.raises(KeyboardInterrupt):
         ensure_store(path, lambda: stored(path, messy_graph(), random_parts(40, 2)), print)

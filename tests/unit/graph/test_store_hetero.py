@@ -265,7 +265,7 @@ def test_names_are_checked(tmp_path: Path) -> None:
     data, parts = Data(edge_index=torch.tensor([[0], [1]]), num_nodes=2), torch.tensor([0, 1])
     with pytest.raises(DataError, match="3 names of node, and 2 ids"):
         write(tmp_path / "s", data, parts, 2, names={"node": ["a", "b", "c"]})
-    with pytest.raises(DataError, match="name 1 of 2 is missing"):
+    with pytest.raises(DataError, match="name 1 of 2 is null"):
         write(tmp_path / "s", data, parts, 2, names={"node": pa.array(["a", None])})
     store = write(tmp_path / "s", data, parts, 2, names={"node": ["a", "b"]})
     file = tmp_path / "s" / "names" / "node" / "bytes.npy"

@@ -15,7 +15,7 @@ from gtrain import kernel_cache
 @pytest.fixture(autouse=True)
 def _unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
-    kernel_cache.place.cache_clear()
+    kernel_cache.cache_folder.cache_clear()
 
 
 def test_kernels_are_kept_below_the_users_cache(tmp_path: Path) -> None:
@@ -30,20 +30,20 @@ def test_a_folder_that_others_may_write_to_is_not_used(
     hole: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """numba unpickles what it finds there."""
-    folder = kernel_cache.kept(tmp_path)
+    folder = kernel_cache.user_cache_folder(tmp_path)
     assert folder is not None
     if hole == "writable":
         os.chmod(folder, 0o777)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    assert kernel_cache.kept(tmp_path) is None
+    assert kernel_cache.user_cache_folder(tmp_path) is None
 
 
 def test_processes_that_begin_at_the_same_time_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_cache, "version_of", lambda packages: "now")
-    folder = kernel_cache.kept(tmp_path)
+    folder = kernel_cache.user_cache_folder(tmp_path)
     monkeypatch.setattr(Path, "exists", lambda _: False)  # as the other one saw it, just before
-    assert folder is not None and kernel_cache.kept(tmp_path) == folder
+    assert folder is not None and kernel_cache.user_cache_folder(tmp_path) == folder
 
 
 def test_a_change_of_any_file_is_another_version(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_process_compiles_for_itself_where_nothing_can_be_kept(
 
 def test_where_nothing_can_be_kept_ranks_have_their_agents_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
-    folder = kernel_cache.place(None)
+    folder = kernel_cache.cache_folder(None)
     child = os.fork()
     if child == 0:
         os._exit(kernel_cache.find_cache() != folder)

@@ -49,8 +49,8 @@ fork = multiprocessing.get_context("fork")
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kept"))
-    kernel_cache.take_turns()
-    kernel_cache._say_once.cache_clear()
+    kernel_cache.install_lock()
+    kernel_cache._warn_once.cache_clear()
     (tmp_path / "turns_of_kernels.py").write_text(KERNEL)
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -62,7 +62,7 @@ def load() -> Any:
 
 
 def lock_of(kernel: Any) -> Path:
-    return kernel._cache.turn._path
+    return kernel._cache.lock._path
 
 
 def misses(*kernels: Any) -> int:
@@ -92,8 +92,8 @@ def test_a_turn_ends_with_the_process_that_has_it() -> None:
     begun = fork.Event()
 
     def hold() -> None:
-        turn = kernel_cache.Turn(lock_of(kernel))
-        turn.take()
+        lock = kernel_cache.CacheLock(lock_of(kernel))
+        lock.acquire()
         begun.set()
         signal.pause()
 
@@ -111,7 +111,7 @@ def test_a_turn_ends_with_the_process_that_has_it() -> None:
 
 
 def test_a_process_that_was_stopped_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_cache, "LONGEST_WAIT", 0.05)
+    monkeypatch.setattr(kernel_cache, "LOCK_TIMEOUT", 0.05)
     kernel = load().inner
     other = os.open(lock_of(kernel), os.O_RDWR | os.O_CREAT)
     fcntl.flock(other, fcntl.LOCK_EX)
@@ -144,18 +144,18 @@ def test_a_full_disk_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     module = load()
     with caplog.at_level(logging.WARNING, "gtrain"):
         assert module.outer(1) == 4
-    assert [record.message.partition(" in ")[0] for record in caplog.records] == ["compiled kernels cannot be kept"]
+    assert [record.message.partition(" in ")[0] for record in caplog.records] == ["compiled kernels cannot be saved"]
     assert "No space left on device" in caplog.text
-    assert not kernel_cache.Turn._held
+    assert not kernel_cache.CacheLock._held
 
 
 def test_a_kernel_that_does_not_compile_gives_its_turn_back() -> None:
     kernel = load().wrong
     with pytest.raises(numba.TypingError):
         kernel(1)
-    assert lock_of(kernel).exists() and not kernel_cache.Turn._held
+    assert lock_of(kernel).exists() and not kernel_cache.CacheLock._held
 
 
 def test_kernels_that_a_loop_makes_call_each_other() -> None:
     module = load()
-    assert module.chain(1) == 112 and not kernel_cache.Turn._held
+    assert module.chain(1) == 112 and not kernel_cache.CacheLock._held

@@ -16,7 +16,7 @@ from typed_library import CITES, WRITES, library, library_parts, write
 
 from gtrain.data.batches.loader import hetero_shard_batch, split_batch
 from gtrain.errors import ConfigError, DataError
-from gtrain.graph.shard.hetero import HeteroShard, load_hetero_shard
+from gtrain.graph.shard.graph import HeteroShard, load_hetero_shard
 from gtrain.graph.store import Store
 from gtrain.strategy.group import Group
 from gtrain_sar import unsupported

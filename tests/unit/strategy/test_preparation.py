@@ -126,7 +126,7 @@ def test_a_killed_process_is_named_and_leaves_nothing(tmp_path: Path) -> None:
         data.prepare_data()
     assert "memory runs out" in str(found.value)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(StoreError, match="there is no store"):
+    with pytest.raises(StoreError, match="is not a store"):
         data.open_store()
 
 
