@@ -1,13 +1,14 @@
-"""The DataModule that all node-level sources share: read, check, split, partition, store, open."""
+"""The base of all data sources: a DataModule that reads, checks, splits, partitions, stores and opens a graph."""
 
 from __future__ import annotations
 
 import copy
+import difflib
 import hashlib
 import json
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ from gtrain.data.config import DataConfig
 from gtrain.data.prepare import Graph, Names, Preparation, cut, describe, group, prepare_graph
 from gtrain.data.prepare.split import SplitOptions
 from gtrain.data.prepare.validate import weight_facts
-from gtrain.data.schema import DataSchema, kept_together
+from gtrain.data.schema import DataSchema, move_unpartitioned
 from gtrain.errors import ConfigError, DataError, negative_weight, zero_weights
 from gtrain.graph.partition import AUTO, installed_method, metis
 from gtrain.graph.partition.metis import GROUP_NODES
@@ -45,21 +46,21 @@ EVENTS_OUTLINE = {**TRIPLES_OUTLINE, "num_relations": None}
 
 
 class GraphDataModule(pl.LightningDataModule):
-    """A graph with a task on its nodes or its edges, kept as a partitioned store.
+    """A graph with a task on its nodes or its edges, saved as a partitioned store.
 
-    A source overrides :meth:`identity` and :meth:`read`, and sets ``name``. Everything else is done here: the first
-    process that needs the graph reads it, checks it, splits it, partitions it and writes the store; all others open it.
-    Rows of sparse features are nodes of a graph without edges.
+    A source overrides :meth:`identity` and :meth:`read`, and sets ``name``. This class does the rest: the first process
+    that needs the graph reads, checks, splits and partitions it and writes the store; all other processes open the
+    store. Rows of sparse features are nodes of a graph without edges.
 
     Args:
-        settings: an object of :attr:`settings_type`; None: made of the keywords.
-        keywords: settings by name; they replace those of ``settings``.
+        settings: an object of :attr:`settings_type`; None: constructed from the keywords.
+        keywords: settings by name; they override those of ``settings``.
 
     Attributes:
         settings: all settings.
 
     Raises:
-        ConfigError: a setting is unknown or missing, or has a value that is not allowed.
+        ConfigError: a setting is unknown, missing, or has a value that is not allowed.
     """
 
     settings_type: ClassVar[type[DataConfig]] = DataConfig
@@ -67,32 +68,32 @@ class GraphDataModule(pl.LightningDataModule):
     settings: DataConfig
     name: str = "graph"
     schema: DataSchema = DataSchema(None, None)
-    """Entity types and relations, of sources that can have them."""
+    """Entity types and relations, for sources that support them."""
     outline: Mapping[str, Any] | None = None
-    """Facts that decide a model's form, where the source knows them before it reads the graph; any numbers will do."""
+    """Facts that determine the shape of a model, if the source knows them before it reads the graph. Sizes may be
+    placeholders."""
     edge_buckets: bool = False
-    """Whether the store holds the edges once more by pairs of parts, for strategies that train in buckets."""
+    """Whether the store also holds the edges grouped by pairs of parts, for strategies that train in buckets."""
     parts_key: str = "data.num_parts"
-    """The setting that the number of parts comes from, for messages; a backend may have one of its own."""
+    """The setting that gives the number of parts, for messages; a backend may use another one."""
     weight_demand: str | Callable[[GraphDataModule], str | None] | None = None
-    """Why edge weights have to be 0 or more, as :func:`~gtrain.model.inputs.weight_demand` says it: a negative weight
-    is refused as it is read. None: weights may be negative. A function is called with this DataModule at the first
-    negative weight. Strategies set it for the model that they train."""
+    """The reason why edge weights must be 0 or more, from :func:`~gtrain.model.inputs.weight_demand`; None: weights may
+    be negative. The reader refuses the first negative weight with this reason. A function is called with this
+    DataModule at the first negative weight. Strategies set it for the model that they train."""
     zero_demand: str | Callable[[GraphDataModule], str | None] | None = None
-    """The same of a graph all of whose edge weights are 0, as :func:`~gtrain.model.inputs.zero_demand` says it: it is
+    """The reason why edge weights must not all be 0, from :func:`~gtrain.model.inputs.zero_demand`; such a graph is
     refused before it is partitioned."""
-    make_apart: Callable[[Callable[[], Store]], dict[str, int]] | None = None
-    """Calls a function in a process of its own and returns the peaks of its memory: ranks have the store made there.
-    None: the store is made in the process that asks for it."""
-    made: dict[str, int] | None = None
-    """What :attr:`make_apart` returned where this process had the store made."""
+    run_in_child: Callable[[Callable[[], Store]], dict[str, int]] | None = None
+    """Calls a function in a child process and returns the child's peak memory in bytes: ranks prepare the store there.
+    None: this process prepares the store."""
+    preparation_memory: dict[str, int] | None = None
+    """The return value of :attr:`run_in_child`, if this process prepared the store that way."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Show the settings as the constructor's parameters."""
+        """Give the constructor a signature that lists the settings."""
         super().__init_subclass__(**kwargs)
-        own = "settings_type" in vars(cls)
         cls.__signature__ = signature_of(  # type: ignore[attr-defined]
-            cls, lambda: parameters(cls.settings_type, hidden=("_target_",)), own=own
+            cls, lambda: parameters(cls.settings_type, hidden=("_target_",)), own="settings_type" in vars(cls)
         )
 
     def __init__(self, settings: DataConfig | None = None, **keywords: Any) -> None:
@@ -121,100 +122,107 @@ class GraphDataModule(pl.LightningDataModule):
         self.task = given.task
         self.target = given.target
         self._num_parts = given.num_parts
+        self._names: Mapping[str, Names] = {}
+        self._facts: dict[str, Any] = {}
         self._opened: Store | None = None
         self._prepared = False
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """Return the options and the stamps of the input files that identify the graph, as JSON."""
+        """Return the options and the stamps of the input files that identify the graph; JSON-serialisable."""
 
     @abstractmethod
     def read(self) -> Graph:
-        """Read or generate the graph, with these tensors where there are any.
+        """Read or generate the graph.
 
-        Nodes: ``x`` (float [N, F], dense or sparse CSR), ``y`` ([N], or [N, C] for several labels), ``train_mask``,
-        ``val_mask``, ``test_mask`` (bool), ``time`` (int64 [N]). Edges: ``edge_index`` (int64 [2, E]), ``edge_weight``,
-        ``edge_attr``, ``edge_type`` (int64 [E], the relation), ``edge_time`` (int64 [E]). Edges that the data holds
-        out for validation and test have the same names with ``val_`` or ``test_`` before them. In a ``HeteroData`` they
-        lie with their node type or edge type. An edge list too large for memory is an ``EdgeArrays`` instead.
+        A source may also set ``self._names`` and ``self._facts`` here; :meth:`names` and :meth:`extra_facts` return
+        them.
+
+        Returns:
+            A graph with those of the following tensors that the data has. Nodes: ``x`` (float [N, F], dense or sparse
+            CSR), ``y`` ([N], or [N, C] for several labels), ``train_mask``, ``val_mask``, ``test_mask`` (bool [N]),
+            ``time`` (int64 [N]). Edges: ``edge_index`` (int64 [2, E]), ``edge_weight``, ``edge_attr``, ``edge_type``
+            (int64 [E], the relation), ``edge_time`` (int64 [E]). Edges that the data holds out for validation and test
+            have the same names with the prefix ``val_`` or ``test_``. In a ``HeteroData`` the tensors belong to their
+            node type or edge type. An edge list too large for memory is an ``EdgeArrays``.
         """
 
     def fetch(self) -> None:
-        """Download raw files that are missing, before the graph is identified; sources that do, override this."""
+        """Download missing raw files; called before :meth:`identity`. Sources that can download override this."""
 
     def extra_facts(self) -> dict[str, Any]:
-        """Return facts of the source's own for the manifest; called after :meth:`read`."""
-        return {}
+        """Return the source's additional facts for the manifest; called after :meth:`read`."""
+        return self._facts
 
     def numbering(self) -> dict[str, Any]:
-        """Return what nodes without names and columns of features are numbered by, other than the data's own ids.
+        """Return what determines the numbers of unnamed nodes and of feature columns, besides the ids in the data.
 
-        A checkpoint with learned rows is refused for data of which this differs. Called after :meth:`read`.
+        A checkpoint with learned rows is refused for data with a different numbering. Called after :meth:`read`.
         """
         return {}
 
     def names(self) -> Mapping[str, Names]:
-        """Return string names by node type (``node`` in a homogeneous graph) and of ``relation``, in the order of the
-        source data's ids; called after :meth:`read`."""
-        return {}
+        """Return the string names by node type (``node`` in a homogeneous graph) and for ``relation``, in the order of
+        the source data's ids; called after :meth:`read`."""
+        return self._names
 
     def assignment(self) -> Tensor | dict[str, Tensor] | None:
-        """Return the part of each node (by node type), where the data comes in parts; called after :meth:`read`."""
+        """Return the part of each node (by node type) if the data is already partitioned; called after :meth:`read`."""
         return None
 
     @property
     def origin(self) -> str:
-        """Where the graph comes from, for messages."""
-        return self.name
+        """Where the graph comes from, for messages: the settings that name files, or the source."""
+        named = {key: getattr(self.settings, key, None) for key in ("path", "test_path")}
+        return ", ".join(f"data.{key}={value}" for key, value in named.items() if value is not None) or self.name
 
     @property
     def num_parts(self) -> int:
-        """Parts of the store: what was set, or else one for each rank of the attached trainer, or else 1."""
+        """Parts of the store: the setting, or else one per rank of the attached trainer, or else 1."""
         if self._num_parts is not None:
             return self._num_parts
         return self.trainer.world_size if self.trainer is not None else 1
 
     @property
     def store_path(self) -> Path:
-        """Folder of this graph's store; other options have another folder. A store of an earlier format that is there
-        already is used as it is."""
-        paths = [self._store_path({**self._source(), "format": version}) for version in READABLE]
+        """Folder of this graph's store; its name has a digest of all options. An existing store of an earlier format
+        that is still readable is used."""
+        paths = []
+        for version in READABLE:
+            text = json.dumps({**self._source(), "format": version}, sort_keys=True, default=str)
+            digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+            paths.append(self.store / f"{self.name}-{self.num_parts}parts-{digest}")
         return next((path for path in paths if path.exists()), paths[0])
-
-    def _store_path(self, source: dict[str, Any]) -> Path:
-        text = json.dumps(source, sort_keys=True, default=str)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return self.store / f"{self.name}-{self.num_parts}parts-{digest}"
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a model needs to know: ``num_features``, ``num_classes``, ``multilabel``, ``split``, ``best_acc``..."""
+        """Facts for models: ``num_features``, ``num_classes``, ``multilabel``, ``split``, ``best_acc`` and others."""
         return dict(self.open_store().facts)
 
     def check_inputs(self) -> None:
-        """Refuse files that are missing and options that contradict each other, before anything is read.
+        """Refuse missing files and contradictory options before anything is read.
 
         Raises:
             ConfigError, DataError: names the setting.
         """
         if self.partition_path is not None and not Path(self.partition_path).is_file():
             raise ConfigError(
-                f"data.partition_path={self.partition_path} was set; there is no such file.",
+                f"data.partition_path={self.partition_path} was set; no such file exists.",
                 hint="name a file with the part of each node.",
             )
-        if self.edge_buckets:  # also where the store is there, which other numbers may have made
+        if self.edge_buckets:  # also for an existing store, since num_partitions may have changed
             self.schema.check_partitions(self.num_parts, self.parts_key)
-        if type(self).fetch is GraphDataModule.fetch:  # else files may still have to be downloaded
-            self.identity()  # has the stamp of each file
+        if type(self).fetch is GraphDataModule.fetch:  # sources with a fetch may still have to download files
+            self.identity()  # stamps each file
 
     def check_negative(self, weight: str) -> None:
-        """Refuse a negative edge weight where :attr:`weight_demand` says so.
+        """Refuse a negative edge weight if :attr:`weight_demand` gives a reason.
 
         Args:
-            weight: where it is and what it is, such as ``edges.txt, line 7: the weight is -2``.
+            weight: location and value, such as ``edges.txt, line 7: the weight is -2``.
 
         Raises:
-            DataError: with both.
+            DataError: names the weight and the reason.
         """
         if callable(self.weight_demand):
             self.weight_demand = self.weight_demand(self)
@@ -222,40 +230,41 @@ class GraphDataModule(pl.LightningDataModule):
             raise negative_weight(weight, self.weight_demand)
 
     def prepare_data(self) -> None:
-        """Make the store where there is none; safe to call from any number of processes at once.
+        """Create the store if it does not exist; any number of processes may call this at once.
 
         Raises:
-            DataError: the data, or a file or folder, is not as it should be.
+            DataError: the data is invalid, or a file or folder cannot be read or written.
         """
         try:
             self.fetch()
             self.check_inputs()
-            ensure_store(self.store_path, self._make, log.debug if self._prepared else log.info)  # said once
-        except OSError as err:  # of any file or folder that is read or written on the way
+            # the first call logs, repeated ones do not
+            ensure_store(self.store_path, self._create, log.debug if self._prepared else log.info)
+        except OSError as err:
             name = f"{err.filename}: {err.strerror}" if err.filename else str(err).splitlines()[0]
             raise DataError(
                 f"{self.origin} cannot be prepared: {name}",
                 hint="correct the permissions of that file or folder, free space on its disk, or name another "
                 f"(data.root={self.root}, data.store={self.store})",
             ) from err
-        self._prepared = True
+        self._prepared, self._names = True, {}  # the store has the names
 
     def setup(self, stage: str | None = None) -> None:
         """Open the store."""
         self.open_store()
 
     def open_store(self) -> Store:
-        """Return the store, opened.
+        """Open the store if necessary, and return it.
 
         Raises:
-            StoreError: it was not prepared, or is damaged.
+            StoreError: the store was not prepared, or is damaged.
         """
         if self._opened is None or self._opened.path != self.store_path:
             self._opened = Store.open(self.store_path)
         return self._opened
 
     def num_seeds(self, split: str) -> int:
-        """Return the nodes of a split, or its edges where edges are predicted; 0 without such a split."""
+        """Return the number of nodes of a split, or of edges for ``task=link``; 0 without such a split."""
         store = self.open_store()
         if self.task == "link":
             return num_link_seeds(store, split)
@@ -263,7 +272,7 @@ class GraphDataModule(pl.LightningDataModule):
 
     @property
     def edge_data_read(self) -> set[str]:
-        """Edge tensors, and ``time`` of nodes, that the split and the sampling read, whatever the model does."""
+        """Edge tensors, and ``time`` of nodes, that the split and the sampling read, regardless of the model."""
         used = {self.sampling.weight_attr}
         seed_time = "edge_time" if self.task == "link" else "time"
         if self.split.kind == "time":
@@ -275,8 +284,8 @@ class GraphDataModule(pl.LightningDataModule):
 
     @property
     def work(self) -> tuple[int, str]:
-        """What one training epoch goes through, and the unit of its rate: ``nodes/s`` in full batch, ``seeds/s`` in
-        mini-batches, ``edges/s`` where edges are predicted."""
+        """Number of items that one training epoch processes, and the unit of its rate: ``nodes/s`` in full batch,
+        ``seeds/s`` in mini-batches, ``edges/s`` for ``task=link``."""
         if self.task == "link":
             return self.num_seeds("train"), "edges/s"
         if self.batch_size is None and self.num_neighbors is None:
@@ -284,19 +293,19 @@ class GraphDataModule(pl.LightningDataModule):
         return self.num_seeds("train"), "seeds/s"
 
     def train_dataloader(self) -> SeedLoader:
-        """Describe the training batches."""
+        """Return the loader of the training batches."""
         return self._loader("train", shuffle=True)
 
     def val_dataloader(self) -> SeedLoader:
-        """Describe the validation batches."""
+        """Return the loader of the validation batches."""
         return self._loader("val")
 
     def test_dataloader(self) -> SeedLoader:
-        """Describe the test batches."""
+        """Return the loader of the test batches."""
         return self._loader("test")
 
     def predict_dataloader(self) -> SeedLoader:
-        """Describe batches over all nodes."""
+        """Return the loader of batches over all nodes."""
         return self._loader("predict")
 
     def _loader(self, split: str, *, shuffle: bool = False) -> SeedLoader:
@@ -305,14 +314,13 @@ class GraphDataModule(pl.LightningDataModule):
         return SeedLoader(store, split, *settings, task=self.task, sampling=self.sampling)
 
     def _source(self) -> dict[str, Any]:
-        """Return everything that the contents of the store depend on."""
-        partition: dict[str, Any] = {"num_parts": self.num_parts, "partitioner": self._method}
-        if self.partition_path is not None:
-            partition["file"] = file_stamp(Path(self.partition_path))
-        else:
-            partition["seed"] = self.seed
-        if self._groups_nodes:
-            partition["group_nodes"] = GROUP_NODES
+        """Return all that the contents of the store depend on."""
+        partition: dict[str, Any] = {
+            "num_parts": self.num_parts,
+            "partitioner": self._method,
+            **({"seed": self.seed} if self.partition_path is None else {"file": file_stamp(Path(self.partition_path))}),
+            **({"group_nodes": GROUP_NODES} if self._groups_nodes else {}),
+        }
         return {
             **({"buckets": True} if self.edge_buckets else {}),
             "format": FORMAT,
@@ -333,20 +341,20 @@ class GraphDataModule(pl.LightningDataModule):
 
     @property
     def _groups_nodes(self) -> bool:
-        """Whether neighbours are to be near each other within a part; edge buckets need the source data's order."""
+        """Whether neighbours get nearby numbers within a part; edge buckets need the source data's order."""
         return self._method == "metis" and self.num_parts > 1 and not self.edge_buckets
 
     @property
     def _no_label(self) -> int | None:
-        """What stands for no label in ``y`` as :meth:`read` returns it; None: every node has one."""
+        """The value in ``y``, as :meth:`read` returns it, of nodes without a label; None: every node has one."""
         return self.unlabelled
 
-    def _make(self) -> Store:
-        if self.make_apart is None:
+    def _create(self) -> Store:
+        if self.run_in_child is None:
             return self._build()
-        maker = copy.copy(self)
-        maker.trainer, maker._num_parts, maker.make_apart = None, self.num_parts, None
-        self.made = self.make_apart(maker._build)
+        builder = copy.copy(self)
+        builder.trainer, builder._num_parts, builder.run_in_child = None, self.num_parts, None
+        self.preparation_memory = self.run_in_child(builder._build)
         return Store.open(self.store_path)
 
     def _build(self) -> Store:
@@ -373,7 +381,7 @@ class GraphDataModule(pl.LightningDataModule):
                 log.warning("pymetis is not installed: data.partitioner=%s instead, which may cut more edges", method)
             assignment = cut(graph, num_parts, method, self.seed, self.partition_path)
         if isinstance(assignment, Tensor):
-            assignment = kept_together(assignment, facts)
+            assignment = move_unpartitioned(assignment, facts)
         store = write_store(
             path,
             graph,
@@ -387,14 +395,29 @@ class GraphDataModule(pl.LightningDataModule):
             names=self.names(),
             buckets=self.edge_buckets,
         )
-        log.info("written: the store %s, %d bytes", path, sum(store.manifest.nbytes))
+        log.info("wrote the store %s, %d bytes", path, sum(store.manifest.nbytes))
         return store
 
 
-def file_stamp(path: Path) -> list[Any]:
-    """Return the name, size in bytes and time of change (ns) of a file; nulls where there is none.
+def known_name(family: str, name: str, options: Iterable[str]) -> str:
+    """Return the option that ``name`` spells, ignoring case and ``_`` for ``-``.
 
-    The folder is left out, so that a file keeps its stamp, and a graph its store, however the path is spelled.
+    Raises:
+        ConfigError: no option matches; lists the options and suggests the closest.
+    """
+    by_key = {option.lower().replace("_", "-"): option for option in options}
+    key = name.lower().replace("_", "-")
+    if key in by_key:
+        return by_key[key]
+    near = difflib.get_close_matches(key, by_key, n=1)
+    hint = f"choose one of {', '.join(by_key.values())}" + (f"; did you mean {by_key[near[0]]}?" if near else "")
+    raise ConfigError(f"data.name={name!r} is not a data set of {family}", hint=hint)
+
+
+def file_stamp(path: Path) -> list[Any]:
+    """Return the name, size (bytes) and modification time (ns) of a file; None for the numbers of a missing file.
+
+    The stamp omits the folder, so that different spellings of a path give the same stamp and the same store.
     """
     status = path.stat() if path.is_file() else None
     return [path.name, status and status.st_size, status and status.st_mtime_ns]

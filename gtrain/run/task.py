@@ -156,7 +156,7 @@ class Task:
         metrics |= {f"data/{name}": float(value) for name, value in known_best.items() if value is not None}
         mine = report.rank_figures(strategy.global_rank, memory, recorder, strategy.counters)
         theirs = strategy.servers.figures() if servers else []  # before a rank leaves and a machine ends its servers
-        everyone = strategy.group.all_gather_object((mine, strategy.servers.traffic, data.made))
+        everyone = strategy.group.all_gather_object((mine, strategy.servers.traffic, data.preparation_memory))
         ranks = [figures for figures, _, _ in everyone]
         ranks += servers.ranks(theirs, [traffic for _, traffic, _ in everyone]) if servers else []
         made = next((memory for _, _, memory in everyone if memory is not None), None)

@@ -32,7 +32,7 @@ def prepare(data: GraphDataModule) -> None:
     Raises:
         GtrainError: as :meth:`~gtrain.data.module.GraphDataModule.prepare_data` raises it.
     """
-    data.make_apart = partial(call_apart, what=f"the process that prepares the store of {data.origin}")
+    data.run_in_child = partial(call_apart, what=f"the process that prepares the store of {data.origin}")
     data.prepare_data()
 
 

@@ -129,7 +129,7 @@ class PlantedKGData(PlantedSource):
     @property
     def outline(self) -> dict[str, Any] | None:  # type: ignore[override]
         """Triples without features; settings that name types or relations need the names."""
-        return None if self.schema.says_more else TRIPLES_OUTLINE
+        return None if self.schema.has_settings else TRIPLES_OUTLINE
 
     def identity(self) -> dict[str, Any]:
         """Return the generator's parameters, its seed and the entity types."""

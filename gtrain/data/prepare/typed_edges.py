@@ -11,7 +11,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from gtrain.data.ingest.columns import Column
-from gtrain.data.schema import DataSchema, Ends, places
+from gtrain.data.schema import DataSchema, RelationEnds, type_numbers
 
 if TYPE_CHECKING:
     from gtrain.data.ingest.edge_list import EdgeList
@@ -40,7 +40,7 @@ class TypedEdges:
     def __init__(self, edges: EdgeList, schema: DataSchema, folder: Path) -> None:
         self._types = schema.types
         self.ends = self._ends_of(edges, schema)
-        self._places = places(schema.types, self.ends)
+        self._type_numbers = type_numbers(schema.types, self.ends)
         self._relations = edges.columns.get("edge_type")
         new_ids = self._new_ids(edges)
         self.counts = {name: int(ids.max(initial=-1)) + 1 for name, ids in zip(self._types, new_ids, strict=True)}
@@ -69,13 +69,13 @@ class TypedEdges:
         return self.names[name].to_pylist() if self.names else [str(entity) for entity in range(self.counts[name])]
 
     @staticmethod
-    def _ends_of(edges: EdgeList, schema: DataSchema) -> Ends:
+    def _ends_of(edges: EdgeList, schema: DataSchema) -> RelationEnds:
         if "edge_type" not in edges.columns:
-            return [schema.one()]
+            return [schema.only_ends()]
         if edges.relations is not None:
-            return schema.ends(edges.relations.to_pylist())
+            return schema.relation_ends(edges.relations.to_pylist())
         largest = max((int(block.max()) for block in edges.columns["edge_type"].chunks() if block.size), default=-1)
-        return schema.ends([str(relation) for relation in range(largest + 1)])
+        return schema.relation_ends([str(relation) for relation in range(largest + 1)])
 
     def _new_ids(self, edges: EdgeList) -> list[Ints]:
         """By type, the number in it of each id of the source; -1 of those that are not of the type."""
@@ -90,7 +90,7 @@ class TypedEdges:
 
     def _blocks(self, column: Column, side: int) -> Any:
         """Ids of a block of edges at one side, and the types that they are of."""
-        kinds = self._places[side]
+        kinds = self._type_numbers[side]
         if self._relations is None:
             return ((ids, np.full(len(ids), kinds[0])) for ids in column.chunks())
         pairs = zip(column.chunks(), self._relations.chunks(), strict=True)

@@ -1,4 +1,4 @@
-"""Reading PyTorch-BigGraph's folders: counts and names of entities and relations, edges by bucket, bags of features."""
+"""Read PyTorch-BigGraph's folders: counts and names of entities and relations, edges by bucket, bags of features."""
 
 from __future__ import annotations
 
@@ -12,85 +12,87 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from gtrain.data.ingest.columns import Column
-from gtrain.data.readers.extras import need
+from gtrain.data.readers.extras import require
+from gtrain.data.readers.files import first_true
 from gtrain.errors import DataError, GtrainError
-from gtrain.graph.store.tables import csr_tensor
 
 Ints = NDArray[np.int64]
 
 _COUNT = re.compile(r"entity_count_(.+)_(\d+)\.txt")
+_IMPORT_HINT = "write the folder again with PyTorch-BigGraph's importer"
 
 
 def read_counts(folder: Path) -> dict[str, Ints]:
     """Return the number of entities in each partition of each entity type, from ``entity_count_<type>_<part>.txt``.
 
     Raises:
-        DataError: there are no such files, one is missing or malformed, or the numbers of partitions do not agree.
+        DataError: the files are missing or malformed, or types have different numbers of partitions.
     """
-    found: dict[str, dict[int, int]] = {}
+    by_type: dict[str, dict[int, int]] = {}
     for path in sorted(folder.iterdir()):
         if match := _COUNT.fullmatch(path.name):
-            found.setdefault(match[1], {})[int(match[2])] = _read_count(path)
-    if not found:
+            by_type.setdefault(match[1], {})[int(match[2])] = _read_count(path)
+    if not by_type:
         raise DataError(
             f"{folder} has no entity_count_<type>_<part>.txt",
             hint="set data.path to the folder that PyTorch-BigGraph's configuration calls entity_path",
         )
-    for entity, counts in found.items():
+    for entity, counts in by_type.items():
         missing = sorted(set(range(max(counts) + 1)) - set(counts))
         if missing:
             raise DataError(
-                f"{folder} has no entity_count_{entity}_{missing[0]}.txt, and has partition {max(counts)} of {entity}",
-                hint="copy all files of the folder, or write it anew with PyTorch-BigGraph's importer",
+                f"{folder} has no entity_count_{entity}_{missing[0]}.txt, but has partition {max(counts)} of {entity}",
+                hint=f"copy all files of the folder, or {_IMPORT_HINT}",
             )
-    numbers = {entity: len(counts) for entity, counts in found.items()}
-    partitioned = {entity: number for entity, number in numbers.items() if number > 1}
+    partitioned = {entity: len(counts) for entity, counts in by_type.items() if len(counts) > 1}
     if len(set(partitioned.values())) > 1:
-        told = ", ".join(f"{entity} in {number}" for entity, number in partitioned.items())
+        listed = ", ".join(f"{entity} in {number}" for entity, number in partitioned.items())
         raise DataError(
-            f"{folder}: entity types are in different numbers of partitions: {told}",
-            hint="partition all types alike, or leave a type in one partition, as PyTorch-BigGraph demands too",
+            f"{folder}: entity types are in different numbers of partitions: {listed}",
+            hint="partition all types alike, or leave a type in one partition; PyTorch-BigGraph also requires this",
         )
-    return {entity: np.array([counts[part] for part in range(len(counts))]) for entity, counts in found.items()}
+    return {entity: np.array([counts[part] for part in range(len(counts))]) for entity, counts in by_type.items()}
 
 
 def read_relation_count(folder: Path) -> int | None:
-    """Return the number of dynamic relations, from ``dynamic_rel_count.txt``; None where there is no such file."""
+    """Return the number of dynamic relations from ``dynamic_rel_count.txt``; None without that file."""
     path = folder / "dynamic_rel_count.txt"
     return _read_count(path) if path.is_file() else None
 
 
 def read_entity_names(folder: Path, entity: str, counts: Ints) -> list[str] | None:
-    """Return the names of the entities of a type, in the order of partitions; None where there are no such files."""
+    """Return the names of a type's entities, partition by partition; None without files of names."""
     paths = [folder / f"entity_names_{entity}_{part}.json" for part in range(counts.size)]
-    there = [path.is_file() for path in paths]
-    if not any(there):
+    exists = [path.is_file() for path in paths]
+    if not any(exists):
         return None
-    if not all(there):
+    if not all(exists):
         raise DataError(
-            f"{folder} has no {paths[there.index(False)].name}, and has {paths[there.index(True)].name}",
+            f"{folder} has no {paths[exists.index(False)].name}, but has {paths[exists.index(True)].name}",
             hint="copy all files of the folder, or delete all entity_names files to go without names",
         )
     return [name for path, count in zip(paths, counts.tolist(), strict=True) for name in read_names(path, count)]
 
 
 def read_names(path: Path, count: int) -> list[str]:
-    """Return the names in a file, which has to hold ``count`` of them."""
+    """Return the names in a file.
+
+    Raises:
+        DataError: the file does not hold a list of ``count`` strings.
+    """
     try:
         names = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as err:  # of JSON, or of UTF-8
         raise DataError(
-            f"{path} is no JSON: {err}", hint="copy the file again, or delete all names files to go without names"
+            f"{path} is not JSON: {err}", hint="copy the file again, or delete all names files to go without names"
         ) from err
     if not isinstance(names, list) or len(names) != count or not all(isinstance(name, str) for name in names):
-        found = f"{len(names)} names" if isinstance(names, list) else f"a {type(names).__name__}"
+        content = f"{len(names)} names" if isinstance(names, list) else f"a {type(names).__name__}"
         raise DataError(
-            f"{path} has {found}, and a list of {count} strings is expected",
+            f"{path} has {content}; a list of {count} strings is expected",
             hint="copy the counts and the names of the same import, or delete all names files to go without names",
         )
     return names
@@ -99,16 +101,16 @@ def read_names(path: Path, count: int) -> list[str]:
 def _read_count(path: Path) -> int:
     text = path.read_text(errors="replace").strip()
     if re.fullmatch(r"\d{1,18}", text) is None:
-        raise DataError(f"{path} holds {text[:30]!r}, and one count is expected", hint="write the number alone")
+        raise DataError(f"{path} holds {text[:30]!r}; one count is expected", hint="write the number alone")
     return int(text)
 
 
 @dataclass(frozen=True)
 class EdgeBags:
-    """One side's bags of the edges of a file: ``<side>d_offsets`` ``[E + 1]`` and ``<side>d_data``.
+    """The bags of features on one side (``lhs`` or ``rhs``) of a file's edges: ``<side>d_offsets``, ``<side>d_data``.
 
     Attributes:
-        offsets: edge e has the features ``data[offsets[e]:offsets[e + 1]]``.
+        offsets: edge e has the features ``data[offsets[e]:offsets[e + 1]]``, ``[E + 1]``.
         data: feature ids.
     """
 
@@ -117,7 +119,7 @@ class EdgeBags:
 
     @classmethod
     def read(cls, file: Any, side: str, edges: slice) -> EdgeBags | None:
-        """Return what a file has of some edges; None where it has no features on this side."""
+        """Return the bags of some edges; None if the file has no features on this side."""
         if f"{side}d_data" not in file or not len(file[f"{side}d_data"]):
             return None
         offsets = np.asarray(file[f"{side}d_offsets"][edges.start : edges.stop + 1], dtype=np.int64)
@@ -126,63 +128,47 @@ class EdgeBags:
         data = np.asarray(file[f"{side}d_data"][offsets[0] : max(offsets[0], offsets[-1])], dtype=np.int64)
         return cls(offsets - offsets[0], data)
 
-    def check(self, path: object, side: str, edges: int, features: int) -> None:
-        """Check that the bags are those of this many edges.
+    def check(self, path: object, side: str, num_edges: int, num_features: int) -> None:
+        """Check the bags of a file's edges.
 
         Raises:
-            DataError: they are not.
+            DataError: the offsets do not match the edges, or a feature is unknown.
         """
-        begins = self.offsets
-        if len(begins) != edges + 1 or begins[-1] != len(self.data) or (np.diff(begins) < 0).any():
+        offsets = self.offsets
+        if len(offsets) != num_edges + 1 or offsets[-1] != len(self.data) or (np.diff(offsets) < 0).any():
             raise DataError(
-                f"{path}: {side}d_offsets are not those of its edges and of {len(self.data)} features",
-                hint="write the folder anew with PyTorch-BigGraph's importer",
+                f"{path}: {side}d_offsets do not match its edges and {len(self.data)} features", hint=_IMPORT_HINT
             )
-        wrong = (self.data < 0) | (self.data >= features)
-        if wrong.any():
+        if (position := first_true((self.data < 0) | (self.data >= num_features))) is not None:
             raise DataError(
-                f"{path}: {side}d_data has the feature {self.data[int(wrong.argmax())]}, and there are {features}, "
-                f"0..{features - 1}",
+                f"{path}: {side}d_data has the feature {self.data[position]}; the {num_features} features are "
+                f"0..{num_features - 1}",
                 hint="name entities and edges of the same import (data.path, data.edges)",
             )
 
 
 @dataclass
-class BagBook:
-    """The different bags of one type.
+class DistinctBags:
+    """The distinct bags of features of one type, each of which becomes an entity.
 
     Attributes:
-        features: how many features there are.
+        num_features: number of features.
         bags: the features of each entity.
     """
 
-    features: int
+    num_features: int
     bags: list[Ints] = field(default_factory=list)
-    _known: dict[bytes, int] = field(default_factory=dict)
+    _entities: dict[bytes, int] = field(default_factory=dict)
 
     def number(self, edges: EdgeBags, rows: Ints) -> Ints:
-        """Return the entities of some edges."""
-        found = np.empty(len(rows), dtype=np.int64)
-        for place, row in enumerate(rows.tolist()):
+        """Return the entities of the edges ``rows``; new bags get the next numbers."""
+        entities = np.empty(len(rows), dtype=np.int64)
+        for position, row in enumerate(rows.tolist()):
             bag = edges.data[edges.offsets[row] : edges.offsets[row + 1]]
-            entity = self._known.setdefault(bag.tobytes(), len(self.bags))
-            if entity == len(self.bags):
+            entities[position] = self._entities.setdefault(bag.tobytes(), len(self.bags))
+            if entities[position] == len(self.bags):
                 self.bags.append(bag)
-            found[place] = entity
-        return found
-
-
-def bag_tensor(counts: dict[str, int], books: dict[str, BagBook]) -> Tensor:
-    """Return the node tensor ``bag``, ``torch.sparse_csr``: a row for each entity of all types, one after the other."""
-    lengths: list[int] = []
-    for name, count in counts.items():
-        lengths += [len(bag) for bag in books[name].bags] if name in books else [0] * count
-    every = [bag for name in counts if name in books for bag in books[name].bags]
-    data = np.concatenate([np.empty(0, dtype=np.int64), *every])
-    pointer = torch.tensor([0, *lengths]).cumsum(0)
-    columns = max(book.features for book in books.values())
-    ids = torch.from_numpy(data)
-    return csr_tensor(pointer, ids, torch.ones(len(ids)), (len(lengths), columns))
+        return entities
 
 
 FORMAT_VERSION = 1
@@ -201,15 +187,15 @@ class Relation:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class BucketFile:
     """One file of edges.
 
     Attributes:
         path: the file.
         source_part: partition of the left-hand sides, from the file's name.
         target_part: partition of the right-hand sides.
-        num_edges: its edges.
-        weighted: whether they have weights.
+        num_edges: number of edges.
+        weighted: whether the edges have weights.
     """
 
     path: Path
@@ -220,10 +206,10 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Edges:
-    """Edges as a file holds them: offsets within partitions, relations, weights (float32) or None; all ``[E]``.
+class BucketEdges:
+    """Edges as a file stores them: offsets within partitions, relations, weights (float32) or None; all ``[E]``.
 
-    ``bags`` are the features of the ends by ``lhs`` and ``rhs``, where there are any.
+    ``bags`` are the features of the ends, by ``lhs`` and ``rhs``, if the file has any.
     """
 
     source: Ints
@@ -237,11 +223,12 @@ class EdgeReader:
     """Reads folders of buckets into columns with global ids.
 
     Args:
-        counts: entities of each partition of each type.
+        counts: number of entities in each partition of each type.
         relations: one for each value of ``rel``, or one for all.
-        num_relations: how many values ``rel`` may have; None means any.
-        books: of featurized types, which receive the bags; the count of such a type is that of its features.
-        firsts: what is added to the ids of each type; None: nothing.
+        num_relations: number of values of ``rel``; None: any.
+        bags: the distinct bags of each featurized type, which reading fills; ``counts`` has its number of features.
+        first_ids: the first global id of each type; None: 0.
+        check_negative: called with the location of the first negative weight.
     """
 
     def __init__(
@@ -249,142 +236,147 @@ class EdgeReader:
         counts: dict[str, Ints],
         relations: Sequence[Relation],
         num_relations: int | None,
-        books: dict[str, BagBook] | None = None,
-        firsts: dict[str, int] | None = None,
+        bags: dict[str, DistinctBags] | None = None,
+        first_ids: dict[str, int] | None = None,
         check_negative: Callable[[str], None] | None = None,
     ) -> None:
         self.relations = relations
-        self._books = books or {}
-        self._types = {side: [getattr(relation, side) for relation in relations] for side in ("lhs", "rhs")}
-        self._firsts = {
-            side: np.array([(firsts or {}).get(name, 0) for name in names]) for side, names in self._types.items()
-        }
         self.num_relations = num_relations
+        self._bags, self._first_ids = bags or {}, first_ids or {}
         self._check_negative = check_negative
         self.negative_weight: str | None = None  # file, edge and value of the first
-        self.sides = {
-            "lhs": [counts[relation.lhs] for relation in relations],
-            "rhs": [counts[relation.rhs] for relation in relations],
-        }
+        self._types = {side: [getattr(relation, side) for relation in relations] for side in ("lhs", "rhs")}
+        self._sizes = {side: [counts[name] for name in names] for side, names in self._types.items()}
 
-    def read(self, folders: Sequence[Path], place: Path) -> dict[str, Column]:
+    @property
+    def num_partitions(self) -> tuple[int, int]:
+        """Number of partitions of the left-hand and of the right-hand sides."""
+        left, right = (max(sizes.size for sizes in side) for side in self._sizes.values())
+        return left, right
+
+    def read(self, folders: Sequence[Path], scratch: Path) -> dict[str, Column]:
         """Read all edges, a block at a time.
 
         Args:
-            folders: of buckets.
-            place: folder for temporary files, where large columns are.
+            folders: folders of buckets.
+            scratch: folder for temporary files, which hold large columns.
 
         Returns:
-            ``source`` and ``target`` (int32 or int64), ``rel`` (int64), ``weight`` (float32) where there is one, and
-            with several folders ``set`` (int32), the number of the folder; all ``[E]``.
+            ``source`` and ``target`` (int32 or int64), ``rel`` (int64), ``weight`` (float32) if the edges have weights,
+            and with several folders ``set`` (int32), the number of the folder; all ``[E]``.
         """
-        sources, targets = (max(sizes.size for sizes in side) for side in self.sides.values())
-        buckets = [(number, b) for number, folder in enumerate(folders) for b in find_buckets(folder, sources, targets)]
+        buckets = [
+            (number, bucket)
+            for number, folder in enumerate(folders)
+            for bucket in find_buckets(folder, *self.num_partitions)
+        ]
         weighted = {bucket.weighted for _, bucket in buckets}
         if len(weighted) > 1:
-            plain = next(bucket for _, bucket in buckets if not bucket.weighted)
+            unweighted = next(bucket for _, bucket in buckets if not bucket.weighted)
             raise DataError(
-                f"{plain.path} has no weights, and other files do", hint="give all edges weights, or none of them"
+                f"{unweighted.path} has no weights, but other files do", hint="give all edges weights, or none of them"
             )
-        kinds: dict[str, Any] = {"source": np.int32, "target": np.int32, "rel": np.int64}
-        kinds |= {"weight": np.float32} if True in weighted else {}
-        kinds |= {"set": np.int32} if len(folders) > 1 else {}
-        columns = {name: Column(place, kind) for name, kind in kinds.items()}
+        dtypes: dict[str, Any] = {"source": np.int32, "target": np.int32, "rel": np.int64}
+        dtypes |= {"weight": np.float32} if True in weighted else {}
+        dtypes |= {"set": np.int32} if len(folders) > 1 else {}
+        columns = {name: Column(scratch, dtype) for name, dtype in dtypes.items()}
         for number, bucket in buckets:
             for begin in range(0, bucket.num_edges, BLOCK_EDGES):
-                found = self._read(bucket, begin, min(begin + BLOCK_EDGES, bucket.num_edges))
-                found["set"] = np.full(len(found["rel"]), number)
+                block = self._read_block(bucket, begin, min(begin + BLOCK_EDGES, bucket.num_edges))
+                block["set"] = np.full(len(block["rel"]), number)
                 for name, column in columns.items():
-                    column.append(found[name])
+                    column.append(block[name])
         return columns
 
-    def _read(self, bucket: Bucket, begin: int, end: int) -> dict[str, Any]:
+    def _read_block(self, bucket: BucketFile, begin: int, end: int) -> dict[str, Any]:
         edges = read_bucket(bucket, begin, end)
-        if edges.weight is not None and self.negative_weight is None and (edges.weight < 0).any():
-            row = int((edges.weight < 0).argmax())
-            self.negative_weight = f"{bucket.path}, edge {begin + row} (from 0): the weight is {edges.weight[row]:g}"
+        weight = edges.weight
+        if weight is not None and self.negative_weight is None and (row := first_true(weight < 0)) is not None:
+            self.negative_weight = f"{bucket.path}, edge {begin + row} (from 0): the weight is {weight[row]:g}"
             if self._check_negative is not None:
                 self._check_negative(self.negative_weight)
         limit = np.iinfo(np.int64).max if self.num_relations is None else self.num_relations
-        self._check(bucket, "rel", edges.relation, np.array(limit), "relations", begin)
-        kind = edges.relation if len(self.relations) > 1 else np.zeros_like(edges.relation)
-        source = self._globalise(bucket, "lhs", edges.source, kind, edges.bags.get("lhs"), begin)
-        target = self._globalise(bucket, "rhs", edges.target, kind, edges.bags.get("rhs"), begin)
-        found = {"source": source, "target": target, "rel": edges.relation}
-        return found if edges.weight is None else {**found, "weight": edges.weight}
+        self._check_range(bucket, "rel", edges.relation, np.array(limit), "relations", begin)
+        relation = edges.relation if len(self.relations) > 1 else np.zeros_like(edges.relation)
+        return {
+            "source": self._global_ids(bucket, "lhs", edges.source, relation, edges.bags.get("lhs"), begin),
+            "target": self._global_ids(bucket, "rhs", edges.target, relation, edges.bags.get("rhs"), begin),
+            "rel": edges.relation,
+            "weight": edges.weight,
+        }
 
-    def _globalise(
-        self, bucket: Bucket, side: str, offset: Ints, kind: Ints, bags: EdgeBags | None, begin: int
+    def _global_ids(
+        self, bucket: BucketFile, side: str, offset: Ints, relation: Ints, bags: EdgeBags | None, begin: int
     ) -> Ints:
-        """Turn offsets within partitions into ids; a type in one partition is met in all buckets."""
-        part = bucket.source_part if side == "lhs" else bucket.target_part
-        featurized = np.array([name in self._books for name in self._types[side]])[kind]
+        """Convert offsets within partitions to global ids; a type in one partition occurs in all buckets."""
+        part, types = bucket.source_part if side == "lhs" else bucket.target_part, self._types[side]
+        featurized = np.array([name in self._bags for name in types])[relation]
         if bags is not None and not featurized.any():
-            name = self._types[side][0]
             raise DataError(
-                f"{bucket.path} has {side}d_data: its entities are featurized (bags of features), and {name} is not",
-                hint=f"set data.entities.{name}.featurized=true, with model=kg; or give each entity an id of its own",
+                f"{bucket.path} has {side}d_data (bags of features), but {types[0]} is not featurized",
+                hint=f"set data.entities.{types[0]}.featurized=true, with model=kg; or give each entity an id",
             )
+        # by relation: number of entities in the bucket's partition of its type, and the global id of the first
+        parts = [sizes[: part + 1] for sizes in self._sizes[side]]
+        size = np.array([sizes[-1] for sizes in parts])
+        first = np.array(
+            [sizes[:-1].sum() + self._first_ids.get(name, 0) for sizes, name in zip(parts, types, strict=True)]
+        )
         offset = np.where(featurized, 0, offset)
-        own = [min(part, sizes.size - 1) for sizes in self.sides[side]]
-        size = np.array([sizes[place] for sizes, place in zip(self.sides[side], own, strict=True)])
-        before = np.array([sizes[:place].sum() for sizes, place in zip(self.sides[side], own, strict=True)])
-        self._check(bucket, side, offset, size[kind], "entities in that partition", begin)
-        ids: Ints = offset + (before + self._firsts[side])[kind]
-        for place in np.unique(kind[featurized]).tolist():
-            ids[kind == place] = self._entities(bucket, side, self._types[side][place], bags, kind == place)
+        self._check_range(bucket, side, offset, size[relation], "entities in that partition", begin)
+        ids: Ints = offset + first[relation]
+        for number in np.unique(relation[featurized]).tolist():
+            name, rows = types[number], np.flatnonzero(relation == number)
+            if bags is None:
+                raise DataError(
+                    f"{bucket.path} has no {side}d_data, but {name} is featurized",
+                    hint=f"remove data.entities.{name}.featurized, or write the features with the edges",
+                )
+            bags.check(bucket.path, side, len(relation), self._bags[name].num_features)
+            ids[rows] = self._bags[name].number(bags, rows)
         return ids
 
-    def _entities(self, bucket: Bucket, side: str, name: str, bags: EdgeBags | None, here: NDArray[np.bool_]) -> Ints:
-        """Return the entities of some edges of a featurized type."""
-        if bags is None:
-            raise DataError(
-                f"{bucket.path} has no {side}d_data, and {name} is featurized",
-                hint=f"leave data.entities.{name}.featurized out, or write the features with the edges",
-            )
-        bags.check(bucket.path, side, len(here), self._books[name].features)
-        return self._books[name].number(bags, np.flatnonzero(here))
-
-    def _check(self, bucket: Bucket, name: str, values: Ints, limit: Ints, what: str, begin: int) -> None:
-        wrong = (values < 0) | (values >= limit)
-        if wrong.any():
-            row = int(wrong.argmax())
+    def _check_range(self, bucket: BucketFile, name: str, values: Ints, limit: Ints, elements: str, begin: int) -> None:
+        if (row := first_true((values < 0) | (values >= limit))) is not None:
             count = int(np.broadcast_to(limit, values.shape)[row])
-            told = "and ids are not negative" if values[row] < 0 else f"and there are {count} {what}, 0..{count - 1}"
+            rule = "ids are not negative" if values[row] < 0 else f"the {count} {elements} are 0..{count - 1}"
             raise DataError(
-                f"{bucket.path}: edge {begin + row} has {name} {values[row]}, {told}",
+                f"{bucket.path}: edge {begin + row} has {name} {values[row]}; {rule}",
                 hint="name entities, edges and relations of the same import (data.path, data.edges, data.relations)",
             )
 
 
-def find_buckets(folder: Path, sources: int, targets: int) -> list[Bucket]:
-    """Return the files of edges in a folder, checked: one for each pair of partitions.
+def find_buckets(folder: Path, sources: int, targets: int) -> list[BucketFile]:
+    """Return a folder's files of edges, one for each pair of partitions, after checking their headers.
 
     Args:
-        folder: what PyTorch-BigGraph calls an edge path.
-        sources: partitions of the left-hand sides.
-        targets: partitions of the right-hand sides.
+        folder: an edge path of PyTorch-BigGraph.
+        sources: number of partitions of the left-hand sides.
+        targets: number of partitions of the right-hand sides.
     """
     parts = {(int(m[1]), int(m[2])): path for path in folder.iterdir() if (m := _BUCKET.fullmatch(path.name))}
     if not parts:
         raise DataError(f"{folder} has no edges_<lhs>_<rhs>.h5", hint="set data.edges to the folder that holds them")
-    wanted = {(i, j) for i in range(sources) for j in range(targets)}
-    told = f"there are {sources} partitions of left-hand and {targets} of right-hand sides: {sources} x {targets}"
-    if missing := sorted(wanted - set(parts)):
+    needed = {(i, j) for i in range(sources) for j in range(targets)}
+    arithmetic = (
+        f"there are {sources} partitions of left-hand and {targets} of right-hand sides: {sources} x {targets} = "
+        f"{len(needed)} buckets"
+    )
+    if missing := sorted(needed - set(parts)):
         raise DataError(
-            f"{folder} has no edges_{missing[0][0]}_{missing[0][1]}.h5, and {told} = {len(wanted)} buckets",
-            hint="copy all files of the folder; a bucket without edges has a file too",
+            f"{folder} has no edges_{missing[0][0]}_{missing[0][1]}.h5, and {arithmetic}",
+            hint="copy all files of the folder; a bucket without edges also has a file",
         )
-    if extra := sorted(set(parts) - wanted):
+    if extra := sorted(set(parts) - needed):
         raise DataError(
-            f"{folder} has {parts[extra[0]].name}, and {told} = {len(wanted)} buckets",
+            f"{folder} has {parts[extra[0]].name}, and {arithmetic}",
             hint="name edges and entities of the same import (data.edges, data.path)",
         )
     return [_inspect(path, i, j) for (i, j), path in sorted(parts.items())]
 
 
-def read_bucket(bucket: Bucket, begin: int = 0, end: int | None = None) -> Edges:
-    """Return edges ``begin`` to ``end`` of a file; None: all."""
+def read_bucket(bucket: BucketFile, begin: int = 0, end: int | None = None) -> BucketEdges:
+    """Return edges ``begin`` to ``end`` of a file; None: to the last."""
     rows = slice(begin, bucket.num_edges if end is None else end)
     count = rows.stop - rows.start
     with _opened(bucket.path) as file:
@@ -395,14 +387,12 @@ def read_bucket(bucket: Bucket, begin: int = 0, end: int | None = None) -> Edges
                 file[name].read_direct(column, np.s_[rows])
             if weight is not None:
                 file["weight"].read_direct(weight, np.s_[rows])
-        found = {side: EdgeBags.read(file, side, rows) for side in ("lhs", "rhs")}
-    bags = {side: some for side, some in found.items() if some is not None}
-    if weight is not None and not np.isfinite(weight).all():
-        row = int(np.argmin(np.isfinite(weight)))
+        bags = {side: bags for side in ("lhs", "rhs") if (bags := EdgeBags.read(file, side, rows)) is not None}
+    if weight is not None and (row := first_true(~np.isfinite(weight))) is not None:
         raise DataError(
             f"{bucket.path}: the weight of edge {begin + row} is {weight[row]}", hint="give each edge a finite weight"
         )
-    return Edges(columns["lhs"], columns["rel"], columns["rhs"], weight, bags)
+    return BucketEdges(columns["lhs"], columns["rel"], columns["rhs"], weight, bags)
 
 
 def require_h5py() -> ModuleType:
@@ -411,7 +401,7 @@ def require_h5py() -> ModuleType:
     Raises:
         ConfigError: it is not installed.
     """
-    return need("h5py", "data=biggraph", extra="hdf5")
+    return require("h5py", "data=biggraph", extra="hdf5")
 
 
 @contextmanager
@@ -422,37 +412,34 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except GtrainError:
         raise
-    except Exception as err:  # h5py has many ways to say that a file is damaged
+    except Exception as err:  # h5py reports damage with many types of exception
         raise DataError(
             f"{path} cannot be read as HDF5: {str(err).splitlines()[0] if str(err) else type(err).__name__}",
-            hint="copy the file again, or write it anew",
+            hint="copy the file again, or write it again",
         ) from err
 
 
-def _inspect(path: Path, source_part: int, target_part: int) -> Bucket:
-    """Check a file's outside: version, datasets, lengths."""
-    anew = "write the folder anew with PyTorch-BigGraph's importer"
+def _inspect(path: Path, source_part: int, target_part: int) -> BucketFile:
+    """Check a file's version, and the names and lengths of its datasets."""
     with _opened(path) as file:
         version = file.attrs.get("format_version")
         if version != FORMAT_VERSION:
             newer = isinstance(version, np.integer) and version > FORMAT_VERSION
-            hint = (
-                "it is of a newer format: export it in the format that PyTorch-BigGraph 1.0 writes" if newer else anew
-            )
-            raise DataError(f"{path}: format_version is {version}, and {FORMAT_VERSION} is read", hint=hint)
+            hint = "export it in the format that PyTorch-BigGraph 1.0 writes" if newer else _IMPORT_HINT
+            raise DataError(f"{path}: format_version is {version}; gtrain reads {FORMAT_VERSION}", hint=hint)
         lengths = {}
         for name in ("rel", "lhs", "rhs", *(["weight"] if "weight" in file else [])):
             if name not in file:
-                raise DataError(f"{path} has no dataset {name!r}; it has {', '.join(file) or 'none'}", hint=anew)
-            kind = file[name].dtype.kind
-            if kind not in ("iuf" if name == "weight" else "iu") or file[name].ndim != 1:
+                datasets = ", ".join(file) or "none"
+                raise DataError(f"{path} has no dataset {name!r}; it has {datasets}", hint=_IMPORT_HINT)
+            if file[name].dtype.kind not in ("iuf" if name == "weight" else "iu") or file[name].ndim != 1:
                 raise DataError(
-                    f"{path}: {name} is {file[name].dtype} of shape {list(file[name].shape)}, and one row of "
+                    f"{path}: {name} is {file[name].dtype} of shape {list(file[name].shape)}; one row of "
                     f"{'numbers' if name == 'weight' else 'integers'} is expected",
-                    hint=anew,
+                    hint=_IMPORT_HINT,
                 )
             lengths[name] = len(file[name])
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise DataError(f"{path}: the datasets have different lengths: {told}", hint=anew)
-    return Bucket(path, source_part, target_part, lengths["rel"], "weight" in lengths)
+        listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise DataError(f"{path}: the datasets have different lengths: {listed}", hint=_IMPORT_HINT)
+    return BucketFile(path, source_part, target_part, lengths["rel"], "weight" in lengths)

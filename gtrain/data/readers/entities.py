@@ -1,8 +1,9 @@
-"""Entity types of a knowledge graph in files: dictionaries of names, and bags of features."""
+"""Number the entities of a knowledge graph by type, and read their bags of features."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from gtrain.data.module import file_stamp
 from gtrain.data.readers.files import find_file
 from gtrain.data.readers.triples import Triples
-from gtrain.data.schema import DataSchema, places
+from gtrain.data.schema import DataSchema, type_numbers
 from gtrain.errors import DataError
 from gtrain.graph.store.entities import feature_kind
 from gtrain.graph.store.tables import csr_tensor
@@ -28,78 +29,75 @@ class EntityNames:
     """Numbers entities and relations in the order in which triples first name them, heads before tails.
 
     Args:
-        triples: whose names are known.
-        schema: which types relations join.
+        triples: the triples whose names get numbers.
+        schema: the types that relations join.
 
     Attributes:
-        relations: names, a pyarrow array of strings.
-        entities: the same by type.
+        relations: names of the relations, a pyarrow array of strings.
+        entities: names of the entities by type, likewise.
         ends: types of the heads and of the tails of each relation.
 
     Raises:
-        ConfigError: the schema does not have a relation.
+        ConfigError: the schema lacks a relation.
     """
 
     def __init__(self, triples: Sequence[Triples], schema: DataSchema) -> None:
-        heads, relations, tails = zip(*(found.columns for found in triples), strict=True)
-        self.relations = _unique([chunk for column in relations for chunk in column.chunks])
-        self.ends = schema.ends(self.relations.to_pylist() if schema.is_typed else [""] * len(self.relations))
-        self._types, self._places = schema.types, places(schema.types, self.ends)
-        self.entities: dict[str, Any] = {}
+        heads, relations, tails = zip(*(file.columns for file in triples), strict=True)
+        self.relations = _unique(relations)
+        self.ends = schema.relation_ends(self.relations.to_pylist() if schema.is_typed else [""] * len(self.relations))
+        self._types, self._type_numbers = schema.types, type_numbers(schema.types, self.ends)
         codes = [_encode(column, self.relations) for column in relations]
-        for number, name in enumerate(schema.types):
-            sides = [(heads, self._places[0]), (tails, self._places[1])]
-            chunks = [
-                chunk
-                for columns, of in sides
+        self.entities: dict[str, Any] = {
+            name: _unique(
+                self._select(column, types[code] == number)
+                for columns, types in zip((heads, tails), self._type_numbers, strict=True)
                 for column, code in zip(columns, codes, strict=True)
-                for chunk in self._those(column, of[code] == number).chunks
-            ]
-            self.entities[name] = _unique(chunks)
+            )
+            for number, name in enumerate(schema.types)
+        }
 
     @property
     def counts(self) -> dict[str, int]:
-        """Entities of each type."""
+        """Number of entities of each type."""
         return {name: len(names) for name, names in self.entities.items()}
 
     def encode(self, triples: Triples) -> Ints:
-        """Return heads, relations and tails as ids ``[3, T]``, -1 where there is no such name.
+        """Return heads, relations and tails as ids ``[3, T]``, -1 for unknown names.
 
-        The ids of a type come after those of the types before it.
+        The ids of a type follow those of the preceding types.
         """
         relation = _encode(triples.columns[1], self.relations)
-        found = np.full((3, len(triples)), -1, dtype=np.int64)
-        found[1] = relation
-        for row, side in ((0, 0), (2, 1)):
-            of = np.where(relation >= 0, self._places[side][relation], -1) if len(self._types) > 1 else 0 * relation
+        ids = np.full((3, len(triples)), -1, dtype=np.int64)
+        ids[1] = relation
+        for row, numbers in zip((0, 2), self._type_numbers, strict=True):
+            types = np.where(relation >= 0, numbers[relation], -1) if len(self._types) > 1 else 0 * relation
             first = 0
-            for number, name in enumerate(self._types):
-                here = of == number
-                ids = _encode(self._those(triples.columns[row], here), self.entities[name])
-                found[row, here] = np.where(ids >= 0, ids + first, -1)
-                first += len(self.entities[name])
-        return found
+            for number, names in enumerate(self.entities.values()):
+                chosen = types == number
+                codes = _encode(self._select(triples.columns[row], chosen), names)
+                ids[row, chosen] = np.where(codes >= 0, codes + first, -1)
+                first += len(names)
+        return ids
 
-    def _those(self, column: Any, mask: NDArray[np.bool_]) -> Any:
+    def _select(self, column: Any, mask: NDArray[np.bool_]) -> Any:
         return column if len(self._types) == 1 else column.filter(pa.array(mask))
 
 
-def _unique(chunks: list[Any]) -> Any:
-    return pc.unique(pa.chunked_array(chunks, pa.string()))
+def _unique(columns: Iterable[Any]) -> Any:
+    return pc.unique(pa.chunked_array([chunk for column in columns for chunk in column.chunks], pa.string()))
 
 
 def _encode(column: Any, names: Any) -> Ints:
-    """Return the position of each string in ``names``, int64; -1 where it is not there."""
-    found = pc.fill_null(pc.index_in(column, value_set=names), -1)
-    ids: Ints = found.to_numpy().astype(np.int64)
-    return ids
+    """Return the position of each string in ``names``, int64; -1 for unknown strings."""
+    positions: Ints = pc.fill_null(pc.index_in(column, value_set=names), -1).to_numpy().astype(np.int64)
+    return positions
 
 
 class EntityFeatures:
-    """The bags of one featurized type, read from a file.
+    """The bags of features of one featurized type.
 
-    Each line is the name of an entity and its features, separated by tabs; features are any strings. Lines of entities
-    that the graph does not have are left out.
+    Each line of the file has the name of an entity and its features, which are any strings, separated by tabs. Lines of
+    entities that the graph lacks are ignored.
 
     Args:
         key: the option that names the file, for messages.
@@ -108,86 +106,87 @@ class EntityFeatures:
         entities: names of the type's entities.
 
     Attributes:
-        features: names, in the order in which entities of the graph first have them.
+        features: names of the features, in the order in which the graph's entities first have them.
         bags: features of each entity, in the order of ``entities``.
 
     Raises:
-        DataError: names the file and the line that is malformed, or an entity without a line.
+        DataError: names the file and the malformed line, or an entity without a line.
     """
 
     def __init__(self, key: str, name: str, root: Path, entities: Sequence[str]) -> None:
-        self.path = find_file(key, name, root)
-        lines = self._lines()
+        path = find_file(key, name, root)
+        lines = _read_lines(path)
         missing = [entity for entity in entities if entity not in lines]
         if missing:
             raise DataError(
-                f"{self.path}: {len(missing)} of {len(entities)} entities have no line, such as {missing[0]!r}",
+                f"{path}: {len(missing)} of {len(entities)} entities have no line, such as {missing[0]!r}",
                 hint="give each entity of the type a line with its features",
             )
         number: dict[str, int] = {}
         self.bags = [[number.setdefault(word, len(number)) for word in lines[entity]] for entity in entities]
         self.features = list(number)
 
-    def _lines(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
-        for at, line in enumerate(self.path.read_text(encoding="utf-8-sig").split("\n"), start=1):
-            entity, *features = line.split("\t")
-            if not line:
-                continue
-            if not features or "" in features or entity in found:
-                reason = "comes twice" if entity in found else "has no features" if not features else "has an empty one"
-                raise DataError(
-                    f"{self.path}, line {at}: {entity!r} {reason}",
-                    hint="write in each line an entity and its features, separated by tabs",
-                )
-            found[entity] = features
-        return found
+
+def _read_lines(path: Path) -> dict[str, list[str]]:
+    features_of: dict[str, list[str]] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
+        entity, *features = line.split("\t")
+        if not line:
+            continue
+        if not features or "" in features or entity in features_of:
+            fault = "has an empty feature" if features else "has no features"
+            fault = "occurs twice" if entity in features_of else fault
+            raise DataError(
+                f"{path}, line {number}: {entity!r} {fault}",
+                hint="write in each line an entity and its features, separated by tabs",
+            )
+        features_of[entity] = features
+    return features_of
+
+
+def _feature_files(schema: DataSchema) -> Iterable[tuple[str, str, str]]:
+    """Yield each featurized type, the option that names its file of features, and the file."""
+    for name, file in schema.featurized.items():
+        yield name, f"data.entities.{name}.featurized", str(file)
 
 
 def read_features(schema: DataSchema, root: Path, entities: Mapping[str, Sequence[str]]) -> dict[str, EntityFeatures]:
-    """Read the features of the featurized types.
+    """Read the features of each featurized type.
 
     Args:
-        schema: names their files.
+        schema: names the files.
         root: folder of raw files.
         entities: names of the entities by type.
     """
-    return {
-        name: EntityFeatures(_key(name), str(file), root, entities[name]) for name, file in schema.featurized.items()
-    }
+    return {name: EntityFeatures(key, file, root, entities[name]) for name, key, file in _feature_files(schema)}
 
 
-def stamps_of_features(schema: DataSchema, root: Path) -> dict[str, Any]:
-    """Return what a store depends on; empty where no type is featurized."""
-    found = {name: file_stamp(find_file(_key(name), str(file), root)) for name, file in schema.featurized.items()}
-    return {"features": found} if found else {}
+def feature_stamps(schema: DataSchema, root: Path) -> dict[str, Any]:
+    """Return the stamps of the files of features; empty without featurized types."""
+    stamps = {name: file_stamp(find_file(key, file, root)) for name, key, file in _feature_files(schema)}
+    return {"features": stamps} if stamps else {}
 
 
-def facts_of_features(found: Mapping[str, EntityFeatures]) -> dict[str, Any]:
-    """Return how many features each featurized type has; empty where there is none."""
-    return {"features": {name: len(features.features) for name, features in found.items()}} if found else {}
+def feature_facts(features: Mapping[str, EntityFeatures]) -> dict[str, Any]:
+    """Return the number of features of each featurized type; empty without such types."""
+    return {"features": {name: len(entry.features) for name, entry in features.items()}} if features else {}
 
 
-def names_of_features(found: Mapping[str, EntityFeatures]) -> dict[str, list[str]]:
-    """Return the features' names, by what a store calls them."""
-    return {feature_kind(name): features.features for name, features in found.items()}
+def feature_names(features: Mapping[str, EntityFeatures]) -> dict[str, list[str]]:
+    """Return the names of the features, by the node type under which a store saves them."""
+    return {feature_kind(name): entry.features for name, entry in features.items()}
 
 
-def _key(name: str) -> str:
-    return f"data.entities.{name}.featurized"
-
-
-def bag_rows(counts: Mapping[str, int], found: Mapping[str, EntityFeatures]) -> Tensor:
-    """Return the node tensor ``bag``, ``torch.sparse_csr``: a row for each entity of all types, one after the other.
+def bag_tensor(counts: Mapping[str, int], features: Mapping[str, Any], num_features: int) -> Tensor:
+    """Return the node tensor ``bag``, ``torch.sparse_csr``: one row per entity, type after type.
 
     Args:
-        counts: entities by type.
-        found: features of the featurized types.
+        counts: number of entities by type.
+        features: objects with the ``bags`` of each featurized type: the feature ids of each entity.
+        num_features: the largest number of features of a type.
     """
-    bags: list[list[int]] = []
-    for name, count in counts.items():
-        bags += found[name].bags if name in found else [[]] * count
-    pointer = torch.tensor([0, *(len(bag) for bag in bags)]).cumsum(0)
-    ids = torch.tensor([feature for bag in bags for feature in bag], dtype=torch.int64)
-    columns = max(len(features.features) for features in found.values())
-    return csr_tensor(pointer, ids, torch.ones(len(ids)), (len(bags), columns))
+    by_type = [features[name].bags if name in features else [()] * count for name, count in counts.items()]
+    bags = list(itertools.chain.from_iterable(by_type))
+    pointer = torch.tensor([0, *map(len, bags)]).cumsum(0)
+    ids = torch.from_numpy(np.fromiter(itertools.chain.from_iterable(bags), np.int64))
+    return csr_tensor(pointer, ids, torch.ones(len(ids)), (len(bags), num_features))

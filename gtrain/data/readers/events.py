@@ -1,8 +1,9 @@
-"""Reading events, which are edges with times, from text: ids of any kind, a time, further columns."""
+"""Read events (edges with times) from text: integer or string ids, a time, further columns."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from numpy.typing import NDArray
 
 from gtrain.data.ingest.blocks import first_lines
 from gtrain.data.ingest.layout import to_number
-from gtrain.data.readers.triples import unpack
+from gtrain.data.readers.files import first_true
+from gtrain.data.readers.triples import decompress
 from gtrain.errors import ConfigError, DataError
 
 _COMMENT = re.compile(rb"^[ \t]*[#%][^\n]*\n?", re.MULTILINE)
@@ -30,10 +32,10 @@ class Events:
     Attributes:
         path: the file.
         source: ids as written, a pyarrow array of strings ``[E]``.
-        target: the same for targets.
-        time: float64 ``[E]``, or int64 where all times are whole numbers.
+        target: likewise.
+        time: int64 ``[E]`` if all times are whole numbers, else float64.
         features: float32 ``[E, F]``, or None.
-        skipped: lines before the first event that are no comments: a line of names.
+        skipped: 1 if the first line that is not a comment names the columns, else 0.
     """
 
     path: Path
@@ -44,15 +46,15 @@ class Events:
     skipped: int
 
     def where(self, row: int) -> str:
-        """Return ``file, line n`` of an event; slow, for messages."""
+        """Return ``file, line n`` for an event; slow, for messages."""
         return f"{self.path}, line {_line(_text(self.path), row + self.skipped)[0]}"
 
 
 def read_events(path: Path, time_column: int, features: slice | None) -> Events:
     """Read a file of events, ``source target ... time ...`` on each line.
 
-    Columns are separated by commas, semicolons, tabs or spaces, lines that begin with ``#`` or ``%`` are comments, a
-    first line of names is skipped, and ``.gz`` is unpacked.
+    Columns are separated by commas, semicolons, tabs or spaces, lines that start with ``#`` or ``%`` are comments, a
+    first line of column names is skipped, and ``.gz`` is decompressed.
 
     Args:
         path: the file.
@@ -60,14 +62,14 @@ def read_events(path: Path, time_column: int, features: slice | None) -> Events:
         features: the columns that become features of the edges; None for none.
 
     Raises:
-        ConfigError: a column that was asked for is not there.
-        DataError: names the file and the line that is malformed.
+        ConfigError: the file lacks a column.
+        DataError: names the file and the malformed line.
     """
     text = _text(path)
     separator, skipped, width = _layout(text, path)
-    wanted = _columns(width, time_column, features, path)
-    table = _parse(text, separator, width, wanted, skipped, path)
-    names = [str(column) for column in wanted]
+    columns = _columns(width, time_column, features, path)
+    table = _parse(text, separator, width, columns, skipped, path)
+    names = [str(column) for column in columns]
     matrix = np.stack([table[name].to_numpy() for name in names[3:]], axis=1) if len(names) > 3 else None
     events = Events(path, table["0"], table["1"], table[names[2]].to_numpy().copy(), matrix, skipped)
     _check(events)
@@ -75,21 +77,21 @@ def read_events(path: Path, time_column: int, features: slice | None) -> Events:
 
 
 def check_columns(path: Path, time_column: int, features: slice | None) -> None:
-    """Check the columns of the first event; the rest of the file is not read.
+    """Check that the first event has the columns, without reading the rest of the file.
 
     Raises:
-        ConfigError, DataError: as :func:`read_events`.
+        ConfigError, DataError: see :func:`read_events`.
     """
     text = b"".join(f"{line}\n".encode() for _, line in first_lines(path, "#%", 2))
     _columns(_layout(text, path)[2], time_column, features, path)
 
 
 def _text(path: Path) -> bytes:
-    return unpack(path).removeprefix(b"\xef\xbb\xbf")  # the byte order mark that spreadsheets put in front
+    return decompress(path).removeprefix(b"\xef\xbb\xbf")  # spreadsheets write a byte order mark
 
 
 def _layout(text: bytes, path: Path) -> tuple[str, int, int]:
-    """Return the separator, the number of lines that name columns, and the number of columns."""
+    """Return the separator, the number of lines with column names, and the number of columns."""
     first = next(_data_lines(text), None)
     if first is None:
         raise DataError(f"{path} is empty", hint="name a file with one event in each line: source target time")
@@ -100,7 +102,7 @@ def _layout(text: bytes, path: Path) -> tuple[str, int, int]:
 
 
 def _data_lines(text: bytes) -> Iterator[tuple[int, str]]:
-    """Yield number and contents of each line that is neither blank nor a comment."""
+    """Yield the number and contents of each line that is neither blank nor a comment."""
     for number, raw in enumerate(io.BytesIO(text), start=1):
         line = raw.decode(errors="replace").strip()
         if line and line[0] not in "#%":
@@ -108,10 +110,9 @@ def _data_lines(text: bytes) -> Iterator[tuple[int, str]]:
 
 
 def _line(text: bytes, row: int, path: Path | None = None) -> tuple[int, str]:
-    for number, found in enumerate(_data_lines(text)):
-        if number == row:
-            return found
-    raise DataError(f"{path} has no line after its names of columns", hint="name a file with one event in each line")
+    if (line := next(itertools.islice(_data_lines(text), row, None), None)) is None:
+        raise DataError(f"{path} has no line below the column names", hint="name a file with one event in each line")
+    return line
 
 
 def _split(line: str, separator: str) -> list[str]:
@@ -119,10 +120,10 @@ def _split(line: str, separator: str) -> list[str]:
 
 
 def _columns(width: int, time_column: int, features: slice | None, path: Path) -> list[int]:
-    """Return the columns to read: source, target, time, and those of features."""
+    """Return the columns to read: source, target, time, then features."""
     if width < 3:
         raise DataError(
-            f"{path}: the lines have {width} columns, and at least 3 are needed",
+            f"{path}: the lines have {width} columns; at least 3 are needed",
             hint="give each line source, target and time, separated by commas, semicolons, tabs or spaces",
         )
     if not 2 <= time_column < width:
@@ -139,31 +140,29 @@ def _columns(width: int, time_column: int, features: slice | None, path: Path) -
     return [0, 1, time_column, *chosen]
 
 
-def _parse(text: bytes, separator: str, width: int, wanted: list[int], skipped: int, path: Path) -> Any:
-    kinds = {str(column): pa.float32() for column in wanted[3:]}
-    kinds |= {"0": pa.string(), "1": pa.string()}
-    names = [str(column) for column in range(width)]
-    body = _tidy(text, separator)
-    for kind in (pa.int64(), pa.float64()):  # times are whole numbers as a rule, and exact then
+def _parse(text: bytes, separator: str, width: int, columns: list[int], skipped: int, path: Path) -> Any:
+    types = {"0": pa.string(), "1": pa.string(), **{str(column): pa.float32() for column in columns[3:]}}
+    body = _normalise(text, separator)
+    for time_type in (pa.int64(), pa.float64()):  # integers first: float64 would round large times
         try:
             return pa.csv.read_csv(
                 io.BytesIO(body),
-                read_options=pa.csv.ReadOptions(column_names=names, skip_rows=skipped),
+                read_options=pa.csv.ReadOptions(column_names=[str(n) for n in range(width)], skip_rows=skipped),
                 parse_options=pa.csv.ParseOptions(delimiter=separator, quote_char=False),
                 convert_options=pa.csv.ConvertOptions(
-                    column_types={str(wanted[2]): kind, **kinds},
-                    include_columns=list(dict.fromkeys(map(str, wanted))),
+                    column_types={str(columns[2]): time_type, **types},
+                    include_columns=list(dict.fromkeys(map(str, columns))),
                     null_values=[],
                     strings_can_be_null=False,
                 ),
             )
         except pa.ArrowInvalid as err:
             reason = err
-    raise _malformed(text, separator, width, wanted, skipped, path) from reason
+    raise _malformed(text, separator, width, columns, skipped, path) from reason
 
 
-def _tidy(text: bytes, separator: str) -> bytes:
-    """Remove what Arrow's reader does not know how to skip: comments, and blanks beside separators."""
+def _normalise(text: bytes, separator: str) -> bytes:
+    """Remove what Arrow's reader cannot skip: comments, and blanks next to separators."""
     if b"#" in text or b"%" in text:
         text = _COMMENT.sub(b"", text)
     if b"\r" in text:
@@ -176,11 +175,9 @@ def _tidy(text: bytes, separator: str) -> bytes:
     return text.replace(b" \n", b"\n").replace(b"\n ", b"\n").strip(b" \n")
 
 
-def _malformed(text: bytes, separator: str, width: int, wanted: list[int], skipped: int, path: Path) -> DataError:
-    """Find the first line that does not fit, and say why."""
-    for count, (number, line) in enumerate(_data_lines(text)):
-        if count < skipped:
-            continue
+def _malformed(text: bytes, separator: str, width: int, columns: list[int], skipped: int, path: Path) -> DataError:
+    """Return the error for the first malformed line."""
+    for number, line in itertools.islice(_data_lines(text), skipped, None):
         fields = _split(line, separator)
         if len(fields) != width:
             return DataError(
@@ -188,30 +185,28 @@ def _malformed(text: bytes, separator: str, width: int, wanted: list[int], skipp
                 hint=f"give the line {width} columns, or put # in front of it if it is a comment",
             )
         if "\N{REPLACEMENT CHARACTER}" in line:
-            return DataError(f"{path}, line {number}: the text is no UTF-8: {line[:60]!r}", hint="save it as UTF-8")
-        for column in wanted[2:]:
+            return DataError(f"{path}, line {number}: the text is not UTF-8: {line[:60]!r}", hint="save it as UTF-8")
+        for column in columns[2:]:
             if to_number(fields[column]) is None:
-                what = "time" if column == wanted[2] else "feature"
+                role = "time" if column == columns[2] else "feature"
                 return DataError(
-                    f"{path}, line {number}: the {what} {fields[column][:30]!r} in column {column} is no number",
+                    f"{path}, line {number}: the {role} {fields[column][:30]!r} in column {column} is not a number",
                     hint="correct the line, or set data.time_column and data.features (columns count from 0)",
                 )
     return DataError(f"{path} cannot be read as events", hint="write plain text: source target time in each line")
 
 
 def _check(events: Events) -> None:
-    """Refuse ids that are empty, and times and features that are not finite."""
+    """Refuse empty ids, and times and features that are not finite."""
     for name, column in (("source", events.source), ("target", events.target)):
-        empty = pa.compute.equal(column, "").to_numpy()
-        if empty.any():
-            raise DataError(f"{events.where(int(empty.argmax()))}: the {name} is empty", hint="name two nodes")
-    checks = {"time": np.isfinite(events.time)}
+        if (row := first_true(pa.compute.equal(column, "").to_numpy())) is not None:
+            raise DataError(f"{events.where(row)}: the {name} is empty", hint="name two nodes")
+    checks = {"time": ~np.isfinite(events.time)}
     if events.features is not None:
-        checks["feature"] = np.isfinite(events.features).all(axis=1)
-    for name, finite in checks.items():
-        if not finite.all():
+        checks["feature"] = ~np.isfinite(events.features).all(axis=1)
+    for name, infinite in checks.items():
+        if (row := first_true(infinite)) is not None:
             raise DataError(
-                f"{events.where(int((~finite).argmax()))}: the {name} is not finite, and so it is in "
-                f"{int((~finite).sum())} of {len(finite)} lines",
+                f"{events.where(row)}: the {name} is not finite, as in {int(infinite.sum())} of {len(infinite)} lines",
                 hint="correct or delete these lines",
             )

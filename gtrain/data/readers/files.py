@@ -1,4 +1,4 @@
-"""Finding the files that a user names, and reading arrays from them."""
+"""Locate the files that a user names, and read arrays from them."""
 
 from __future__ import annotations
 
@@ -9,32 +9,42 @@ import gzip
 import warnings
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gtrain.data.readers.number_table import read_table
 from gtrain.data.readers.unpickling import foreign_content
-from gtrain.errors import DataError, GtrainError
+from gtrain.errors import DataError
+
+FileNames = str | Sequence[str]
+"""A file name, a glob pattern, a folder, or a list of them."""
+
+
+def candidates(name: str, root: Path) -> tuple[Path, Path]:
+    """Return the two paths that a name may stand for: as it is, and below ``root``."""
+    path = Path(name).expanduser()
+    return path, root / path
 
 
 def find_file(key: str, name: str, root: Path) -> Path:
-    """Return the file that was named, as it is or below ``root``.
+    """Return the path of a file that is named as it is or relative to ``root``.
 
     Args:
-        key: the option that names it, such as ``data.path``, for messages.
-        name: what the option was set to.
+        key: the option that names the file, such as ``data.path``, for messages.
+        name: the value of the option.
         root: the folder of raw files.
 
     Raises:
-        DataError: there is none; lists the files in that folder with the nearest names.
+        DataError: the file does not exist; lists the files with the most similar names.
     """
-    path = Path(name).expanduser()
-    for candidate in (path, root / path):
+    paths = path, below = candidates(name, root)
+    for candidate in paths:
         if candidate.is_file():
             check_encoding(candidate)
             return candidate
@@ -44,49 +54,85 @@ def find_file(key: str, name: str, root: Path) -> Path:
                 hint=f"set {key} to a file on disk; files are read more than once, so write a pipe's contents to one",
             )
     if path.is_dir():
-        raise DataError(f"{key}={name} is a folder", hint=f"set {key} to a file{_nearby('', path)}")
-    places = f"there is no such file, nor {root / path}" if not path.is_absolute() else "there is no such file"
-    folders = [folder for folder in (path.parent, (root / path).parent) if folder.is_dir()]
-    near = _nearby(path.name, *folders) if folders else f"; the folder {path.parent} does not exist either"
-    raise DataError(f"{key}={name}: {places}", hint=f"set {key} to a file{near}")
+        raise DataError(f"{key}={name} is a folder", hint=f"set {key} to a file{similar('', [path])}")
+    tried = "no such file" if path.is_absolute() else f"no such file, nor {below}"
+    folders = [folder for folder in (path.parent, below.parent) if folder.is_dir()]
+    near = similar(path.name, folders) if folders else f"; the folder {path.parent} does not exist either"
+    raise DataError(f"{key}={name}: {tried}", hint=f"set {key} to a file{near}")
 
 
-def find_files(key: str, names: str | Sequence[str], root: Path) -> list[Path]:
-    """Return the files of a list, glob pattern or folder, as they are or below ``root``, sorted within each pattern.
+def find_folder(key: str, name: str, root: Path, hint: str) -> Path:
+    """Return the path of a folder that is named as it is or relative to ``root``.
 
-    In a folder, and by a pattern, files whose names begin with ``.`` or ``_`` are left out.
+    Raises:
+        DataError: the folder does not exist.
+    """
+    paths = candidates(name, root)
+    for folder in paths:
+        if folder.is_dir():
+            return folder
+    raise DataError(f"{key}={name}: no such folder, nor {paths[1]}", hint=hint)
+
+
+def find_files(key: str, names: FileNames, root: Path) -> list[Path]:
+    """Return the files of a list, glob pattern or folder, as they are or below ``root``; each pattern's files sorted.
+
+    Patterns and folders exclude files whose names start with ``.`` or ``_``.
 
     Args:
-        key: the option that names them, for messages.
-        names: what the option was set to.
+        key: the option that names the files, for messages.
+        names: the value of the option.
         root: the folder of raw files.
 
     Raises:
-        DataError: there is none.
+        DataError: no file matches.
     """
     if not isinstance(names, str):
         if not names:
             raise DataError(f"{key} is an empty list", hint=f"set {key} to at least one file")
         return [path for name in names for path in find_files(key, name, root)]
-    for candidate in (Path(names).expanduser(), root / Path(names).expanduser()):
+    for candidate in candidates(names, root):
         if candidate.is_file():
-            check_encoding(candidate)
-            return [candidate]
+            return [find_file(key, str(candidate), root)]
         pattern = str(candidate / "*") if candidate.is_dir() else str(candidate)
-        found = [Path(name) for name in sorted(glob.glob(pattern))]
-        if files := [path for path in found if path.is_file() and path.name[0] not in "._"]:
+        matches = [Path(name) for name in sorted(glob.glob(pattern))]
+        if files := [path for path in matches if path.is_file() and path.name[0] not in "._"]:
             for path in files:
                 check_encoding(path)
             return files
         if candidate.is_dir():
-            raise DataError(f"{key}={names}: there are no files in the folder", hint=f"set {key} to a folder of files")
+            raise DataError(f"{key}={names}: the folder has no files", hint=f"set {key} to a folder of files")
     if any(mark in names for mark in "*?["):
-        raise DataError(f"{key}={names}: no file fits the pattern, here or in {root}", hint=f"correct {key}")
+        raise DataError(f"{key}={names}: no file matches the pattern, here or in {root}", hint=f"correct {key}")
     return [find_file(key, names, root)]
 
 
+def find_edge_sets(key: str, edge_sets: Sequence[FileNames], root: Path) -> tuple[list[Path], list[int] | None]:
+    """Return the files of all edge sets, which ``strategy=pbg`` trains one after the other in each epoch.
+
+    Args:
+        key: the option that names them, for messages.
+        edge_sets: the files of each set, as they are or below ``root``.
+        root: the folder of raw files.
+
+    Returns:
+        The files, and the number of each file's edge set; None for a single set.
+
+    Raises:
+        DataError: a set has no file.
+    """
+    by_set = [find_files(key, names, root) for names in edge_sets]
+    numbers = [number for number, files in enumerate(by_set) for _ in files]
+    return [path for files in by_set for path in files], numbers if len(by_set) > 1 else None
+
+
+def edge_set_facts(edge_sets: Sequence[Any]) -> dict[str, int]:
+    """Return the store's fact about edge sets: their number, if there are several."""
+    return {"edge_sets": len(edge_sets)} if len(edge_sets) > 1 else {}
+
+
 def check_encoding(path: Path) -> None:
-    """Refuse text in UTF-16 or UTF-32, whose bytes are not those of digits and separators.
+    """Refuse text in UTF-16 or UTF-32; all readers expect UTF-8.
 
     Raises:
         DataError: names the file and the encoding.
@@ -94,17 +140,20 @@ def check_encoding(path: Path) -> None:
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             head = file.read(64)
-    except (OSError, EOFError, zlib.error):  # its reader says what is wrong with it
+    except (OSError, EOFError, zlib.error):  # the file's reader reports the error
         return
     if (encoding := _wide_encoding(head)) is not None:
         raise DataError(
-            f"{path} is text in {encoding}, and UTF-8 (or ASCII) is read",
+            f"{path} is text in {encoding}; gtrain reads UTF-8 (or ASCII)",
             hint=f"convert it: iconv -f {encoding} -t UTF-8 {path.name} > converted.txt",
         )
 
 
+_TEXT = frozenset(b"\t\n\r" + bytes(range(32, 127)))
+
+
 def _wide_encoding(head: bytes) -> str | None:
-    """UTF-16 or UTF-32, by the mark at the beginning, or by every other byte being zero; None for other contents."""
+    """Return UTF-16 or UTF-32 if a byte order mark, or a zero in every other byte of text, indicates it; else None."""
     for mark, encoding in (
         (codecs.BOM_UTF32_LE, "UTF-32"),
         (codecs.BOM_UTF16_LE, "UTF-16"),
@@ -113,13 +162,10 @@ def _wide_encoding(head: bytes) -> str | None:
         if head.startswith(mark):
             return encoding
     for first, encoding in ((0, "UTF-16LE"), (1, "UTF-16BE")):
-        shown, zeros = head[first::2], head[1 - first :: 2]
-        if len(head) >= 8 and not any(zeros) and all(byte in _TEXT for byte in shown):
+        characters, zeros = head[first::2], head[1 - first :: 2]
+        if len(head) >= 8 and not any(zeros) and all(byte in _TEXT for byte in characters):
             return encoding
     return None
-
-
-_TEXT = frozenset(b"\t\n\r" + bytes(range(32, 127)))
 
 
 def read_array(key: str, path: Path) -> Tensor:
@@ -129,79 +175,76 @@ def read_array(key: str, path: Path) -> Tensor:
         The array; a text table is float64 ``[rows, columns]``.
 
     Raises:
-        DataError: the file holds something else.
+        DataError: the file holds anything else.
     """
-    anew = "write it again, numbers only: numpy.save(file, array) for .npy, torch.save(tensor, file) for .pt"
+    advice = "write it again, numbers only: numpy.save(file, array) for .npy, torch.save(tensor, file) for .pt"
+    if path.suffix not in (".pt", ".npy"):
+        return torch.from_numpy(np.stack(read_table(path, integers=0, header=False).columns, axis=1))
     if path.suffix == ".pt":
-        return _tensor(load_tensors(path, anew), key, path)
-    try:
-        if path.suffix == ".npy":
-            return _real(torch.from_numpy(np.load(path)), key, path)
-    except GtrainError:
-        raise
-    except Exception as err:  # numpy's reader of a garbled file may stumble in any way
-        raise DataError(f"{key}={path} cannot be read as an array of numbers: {reason(err)}", hint=anew) from err
-    columns = read_table(path, integers=0, header=False).columns
-    return torch.from_numpy(np.stack(columns, axis=1))
+        array = load_tensors(path, advice)
+    else:
+        try:
+            array = torch.from_numpy(np.load(path))
+        except Exception as err:  # a garbled file can raise anything in numpy's reader
+            message = f"{key}={path} cannot be read as an array of numbers: {numpy_reason(err)}"
+            raise DataError(message, hint=advice) from err
+    if not isinstance(array, Tensor):
+        raise DataError(
+            f"{key}={path} holds a {type(array).__name__}; a single tensor is expected",
+            hint="save the tensor alone: torch.save(tensor, file)",
+        )
+    if array.layout != torch.strided or array.is_complex():
+        raise DataError(
+            f"{key}={path} holds a {array.layout} tensor of {array.dtype}; a dense tensor of real numbers is expected",
+            hint="save tensor.to_dense(), or the real part",
+        )
+    return array.detach()
 
 
-def load_tensors(path: Path, anew: str, *, mapped: bool = False) -> Any:
-    """Load what ``torch.save`` wrote: tensors and plain containers; nothing else is unpickled.
+def load_tensors(path: Path, hint: str, *, mapped: bool = False) -> Any:
+    """Load a file that ``torch.save`` wrote; only tensors and plain containers are unpickled.
 
     Args:
         path: the file.
-        anew: the hint where it is damaged or holds other things.
-        mapped: whether to map the tensors' contents instead of reading them; files of torch before 1.6 are read.
+        hint: the error's hint if the file is damaged or holds other objects.
+        mapped: whether to memory-map the tensors; files written by torch before 1.6 are read into memory.
 
     Raises:
-        DataError: it cannot be loaded.
+        DataError: the file cannot be loaded.
     """
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
-            mapped = mapped and zipfile.is_zipfile(path)
-            return torch.load(path, weights_only=True, mmap=mapped)
+            return torch.load(path, weights_only=True, mmap=mapped and zipfile.is_zipfile(path))
     except OSError as err:
-        raise DataError(f"{path} cannot be read: {err.strerror or err}", hint=anew) from err
-    except Exception as err:  # the unpickler of a garbled file may stumble in any way
-        if (found := foreign_content(path, err)) is not None:
+        raise DataError(f"{path} cannot be read: {err.strerror or err}", hint=hint) from err
+    except Exception as err:  # a garbled file can raise anything in the unpickler
+        if (content := foreign_content(path, err)) is not None:
             raise DataError(
                 f"{path} holds Python objects other than tensors and plain containers, which are never unpickled, "
-                f"since that would run their code: {found}",
-                hint=anew,
+                f"since that would run their code: {content}",
+                hint=hint,
             ) from err
-        raise DataError(f"{path} cannot be loaded: it is damaged, or not written by torch.save", hint=anew) from err
+        raise DataError(f"{path} cannot be loaded: it is damaged, or not written by torch.save", hint=hint) from err
 
 
-def reason(err: Exception) -> str:
-    """Return why numpy could not read a file, in one line and without its advice to unpickle."""
+def numpy_reason(err: Exception) -> str:
+    """Return why numpy could not read a file, in one line and without numpy's advice to unpickle."""
     text = str(err).splitlines()[0] if str(err) else type(err).__name__
-    return "it is no .npy or .npz file" if "allow_pickle=` keyword" in text else text
+    return "it is not an .npy or .npz file" if "allow_pickle=` keyword" in text else text
 
 
-def _tensor(loaded: object, key: str, path: Path) -> Tensor:
-    if not isinstance(loaded, Tensor):
-        raise DataError(
-            f"{key}={path} holds a {type(loaded).__name__}, and a single tensor is expected",
-            hint="save the tensor alone: torch.save(tensor, file)",
-        )
-    return _real(loaded.detach(), key, path)
+def first_true(mask: NDArray[np.bool_]) -> int | None:
+    """Return the position of the first True in a mask, for messages; None if all are False."""
+    return int(mask.argmax()) if mask.any() else None
 
 
-def _real(found: Tensor, key: str, path: Path) -> Tensor:
-    if found.layout != torch.strided or found.is_complex():
-        raise DataError(
-            f"{key}={path} holds a {found.layout} tensor of {found.dtype}, and a dense one of real numbers is expected",
-            hint="save tensor.to_dense(), or the real part",
-        )
-    return found
-
-
-def _nearby(name: str, *folders: Path) -> str:
-    """Return the end of a hint: the files with the nearest names, or else some files of the last folder."""
+def similar(name: str, folders: Iterable[Path]) -> str:
+    """Return the end of a hint that lists the files with the most similar names, or else some files of a folder."""
     files: list[str] = []
+    folder = Path()
     for folder in folders:
         files = sorted(file.name for file in folder.iterdir() if file.is_file())
         if near := difflib.get_close_matches(name, files, n=3):
             return f"; in {folder} there are {', '.join(near)}"
-    return f"; in {folders[-1]} there are {', '.join(files[:5])}" if files else ""
+    return f"; in {folder} there are {', '.join(files[:5])}" if files else ""

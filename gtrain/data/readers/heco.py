@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gtrain.data.readers.files import reason
+from gtrain.data.readers.files import numpy_reason
 from gtrain.data.readers.number_table import read_table
 from gtrain.errors import DataError
 from gtrain.graph.store.tables import csr_tensor
@@ -106,7 +106,7 @@ class Folder(Arrays):
             raise DataError(f"there is no {path}", hint="copy the whole folder of the data set again") from err
         except Exception as err:  # as below
             raise DataError(
-                f"{path} cannot be read: {reason(err)}", hint="copy the whole folder of the data set again"
+                f"{path} cannot be read: {numpy_reason(err)}", hint="copy the whole folder of the data set again"
             ) from err
 
     def where(self, name: str) -> str:
@@ -167,7 +167,7 @@ def load_npz(path: Path) -> dict[str, Any]:
         with np.load(path) as file:
             return {name: file[name] for name in file.files}
     except Exception as err:  # numpy's reader of a garbled file may stumble in any way
-        raise DataError(f"{path} cannot be read: {reason(err)}", hint="copy or download the file again") from err
+        raise DataError(f"{path} cannot be read: {numpy_reason(err)}", hint="copy or download the file again") from err
 
 
 def _csr(parts: dict[str, Any], where: str) -> Tensor:

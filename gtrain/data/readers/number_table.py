@@ -1,4 +1,4 @@
-"""Reading number tables from text; the line that is malformed is named."""
+"""Read tables of numbers from text; errors name the malformed line."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ COMMENTS = "#%"
 
 
 @dataclass(frozen=True)
-class Table:
+class NumberTable:
     """A table of numbers read from text.
 
     Attributes:
-        columns: one array for each column: int64 for the leading integer columns, float64 for the others.
-        lines: reads them again, for messages.
+        columns: one array per column, ``[rows]``: int64 for the leading integer columns, float64 for the others.
+        lines: reads the lines again, for messages.
     """
 
     columns: tuple[NDArray[Any], ...]
@@ -35,30 +35,25 @@ class Table:
         """The file."""
         return self.lines.path
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of the table, which are lines of the file without comments, blank lines and the header."""
-        return len(self.columns[0])
-
     def line(self, row: int) -> int:
-        """Return the line number, from 1, of a row, from 0; slow, for messages."""
+        """Return the line number (from 1) of a row (from 0); slow, for messages."""
         return self.lines.line(row)
 
 
-def read_table(path: Path, *, integers: int | None, header: bool, widths: tuple[int, ...] | None = None) -> Table:
+def read_table(path: Path, *, integers: int | None, header: bool, widths: tuple[int, ...] | None = None) -> NumberTable:
     """Read a table of numbers.
 
-    Columns are separated by commas, semicolons, tabs or spaces, ``#`` and ``%`` begin comment lines, and ``.gz`` files
-    are unpacked.
+    Columns are separated by commas, semicolons, tabs or spaces. Lines that start with ``#`` or ``%`` are comments, and
+    ``.gz`` files are decompressed.
 
     Args:
         path: the file.
-        integers: how many leading columns hold integers; None means all.
-        header: whether a first line of names may be there; it is recognised by fields that are no numbers.
-        widths: the numbers of columns that are allowed; None allows any.
+        integers: the number of leading columns that hold integers; None: all.
+        header: whether the first line may hold column names, which are recognised since they are not numbers.
+        widths: the allowed numbers of columns; None allows any.
 
     Raises:
-        DataError: names the file and the line that is malformed.
+        DataError: names the file and the malformed line.
     """
     first = next(iter(first_lines(path, COMMENTS, 1)), None)
     if first is None:
@@ -70,15 +65,15 @@ def read_table(path: Path, *, integers: int | None, header: bool, widths: tuple[
     fields = split_fields(line, separator, f"{path}, line {number}")
     named = header and all(to_number(field) is None for field in fields[:2])
     if widths is not None and len(fields) not in widths:
-        wanted = " or ".join(str(width) for width in widths)
+        expected = " or ".join(str(width) for width in widths)
         raise DataError(
-            f"{path}, line {number}: {len(fields)} columns, and {wanted} were expected: {line.strip()[:60]!r}",
-            hint=f"give each line {wanted} columns, separated by commas, semicolons, tabs or spaces",
+            f"{path}, line {number}: {len(fields)} columns, and {expected} were expected: {line.strip()[:60]!r}",
+            hint=f"give each line {expected} columns, separated by commas, semicolons, tabs or spaces",
         )
     whole = len(fields) if integers is None else integers
     types = {column: pa.int64() if column < whole else pa.float64() for column in range(len(fields))}
     lines = LineReader(path, separator, number if named else 0, len(fields), types, COMMENTS)
-    pieces = [[piece.integers(i, i + 1) if i < whole else piece.numbers(i) for i in types] for piece in lines.pieces()]
-    if not pieces:
-        raise DataError(f"{path} has no line below the names of its columns", hint="name a file with rows of numbers")
-    return Table(tuple(np.concatenate(column) for column in zip(*pieces, strict=True)), lines)
+    blocks = [[block.integers(i, i + 1) if i < whole else block.numbers(i) for i in types] for block in lines.pieces()]
+    if not blocks:
+        raise DataError(f"{path} has no line below the column names", hint="name a file with rows of numbers")
+    return NumberTable(tuple(np.concatenate(column) for column in zip(*blocks, strict=True)), lines)

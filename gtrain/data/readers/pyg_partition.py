@@ -1,9 +1,9 @@
-"""Reading the folders of PyG's Partitioner: parts of a graph, put back into the order of its ids."""
+"""Read the folders of PyG's Partitioner and restore the original order of nodes and edges."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,18 +19,18 @@ EdgeType = tuple[str, str, str]
 
 NODE = "node"
 EDGE: EdgeType = (NODE, "to", NODE)
-"""What the types of a homogeneous folder are called here."""
+"""The types of a homogeneous folder."""
 
-ANEW = "copy all files of the folder again, or partition the data anew with torch_geometric.distributed.Partitioner"
+HINT = "copy all files of the folder again, or partition the data again with torch_geometric.distributed.Partitioner"
 
 
 @dataclass(frozen=True)
-class Meta:
-    """What ``META.json`` says.
+class PartitionMeta:
+    """The contents of ``META.json``.
 
     Attributes:
-        folder: where it lies.
-        num_parts: parts.
+        folder: the folder of the file.
+        num_parts: number of parts.
         node_types: node types, ``node`` in a homogeneous folder.
         edge_types: edge types, ``node, to, node`` in a homogeneous folder.
         is_hetero: whether the folder has types.
@@ -42,152 +42,154 @@ class Meta:
     edge_types: tuple[EdgeType, ...]
     is_hetero: bool
 
+    def map_paths(self) -> dict[str | EdgeType, Path]:
+        """Return the files with the part of each node and of each edge, by type."""
+        if not self.is_hetero:
+            return {NODE: self.folder / "node_map.pt", EDGE: self.folder / "edge_map.pt"}
+        return {name: self.folder / "node_map" / f"{name}.pt" for name in self.node_types} | {
+            name: self.folder / "edge_map" / f"{'__'.join(name)}.pt" for name in self.edge_types
+        }
 
-def read_meta(folder: Path) -> Meta:
-    """Read and check ``META.json``."""
+
+def read_meta(folder: Path) -> PartitionMeta:
+    """Read and check ``META.json``.
+
+    Raises:
+        DataError: it is missing or malformed, or a part is missing.
+    """
     path = folder / "META.json"
     if not path.is_file():
         raise DataError(
             f"{folder} has no META.json", hint="set data.path to the root folder of PyG's Partitioner, not to a part"
         )
     try:
-        found = json.loads(path.read_text())
-        hetero = bool(found["is_hetero"])
-        nodes = tuple(str(name) for name in found["node_types"]) if hetero else (NODE,)
-        edges = tuple((str(s), str(r), str(t)) for s, r, t in found["edge_types"]) if hetero else (EDGE,)
-        meta = Meta(folder, int(found["num_parts"]), nodes, edges, hetero)
+        content = json.loads(path.read_text())
+        hetero = bool(content["is_hetero"])
+        nodes = tuple(str(name) for name in content["node_types"]) if hetero else (NODE,)
+        edges = tuple((str(s), str(r), str(t)) for s, r, t in content["edge_types"]) if hetero else (EDGE,)
+        meta = PartitionMeta(folder, int(content["num_parts"]), nodes, edges, hetero)
     except (ValueError, KeyError, TypeError) as err:
         reason = f"no {err.args[0]!r}" if isinstance(err, KeyError) else str(err)
-        raise DataError(f"{path} cannot be read as PyG's Partitioner writes it: {reason}", hint=ANEW) from err
+        raise DataError(f"{path} cannot be read as PyG's Partitioner writes it: {reason}", hint=HINT) from err
     for part in range(meta.num_parts):
         if not (folder / f"part_{part}" / "graph.pt").is_file():
             raise DataError(
                 f"{folder} has no part_{part}/graph.pt, and META.json says that there are {meta.num_parts} parts",
-                hint=ANEW,
+                hint=HINT,
             )
     return meta
 
 
-def node_maps(meta: Meta) -> dict[str, Tensor]:
-    """Return the part of each node, by type."""
-    if not meta.is_hetero:
-        return {NODE: _map(meta, meta.folder / "node_map.pt")}
-    return {name: _map(meta, meta.folder / "node_map" / f"{name}.pt") for name in meta.node_types}
+def read_maps(meta: PartitionMeta) -> tuple[dict[str, Tensor], dict[EdgeType, Tensor]]:
+    """Return the part of each node and of each edge, int64, by type."""
+    of_nodes: dict[str, Tensor] = {}
+    of_edges: dict[EdgeType, Tensor] = {}
+    for name, path in meta.map_paths().items():
+        parts = _load(path)
+        if not isinstance(parts, Tensor) or parts.dim() != 1 or parts.is_floating_point():
+            raise DataError(f"{path} is not a row of part numbers", hint=HINT)
+        outside = parts[(parts < 0) | (parts >= meta.num_parts)]
+        if outside.numel():
+            raise DataError(f"{path} names part {int(outside[0])}; there are {meta.num_parts} parts", hint=HINT)
+        if isinstance(name, str):
+            of_nodes[name] = parts.long()
+        else:
+            of_edges[name] = parts.long()
+    return of_nodes, of_edges
 
 
-def edge_maps(meta: Meta) -> dict[EdgeType, Tensor]:
-    """Return the part of each edge, by type."""
-    if not meta.is_hetero:
-        return {EDGE: _map(meta, meta.folder / "edge_map.pt")}
-    return {name: _map(meta, meta.folder / "edge_map" / f"{'__'.join(name)}.pt") for name in meta.edge_types}
-
-
-def map_files(meta: Meta) -> list[Path]:
-    """Return the files that say the part of each node and of each edge."""
-    if not meta.is_hetero:
-        return [meta.folder / "node_map.pt", meta.folder / "edge_map.pt"]
-    names = [("node_map", name) for name in meta.node_types] + [("edge_map", "__".join(e)) for e in meta.edge_types]
-    return [meta.folder / kind / f"{name}.pt" for kind, name in names]
-
-
-def read_part(meta: Meta, part: int, kind: str, *, mapped: bool = False) -> dict[Any, dict[str, Any]]:
-    """Return a file of a part by type; nothing where it is missing.
+def read_part(meta: PartitionMeta, part: int, stem: str, *, mapped: bool = False) -> dict[Any, dict[str, Any]]:
+    """Return the contents of a part's file by type; empty if the file is missing.
 
     Args:
         meta: the folder.
-        part: which part.
-        kind: ``graph``, ``node_feats`` or ``edge_feats``.
-        mapped: whether to map the tensors instead of reading them.
+        part: the part's number.
+        stem: ``graph``, ``node_feats`` or ``edge_feats``.
+        mapped: whether to memory-map the tensors instead of reading them.
+
+    Raises:
+        DataError: the file is damaged or holds other objects, or ``graph`` is missing.
     """
-    path = meta.folder / f"part_{part}" / f"{kind}.pt"
-    if kind != "graph" and not path.is_file():
+    path = meta.folder / f"part_{part}" / f"{stem}.pt"
+    if stem != "graph" and not path.is_file():
         return {}
-    found = load(path, mapped=mapped)
-    if not isinstance(found, dict) or (meta.is_hetero and not all(isinstance(v, dict) for v in found.values())):
-        raise DataError(f"{path} holds no dictionary of tensors", hint=ANEW)
+    content = _load(path, mapped=mapped)
+    if not isinstance(content, dict) or (meta.is_hetero and not all(isinstance(v, dict) for v in content.values())):
+        raise DataError(f"{path} holds no dictionary of tensors", hint=HINT)
     if meta.is_hetero:
-        return found
-    return {NODE if kind == "node_feats" else EDGE: found}
+        return content
+    return {NODE if stem == "node_feats" else EDGE: content}
 
 
-def load(path: Path, *, mapped: bool = False) -> Any:
-    """Load a file that holds tensors in dictionaries and lists, and refuse all else."""
+def _load(path: Path, *, mapped: bool = False) -> Any:
     if not path.is_file():
-        raise no_file(path)
+        raise DataError(f"{path} is missing", hint=HINT)
     with _containers_only():
-        return load_tensors(path, ANEW, mapped=mapped)
+        return load_tensors(path, HINT, mapped=mapped)
 
 
-def no_file(path: Path) -> DataError:
-    """Return the error for a file that is missing."""
-    return DataError(f"there is no {path}", hint=ANEW)
-
-
-class Rows:
-    """Tensors with a row for each node or edge, filled part by part.
+class PartitionedRows:
+    """Tensors with one row per node or edge of a type, assembled from the rows of each part.
 
     Args:
-        total: rows.
-        parts: the part of each row, ``[total]``.
-        what: ``nodes`` or ``edges`` and their type, for messages.
+        parts: the part of each row, ``[rows]``.
+        elements: ``nodes`` or ``edges`` and their type, for messages.
     """
 
-    def __init__(self, total: int, parts: Tensor, what: str) -> None:
-        self.total = total
-        self.parts = parts
-        self.what = what
-        self.tensors: dict[str, Tensor] = {}
-        self.filled: dict[str, int] = {}
+    def __init__(self, parts: Tensor, elements: str) -> None:
+        self.parts, self.total, self.elements = parts, parts.numel(), elements
+        self._tensors: dict[str, Tensor] = {}
+        self._filled: dict[str, int] = {}
 
     def check(self, ids: Tensor, part: int, path: Path) -> None:
-        """Check that ids are in range, and of that part."""
+        """Check that the ids in a part's file are in range, distinct, and owned by the part."""
         wrong = (ids < 0) | (ids >= self.total)
         if wrong.any():
-            found = int(ids[wrong][0])
-            raise DataError(f"{path}: id {found}, and there are {self.total} {self.what}", hint=ANEW)
-        strange = self.parts[ids] != part
-        if strange.any():
-            found = int(ids[strange][0])
-            owner = int(self.parts[found])
-            raise DataError(f"{path} has id {found} of {self.what}, and the map gives it to part {owner}", hint=ANEW)
+            raise DataError(f"{path}: id {int(ids[wrong][0])}; there are {self.total} {self.elements}", hint=HINT)
+        foreign = ids[self.parts[ids] != part]
+        if foreign.numel():
+            owner = int(self.parts[foreign[0]])
+            raise DataError(
+                f"{path} has id {int(foreign[0])} of {self.elements}, which the map assigns to part {owner}", hint=HINT
+            )
         if ids.unique().numel() != ids.numel():
-            raise DataError(f"{path} has an id of {self.what} twice", hint=ANEW)
+            raise DataError(f"{path} has an id of {self.elements} twice", hint=HINT)
 
     def put(self, name: str, ids: Tensor, value: object, path: Path) -> None:
-        """Put the rows ``ids`` of a tensor into their places."""
+        """Write the rows ``ids`` of a tensor."""
         if not isinstance(value, Tensor) or value.layout != torch.strided or value.dim() == 0:
-            found = f"a {value.layout} tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise DataError(f"{path}: {name} is {found}, and a dense tensor is expected", hint=ANEW)
+            content = f"a {value.layout} tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise DataError(f"{path}: {name} is {content}; a dense tensor is expected", hint=HINT)
         if value.size(0) != ids.numel():
             raise DataError(
-                f"{path}: {name} has {value.size(0)} rows, and the part has {ids.numel()} {self.what}", hint=ANEW
+                f"{path}: {name} has {value.size(0)} rows, and the part has {ids.numel()} {self.elements}", hint=HINT
             )
-        whole = self.tensors.setdefault(name, value.new_zeros((self.total, *value.shape[1:])))
+        whole = self._tensors.setdefault(name, value.new_zeros((self.total, *value.shape[1:])))
         if (whole.dtype, whole.shape[1:]) != (value.dtype, value.shape[1:]):
             raise DataError(
                 f"{path}: a row of {name} is {value.dtype} {list(value.shape[1:])}, and in another part {whole.dtype} "
                 f"{list(whole.shape[1:])}",
-                hint=ANEW,
+                hint=HINT,
             )
         whole[ids] = value
-        self.filled[name] = self.filled.get(name, 0) + ids.numel()
+        self._filled[name] = self._filled.get(name, 0) + ids.numel()
 
-    def complete(self, folder: Path) -> Mapping[str, Tensor]:
-        """Return the tensors, all rows of which the parts must have filled."""
-        for name, filled in self.filled.items():
+    def complete(self, folder: Path) -> dict[str, Tensor]:
+        """Return the tensors after checking that the parts filled all rows."""
+        for name, filled in self._filled.items():
             if filled != self.total:
                 raise DataError(
-                    f"{folder}: the parts have {name} of {filled} {self.what}, and there are {self.total}", hint=ANEW
+                    f"{folder}: the parts have {name} of {filled} {self.elements}; there are {self.total}", hint=HINT
                 )
-        return self.tensors
+        return self._tensors
 
 
 @contextmanager
 def _containers_only() -> Iterator[None]:
-    """Let nothing but tensors and plain containers be loaded.
+    """Restrict ``torch.load`` to tensors and plain containers.
 
-    The Partitioner saves a ``defaultdict``, which torch's safe loader constructs but cannot fill, so that a plain
-    dictionary has to stand in for it; and PyG's own entries in torch's list of safe classes would come before ours.
+    The Partitioner saves a ``defaultdict``, which torch's safe loader constructs but cannot fill, so a plain dictionary
+    replaces it. PyG registers safe classes that would take precedence, so the list is cleared first.
     """
     allowed = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
@@ -200,13 +202,3 @@ def _containers_only() -> Iterator[None]:
 
 def _plain_dict(*_: object) -> dict[Any, Any]:
     return {}
-
-
-def _map(meta: Meta, path: Path) -> Tensor:
-    parts = load(path)
-    if not isinstance(parts, Tensor) or parts.dim() != 1 or parts.is_floating_point():
-        raise DataError(f"{path} is no row of part numbers", hint=ANEW)
-    if parts.numel() and not 0 <= int(parts.min()) <= int(parts.max()) < meta.num_parts:
-        wrong = int(parts.max()) if int(parts.max()) >= meta.num_parts else int(parts.min())
-        raise DataError(f"{path} names part {wrong}, and there are {meta.num_parts} parts", hint=ANEW)
-    return parts.long()

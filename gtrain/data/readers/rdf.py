@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gtrain.data.readers.extras import need
+from gtrain.data.readers.extras import require
 from gtrain.errors import DataError
 
 
@@ -60,7 +60,7 @@ def read_ntriples(path: Path, source: str) -> RDFGraph:
         ConfigError: rdflib is not installed.
         DataError: names the line that is malformed.
     """
-    parsing = need("rdflib", source, module="rdflib.plugins.parsers.ntriples", extra="entities")
+    parsing = require("rdflib", source, module="rdflib.plugins.parsers.ntriples", extra="entities")
     sink, blank_nodes = _Numbering(), dict[str, object]()
     parser = parsing.W3CNTriplesParser(sink)
     number = 0

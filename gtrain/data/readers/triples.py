@@ -1,12 +1,13 @@
-"""Reading triples of strings from tab-separated text: the files of a knowledge graph."""
+"""Read the triples of a knowledge graph from tab-separated text."""
 
 from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import tarfile
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from gtrain.errors import DataError
 
 COLUMNS = ("head", "relation", "tail")
 SPLITS = {"train": ("train",), "valid": ("valid", "val", "validation", "dev"), "test": ("test",)}
-"""What the file of each split may be called, without its ending."""
+"""Names of the file of each split, without its ending."""
 ENDINGS = ("", ".txt", ".tsv", ".txt.gz", ".tsv.gz", ".gz")
 _TAR = (".tar.gz", ".tgz", ".tar")
 
@@ -29,7 +30,7 @@ class Triples:
 
     Attributes:
         where: the file, for messages.
-        text: its bytes, unpacked.
+        text: its bytes, decompressed.
         columns: heads, relations and tails: pyarrow chunked arrays of strings, ``[T]`` each.
     """
 
@@ -41,48 +42,39 @@ class Triples:
         return len(self.columns[0])
 
     def line(self, row: int) -> int:
-        """Return the line number, from 1, of a row, from 0; slow, for messages."""
-        for number, _ in _lines(self.text):
-            if row == 0:
-                return number
-            row -= 1
-        raise IndexError(row)
+        """Return the line number (from 1) of a row (from 0); slow, for messages."""
+        return next(itertools.islice(_lines(self.text), row, None))[0]
 
 
 def is_archive(path: Path) -> bool:
-    """Return whether a file is a tar archive by its name."""
+    """Return whether a file is a tar archive, by its name."""
     return path.name.endswith(_TAR)
 
 
 def split_files(path: Path, needed: Collection[str] = ("train",)) -> dict[str, Path]:
-    """Return the file of each split that a folder, or its subfolder ``raw``, has; none if one that is needed is not."""
+    """Return the file of each split in a folder or its subfolder ``raw``; empty if a needed split is missing."""
     for folder in (path, path / "raw"):
-        found = {
+        files = {
             split: folder / (name + ending)
             for split, names in SPLITS.items()
             for name in reversed(names)  # the first name wins
             for ending in reversed(ENDINGS)
             if (folder / (name + ending)).is_file()
         }
-        if found.keys() >= set(needed):
-            return found
+        if files.keys() >= set(needed):
+            return files
     return {}
-
-
-def read_folder(files: Mapping[str, Path]) -> dict[str, Triples]:
-    """Read the triples of each split, given its file."""
-    return {split: read_file(file) for split, file in files.items()}
 
 
 def read_file(file: Path) -> Triples:
     """Read the triples of a file."""
-    return parse_triples(str(file), unpack(file))
+    return parse_triples(str(file), decompress(file))
 
 
 def read_archive(path: Path) -> dict[str, Triples]:
-    """Read the triples of each split that a tar archive has, wherever in it they lie."""
+    """Read the triples of each split in a tar archive, in whatever folder of the archive."""
     known = {name + ending: split for split, names in SPLITS.items() for name in names for ending in ENDINGS}
-    found = {}
+    triples = {}
     try:
         with tarfile.open(path) as archive:
             for member in archive:
@@ -90,20 +82,20 @@ def read_archive(path: Path) -> dict[str, Triples]:
                 file = archive.extractfile(member) if split and member.isfile() else None
                 if split and file is not None:
                     text = gzip.decompress(file.read()) if member.name.endswith(".gz") else file.read()
-                    found[split] = parse_triples(f"{path}:{member.name}", text)
+                    triples[split] = parse_triples(f"{path}:{member.name}", text)
     except (tarfile.TarError, OSError, EOFError, zlib.error) as err:
         raise DataError(
             f"{path} cannot be unpacked: {str(err).splitlines()[0].rstrip(':')}",
             hint="copy or download the archive again, or unpack it and set data.path to the folder",
         ) from err
-    return found
+    return triples
 
 
-def unpack(path: Path) -> bytes:
-    """Return the bytes of a file, unpacked where it ends in ``.gz``.
+def decompress(path: Path) -> bytes:
+    """Return the bytes of a file, decompressed if its name ends in ``.gz``.
 
     Raises:
-        DataError: it cannot be unpacked.
+        DataError: the file cannot be decompressed.
     """
     raw = path.read_bytes()
     try:
@@ -111,7 +103,7 @@ def unpack(path: Path) -> bytes:
     except (OSError, EOFError, zlib.error) as err:
         raise DataError(
             f"{path} cannot be read: {err}",
-            hint="copy or download the file again, or take .gz off its name if it is not compressed",
+            hint="copy or download the file again, or remove .gz from its name if it is not compressed",
         ) from err
 
 
@@ -119,10 +111,10 @@ def parse_triples(where: str, text: bytes) -> Triples:
     """Parse ``head<TAB>relation<TAB>tail`` lines; blank lines are skipped.
 
     Raises:
-        DataError: names the file and the line that is malformed.
+        DataError: names the file and the malformed line.
     """
-    text = text.removeprefix(b"\xef\xbb\xbf")  # the byte order mark that spreadsheets put in front
-    if b"\r" in text:  # so that lines are counted as Arrow's reader takes them
+    text = text.removeprefix(b"\xef\xbb\xbf")  # spreadsheets write a byte order mark
+    if b"\r" in text:  # count lines like Arrow's reader
         text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     if not text.strip():
         raise DataError(f"{where} is empty", hint="give the file one triple in each line: head, relation, tail")
@@ -143,14 +135,14 @@ def parse_triples(where: str, text: bytes) -> Triples:
 
 
 def _lines(text: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield number and contents of each line that is not empty, as Arrow's reader counts them."""
+    """Yield the number and contents of each line that is not empty, as Arrow's reader counts them."""
     for number, line in enumerate(io.BytesIO(text), start=1):
         if line := line.rstrip(b"\r\n"):
             yield number, line
 
 
 def _malformed(where: str, text: bytes) -> DataError:
-    """Find the first line that is no triple, and say why."""
+    """Return the error for the first malformed line."""
     for number, line in _lines(text):
         fields = line.split(b"\t")
         shown = line[:60].decode(errors="replace")
@@ -168,7 +160,7 @@ def _malformed(where: str, text: bytes) -> DataError:
             line.decode()
         except UnicodeDecodeError:
             return DataError(
-                f"{where}, line {number}: the text is no UTF-8: {shown!r}", hint="save the file as UTF-8 text"
+                f"{where}, line {number}: the text is not UTF-8: {shown!r}", hint="save the file as UTF-8 text"
             )
     return DataError(
         f"{where} cannot be read as triples", hint="write plain text: head, relation and tail separated by tabs"

@@ -1,9 +1,9 @@
-"""A graph that DGL has cut into parts."""
+"""A graph that DGL has partitioned."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,23 +11,32 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.data.config import DGLPartitionConfig
-from gtrain.data.module import OUTLINE, file_stamp
-from gtrain.data.readers.dgl import Book, DGLGraph, EdgeType, Ranges, read_book, read_graph, read_tensors, tensor_names
+from gtrain.data.module import file_stamp
+from gtrain.data.readers.dgl import (
+    DGLGraph,
+    EdgeType,
+    IdRanges,
+    PartitionBook,
+    read_book,
+    read_graph,
+    read_tensors,
+    tensor_shapes,
+)
 from gtrain.data.readers.files import find_file
-from gtrain.data.sources.given_parts import GivenPartsData
+from gtrain.data.sources.prepartitioned import PrepartitionedData
 from gtrain.errors import DataError
 
-ANEW = "copy all files of the folder again, or partition the graph anew with dgl.distributed.partition_graph"
+_HINT = "copy all files of the folder again, or partition the graph again with dgl.distributed.partition_graph"
 
 
-class DGLPartitionData(GivenPartsData):
-    """What ``dgl.distributed.partition_graph`` wrote, homogeneous or heterogeneous; DGL itself is not needed.
+class DGLPartitionData(PrepartitionedData):
+    """The output of ``dgl.distributed.partition_graph``, homogeneous or heterogeneous; does not need DGL.
 
-    The parts of the folder become the parts of the store. Nodes and edges have the ids that DGL gave them: within a
-    type, those of part 0 come first, then those of part 1, and so on; the ids of the graph before it was partitioned
-    are not in the folder, unless they were kept as a feature. Only a part's own nodes and edges are read, not the
-    copies of others that it holds. Features keep their names, but for those named here, and a feature ``orig_id``,
-    which becomes ``original_id``; ``*_mask`` become bool.
+    The parts of the folder become the parts of the store. Nodes and edges have the ids that DGL assigned: within a
+    type, those of part 0 come first, then those of part 1, and so on; the folder has the original ids only if they were
+    saved as a feature. Of each part, only the nodes and edges that it owns are read, not its copies of others. Features
+    keep their names, except those that the settings rename, and ``orig_id``, which becomes ``original_id``. Tensors
+    ``*_mask`` become bool.
 
     Its settings are those of :class:`~gtrain.data.config.DGLPartitionConfig`.
     """
@@ -41,200 +50,168 @@ class DGLPartitionData(GivenPartsData):
         super().__init__(settings, **keywords)
         given = self.settings
         self._check_partitioner()
-        self.path = given.path
-        self._named: dict[str, tuple[str | None, str | None]] = {
-            "data.features": (given.features, "feat"),
-            "data.labels": (given.labels, "label"),
-            "data.edge_weights": (given.edge_weights, None),
+        self._renamed = {  # new names of the tensors of nodes and of edges
+            "node_feats": _new_names({given.features: "x", given.labels: "y"}),
+            "edge_feats": _new_names({given.features: "edge_attr", given.edge_weights: "edge_weight"}),
         }
-        self.renamed_nodes = _renamed({given.features: "x", given.labels: "y"})
-        self.renamed_edges = _renamed({given.features: "edge_attr", given.edge_weights: "edge_weight"})
-        self._book: Book | None = None
 
     def identity(self) -> dict[str, Any]:
         """Return the stamps of all files, and the names of features."""
-        book = self._read_book()
-        files = [book.path, *(file for part in book.files for file in part.values())]
-        names = {"nodes": self.renamed_nodes, "edges": self.renamed_edges}
+        files = [self._book.path, *(file for part in self._book.files for file in part.values())]
+        names = {"nodes": self._renamed["node_feats"], "edges": self._renamed["edge_feats"]}
         return {"files": [[file.parent.name, *file_stamp(file)] for file in files], "names": names}
-
-    @property
-    def origin(self) -> str:
-        """Where the graph comes from, for messages."""
-        return f"data.path={self.path}"
 
     @property
     def outline(self) -> dict[str, Any]:  # type: ignore[override]
         """The types of the partition book, and the names and shapes of the tensors of part 0."""
-        book = self._read_book()
-        nodes = self._shapes(book, "node_feats", {name: r.key for name, r in book.nodes.items()}, self.renamed_nodes)
-        edges = self._shapes(book, "edge_feats", {name: r.key for name, r in book.edges.items()}, self.renamed_edges)
-        widths = {name: OUTLINE["num_features"] if "x" in found else None for name, found in nodes.items()}
-        labelled = [name for name, found in nodes.items() if "y" in found]
-        y = nodes[labelled[0]]["y"] if labelled else ()
-        classes = OUTLINE["num_classes"] if labelled else None
-        facts = {**OUTLINE, "num_classes": classes, "multilabel": len(y) == 2 and y[1] > 1}
-        if book.is_hetero:
-            sizes = dict.fromkeys(book.nodes, OUTLINE["num_nodes"])
-            target = (self.target or labelled[0]) if labelled and self.task == "node" else None
-            more: dict[str, Any] = {"sparse_features": [], "target": target, "edge_types": tuple(book.edges)}
-            return {**facts, **more, "num_nodes": sizes, "num_features": widths}
-        relations = 2 if any("edge_type" in found for found in edges.values()) else None
-        return {**facts, "num_features": next(iter(widths.values())), "num_relations": relations}
+        nodes, edges = self._shapes()
+        return self._outline(nodes, edges, self._book.is_hetero)
 
     def check_inputs(self) -> None:
-        """Refuse missing files of the parts, and features that are named and not there."""
+        """Refuse missing files, and settings that name missing features."""
         super().check_inputs()
-        book = self._read_book()
-        for part in book.files:
+        for part in self._book.files:
             for path in part.values():
                 if not path.is_file():
-                    raise DataError(f"there is no {path}", hint="copy all files that DGL's partition_graph wrote")
-        nodes = self._shapes(book, "node_feats", {name: r.key for name, r in book.nodes.items()}, self.renamed_nodes)
-        edges = self._shapes(book, "edge_feats", {name: r.key for name, r in book.edges.items()}, self.renamed_edges)
-        self._check_named(set().union(*nodes.values()), set().union(*edges.values()))
+                    raise DataError(f"{path} is missing", hint="copy all files that DGL's partition_graph wrote")
+        nodes, edges = self._shapes()
+        self._check_features(set().union(*nodes.values()), set().union(*edges.values()))
 
-    def _shapes(
-        self, book: Book, kind: str, keys: Mapping[Any, str], renamed: Mapping[str, str]
-    ) -> dict[Any, dict[str, tuple[int, ...]]]:
-        """Return the shapes of part 0's tensors by type and, under their new names, by name."""
-        found: dict[Any, dict[str, tuple[int, ...]]] = {name: {} for name in keys}
-        of = {key: name for name, key in keys.items()}
-        for path, shape in tensor_names(book.files[0][kind]).items():
-            key, _, name = path.rpartition("/")
-            if key in of:
-                found[of[key]][renamed.get(name, name)] = shape
-        return found
+    @cached_property
+    def _book(self) -> PartitionBook:
+        return read_book(find_file("data.path", self.settings.path, self.root))
 
-    def given_parts(self) -> int:
+    def _shapes(self) -> list[dict[Any, dict[str, tuple[int, ...]]]]:
+        """Return the shapes of part 0's tensors by type and new name: of nodes, and of edges."""
+        shapes = []
+        for file, types in (("node_feats", self._book.nodes), ("edge_feats", self._book.edges)):
+            by_key: dict[str, dict[str, tuple[int, ...]]] = {ranges.key: {} for ranges in types.values()}
+            for path, shape in tensor_shapes(self._book.files[0][file]).items():
+                key, _, name = path.rpartition("/")
+                if key in by_key:
+                    by_key[key][self._renamed[file].get(name, name)] = shape
+            shapes.append({name: by_key[ranges.key] for name, ranges in types.items()})
+        return shapes
+
+    def count_parts(self) -> int:
         """Return the number of parts of the folder."""
-        return self._read_book().num_parts
+        return self._book.num_parts
 
     def read(self) -> Data | HeteroData:
         """Read all parts."""
-        book = self._read_book()
+        book = self._book
         nodes: dict[str, list[dict[str, Tensor]]] = {name: [] for name in book.nodes}
         edges: dict[EdgeType, list[dict[str, Tensor]]] = {name: [] for name in book.edges}
-        for part in range(book.num_parts):
-            node_features, edge_features = (
-                read_tensors(book.files[part][f"{kind}_feats"]) for kind in ("node", "edge")
-            )
-            graph = read_graph(book.files[part]["part_graph"])
-            for node_type, pieces in nodes.items():
-                where = book.files[part]["node_feats"]
-                pieces.append(_features(node_features, book.nodes[node_type], part, where, self.renamed_nodes))
-            for edge_type, pieces in edges.items():
-                where = book.files[part]["edge_feats"]
-                found = _features(edge_features, book.edges[edge_type], part, where, self.renamed_edges)
-                pieces.append({"edge_index": _edge_index(book, edge_type, graph, part), **found})
-        return self._assemble(book, nodes, edges)
+        for part, files in enumerate(book.files):
+            graph = read_graph(files["part_graph"])
+            for node_type, tensors in self._read_features("node_feats", book.nodes, part).items():
+                nodes[node_type].append(tensors)
+            for edge_type, tensors in self._read_features("edge_feats", book.edges, part).items():
+                edges[edge_type].append({"edge_index": _edge_index(book, edge_type, graph, part), **tensors})
+        edge_names = {name for parts in edges.values() for name in parts[0]} - {"edge_index"}
+        self._check_features({name for parts in nodes.values() for name in parts[0]}, edge_names)
+        part_of_node = {node_type: ranges.parts for node_type, ranges in book.nodes.items()}
+        self.part_of_node = part_of_node if book.is_hetero else next(iter(part_of_node.values()))
+        return _assemble(book, nodes, edges)
 
-    def _read_book(self) -> Book:
-        if self._book is None:
-            self._book = read_book(find_file("data.path", self.path, self.root))
-        return self._book
+    def _read_features(self, file: str, types: Mapping[Any, IdRanges], part: int) -> dict[Any, dict[str, Tensor]]:
+        """Return the tensors of one part, by type and new name."""
+        path = self._book.files[part][file]
+        tensors: dict[str, dict[str, Tensor]] = {ranges.key: {} for ranges in types.values()}
+        counts = {ranges.key: int(ranges.counts[part]) for ranges in types.values()}
+        for name_in_file, value in read_tensors(path).items():
+            key, _, name = name_in_file.rpartition("/")
+            if key not in tensors:
+                continue
+            rows = value.size(0) if value.dim() else 0
+            if value.dim() == 0 or rows != counts[key]:
+                raise DataError(
+                    f"{path}: {name_in_file} has {rows} rows, and part {part} has {counts[key]} of {key}", hint=_HINT
+                )
+            tensors[key][self._renamed[file].get(name, name)] = value
+        return {name: tensors[ranges.key] for name, ranges in types.items()}
 
-    def _assemble(
-        self, book: Book, nodes: dict[str, list[dict[str, Tensor]]], edges: dict[EdgeType, list[dict[str, Tensor]]]
-    ) -> Data | HeteroData:
-        graph: Data | HeteroData = HeteroData() if book.is_hetero else Data()
-        for node_type, pieces in nodes.items():
-            store = graph[node_type] if isinstance(graph, HeteroData) else graph
-            store.num_nodes = book.nodes[node_type].total
-            for name, value in _join(pieces, f"{book.path}: nodes of {node_type}").items():
-                store[name] = value.bool() if name.endswith("_mask") else value
-            if "x" in store and not store.x.is_floating_point():
-                store.x = store.x.float()
-        for edge_type, pieces in edges.items():
-            store = graph[edge_type] if isinstance(graph, HeteroData) else graph
-            for name, value in _join(pieces, f"{book.path}: edges of {','.join(edge_type)}").items():
-                store[name] = value
-        theirs = {name for pieces in edges.values() for name in pieces[0]} - {"edge_index"}
-        self._check_named({name for pieces in nodes.values() for name in pieces[0]}, theirs)
-        parts = {node_type: ranges.parts for node_type, ranges in book.nodes.items()}
-        self.given = parts if book.is_hetero else next(iter(parts.values()))
-        return graph
-
-    def _check_named(self, own: set[str], theirs: set[str]) -> None:
-        """Refuse an option that names a feature which no type has; the defaults may be missing.
+    def _check_features(self, of_nodes: set[str], of_edges: set[str]) -> None:
+        """Refuse a setting other than the default that names a feature which no type has.
 
         Args:
-            own: names of the tensors of nodes.
-            theirs: of edges.
+            of_nodes: names of the tensors of nodes.
+            of_edges: names of the tensors of edges.
         """
-        there = {"data.features": {"x"} & own | {"edge_attr"} & theirs, "data.labels": {"y"} & own}
-        there["data.edge_weights"] = {"edge_weight"} & theirs
-        for key, (name, default) in self._named.items():
-            if name not in (None, default) and not there[key]:
+        for key, default, exists in (
+            ("features", "feat", "x" in of_nodes or "edge_attr" in of_edges),
+            ("labels", "label", "y" in of_nodes),
+            ("edge_weights", None, "edge_weight" in of_edges),
+        ):
+            name = getattr(self.settings, key)
+            if name not in (None, default) and not exists:
                 raise DataError(
-                    f"{self.origin}: {key}={name}, and there is no such feature; the nodes have "
-                    f"{', '.join(sorted(own)) or 'none'}, the edges {', '.join(sorted(theirs)) or 'none'}",
-                    hint=f"correct {key}",
+                    f"{self.origin}: data.{key}={name} names a missing feature; the nodes have "
+                    f"{', '.join(sorted(of_nodes)) or 'none'}, the edges {', '.join(sorted(of_edges)) or 'none'}",
+                    hint=f"correct data.{key}",
                 )
 
 
-def _renamed(names: dict[str | None, str]) -> dict[str, str]:
+def _new_names(names: dict[str | None, str]) -> dict[str, str]:
     return {"orig_id": "original_id", **{name: new for name, new in names.items() if name is not None}}
 
 
-def _features(
-    found: dict[str, Tensor], ranges: Ranges, part: int, where: Path, renamed: dict[str, str]
-) -> dict[str, Tensor]:
-    """Return the tensors of a type in one part, under their new names."""
-    count = int(ranges.counts[part])
-    tensors = {}
-    for key, value in found.items():
-        kind, _, name = key.rpartition("/")
-        if kind != ranges.key:
-            continue
-        if value.dim() == 0 or value.size(0) != count:
-            rows = value.size(0) if value.dim() else 0
-            raise DataError(f"{where}: {key} has {rows} rows, and part {part} has {count} of {kind}", hint=ANEW)
-        tensors[renamed.get(name, name)] = value
-    return tensors
-
-
-def _edge_index(book: Book, edge_type: EdgeType, graph: DGLGraph, part: int) -> Tensor:
-    """Return the edges of a type that a part owns, in the order of their ids, between ids within node types."""
+def _edge_index(book: PartitionBook, edge_type: EdgeType, graph: DGLGraph, part: int) -> Tensor:
+    """Return the edges of a type that a part owns, sorted by edge id, as ids within the node types ``[2, E]``."""
     path, ranges = book.files[part]["part_graph"], book.edges[edge_type]
-    node_ids, edge_ids, inner = (
-        _column(kind, name, path)
-        for kind, name in ((graph.node_data, "_ID"), (graph.edge_data, "_ID"), (graph.edge_data, "inner_edge"))
-    )
+    for tensors, name in ((graph.node_data, "_ID"), (graph.edge_data, "_ID"), (graph.edge_data, "inner_edge")):
+        if name not in tensors:
+            raise DataError(f"{path} has no {name}; it has {', '.join(tensors) or 'nothing'}", hint=_HINT)
+    node_ids, edge_ids = graph.node_data["_ID"].long(), graph.edge_data["_ID"].long()
     first, last = int(ranges.first[part]), int(ranges.last[part])
-    own = ((inner != 0) & (edge_ids >= first) & (edge_ids < last)).nonzero().flatten()
-    own = own[edge_ids[own].argsort()]
-    if not torch.equal(edge_ids[own], torch.arange(first, last)):
+    inner = graph.edge_data["inner_edge"] != 0
+    owned = (inner & (edge_ids >= first) & (edge_ids < last)).nonzero().flatten()
+    owned = owned[edge_ids[owned].argsort()]
+    if not torch.equal(edge_ids[owned], torch.arange(first, last)):
         raise DataError(
-            f"{path} has {own.numel()} edges of {ranges.key}, and the ids {first}..{last - 1} are part {part}'s",
-            hint=ANEW,
+            f"{path} has {owned.numel()} edges of {ranges.key}, and part {part} owns the ids {first}..{last - 1}",
+            hint=_HINT,
         )
     ends = []
     for node_type, side in ((edge_type[0], graph.source), (edge_type[2], graph.target)):
-        ids = book.nodes[node_type].local(node_ids[side[own]])
+        ids = book.nodes[node_type].local(node_ids[side[owned]])
         if (ids < 0).any():
-            wrong = int(node_ids[side[own]][ids < 0][0])
-            raise DataError(f"{path}: an edge of {ranges.key} names node {wrong}, which is no {node_type}", hint=ANEW)
+            wrong = int(node_ids[side[owned]][ids < 0][0])
+            raise DataError(
+                f"{path}: an edge of {ranges.key} names node {wrong}, which is not a {node_type}", hint=_HINT
+            )
         ends.append(ids)
     return torch.stack(ends)
 
 
-def _column(tensors: dict[str, Tensor], name: str, path: Path) -> Tensor:
-    if name not in tensors:
-        raise DataError(f"{path} has no {name}; it has {', '.join(tensors) or 'nothing'}", hint=ANEW)
-    return tensors[name].long()
+def _assemble(
+    book: PartitionBook, nodes: dict[str, list[dict[str, Tensor]]], edges: dict[EdgeType, list[dict[str, Tensor]]]
+) -> Data | HeteroData:
+    """Return the graph from the tensors of each part."""
+    graph: Data | HeteroData = HeteroData() if book.is_hetero else Data()
+    for node_type, parts in nodes.items():
+        store = graph[node_type] if isinstance(graph, HeteroData) else graph
+        store.num_nodes = book.nodes[node_type].total
+        for name, value in _concatenate(parts, f"{book.path}: nodes of {node_type}").items():
+            store[name] = value.bool() if name.endswith("_mask") else value
+        if "x" in store and not store.x.is_floating_point():
+            store.x = store.x.float()
+    for edge_type, parts in edges.items():
+        store = graph[edge_type] if isinstance(graph, HeteroData) else graph
+        store.update(_concatenate(parts, f"{book.path}: edges of {','.join(edge_type)}"))
+    return graph
 
 
-def _join(pieces: list[dict[str, Tensor]], what: str) -> dict[str, Tensor]:
-    """Join the parts of each tensor."""
-    for part, piece in enumerate(pieces):
-        for name, value in pieces[0].items():
-            if name not in piece:
-                raise DataError(f"{what}: part 0 has {name}, and part {part} has not", hint=ANEW)
-            if name != "edge_index" and (value.dtype, value.shape[1:]) != (piece[name].dtype, piece[name].shape[1:]):
-                told = f"{piece[name].dtype} {list(piece[name].shape[1:])}, and {value.dtype} {list(value.shape[1:])}"
-                raise DataError(f"{what}: a row of {name} is {told} in parts {part} and 0", hint=ANEW)
-        for name in piece:
-            if name not in pieces[0]:
-                raise DataError(f"{what}: part {part} has {name}, and part 0 has not", hint=ANEW)
-    return {name: torch.cat([piece[name] for piece in pieces], dim=int(name == "edge_index")) for name in pieces[0]}
+def _concatenate(parts: list[dict[str, Tensor]], where: str) -> dict[str, Tensor]:
+    """Concatenate each tensor over the parts, which must have the same tensors."""
+    for part, tensors in enumerate(parts):
+        if differing := parts[0].keys() ^ tensors.keys():
+            name = min(differing)
+            owner, other = (0, part) if name in parts[0] else (part, 0)
+            raise DataError(f"{where}: part {owner} has {name}, and part {other} lacks it", hint=_HINT)
+        for name, value in parts[0].items():
+            row, first_row = ((tensor.dtype, list(tensor.shape[1:])) for tensor in (tensors[name], value))
+            if name != "edge_index" and row != first_row:
+                shapes = f"{row[0]} {row[1]}, and {first_row[0]} {first_row[1]}"
+                raise DataError(f"{where}: a row of {name} is {shapes} in parts {part} and 0", hint=_HINT)
+    return {name: torch.cat([tensors[name] for tensors in parts], dim=int(name == "edge_index")) for name in parts[0]}

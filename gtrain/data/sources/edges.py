@@ -1,4 +1,4 @@
-"""A graph from an edge list of any size, with features and labels from files of their own."""
+"""A graph from an edge list of any size, with features and labels from separate files."""
 
 from __future__ import annotations
 
@@ -15,32 +15,27 @@ from torch_geometric.utils import to_undirected
 from gtrain.data.config import EdgesConfig
 from gtrain.data.ingest.format import EdgeFormat
 from gtrain.data.module import OUTLINE, GraphDataModule, file_stamp
-from gtrain.data.readers.edge_sets import Named, facts_of_sets, find_sets
-from gtrain.data.readers.entities import (
-    bag_rows,
-    facts_of_features,
-    names_of_features,
-    read_features,
-    stamps_of_features,
-)
-from gtrain.data.readers.node_files import GENERATED, NodeFiles, generated
+from gtrain.data.readers.entities import bag_tensor, feature_facts, feature_names, feature_stamps, read_features
+from gtrain.data.readers.files import FileNames, edge_set_facts, find_edge_sets
+from gtrain.data.readers.node_files import GENERATED, NodeFiles, generate_features
 from gtrain.data.schema import DataSchema
 from gtrain.errors import ConfigError
 from gtrain.graph.store.tables import EdgeArrays
 
-if TYPE_CHECKING:  # compiles kernels: only a process that reads a graph needs it
+if TYPE_CHECKING:  # imports kernels, which only a reading process needs
     from gtrain.data.ingest.edge_list import EdgeList
 
 IN_MEMORY_EDGES = 10_000_000
-"""Edges of a graph, both directions counted, up to which it is held in memory as a whole."""
+"""The largest number of edges, counting both directions, of a graph that is held in memory."""
 
 
 class EdgesData(GraphDataModule):
-    """A graph from an edge list: one edge for each line, ``source target`` or ``source target weight``.
+    """A graph from an edge list: one edge per line, ``source target`` or ``source target weight``.
 
-    Text, ``.gz`` too, or Parquet, in one file or several. Columns of text are separated by commas, semicolons, tabs
-    or spaces; lines that begin with ``#`` or ``%`` are comments, and a first line of names is skipped. File names are
-    taken as they are, or below ``root``. Lists of more than ``IN_MEMORY_EDGES`` edges stay on disk.
+    The edges are in one or several files, text (also ``.gz``) or Parquet. Columns of text are separated by commas,
+    semicolons, tabs or spaces; lines that start with ``#`` or ``%`` are comments, and a first line of column names is
+    skipped. File names are relative to the working directory or to ``root``. Lists of more than ``IN_MEMORY_EDGES``
+    edges stay on disk.
 
     Its settings are those of :class:`~gtrain.data.config.EdgesConfig`.
     """
@@ -58,13 +53,10 @@ class EdgesData(GraphDataModule):
         unsuited = [key for key, value in one_type.items() if value not in (None, False)]
         if (self.schema.is_typed or self.schema.featurized) and unsuited:
             raise ConfigError(
-                f"data.{unsuited[0]}={one_type[unsuited[0]]} was set with entity types, whose ids begin anew in each.",
-                hint=f"leave data.{unsuited[0]}, or data.relations.",
+                f"data.{unsuited[0]}={one_type[unsuited[0]]} was set with entity types, whose ids start at 0 in each.",
+                hint=f"remove data.{unsuited[0]}, or data.relations.",
             )
-        self.edge_sets: list[Named] = list(given.edge_sets or []) if given.path is None else [given.path]
-        self.path = given.path
-        self.num_nodes = given.num_nodes
-        self.undirected = given.undirected
+        self.edge_sets: list[FileNames] = list(given.edge_sets or []) if given.path is None else [given.path]
         self.format = EdgeFormat(
             given.ids,
             None if given.columns is None else tuple(given.columns),
@@ -76,24 +68,21 @@ class EdgesData(GraphDataModule):
             given.comments,
         )
         self._node_files = NodeFiles(given.features, given.labels, self.root, self.unlabelled)
-        self._names: dict[str, Any] = {}
-        self._facts: dict[str, Any] = {}
 
     @property
     def outline(self) -> dict[str, Any] | None:  # type: ignore[override]
-        """What the settings say of features, labels and relations."""
-        features = self._node_files.features
-        if self.schema.says_more:
+        """Whether there are features, labels and relations, from the settings."""
+        if self.schema.has_settings:
             return None
         return {
             **OUTLINE,
-            "num_features": None if features is None else OUTLINE["num_features"],
-            "num_relations": None if self.format.relation is None else 2,
-            "num_classes": None if self._node_files.labels is None else OUTLINE["num_classes"],
+            "num_features": None if self.settings.features is None else OUTLINE["num_features"],
+            "num_relations": None if self.settings.relation is None else 2,
+            "num_classes": None if self.settings.labels is None else OUTLINE["num_classes"],
         }
 
     def check_inputs(self) -> None:
-        """Refuse missing files, and columns that the first lines, or the schemas of Parquet files, do not have."""
+        """Refuse missing files, and columns that the first lines, or the schemas of Parquet files, lack."""
         super().check_inputs()
         from gtrain.data.ingest.layout import text_layout
         from gtrain.data.ingest.parquet import ParquetReader, is_parquet
@@ -104,61 +93,47 @@ class EdgesData(GraphDataModule):
             else:
                 text_layout(path, self.format, None)
 
-    def extra_facts(self) -> dict[str, Any]:
-        """Return the entity types, the number of edge sets and the first negative weight, where there are any."""
-        return {**self._facts, **facts_of_sets(self.edge_sets)}
-
     def identity(self) -> dict[str, Any]:
-        """Return the stamps of the files, and how they are read."""
-        files, features = self._node_files, self._node_files.features
+        """Return the stamps of the files and the options that control how they are read."""
+        settings = self.settings
         paths, sets = self._files()
         stamps: dict[str, Any] = {"path": [file_stamp(path) for path in paths]}
         if sets is not None:
             stamps["edge_sets"] = sets
-        if files.features_path is not None:
-            stamps["features"] = file_stamp(files.features_path)
-        if files.labels_path is not None:
-            stamps["labels"] = file_stamp(files.labels_path)
+        node_files = {"features": self._node_files.features_path, "labels": self._node_files.labels_path}
+        stamps |= {key: file_stamp(path) for key, path in node_files.items() if path is not None}
         options = {
-            "generated": features if features in GENERATED else None,
-            "num_nodes": self.num_nodes,
-            "undirected": self.undirected,
+            "generated": settings.features if settings.features in GENERATED else None,
+            "num_nodes": settings.num_nodes,
+            "undirected": settings.undirected,
         }
-        stamps |= stamps_of_features(self.schema, self.root)
+        stamps |= feature_stamps(self.schema, self.root)
         return {**stamps, **options, **asdict(self.format), **self.schema.identity()}
 
     @property
     def origin(self) -> str:
         """Where the graph comes from, for messages."""
-        path = self.path if self.path is not None else self.edge_sets
-        files = {"path": path, "features": self._node_files.features, "labels": self._node_files.labels}
+        path = self.settings.path if self.settings.path is not None else self.edge_sets
+        files = {"path": path, "features": self.settings.features, "labels": self.settings.labels}
         return ", ".join(f"data.{key}={file}" for key, file in files.items() if file is not None)
 
-    def names(self) -> dict[str, Any]:
-        """Return the names of nodes and relations that are strings; known from reading the graph until it is stored."""
-        return self._names
-
-    def prepare_data(self) -> None:
-        """Make the store where there is none; the names are in the store then, and no longer here."""
-        super().prepare_data()
-        self._names = {}
-
     def read(self) -> Data | EdgeArrays:
-        """Read the files; what is too large for memory stays on disk."""
+        """Read the files; data that is too large for memory stays on disk."""
         from gtrain.data.ingest.edge_list import NodeLimit, id_type, read_edge_list
 
         (paths, sets), options = self._files(), self.format
         if id_type(paths, options) == "string":
-            if self.num_nodes is not None:
+            if self.settings.num_nodes is not None:
                 raise ConfigError(
-                    f"data.num_nodes={self.num_nodes}, and the ids are names: the nodes are those that the edges name",
-                    hint="leave data.num_nodes, or set data.ids=int",
+                    f"data.num_nodes={self.settings.num_nodes} was set, but the ids are names: the edges name the "
+                    "nodes",
+                    hint="remove data.num_nodes, or set data.ids=int",
                 )
             edges = read_edge_list(paths, options, self.store, None, sets, self.check_negative)
             x, y = self._node_files.read_named(edges.names)
             num_nodes = edges.num_nodes
         else:
-            nodes = self._node_files.read(self.num_nodes)
+            nodes = self._node_files.read(self.settings.num_nodes)
             limit = NodeLimit(nodes.num_nodes, self._counted_by(nodes.labels))
             edges = read_edge_list(paths, options, self.store, limit, sets, self.check_negative)
             num_nodes = nodes.num_nodes or max(edges.num_nodes, nodes.largest_id + 1)
@@ -172,50 +147,47 @@ class EdgesData(GraphDataModule):
             num_nodes, names = typed.num_nodes, {**typed.names, "relation": edges.relations}
             features = read_features(self.schema, self.root, {n: typed.names_of(n) for n in self.schema.featurized})
             if features:
-                tensors["bag"] = bag_rows(typed.counts, features)
-                names |= names_of_features(features)
+                num_features = max(len(entry.features) for entry in features.values())
+                tensors["bag"] = bag_tensor(typed.counts, features, num_features)
+                names |= feature_names(features)
             self._facts = {**self.schema.facts(typed.counts, typed.ends), "num_relations": len(typed.ends)}
-            self._facts |= facts_of_features(features)
-        self._names = {kind: strings for kind, strings in names.items() if strings is not None}
+            self._facts |= feature_facts(features)
+        self._names = {node_type: strings for node_type, strings in names.items() if strings is not None}
         self._facts |= {"negative_weight": edges.negative_weight} if edges.negative_weight is not None else {}
+        self._facts |= edge_set_facts(self.edge_sets)
         return self._graph(edges, num_nodes, {name: tensor for name, tensor in tensors.items() if tensor is not None})
 
     def _files(self) -> tuple[list[Path], list[int] | None]:
-        """Return all files, and for each the number of its edge set, None where there is one set."""
-        key = "data.path" if self.path is not None else "data.edge_sets"
-        return find_sets(key, self.edge_sets, self.root)
+        """Return all files, and the number of each file's edge set; see :func:`find_edge_sets`."""
+        key = "data.path" if self.settings.path is not None else "data.edge_sets"
+        return find_edge_sets(key, self.edge_sets, self.root)
 
     def _counted_by(self, labels: object) -> str:
-        """Return the option that told how many nodes there are."""
-        if self.num_nodes is not None:
-            return f"data.num_nodes={self.num_nodes}"
+        """Return the option that determines the number of nodes, for messages."""
+        if self.settings.num_nodes is not None:
+            return f"data.num_nodes={self.settings.num_nodes}"
         if self._node_files.features_path is not None:
-            return f"data.features={self._node_files.features}"
-        return f"data.labels={self._node_files.labels}" if isinstance(labels, Tensor) else "the largest id"
+            return f"data.features={self.settings.features}"
+        return f"data.labels={self.settings.labels}" if isinstance(labels, Tensor) else "the largest id"
 
     def _graph(self, edges: EdgeList, num_nodes: int, tensors: dict[str, Tensor]) -> Data | EdgeArrays:
-        if edges.num_edges * (2 if self.undirected else 1) <= IN_MEMORY_EDGES:
-            graph = _in_memory(edges, num_nodes, self.undirected)
-            if self._node_files.features in GENERATED:
-                tensors["x"] = generated(self._node_files.features, [graph.edge_index[1].numpy()], num_nodes)
+        undirected, features = self.settings.undirected, self.settings.features
+        if edges.num_edges * (2 if undirected else 1) <= IN_MEMORY_EDGES:
+            graph = _in_memory(edges, num_nodes, undirected)
+            if features in GENERATED:
+                tensors["x"] = generate_features(features, [graph.edge_index[1].numpy()], num_nodes)
             graph.update(tensors)
             return graph
-        if self.undirected:
+        if undirected:
             edges.append_reversed()
-        if self._node_files.features in GENERATED:
-            tensors["x"] = generated(self._node_files.features, edges.columns["target"].chunks(), num_nodes)
+        if features in GENERATED:
+            tensors["x"] = generate_features(features, edges.columns["target"].chunks(), num_nodes)
         columns = {name: column.array() for name, column in edges.columns.items()}
-        return EdgeArrays(
-            num_nodes,
-            columns.pop("source"),
-            columns.pop("target"),
-            columns,
-            dict(tensors),
-        )
+        return EdgeArrays(num_nodes, columns.pop("source"), columns.pop("target"), columns, dict(tensors))
 
 
 def _in_memory(edges: EdgeList, num_nodes: int, undirected: bool) -> Data:
-    """Return the edges as a graph of PyG's; merges those that are listed twice if it is undirected and has no times."""
+    """Return the edges as a ``Data``; merges duplicate edges of an undirected graph without times."""
     merged = undirected and "edge_time" not in edges.columns
     if undirected and not merged:
         edges.append_reversed()

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
 from gtrain.data.config import KGConfig
 from gtrain.data.module import TRIPLES_OUTLINE, GraphDataModule, file_stamp, log
-from gtrain.data.readers.edge_sets import facts_of_sets, find_sets
 from gtrain.data.readers.entities import (
-    EntityFeatures,
     EntityNames,
-    bag_rows,
-    facts_of_features,
-    names_of_features,
+    bag_tensor,
+    feature_facts,
+    feature_names,
+    feature_stamps,
     read_features,
-    stamps_of_features,
 )
-from gtrain.data.readers.triples import COLUMNS, Triples, is_archive, read_archive, read_file, read_folder, split_files
+from gtrain.data.readers.files import candidates, edge_set_facts, find_edge_sets, first_true
+from gtrain.data.readers.triples import COLUMNS, Triples, is_archive, read_archive, read_file, split_files
 from gtrain.data.schema import DataSchema
 from gtrain.errors import ConfigError, DataError
 
@@ -31,13 +31,13 @@ _PREFIX = {"train": "", "valid": "val_", "test": "test_"}
 
 
 class KGData(GraphDataModule):
-    """A knowledge graph: a folder, or a tar archive, of the triples that train, validate and test.
+    """A knowledge graph: a folder or a tar archive of training, validation and test triples.
 
-    Each line of ``train.txt``, ``valid.txt`` and ``test.txt`` is a head, a relation and a tail, which are any strings,
-    separated by tabs. ``.tsv`` and ``.gz`` are understood too. Heads, then tails, are numbered in the order in which
-    ``train`` first names them, and so are relations; duplicates stay. The triples of ``train`` become the edges,
-    head to tail, with ``edge_type``; the others become the held-out edges. An entity of a graph with entity types is
-    known by its type and name; which type it is of follows from the relations.
+    Each line of ``train.txt``, ``valid.txt`` and ``test.txt`` has a head, a relation and a tail (any strings),
+    separated by tabs; the files may also be ``.tsv`` or ``.gz``. Entities (heads before tails) and relations are
+    numbered in the order in which ``train`` first names them; duplicate triples stay. The triples of ``train`` become
+    the edges, head to tail, with ``edge_type``; the others become held-out edges. In a graph with entity types, the
+    relation determines the types of its head and tail, and equal names of different types are different entities.
 
     Its settings are those of :class:`~gtrain.data.config.KGConfig`.
     """
@@ -49,171 +49,147 @@ class KGData(GraphDataModule):
 
     def __init__(self, settings: KGConfig | None = None, **keywords: Any) -> None:
         super().__init__(settings, **keywords)
-        given = self.settings
-        self.path = given.path
-        self.edge_sets = list(given.edge_sets or [])
-        if given.edge_sets is not None and not self.edge_sets:
+        self.edge_sets = list(self.settings.edge_sets or [])
+        if self.settings.edge_sets is not None and not self.edge_sets:
             raise ConfigError("data.edge_sets is an empty list", hint="name a file for each set, or set it to null")
-        self.unknown = given.unknown
-        self.schema = DataSchema(given.entities, given.relations)
-        self._names: EntityNames | None = None
-        self._features: dict[str, EntityFeatures] = {}
+        self.schema = DataSchema(self.settings.entities, self.settings.relations)
 
     @property
     def outline(self) -> dict[str, Any] | None:  # type: ignore[override]
-        """Triples without features; settings that name types or relations need the names."""
-        return None if self.schema.says_more else TRIPLES_OUTLINE
+        """Triples without features; None if settings refer to types or relations, whose names are in the files."""
+        return None if self.schema.has_settings else TRIPLES_OUTLINE
 
     def identity(self) -> dict[str, Any]:
-        """Return the stamps of the files, and how they are read."""
-        place = self._find()
-        files = [place] if place.is_file() else [file for _, file in sorted(self._split_files(place).items())]
-        paths, sets = self._set_files(place)
+        """Return the stamps of the files and the options that control how they are read."""
+        location = self._find()
+        files = [location] if location.is_file() else [file for _, file in sorted(self._split_files(location).items())]
+        paths, sets = self._set_files(location)
         stamps = {"edge_sets": [file_stamp(path) for path in paths], "set_of_file": sets} if paths else {}
         return {
             "files": [file_stamp(file) for file in files],
             **stamps,
-            "unknown": self.unknown,
+            "unknown": self.settings.unknown,
             **self.schema.identity(),
-            **stamps_of_features(self.schema, self.root),
+            **feature_stamps(self.schema, self.root),
         }
 
-    @property
-    def origin(self) -> str:
-        """Where the graph comes from, for messages."""
-        return f"data.path={self.path}"
-
     def read(self) -> Data:
-        """Read the triples and number their names."""
-        place = self._find()
-        paths, sets = self._set_files(place)
-        triples = self._triples(place, paths)
-        train = triples["train"]
-        used = [some for found in triples.values() for some in found] if self.unknown == "keep" else train
-        self._names = names = EntityNames(used, self.schema)
+        """Read the triples and number their entities and relations."""
+        location = self._find()
+        paths, sets = self._set_files(location)
+        by_split = self._read_triples(location, paths)
+        train = by_split["train"]
+        every = [triples for files in by_split.values() for triples in files]
+        names = EntityNames(every if self.settings.unknown == "keep" else train, self.schema)
         data = Data(num_nodes=sum(names.counts.values()))
         entities = {name: names.entities[name].to_pylist() for name in self.schema.featurized}
-        self._features = read_features(self.schema, self.root, entities)
-        if self._features:
-            data.bag = bag_rows(names.counts, self._features)
-        for split, found in triples.items():
-            edge_index, edge_type = zip(*(self._edges(some, names) for some in found), strict=True)
+        features = read_features(self.schema, self.root, entities)
+        if features:
+            data.bag = bag_tensor(names.counts, features, max(len(entry.features) for entry in features.values()))
+        for split, files in by_split.items():
+            edge_index, edge_type = zip(*(self._edges(triples, names) for triples in files), strict=True)
             prefix = _PREFIX[split]
             data[f"{prefix}edge_index"], data[f"{prefix}edge_type"] = torch.cat(edge_index, 1), torch.cat(edge_type)
         if sets is not None:
-            counts = torch.tensor([len(some) for some in train])
+            counts = torch.tensor([len(triples) for triples in train])
             data.edge_set = torch.tensor(sets, dtype=torch.int32).repeat_interleave(counts)
+        self._names = {**names.entities, "relation": names.relations, **feature_names(features)}
+        self._facts = {
+            "num_relations": len(names.relations),
+            **self.schema.facts(names.counts, names.ends),
+            **feature_facts(features),
+            **edge_set_facts(self.edge_sets),
+        }
         return data
 
-    def _triples(self, place: Path, train: Sequence[Path]) -> dict[str, list[Triples]]:
-        """Return the triples of each split, train first, file by file; ``train``: the files of edge sets, if any."""
-        found = read_archive(place) if place.is_file() else read_folder(self._split_files(place))
-        triples = {split: [some] for split, some in found.items()}
-        if train:
-            triples = {**triples, "train": [read_file(path) for path in train]}
-        self._check_splits(place, triples)
-        return {split: triples[split] for split in _PREFIX if split in triples}
+    def _read_triples(self, location: Path, train_files: Sequence[Path]) -> dict[str, list[Triples]]:
+        """Return the triples of each split, file by file, train first.
 
-    def _set_files(self, place: Path) -> tuple[list[Path], list[int] | None]:
-        """Return the files of edge sets and the set of each, as :func:`find_sets` does."""
-        return find_sets("data.edge_sets", self.edge_sets, place.parent if place.is_file() else place)
+        Args:
+            location: the folder or the archive.
+            train_files: the files of edge sets, if any, which replace ``train.txt``.
 
-    def _split_files(self, place: Path) -> dict[str, Path]:
-        """Return the file of each split that a folder has, as it is needed here; none if train is not there."""
+        Raises:
+            DataError: a file of the public split is missing.
+        """
+        if location.is_file():
+            by_split = {split: [triples] for split, triples in read_archive(location).items()}
+        else:
+            by_split = {split: [read_file(file)] for split, file in self._split_files(location).items()}
+        if train_files:
+            by_split["train"] = [read_file(path) for path in train_files]
+        needed = list(_PREFIX) if self.split.kind == "public" else ["train"]
+        if missing := [split for split in needed if split not in by_split]:
+            files = [triples.where for files in by_split.values() for triples in files]
+            listed = ", ".join(name.rpartition(":")[2].rpartition("/")[2] for name in files)
+            raise DataError(
+                f"{self.origin}: {location} has no {missing[0]}.txt; it has {listed or 'none of the three files'}",
+                hint=f"put {missing[0]}.txt there (or .tsv, or .gz), or set data.split=random to split train.txt",
+            )
+        return {split: by_split[split] for split in _PREFIX if split in by_split}
+
+    def _set_files(self, location: Path) -> tuple[list[Path], list[int] | None]:
+        """Return the files of edge sets and the set of each; see :func:`find_edge_sets`."""
+        return find_edge_sets("data.edge_sets", self.edge_sets, location.parent if location.is_file() else location)
+
+    def _split_files(self, folder: Path) -> dict[str, Path]:
+        """Return the file of each split in a folder, without train if edge sets replace it; empty without train."""
         if not self.edge_sets:
-            return split_files(place)
-        found = split_files(place, needed=("valid",) if self.split.kind == "public" else ())
-        return {split: file for split, file in found.items() if split != "train"}
-
-    def names(self) -> dict[str, Any]:
-        """Return the names of entities, by type, and relations, as pyarrow arrays of strings."""
-        if self._names is None:
-            return {}
-        return {**self._names.entities, "relation": self._names.relations, **names_of_features(self._features)}
-
-    def extra_facts(self) -> dict[str, Any]:
-        """Return how many relations there are, and the entity types."""
-        if self._names is None:
-            return {}
-        return {
-            "num_relations": len(self._names.relations),
-            **self.schema.facts(self._names.counts, self._names.ends),
-            **facts_of_features(self._features),
-            **facts_of_sets(self.edge_sets),
-        }
+            return split_files(folder)
+        files = split_files(folder, needed=("valid",) if self.split.kind == "public" else ())
+        return {split: file for split, file in files.items() if split != "train"}
 
     def _find(self) -> Path:
         """Return the folder or the archive."""
-        named = Path(self.path).expanduser()
-        for place in (named, self.root / named):
-            if place.is_file() and is_archive(place):
-                return place
-            if place.is_dir() and (self._split_files(place) or (self.edge_sets and self.split.kind != "public")):
-                return place
-        for place in (named, self.root / named):
-            if place.is_dir():
-                files = ", ".join(sorted(file.name + "/" * file.is_dir() for file in place.iterdir())[:5]) or "nothing"
-                wanted = "valid" if self.edge_sets else "train"
+        paths = candidates(self.settings.path, self.root)
+        for path in paths:
+            if path.is_file() and is_archive(path):
+                return path
+            if path.is_dir() and (self._split_files(path) or (self.edge_sets and self.split.kind != "public")):
+                return path
+        for path in paths:
+            if path.is_dir():
+                files = ", ".join(sorted(file.name + "/" * file.is_dir() for file in path.iterdir())[:5]) or "nothing"
+                needed = "valid" if self.edge_sets else "train"
                 raise DataError(
-                    f"data.path={self.path}: the folder has no {wanted}.txt; it has {files}",
-                    hint="set data.path to a folder with train.txt, valid.txt and test.txt (.tsv and .gz will do)",
+                    f"{self.origin}: the folder has no {needed}.txt; it has {files}",
+                    hint="set data.path to a folder with train.txt, valid.txt and test.txt (or .tsv, or .gz)",
                 )
-            if place.is_file():
+            if path.is_file():
                 raise DataError(
-                    f"data.path={self.path} is a file, and no .tar.gz",
+                    f"{self.origin} is a file, but not a .tar.gz",
                     hint="set data.path to the folder with train.txt, valid.txt and test.txt, or to a .tar.gz of it",
                 )
-        raise DataError(
-            f"data.path={self.path}: there is no such folder, nor {self.root / named}",
-            hint=f"set data.path to a folder with train.txt, valid.txt and test.txt{_near(named, self.root)}",
-        )
-
-    def _check_splits(self, place: Path, triples: Mapping[str, Sequence[Triples]]) -> None:
-        wanted = list(_PREFIX) if self.split.kind == "public" else ["train"]
-        missing = [split for split in wanted if split not in triples]
-        if missing:
-            where = [some.where for found in triples.values() for some in found]
-            there = ", ".join(name.rpartition(":")[2].rpartition("/")[2] for name in where)
-            raise DataError(
-                f"data.path={self.path}: {place} has no {missing[0]}.txt; it has {there or 'none of the three files'}",
-                hint=f"put {missing[0]}.txt there (.tsv and .gz will do), or set data.split=random to split train.txt",
-            )
+        hint = "set data.path to a folder with train.txt, valid.txt and test.txt"
+        for folder in (path.parent for path in paths if path.parent.is_dir()):
+            if near := difflib.get_close_matches(paths[0].name, [file.name for file in folder.iterdir()], n=3):
+                hint += f"; in {folder} there are {', '.join(near)}"
+                break
+        raise DataError(f"{self.origin}: no such folder, nor {paths[1]}", hint=hint)
 
     def _edges(self, triples: Triples, names: EntityNames) -> tuple[Tensor, Tensor]:
-        """Return ``edge_index [2, T]`` and ``edge_type [T]`` of the triples whose names are known."""
+        """Return ``edge_index [2, T]`` and ``edge_type [T]``; drop or refuse triples with unknown names.
+
+        Raises:
+            DataError: a name is unknown, and ``unknown=error``.
+        """
         ids = names.encode(triples)
-        unknown = (ids < 0).any(axis=0)
-        if unknown.any():
-            if self.unknown == "error":
-                raise self._unknown(triples, ids, unknown)
-            count = int(unknown.sum())
+        unknown = np.any(ids < 0, axis=0)
+        if (row := first_true(unknown)) is not None:
+            if self.settings.unknown == "error":
+                column = 1 if ids[1, row] < 0 else int((ids[:, row] < 0).argmax())
+                role = "relation" if COLUMNS[column] == "relation" else "entity"
+                raise DataError(
+                    f"{triples.where}, line {triples.line(row)}: the {role} {triples.columns[column][row].as_py()!r} "
+                    f"does not occur in train; {int(unknown.sum())} of {len(triples)} triples have such a name",
+                    hint="set data.unknown=drop to drop these triples, or data.unknown=keep to score them too",
+                )
             log.warning(
-                "%s: %d of %d triples dropped, since train does not know their names",
+                "%s: dropped %d of %d triples, whose names do not occur in train",
                 triples.where,
-                count,
+                int(unknown.sum()),
                 len(triples),
             )
             ids = ids[:, ~unknown]
         head, relation, tail = torch.from_numpy(ids)
         return torch.stack([head, tail]), relation
-
-    def _unknown(self, triples: Triples, ids: Any, unknown: Any) -> DataError:
-        row = int(unknown.argmax())
-        column = 1 if ids[1, row] < 0 else int((ids[:, row] < 0).argmax())
-        kind = "relation" if COLUMNS[column] == "relation" else "entity"
-        name = triples.columns[column][row].as_py()
-        return DataError(
-            f"{triples.where}, line {triples.line(row)}: the {kind} {name!r} does not occur in train; "
-            f"{int(unknown.sum())} of {len(triples)} triples name something that train does not",
-            hint="set data.unknown=drop to leave these triples out, or data.unknown=keep to score them all the same",
-        )
-
-
-def _near(named: Path, root: Path) -> str:
-    """Return the end of a hint: what lies where the folder was expected, with the nearest names."""
-    for folder in (named.parent, (root / named).parent):
-        if folder.is_dir():
-            near = difflib.get_close_matches(named.name, [file.name for file in folder.iterdir()], n=3)
-            if near:
-                return f"; in {folder} there are {', '.join(near)}"
-    return ""

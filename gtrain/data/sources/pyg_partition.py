@@ -1,7 +1,9 @@
-"""A graph that PyG's Partitioner has cut into parts."""
+"""A graph that PyG's Partitioner has partitioned."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,31 +12,29 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.data.config import PyGPartitionConfig
-from gtrain.data.module import OUTLINE, file_stamp
-from gtrain.data.readers.files import find_file, read_array
+from gtrain.data.module import file_stamp
+from gtrain.data.readers.files import find_file, find_folder, read_array
 from gtrain.data.readers.pyg_partition import (
+    HINT,
     NODE,
     EdgeType,
-    Meta,
-    Rows,
-    edge_maps,
-    map_files,
-    no_file,
-    node_maps,
+    PartitionedRows,
+    PartitionMeta,
+    read_maps,
     read_meta,
     read_part,
 )
-from gtrain.data.sources.given_parts import GivenPartsData
+from gtrain.data.sources.prepartitioned import PrepartitionedData
 from gtrain.errors import ConfigError, DataError
 
 
-class PyGPartitionData(GivenPartsData):
+class PyGPartitionData(PrepartitionedData):
     """A folder of ``torch_geometric.distributed.Partitioner``, homogeneous or heterogeneous.
 
-    Nodes and edges get back the order that they had before they were cut; the parts of the folder become the parts of
-    the store. ``x`` and ``edge_attr`` are read, times of nodes (``time``) or of edges (``edge_time``), and whatever
-    else was added to ``feats`` of the parts, such as ``y`` or ``train_mask``. The Partitioner itself drops labels, so
-    name a file of them. Files are loaded without unpickling objects.
+    Nodes and edges keep their order from before the partitioning; the parts of the folder become the parts of the
+    store. The class reads ``x`` and ``edge_attr``, times of nodes (``time``) or of edges (``edge_time``), and all other
+    tensors in ``feats`` of the parts, such as ``y`` or ``train_mask``. The Partitioner drops labels, so name a file of
+    them. Files are loaded without unpickling objects.
 
     Its settings are those of :class:`~gtrain.data.config.PyGPartitionConfig`.
     """
@@ -47,167 +47,123 @@ class PyGPartitionData(GivenPartsData):
     def __init__(self, settings: PyGPartitionConfig | None = None, **keywords: Any) -> None:
         super().__init__(settings, **keywords)
         self._check_partitioner()
-        self.path = self.settings.path
-        self.labels = self.settings.labels
-        self._meta: Meta | None = None
 
     def identity(self) -> dict[str, Any]:
         """Return the stamps of all files."""
-        folder = self._read_meta().folder
+        folder = self._meta.folder
         files = sorted(file for file in folder.rglob("*") if file.suffix in (".pt", ".json"))
         stamps = [[str(file.relative_to(folder)), *file_stamp(file)[1:]] for file in files]
-        labels = None
-        if self.labels is not None:
-            node_type, name = self._labels_of()
-            labels = [node_type, file_stamp(find_file("data.labels", name, self.root))]
-        return {"files": stamps, "labels": labels}
-
-    @property
-    def origin(self) -> str:
-        """Where the graph comes from, for messages."""
-        return f"data.path={self.path}"
+        node_type, labels = self._labels
+        return {"files": stamps, "labels": None if labels is None else [node_type, file_stamp(labels)]}
 
     @property
     def outline(self) -> dict[str, Any]:  # type: ignore[override]
-        """The types of the folder, and the tensors that part 0 has; their contents are not read."""
-        meta = self._read_meta()
-        nodes, edges = (_names_of(meta, kind) for kind in ("node_feats", "edge_feats"))
-        widths = {name: OUTLINE["num_features"] if "x" in nodes.get(name, {}) else None for name in meta.node_types}
-        labelled = [name for name in meta.node_types if "y" in nodes.get(name, {})]
-        if self.labels is not None:
-            labelled = [self._labels_of()[0]]
-        y = nodes.get(labelled[0], {}).get("y") if labelled and self.labels is None else None
-        facts = {
-            **OUTLINE,
-            "num_classes": OUTLINE["num_classes"] if labelled else None,
-            "multilabel": y is not None and y.dim() == 2 and y.size(1) > 1,
-        }
-        if meta.is_hetero:
-            sizes = dict.fromkeys(meta.node_types, OUTLINE["num_nodes"])
-            target = (self.target or labelled[0]) if labelled and self.task == "node" else None
-            more: dict[str, Any] = {"sparse_features": [], "target": target, "edge_types": meta.edge_types}
-            return {**facts, **more, "num_nodes": sizes, "num_features": widths}
-        relations = 2 if any("edge_type" in found for found in edges.values()) else None
-        return {**facts, "num_features": widths[NODE], "num_relations": relations}
+        """The types of the folder, and the names and shapes of the tensors of part 0."""
+        nodes = _shapes(self._meta, "node_feats", self._meta.node_types)
+        edges = _shapes(self._meta, "edge_feats", self._meta.edge_types)
+        return self._outline(nodes, edges, self._meta.is_hetero, self._labels[0])
 
     def check_inputs(self) -> None:
-        """Refuse missing files of the folder, and of labels."""
+        """Refuse missing files of the folder and of labels."""
         super().check_inputs()
-        for path in map_files(self._read_meta()):
+        for path in self._meta.map_paths().values():
             if not path.is_file():
-                raise no_file(path)
+                raise DataError(f"{path} is missing", hint=HINT)
 
-    def given_parts(self) -> int:
+    def count_parts(self) -> int:
         """Return the number of parts of the folder."""
-        return self._read_meta().num_parts
+        return self._meta.num_parts
 
     def read(self) -> Data | HeteroData:
         """Read all parts."""
-        meta = self._read_meta()
-        node_parts, edge_parts = node_maps(meta), edge_maps(meta)
+        meta = self._meta
+        node_parts, edge_parts = read_maps(meta)
         graph: Data | HeteroData = HeteroData() if meta.is_hetero else Data()
         for node_type, parts in node_parts.items():
             store = graph[node_type] if isinstance(graph, HeteroData) else graph
             store.num_nodes = parts.numel()
-            for name, value in _read_nodes(meta, node_type, parts, node_parts).items():
-                store[name] = value
+            store.update(_read_nodes(meta, node_type, node_parts))
         for edge_type in edge_parts:
             store = graph[edge_type] if isinstance(graph, HeteroData) else graph
-            for name, value in _read_edges(meta, edge_type, edge_parts, node_parts).items():
-                store[name] = value
-        self._put_labels(graph, node_parts)
-        self.given = node_parts if meta.is_hetero else node_parts[NODE]
+            store.update(_read_edges(meta, edge_type, edge_parts, node_parts))
+        labelled, path = self._labels
+        if labelled is not None and path is not None:
+            y, num_nodes = read_array("data.labels", path), node_parts[labelled].numel()
+            rows = y.size(0) if y.dim() else 0
+            if y.dim() == 0 or rows != num_nodes:
+                raise DataError(
+                    f"data.labels={path} has {rows} rows, and there are {num_nodes} nodes of {labelled}",
+                    hint="give one row for each node, in the order of the original ids",
+                )
+            (graph[labelled] if isinstance(graph, HeteroData) else graph).y = y
+        self.part_of_node = node_parts if meta.is_hetero else node_parts[NODE]
         return graph
 
-    def _read_meta(self) -> Meta:
-        if self._meta is None:
-            named = Path(self.path).expanduser()
-            for place in (named, self.root / named):
-                if place.is_dir():
-                    self._meta = read_meta(place)
-                    return self._meta
-            raise DataError(
-                f"data.path={self.path}: there is no such folder, nor {self.root / named}",
-                hint="set data.path to the root folder of PyG's Partitioner",
-            )
-        return self._meta
+    @cached_property
+    def _meta(self) -> PartitionMeta:
+        hint = "set data.path to the root folder of PyG's Partitioner"
+        return read_meta(find_folder("data.path", self.settings.path, self.root, hint))
 
-    def _labels_of(self) -> tuple[str, str]:
-        """Return the node type that has the labels, and their file."""
-        meta, labels = self._read_meta(), str(self.labels)
-        if not meta.is_hetero:
-            return NODE, labels
-        node_type, _, name = labels.partition("=")
-        if not name or node_type not in meta.node_types:
-            raise ConfigError(
-                f"data.labels={labels}, and the folder has the node types {', '.join(meta.node_types)}",
-                hint=f"set data.labels to TYPE=FILE, such as data.labels={meta.node_types[0]}={name or labels}",
-            )
-        return node_type, name
-
-    def _put_labels(self, graph: Data | HeteroData, node_parts: dict[str, Tensor]) -> None:
-        if self.labels is None:
-            return
-        node_type, name = self._labels_of()
-        path = find_file("data.labels", name, self.root)
-        y = read_array("data.labels", path)
-        num_nodes = node_parts[node_type].numel()
-        if y.dim() == 0 or y.size(0) != num_nodes:
-            found = y.size(0) if y.dim() else 0
-            raise DataError(
-                f"data.labels={path} has {found} rows, and there are {num_nodes} nodes of {node_type}",
-                hint="give one row for each node, in the order of the original ids",
-            )
-        (graph[node_type] if isinstance(graph, HeteroData) else graph).y = y
+    @property
+    def _labels(self) -> tuple[str | None, Path | None]:
+        """The node type with labels in a file, and the file."""
+        labels, node_type, name = self.settings.labels, NODE, self.settings.labels
+        if labels is None or name is None:
+            return None, None
+        if self._meta.is_hetero:
+            node_type, _, name = labels.partition("=")
+            if not name or node_type not in self._meta.node_types:
+                types = self._meta.node_types
+                raise ConfigError(
+                    f"data.labels={labels} was set; the node types of the folder are {', '.join(types)}",
+                    hint=f"set data.labels to TYPE=FILE, such as data.labels={types[0]}={name or labels}",
+                )
+        return node_type, find_file("data.labels", name, self.root)
 
 
-def _names_of(meta: Meta, kind: str) -> dict[Any, dict[str, Tensor]]:
-    """Return the tensors that part 0 has of nodes or of edges, by type and name, mapped."""
-    found = read_part(meta, 0, kind, mapped=True)
+def _shapes(meta: PartitionMeta, stem: str, types: Sequence[Any]) -> dict[Any, dict[str, tuple[int, ...]]]:
+    """Return the shapes of part 0's tensors by type and name, without reading the contents."""
+    content = read_part(meta, 0, stem, mapped=True)
+    features = {name: content.get(name, {}).get("feats") or {} for name in types}
     return {
-        name: {key: value for key, value in (tensors.get("feats") or {}).items() if isinstance(value, Tensor)}
-        for name, tensors in found.items()
+        name: {key: tuple(value.shape) for key, value in tensors.items() if isinstance(value, Tensor)}
+        for name, tensors in features.items()
     }
 
 
-def _read_nodes(meta: Meta, node_type: str, parts: Tensor, node_parts: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a node type, one row for each node."""
-    rows = Rows(parts.numel(), parts, f"nodes of {node_type}" if meta.is_hetero else "nodes")
-    times = None
+def _read_nodes(meta: PartitionMeta, node_type: str, node_parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a node type, with one row per node."""
+    rows = PartitionedRows(node_parts[node_type], f"nodes of {node_type}" if meta.is_hetero else "nodes")
+    all_times = {}
     for part in range(meta.num_parts):
         path = meta.folder / f"part_{part}" / "node_feats.pt"
-        found = read_part(meta, part, "node_feats").get(node_type)
-        if found is None:
+        content = read_part(meta, part, "node_feats").get(node_type)
+        if content is None:
             continue
-        ids = _node_ids(found, node_type, node_parts, path)
+        if isinstance(content.get("id"), Tensor):
+            ids = content["id"].long()
+        elif isinstance(content.get("global_id"), Tensor):  # counts the nodes of all types
+            ids = content["global_id"].long() - _first_id(node_parts, node_type)
+        else:
+            raise DataError(f"{path} has no global_id", hint="partition the data again with PyG 2.5 or later")
         rows.check(ids, part, path)
-        for name, value in found.get("feats", {}).items():
+        for name, value in content.get("feats", {}).items():
             if value is not None:
                 rows.put(name, ids, value, path)
-        if isinstance(found.get("time"), Tensor):
-            if found["time"].size(0) == rows.total:  # the Partitioner saves the times of all nodes with each part
-                times = found["time"]
+        if isinstance(times := content.get("time"), Tensor):
+            if times.size(0) == rows.total:  # the Partitioner saves the times of all nodes with each part
+                all_times["time"] = times
             else:
-                rows.put("time", ids, found["time"], path)
-    tensors = dict(rows.complete(meta.folder))
-    return tensors if times is None else {**tensors, "time": times}
-
-
-def _node_ids(found: dict[str, Any], node_type: str, node_parts: dict[str, Tensor], path: Path) -> Tensor:
-    """Return the ids of a part's nodes within their type; ``global_id`` counts all types."""
-    if isinstance(found.get("id"), Tensor):
-        return found["id"].long()
-    if not isinstance(found.get("global_id"), Tensor):
-        raise DataError(f"{path} has no global_id", hint="partition the data anew with PyG 2.5 or later")
-    return found["global_id"].long() - _before(node_parts, node_type)
+                rows.put("time", ids, times, path)
+    return {**rows.complete(meta.folder), **all_times}
 
 
 def _read_edges(
-    meta: Meta, edge_type: EdgeType, edge_parts: dict[EdgeType, Tensor], node_parts: dict[str, Tensor]
+    meta: PartitionMeta, edge_type: EdgeType, edge_parts: dict[EdgeType, Tensor], node_parts: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the tensors of an edge type, one row for each edge, and ``edge_index``."""
-    parts = edge_parts[edge_type]
-    rows = Rows(parts.numel(), parts, f"edges of {','.join(edge_type)}" if meta.is_hetero else "edges")
+    """Return the tensors of an edge type, with one row per edge, and ``edge_index``."""
+    elements = f"edges of {','.join(edge_type)}" if meta.is_hetero else "edges"
+    rows = PartitionedRows(edge_parts[edge_type], elements)
     source, _, target = edge_type
     for part in range(meta.num_parts):
         path = meta.folder / f"part_{part}" / "graph.pt"
@@ -215,46 +171,36 @@ def _read_edges(
         if graph is None:
             continue
         if not all(isinstance(graph.get(name), Tensor) for name in ("row", "col", "edge_id")):
-            raise DataError(f"{path} lacks row, col or edge_id", hint="partition the data anew with PyG's Partitioner")
-        ids = graph["edge_id"].long() - _before(edge_parts, edge_type)
-        rows.check(ids, part, path)
+            raise DataError(f"{path} lacks row, col or edge_id", hint=HINT)
+        edge_ids = graph["edge_id"].long() - _first_id(edge_parts, edge_type)
+        rows.check(edge_ids, part, path)
         for name, node_type in (("row", source), ("col", target)):
-            _check_ends(graph[name], node_parts[node_type].numel(), f"{path}: {name}")
-            rows.put(name, ids, graph[name].long(), path)
-        _put_edge_features(rows, read_part(meta, part, "edge_feats").get(edge_type, {}), ids, part, path)
-    tensors = dict(rows.complete(meta.folder))
-    none = torch.empty(0, dtype=torch.int64)
+            ends, num_nodes = graph[name].long(), node_parts[node_type].numel()
+            outside = ends[(ends < 0) | (ends >= num_nodes)]
+            if outside.numel():
+                raise DataError(
+                    f"{path}: {name} names node {int(outside[0])}; the {num_nodes} nodes are 0..{num_nodes - 1}",
+                    hint=HINT,
+                )
+            rows.put(name, edge_ids, ends, path)
+        path, features = path.with_name("edge_feats.pt"), read_part(meta, part, "edge_feats").get(edge_type, {})
+        ids = edge_ids
+        if isinstance(features.get("global_id"), Tensor):
+            ids = features["global_id"].long()
+            rows.check(ids, part, path)
+        for name, value in features.get("feats", {}).items():
+            if value is not None:
+                rows.put(name, ids, value, path)
+        if isinstance(features.get("edge_time"), Tensor):
+            rows.put("edge_time", edge_ids, features["edge_time"], path)
+    tensors = rows.complete(meta.folder)
     if not tensors and rows.total:
-        raise DataError(
-            f"{meta.folder}: no part has {rows.what}, and there are {rows.total}",
-            hint="partition the data anew with PyG's Partitioner",
-        )
+        raise DataError(f"{meta.folder}: no part has {rows.elements}; there are {rows.total}", hint=HINT)
+    none = torch.empty(0, dtype=torch.int64)
     return {"edge_index": torch.stack([tensors.pop("row", none), tensors.pop("col", none)]), **tensors}
 
 
-def _put_edge_features(rows: Rows, found: dict[str, Any], edge_ids: Tensor, part: int, graph: Path) -> None:
-    path = graph.with_name("edge_feats.pt")
-    ids = edge_ids
-    if isinstance(found.get("global_id"), Tensor):
-        ids = found["global_id"].long()
-        rows.check(ids, part, path)
-    for name, value in found.get("feats", {}).items():
-        if value is not None:
-            rows.put(name, ids, value, path)
-    if isinstance(found.get("edge_time"), Tensor):
-        rows.put("edge_time", edge_ids, found["edge_time"], path)
-
-
-def _before(parts: dict[Any, Tensor], wanted: Any) -> int:
-    """Return how many nodes, or edges, the types before this one have."""
+def _first_id(parts: dict[Any, Tensor], type_name: Any) -> int:
+    """Return the number of nodes, or edges, of the preceding types."""
     names = list(parts)
-    return sum(parts[name].numel() for name in names[: names.index(wanted)])
-
-
-def _check_ends(ends: Tensor, num_nodes: int, where: str) -> None:
-    wrong = (ends < 0) | (ends >= num_nodes)
-    if wrong.any():
-        raise DataError(
-            f"{where} names node {int(ends[wrong][0])}, and there are {num_nodes} nodes, 0..{num_nodes - 1}",
-            hint="copy the folder again, or partition the data anew",
-        )
+    return sum(parts[name].numel() for name in names[: names.index(type_name)])

@@ -115,4 +115,4 @@ def test_what_partition_graph_writes_is_trained_on(tmp_path: Path) -> None:
     refused = gtrain("strategy=sar", "trainer.num_nodes=3", *arguments, cwd=tmp_path)
     assert refused.returncode == 1 and "Traceback" not in refused.stderr
     said = " ".join(refused.stderr.split())
-    assert "comes in 2 parts, and 3 ranks want one each: 2 != 3 HINT: run on 2 ranks" in said
+    assert "has 2 parts, and 3 ranks need one each: 2 != 3 HINT: run on 2 ranks" in said

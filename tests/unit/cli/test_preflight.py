@@ -206,7 +206,7 @@ def settings_for(model: str) -> list[str]:
         (["strategy=sar", "data.num_parts=3"], "the store has 3 parts and the job 2 ranks"),
         (["strategy=sar", "data.batch_size=16"], "choose strategy=pyg or single"),
         (["strategy=single", "data.num_neighbors=[10,10]"], "data.num_neighbors=[10,10] was set; strategy=single"),
-        (["strategy=sar", "data=edges", "data.path=no.txt"], "data.path=no.txt: there is no such file"),
+        (["strategy=sar", "data=edges", "data.path=no.txt"], "data.path=no.txt: no such file"),
         (["strategy=sar", "data.partitioner=file", "data.partition_path=no"], "data.partition_path=no was set"),
         (["strategy=single", "data=planted_kg", "model=kg", "model.operator=no"], "model.operator=no was set"),
         (["strategy=single", "trainer.precision=17"], "precision"),
@@ -274,7 +274,7 @@ def test_text_in_utf_16_and_other_files_are_named_before_they_are_read() -> None
     ):
         Path("edges.txt").write_bytes(lines.encode(encoding))
         said = refused_when_typed("strategy=single", "data=edges", "data.path=edges.txt")
-        assert f"edges.txt is text in {name}, and UTF-8" in said
+        assert f"edges.txt is text in {name}; gtrain reads UTF-8" in said
     Path("metrics.csv").write_text("epoch,loss\n0,1.0\n")
     assert "metrics.csv was set, which is neither" in refused_when_typed("strategy=single", "ckpt_path=metrics.csv")
 

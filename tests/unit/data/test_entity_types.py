@@ -63,9 +63,9 @@ def test_an_unknown_name_is_that_of_its_type(tmp_path: Path) -> None:
     ("entities", "relations", "message"),
     [
         (None, [{"name": "lives", "lhs": "person"}], "has no rhs"),
-        ({"person": {}}, RELATIONS, "joins the type 'place', and data.entities has person"),
-        (None, RELATIONS[:1], "the data has the relation 'knows', and data.relations has lives"),
-        (None, [{"name": "*", "lhs": "relation", "rhs": "x"}], "an entity type is called relation"),
+        ({"person": {}}, RELATIONS, "names the type 'place'; the types of data.entities are person"),
+        (None, RELATIONS[:1], "the data has the relation 'knows'; the relations of data.relations are lives"),
+        (None, [{"name": "*", "lhs": "relation", "rhs": "x"}], "the entity type name 'relation' is reserved"),
     ],
 )
 def test_what_is_amiss_in_a_schema(tmp_path: Path, entities: Any, relations: Any, message: str) -> None:

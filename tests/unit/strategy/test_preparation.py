@@ -48,15 +48,15 @@ def apart(function: Callable[[], Any]) -> dict[str, int]:
 
 def test_what_reading_takes_is_memory_of_another_process(tmp_path: Path) -> None:
     data = Large(store=str(tmp_path), num_parts=2)
-    data.make_apart = apart
+    data.run_in_child = apart
     before = anonymous_bytes()
     data.prepare_data()
     assert not data.read_here and anonymous_bytes() - before < 20 * MIB
-    assert data.made is not None
-    assert data.made["peak_anonymous_bytes"] - data.made["baseline_anonymous_bytes"] >= 150 * MIB
+    assert (memory := data.preparation_memory) is not None
+    assert memory["peak_anonymous_bytes"] - memory["baseline_anonymous_bytes"] >= 150 * MIB
     here = Large(store=str(tmp_path / "here"), num_parts=2)
     here.prepare_data()
-    assert here.read_here and here.made is None
+    assert here.read_here and here.preparation_memory is None
     made, wanted = (load_whole(module.open_store()).node_data for module in (data, here))
     assert all(torch.equal(made[name], wanted[name]) for name in wanted)
 
@@ -65,10 +65,10 @@ def test_a_graph_is_generated_checked_and_stored_in_little_more_than_its_own_siz
     """Beside the 128 MiB of features one part of them and buffers of 32 MiB; three copies before. 257 MiB were read."""
     size = {"num_nodes": 32768, "num_features": 1024, "num_edges": 70000}
     data = PlantedData(**size, partitioner="random", store=str(tmp_path), num_parts=2)  # type: ignore[arg-type]
-    data.make_apart = apart
+    data.run_in_child = apart
     data.prepare_data()
-    assert data.made is not None
-    assert data.made["peak_anonymous_bytes"] - data.made["baseline_anonymous_bytes"] < 2.25 * 128 * MIB
+    assert (memory := data.preparation_memory) is not None
+    assert memory["peak_anonymous_bytes"] - memory["baseline_anonymous_bytes"] < 2.25 * 128 * MIB
 
 
 @pytest.mark.slow
@@ -84,12 +84,12 @@ def test_a_process_with_threads_has_a_clean_interpreter_do_it(tmp_path: Path) ->
     with ThreadPoolExecutor(1) as pool:
         pool.submit(int).result()
         data = Here(store=str(tmp_path / "s"), num_parts=2)
-        data.make_apart = interpreted
+        data.run_in_child = interpreted
         data.prepare_data()
         assert not data.read_here and data.open_store().num_parts == 2
-        assert data.made is not None and data.made["peak_anonymous_bytes"] >= 200 * MIB
+        assert data.preparation_memory is not None and data.preparation_memory["peak_anonymous_bytes"] >= 200 * MIB
         spoilt = Here(store=str(tmp_path / "n"), num_parts=41)
-        spoilt.make_apart = interpreted
+        spoilt.run_in_child = interpreted
         with pytest.raises(DataError, match="more parts than nodes: 41 parts"):
             spoilt.prepare_data()
 
@@ -121,7 +121,7 @@ def test_a_killed_process_is_named_and_leaves_nothing(tmp_path: Path) -> None:
             return {}
 
     data = Killed(store=str(tmp_path / "s"))
-    data.make_apart = apart
+    data.run_in_child = apart
     with pytest.raises(DataError, match="store of large was killed by SIGKILL") as found:
         data.prepare_data()
     assert "memory runs out" in str(found.value)

@@ -171,8 +171,8 @@ def test_features_and_labels_by_name(tmp_path: Path) -> None:
         ("labels", "a\t0\nb\t1\n", "y has labels for 2 nodes, and the graph has 3(.|\n)*unlabelled"),
         ("labels", "a\t0\nq\t1\n", "y, line 2: values for 'q', and no edge has a node of that name"),
         ("labels", "a\t0\nb\t1\n\na\t1\n", "y, line 4: a second line for 'a', after .*y, line 1"),
-        ("labels", "a\t0\nb\t1.5\nc\t2\n", "a number that is not whole behind a name, and a label is one whole number"),
-        ("labels", "a\t0\t1\nb\t1\t1\nc\t2\t1\n", "2 numbers behind a name"),
+        ("labels", "a\t0\nb\t1.5\nc\t2\n", "a number with a fraction after a name; a label is one whole number"),
+        ("labels", "a\t0\t1\nb\t1\t1\nc\t2\t1\n", "2 numbers after a name"),
         ("labels", "a\t0\nb\tx\n", "line 2: 'x' is not a number"),
         ("labels", "a\t0\nb\tnan\n", "line 2: the value is nan"),
         ("labels", "a\nb\n", "line 1: 1 column, and 2 or more were expected"),
@@ -286,7 +286,7 @@ NAMED_GOOD = "".join(f"n{i % 9}\tm{i % 7}\n" for i in range(50))
         ("0 1 2 3\n", {}, "line 1: 4 columns, and 2 or 3 were expected(.|\n)*data.columns"),
         ("source target\n", {}, "has no edges"),
         ("", {}, "has no lines other than comments"),
-        ("a b\n", {"num_nodes": 3}, "data.num_nodes=3, and the ids are names"),
+        ("a b\n", {"num_nodes": 3}, "data.num_nodes=3 was set, but the ids are names"),
     ],
 )
 def test_the_wrong_line_is_named_in_any_block(
@@ -331,12 +331,12 @@ def test_wrong_parquet(arrays: Any, options: dict[str, Any], message: str, tmp_p
 def test_what_is_no_file_of_edges(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not a Parquet file, or is damaged"):
         EdgesData(path=write(tmp_path, "e.parquet", "a b\n")).read()
-    with pytest.raises(DataError, match="no file fits the pattern"):
+    with pytest.raises(DataError, match="no file matches the pattern"):
         EdgesData(path=str(tmp_path / "*.csv")).read()
     with pytest.raises(DataError, match="data.path is an empty list"):
         EdgesData(path=[]).read()
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="there are no files in the folder"):
+    with pytest.raises(DataError, match="the folder has no files"):
         EdgesData(path=str(tmp_path / "empty")).read()
     (tmp_path / "cut.gz").write_bytes(gzip.compress(os.urandom(999).hex().encode())[:-50])
     with pytest.raises(DataError, match=r"cut\.gz cannot be decompressed"):

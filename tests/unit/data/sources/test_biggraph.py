@@ -134,10 +134,10 @@ def test_partitions_become_parts(users: Path, tmp_path: Path) -> None:
     joined = module(users, keep_parts=True, num_parts=1)
     joined.read()
     assert joined.num_parts == 1 and joined.assignment().tolist() == [0] * 7
-    with pytest.raises(DataError, match="comes in 2 parts, and 3 ranks want one each: 2 != 3"):
+    with pytest.raises(DataError, match="has 2 parts, and 3 ranks need one each: 2 != 3"):
         module(users, keep_parts=True, num_parts=3).num_parts  # noqa: B018
     assert module(users, num_parts=3).num_parts == 3
-    with pytest.raises(ConfigError, match="partitioner=random, and biggraph keeps the parts"):
+    with pytest.raises(ConfigError, match="partitioner=random was set, but biggraph keeps the parts"):
         module(users, keep_parts=True, partitioner="random")
 
 
@@ -145,7 +145,7 @@ def test_buckets_want_as_many_partitions_as_there_are(users: Path) -> None:
     for number in (1, 3):
         trained = module(users, keep_parts=True, num_parts=number)
         trained.edge_buckets, trained.parts_key = True, "strategy.num_partitions"
-        with pytest.raises(DataError, match=rf"comes in 2 partitions, and strategy\.num_partitions={number} was set"):
+        with pytest.raises(DataError, match=rf"has 2 partitions, and strategy\.num_partitions={number} was set"):
             trained.num_parts  # noqa: B018
     trained = module(users, keep_parts=True, num_parts=2)
     trained.edge_buckets = True
@@ -232,24 +232,24 @@ def broken(folder: Path, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("count missing", "no entity_count_user_id_0.txt, and has partition 1 of user_id"),
+        ("count missing", "no entity_count_user_id_0.txt, but has partition 1 of user_id"),
         ("count", "entity_count_user_id_0.txt holds 'three'"),
         ("no counts", "has no entity_count_<type>_<part>.txt"),
         ("bucket missing", r"no edges_0_1.h5, and there are 2 .* 2 x 2 = 4 buckets"),
         ("bucket too many", r"has edges_2_0.h5, and there are 2 partitions"),
         ("no hdf5", "edges_0_1.h5 cannot be read as HDF5"),
-        ("names", "has 1 names, and a list of 4 strings"),
+        ("names", "has 1 names; a list of 4 strings"),
         ("names json", "is no JSON"),
-        ("names missing", "no entity_names_user_id_1.json, and has entity_names_user_id_0.json"),
+        ("names missing", "no entity_names_user_id_1.json, but has entity_names_user_id_0.json"),
         ("uneven", "different numbers of partitions: item in 3, user_id in 2"),
-        ("version", "format_version is None, and 1 is read"),
-        ("newer", "format_version is 2, and 1 is read"),
-        ("negative", "edge 0 has lhs -1, and ids are not negative"),
-        ("beyond", r"edge 0 has rhs 4, and there are 4 entities in that partition, 0..3"),
-        ("relation", r"edge 0 has rel 2, and there are 2 relations, 0..1"),
+        ("version", "format_version is None; gtrain reads 1"),
+        ("newer", "format_version is 2; gtrain reads 1"),
+        ("negative", "edge 0 has lhs -1; ids are not negative"),
+        ("beyond", r"edge 0 has rhs 4; the 4 entities in that partition are 0..3"),
+        ("relation", r"edge 0 has rel 2; the 2 relations are 0..1"),
         ("lengths", "different lengths: rel 1, lhs 2, rhs 1"),
         ("featurized", "featurized"),
-        ("weights", "edges_0_0.h5 has no weights, and other files do"),
+        ("weights", "edges_0_0.h5 has no weights, but other files do"),
         ("dataset", "no dataset 'rel'; it has lhs, rhs"),
     ],
 )
@@ -280,11 +280,11 @@ def test_nan_weight(tmp_path: Path) -> None:
 
 
 def test_settings(users: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match="data.path=nowhere: there is no such folder, nor"):
+    with pytest.raises(DataError, match="data.path=nowhere: no such folder, nor"):
         BigGraphData(path="nowhere", root=str(tmp_path)).read()
     with pytest.raises(ConfigError, match="has no rhs"):
         module(users, relations=[{"name": "a", "lhs": "user_id"}])
-    with pytest.raises(ConfigError, match="joins user_id and item, and there is no item"):
+    with pytest.raises(ConfigError, match="joins user_id and item, but item is not an entity type"):
         module(users, relations=[{"name": "a", "lhs": "user_id", "rhs": "item"}]).read()
     same = {"name": "a", "lhs": "user_id", "rhs": "user_id"}
     with pytest.raises(ConfigError, match="2 relations, and .* has dynamic ones"):
@@ -324,9 +324,9 @@ def test_bags_become_entities(tmp_path: Path) -> None:
     assert found is not None and (found[0].tolist(), found[1].tolist(), found[2]) == ([1, 3, 2, 0], [0, 2, 3, 4], 5)
     assert entity_bags(made.open_store(), "user") is None
     write_edges(folder / "train", {(0, 0): columns([0], [0], [-1], rhsd_offsets=[0, 1], rhsd_data=[5])})
-    with pytest.raises(DataError, match=r"rhsd_data has the feature 5, and there are 5, 0..4"):
+    with pytest.raises(DataError, match=r"rhsd_data has the feature 5; the 5 features are 0..4"):
         made.read()
-    with pytest.raises(DataError, match="rhsd_data: its entities are featurized .* and item is not"):
+    with pytest.raises(DataError, match="rhsd_data .bags of features., but item is not featurized"):
         module(folder, relations=relations, joint_types=True).read()
     with pytest.raises(ConfigError, match="data.entities.user.featurized was set"):
         module(folder, relations=relations, joint_types=True, entities={"user": {"featurized": True}}).read()

@@ -89,13 +89,13 @@ def test_the_store(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["features", "labels", "edge_weights"])
 def test_a_feature_that_is_not_there(key: str) -> None:
     options: dict[str, Any] = {key: "zz"}
-    with pytest.raises(DataError, match=rf"data\.{key}=zz, and there is no such feature; the nodes have .*train_mask"):
+    with pytest.raises(DataError, match=rf"data\.{key}=zz names a missing feature; the nodes have .*train_mask"):
         DGLPartitionData(path=f"{ASSETS}/homogeneous/small.json", **options).read()
 
 
 def test_another_number_of_parts() -> None:
     module = DGLPartitionData(path=f"{ASSETS}/homogeneous/small.json", num_parts=2)
-    with pytest.raises(DataError, match=r"comes in 3 parts, and 2 ranks want one each: 3 != 2\nHINT: run on 3 ranks"):
+    with pytest.raises(DataError, match=r"has 3 parts, and 2 ranks need one each: 3 != 2\nHINT: run on 3 ranks"):
         module.prepare_data()
 
 
@@ -167,17 +167,17 @@ def broken(folder: Path, what: str) -> None:
         ("json", "cannot be read as DGL's partition book: Expecting"),
         ("keys", "cannot be read as DGL's partition book: no 'num_parts'"),
         ("part", "has no part-2, and num_parts is 3"),
-        ("parts", "node_map has 3 ranges of _N, and 4 ascending ones are expected"),
+        ("parts", "node_map has 3 ranges of _N; 4 ascending ones are expected"),
         ("old", "ids were not reassigned"),
         ("cover", r"do not cover 0..24 \(num_nodes=25\) once each"),
         ("graphbolt", "part-0 names no part_graph; it was written for GraphBolt"),
-        ("file", "there is no .*part1/node_feat.dgl"),
-        ("empty", "ends before its contents do, at 0 bytes"),
-        ("short", "graph.dgl ends before its contents do"),
-        ("magic", "byte 0: a file of graphs of DGL begins with 0xdd2e4ff046b4a13f"),
+        ("file", "part1/node_feat.dgl is missing"),
+        ("empty", "is truncated at 0 bytes"),
+        ("short", "graph.dgl is truncated"),
+        ("magic", "byte 0: a file of graphs of DGL starts with 0xdd2e4ff046b4a13f"),
         ("rows", "has . rows, and part 1 has .* of _N"),
-        ("edges", "has 0 edges of _N:_E:_N, and the ids .* are part 1's"),
-        ("ends", "names node 1.., which is no _N"),
+        ("edges", "has 0 edges of _N:_E:_N, and part 1 owns the ids"),
+        ("ends", "names node 1.., which is not a _N"),
     ],
 )
 def test_bad_folders(what: str, message: str, folder: Path) -> None:
@@ -201,7 +201,7 @@ def test_every_cut_and_every_flipped_byte_is_answered(folder: Path) -> None:
 
 
 def test_settings(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="data.path=none.json: there is no such file"):
+    with pytest.raises(DataError, match="data.path=none.json: no such file"):
         DGLPartitionData(path="none.json", root=str(tmp_path)).prepare_data()
-    with pytest.raises(ConfigError, match="partitioner=random, and dgl_partition keeps the parts"):
+    with pytest.raises(ConfigError, match="partitioner=random was set, but dgl_partition keeps the parts"):
         DGLPartitionData(path="x", partitioner="random")

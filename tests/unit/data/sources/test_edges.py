@@ -137,10 +137,10 @@ def test_nan_in_a_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"path": "edgs.txt"}, r"data\.path=edgs\.txt: there is no such file(.|\n)*there are edges\.txt"),
-        ({"path": "edges.txt", "features": "f.npy"}, r"data\.features=f\.npy: there is no such file"),
-        ({"path": "edges.txt", "labels": "l.npy"}, r"data\.labels=l\.npy: there is no such file"),
-        ({"path": "edges.txt", "features": "dict.pt"}, "holds a dict, and a single tensor is expected"),
+        ({"path": "edgs.txt"}, r"data\.path=edgs\.txt: no such file(.|\n)*there are edges\.txt"),
+        ({"path": "edges.txt", "features": "f.npy"}, r"data\.features=f\.npy: no such file"),
+        ({"path": "edges.txt", "labels": "l.npy"}, r"data\.labels=l\.npy: no such file"),
+        ({"path": "edges.txt", "features": "dict.pt"}, "holds a dict; a single tensor is expected"),
         ({"path": "edges.txt", "features": "object.npy"}, "cannot be read as an array"),
         ({"path": "edges.txt", "features": "code.pt"}, "never unpickled"),
         ({"path": "broken.gz"}, "cannot be decompressed"),

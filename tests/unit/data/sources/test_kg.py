@@ -88,7 +88,7 @@ def test_the_malformed_line_is_named(files: dict[str, str], message: str, tmp_pa
 def test_text_that_is_no_utf8(tmp_path: Path) -> None:
     path = write(tmp_path)
     (tmp_path / "train.txt").write_bytes(b"a\tr\tb\na\tr\t\xff\n")
-    with pytest.raises(DataError, match=r"train\.txt, line 2: the text is no UTF-8"):
+    with pytest.raises(DataError, match=r"train\.txt, line 2: the text is not UTF-8"):
         KGData(path=path).read()
 
 
@@ -97,8 +97,8 @@ def test_unknown_names_can_be_dropped_or_kept(tmp_path: Path, caplog: pytest.Log
     with caplog.at_level(logging.WARNING, "gtrain"):
         dropped = KGData(path=path, unknown="drop").read()
     assert [record.getMessage().split(": ")[1] for record in caplog.records] == [
-        "1 of 2 triples dropped, since train does not know their names",
-        "1 of 1 triples dropped, since train does not know their names",
+        "dropped 1 of 2 triples, whose names do not occur in train",
+        "dropped 1 of 1 triples, whose names do not occur in train",
     ]
     assert (dropped.num_nodes, dropped.val_edge_index.tolist(), dropped.test_edge_index.size(1)) == (3, [[2], [0]], 0)
     module = KGData(path=path, unknown="keep")
@@ -113,7 +113,7 @@ def test_unknown_names_can_be_dropped_or_kept(tmp_path: Path, caplog: pytest.Log
         ("gone", r"data\.path=gone: there is no such folder(.|\n)*train\.txt"),
         ("umsl", r"there is no such folder(.|\n)*there are umls"),
         ("empty", r"the folder has no train\.txt; it has x\.csv"),
-        ("empty/x.csv", r"is a file, and no \.tar\.gz"),
+        ("empty/x.csv", r"is a file, but not a \.tar\.gz"),
         ("half", r"has no test\.txt; it has train\.txt, valid\.txt(.|\n)*split=random"),
         ("broken.tar.gz", "cannot be unpacked"),
         ("hollow.tar.gz", r"has no train\.txt; it has none"),
@@ -160,7 +160,7 @@ def test_edge_sets_that_are_not_there(tmp_path: Path) -> None:
     path = write(tmp_path)
     with pytest.raises(ConfigError, match=r"data\.edge_sets is an empty list"):
         KGData(path=path, edge_sets=[])
-    with pytest.raises(DataError, match=r"data\.edge_sets=a\.txt: there is no such file(.|\n)*there are"):
+    with pytest.raises(DataError, match=r"data\.edge_sets=a\.txt: no such file(.|\n)*there are"):
         KGData(path=path, edge_sets=["a.txt"]).read()
     (tmp_path / "valid.txt").unlink()
     with pytest.raises(DataError, match=r"has no valid\.txt"):

@@ -132,7 +132,7 @@ def test_labels(labels: list[str], options: dict[str, Any], y: list[Any], tmp_pa
         ("nan 1:1\n", {}, r"line 1: 'nan' is not finite"),
         ("1 qid:3 1:1\n", {}, r"line 1: 'qid:3' groups rows for ranking"),
         ("1 2:1 2:2\n", {}, r"line 1: the feature 2 occurs twice"),
-        ("1 2:1\n0.5 2:2\n", {}, r"line 2: the label 0.5 is no whole number"),
+        ("1 2:1\n0.5 2:2\n", {}, r"line 2: the label 0.5 is not a whole number"),
         ("1 2:1\n0 0:2\n", {"index_base": "1"}, r"line 2: the feature id 0, and data\.index_base=1"),
         ("1 2:1\n0 5:2\n", {"num_features": 4}, r"line 2: the feature id 5, and data\.num_features=4 allows 1\.\.4"),
         ("1 2:1\n0,1 5:2\n", {"labels": "single"}, r"line 2: the row has 2 labels"),
@@ -146,7 +146,7 @@ def test_labels(labels: list[str], options: dict[str, Any], y: list[Any], tmp_pa
         ("1 1000000000000000000:1\n", {}, r"line 1: '1000000000000000000:1' has a feature id above 2147483647"),
         ("1 99999999999999999999999999:1\n", {}, r"line 1: '9+:1' has a feature id above 2147483647"),
         ("\ufeff# c\n\n1 1:1\n0,1 1:2\n", {"labels": "single"}, r"train, line 4: the row has 2 labels"),
-        ("\ufeff\n# c\n1 1:1\n0.5 1:2\n", {}, r"train, line 4: the label 0\.5 is no whole number"),
+        ("\ufeff\n# c\n1 1:1\n0.5 1:2\n", {}, r"train, line 4: the label 0\.5 is not a whole number"),
         ("\ufeff# c\n1 2:1\n0 5:2\n", {"num_features": 4}, r"train, line 3: the feature id 5"),
         ("\ufeff# c\n1 2:1 2:2\n", {}, r"train, line 2: the feature 2 occurs twice"),
         ("0,1 1:1\n7,9999999999 1:1\n", {}, r"line 2: the label 9999999999 makes a matrix of 2 rows"),
@@ -204,7 +204,7 @@ def test_wrong_files_and_options(tmp_path: Path) -> None:
     (tmp_path / "a.gz").write_text("1 1:1\n")
     with pytest.raises(DataError, match=r"a\.gz cannot be read: Not a gzipped file"):
         LibsvmData(path="a.gz", root=str(tmp_path)).read()
-    with pytest.raises(DataError, match=r"data\.test_path=b\.gz: there is no such file(.|\n)*a\.gz"):
+    with pytest.raises(DataError, match=r"data\.test_path=b\.gz: no such file(.|\n)*a\.gz"):
         LibsvmData(path="a.gz", test_path="b.gz", root=str(tmp_path)).identity()
     for options, message in (
         ({"index_base": "2"}, r"data\.index_base=2"),

@@ -258,7 +258,7 @@ def test_wrong_files_and_options(tmp_path: Path) -> None:
     path = write(tmp_path / "a")
     pq.write_table(pa.table({"label": pa.array([], pa.int64()), "count": pa.array([], pa.int64())}), tmp_path / "none")
     for options, kind, message in (
-        ({"path": "gone.parquet"}, DataError, r"data\.path=gone\.parquet: there is no such file"),
+        ({"path": "gone.parquet"}, DataError, r"data\.path=gone\.parquet: no such file"),
         ({"path": "text.parquet"}, DataError, r"text\.parquet is no Parquet file"),
         ({"path": "empty"}, DataError, r"data\.path=empty: the folder has no \*\.parquet"),
         ({"path": "none"}, DataError, r"data\.path=none has no rows"),

@@ -138,7 +138,7 @@ def test_the_store(partition: Any, tmp_path: Path) -> None:
 
 def test_another_number_of_parts(partition: Any) -> None:
     module = PyGPartitionData(path=str(partition(homogeneous(), 2)[0]), num_parts=3)
-    with pytest.raises(DataError, match=r"comes in 2 parts, and 3 ranks want one each: 2 != 3\nHINT: run on 2 ranks"):
+    with pytest.raises(DataError, match=r"has 2 parts, and 3 ranks need one each: 2 != 3\nHINT: run on 2 ranks"):
         module.prepare_data()
 
 
@@ -196,16 +196,16 @@ def broken(folder: Path, what: str) -> None:
         ("meta keys", "META.json cannot be read as PyG's Partitioner writes it: no 'is_hetero'"),
         ("part missing", "has no part_1/graph.pt, and META.json says that there are 2 parts"),
         ("more parts", "has no part_2/graph.pt, and META.json says that there are 3 parts"),
-        ("map missing", "there is no .*node_map.pt"),
-        ("map", "node_map.pt names part 2, and there are 2 parts"),
-        ("map short", "id 2., and there are 20 nodes"),
-        ("node out of range", "col names node 30, and there are 30 nodes, 0..29"),
+        ("map missing", "node_map.pt is missing"),
+        ("map", "node_map.pt names part 2; there are 2 parts"),
+        ("map short", "id 2.; there are 20 nodes"),
+        ("node out of range", "col names node 30; the 30 nodes are 0..29"),
         ("negative node", "row names node -1"),
-        ("edges missing", "the parts have row of 119 edges, and there are 120"),
+        ("edges missing", "the parts have row of 119 edges; there are 120"),
         ("edge twice", "has an id of edges twice"),
         ("rows", "x has .* rows, and the part has .* nodes"),
         ("width", r"a row of x is torch.float32 \[3\], and in another part torch.float32 \[4\]"),
-        ("features missing", "the parts have x of .* nodes, and there are 30"),
+        ("features missing", "the parts have x of .* nodes; there are 30"),
         ("objects", "holds Python objects other than tensors and plain containers, which are never unpickled"),
         ("no torch", "cannot be loaded|never unpickled"),
     ],
@@ -232,13 +232,13 @@ def test_nan(partition: Any, tmp_path: Path) -> None:
 
 
 def test_settings(partition: Any, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="data.path=nowhere: there is no such folder, nor"):
+    with pytest.raises(DataError, match="data.path=nowhere: no such folder, nor"):
         PyGPartitionData(path="nowhere", root=str(tmp_path)).read()
-    with pytest.raises(ConfigError, match="partitioner=random, and pyg_partition keeps the parts"):
+    with pytest.raises(ConfigError, match="partitioner=random was set, but pyg_partition keeps the parts"):
         PyGPartitionData(path="x", partitioner="random")
     folder, _ = partition(heterogeneous())
     torch.save(torch.zeros(7), tmp_path / "y.pt")
-    with pytest.raises(ConfigError, match="data.labels=y.pt, and the folder has the node types a, b"):
+    with pytest.raises(ConfigError, match="data.labels=y.pt was set; the node types of the folder are a, b"):
         PyGPartitionData(path=str(folder), root=str(tmp_path), labels="y.pt").read()
     with pytest.raises(DataError, match="y.pt has 7 rows, and there are 30 nodes of b"):
         PyGPartitionData(path=str(folder), root=str(tmp_path), labels="b=y.pt").read()

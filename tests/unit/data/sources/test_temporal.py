@@ -56,7 +56,7 @@ def test_events_out_of_order_are_sorted(tmp_path: Path, caplog: pytest.LogCaptur
     assert data.edge_index.tolist() == [[0, 1, 0, 2], [2, 2, 1, 0]]
     assert data.edge_attr.flatten().tolist() == pytest.approx([0.4, 0.3, 0.5, 0.6])
     assert [record.getMessage().split(": ")[1] for record in caplog.records] == [
-        "the times are not in order; the 4 events are sorted by time"
+        "the events are not in the order of their times; sorting 4 events"
     ]
 
 
@@ -84,19 +84,19 @@ def test_times(tmp_path: Path) -> None:
     ("text", "options", "message"),
     [
         ("0 1 2\n# c\n0 1\n", {}, r"events, line 3: 2 columns, and the lines before have 3: '0 1'"),
-        ("0 1 2\n0 1 x\n", {}, r"line 2: the time 'x' in column 2 is no number"),
-        ("0 1 2 1\n0 1 2 y\n", {"features": "3:"}, r"line 2: the feature 'y' in column 3 is no number"),
-        ("0 1\n", {}, r"events: the lines have 2 columns, and at least 3 are needed"),
-        ("u v t\n0 1 2\n0 1 nan\n", {}, r"line 3: the time is not finite, and so it is in 1 of 2 lines"),
+        ("0 1 2\n0 1 x\n", {}, r"line 2: the time 'x' in column 2 is not a number"),
+        ("0 1 2 1\n0 1 2 y\n", {"features": "3:"}, r"line 2: the feature 'y' in column 3 is not a number"),
+        ("0 1\n", {}, r"events: the lines have 2 columns; at least 3 are needed"),
+        ("u v t\n0 1 2\n0 1 nan\n", {}, r"line 3: the time is not finite, as in 1 of 2 lines"),
         ("0 1 2 1\n0 1 3 inf\n", {"features": "3:"}, r"line 2: the feature is not finite"),
         ("0 1 2\n\n0 -1 3\n", {}, r"line 3: the id -1 is negative"),
         ("0,1,2\n0,,3\n", {}, r"line 2: the target is empty"),
-        ("0 1 2\n0 1 2.5\n", {}, r"line 2: the time 2\.5 times data\.time_scale=1 is no whole number(.|\n)*=1000"),
-        ("0 1 2\n0 1 1e300\n", {}, r"line 2: the time 1e\+300 is beyond 64 bits"),
-        ("0 1 2\n0 1 99999999999999999999\n", {}, r"line 2: the time .* is beyond 64 bits"),
-        ("0 1 2\n0 1 4000000000000000000\n", {"time_scale": 1000}, r"line 2: the time 4000.* is beyond 64 bits"),
+        ("0 1 2\n0 1 2.5\n", {}, r"line 2: the time 2\.5 times data\.time_scale=1 is not a whole number(.|\n)*=1000"),
+        ("0 1 2\n0 1 1e300\n", {}, r"line 2: the time 1e\+300 exceeds 64 bits"),
+        ("0 1 2\n0 1 99999999999999999999\n", {}, r"line 2: the time .* exceeds 64 bits"),
+        ("0 1 2\n0 1 4000000000000000000\n", {"time_scale": 1000}, r"line 2: the time 4000.* exceeds 64 bits"),
         ("# c\n", {}, r"events is empty"),
-        ("u v t\n", {}, r"events has no line after its names"),
+        ("u v t\n", {}, r"events has no line below the column names"),
     ],
 )
 def test_the_malformed_line_is_named(text: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -106,13 +106,13 @@ def test_the_malformed_line_is_named(text: str, options: dict[str, Any], message
 
 def test_text_that_is_no_utf8(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes("a b 1\nc é 2\n".encode("latin1"))
-    with pytest.raises(DataError, match=r"latin, line 2: the text is no UTF-8"):
+    with pytest.raises(DataError, match=r"latin, line 2: the text is not UTF-8"):
         TemporalData(path="latin", root=str(tmp_path)).read()
 
 
 def test_options(tmp_path: Path) -> None:
     for options, message in (
-        ({"features": "x"}, r"data\.features='x' is no slice"),
+        ({"features": "x"}, r"data\.features='x' is not a slice"),
         ({"features": "1:"}, r"data\.features takes the columns \[1, 2\]"),
         ({"features": "3:"}, r"data\.features takes the columns \[\], and .*events has the columns 0\.\.2"),
         ({"time_column": 3}, r"data\.time_column=3, and .*events has the columns 0\.\.2"),
@@ -120,7 +120,7 @@ def test_options(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             events(tmp_path, "0 1 2\n", **options).read()
-    with pytest.raises(DataError, match=r"data\.path=gone: there is no such file"):
+    with pytest.raises(DataError, match=r"data\.path=gone: no such file"):
         TemporalData(path="gone", root=str(tmp_path)).identity()
 
 
