@@ -234,7 +234,7 @@ def numpy_reason(err: Exception) -> str:
     return "it is not an .npy or .npz file" if "allow_pickle=` keyword" in text else text
 
 
-def first_true(mask: NDArray[np.bool_]) -> int | None:
+def first_true(mask: NDArray[np.bool_] | np.bool_) -> int | None:
     """Return the position of the first True in a mask, for messages; None if all are False."""
     return int(mask.argmax()) if mask.any() else None
 

@@ -1,4 +1,4 @@
-"""The arrays of HeCo's data sets, from one file or from the folder of its repository."""
+"""Read the arrays of HeCo's data sets from one file or from the folder of its repository."""
 
 from __future__ import annotations
 
@@ -12,38 +12,47 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gtrain.data.readers.files import numpy_reason
+from gtrain.data.readers.files import first_true, numpy_reason
 from gtrain.data.readers.number_table import read_table
 from gtrain.errors import DataError
 from gtrain.graph.store.tables import csr_tensor
+
+_FOLDER_HINT = "copy the whole folder of the data set again"
+_MATRIX = ("data", "indices", "indptr", "shape")
 
 
 class Arrays(ABC):
     """The arrays of one data set, by name."""
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
     @abstractmethod
     def array(self, name: str) -> Any:
-        """Return an array; DataError where there is none."""
+        """Return an array.
+
+        Raises:
+            DataError: it is missing or damaged.
+        """
 
     @abstractmethod
     def where(self, name: str) -> str:
-        """Return where an array is kept, for messages."""
+        """Return the location of an array, for messages."""
 
     def integers(self, name: str, dims: int = 1) -> Tensor:
-        """Return an array of whole numbers as int64; DataError where it is another.
+        """Return an array of integers as int64.
 
-        Args:
-            name: of the array.
-            dims: how many dimensions it should have.
+        Raises:
+            DataError: the array has another dtype or number of dimensions.
         """
-        found = self.array(name)
-        if found.dtype.kind not in "iu" or found.ndim != dims:
+        array = self.array(name)
+        if array.dtype.kind not in "iu" or array.ndim != dims:
             raise DataError(
-                f"{self.where(name)}: it holds {found.dtype} of shape {list(found.shape)}, and {dims} dimension"
-                f"{'s' * (dims > 1)} of whole numbers were expected",
+                f"{self.where(name)}: it holds {array.dtype} of shape {list(array.shape)}; {dims} dimension"
+                f"{'s' * (dims > 1)} of integers are expected",
                 hint="write the array again, or copy or download the data set again",
             )
-        return torch.from_numpy(found.astype(np.int64))
+        return torch.from_numpy(array.astype(np.int64))
 
     @abstractmethod
     def pairs(self, edge: str) -> Tensor:
@@ -51,63 +60,55 @@ class Arrays(ABC):
 
     @abstractmethod
     def features(self, letter: str) -> Tensor | None:
-        """Return the features of a node type as a CSR tensor; None where there are none."""
+        """Return the features of a node type as a CSR tensor; None for a type without features."""
 
 
-class OneFile(Arrays):
+class ArchiveArrays(Arrays):
     """All arrays in one ``.npz``."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        super().__init__(path)
         self._arrays = load_npz(path)
 
     def array(self, name: str) -> Any:
         if name not in self._arrays:
-            raise no_array(self._path, name, list(self._arrays))
+            raise missing_array(self._path, name, list(self._arrays))
         return self._arrays[name]
 
     def where(self, name: str) -> str:
         return f"{self._path}, {name}"
 
     def pairs(self, edge: str) -> Tensor:
-        index = self.integers(f"edge_{edge}", dims=2)
+        index, where = self.integers(f"edge_{edge}", dims=2), self.where(f"edge_{edge}")
         if index.size(0) != 2:
             raise DataError(
-                f"{self.where(f'edge_{edge}')}: it has the shape {list(index.shape)}, and [2, E] was expected",
+                f"{where}: it has the shape {list(index.shape)}; [2, E] is expected",
                 hint="write the array again: sources in row 0, targets in row 1",
             )
-        if (negative := (index < 0).any(dim=0)).any():
-            at = int(negative.byte().argmax())
+        if (column := first_true((index < 0).any(dim=0).numpy())) is not None:
             raise DataError(
-                f"{self.where(f'edge_{edge}')}: edge {at} has the negative id {int(index[:, at].min())}",
-                hint="number nodes from 0",
+                f"{where}: edge {column} has the negative id {int(index[:, column].min())}", hint="number nodes from 0"
             )
         return index
 
     def features(self, letter: str) -> Tensor | None:
-        names = [f"{letter}_feat_{part}" for part in ("data", "indices", "indptr", "shape")]
-        if not any(name in self._arrays for name in names):
+        if not any(f"{letter}_feat_{part}" in self._arrays for part in _MATRIX):
             return None
-        parts = dict(zip(("data", "indices", "indptr", "shape"), map(self.array, names), strict=True))
-        return _csr(parts, f"{self._path}, {letter}_feat")
+        matrix = {part: self.array(f"{letter}_feat_{part}") for part in _MATRIX}
+        return _csr(matrix, f"{self._path}, {letter}_feat")
 
 
-class Folder(Arrays):
-    """A file for each array, as in HeCo's repository."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
+class FolderArrays(Arrays):
+    """One file per array, as in HeCo's repository."""
 
     def array(self, name: str) -> Any:
         path = self._path / f"{name}.npy"
         try:
             return np.load(path)
         except FileNotFoundError as err:
-            raise DataError(f"there is no {path}", hint="copy the whole folder of the data set again") from err
-        except Exception as err:  # as below
-            raise DataError(
-                f"{path} cannot be read: {numpy_reason(err)}", hint="copy the whole folder of the data set again"
-            ) from err
+            raise DataError(f"{path} is missing", hint=_FOLDER_HINT) from err
+        except Exception as err:  # a garbled file can raise anything in numpy's reader
+            raise DataError(f"{path} cannot be read: {numpy_reason(err)}", hint=_FOLDER_HINT) from err
 
     def where(self, name: str) -> str:
         return str(self._path / f"{name}.npy")
@@ -115,11 +116,10 @@ class Folder(Arrays):
     def pairs(self, edge: str) -> Tensor:
         path = self._path / f"{edge}.txt"
         if not path.is_file():
-            raise DataError(f"there is no {path}", hint="copy the whole folder of the data set again")
+            raise DataError(f"{path} is missing", hint=_FOLDER_HINT)
         table = read_table(path, integers=2, header=False, widths=(2,))
-        negative = (table.columns[0] < 0) | (table.columns[1] < 0)
-        if negative.any():
-            raise DataError(f"{path}, line {table.line(int(negative.argmax()))}: a negative id", hint="ids start at 0")
+        if (row := first_true((table.columns[0] < 0) | (table.columns[1] < 0))) is not None:
+            raise DataError(f"{path}, line {table.line(row)}: a negative id", hint="ids start at 0")
         return torch.from_numpy(np.stack(table.columns).astype(np.int64, copy=False))
 
     def features(self, letter: str) -> Tensor | None:
@@ -127,32 +127,32 @@ class Folder(Arrays):
         return _csr(load_npz(path), str(path)) if path.is_file() else None
 
 
-def names_of(place: Path) -> list[str]:
-    """Return the names of the arrays of a file or a folder, and ``p_feat`` of type p with features; reads no array.
+def array_names(path: Path) -> list[str]:
+    """Return the names of the arrays of a file or a folder, and ``p_feat`` for each type p with features.
 
     Raises:
         DataError: the file is not a ``.npz``.
     """
-    if place.is_dir():
-        pairs = [f"edge_{file.stem}" for file in place.glob("*.txt")]
-        return [*pairs, *(file.stem for file in place.glob("*.np[yz]"))]
+    if path.is_dir():
+        pairs = [f"edge_{file.stem}" for file in path.glob("*.txt")]
+        return [*pairs, *(file.stem for file in path.glob("*.np[yz]"))]
     try:
-        with zipfile.ZipFile(place) as file:
+        with zipfile.ZipFile(path) as file:
             names = [name.removesuffix(".npy") for name in file.namelist()]
     except (zipfile.BadZipFile, OSError) as err:
         raise DataError(
-            f"{place} cannot be read: it is no .npy or .npz file", hint="copy or download the file again"
+            f"{path} cannot be read: it is not an .npy or .npz file", hint="copy or download the file again"
         ) from err
     return [*names, *dict.fromkeys(name.rpartition("_")[0] for name in names if "_feat_" in name)]
 
 
-def no_array(place: Path, name: str, there: Sequence[str]) -> DataError:
-    """Return the error for an array that is missing."""
-    if place.is_dir():
-        file = place / (f"{name.removeprefix('edge_')}.txt" if name.startswith("edge_") else f"{name}.npy")
-        return DataError(f"there is no {file}", hint="copy the whole folder of the data set again")
+def missing_array(path: Path, name: str, names: Sequence[str]) -> DataError:
+    """Return the error for a missing array."""
+    if path.is_dir():
+        file = path / (f"{name.removeprefix('edge_')}.txt" if name.startswith("edge_") else f"{name}.npy")
+        return DataError(f"{file} is missing", hint=_FOLDER_HINT)
     return DataError(
-        f"{place} has no array {name!r}; it has {', '.join(there[:12])}",
+        f"{path} has no array {name!r}; it has {', '.join(names[:12])}",
         hint="set data.path to the file of this data set, or correct data.name",
     )
 
@@ -166,38 +166,38 @@ def load_npz(path: Path) -> dict[str, Any]:
     try:
         with np.load(path) as file:
             return {name: file[name] for name in file.files}
-    except Exception as err:  # numpy's reader of a garbled file may stumble in any way
+    except Exception as err:  # a garbled file can raise anything in numpy's reader
         raise DataError(f"{path} cannot be read: {numpy_reason(err)}", hint="copy or download the file again") from err
 
 
-def _csr(parts: dict[str, Any], where: str) -> Tensor:
-    """Return a matrix that scipy saved, in rows (csr) or as coordinates (coo)."""
-    kinds = {"shape": "iu", "indptr": "iu", "indices": "iu", "row": "iu", "col": "iu", "data": "iufb"}
-    needed = ("shape", "data", *(("indptr", "indices") if "indptr" in parts else ("row", "col")))
+def _csr(matrix: dict[str, Any], where: str) -> Tensor:
+    """Return a matrix that ``scipy.sparse.save_npz`` wrote, by rows (csr) or by coordinates (coo)."""
+    needed = ("shape", "data", *(("indptr", "indices") if "indptr" in matrix else ("row", "col")))
     for name in needed:
-        if name not in parts or parts[name].dtype.kind not in kinds[name] or parts[name].ndim != 1:
-            found = f"{parts[name].dtype} of shape {list(parts[name].shape)}" if name in parts else "nothing"
-            raise _no_matrix(where, f"its {name} is {found}")
-    if parts["shape"].size != 2 or parts["shape"].min() < 0:
-        raise _no_matrix(where, f"its shape is {parts['shape'].tolist()}")
-    rows, columns = (int(size) for size in parts["shape"])
-    if len({parts[name].size for name in needed if name not in ("shape", "indptr")}) > 1:
-        raise _no_matrix(where, ", ".join(f"{name} has {parts[name].size} entries" for name in needed[1:]))
-    if "row" in needed and parts["row"].size and not 0 <= parts["row"].min() <= parts["row"].max() < rows:
-        raise _no_matrix(where, f"its rows are {parts['row'].min()}..{parts['row'].max()} of {rows}")
-    if "indptr" in parts:
-        crow, col, values = parts["indptr"], parts["indices"], parts["data"]
+        array = matrix.get(name)
+        if array is None or array.dtype.kind not in ("iufb" if name == "data" else "iu") or array.ndim != 1:
+            content = "missing" if array is None else f"{array.dtype} of shape {list(array.shape)}"
+            raise _malformed(where, f"its {name} is {content}")
+    if matrix["shape"].size != 2 or matrix["shape"].min() < 0:
+        raise _malformed(where, f"its shape is {matrix['shape'].tolist()}")
+    rows, columns = (int(size) for size in matrix["shape"])
+    if len({matrix[name].size for name in needed if name not in ("shape", "indptr")}) > 1:
+        raise _malformed(where, ", ".join(f"{name} has {matrix[name].size} entries" for name in needed[1:]))
+    if "indptr" in matrix:
+        crow, col, values = matrix["indptr"], matrix["indices"], matrix["data"]
     else:
-        order = np.lexsort((parts["col"], parts["row"]))
-        crow = np.concatenate([[0], np.cumsum(np.bincount(parts["row"], minlength=rows))])
-        col, values = parts["col"][order], parts["data"][order]
-    bounds = np.asarray(crow)
-    if bounds.size != rows + 1 or bounds[0] != 0 or bounds[-1] != len(values) or (np.diff(bounds) < 0).any():
-        raise _no_matrix(where, f"its indptr does not divide {len(values)} entries among {rows} rows")
-    arrays = [np.ascontiguousarray(a, dtype) for a, dtype in ((crow, "i8"), (col, "i8"), (values, "f4"))]
+        row = matrix["row"]
+        if row.size and not 0 <= row.min() <= row.max() < rows:
+            raise _malformed(where, f"its rows are {row.min()}..{row.max()} of {rows}")
+        order = np.lexsort((matrix["col"], row))
+        crow = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=rows))])
+        col, values = matrix["col"][order], matrix["data"][order]
+    if crow.size != rows + 1 or crow[0] != 0 or crow[-1] != len(values) or (np.diff(crow) < 0).any():
+        raise _malformed(where, f"its indptr does not divide {len(values)} entries among {rows} rows")
+    arrays = [np.ascontiguousarray(array, dtype) for array, dtype in ((crow, "i8"), (col, "i8"), (values, "f4"))]
     crow, col, values = (torch.from_numpy(array) for array in arrays)
     return csr_tensor(crow, col, values, (rows, columns))
 
 
-def _no_matrix(where: str, wrong: str) -> DataError:
-    return DataError(f"{where} is no sparse matrix: {wrong}", hint="write it again with scipy.sparse.save_npz")
+def _malformed(where: str, reason: str) -> DataError:
+    return DataError(f"{where} is not a sparse matrix: {reason}", hint="write it again with scipy.sparse.save_npz")

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
@@ -174,7 +173,7 @@ class KGData(GraphDataModule):
             DataError: a name is unknown, and ``unknown=error``.
         """
         ids = names.encode(triples)
-        unknown = np.any(ids < 0, axis=0)
+        unknown = (ids < 0).any(axis=0)
         if (row := first_true(unknown)) is not None:
             if self.settings.unknown == "error":
                 column = 1 if ids[1, row] < 0 else int((ids[:, row] < 0).argmax())

@@ -135,7 +135,7 @@ class LibsvmData(GraphDataModule):
             if (odd := rows.labels != np.round(rows.labels)).any():
                 row = int(np.searchsorted(rows.label_ptr, odd.argmax(), side="right")) - 1
                 raise DataError(
-                    f"{rows.where(row)}: the label {rows.labels[odd.argmax()]:g} is no whole number",
+                    f"{rows.where(row)}: the label {rows.labels[odd.argmax()]:g} is not a whole number",
                     hint="give each row a class; regression targets are not served",
                 )
             if (large := np.abs(rows.labels) >= 2**53).any():

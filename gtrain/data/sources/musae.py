@@ -22,17 +22,18 @@ from torch_geometric.utils import to_undirected
 
 from gtrain.data.config import MusaeConfig
 from gtrain.data.module import SPARSE_OUTLINE, GraphDataModule, file_stamp
+from gtrain.data.readers.files import candidates, first_true
 from gtrain.data.readers.number_table import read_table
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.store.tables import csr_tensor
 
 FILES = {"edges": r"_edges\.csv", "features": r"(_features)?\.json", "target": r"_target\.csv"}
 MISSING = ["", "nan", "NaN", "NULL", "null"]
-"""What stands for no value in the file of labels."""
-MOST_FEATURES = 1 << 31
-"""Feature ids are below this."""
+"""Fields without a value in the file of labels."""
+MAX_FEATURES = 1 << 31
+"""Feature ids are below this number."""
 LABELS = ("page_type", "mature", "ml_target")
-"""Columns of labels that are known: of Facebook, Twitch and GitHub."""
+"""The columns of labels of Facebook, Twitch and GitHub."""
 
 Ints = NDArray[np.int64]
 
@@ -40,10 +41,10 @@ Ints = NDArray[np.int64]
 class MusaeData(GraphDataModule):
     """An undirected social network with sparse binary features (Rozemberczki et al. 2021).
 
-    Three files, wherever below the folder they lie: ``<name>_edges.csv`` (two columns of node ids),
+    The folder or its subfolders have three files: ``<name>_edges.csv`` (two columns of node ids),
     ``<name>_features.json`` (the feature ids of each node) and ``<name>_target.csv`` (a column of node ids, ``new_id``
-    or else ``id``, and one of labels); ``musae_`` may stand before their names. Classes are numbered in the order of
-    the labels, and nodes in the order of their ids.
+    or else ``id``, and a column of labels), optionally with the prefix ``musae_``. Classes are numbered in the order of
+    the labels, nodes in the order of their ids.
 
     Its settings are those of :class:`~gtrain.data.config.MusaeConfig`.
     """
@@ -55,22 +56,17 @@ class MusaeData(GraphDataModule):
 
     def __init__(self, settings: MusaeConfig | None = None, **keywords: Any) -> None:
         super().__init__(settings, **keywords)
-        name = self.settings.name
         if self.split.kind == "public":
             raise ConfigError("data.split=public, and MUSAE's data have no masks", hint="set data.split=random")
-        self._dataset = name
-        self.name = f"musae-{name.lower()}"
-        self.path = self.settings.path
-        self.label = self.settings.label
-        self._classes: list[Any] = []
-        self._names: Any = None
+        self._dataset = self.settings.name
+        self.name = f"musae-{self._dataset.lower()}"
 
     def identity(self) -> dict[str, Any]:
         """Return the stamps of the files, and the column of labels."""
-        return {**{kind: file_stamp(file) for kind, file in self._find().items()}, "label": self.label}
+        return {**{role: file_stamp(file) for role, file in self._find().items()}, "label": self.settings.label}
 
     def check_inputs(self) -> None:
-        """Refuse missing files, and labels whose file has no such column."""
+        """Refuse missing files, and a missing column of labels."""
         super().check_inputs()
         path = self._find()["target"]
         if (first := next(_records(path), None)) is not None:
@@ -84,37 +80,32 @@ class MusaeData(GraphDataModule):
     def read(self) -> Data:
         """Read the three files."""
         files = self._find()
-        ids, y = self._targets(files["target"])
-        edge_index = to_undirected(_edges(files["edges"], ids), num_nodes=len(ids))
-        return Data(x=_features(files["features"], ids), y=y, edge_index=edge_index, num_nodes=len(ids))
-
-    def names(self) -> dict[str, Any]:
-        """Return the ids of the files where they are not 0..N-1."""
-        return {} if self._names is None else {"node": self._names}
-
-    def extra_facts(self) -> dict[str, Any]:
-        """Return the label that each class stands for."""
-        return {"label_values": self._classes}
+        ids, y = self._read_targets(files["target"])
+        edge_index = to_undirected(_read_edges(files["edges"], ids), num_nodes=len(ids))
+        return Data(x=_read_features(files["features"], ids), y=y, edge_index=edge_index, num_nodes=len(ids))
 
     def _find(self) -> dict[str, Path]:
-        """Return the three files."""
-        if self.path is not None:
-            folders = [Path(self.path).expanduser(), self.root / Path(self.path).expanduser()]
-        else:
-            folders = [self.root / "musae", self.root]
+        """Return the three files by role."""
+        path = self.settings.path
+        folders = candidates(path, self.root) if path is not None else (self.root / "musae", self.root)
         missing = ""
         for folder in folders:
             if not folder.is_dir():
                 continue
-            listing = folder.iterdir() if folder == self.root else folder.rglob("*")  # a root may hold anything
-            candidates = sorted(file for file in listing if file.is_file())
-            found = {kind: self._match(ending, candidates) for kind, ending in FILES.items()}
-            if all(found.values()):
-                return {kind: file for kind, file in found.items() if file is not None}
-            lacking = next(kind for kind, file in found.items() if file is None)
-            missing = missing or f"{folder} has no {self._dataset}{'.'.join(_plain(lacking))}"
+            listing = folder.iterdir() if folder == self.root else folder.rglob("*")  # root may have other subfolders
+            names = sorted(file for file in listing if file.is_file())
+            files: dict[str, Path] = {}
+            for role, ending in FILES.items():
+                pattern = re.compile(rf"(musae_)?{re.escape(self._dataset)}{ending}", re.IGNORECASE)
+                if matches := [file for file in names if pattern.fullmatch(file.name)]:
+                    files[role] = matches[0]
+                else:
+                    extension = "json" if role == "features" else "csv"
+                    missing = missing or f"{folder} has no {self._dataset}_{role}.{extension}"
+            if len(files) == len(FILES):
+                return files
         raise DataError(
-            f"{self.origin}: {missing or 'there is no folder ' + ' or '.join(str(folder) for folder in folders)}",
+            f"{self.origin}: {missing or 'no folder ' + ' or '.join(map(str, folders))}",
             hint=f"put {self._dataset}_edges.csv, {self._dataset}_features.json and {self._dataset}_target.csv into "
             f"{folders[0]}, or set data.path to their folder",
         )
@@ -122,83 +113,73 @@ class MusaeData(GraphDataModule):
     def _label_columns(self, path: Path, columns: Sequence[str]) -> tuple[str, str]:
         """Return the columns of ids and of labels."""
         key = "new_id" if "new_id" in columns else "id"
-        label = self.label or next((name for name in LABELS if name in columns), "")
-        wanted = "labels (page_type, mature, ml_target)" if self.label is None else f"data.label={self.label}"
-        for option, name in (("ids (id, new_id)", key), (wanted, label)):
+        label = self.settings.label or next((name for name in LABELS if name in columns), "")
+        labels = f"labels ({', '.join(LABELS)})" if self.settings.label is None else f"data.label={label}"
+        for content, name in (("ids (id, new_id)", key), (labels, label)):
             if name not in columns:
                 raise DataError(
-                    f"{path}: there is no column for {option}; it has {', '.join(columns)}",
+                    f"{path}: no column for {content}; it has {', '.join(columns)}",
                     hint=f"set data.label to one of {', '.join(columns)}; the ids are in a column id or new_id",
                 )
         return key, label
 
-    def _match(self, ending: str, files: list[Path]) -> Path | None:
-        pattern = re.compile(rf"(musae_)?{re.escape(self._dataset)}{ending}", re.IGNORECASE)
-        return next((file for file in files if pattern.fullmatch(file.name)), None)
-
-    def _targets(self, path: Path) -> tuple[Ints, Tensor]:
-        """Return the ids of the nodes in their order, and their classes."""
-        table = _csv(path)
+    def _read_targets(self, path: Path) -> tuple[Ints, Tensor]:
+        """Return the ids of the nodes in ascending order, and their classes; set names and facts."""
+        table = _read_csv(path)
         key, label = self._label_columns(path, table.column_names)
         if not len(table):
-            raise DataError(f"{path} has no line below the names of its columns", hint="give each node a line")
+            raise DataError(f"{path} has no line below the column names", hint="give each node a line")
         for column in (key, label):
-            empty = pc.is_null(table[column], nan_is_null=True)
-            if pc.any(empty).as_py():
-                raise DataError(
-                    f"{_place(path, int(empty.to_numpy().argmax()))}: {column} is empty",
-                    hint="give each node an id and a label",
-                )
-        ids = _whole(path, key, table[key])
-        if (
-            pa.types.is_floating(table[label].type)
-            and not pc.all(pc.equal(table[label], pc.round(table[label]))).as_py()
-        ):
+            if (row := first_true(pc.is_null(table[column], nan_is_null=True).to_numpy())) is not None:
+                raise DataError(f"{_line(path, row)}: {column} is empty", hint="give each node an id and a label")
+        ids, labels = _integers(path, key, table[key]), table[label]
+        if pa.types.is_floating(labels.type) and not pc.all(pc.equal(labels, pc.round(labels))).as_py():
             raise DataError(f"{path}: the column {label} holds numbers with fractions", hint="name classes in it")
         order = np.argsort(ids, kind="stable")
-        twice = ids[order][1:] == ids[order][:-1]
-        if twice.any():
-            row = int(order[1:][twice][0])
-            raise DataError(f"{_place(path, row)}: a second label for node {ids[row]}", hint="delete the line")
-        values = table[label].to_pylist()
-        self._classes = sorted(set(values))
-        number = {value: position for position, value in enumerate(self._classes)}
-        known = ids[order]
-        self._names = None if known[-1] == len(known) - 1 and known[0] == 0 else pc.cast(pa.array(known), pa.string())
-        return known, torch.tensor([number[value] for value in values])[torch.from_numpy(order)]
+        ascending = ids[order]
+        if (position := first_true(ascending[1:] == ascending[:-1])) is not None:
+            row = int(order[position + 1])
+            raise DataError(f"{_line(path, row)}: a second label for node {ids[row]}", hint="delete the line")
+        values = labels.to_pylist()
+        classes = sorted(set(values))
+        number = {value: position for position, value in enumerate(classes)}
+        self._facts = {"label_values": classes}
+        if ascending[0] != 0 or ascending[-1] != len(ascending) - 1:
+            self._names = {"node": pc.cast(pa.array(ascending), pa.string())}
+        return ascending, torch.tensor([number[value] for value in values])[torch.from_numpy(order)]
 
 
-def _plain(kind: str) -> tuple[str, str]:
-    """Return the two parts of the ending of a file."""
-    return f"_{kind}", "json" if kind == "features" else "csv"
-
-
-def _csv(path: Path) -> Any:
+def _read_csv(path: Path) -> Any:
     try:
         return pa.csv.read_csv(
             path, convert_options=pa.csv.ConvertOptions(null_values=MISSING, strings_can_be_null=True)
         )
     except pa.ArrowInvalid as err:
-        reason = "it is empty" if not path.stat().st_size else _uneven(path) or str(err).splitlines()[0]
+        reason = "it is empty" if not path.stat().st_size else str(err).splitlines()[0]
+        width = 0
+        for line, fields in _records(path):
+            width = width or len(fields)
+            if len(fields) != width:
+                reason = f"line {line} has {len(fields)} columns, and the first {width}"
+                break
         raise DataError(f"{path} cannot be read: {reason}", hint="copy or download the file again") from err
 
 
-def _whole(path: Path, name: str, column: Any) -> Ints:
+def _integers(path: Path, name: str, column: Any) -> Ints:
     if not pa.types.is_integer(column.type):
         texts = [str(value) for value in column.to_pylist()]
         row = next((row for row, text in enumerate(texts) if re.fullmatch(r"-?\d{1,18}(\.0)?", text) is None), 0)
         raise DataError(
-            f"{_place(path, row)}: the {name} {texts[row]!r} is no whole number", hint="number nodes from 0"
+            f"{_line(path, row)}: the {name} {texts[row]!r} is not a whole number", hint="number nodes from 0"
         )
     ids: Ints = column.to_numpy()
-    if (ids < 0).any():
-        row = int((ids < 0).argmax())
-        raise DataError(f"{_place(path, row)}: the id {ids[row]} is negative", hint="number nodes from 0")
+    if (negative := first_true(ids < 0)) is not None:
+        raise DataError(f"{_line(path, negative)}: the id {ids[negative]} is negative", hint="number nodes from 0")
     return ids
 
 
 def _records(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line that each record begins in, and its fields, as Arrow's reader takes them; slow, for messages."""
+    """Yield the first line and the fields of each record, as Arrow's reader counts them; slow, for messages."""
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         reader, line = csv.reader(file), 1
         for fields in reader:
@@ -207,51 +188,40 @@ def _records(path: Path) -> Iterator[tuple[int, list[str]]]:
             line = reader.line_num + 1
 
 
-def _place(path: Path, row: int) -> str:
-    """Return ``file, line n`` of a row below the names of columns."""
+def _line(path: Path, row: int) -> str:
+    """Return ``file, line n`` for a row below the column names."""
     return f"{path}, line {next(itertools.islice(_records(path), row + 1, None), (0,))[0]}"
 
 
-def _uneven(path: Path) -> str | None:
-    """Return which line has another number of columns than the first, and how many."""
-    width = 0
-    for line, fields in _records(path):
-        width = width or len(fields)
-        if len(fields) != width:
-            return f"line {line} has {len(fields)} columns, and the first {width}"
-    return None
-
-
-def _edges(path: Path, ids: Ints) -> Tensor:
+def _read_edges(path: Path, ids: Ints) -> Tensor:
     """Return the edges ``[2, E]`` between positions in ``ids``."""
     table = read_table(path, integers=2, header=True, widths=(2,))
     ends = np.stack(table.columns)
-    found, unknown = _positions(ends, ids)
-    if unknown.any():
-        row = int(unknown.any(axis=0).argmax())
+    positions, unknown = _positions(ends, ids)
+    if (row := first_true(unknown.any(axis=0))) is not None:
         raise DataError(
             f"{path}, line {table.line(row)}: the edge {ends[0, row]} - {ends[1, row]} names node "
             f"{ends[:, row][unknown[:, row]][0]}, which has no label",
             hint="give the node a line in the file of labels, or delete the edge",
         )
-    return torch.from_numpy(found)
+    return torch.from_numpy(positions)
 
 
 def _positions(values: Ints, ids: Ints) -> tuple[Ints, NDArray[np.bool_]]:
-    """Return where each value stands in ascending ``ids``, and which do not."""
-    found = np.minimum(np.searchsorted(ids, values), len(ids) - 1)
-    return found, ids[found] != values
+    """Return the position of each value in ascending ``ids``, and whether it is missing there."""
+    positions = np.minimum(np.searchsorted(ids, values), len(ids) - 1)
+    return positions, ids[positions] != values
 
 
-def _features(path: Path, ids: Ints) -> Tensor:
-    """Return the features as a CSR tensor of ones."""
+def _read_features(path: Path, ids: Ints) -> Tensor:
+    """Return the features as a CSR tensor of ones ``[N, F]``."""
     try:
         lists = json.loads(path.read_bytes())
         nodes = np.array([int(node) for node in lists], dtype=np.int64)
         counts = np.array([len(features) for features in lists.values()], dtype=np.int64)
         listed = [feature for features in lists.values() for feature in features]
     except json.JSONDecodeError as err:
-        raise DataError(f"{path}, line {err.lineno}: no JSON: {err.msg}", hint="copy or download it again") from err
+        raise DataError(f"{path}, line {err.lineno}: not JSON: {err.msg}", hint="copy or download it again") from err
     except (AttributeError, TypeError, ValueError) as err:
         raise DataError(
             f"{path} has no list of feature ids for each node: {err}", hint='write it as {"0": [3, 17], "1": []}'
@@ -262,9 +232,9 @@ def _features(path: Path, ids: Ints) -> Tensor:
             f"{path} has features of node {nodes[unknown][0]}, which has no label", hint="correct one of the files"
         )
     for value in listed:
-        if type(value) is not int or not 0 <= value < MOST_FEATURES:
+        if type(value) is not int or not 0 <= value < MAX_FEATURES:
             raise DataError(
-                f"{path}: the feature id {value!r} is no whole number from 0 to {MOST_FEATURES - 1}",
+                f"{path}: the feature id {value!r} is not a whole number from 0 to {MAX_FEATURES - 1}",
                 hint="number features from 0",
             )
     if not listed:

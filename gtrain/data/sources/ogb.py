@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import gzip
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,23 +12,34 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from gtrain.data.config import OGBConfig
-from gtrain.data.module import OUTLINE, GraphDataModule, file_stamp, log
-from gtrain.data.readers.ogb import download, first_width, read_csv, read_edges, read_masks, read_optional, read_split
-from gtrain.errors import ConfigError, DataError
+from gtrain.data.module import OUTLINE, GraphDataModule, file_stamp, known_name, log
+from gtrain.data.readers.ogb import (
+    DOWNLOAD_HINT,
+    download,
+    first_width,
+    missing_file,
+    read_csv,
+    read_edges,
+    read_lines,
+    read_masks,
+    read_optional,
+    read_split,
+)
+from gtrain.errors import DataError
 from gtrain.graph.store.lock import file_lock
 
 URL = "https://snap.stanford.edu/ogb/data"
 
 
 @dataclass(frozen=True)
-class Meta:
-    """What OGB's table of data sets says of one.
+class OGBEntry:
+    """One data set in OGB's table.
 
     Attributes:
-        archive: the ``.zip`` of it below :data:`URL`, without its ending.
+        archive: its ``.zip`` below :data:`URL`, without the ending.
         split: the folder of the published split.
-        inverse: whether the raw edges are listed once for both directions.
-        hetero: whether there are several types of nodes.
+        inverse: whether a raw edge stands for both directions.
+        hetero: whether it has several node types.
         features: whether nodes have features.
         relations: whether edges have relations.
         multilabel: whether a node has several labels.
@@ -47,7 +55,7 @@ class Meta:
 
 
 MAG: dict[str, int | None] = {"author": None, "field_of_study": None, "institution": None, "paper": 16}
-"""Node types of ogbn-mag, and how many features they have in its outline."""
+"""The node types of ogbn-mag, and their numbers of features in the outline."""
 MAG_EDGES = (
     ("author", "affiliated_with", "institution"),
     ("author", "writes", "paper"),
@@ -55,26 +63,26 @@ MAG_EDGES = (
     ("paper", "has_topic", "field_of_study"),
 )
 DATASETS = {
-    "ogbn-arxiv": Meta("nodeproppred/arxiv", "time"),
-    "ogbn-products": Meta("nodeproppred/products", "sales_ranking", inverse=True),
-    "ogbn-proteins": Meta("nodeproppred/proteins", "species", inverse=True, features=False, multilabel=True),
-    "ogbn-mag": Meta("nodeproppred/mag", "time", hetero=True),
-    "ogbl-ppa": Meta("linkproppred/ppassoc", "throughput", inverse=True),
-    "ogbl-collab": Meta("linkproppred/collab", "time", inverse=True),
-    "ogbl-ddi": Meta("linkproppred/ddi", "target", inverse=True, features=False),
-    "ogbl-citation2": Meta("linkproppred/citation-v2", "time"),
-    "ogbl-wikikg2": Meta("linkproppred/wikikg-v2", "time", features=False, relations=True),
+    "ogbn-arxiv": OGBEntry("nodeproppred/arxiv", "time"),
+    "ogbn-products": OGBEntry("nodeproppred/products", "sales_ranking", inverse=True),
+    "ogbn-proteins": OGBEntry("nodeproppred/proteins", "species", inverse=True, features=False, multilabel=True),
+    "ogbn-mag": OGBEntry("nodeproppred/mag", "time", hetero=True),
+    "ogbl-ppa": OGBEntry("linkproppred/ppassoc", "throughput", inverse=True),
+    "ogbl-collab": OGBEntry("linkproppred/collab", "time", inverse=True),
+    "ogbl-ddi": OGBEntry("linkproppred/ddi", "target", inverse=True, features=False),
+    "ogbl-citation2": OGBEntry("linkproppred/citation-v2", "time"),
+    "ogbl-wikikg2": OGBEntry("linkproppred/wikikg-v2", "time", features=False, relations=True),
 }
 
 
 class OGBData(GraphDataModule):
     """A data set of the Open Graph Benchmark (Hu et al. 2020).
 
-    The files are read as OGB publishes them (``raw/edge.csv.gz``, ``raw/node-feat.csv.gz``, ``split/...``), without
-    the package ``ogb``. They are looked for in ``<root>/ogb/ogbn_arxiv`` and ``<root>/ogbn_arxiv``, where the package
-    leaves them too, and downloaded to the first where they are missing. ``node_year`` becomes the nodes' ``time``,
-    ``edge_year`` the edges' ``edge_time``, ``edge_weight`` and ``edge_reltype`` (``edge_type``) are kept. Link data
-    sets predict edges: their validation and test edges become held-out edges; OGB's own negative edges are not read.
+    The class reads the files that OGB publishes (``raw/edge.csv.gz``, ``raw/node-feat.csv.gz``, ``split/...``) without
+    the package ``ogb``. It searches ``<root>/ogb/ogbn_arxiv`` and ``<root>/ogbn_arxiv``, where the package also stores
+    them, and downloads missing files to the first. ``node_year`` becomes ``time`` of the nodes, ``edge_year``
+    ``edge_time``, ``edge_weight`` ``edge_weight`` and ``edge_reltype`` ``edge_type``. Link data sets predict edges:
+    their validation and test edges become held-out edges; OGB's negative edges are not read.
 
     Its settings are those of :class:`~gtrain.data.config.OGBConfig`; by keywords, the task is ``link`` for ``ogbl``.
     """
@@ -83,33 +91,26 @@ class OGBData(GraphDataModule):
     settings: OGBConfig
 
     def __init__(self, settings: OGBConfig | None = None, **keywords: Any) -> None:
-        name = keywords.get("name") or (settings or OGBConfig()).name
-        if name not in DATASETS:
-            near = difflib.get_close_matches(name, DATASETS, n=1)
-            raise ConfigError(
-                f"data.name={name!r} is not a data set that is known",
-                hint=f"choose one of {', '.join(DATASETS)}" + (f"; did you mean {near[0]}?" if near else ""),
-            )
+        name = known_name("OGB", keywords.get("name") or (settings or OGBConfig()).name, DATASETS)
         if settings is None and name.startswith("ogbl"):
             keywords = {"task": "link", **keywords}
         super().__init__(settings, **keywords)
         self.name = name
-        self.undirected = self.settings.undirected
-        self._meta = DATASETS[name]
+        self._entry = DATASETS[name]
 
     def identity(self) -> dict[str, Any]:
-        """Return the data set, the stamps of its files, and how they are read."""
+        """Return the data set, the stamps of its files, and ``undirected``."""
         folder = self._find()
-        files = sorted([*folder.glob("raw/**/*.csv.gz"), *folder.glob(f"split/{self._meta.split}/**/*.*")])
+        files = sorted([*folder.glob("raw/**/*.csv.gz"), *folder.glob(f"split/{self._entry.split}/**/*.*")])
         stamps = [[str(file.relative_to(folder)), *file_stamp(file)[1:]] for file in files]
-        return {"dataset": self.name, "files": stamps, "undirected": self.undirected}
+        return {"dataset": self.name, "files": stamps, "undirected": self.settings.undirected}
 
     @property
     def outline(self) -> dict[str, Any]:  # type: ignore[override]
-        """What the data set is known to have; where its files are there, their names say it."""
-        meta, raw = self._meta, self._find() / "raw"
+        """The facts of OGB's table, or of the names of the files if they exist."""
+        entry, raw = self._entry, self._find() / "raw"
         node = self.task == "node"
-        if meta.hetero:
+        if entry.hetero:
             sizes, edges, labelled = MAG, list(MAG_EDGES), ["paper"]
             if raw.is_dir():
                 sizes, edges = _hetero_outline(raw)
@@ -122,80 +123,83 @@ class OGBData(GraphDataModule):
                 "sparse_features": [],
                 "num_classes": OUTLINE["num_classes"] if node and labelled else None,
                 "target": labelled[0] if node and labelled else None,
-                "edge_types": tuple(edges if self.undirected is False else [*edges, *back]),
+                "edge_types": tuple(edges if self.settings.undirected is False else [*edges, *back]),
             }
-        there = {"features": meta.features, "relations": meta.relations, "labels": node, "multilabel": meta.multilabel}
+        has = {
+            **{"features": entry.features, "relations": entry.relations, "labels": node},
+            "multilabel": entry.multilabel,
+        }
         if raw.is_dir():
             files = {"features": "node-feat", "relations": "edge_reltype", "labels": "node-label"}
-            there |= {name: (raw / f"{file}.csv.gz").is_file() for name, file in files.items()}
-            if there["labels"]:
-                there["multilabel"] = first_width(raw / "node-label.csv.gz") > 1
+            has |= {name: (raw / f"{file}.csv.gz").is_file() for name, file in files.items()}
+            if has["labels"]:
+                has["multilabel"] = first_width(raw / "node-label.csv.gz") > 1
         return {
             **OUTLINE,
-            "num_features": OUTLINE["num_features"] if there["features"] else None,
-            "num_relations": 2 if there["relations"] else None,
-            "num_classes": OUTLINE["num_classes"] if there["labels"] and node else None,
-            "multilabel": there["multilabel"],
+            "num_features": OUTLINE["num_features"] if has["features"] else None,
+            "num_relations": 2 if has["relations"] else None,
+            "num_classes": OUTLINE["num_classes"] if has["labels"] and node else None,
+            "multilabel": has["multilabel"],
         }
 
     def check_inputs(self) -> None:
-        """Refuse files that are missing from a data set that is here, and edges that are not pairs."""
+        """Refuse an incomplete folder of the data set, and edges that are not pairs."""
         super().check_inputs()
         folder = self._find()
-        raw, split = folder / "raw", folder / "split" / self._meta.split
+        raw, split = folder / "raw", folder / "split" / self._entry.split
         if not folder.is_dir():  # it will be downloaded
             return
-        if self._meta.hetero:
+        if self._entry.hetero:
             relations = [raw / "relations" / "___".join(edge) for edge in _hetero_outline(raw)[1]]
-            needed = [place / "edge.csv.gz" for place in relations]
+            needed = [relation / "edge.csv.gz" for relation in relations]
             splits: list[Path] = []
         else:
             needed = [raw / "num-node-list.csv.gz", raw / "edge.csv.gz"]
             splits = [split / f"{name}.csv.gz" for name in ("train", "valid", "test")]
         if self.name.startswith("ogbl"):
             splits = [split / f"{name}.pt" for name in ("valid", "test")]
-        elif self.task == "node" and not self._meta.hetero:
+        elif self.task == "node" and not self._entry.hetero:
             needed.append(raw / "node-label.csv.gz")
             splits = splits if self.split.kind == "public" else []
         for path in (*needed, *splits):
             if not path.is_file():
-                raise DataError(f"there is no {path}", hint="unpack the whole archive of the data set again")
+                raise missing_file(path)
             if path.name == "edge.csv.gz" and (width := first_width(path)) not in (0, 2):
-                raise DataError(f"{path}, line 1: {width} columns, and 2 were expected", hint="download it again")
+                raise DataError(f"{path}, line 1: {width} columns, and 2 were expected", hint=DOWNLOAD_HINT)
 
     def fetch(self) -> None:
-        """Download the data set where it is missing."""
+        """Download the data set if it is missing."""
         if self._find().is_dir():
             return
         with file_lock(self.store / f"{self.name}.raw.lock", log.info):
             if not self._find().is_dir():
-                download(f"{URL}/{self._meta.archive}.zip", self._find())
+                download(f"{URL}/{self._entry.archive}.zip", self._find())
 
     def read(self) -> Data | HeteroData:
         """Read the raw files."""
         self.fetch()
         folder = self._find()
-        if self._meta.hetero:
+        if self._entry.hetero:
             return self._read_hetero(folder)
         raw = folder / "raw"
         num_nodes = int(read_csv(raw / "num-node-list.csv.gz", np.int64)[0, 0])
         data = Data(num_nodes=num_nodes, edge_index=read_edges(raw / "edge.csv.gz", (num_nodes, num_nodes)))
         _read_node_tensors(data, raw, raw)
         _read_edge_tensors(data, raw)
-        if self._meta.inverse if self.undirected is None else self.undirected:
+        if self._entry.inverse if self.settings.undirected is None else self.settings.undirected:
             _add_inverse(data)
-        split = folder / "split" / self._meta.split
+        split = folder / "split" / self._entry.split
         if self.name.startswith("ogbl"):
-            self._hold_out(data, split)
+            _hold_out(data, split)
         elif self.split.kind == "public":
             data.update(read_masks(split, num_nodes))
         return data
 
     def _find(self) -> Path:
         """Return the folder of the data set, or where it should be."""
-        names = (self.name.replace("-", "_"), self._meta.archive.rpartition("/")[2])
-        places = [base / name for base in (self.root / "ogb", self.root) for name in names]
-        return next((place for place in places if (place / "raw").is_dir()), places[0])
+        names = (self.name.replace("-", "_"), self._entry.archive.rpartition("/")[2])
+        folders = [base / name for base in (self.root / "ogb", self.root) for name in names]
+        return next((folder for folder in folders if (folder / "raw").is_dir()), folders[0])
 
     def _read_hetero(self, folder: Path) -> HeteroData:
         raw, graph = folder / "raw", HeteroData()
@@ -203,60 +207,57 @@ class OGBData(GraphDataModule):
         for node_type, size in sizes.items():
             graph[node_type].num_nodes = size
             _read_node_tensors(graph[node_type], raw / "node-feat" / node_type, raw / "node-label" / node_type)
-            split = folder / "split" / self._meta.split / node_type
+            split = folder / "split" / self._entry.split / node_type
             if "y" in graph[node_type] and self.split.kind == "public" and split.is_dir():
                 graph[node_type].update(read_masks(split, size))
         for source, relation, target in edge_types:
-            place = raw / "relations" / "___".join((source, relation, target))
-            edges = read_edges(place / "edge.csv.gz", (sizes[source], sizes[target]))
+            relation_folder = raw / "relations" / "___".join((source, relation, target))
+            edges = read_edges(relation_folder / "edge.csv.gz", (sizes[source], sizes[target]))
             graph[source, relation, target].edge_index = edges
-            if self.undirected is not False:
+            if self.settings.undirected is not False:
                 graph[target, f"rev_{relation}", source].edge_index = edges.flip(0)
         return graph
 
-    def _hold_out(self, data: Data, folder: Path) -> None:
-        """Read the validation and test edges."""
-        for prefix, name in (("val_", "valid"), ("test_", "test")):
-            path = folder / f"{name}.pt"
-            found = read_split(path)
-            data[f"{prefix}edge_index"] = _pairs(found, path)
-            for key, tensor, kind in (
-                ("relation", "edge_type", torch.int64),
-                ("year", "edge_time", torch.int64),
-                ("weight", "edge_weight", torch.float32),
-            ):
-                if key in found:
-                    data[f"{prefix}{tensor}"] = torch.as_tensor(found[key]).to(kind).flatten()
+
+def _hold_out(data: Data, folder: Path) -> None:
+    """Read the validation and test edges."""
+    for prefix, name in (("val_", "valid"), ("test_", "test")):
+        path = folder / f"{name}.pt"
+        split = read_split(path)
+        data[f"{prefix}edge_index"] = _pairs(split, path)
+        for key, tensor, dtype in (
+            ("relation", "edge_type", torch.int64),
+            ("year", "edge_time", torch.int64),
+            ("weight", "edge_weight", torch.float32),
+        ):
+            if key in split:
+                data[f"{prefix}{tensor}"] = torch.as_tensor(split[key]).to(dtype).flatten()
 
 
 def _edge_types(raw: Path) -> list[tuple[str, str, str]]:
-    """Return the edge types, between types of nodes that are there."""
+    """Return the edge types, whose node types must be known."""
     path, sizes = raw / "triplet-type-list.csv.gz", _node_counts(raw / "num-node-dict.csv.gz")
-    lines = _text(path).split()
+    lines = read_lines(path)
     if not lines or any(line.count(",") != 2 for line in lines):
-        raise DataError(
-            f"{path} should have lines of source type, relation and target type", hint="download the data set again"
-        )
+        raise DataError(f"{path} should have lines of source type, relation and target type", hint=DOWNLOAD_HINT)
     edge_types = []
     for line in lines:
         source, relation, target = line.split(",")
         if source not in sizes or target not in sizes:
-            raise DataError(
-                f"{path}: {line} names a type that num-node-dict.csv.gz does not", hint="download the data set again"
-            )
+            raise DataError(f"{path}: {line} names a type that num-node-dict.csv.gz lacks", hint=DOWNLOAD_HINT)
         edge_types.append((source, relation, target))
     return edge_types
 
 
 def _hetero_outline(raw: Path) -> tuple[dict[str, int | None], list[tuple[str, str, str]]]:
-    """Return the node types, with a number of features where they have any, and the edge types."""
+    """Return the node types with a number of features (None without), and the edge types."""
     sizes = _node_counts(raw / "num-node-dict.csv.gz")
     features = {name: 16 if (raw / "node-feat" / name / "node-feat.csv.gz").is_file() else None for name in sizes}
     return features, _edge_types(raw)
 
 
 def _read_node_tensors(nodes: Any, features: Path, labels: Path) -> None:
-    """Put features, labels and years into the storage of a node type."""
+    """Read features, labels and years into the storage of a node type."""
     if (x := read_optional(features / "node-feat.csv.gz", np.float32)) is not None:
         nodes["x"] = torch.from_numpy(x)
     if (year := read_optional(features / "node_year.csv.gz", np.int64)) is not None:
@@ -266,20 +267,20 @@ def _read_node_tensors(nodes: Any, features: Path, labels: Path) -> None:
 
 
 def _read_edge_tensors(data: Data, raw: Path) -> None:
-    """Put what the edges have into the graph."""
-    for file, name, kind in (
+    """Read relations, years, weights and features of the edges into the graph."""
+    for file, name, dtype in (
         ("edge_reltype", "edge_type", np.int64),
         ("edge_year", "edge_time", np.int64),
         ("edge_weight", "edge_weight", np.float32),
     ):
-        if (found := read_optional(raw / f"{file}.csv.gz", kind)) is not None:
-            data[name] = torch.from_numpy(found[:, 0].copy())
+        if (values := read_optional(raw / f"{file}.csv.gz", dtype)) is not None:
+            data[name] = torch.from_numpy(values[:, 0].copy())
     if (features := read_optional(raw / "edge-feat.csv.gz", np.float32)) is not None:
         data.edge_attr = torch.from_numpy(features)
 
 
 def _add_inverse(data: Data) -> None:
-    """Add the way back of each edge, after all edges."""
+    """Append the reverse of each edge after all edges."""
     for name in [name for name in data.keys() if name.startswith("edge_") and name != "edge_index"]:  # noqa: SIM118
         data[name] = torch.cat([data[name], data[name]])
     edges = data.edge_index
@@ -287,28 +288,19 @@ def _add_inverse(data: Data) -> None:
     data.edge_index = torch.cat([edges, edges.flip(0)], dim=1)
 
 
-def _pairs(found: dict[str, Any], path: Path) -> Tensor:
-    """Return the edges of a split, ``[2, E]``, whichever way they are named."""
-    if "edge" in found:
-        return torch.as_tensor(found["edge"]).long().t().contiguous()
+def _pairs(split: dict[str, Any], path: Path) -> Tensor:
+    """Return the edges of a split, ``[2, E]``, under any of the names that OGB uses."""
+    if "edge" in split:
+        return torch.as_tensor(split["edge"]).long().t().contiguous()
     for names in (("source_node", "target_node"), ("head", "tail")):
-        if names[0] in found:
-            return torch.stack([torch.as_tensor(found[name]).long() for name in names])
-    raise DataError(f"{path} holds {', '.join(found)}, and no edges", hint="download the data set again")
-
-
-def _text(path: Path) -> str:
-    try:
-        return gzip.decompress(path.read_bytes()).decode()
-    except FileNotFoundError as err:
-        raise DataError(f"there is no {path}", hint="unpack the whole archive of the data set again") from err
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as err:
-        raise DataError(f"{path} cannot be unpacked: {err}", hint="download the data set again") from err
+        if names[0] in split:
+            return torch.stack([torch.as_tensor(split[name]).long() for name in names])
+    raise DataError(f"{path} holds {', '.join(split)}, but no edges", hint=DOWNLOAD_HINT)
 
 
 def _node_counts(path: Path) -> dict[str, int]:
     """Return the number of nodes of each type."""
-    lines = _text(path).split()
+    lines = read_lines(path)
     if len(lines) != 2 or not all(count.isdigit() for count in lines[-1].split(",")):
-        raise DataError(f"{path} should have a line of node types and one of their counts", hint="download it again")
+        raise DataError(f"{path} should have a line of node types and one of their counts", hint=DOWNLOAD_HINT)
     return dict(zip(lines[0].split(","), map(int, lines[1].split(",")), strict=True))

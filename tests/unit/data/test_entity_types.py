@@ -21,7 +21,7 @@ from gtrain.errors import ConfigError, DataError
 from gtrain.graph.store.entities import entity_types, feature_kind
 from gtrain.model.kg.embedding import KGEmbedding
 from gtrain.model.kg.negatives import ChunkDraws
-from gtrain.model.kg.training import Edges
+from gtrain.model.kg.training import Triples
 from gtrain.nn import Csr
 
 RELATIONS = [{"name": "lives", "lhs": "person", "rhs": "place"}, {"name": "knows", "lhs": "person", "rhs": "person"}]
@@ -174,14 +174,14 @@ def typed_model(**settings: Any) -> KGEmbedding:
     return made
 
 
-def edges_of(count: int = 40) -> Edges:
+def edges_of(count: int = 40) -> Triples:
     generator = torch.Generator().manual_seed(0)
     relation = torch.randint(4, (count,), generator=generator)
     first, size = torch.tensor([0, 9]), torch.tensor([9, 7])
     kinds = torch.tensor([[0, 1], [0, 0], [1, 0], [0, 0]])[relation]
     drawn = torch.randint(1 << 30, (2, count), generator=generator)
     head, tail = (first[kinds[:, end]] + drawn[end] % size[kinds[:, end]] for end in (0, 1))
-    return Edges(head, relation, tail)
+    return Triples(head, relation, tail)
 
 
 @pytest.mark.parametrize("reciprocal", [True, False])
@@ -254,7 +254,7 @@ def test_ranks_are_among_the_right_type() -> None:
     tails, heads = model._ranks(batch, edges)
 
     def score(head: int, relation: int, tail: int) -> Tensor:
-        one = Edges(*(torch.tensor([value]) for value in (head, relation, tail)))
+        one = Triples(*(torch.tensor([value]) for value in (head, relation, tail)))
         return model._scored(one, one.tail)[0]
 
     spans = {"a": range(9), "b": range(9, 16)}
@@ -267,7 +267,7 @@ def test_ranks_are_among_the_right_type() -> None:
 def test_types_that_never_meet_may_differ_in_dimension() -> None:
     apart = {"entity_types": {"a": 4, "b": 5}, "relation_ends": [["a", "a"], ["b", "b"]], "relation_names": ["x", "y"]}
     model = KGEmbedding(9, 2, dimension=6, entities={"b": {"dimension": 2}}, num_batch_negs=2, **apart)  # type: ignore[arg-type]
-    edges = Edges(torch.tensor([0, 4, 8]), torch.tensor([0, 1, 1]), torch.tensor([3, 5, 4]))
+    edges = Triples(torch.tensor([0, 4, 8]), torch.tensor([0, 1, 1]), torch.tensor([3, 5, 4]))
     assert model.losses(edges).shape == (3,) and model.dimensions == {"a": 6, "b": 2}
     found = model.predict_step(Data(orig_id=torch.arange(9), seeds=torch.tensor([8, 1])), 0)
     assert torch.equal(found[0, :2], model.entities[1].weight[4]) and found[0, 2:].isnan().all()

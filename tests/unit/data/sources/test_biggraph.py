@@ -76,7 +76,7 @@ def module(folder: Path, **options: Any) -> BigGraphData:
 def test_one_entity_type(users: Path) -> None:
     data_module = module(users)
     data = data_module.read()
-    assert data.num_nodes == 7 and data_module.given is None
+    assert data.num_nodes == 7 and data_module.part_of_node is None
     assert data.edge_index.tolist() == [[0, 2, 1, 6, 3], [1, 1, 6, 3, 5]]
     assert data.edge_type.tolist() == [0, 1, 1, 0, 0]
     assert data.test_edge_index.tolist() == [[1, 1, 6, 3], [2, 6, 3, 5]]
@@ -130,7 +130,7 @@ def test_partitions_become_parts(users: Path, tmp_path: Path) -> None:
     kept = module(users, keep_parts=True, store=str(tmp_path / "s"), split="public")
     assert kept.num_parts == 2
     kept.read()
-    assert kept.given is not None and kept.assignment().tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert kept.part_of_node is not None and kept.assignment().tolist() == [0, 0, 0, 1, 1, 1, 1]
     joined = module(users, keep_parts=True, num_parts=1)
     joined.read()
     assert joined.num_parts == 1 and joined.assignment().tolist() == [0] * 7
@@ -239,7 +239,7 @@ def broken(folder: Path, what: str) -> None:
         ("bucket too many", r"has edges_2_0.h5, and there are 2 partitions"),
         ("no hdf5", "edges_0_1.h5 cannot be read as HDF5"),
         ("names", "has 1 names; a list of 4 strings"),
-        ("names json", "is no JSON"),
+        ("names json", "is not JSON"),
         ("names missing", "no entity_names_user_id_1.json, but has entity_names_user_id_0.json"),
         ("uneven", "different numbers of partitions: item in 3, user_id in 2"),
         ("version", "format_version is None; gtrain reads 1"),

@@ -111,7 +111,7 @@ def test_labels_of_some_nodes(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="line 2: a second label for node 0"):
         EdgesData(path=path, labels=write(tmp_path, "z", "0 1\n0 0\n"), unlabelled=-1).read()
     np.save(tmp_path / "y.npy", np.array(1))
-    with pytest.raises(DataError, match=r"data\.labels=.*y\.npy has shape \[\], and \[N\]"):
+    with pytest.raises(DataError, match=r"data\.labels=.*y\.npy has shape \[\]; \[N\]"):
         EdgesData(path=path, labels=str(tmp_path / "y.npy")).read()
     with pytest.raises(DataError, match="line 1: a label for node 7, and the graph has 3 nodes"):
         EdgesData(path=path, labels=write(tmp_path, "z", "7 1\n0 0\n"), unlabelled=-1, num_nodes=3).read()

@@ -80,23 +80,23 @@ def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
     def read(path: str | None = None, name: str = "dblp", per_class: int = 40) -> Any:
         return HeCoData(name=name, path=path, root=str(tmp_path), per_class=per_class).read()
 
-    with pytest.raises(DataError, match=r"data\.name=acm: there is no acm\.npz and no folder(.|\n)*liun-online/HeCo"):
+    with pytest.raises(DataError, match=r"data\.name=acm: found neither acm\.npz nor a folder(.|\n)*liun-online/HeCo"):
         read(name="acm")
-    with pytest.raises(DataError, match=r"data\.path=two\.npz: there is no"):
+    with pytest.raises(DataError, match=r"data\.path=two\.npz: found neither"):
         read("two.npz")
     with pytest.raises(DataError, match=r"one\.npz has no array 'edge_pt'; it has edge_pa"):
         read("one.npz")
-    with pytest.raises(DataError, match=r"there is no .*train_20\.npy"):
+    with pytest.raises(DataError, match=r"train_20\.npy is missing"):
         read(per_class=20)
     folder = tmp_path / "heco" / "dblp"
     np.save(folder / "train_40.npy", np.array([7]))
-    with pytest.raises(DataError, match=r"train_40\.npy: it names node 7, and there are 3 labels"):
+    with pytest.raises(DataError, match=r"train_40\.npy: it names node 7; there are 3 labels"):
         read()
     (folder / "pc.txt").write_text("0 0\n1 -1\n")
     with pytest.raises(DataError, match=r"pc\.txt, line 2: a negative id"):
         read()
     (folder / "pc.txt").unlink()
-    with pytest.raises(DataError, match=r"there is no .*pc\.txt"):
+    with pytest.raises(DataError, match=r"pc\.txt is missing"):
         read()
     (folder / "p_feat.npz").write_text("no archive")
     (folder / "pc.txt").write_text("0 0 1\n")
@@ -110,18 +110,18 @@ def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"labels": np.array(["x", "y", "z"])}, r"bad\.npz, labels: it holds <U1 of shape \[3\], and 1 dimension of"),
+        ({"labels": np.array(["x", "y", "z"])}, r"bad\.npz, labels: it holds <U1 of shape \[3\]; 1 dimension of"),
         ({"labels": np.array([0.0, np.nan, 1.0])}, r"labels: it holds float64"),
         ({"labels": np.eye(3, dtype=int)}, r"labels: it holds int64 of shape \[3, 3\]"),
         ({"train_40": np.array([True, False, True])}, r"train_40: it holds bool"),
         ({"edge_pa": np.array([[0, 1], [0.5, np.nan]])}, r"edge_pa: it holds float64"),
-        ({"edge_pa": np.zeros((3, 2), dtype=int)}, r"edge_pa: it has the shape \[3, 2\], and \[2, E\]"),
+        ({"edge_pa": np.zeros((3, 2), dtype=int)}, r"edge_pa: it has the shape \[3, 2\]; \[2, E\]"),
         ({"edge_pa": np.array([[0, 1], [0, -4]])}, r"edge_pa: edge 1 has the negative id -4"),
-        ({"a_feat_indptr": np.array([0, 1])}, r"a_feat is no sparse matrix: its indptr does not divide 3 entries"),
-        ({"a_feat_indptr": np.array([0, 2, 1, 3])}, r"a_feat is no sparse matrix: its indptr"),
-        ({"a_feat_data": np.ones(2)}, r"a_feat is no sparse matrix: data has 2 entries, .*indices has 3 entries"),
-        ({"a_feat_shape": np.array([3])}, r"a_feat is no sparse matrix: its shape is \[3\]"),
-        ({"a_feat_shape": np.array(["a", "b"])}, r"a_feat is no sparse matrix: its shape is <U1"),
+        ({"a_feat_indptr": np.array([0, 1])}, r"a_feat is not a sparse matrix: its indptr does not divide 3 entries"),
+        ({"a_feat_indptr": np.array([0, 2, 1, 3])}, r"a_feat is not a sparse matrix: its indptr"),
+        ({"a_feat_data": np.ones(2)}, r"a_feat is not a sparse matrix: data has 2 entries, .*indices has 3 entries"),
+        ({"a_feat_shape": np.array([3])}, r"a_feat is not a sparse matrix: its shape is \[3\]"),
+        ({"a_feat_shape": np.array(["a", "b"])}, r"a_feat is not a sparse matrix: its shape is <U1"),
     ],
 )
 def test_wrong_arrays_are_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_facebook(real_data: Real) -> None:
         ({"edges": "from,to\n0,1\n0,9\n"}, r"edges\.csv, line 3: the edge 0 - 9 names node 9, which has no label"),
         ({"edges": "from,to\n0,-1\n"}, r"edges\.csv, line 2: the edge 0 - -1 names node -1"),
         ({"edges": ""}, r"edges\.csv has no lines"),
-        ({"features": '{"0": [1],\n"1": '}, r"features\.json, line 2: no JSON"),
+        ({"features": '{"0": [1],\n"1": '}, r"features\.json, line 2: not JSON"),
         ({"features": '{"7": [1]}'}, r"features\.json has features of node 7, which has no label"),
         ({"features": '{"0": [1, -2]}'}, r"features\.json: the feature id -2 is not a whole number"),
         ({"features": '{"0": [1.5]}'}, r"features\.json: the feature id 1\.5 is not a whole number"),
@@ -87,7 +87,7 @@ def test_facebook(real_data: Real) -> None:
         ({"features": '{"0": [99999999999999999999]}'}, r"features\.json: the feature id 9999.* is not a whole number"),
         ({"features": "{}"}, r"features\.json names no feature"),
         ({"target": "id,mature\na,True\n"}, r"target\.csv, line 2: the id 'a' is not a whole number"),
-        ({"target": "id,x\n0,1\n"}, r"target\.csv: there is no column for labels \(.*ml_target\); it has id, x"),
+        ({"target": "id,x\n0,1\n"}, r"target\.csv: no column for labels \(.*ml_target\); it has id, x"),
     ],
 )
 def test_what_is_wrong_is_named(changes: dict[str, str], message: str, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_missing_files(tmp_path: Path) -> None:
     (Path(write(tmp_path / "musae")) / "musae_DE_target.csv").unlink()
     with pytest.raises(DataError, match=r"data\.name=DE: .*musae has no DE_target\.csv"):
         MusaeData(name="DE", root=str(tmp_path)).identity()
-    with pytest.raises(DataError, match=r"there is no folder gone or .*gone(.|\n)*put DE_edges\.csv"):
+    with pytest.raises(DataError, match=r"no folder gone or .*gone(.|\n)*put DE_edges\.csv"):
         MusaeData(name="DE", path="gone", root=str(tmp_path)).identity()
     with pytest.raises(ConfigError, match="have no masks"):
         MusaeData(split="public")

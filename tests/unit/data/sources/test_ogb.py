@@ -153,10 +153,10 @@ def test_a_split_that_would_run_code(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"test\.pt holds Python objects other than tensors"):
         OGBData(name="ogbl-ddi", root=str(tmp_path)).read()
     torch.save({"edges": torch.zeros(2, 2)}, folder / "split" / "target" / "test.pt")
-    with pytest.raises(DataError, match=r"test\.pt holds edges, and no edges"):
+    with pytest.raises(DataError, match=r"test\.pt holds edges, but no edges"):
         OGBData(name="ogbl-ddi", root=str(tmp_path)).read()
     (folder / "split" / "target" / "valid.pt").unlink()
-    with pytest.raises(DataError, match=r"there is no .*valid\.pt"):
+    with pytest.raises(DataError, match=r"valid\.pt is missing"):
         OGBData(name="ogbl-ddi", root=str(tmp_path)).read()
 
 
@@ -164,12 +164,12 @@ def test_a_split_that_would_run_code(tmp_path: Path) -> None:
     ("name", "rows", "message"),
     [
         ("raw/edge.csv.gz", [(0, 1), (1,)], r"edge\.csv\.gz, line 2: 1 columns"),
-        ("raw/edge.csv.gz", [(0, 1), (1, -2)], r"edge\.csv\.gz, line 2: the edge 1 -> -2, and there are 4"),
+        ("raw/edge.csv.gz", [(0, 1), (1, -2)], r"edge\.csv\.gz, line 2: the edge 1 -> -2; there are 4"),
         ("raw/edge.csv.gz", [(0, 1), (1, 4)], r"edge\.csv\.gz, line 2: the edge 1 -> 4"),
         ("raw/edge.csv.gz", [(0, 1), (1, "x")], r"edge\.csv\.gz, line 2: 'x' is not an integer"),
         ("raw/edge.csv.gz", [(0, 1, 2)], r"edge\.csv\.gz, line 1: 3 columns, and 2 were expected"),
         ("raw/node-feat.csv.gz", [(0, 1), (1, "x")], r"node-feat\.csv\.gz, line 2: 'x' is not a number"),
-        ("split/time/test.csv.gz", [1, 9], r"test\.csv\.gz, line 2: the node 9, and there are 4 nodes"),
+        ("split/time/test.csv.gz", [1, 9], r"test\.csv\.gz, line 2: the node 9; there are 4 nodes"),
     ],
 )
 def test_the_malformed_line_is_named(name: str, rows: list[Any], message: str, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_the_malformed_line_is_named(name: str, rows: list[Any], message: str, t
 def test_missing_and_damaged_files(tmp_path: Path) -> None:
     folder = write_nodes(tmp_path / "ogbn_arxiv", "time")
     (folder / "split" / "time" / "valid.csv.gz").unlink()
-    with pytest.raises(DataError, match=r"there is no .*valid\.csv\.gz"):
+    with pytest.raises(DataError, match=r"valid\.csv\.gz is missing"):
         OGBData(root=str(tmp_path)).read()
     (folder / "raw" / "edge.csv.gz").write_text("0,1\n")
     with pytest.raises(DataError, match=r"edge\.csv\.gz cannot be unpacked"):
@@ -202,8 +202,6 @@ def test_a_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(file.name for file in (tmp_path / "data" / "ogb").iterdir()) == ["ogbn_arxiv"]
     assert [stamp[0] for stamp in module.identity()["files"]][:2] == ["raw/edge.csv.gz", "raw/node-feat.csv.gz"]
     missing = OGBData(name="ogbn-products", **options)  # type: ignore[arg-type]
-    with pytest.raises(
-        DataError, match=r"there is no .*ogbn_products, and file:.*products\.zip could not be downloaded"
-    ):
+    with pytest.raises(DataError, match=r"ogbn_products is missing, and file:.*products\.zip could not be downloaded"):
         missing.fetch()
     assert sorted(file.name for file in (tmp_path / "data" / "ogb").iterdir()) == ["ogbn_arxiv"]
