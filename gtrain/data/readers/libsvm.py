@@ -1,13 +1,14 @@
-"""Reading a libsvm file in blocks of lines, and naming the line that is malformed.
+"""Read a libsvm file in blocks of lines; errors name the malformed line.
 
-Of a file only one block of lines is in memory; entries go to temporary files, from which arrays are mapped. Arrow's
-reader of CSV parses a block, once each token stands in a line of its own; a block that it refuses is parsed line by
-line in Python, which either serves what Arrow does not (``1:+2``) or finds the line to name.
+Only one block of lines is in memory; entries go to memory-mapped temporary files. Arrow's CSV reader parses a block
+after it was rewritten with one token per line. A block that Arrow refuses is parsed line by line in Python, which
+accepts some forms that Arrow does not (``1:+2``), or finds the malformed line.
 """
 
 from __future__ import annotations
 
 import gzip
+import itertools
 import re
 import zlib
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,7 @@ import pyarrow.csv
 from numpy.typing import NDArray
 
 from gtrain.data.ingest.columns import Column
+from gtrain.data.readers.files import first_true
 from gtrain.errors import DataError
 
 BLOCK_BYTES = 1 << 22
@@ -30,21 +32,21 @@ _NUMBER = re.compile(rb"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _COMMENT = re.compile(rb"#[^\n]*")
 _UNLABELLED = re.compile(rb"\n(?=[^ \n]*:)")
 _BLANKS = bytes.maketrans(b"\t\r", b"  ")
-_BOM = b"\xef\xbb\xbf"  # the byte order mark that some editors put in front
+_BOM = b"\xef\xbb\xbf"  # byte order mark, which some editors write
 
 
 @dataclass(frozen=True)
-class Rows:
+class LibsvmRows:
     """The rows of a libsvm file.
 
     Attributes:
         path: the file.
         labels: the labels of all rows, float64 ``[L]``.
         label_ptr: row r has the labels ``labels[label_ptr[r]:label_ptr[r + 1]]``, int64 ``[N + 1]``.
-        ids: feature ids as written, ascending in each row, int64, K of them.
-        values: their values, float32, K.
-        row_ptr: row r has the features ``row_ptr[r]`` to ``row_ptr[r + 1]``, int64 ``[N + 1]``.
-        lowest, highest: of the ids; None without any.
+        ids: feature ids as written, ascending in each row, int64 ``[K]``.
+        values: their values, float32 ``[K]``.
+        row_ptr: row r has the entries ``row_ptr[r]`` to ``row_ptr[r + 1]``, int64 ``[N + 1]``.
+        lowest, highest: the smallest and the largest id; None without entries.
     """
 
     path: Path
@@ -60,41 +62,41 @@ class Rows:
         return len(self.row_ptr) - 1
 
     def where(self, row: int) -> str:
-        """Return ``file, line n`` of a row; slow, for messages."""
+        """Return ``file, line n`` for a row; slow, for messages."""
         with _open(self.path) as file:
             if file.read(len(_BOM)) != _BOM:
                 file.seek(0)
             return f"{self.path}, line {nth_row(file, row)}"
 
 
-def read_rows(path: Path, folder: Path) -> Rows:
-    """Read a libsvm file, ``label[,label...] id:value id:value ...`` on each line; ``#`` begins a comment.
+def read_rows(path: Path, folder: Path) -> LibsvmRows:
+    """Read a libsvm file, ``label[,label...] id:value id:value ...`` on each line; ``#`` starts a comment.
 
     Args:
         path: the file.
-        folder: where temporary files are made, of 12 bytes an entry.
+        folder: folder for temporary files, 12 bytes per entry.
 
     Raises:
-        DataError: names the file and the line that is malformed, or says that the disk is full.
+        DataError: names the file and the malformed line, or the disk is full.
     """
     ids, values = Column(folder, np.int64), Column(folder, np.float32)
-    pieces: list[tuple[NDArray[Any], ...]] = []
-    ends: list[tuple[int, int]] = []
+    blocks: list[tuple[NDArray[Any], ...]] = []
+    bounds: list[int] = []
     lines = 0
     for text in _blocks(path):
         labels, label_counts, block_ids, block_values, row_counts = _parse(path, text, lines)
         block_ids, block_values = _in_order(path, text, lines, row_counts, block_ids, block_values)
-        pieces.append((labels, label_counts, row_counts))
+        blocks.append((labels, label_counts, row_counts))
         ids.append(block_ids)
         values.append(block_values)
         if block_ids.size:
-            ends.append((int(block_ids.min()), int(block_ids.max())))
+            bounds += [int(block_ids.min()), int(block_ids.max())]
         lines += text.count(b"\n")
-    labels, label_counts, row_counts = (np.concatenate(piece) for piece in zip(*pieces, strict=True))
+    labels, label_counts, row_counts = (np.concatenate(block) for block in zip(*blocks, strict=True))
     if not len(row_counts):
         raise DataError(f"{path} is empty", hint="name a file with one row in each line: label id:value id:value ...")
-    lowest, highest = (min(low for low, _ in ends), max(high for _, high in ends)) if ends else (None, None)
-    return Rows(path, labels, _pointers(label_counts), ids, values, _pointers(row_counts), lowest, highest)
+    lowest, highest = min(bounds, default=None), max(bounds, default=None)
+    return LibsvmRows(path, labels, _pointers(label_counts), ids, values, _pointers(row_counts), lowest, highest)
 
 
 def _open(path: Path) -> Any:
@@ -102,7 +104,7 @@ def _open(path: Path) -> Any:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    """Yield the bytes of the file in blocks that end with a line."""
+    """Yield the bytes of the file in blocks of whole lines."""
     rest = b""
     try:
         with _open(path) as file:
@@ -117,33 +119,33 @@ def _blocks(path: Path) -> Iterator[bytes]:
     except (OSError, EOFError, zlib.error) as err:
         raise DataError(
             f"{path} cannot be read: {err}",
-            hint="copy or download the file again, or take .gz off its name if it is not compressed",
+            hint="copy or download the file again, or remove .gz from its name if it is not compressed",
         ) from err
     yield rest
 
 
 def _parse(path: Path, text: bytes, lines: int) -> tuple[NDArray[Any], ...]:
-    """Return labels, labels of each row, ids, values, and features of each row.
+    """Return the labels, the number of labels of each row, ids, values, and the number of entries of each row.
 
     Args:
         path: the file, for messages.
         text: some of its lines.
-        lines: lines of the file before these.
+        lines: number of preceding lines of the file.
     """
     try:
-        return _parsed(text)
+        return _parse_block(text)
     except pa.ArrowInvalid:
         return _parse_lines(path, text, lines)
 
 
-def _parsed(text: bytes) -> tuple[NDArray[Any], ...]:
-    """Parse lines by Arrow.
+def _parse_block(text: bytes) -> tuple[NDArray[Any], ...]:
+    """Parse lines with Arrow.
 
-    ``1,3 7:0.5`` becomes the lines ``:1``, ``-1:3`` and ``7:0.5`` of a table of two columns: a row of the file begins
-    where there is no id, with its first label or NaN, and -1 stands before further labels.
+    ``1,3 7:0.5`` becomes the lines ``:1``, ``-1:3`` and ``7:0.5`` of a table of two columns: an empty id starts a row
+    of the file, with its first label or NaN as the value, and the id -1 marks further labels.
 
     Raises:
-        pa.ArrowInvalid: it does not know how, or a line is malformed.
+        pa.ArrowInvalid: Arrow cannot parse a line, or the line is malformed.
     """
     text = _COMMENT.sub(b"", text) if b"#" in text else text
     text = text.translate(_BLANKS)
@@ -152,7 +154,7 @@ def _parsed(text: bytes) -> tuple[NDArray[Any], ...]:
             text = text.replace(run, single)
     text = b"\n" + text.strip(b" \n")
     if any(odd in text for odd in (b" :", b" -", b"++", b"+-", b"x", b"X", b"n", b"N")):
-        raise pa.ArrowInvalid("malformed, and Arrow would take it")
+        raise pa.ArrowInvalid("malformed, but Arrow would accept it")
     text = _UNLABELLED.sub(b"\nnan ", text).replace(b"\n+", b"\n").replace(b"\n", b"\n:") if len(text) > 1 else text
     tokens = text.replace(b",", b"\n-1:").replace(b" ", b"\n")
     table = pyarrow.csv.read_csv(
@@ -165,15 +167,15 @@ def _parsed(text: bytes) -> tuple[NDArray[Any], ...]:
             column_types={"id": pa.int64(), "value": pa.float64()}, null_values=[""]
         ),
     )
-    begins_row, ids = np.asarray(table["id"].is_null()), np.asarray(table["id"].fill_null(0))
+    starts_row, ids = np.asarray(table["id"].is_null()), np.asarray(table["id"].fill_null(0))
     further, values = ids == -1, np.asarray(table["value"])
-    is_label = begins_row | further
+    is_label = starts_row | further
     if (further[1:] & ~is_label[:-1]).any() or not (ids <= LARGEST_ID).all():
-        raise pa.ArrowInvalid("a list in place of a value, or an id that is too large")
+        raise pa.ArrowInvalid("a list instead of a value, or an id that is too large")
     labels, values = values[is_label], values[~is_label]
     if np.isinf(labels).any() or not (np.abs(values) <= _LARGEST_VALUE).all():
         raise pa.ArrowInvalid("a number is not finite")
-    starts = np.flatnonzero(begins_row)
+    starts = np.flatnonzero(starts_row)
     several = np.add.reduceat(further, starts, dtype=np.int64) if further.any() else np.zeros_like(starts)
     unlabelled = np.isnan(labels)
     label_counts = 1 + several - unlabelled[np.cumsum(1 + several) - 1 - several]
@@ -197,10 +199,10 @@ def _parse_lines(path: Path, text: bytes, lines: int) -> tuple[NDArray[Any], ...
             for token in tokens:
                 features.append(_feature(token))
         except ValueError as err:
-            wrong, hint = err.args
+            fault, hint = err.args
             shown = token.decode(errors="replace")[:40]
             raise DataError(
-                f"{path}, line {number}: {shown!r} {wrong}: {line[:60].decode(errors='replace').strip()!r}", hint=hint
+                f"{path}, line {number}: {shown!r} {fault}: {line[:60].decode(errors='replace').strip()!r}", hint=hint
             ) from None
         label_ptr.append(len(labels))
         row_ptr.append(len(features))
@@ -215,7 +217,7 @@ _HINT = "write each line as label id:value id:value ..., with ids that are whole
 
 
 def _number(field: bytes, largest: float = float(np.finfo(np.float64).max)) -> float:
-    """Return the number that a field spells; ValueError with what is wrong and what helps."""
+    """Return the number in a field; raise ValueError with the fault and a hint."""
     if field.lstrip(b"+-")[:1] in (b"n", b"N", b"i", b"I"):
         raise ValueError("is not finite as a 32-bit number", _HINT)
     if not _NUMBER.fullmatch(field):
@@ -227,11 +229,12 @@ def _number(field: bytes, largest: float = float(np.finfo(np.float64).max)) -> f
 
 
 def _feature(token: bytes) -> tuple[int, float]:
-    """Return id and value of a feature; ValueError as :func:`_number`."""
+    """Return the id and value of a feature; raise ValueError like :func:`_number`."""
     name, colon, value = token.partition(b":")
     if re.match(rb"q..:", token):
         raise ValueError(
-            "groups rows for ranking, which is not served", "take these fields out: sed 's/ qid:[0-9]*//' FILE > NEW"
+            "groups rows for ranking, which gtrain does not support",
+            "remove these fields: sed 's/ qid:[0-9]*//' FILE > NEW",
         )
     if not re.fullmatch(rb"-?[0-9]+", name):
         raise ValueError("has no feature id", _HINT)
@@ -241,7 +244,7 @@ def _feature(token: bytes) -> tuple[int, float]:
         raise ValueError("has a negative feature id", _HINT)
     if int(name) > LARGEST_ID:
         raise ValueError(
-            f"has a feature id above {LARGEST_ID}, the largest that is served",
+            f"has a feature id above {LARGEST_ID}, the largest allowed",
             "number the features without gaps, or hash the ids to fewer, such as id % 1048576",
         )
     return int(name), _number(value, _LARGEST_VALUE)
@@ -254,28 +257,26 @@ def _pointers(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 def _in_order(
     path: Path, text: bytes, lines: int, counts: NDArray[Any], ids: NDArray[Any], values: NDArray[Any]
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Sort the features of each row of a block by id, and refuse an id that a row has twice."""
+    """Sort the entries of each row of a block by id, and refuse an id that occurs twice in a row."""
     row_of = np.repeat(np.arange(len(counts)), counts)
     inside = row_of[1:] == row_of[:-1]
     if (inside & (ids[1:] < ids[:-1])).any():
         order = np.lexsort((ids, row_of))
         ids, values = ids[order], values[order]
-    twice = inside & (ids[1:] == ids[:-1])
-    if twice.any():
-        at = int(twice.argmax())
-        number = nth_row(text.split(b"\n"), int(row_of[at]))
+    if (position := first_true(inside & (ids[1:] == ids[:-1]))) is not None:
+        number = nth_row(text.split(b"\n"), int(row_of[position]))
         raise DataError(
-            f"{path}, line {lines + number}: the feature {ids[at]} occurs twice",
+            f"{path}, line {lines + number}: the feature {ids[position]} occurs twice",
             hint="give each feature of a row one value",
         )
     return ids, values
 
 
 def nth_row(lines: Iterable[bytes], row: int) -> int:
-    """Return the number of the line, counted from 1, that holds a row."""
-    for number, line in enumerate(lines, start=1):
-        if line.strip() and not line.lstrip(b" \t").startswith(b"#"):
-            if row == 0:
-                return number
-            row -= 1
-    raise IndexError(row)
+    """Return the line number (from 1) of a row (from 0)."""
+    rows = (
+        number
+        for number, line in enumerate(lines, start=1)
+        if line.strip() and not line.lstrip(b" \t").startswith(b"#")
+    )
+    return next(itertools.islice(rows, row, None))

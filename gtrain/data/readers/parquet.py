@@ -1,4 +1,4 @@
-"""Parquet files read as one table, a batch of rows at a time: columns to entries of a sparse matrix, labels."""
+"""Read Parquet files as one table, batch by batch: convert columns to entries of a sparse matrix, and labels."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gtrain.data.readers.files import first_true
 from gtrain.data.sources.feature_rows import among_unlabelled, number_labels
 from gtrain.errors import DataError
 from gtrain.kernels.splitmix import mix
@@ -31,22 +32,22 @@ def hash_strings(strings: Any, salt: str) -> NDArray[np.uint64]:
 
     Args:
         strings: a pyarrow array of strings without nulls, ``[N]``.
-        salt: what keeps equal strings of different columns apart, such as the column's name.
+        salt: makes the hashes of equal strings differ between columns, such as the column's name.
 
     Returns:
         uint64 ``[N]``.
     """
     strings = pc.cast(strings, pa.large_binary())
     lengths = pc.binary_length(strings).to_numpy(zero_copy_only=False).astype(np.int64)
-    order = np.argsort(-lengths, kind="stable")  # the strings that still have a byte come first
+    order = np.argsort(-lengths, kind="stable")  # longest first: the strings with a byte at a position are a prefix
     starts = np.frombuffer(strings.buffers()[1], np.int64, len(strings), 8 * strings.offset)[order]
     text = np.frombuffer(strings.buffers()[2] or b"\0", np.uint8)
-    found = np.full(len(strings), _fnv1a(salt.encode() + b"\0"), np.uint64)
-    counts = len(strings) - np.cumsum(np.bincount(lengths, minlength=1))  # strings longer than each length
+    state = np.full(len(strings), _fnv1a(salt.encode() + b"\0"), np.uint64)
+    counts = len(strings) - np.cumsum(np.bincount(lengths, minlength=1))  # number of strings longer than each length
     for position, count in enumerate(counts):
-        found[:count] = (found[:count] ^ text[starts[:count] + position]) * np.uint64(_PRIME)
-    hashes = np.empty_like(found)
-    hashes[order] = mix(found)
+        state[:count] = (state[:count] ^ text[starts[:count] + position]) * np.uint64(_PRIME)
+    hashes = np.empty_like(state)
+    hashes[order] = mix(state)
     return hashes
 
 
@@ -59,54 +60,52 @@ def _fnv1a(text: bytes) -> int:
 
 Ints = NDArray[np.int64]
 Entries = tuple[Ints, Ints, NDArray[np.float32]]
-"""Rows, columns (from 0 within their block) and values of a block of the matrix; rows ascend."""
+"""Rows (ascending), columns (from 0 within the block) and values of a block of the matrix, ``[K]`` each."""
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where a batch of rows came from, and what to do with what is missing.
+class BatchSource:
+    """The origin of a batch of rows, and the treatment of missing values.
 
     Attributes:
         where: the files, for messages.
         zero: whether missing values count as 0; else they are an error.
-        first: number of the batch's first row.
+        first_row: number of the batch's first row.
     """
 
     where: str
     zero: bool
-    first: int = 0
+    first_row: int = 0
 
-    def missing(self, column: str, wrong: NDArray[np.bool_]) -> None:
+    def check_missing(self, column: str, missing: NDArray[np.bool_]) -> None:
         """Refuse missing values, unless they count as 0."""
-        if wrong.any() and not self.zero:
+        if missing.any() and not self.zero:
             raise DataError(
-                f"{self.where}: the column {column!r} has no value (null or NaN) in {self.rows(wrong)}",
+                f"{self.where}: the column {column!r} has no value (null or NaN) in {self.rows(missing)}",
                 hint="fill in the values, or set data.nulls=zero to count them as 0",
             )
 
     def rows(self, wrong: NDArray[np.bool_]) -> str:
-        """Say which of the batch's rows are wrong; those before it were not."""
-        return (
-            f"row {self.first + int(wrong.argmax())}, and in {int(wrong.sum())} of the first {self.first + len(wrong)} "
-            "rows (rows count from 0)"
-        )
+        """Return the first of the wrong rows and their number, for messages."""
+        row, seen = self.first_row + int(wrong.argmax()), self.first_row + len(wrong)
+        return f"row {row}, and in {int(wrong.sum())} of the first {seen} rows (rows count from 0)"
 
-    def wrong_type(self, column: str, found: Any, wanted: str) -> DataError:
+    def wrong_type(self, column: str, actual: Any, expected: str) -> DataError:
         """Return the error for a column of another type."""
         return DataError(
-            f"{self.where}: the column {column!r} holds {found}, and {wanted} were expected",
+            f"{self.where}: the column {column!r} holds {actual}, and {expected} were expected",
             hint="name another column, or convert this one",
         )
 
 
-class Layout:
-    """Blocks of columns side by side.
+class FeatureLayout:
+    """The blocks of columns of ``x``, side by side.
 
     Args:
-        widths: columns of each block.
+        widths: number of columns of each block.
 
     Attributes:
-        width: of all of them.
+        width: number of columns of all blocks.
     """
 
     def __init__(self, widths: Sequence[int]) -> None:
@@ -114,10 +113,10 @@ class Layout:
         self.width = sum(widths)
 
     def rows(self, blocks: Sequence[Entries], count: int) -> tuple[Ints, Ints, NDArray[np.float32]]:
-        """Put the entries of ``count`` rows in order; those that meet in one place are added up.
+        """Merge the entries of ``count`` rows; entries in the same column of a row are summed.
 
         Returns:
-            How many entries each row has, int64 ``[count]``, their columns, ascending in each row, and their values.
+            The number of entries of each row, int64 ``[count]``, their columns (ascending in each row) and values.
         """
         pairs = zip(blocks, self._starts, strict=False)
         keys = np.concatenate([rows * self.width + columns + start for (rows, columns, _), start in pairs])
@@ -127,20 +126,20 @@ class Layout:
         return counts, keys % self.width, values.astype(np.float32)
 
 
-def dense_entries(table: Any, name: str, source: Source) -> Entries:
-    """Return the values of a numeric column that are not 0."""
+def dense_entries(table: Any, name: str, source: BatchSource) -> Entries:
+    """Return the nonzero values of a numeric column."""
     column = table[name]
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type) or pa.types.is_boolean(column.type)):
         raise source.wrong_type(name, column.type, "numbers")
     values = pc.cast(column, pa.float64(), safe=False).to_numpy().astype(np.float64)  # a null becomes NaN
-    source.missing(name, np.isnan(values))
+    source.check_missing(name, np.isnan(values))
     values = _finite(np.nan_to_num(values, nan=0.0, posinf=np.inf, neginf=-np.inf), name, source)
     rows = np.flatnonzero(values)
     return rows, np.zeros_like(rows), values[rows].astype(np.float32)
 
 
-def list_entries(table: Any, ids: str, values: str | None, source: Source) -> Entries:
-    """Return the entries of a column of lists of ids, with a column of lists of values, or else ones."""
+def list_entries(table: Any, ids: str, values: str | None, source: BatchSource) -> Entries:
+    """Return the entries of a column of lists of ids, with values from a second column of lists, or ones."""
     rows, flat = _flatten(table, ids, source)
     if not pa.types.is_integer(flat.type):
         raise source.wrong_type(ids, table[ids].type, "lists of whole numbers")
@@ -148,11 +147,10 @@ def list_entries(table: Any, ids: str, values: str | None, source: Source) -> En
         raise source.wrong_type(ids, "lists with nulls", "lists of whole numbers")
     written = flat.to_numpy(zero_copy_only=False)
     columns = written.astype(np.int64)  # unsigned ids of 2^63 and more become negative
-    if (columns < 0).any():
-        at = int((columns < 0).argmax())
-        wrong = "negative id" if written[at] < 0 else "id"
+    if (position := first_true(columns < 0)) is not None:
+        value, row = written[position], source.first_row + rows[position]
         raise DataError(
-            f"{source.where}: the column {ids!r} has the {wrong} {written[at]} in row {source.first + rows[at]} "
+            f"{source.where}: the column {ids!r} has the {'negative ' if value < 0 else ''}id {value} in row {row} "
             "(rows count from 0)",
             hint="number features from 0, below 2^63",
         )
@@ -160,82 +158,82 @@ def list_entries(table: Any, ids: str, values: str | None, source: Source) -> En
         return rows, columns, np.ones(len(columns), np.float32)
     value_rows, flat = _flatten(table, values, source)
     if not np.array_equal(rows, value_rows):
-        counts = [np.bincount(found, minlength=len(table)) for found in (rows, value_rows)]
+        counts = [np.bincount(listed, minlength=len(table)) for listed in (rows, value_rows)]
         row = int((counts[0] != counts[1]).argmax())
         raise DataError(
-            f"{source.where}: row {source.first + row} has {counts[0][row]} {ids!r} and {counts[1][row]} {values!r}",
+            f"{source.where}: row {source.first_row + row} has {counts[0][row]} {ids!r} and "
+            f"{counts[1][row]} {values!r}",
             hint="give each id one value; rows count from 0",
         )
     if not (pa.types.is_integer(flat.type) or pa.types.is_floating(flat.type)):
         raise source.wrong_type(values, table[values].type, "lists of numbers")
     numbers = pc.cast(flat, pa.float64(), safe=False).to_numpy(zero_copy_only=False).astype(np.float64)
-    lacking = np.zeros(len(table), dtype=bool)
-    lacking[rows[np.isnan(numbers)]] = True
-    source.missing(values, lacking)
+    missing = np.zeros(len(table), dtype=bool)
+    missing[rows[np.isnan(numbers)]] = True
+    source.check_missing(values, missing)
     return rows, columns, _finite(np.where(np.isnan(numbers), 0.0, numbers), values, source, rows).astype(np.float32)
 
 
-def hashed_entries(table: Any, name: str, buckets: int, source: Source) -> Entries:
-    """Return a one in the bucket of each value of a categorical column; a missing value has none."""
+def hashed_entries(table: Any, name: str, buckets: int, source: BatchSource) -> Entries:
+    """Return a 1 in the bucket of each value of a categorical column; a missing value has no entry."""
     column = table[name].combine_chunks()
     if not (pa.types.is_integer(column.type) or pa.types.is_boolean(column.type) or _is_text(column.type)):
         raise source.wrong_type(name, column.type, "strings or whole numbers")
     coded = pc.dictionary_encode(column)
     coded = coded.combine_chunks() if isinstance(coded, pa.ChunkedArray) else coded
     codes = pc.fill_null(pc.cast(coded.indices, pa.int64()), -1).to_numpy(zero_copy_only=False)
-    source.missing(name, codes < 0)
+    source.check_missing(name, codes < 0)
     rows = np.flatnonzero(codes >= 0)
     hashes = hash_strings(pc.cast(coded.dictionary, pa.large_string()), name) % np.uint64(buckets)
     return rows, hashes.astype(np.int64)[codes[rows]], np.ones(len(rows), np.float32)
 
 
-def _is_text(kind: Any) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+def _is_text(arrow_type: Any) -> bool:
+    return bool(pa.types.is_string(arrow_type) or pa.types.is_large_string(arrow_type))
 
 
-def _flatten(table: Any, name: str, source: Source) -> tuple[Ints, Any]:
+def _flatten(table: Any, name: str, source: BatchSource) -> tuple[Ints, Any]:
     """Return the row of each element of a column of lists, and the elements."""
     column = table[name].combine_chunks()
     if pa.types.is_fixed_size_list(column.type):
         column = pc.cast(column, pa.large_list(column.type.value_type))
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
         raise source.wrong_type(name, column.type, "lists")
-    source.missing(name, pc.is_null(column).to_numpy(zero_copy_only=False))
+    source.check_missing(name, pc.is_null(column).to_numpy(zero_copy_only=False))
     counts = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
     return np.repeat(np.arange(len(column)), counts), pc.list_flatten(column)
 
 
-def _finite(values: NDArray[np.float64], name: str, source: Source, rows: Ints | None = None) -> NDArray[np.float64]:
-    wrong = ~(np.abs(values) <= np.finfo(np.float32).max)
-    if wrong.any():
-        at = int(wrong.argmax())
-        row = at if rows is None else int(rows[at])
+def _finite(
+    values: NDArray[np.float64], name: str, source: BatchSource, rows: Ints | None = None
+) -> NDArray[np.float64]:
+    if (position := first_true(~(np.abs(values) <= np.finfo(np.float32).max))) is not None:
+        row = source.first_row + (position if rows is None else int(rows[position]))
         raise DataError(
-            f"{source.where}: the column {name!r} has {values[at]} in row {source.first + row}, and that is not "
-            "finite in 32 bits",
+            f"{source.where}: the column {name!r} has {values[position]} in row {row}, which is not finite in 32 bits",
             hint="correct the value; rows count from 0",
         )
     return values
 
 
-def check_label(kind: Any, name: str, source: Source) -> None:
-    """Refuse a column whose type cannot be that of labels; numbers with fractions show as they are read.
+def check_label(arrow_type: Any, name: str, source: BatchSource) -> None:
+    """Refuse a column whose type labels cannot have. Numbers with fractions are refused only when they are read.
 
     Raises:
         DataError: names the column and its type.
     """
     types = pa.types
-    suited = (types.is_integer, types.is_floating, types.is_boolean, types.is_string, types.is_large_string)
-    if not (types.is_null(kind) or any(suits(kind) for suits in suited)):
-        raise source.wrong_type(name, kind, "whole numbers or strings")
+    allowed = (types.is_null, types.is_integer, types.is_floating, types.is_boolean, _is_text)
+    if not any(matches(arrow_type) for matches in allowed):
+        raise source.wrong_type(name, arrow_type, "whole numbers or strings")
 
 
-class Labels:
-    """A column of whole numbers, booleans or strings, of which 8 bytes a row are kept.
+class LabelColumn:
+    """Collects a column of labels (whole numbers, booleans or strings) batch by batch, 9 bytes per row.
 
     Args:
-        name: of the column.
-        unlabelled: what stands for no label; None: each row has one.
+        name: name of the column.
+        unlabelled: the label of rows without a label; None: each row has one.
     """
 
     def __init__(self, name: str, unlabelled: int | None) -> None:
@@ -244,32 +242,31 @@ class Labels:
         self._labelled: list[NDArray[np.bool_]] = []
         self._texts: dict[str, int] | None = None
 
-    def append(self, column: Any, source: Source) -> None:
-        """Take in a batch of rows.
+    def append(self, column: Any, source: BatchSource) -> None:
+        """Append a batch of rows.
 
         Args:
             column: a ``pyarrow.ChunkedArray``.
-            source: where it is from.
+            source: its origin.
 
         Raises:
-            DataError: a row has no label, or the column no labels.
+            DataError: a row has no label, or the column holds other values.
         """
-        lacking = pc.is_null(column, nan_is_null=True)
-        if self._unlabelled is None and pc.any(lacking).as_py():
+        missing = pc.is_null(column, nan_is_null=True)
+        if self._unlabelled is None and pc.any(missing).as_py():
             raise DataError(
                 f"{source.where}: the column {self._name!r} has no label (null or NaN) in "
-                f"{source.rows(lacking.to_numpy())}",
-                hint="leave these rows out, or set data.unlabelled=-1 to have them in no split",
+                f"{source.rows(missing.to_numpy())}",
+                hint="remove these rows, or set data.unlabelled=-1 to have them in no split",
             )
-        known = pc.filter(column, pc.invert(lacking))
+        known = pc.filter(column, pc.invert(missing))
         check_label(column.type, self._name, source)
-        if pa.types.is_floating(known.type) and pc.all(pc.equal(known, pc.round(known))).as_py() is not False:
+        whole = pa.types.is_floating(known.type) and pc.all(pc.equal(known, pc.round(known))).as_py() is not False
+        if whole or pa.types.is_boolean(known.type):
             known = pc.cast(known, pa.int64())
-        if pa.types.is_boolean(known.type):
-            known = pc.cast(known, pa.int64())
-        labelled = ~lacking.to_numpy()
-        if pa.types.is_string(known.type) or pa.types.is_large_string(known.type):
-            labels = self._numbered(known)
+        labelled = ~missing.to_numpy()
+        if _is_text(known.type):
+            labels = self._number_texts(known)
         elif pa.types.is_integer(known.type):
             labels = known.to_numpy().astype(np.int64)
             labelled[labelled] = labels != self._unlabelled
@@ -280,21 +277,21 @@ class Labels:
         self._labelled.append(labelled)
 
     def classes(self, num_classes: int | None) -> tuple[Tensor, list[Any] | None]:
-        """Number the labels by their values; see :func:`~gtrain.data.sources.feature_rows.number_labels`.
+        """Number the labels in the order of their values; see :func:`~gtrain.data.sources.feature_rows.number_labels`.
 
         Returns:
             The class of each row, int64 ``[N]``, and the label that each class stands for.
         """
         labels, labelled = np.concatenate(self._labels), np.concatenate(self._labelled)
         if self._texts is None:
-            found, values = number_labels(labels, num_classes)
+            classes, values = number_labels(labels, num_classes)
         else:
             ranks, values = number_labels(np.array(list(self._texts)), num_classes)
-            found = ranks[torch.from_numpy(labels)]
-        return among_unlabelled(found, labelled, self._unlabelled), values
+            classes = ranks[torch.from_numpy(labels)]
+        return among_unlabelled(classes, labelled, self._unlabelled), values
 
-    def _numbered(self, texts: Any) -> NDArray[np.int64]:
-        """Number strings as they come."""
+    def _number_texts(self, texts: Any) -> NDArray[np.int64]:
+        """Number strings in the order of first occurrence."""
         self._texts = {} if self._texts is None else self._texts
         coded = pc.dictionary_encode(texts).combine_chunks()
         coded = coded.chunk(0) if isinstance(coded, pa.ChunkedArray) else coded
@@ -304,31 +301,31 @@ class Labels:
 
 
 BATCH_VALUES = 1 << 20
-"""Numbers and strings of a batch, about."""
+"""Approximate limit of the numbers and strings of a batch."""
 BATCH_BYTES = 1 << 25
-"""Their bytes, at most about."""
+"""Approximate limit of a batch in bytes."""
 _READ_BYTES = 1 << 20
-"""Of a column that are read from a file at once; else a row group would be in memory whole."""
+"""Bytes of a column that are read at once; without this limit pyarrow reads a whole row group into memory."""
 _ERRORS = pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OSError
 
 
 class ParquetFiles:
-    """The named columns of some files, one behind another; of these, one batch of rows is in memory.
+    """Reads the named columns of several files, one file after the other, one batch of rows at a time.
 
-    Columns that have different types in different files have one that holds them all; what pandas calls a category is
-    of its values' type.
+    A column with different types in different files gets a common type; a column of pandas' categories gets the type of
+    their values.
 
     Args:
-        files: by the option that names them (``path``, ``test_path``), at least one each.
-        named: what these options were set to, for messages.
-        columns: the columns.
+        files: the files by the option that names them (``path``, ``test_path``), at least one each.
+        named: the values of these options, for messages.
+        columns: names of the columns.
 
     Attributes:
-        counts: rows of the files of each option.
-        schema: of the columns, a ``pyarrow.Schema``.
+        counts: number of rows by option.
+        schema: the schema of the columns, a ``pyarrow.Schema``.
 
     Raises:
-        DataError: a file is none of Parquet's, or lacks a column, or the files do not fit each other.
+        DataError: a file is not a Parquet file or lacks a column, or the files' types are incompatible.
     """
 
     def __init__(self, files: Mapping[str, Sequence[Path]], named: Mapping[str, str], columns: Sequence[str]) -> None:
@@ -338,12 +335,19 @@ class ParquetFiles:
         schemas: dict[str, list[Any]] = {key: [] for key in files}
         for key, file in self._files:
             opened = _opened(key, file)
-            schemas[key].append(_chosen(opened.schema_arrow, file, columns))
+            schemas[key].append(_select(opened.schema_arrow, file, columns))
             self.counts[key] += opened.metadata.num_rows
         for key, count in self.counts.items():
             if not count:
                 raise DataError(f"data.{key}={named[key]} has no rows", hint=f"correct data.{key}")
-        self.schema = _together({key: self._one(key, found) for key, found in schemas.items()})
+        by_option = [self._unify(key, entries) for key, entries in schemas.items()]
+        try:
+            self.schema = pa.unify_schemas(by_option, promote_options="permissive")
+        except _ERRORS as err:
+            raise DataError(
+                f"data.path and data.test_path have columns of different types: {str(err).splitlines()[0]}",
+                hint="write both with the same types of columns",
+            ) from err
 
     def __len__(self) -> int:
         return sum(self.counts.values())
@@ -357,19 +361,19 @@ class ParquetFiles:
         Raises:
             DataError: a file is damaged.
         """
-        first = 0
+        first_row = 0
         schema = pa.schema([self.schema.field(name) for name in columns])
         for key, file in self._files:
             opened = _opened(key, file)
             try:
-                for batch in opened.iter_batches(_rows_of_batch(opened.metadata), columns=list(columns)):
+                for batch in opened.iter_batches(_batch_rows(opened.metadata), columns=list(columns)):
                     table = pa.Table.from_batches([batch]).select(list(columns)).cast(schema)
-                    yield first, table
-                    first += len(table)
+                    yield first_row, table
+                    first_row += len(table)
             except _ERRORS as err:
                 raise self._unreadable(key, err) from err
 
-    def _one(self, key: str, schemas: list[Any]) -> Any:
+    def _unify(self, key: str, schemas: list[Any]) -> Any:
         try:
             return pa.unify_schemas(schemas, promote_options="permissive")
         except _ERRORS as err:
@@ -393,44 +397,30 @@ def _opened(key: str, file: Path) -> Any:
         return pa.parquet.ParquetFile(file, pre_buffer=False, buffer_size=_READ_BYTES)
     except _ERRORS as err:
         raise DataError(
-            f"{file} is no Parquet file, or is damaged: {str(err).splitlines()[0].rpartition(': ')[2]}",
+            f"{file} is not a Parquet file, or is damaged: {str(err).splitlines()[0].rpartition(': ')[2]}",
             hint=f"write the file again, or correct data.{key}",
         ) from err
 
 
-def _chosen(schema: Any, file: Path, columns: Sequence[str]) -> Any:
-    """Return the columns' part of a schema."""
-    missing = [name for name in columns if name not in schema.names]
-    if missing:
+def _select(schema: Any, file: Path, columns: Sequence[str]) -> Any:
+    """Return the schema of the named columns."""
+    if missing := [name for name in columns if name not in schema.names]:
         raise DataError(
             f"{file} has no column {missing[0]!r}; it has {', '.join(schema.names)}",
             hint="correct data.label, data.ids, data.values, data.dense or data.categorical",
         )
     types = {name: schema.field(name).type for name in columns}
-    plain = {name: kind.value_type if pa.types.is_dictionary(kind) else kind for name, kind in types.items()}
-    return pa.schema([pa.field(name, kind) for name, kind in plain.items()])
+    return pa.schema([(name, t.value_type if pa.types.is_dictionary(t) else t) for name, t in types.items()])
 
 
-def _together(schemas: Mapping[str, Any]) -> Any:
-    """Return the schema of what trains and of what tests."""
-    try:
-        return pa.unify_schemas(list(schemas.values()), promote_options="permissive")
-    except _ERRORS as err:
-        raise DataError(
-            f"data.path and data.test_path have columns of other types: {str(err).splitlines()[0]}",
-            hint="write both with the same types of columns",
-        ) from err
-
-
-def _rows_of_batch(metadata: Any) -> int:
-    """Return how many rows a batch may have, by the row group whose rows are the largest."""
-    most = BATCH_VALUES
+def _batch_rows(metadata: Any) -> int:
+    """Return the number of rows of a batch, which the row group with the largest rows limits."""
+    limit = BATCH_VALUES
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
-        columns = [group.column(place) for place in range(group.num_columns)]
-        values, nbytes = (
-            sum(getattr(column, name) for column in columns) for name in ("num_values", "total_uncompressed_size")
-        )
+        columns = [group.column(position) for position in range(group.num_columns)]
+        values = sum(column.num_values for column in columns)
+        nbytes = sum(column.total_uncompressed_size for column in columns)
         rows = max(1, group.num_rows)
-        most = min(most, BATCH_VALUES * rows // max(1, values), BATCH_BYTES * rows // max(1, nbytes))
-    return max(1, most)
+        limit = min(limit, BATCH_VALUES * rows // max(1, values), BATCH_BYTES * rows // max(1, nbytes))
+    return max(1, limit)

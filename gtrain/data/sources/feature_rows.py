@@ -1,4 +1,4 @@
-"""What sources of rows without edges have in common."""
+"""Base of the sources of rows: nodes of a graph without edges, with sparse features and a label."""
 
 from __future__ import annotations
 
@@ -10,23 +10,52 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch_geometric.data import Data
 
 from gtrain.data.ingest.columns import Column
+from gtrain.data.module import SPARSE_OUTLINE, GraphDataModule
 from gtrain.data.prepare.split import MASKS, SplitOptions
 from gtrain.errors import ConfigError
 from gtrain.graph.store.tables import csr_tensor
 
 
+class RowData(GraphDataModule):
+    """Rows of sparse features with labels, from files that train (``path``) and files that test (``test_path``)."""
+
+    outline = SPARSE_OUTLINE
+
+    def public_identity(self) -> list[Any] | None:
+        """Return what the public split depends on; None for other splits."""
+        return [self.split.val_fraction, self.split.seed] if self.split.kind == "public" else None
+
+    def rows_as_graph(self, x: Tensor, y: Tensor, num_train: int, label_values: list[Any] | None) -> Data:
+        """Return the rows as a graph without edges; set the facts.
+
+        Args:
+            x: features, ``torch.sparse_csr`` ``[N, F]``.
+            y: labels, int64 ``[N]``, or float ``[N, C]`` of zeros and ones.
+            num_train: number of rows in the files that train; these rows are the first.
+            label_values: the label that each class stands for; None: they are equal.
+        """
+        self._facts = {"label_values": label_values}
+        masks = row_masks(len(y), num_train, self.split)
+        return Data(x=x, y=y, edge_index=torch.empty(2, 0, dtype=torch.int64), num_nodes=len(y), **masks)
+
+    @property
+    def _no_label(self) -> int | None:
+        return no_label(self.unlabelled)
+
+
 def row_masks(num_rows: int, num_train: int, split: SplitOptions) -> dict[str, Tensor]:
-    """Return the public masks of rows from two files: the first trains and validates, the second tests.
+    """Return the public masks of rows: those of the training files train and validate, the others test.
 
     Args:
-        num_rows: N, rows of both files.
-        num_train: rows of the first file, which come first.
-        split: ``val_fraction`` of the first file's rows validate, drawn by ``seed``.
+        num_rows: N, all rows.
+        num_train: rows of the training files, which come first.
+        split: ``val_fraction`` of the training files' rows validate, drawn by ``seed``.
 
     Returns:
-        ``train_mask``, ``val_mask`` and ``test_mask``, ``[N]`` bool; nothing for splits that are no public one.
+        ``train_mask``, ``val_mask`` and ``test_mask``, ``[N]`` bool; empty for splits other than ``public``.
 
     Raises:
         ConfigError: no row is left to train on.
@@ -48,38 +77,38 @@ def row_masks(num_rows: int, num_train: int, split: SplitOptions) -> dict[str, T
 
 
 def number_labels(labels: NDArray[Any], num_classes: int | None) -> tuple[Tensor, list[Any] | None]:
-    """Number labels of any kind by their values.
+    """Number labels in the order of their values.
 
     Args:
         labels: whole numbers or strings, ``[N]``.
-        num_classes: the number of classes, where it is known; labels within 0..C-1 stay as they are then.
+        num_classes: the number of classes, if set; labels within 0..C-1 are not renumbered then.
 
     Returns:
-        The classes, int64 ``[N]``, and the label that each class stands for; None where the labels stayed.
+        The classes, int64 ``[N]``, and the label that each class stands for; None without renumbering.
     """
-    known, classes = np.unique(labels, return_inverse=True)
-    if known.size and known.dtype.kind == "i" and known[0] >= 0 and known[-1] < (num_classes or 0):
+    values, classes = np.unique(labels, return_inverse=True)
+    if values.size and values.dtype.kind == "i" and values[0] >= 0 and values[-1] < (num_classes or 0):
         return torch.from_numpy(labels.astype(np.int64)), None
-    return torch.from_numpy(classes.astype(np.int64)), known.tolist()
+    return torch.from_numpy(classes.astype(np.int64)), values.tolist()
 
 
 def no_label(unlabelled: int | None) -> int | None:
-    """What stands for no label beside classes that were numbered: not a number that one of them may have."""
+    """Return the class of rows without a label: a negative number, which no numbered class has."""
     return None if unlabelled is None else min(unlabelled, -1)
 
 
 def among_unlabelled(classes: Tensor, labelled: NDArray[np.bool_], unlabelled: int | None) -> Tensor:
-    """Return ``y``, int64 ``[N]``: the classes of the rows that are labelled, :func:`no_label` for the others."""
+    """Return ``y``, int64 ``[N]``: the classes of labelled rows, :func:`no_label` for the others."""
     y = torch.full((len(labelled),), no_label(unlabelled) or 0)
     y[torch.from_numpy(labelled)] = classes
     return y
 
 
 class RowColumns:
-    """Sparse rows that are appended, of which the entries may be more than the memory holds.
+    """Builds a sparse matrix row by row; large columns are in temporary files, so it may exceed the memory.
 
     Args:
-        folder: where temporary files are made, of 12 bytes an entry.
+        folder: folder for the temporary files, 12 bytes per entry.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -87,11 +116,11 @@ class RowColumns:
         self._ids, self._values = Column(folder, np.int64), Column(folder, np.float32)
 
     def add_rows(self, counts: NDArray[np.int64]) -> None:
-        """Add rows, as how many entries each has; these may be added before or after."""
+        """Add rows by their numbers of entries; the entries may be added before or after."""
         self._counts.append(counts)
 
     def add_entries(self, ids: NDArray[np.int64], values: NDArray[np.float32]) -> None:
-        """Add entries, row by row: their columns and values.
+        """Add entries, row by row: their column ids and values.
 
         Raises:
             DataError: the disk is full.
@@ -100,15 +129,14 @@ class RowColumns:
         self._values.append(values)
 
     def tensor(self, width: int) -> Tensor:
-        """The rows as ``torch.sparse_csr`` ``[N, width]``, over files where they are large; to be read only."""
+        """Return the rows as a read-only ``torch.sparse_csr`` ``[N, width]``, memory-mapped if they are large."""
         counts = np.concatenate([np.empty(0, np.int64), *self._counts])
         crow = np.concatenate([[0], np.cumsum(counts)])
-        arrays = torch.from_numpy(crow), _mapped(self._ids), _mapped(self._values)
-        return csr_tensor(*arrays, (len(counts), width))
+        return csr_tensor(torch.from_numpy(crow), _mapped(self._ids), _mapped(self._values), (len(counts), width))
 
 
 def _mapped(column: Column) -> Tensor:
-    """A tensor over a column; it is read and never written."""
+    """Return a read-only tensor over a column."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(column.array())

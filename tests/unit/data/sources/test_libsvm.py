@@ -69,7 +69,7 @@ def test_arrow_parses_what_python_parses_line_by_line() -> None:
         lines.append(draw.choice(["", " "]) + draw.choice([" ", "  ", "\t"]).join(tokens) + comment)
     text = "\n".join(lines).encode()
     plain = libsvm_file._parse_lines(Path("e"), text, 0)
-    for one, other in zip(libsvm_file._parsed(text), plain, strict=True):
+    for one, other in zip(libsvm_file._parse_block(text), plain, strict=True):
         assert np.array_equal(one, other) and one.dtype == other.dtype
 
 
@@ -136,7 +136,7 @@ def test_labels(labels: list[str], options: dict[str, Any], y: list[Any], tmp_pa
         ("1 2:1\n0 0:2\n", {"index_base": "1"}, r"line 2: the feature id 0, and data\.index_base=1"),
         ("1 2:1\n0 5:2\n", {"num_features": 4}, r"line 2: the feature id 5, and data\.num_features=4 allows 1\.\.4"),
         ("1 2:1\n0,1 5:2\n", {"labels": "single"}, r"line 2: the row has 2 labels"),
-        ("1 2:1\n0,4 5:2\n", {"num_classes": 4}, r"line 2: the label 4, .* 0\.\.3"),
+        ("1 2:1\n0,4 5:2\n", {"num_classes": 4}, r"line 2: the label 4; .* 0\.\.3"),
         ("# only this\n", {}, r"train is empty"),
         ("1 1:1\n-1 1:1\n\n2:1\n", {}, r"line 4: the row has 0 labels, and others one"),
         ("1\n0\n", {}, r"no row has a feature"),

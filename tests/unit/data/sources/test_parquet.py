@@ -171,7 +171,7 @@ def test_what_is_missing_counts_as_zero(tmp_path: Path) -> None:
         ({}, {"categorical": ["price"]}, r"'price' holds double, and strings or whole numbers"),
         ({"label": [0, 1, None, 1]}, {"dense": ["count"]}, r"'label' has no label .* in row 2(.|\n)*unlabelled=-1"),
         ({"label": [0, 1, 0, float("nan")]}, {"dense": ["count"]}, r"'label' has no label .* in row 3"),
-        ({"ids": [[2**62], [1], [], []]}, {"ids": "ids"}, r"columns of features, which 64 bits do not count"),
+        ({"ids": [[2**62], [1], [], []]}, {"ids": "ids"}, r"columns of features exceed 64 bits"),
         ({"label": [0, 1, 0.5, 1]}, {"dense": ["count"]}, r"'label' holds double, and whole numbers or strings"),
         ({"label": [[0], [1], [1], [1]]}, {"dense": ["count"]}, r"'label' holds list"),
     ],
@@ -246,7 +246,7 @@ def test_entries_are_kept_in_files_and_not_in_memory(tmp_path: Path, monkeypatch
 
 def test_files_that_do_not_fit_each_other(tmp_path: Path) -> None:
     path, test = write(tmp_path / "a"), write(tmp_path / "b", label=["x"] * 4)
-    with pytest.raises(DataError, match=r"data\.path and data\.test_path have columns of other types: .*label"):
+    with pytest.raises(DataError, match=r"data\.path and data\.test_path have columns of different types: .*label"):
         ParquetData(path=path, test_path=test, dense=["count"]).read()
     with pytest.raises(ConfigError, match=r"data\.label=count is a feature too"):
         ParquetData(path=path, label="count", dense=["count"])
@@ -259,7 +259,7 @@ def test_wrong_files_and_options(tmp_path: Path) -> None:
     pq.write_table(pa.table({"label": pa.array([], pa.int64()), "count": pa.array([], pa.int64())}), tmp_path / "none")
     for options, kind, message in (
         ({"path": "gone.parquet"}, DataError, r"data\.path=gone\.parquet: no such file"),
-        ({"path": "text.parquet"}, DataError, r"text\.parquet is no Parquet file"),
+        ({"path": "text.parquet"}, DataError, r"text\.parquet is not a Parquet file"),
         ({"path": "empty"}, DataError, r"data\.path=empty: the folder has no \*\.parquet"),
         ({"path": "none"}, DataError, r"data\.path=none has no rows"),
         ({"path": path, "dense": None}, ConfigError, r"no column of features is named; .* has label, price"),
