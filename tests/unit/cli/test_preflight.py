@@ -195,7 +195,7 @@ def settings_for(model: str) -> list[str]:
         (["strategy=ps"], "this model has none on this data. Strategies that do: pyg, sar, single."),
         (["strategy=pbg"], "no layers that pass messages. Strategies that do: pyg, sar, single."),
         (["strategy=sar", "data=planted_kg", "model=kg"], "Strategies that do: pbg, ps, single."),
-        (["strategy=ps", "data=planted_hetero", "model=hgt"], "its optimizer is none of gtrain.nn's"),
+        (["strategy=ps", "data=planted_hetero", "model=hgt"], "its optimizer is not one of gtrain.nn"),
         (["strategy=single", "+model.bogus=1"], "unexpected keyword argument 'bogus'"),
         (["strategy=single", "model.optimizer._target_=torch.optim.Adm"], "model.optimizer._target_=torch.optim.Adm"),
         (["strategy=single", "model.scheduler={_target_:torch.optim.Nope}"], "model.scheduler._target_="),
@@ -332,7 +332,7 @@ def test_an_experiment_composes_with_each_strategy_or_is_refused_with_those_that
                 assert f"{key_value} was set" in typed
             continue
         unserved = f"strategy={strategy} does not serve model={job.choices['model']}"
-        assert (unserved in str(error) or "its optimizer is none of gtrain.nn's" in str(error)) and named(error), error
+        assert (unserved in str(error) or "its optimizer is not one of gtrain.nn" in str(error)) and named(error), error
         suggested |= {*named(error)}
     assert "single" in served and len(served) > 1 and suggested <= served
 
