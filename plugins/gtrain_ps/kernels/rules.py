@@ -145,14 +145,30 @@ RULES: Mapping[str, Any] = {"sgd": Sgd, "adagrad": Adagrad, "rowwise_adagrad": R
 
 @overload(change, jit_options=_OPTIONS)
 def _typed_change(rule: Any, width: int, row: int, total: Any, table: Any, state: Any) -> Any:
-    return CHANGES.get(rule.instance_class, lambda rule, width, row, total, table, state: None)
+    return CHANGES.get(rule.instance_class, _no_change)
 
 
 @overload(factor, jit_options=_OPTIONS)
 def _typed_factor(rule: Any, width: int, row: int, norm: Any, state: Any, like: Any) -> Any:
-    return FACTORS.get(rule.instance_class, lambda rule, width, row, norm, state, like: norm)
+    return FACTORS.get(rule.instance_class, _no_factor)
 
 
 @overload(takes_factor, jit_options=_OPTIONS)
 def _typed_takes_factor(rule: Any) -> Any:
-    return (lambda rule: True) if rule.instance_class in FACTORS else (lambda rule: False)
+    return _yes if rule.instance_class in FACTORS else _no
+
+
+def _yes(rule: Any) -> bool:
+    return True
+
+
+def _no(rule: Any) -> bool:
+    return False
+
+
+def _no_change(rule: Any, width: int, row: int, total: Any, table: Any, state: Any) -> None:
+    pass
+
+
+def _no_factor(rule: Any, width: int, row: int, norm: Any, state: Any, like: Any) -> Any:
+    return norm

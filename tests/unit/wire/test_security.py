@@ -153,7 +153,7 @@ def test_strangers_are_refused_and_logged_once(server: Server, case: str, caplog
             pytest.raises(RefusedError) as caught,
         ):
             early = client.submit("echo")
-            until(lambda: early.done() or client._dialogue._link.suspicion(), NOWHERE)  # noqa: B023
+            until(lambda: early.done() or client._session.link.suspected_refusal(), NOWHERE)  # noqa: B023
             client.request("echo", timeout_seconds=0.1)
         assert told in str(caught.value)
         assert "table 1 at tcp://127.0.0.1:" in str(caught.value)
