@@ -127,7 +127,7 @@ class SampledGcnNorm:
         """Register a batch that layers will receive, until its edges are deleted.
 
         A batch without the tensors of :meth:`tensors` (temporal sampling, where degrees depend on the seed's time) is
-        normalised by the degrees of its own edges, as by PyG, and by all of them in every layer.
+        normalised by the degrees of its sampled edges, as by PyG, and by all of them in every layer.
         """
         if not self._undo:
             return

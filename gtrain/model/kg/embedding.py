@@ -22,7 +22,7 @@ from gtrain.model.kg.tables import EntityTables
 from gtrain.model.kg.training import NegativeSampling, Triples, make_loss
 from gtrain.model.kinds import EMBEDDING
 from gtrain.model.mean_loss import log_mean_loss
-from gtrain.model.optimizers import MakeOptimizer, configured, with_tables
+from gtrain.model.optimizers import MakeOptimizer
 from gtrain.model.ranking import NAMES
 from gtrain.nn import Csr
 from gtrain.nn.recipe import EdgeRecipe, ModelRecipe
@@ -149,8 +149,7 @@ class KGEmbedding(EdgeModel):
                 hint="set model.comparator=dot model.reciprocal=true, or model.self_negs=false.",
             )
         self.num_nodes, self.filtered, self.max_norm = num_nodes, filtered, max_norm
-        self._make_optimizer, self._make_sparse = optimizer, sparse_optimizer
-        self._make_scheduler, self._monitor = scheduler, monitor
+        self._set_optimizers(optimizer, sparse_optimizer, scheduler, monitor)
         types = GraphTypes(entity_types or {"node": num_nodes}, relation_ends, relation_names, num_relations or 1)
         self.schema = make_schema(
             types,
@@ -255,10 +254,6 @@ class KGEmbedding(EdgeModel):
     def dimensions(self) -> dict[str, int]:
         """Columns of an embedding by type."""
         return {spec.name: spec.dimension for spec in self.schema.entities}
-
-    def configure_optimizers(self) -> Any:
-        make = with_tables(self, self._make_sparse, self._make_optimizer)
-        return configured(self.parameters(), make, self._make_scheduler, self._monitor)
 
     def _edges(self, batch: Data) -> Triples:
         """The batch's edges by the ids of the source data."""

@@ -30,7 +30,7 @@ class RowServer:
 
     The reply has the tensors of each entry in turn: for each chunk of its rows, in order, and each name the arrays of
     these rows, one for a dense tensor, and three (indptr, indices, values) for a sparse one. Rows travel in chunks
-    because the system allocates memory for large frames anew each time.
+    because the wire allocates fresh pages for each large frame.
 
     Args:
         hosted: the rows.

@@ -91,7 +91,7 @@ class SharedArrays:
     def create(cls, group: Group, hosting: Hosting) -> SharedArrays:
         """Agree on a directory with the other ranks of the machine; collective.
 
-        Ranks that host only their own part share nothing, as if each had a machine to itself.
+        Ranks that host one part each share nothing, as if they were on different machines.
         """
         creates = hosting.machines[hosting.rank] == hosting.rank and len(hosting.parts) > 1
         created = SharedDirectory() if creates else None

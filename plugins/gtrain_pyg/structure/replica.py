@@ -1,4 +1,4 @@
-"""Copies of edges around a machine's parts: in-edges of nodes of other parts, within some hops of its own."""
+"""Copies of edges around a machine's parts: in-edges of nodes of other parts within some hops."""
 
 from __future__ import annotations
 
