@@ -205,7 +205,13 @@ def fork(spec: ProcessSpec, context: Callable[[int], JobContext], to_close: Iter
     read_end, write_end = os.pipe()
     os.set_blocking(read_end, False)
     agent = os.getpid()
-    pid = os.fork()
+    blocked = signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGINT}
+    )  # functions called after a fork would swallow it
+    try:
+        pid = os.fork()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     if pid == 0:
         os.close(read_end)
         for descriptor in to_close:

@@ -138,6 +138,15 @@ def test_no_rank_outlives_the_agent(tmp_path: Path, number: signal.Signals, exit
         assert "KeyboardInterrupt" in done.stderr
 
 
+def test_an_interrupt_that_comes_with_a_fork_is_not_lost(tmp_path: Path) -> None:
+    """Python ignores what is raised in functions that it calls after a fork."""
+    program = write(tmp_path, EVERYONE_WAITS)
+    interrupt = "os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))\ntry:\n    result"
+    program.write_text(program.read_text().replace("try:\n    result", interrupt))
+    done = forked.python(str(program), cwd=tmp_path)
+    assert "KeyboardInterrupt" in done.stderr and "Exception ignored" not in done.stderr
+
+
 def test_a_rank_that_ignores_sigterm_is_killed_with_its_children(tmp_path: Path) -> None:
     body = f"""signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if rank == 1:
