@@ -1,4 +1,4 @@
-"""Edges as seeds: what a link task's batch carries beside the graph."""
+"""Edges as seeds: the entries of a link task's batch in addition to the graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a DataModule hands out: a description of batches, which a strategy turns into its own."""
+"""SeedLoader: the description of a split's batches, from which each strategy makes its batches."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class SeedLoader:
         store: the graph.
         split: ``train``, ``val``, ``test``, or ``predict`` for all nodes.
         batch_size: seeds of one optimizer step over all ranks; None means all of them (full batch).
-        num_neighbors: neighbours that a sampling strategy draws for each hop, -1 all, by edge type where it is a
-            mapping; None means all of them.
-        shuffle: whether each epoch has another order; it matters only with a ``batch_size``.
+        num_neighbors: fan-out of each hop for a sampling strategy, -1 all; a mapping has one per edge type; None means
+            all neighbours.
+        shuffle: whether each epoch has another order; only with a ``batch_size``.
         seed: seed of the order; epoch e is shuffled with ``seed + e``.
         epoch: number of the next epoch, advanced by each iteration; see :meth:`next_epoch`.
         task: ``node``: seeds are nodes; ``link``: seeds are edges, except for ``predict``, whose seeds are all nodes.
         num_negatives: false targets for each edge that a batch scores, ``dst_neg_index``; 0: none. A strategy sets it
             to the ``num_negatives`` of the module that it trains, see :meth:`draw_negatives`.
         sampling: how a sampling strategy draws neighbours, and which false edges a module of the user's own asks for.
-        clock: says the number of the epoch that begins, where somebody else counts them.
+        clock: returns the number of the next epoch if the caller counts epochs.
     """
 
     store: Store
@@ -109,13 +109,13 @@ class SeedLoader:
         Raises:
             ConfigError: names what was set.
         """
-        found = self.sampling.settings()
+        settings = self.sampling.settings()
         if self.num_neighbors is not None:
-            found = [f"data.num_neighbors={as_set(checked_fan_out(self.num_neighbors))}", *found]
-        if found:
-            keys = ", ".join(setting.partition("=")[0] for setting in found)
+            settings = [f"data.num_neighbors={as_set(checked_fan_out(self.num_neighbors))}", *settings]
+        if settings:
+            keys = ", ".join(setting.partition("=")[0] for setting in settings)
             raise ConfigError(
-                f"{', '.join(found)} is set, and {reason}",
+                f"{', '.join(settings)} is set, and {reason}",
                 hint=f"leave {keys} out, or choose a strategy that samples",
             )
 
@@ -144,7 +144,7 @@ class SeedLoader:
         return node_seeds(graph, self.split)
 
     def draw_negatives(self, count: int | None) -> None:
-        """Have as many false targets drawn for each edge as a module says that it needs; None: it says nothing.
+        """Set the number of false targets drawn for each edge to the module's ``num_negatives``; None means 0.
 
         Raises:
             ConfigError: false edges were asked for in another form.
@@ -159,7 +159,7 @@ class SeedLoader:
         self.num_negatives = count or 0
 
     def negatives(self) -> Negatives | None:
-        """Return what draws the false edges of the split's batches; None where there are to be none."""
+        """Return the generator of false edges for the split's batches; None without false edges."""
         form, ratio = self.sampling.neg_sampling, self.sampling.neg_sampling_ratio
         amount = ratio if form is not None else self.num_negatives
         if not self.seeds_are_edges or not amount:
@@ -168,9 +168,9 @@ class SeedLoader:
         return Negatives(self.store, target_edge_type(self.store), self.split, self.seed, amount, form, time)
 
     def next_epoch(self) -> int:
-        """Return the number of the epoch whose first batch is asked for now, and count on.
+        """Return the number of the epoch that starts now, and advance the counter.
 
-        To be called then and not before: Lightning makes iterators that it never asks for a batch.
+        Call it with the first batch and not before: Lightning creates iterators that it never uses.
         """
         if self.clock is not None:
             self.epoch = self.clock()
@@ -178,9 +178,9 @@ class SeedLoader:
         return self.epoch - 1
 
     def random_key(self, epoch: int, step: int) -> int:
-        """Return what the random numbers of a step's batch follow from, the same on all ranks of a job.
+        """Return the key of a step's random numbers, equal on all ranks of a job.
 
-        Validation and test have the same in every epoch.
+        Validation and test use the same keys in every epoch.
         """
         return int(key(self.seed, SPLITS.index(self.split), epoch if self.split == "train" else 0, step))
 
@@ -377,13 +377,13 @@ def _no_split(split: str) -> DataError:
 
 
 def prefetched(batches: Iterator[Item], count: int, thread_name: str, *, joined: bool = True) -> Generator[Item]:
-    """Draw batches in a background thread, ahead of the step that is in training.
+    """Prefetch batches in a background thread.
 
     Args:
-        batches: drawn by the thread alone. What they raise is raised here.
-        count: batches that are drawn ahead, at least 1.
+        batches: iterator, used by the thread only; its exceptions are raised here.
+        count: batches to prefetch, at least 1.
         thread_name: prefix of the thread's name.
-        joined: closing the generator waits for the batch that is being drawn.
+        joined: whether closing the generator waits for the batch in progress.
     """
     thread = ThreadPoolExecutor(1, thread_name)
     ahead = deque(thread.submit(next, batches, None) for _ in range(count))

@@ -1,4 +1,4 @@
-"""False edges for true ones, drawn from counters: the same whatever strategy, parts, ranks or batches there are.
+"""Negative sampling with counter-based random numbers, independent of strategy, partitioning, ranks and batches.
 
 The false target number k of an edge follows from the seed, the split, the epoch, the edge's place in the source data
 and k. Its end is uniform over the *orig ids* of the node type, so that it does not depend on how the graph is cut.
@@ -21,7 +21,7 @@ from gtrain.graph.store.numbering import GlobalIds
 from gtrain.kernels.splitmix import below, key
 
 _SPLITS = ("train", "val", "test")
-_TRIES = 8  # to find a node that is there at the time of its edge
+_TRIES = 8  # draws to find a node that exists at the time of its edge
 
 
 class Negatives:

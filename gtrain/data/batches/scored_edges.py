@@ -1,4 +1,4 @@
-"""The edges that a batch of a link task scores, true ones and false ones, by the names that models read."""
+"""The true and false edges that a batch of a link task scores, by the names that models read."""
 
 from __future__ import annotations
 

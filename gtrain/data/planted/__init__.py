@@ -1,4 +1,4 @@
-"""Generated data whose best possible score is known: graphs, typed graphs, events, knowledge graphs, sparse rows."""
+"""Generated data with a known best possible score: graphs, heterogeneous graphs, events, knowledge graphs, rows."""
 
 from gtrain.data.planted.graph import PlantedData, PlantedModel, best_accuracy, generate
 

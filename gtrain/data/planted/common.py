@@ -1,4 +1,4 @@
-"""What the generated sources share: their base, checks of their knobs, power laws, and the scores nothing can beat."""
+"""Shared code of the generated sources: base class, checks of parameters, power laws, best possible scores."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Floats = NDArray[np.float64]
 
 
 class PlantedSource(GraphDataModule):
-    """A source that draws its graph from a model and knows the best possible score on it.
+    """Base of the sources that draw a graph from a model with a known best possible score.
 
     Attributes:
-        model_type: dataclass of the generator's parameters, all of them settings of the source; it checks them.
+        model_type: dataclass of the generator's parameters, all of them settings of the source; validates itself.
         model: the parameters.
-        no_masks: why ``data.split=public`` is refused, and the split to set instead.
+        no_masks: the reason why ``data.split=public`` is rejected, and the split to set instead.
     """
 
     model_type: ClassVar[type]
@@ -40,7 +40,7 @@ class PlantedSource(GraphDataModule):
         self.check_split()
 
     def check_split(self) -> None:
-        """Raise ConfigError for a split that the generator does not make."""
+        """Raise ConfigError for a split that the generator does not support."""
         if self.split.kind == "public":
             reason, instead = self.no_masks
             raise ConfigError(f"data.split=public, and {reason}", hint=f"set data.split={instead}")
@@ -50,7 +50,7 @@ class PlantedSource(GraphDataModule):
         return {**asdict(self.model), "seed": self.seed}
 
     def numbering(self) -> dict[str, Any]:
-        """Return the generator's parameters: other ones generate other nodes."""
+        """Return the generator's parameters, which determine the nodes."""
         return {"data": self.name, **self.identity()}
 
     def extra_facts(self) -> dict[str, Any]:
@@ -59,14 +59,14 @@ class PlantedSource(GraphDataModule):
 
 
 def check_least(model: object, least: Mapping[str, int]) -> None:
-    """Raise ConfigError where an attribute is below its least value."""
+    """Raise ConfigError if an attribute is below its smallest allowed value."""
     for key, limit in least.items():
         if not getattr(model, key) >= limit:
             raise ConfigError(f"data.{key}={getattr(model, key)} is too small", hint=f"set {limit} or more")
 
 
 def check_finite(model: object, least: Mapping[str, float]) -> None:
-    """Raise ConfigError where a number is not finite, or below its least value."""
+    """Raise ConfigError if an attribute is not finite, or below its smallest allowed value."""
     for key, limit in least.items():
         value = getattr(model, key)
         if not (math.isfinite(value) and value >= limit):
@@ -74,14 +74,14 @@ def check_finite(model: object, least: Mapping[str, float]) -> None:
 
 
 def check_shares(model: object, *keys: str) -> None:
-    """Raise ConfigError where an attribute is no probability."""
+    """Raise ConfigError if an attribute is not a probability."""
     for key in keys:
         if not 0 <= getattr(model, key) <= 1:
-            raise ConfigError(f"data.{key}={getattr(model, key)} is no probability", hint="set 0 to 1")
+            raise ConfigError(f"data.{key}={getattr(model, key)} is not a probability", hint="set 0 to 1")
 
 
 def check_exponent(model: Any) -> None:
-    """Raise ConfigError where ``degree_exponent`` gives a power law without a mean."""
+    """Raise ConfigError if ``degree_exponent`` gives a power law without a finite mean."""
     if not 2 < model.degree_exponent < math.inf:
         raise ConfigError(
             f"data.degree_exponent={model.degree_exponent:g} has no finite mean degree", hint="set more than 2"
@@ -89,7 +89,10 @@ def check_exponent(model: Any) -> None:
 
 
 def power_law(count: int, exponent: float, rng: np.random.Generator) -> Floats:
-    """Draw weights from a power law, capped at ``sqrt(count) / 2`` times their mean: no node may outweigh its class."""
+    """Draw weights ``[count]`` from a power law, capped at ``sqrt(count) / 2`` times their mean.
+
+    The cap keeps a single node from outweighing its class.
+    """
     weights = (1 - rng.random(count)) ** (-1 / (exponent - 1))
     capped: Floats = np.minimum(weights, weights.mean() * math.sqrt(count) / 2)
     return capped
@@ -99,8 +102,8 @@ def expected_accuracy(evidence: Floats, label_noise: float) -> float:
     """Return the mean over nodes of the largest posterior of a label.
 
     Args:
-        evidence: log-probability of each class of each node, up to a constant for each node.
-        label_noise: share of the labels that are another class, drawn evenly.
+        evidence: log-probability of each class of each node, up to a constant per node.
+        label_noise: share of the labels that are replaced by another class, drawn uniformly.
 
     Shapes:
         evidence ``[N, k]``.
@@ -112,25 +115,25 @@ def expected_accuracy(evidence: Floats, label_noise: float) -> float:
 
 
 def log_odds(homophily: float, num_classes: int) -> float:
-    """Return the log-odds that a neighbour's class is worth: of one edge within the class, against one other class."""
-    same = float(np.clip(homophily, 1e-12, 1 - 1e-12))  # 0 and 1 would give 0 * log 0
+    """Return the evidence of one neighbour for its class, against one other class, as log-odds."""
+    same = float(np.clip(homophily, 1e-12, 1 - 1e-12))  # avoids 0 * log 0
     return math.log(same) - math.log((1 - same) / (num_classes - 1))
 
 
 def expected_auc(score: Floats, positive: Floats, negative: Floats) -> float:
-    """Return the area under the ROC curve of items whose label is uncertain, given the score that they are ranked by.
+    """Return the expected area under the ROC curve of items with uncertain labels, ranked by ``score``.
 
     Args:
-        score: what an item is ranked by; equal scores count one half.
+        score: score of each item; ties count one half.
         positive: probability, or expected number, of positives at the item.
-        negative: the same of negatives.
+        negative: probability, or expected number, of negatives at the item.
 
     Shapes:
         all ``[n]``.
     """
-    _, place = np.unique(score, return_inverse=True)
-    above = np.bincount(place, weights=positive)
-    below = np.bincount(place, weights=negative)
+    _, rank = np.unique(score, return_inverse=True)
+    above = np.bincount(rank, weights=positive)
+    below = np.bincount(rank, weights=negative)
     under = np.cumsum(below) - below
     return float((above * (under + below / 2)).sum() / (above.sum() * below.sum()))
 
@@ -141,7 +144,7 @@ def class_features(
     """Draw ``signal * mean[class] + N(0, I)`` with random unit vectors as means.
 
     Returns:
-        The features, and their log-likelihood under each class, up to a constant for each node.
+        The features, and their log-likelihood under each class, up to a constant per node.
 
     Shapes:
         classes ``[N]``; the features ``[N, F]``, the log-likelihood ``[N, k]``.
@@ -151,12 +154,12 @@ def class_features(
     x = rng.standard_normal((classes.size, num_features), dtype=np.float32)
     for rows in chunks(0, len(x), row_bytes(x)):
         x[rows] += means[classes[rows]]
-    # |x - m|^2 = |x|^2 - 2 x.m + |m|^2, where the first and the last are the same for all classes.
+    # |x - m|^2 = |x|^2 - 2 x.m + |m|^2; the first and the last term are equal for all classes.
     return x, (x @ means.T).astype(np.float64)
 
 
 def noisy_labels(classes: Ints, num_classes: int, label_noise: float, rng: np.random.Generator) -> Ints:
-    """Return the classes as labels, a share of them replaced by another class."""
+    """Return the classes as labels; a share ``label_noise`` is replaced by another class, drawn uniformly."""
     wrong = rng.random(classes.size) < label_noise
     shift = rng.integers(1, num_classes, classes.size)
     labels: Ints = np.where(wrong, (classes + shift) % num_classes, classes)

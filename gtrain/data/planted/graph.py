@@ -69,12 +69,12 @@ class PlantedModel(PlantedParameters):
         sizes = self.class_sizes.tolist()
         room_inside = sum(n * (n - 1) // 2 for n in sizes)
         room_between = math.comb(self.num_nodes, 2) - room_inside
-        places = ("inside classes", "between classes")
-        for wanted, room, where in zip(self.pairs, (room_inside, room_between), places, strict=True):
-            if wanted > room:
+        regions = ("inside classes", "between classes")
+        for pairs, limit, region in zip(self.pairs, (room_inside, room_between), regions, strict=True):
+            if pairs > limit:
                 raise ConfigError(
-                    f"data.num_edges={self.num_edges} and data.homophily={self.homophily:g} ask for {wanted} node "
-                    f"pairs {where}, and {self.num_nodes} nodes in {self.num_classes} classes have {room}",
+                    f"data.num_edges={self.num_edges} and data.homophily={self.homophily:g} ask for {pairs} node "
+                    f"pairs {region}, and {self.num_nodes} nodes in {self.num_classes} classes have {limit}",
                     hint="lower data.num_edges, or raise data.num_nodes",
                 )
 

@@ -52,31 +52,31 @@ class KGModel(PlantedKGParameters):
 
     @property
     def types(self) -> Ints:
-        """The type of each entity, ``[num_entities]``: those of a type come one after the other."""
-        found: Ints = np.arange(self.num_entities) * self.num_types // self.num_entities
-        return found
+        """The type of each entity, ``[num_entities]``, ascending."""
+        types: Ints = np.arange(self.num_entities) * self.num_types // self.num_entities
+        return types
 
     def ends(self, relations: Ints) -> tuple[Ints, Ints]:
-        """The types of heads and tails of relations: each joins the type after the last one's to the next."""
+        """Return the types of heads and tails of relations: relation r joins type r to type r + 1, modulo the types."""
         return relations % self.num_types, (relations + 1) % self.num_types
 
     def _check_room(self) -> None:
-        """Check that the allowed triples suffice, whatever the shifts, and are likelier than the others."""
+        """Raise unless the allowed triples suffice for all shifts, and are likelier than the others."""
         allowed, outside = self.counts
         each = self.num_entities // self.num_types
         small = each // self.num_positions
         room = self.num_relations * each * small  # at least; the sizes may be one more
         rest = self.num_relations * each * (each - small - 1)
-        told = f"data.num_triples={self.num_triples} with data.noise={self.noise:g}"
+        settings = f"data.num_triples={self.num_triples} with data.noise={self.noise:g}"
         if allowed > room:
             raise ConfigError(
-                f"{told} asks for {allowed} triples that rules allow, and {self.num_relations} relations x "
+                f"{settings} asks for {allowed} triples that rules allow, and {self.num_relations} relations x "
                 f"{each} entities x {small} entities at a position are {room}",
                 hint="lower data.num_triples or data.num_positions, or raise data.num_relations or data.num_entities",
             )
         if outside and outside / max(rest, 1) >= allowed / room:
             raise ConfigError(
-                f"{told} makes a triple that no rule allows as likely as one that a rule allows",
+                f"{settings} makes a triple that no rule allows as likely as one that a rule allows",
                 hint="lower data.noise",
             )
 
@@ -145,10 +145,8 @@ class PlantedKGData(PlantedSource):
             self._names = {"node": entities, **self._names}
             return as_data(graph)
         counts = dict(zip(self.schema.types, np.bincount(model.types).tolist(), strict=True))
-        first = 0
-        for name, count in counts.items():
-            self._names = {**self._names, name: entities[first : first + count]}
-            first += count
+        for name, first in zip(counts, np.cumsum([0, *counts.values()]).tolist(), strict=False):
+            self._names = {**self._names, name: entities[first : first + counts[name]]}
         ends = np.stack(model.ends(np.arange(model.num_relations))).T.tolist()
         self._facts |= self.schema.facts(counts, [(_type_name(lhs), _type_name(rhs)) for lhs, rhs in ends])
         return as_data(graph)
@@ -240,9 +238,9 @@ def best_scores(graph: KGGraph) -> dict[str, float]:
     sides = []
     for known, answer, sign in ((graph.heads, graph.tails, 1), (graph.tails, graph.heads, -1)):
         query = graph.relations * graph.positions.size + known
-        place = (graph.positions[known] + sign * graph.shifts[graph.relations]) % ring
-        of = graph.types[answer]
-        sides.append(_query_scores(query, sizes[of * ring + place], graph.allowed, each[of], graph.num_test))
+        position = (graph.positions[known] + sign * graph.shifts[graph.relations]) % ring
+        types = graph.types[answer]
+        sides.append(_query_scores(query, sizes[types * ring + position], graph.allowed, each[types], graph.num_test))
     both = np.concatenate(sides, axis=1).mean(axis=1)
     return dict(zip(("best_mrr", *(f"best_hits@{k}" for k in HITS)), both.tolist(), strict=True))
 
@@ -251,20 +249,20 @@ def _query_scores(query: Ints, size: Ints, allowed: NDArray[np.bool_], candidate
     """Return expected reciprocal rank and hits of the first ``num_test`` triples, ``[1 + len(HITS), num_test]``.
 
     Args:
-        query: which (entity, relation) each triple answers, ``[T]``.
-        size: how many answers a rule allows, ``[T]``.
-        allowed: whether a rule allows this one, ``[T]``.
-        candidates: entities of the type that each query asks for, ``[T]``.
+        query: number of the (entity, relation) query that each triple answers, ``[T]``.
+        size: number of answers that a rule allows, ``[T]``.
+        allowed: whether a rule allows the triple, ``[T]``.
+        candidates: number of entities of the answer's type, ``[T]``.
         num_test: triples to score.
     """
     _, group = np.unique(query, return_inverse=True)
     true = np.bincount(group)[group[:num_test]]
     true_allowed = np.bincount(group, weights=allowed).astype(np.int64)[group[:num_test]]
-    unknown = size[:num_test] - true_allowed  # allowed answers that are no triples
-    left = candidates[:num_test] - (true - 1)
+    unknown = size[:num_test] - true_allowed  # allowed answers that are not triples of the graph
+    remaining = candidates[:num_test] - (true - 1)
     inside = allowed[:num_test]
-    first = np.where(inside, 0, unknown)  # the rank is first + 1 .. last, evenly
-    last = np.where(inside, unknown + 1, left)
+    first = np.where(inside, 0, unknown)  # the rank is uniform on first + 1 .. last
+    last = np.where(inside, unknown + 1, remaining)
     harmonic = np.concatenate([[0.0], np.cumsum(1 / np.arange(1, int(candidates.max()) + 1))])
     rows = [harmonic[last] - harmonic[first]]
     rows += [np.clip(k - first, 0, last - first) for k in HITS]
@@ -274,9 +272,9 @@ def _query_scores(query: Ints, size: Ints, allowed: NDArray[np.bool_], candidate
 
 def _allowed(model: KGModel, positions: Ints, shifts: Ints, count: int, rng: np.random.Generator) -> Ints:
     """Draw different triples that rules allow, ``[3, count]``."""
-    place = model.types * model.num_positions + positions
-    order = np.argsort(place, kind="stable")  # entities by type and position
-    sizes = np.bincount(place, minlength=model.num_types * model.num_positions)
+    cell = model.types * model.num_positions + positions
+    order = np.argsort(cell, kind="stable")  # entities by type and position
+    sizes = np.bincount(cell, minlength=model.num_types * model.num_positions)
     starts = np.cumsum(sizes) - sizes
     lhs, rhs = (end[:, None] for end in model.ends(np.arange(model.num_relations)))
     target = rhs * model.num_positions + (positions + shifts[:, None]) % model.num_positions  # [relations, entities]

@@ -1,9 +1,10 @@
-"""Drawing the node pairs of a planted graph: distinct, weighted, an exact number inside and between classes."""
+"""Draw the edges of a planted graph: distinct weighted node pairs, an exact number within and between classes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,29 +13,30 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 WEIGHTED_ROUNDS = 30
-"""After so many rounds ends are drawn evenly: heavy nodes may have met all of their class by then."""
+"""Rounds after which nodes are drawn uniformly: by then, heavy nodes may be paired with their whole class."""
 
 
 def draw_pairs(classes: Ints, weights: Floats, inside: int, between: int, rng: np.random.Generator) -> Ints:
     """Return distinct pairs of distinct nodes.
 
     Args:
-        classes: class of each node, ``0 .. k-1``, each of them in use.
-        weights: weight of each node; within a class an end falls on a node in proportion to it.
-        inside: number of pairs in one class, the class drawn evenly.
-        between: number of pairs in two classes, the two drawn evenly.
-        rng: the source of randomness.
+        classes: class of each node, ``0 .. k-1``; each class must occur.
+        weights: weight of each node; within a class, a node is drawn with probability proportional to it.
+        inside: number of pairs within a class; the class is drawn uniformly.
+        between: number of pairs between two classes; the classes are drawn uniformly.
+        rng: the random generator.
 
     Shapes:
         classes ``[N]``, weights ``[N]``, the result ``[2, inside + between]`` with the smaller id in row 0.
     """
-    sampler = ClassSampler(classes, weights)
-    groups = [
-        _distinct(inside, True, sampler.inside, classes, weights, rng),
-        _distinct(between, False, sampler.between, classes, weights, rng),
-    ]
-    keys = np.concatenate(groups)
-    return np.stack([keys // classes.size, keys % classes.size])
+    sampler, keys = ClassSampler(classes, weights), []
+    for count, same in ((inside, True), (between, False)):
+        if 4 * count > _num_pairs(classes, same):  # rejection would take too many rounds
+            keys.append(_pick_from_all(count, same, classes, weights, rng))
+        else:
+            keys.append(_distinct(count, partial(_undirected, sampler, same, rng), rng))
+    joined = np.concatenate(keys)
+    return np.stack([joined // classes.size, joined % classes.size])
 
 
 class ClassSampler:
@@ -44,93 +46,81 @@ class ClassSampler:
         self.order = np.argsort(classes, kind="stable")
         self.ends = np.cumsum(np.bincount(classes))
         self.weighted = np.cumsum(weights[self.order])
-        self.even = np.arange(1, classes.size + 1, dtype=np.float64)
+        self.uniform = np.arange(1, classes.size + 1, dtype=np.float64)
 
-    def inside(self, count: int, even: bool, rng: np.random.Generator) -> tuple[Ints, Ints]:
-        classes = rng.integers(0, self.ends.size, count)
-        return self.nodes(classes, even, rng), self.nodes(classes, even, rng)
-
-    def between(self, count: int, even: bool, rng: np.random.Generator) -> tuple[Ints, Ints]:
-        k = self.ends.size
-        first = rng.integers(0, k, count)
-        second = (first + rng.integers(1, k, count)) % k
-        return self.nodes(first, even, rng), self.nodes(second, even, rng)
-
-    def nodes(self, classes: Ints, even: bool, rng: np.random.Generator) -> Ints:
-        """Draw one node of each of the given classes."""
-        total = self.even if even else self.weighted
+    def nodes(self, classes: Ints, uniform: bool, rng: np.random.Generator) -> Ints:
+        """Draw one node of each class in ``classes``, which may repeat."""
+        total = self.uniform if uniform else self.weighted
         last = self.ends - 1
         high = total[last]
         low = np.concatenate([[0.0], high[:-1]])
-        place = np.searchsorted(total, low[classes] + rng.random(classes.size) * (high - low)[classes], side="right")
-        # Rounding may carry a draw over the end of its class.
+        position = np.searchsorted(total, low[classes] + rng.random(classes.size) * (high - low)[classes], side="right")
+        # Rounding may move a draw past the end of its class.
         first = np.concatenate([[0], self.ends[:-1]])
-        nodes: Ints = self.order[np.clip(place, first[classes], last[classes])]
+        nodes: Ints = self.order[np.clip(position, first[classes], last[classes])]
         return nodes
 
 
-Draw = Callable[[int, bool, np.random.Generator], tuple[Ints, Ints]]
+def _draw_ends(
+    sources: ClassSampler, targets: ClassSampler, same: bool, rng: np.random.Generator, count: int, uniform: bool
+) -> tuple[Ints, Ints]:
+    """Draw ``count`` pairs of nodes of one class, or of two classes; pairs may repeat."""
+    k = sources.ends.size
+    first = rng.integers(0, k, count)
+    second = first if same else (first + rng.integers(1, k, count)) % k
+    return sources.nodes(first, uniform, rng), targets.nodes(second, uniform, rng)
 
 
-def _distinct(wanted: int, same: bool, draw: Draw, classes: Ints, weights: Floats, rng: np.random.Generator) -> Ints:
-    """Return the keys ``low * N + high`` of distinct pairs: drawn until there are enough, or picked from all."""
-    if wanted == 0:
-        return np.empty(0, dtype=np.int64)
-    if 4 * wanted > _room(classes, same):
-        return _pick_from_all(wanted, same, classes, weights, rng)
-    known, turn = np.empty(0, dtype=np.int64), 0  # ascending
-    groups: list[Ints] = []
-    while missing := wanted - known.size:
-        one, other = draw(missing + missing // 8 + 16, turn >= WEIGHTED_ROUNDS, rng)
-        low, high = np.minimum(one, other), np.maximum(one, other)
-        fresh = _unknown(np.unique((low * classes.size + high)[low != high]), known)
-        groups.append(rng.permutation(fresh)[:missing])
-        known = _merge(known, np.sort(groups[-1]))
-        turn += 1
+def _undirected(sampler: ClassSampler, same: bool, rng: np.random.Generator, count: int, uniform: bool) -> Ints:
+    """Draw pairs as keys ``low * N + high``, without pairs of a node with itself."""
+    one, other = _draw_ends(sampler, sampler, same, rng, count, uniform)
+    low, high = np.minimum(one, other), np.maximum(one, other)
+    return (low * sampler.order.size + high)[low != high]
+
+
+def _directed(
+    sources: ClassSampler, targets: ClassSampler, same: bool, rng: np.random.Generator, count: int, uniform: bool
+) -> Ints:
+    """Draw pairs as keys ``source * num_targets + target``."""
+    source, target = _draw_ends(sources, targets, same, rng, count, uniform)
+    return source * targets.order.size + target
+
+
+def _distinct(total: int, draw: Callable[[int, bool], Ints], rng: np.random.Generator) -> Ints:
+    """Return ``total`` distinct keys; ``draw(count, uniform)`` draws keys, which may repeat."""
+    known, rounds = np.empty(0, dtype=np.int64), 0  # ascending
+    groups = [known]
+    while missing := total - known.size:
+        keys = np.unique(draw(missing + missing // 8 + 16, rounds >= WEIGHTED_ROUNDS))
+        if known.size:
+            position = np.minimum(np.searchsorted(known, keys), known.size - 1)
+            keys = keys[known[position] != keys]
+        groups.append(rng.permutation(keys)[:missing])
+        added = np.sort(groups[-1])
+        known = np.insert(known, np.searchsorted(known, added), added)
+        rounds += 1
     return np.concatenate(groups)
 
 
-def _unknown(keys: Ints, known: Ints) -> Ints:
-    """Return the keys that are not among the known ones, which ascend."""
-    if not known.size:
-        return keys
-    place = np.minimum(np.searchsorted(known, keys), known.size - 1)
-    return keys[known[place] != keys]
-
-
-def _merge(known: Ints, fresh: Ints) -> Ints:
-    """Return the union of two ascending arrays without common elements, ascending."""
-    return np.insert(known, np.searchsorted(known, fresh), fresh)
-
-
-def _room(classes: Ints, same: bool) -> int:
-    """Return how many pairs there are inside classes, or between them."""
+def _num_pairs(classes: Ints, same: bool) -> int:
+    """Return the number of all pairs within classes, or between them."""
     inside = sum(n * (n - 1) // 2 for n in np.bincount(classes).tolist())
     return inside if same else math.comb(classes.size, 2) - inside
 
 
-def _pick_from_all(wanted: int, same: bool, classes: Ints, weights: Floats, rng: np.random.Generator) -> Ints:
+def _pick_from_all(count: int, same: bool, classes: Ints, weights: Floats, rng: np.random.Generator) -> Ints:
     """Pick from the list of all pairs, by weight and without replacement (Efraimidis and Spirakis 2006, A-ES)."""
-    low, high = _all_inside(classes) if same else _all_between(classes)
+    if same:
+        members = [np.flatnonzero(classes == label) for label in range(int(classes.max()) + 1)]
+        pairs = [nodes[np.stack(np.triu_indices(nodes.size, k=1))] for nodes in members]
+        low, high = np.concatenate(pairs, axis=1)
+    else:
+        low, high = np.triu_indices(classes.size, k=1)
+        apart = classes[low] != classes[high]
+        low, high = low[apart], high[apart]
     order = rng.exponential(size=low.size) / (weights[low] * weights[high])
-    picked = np.argpartition(order, wanted - 1)[:wanted]
+    picked = np.argpartition(order, count - 1)[:count]
     return low[picked] * classes.size + high[picked]
-
-
-def _all_inside(classes: Ints) -> tuple[Ints, Ints]:
-    low, high = [], []
-    for label in range(int(classes.max()) + 1):
-        members = np.flatnonzero(classes == label)
-        one, other = np.triu_indices(members.size, k=1)
-        low.append(members[one])
-        high.append(members[other])
-    return np.concatenate(low), np.concatenate(high)
-
-
-def _all_between(classes: Ints) -> tuple[Ints, Ints]:
-    low, high = np.triu_indices(classes.size, k=1)
-    apart = classes[low] != classes[high]
-    return low[apart], high[apart]
 
 
 def draw_between(
@@ -139,46 +129,24 @@ def draw_between(
     """Return distinct pairs (source, target).
 
     Args:
-        sources: class (``0 .. k-1``, each of them in use) and weight of each source.
-        targets: the same of each target.
-        inside: number of pairs in one class, the class drawn evenly; at most half of all such pairs.
-        outside: number of pairs in two classes, the two drawn evenly; at most half of all such pairs.
-        rng: the source of randomness.
+        sources: class (``0 .. k-1``; each must occur) and weight of each source.
+        targets: class and weight of each target.
+        inside: number of pairs within a class, drawn uniformly; at most half of all such pairs.
+        outside: number of pairs between two classes, drawn uniformly; at most half of all such pairs.
+        rng: the random generator.
 
     Shapes:
         classes and weights ``[Ns]`` and ``[Nt]``, the result ``[2, inside + outside]``.
     """
-    drawer = _Drawer(ClassSampler(*sources), ClassSampler(*targets), targets[0].size)
-    keys = np.concatenate([drawer.distinct(inside, True, rng), drawer.distinct(outside, False, rng)])
-    return np.stack([keys // drawer.width, keys % drawer.width])
+    samplers, num_targets = (ClassSampler(*sources), ClassSampler(*targets)), targets[0].size
+    groups = [
+        _distinct(n, partial(_directed, *samplers, same, rng), rng) for n, same in ((inside, True), (outside, False))
+    ]
+    keys = np.concatenate(groups)
+    return np.stack([keys // num_targets, keys % num_targets])
 
 
 def room_between(sources: Ints, targets: Ints) -> tuple[int, int]:
-    """Return how many pairs there are in one class, and in two, given the nodes of each class on both sides."""
+    """Return the numbers of all pairs within and between classes, given the class sizes ``[k]`` of both sides."""
     inside = int(sources @ targets)
     return inside, int(sources.sum()) * int(targets.sum()) - inside
-
-
-class _Drawer:
-    """Draws pairs of one class, or of two."""
-
-    def __init__(self, sources: ClassSampler, targets: ClassSampler, width: int) -> None:
-        self.sources = sources
-        self.targets = targets
-        self.width = width
-
-    def distinct(self, wanted: int, same: bool, rng: np.random.Generator) -> Ints:
-        """Return that many different keys ``source * width + target``."""
-        keys, turn = np.empty(0, dtype=np.int64), 0
-        while missing := wanted - keys.size:
-            fresh = self._draw(missing + missing // 8 + 16, same, turn >= WEIGHTED_ROUNDS, rng)
-            fresh = np.setdiff1d(fresh, keys)
-            keys = np.concatenate([keys, rng.permutation(fresh)[:missing]])
-            turn += 1
-        return keys
-
-    def _draw(self, count: int, same: bool, even: bool, rng: np.random.Generator) -> Ints:
-        k = self.sources.ends.size
-        first = rng.integers(0, k, count)
-        second = first if same else (first + rng.integers(1, k, count)) % k
-        return self.sources.nodes(first, even, rng) * self.width + self.targets.nodes(second, even, rng)

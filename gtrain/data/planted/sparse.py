@@ -19,7 +19,7 @@ from gtrain.errors import ConfigError
 from gtrain.graph.store.tables import csr_tensor
 
 ROUNDS = 20
-"""After so many rounds a row's missing features are drawn evenly: it may hold all of the frequent ones by then."""
+"""Rounds after which a row's missing features are drawn uniformly: by then it may have all frequent features."""
 
 
 @dataclass
@@ -115,21 +115,21 @@ def draw_features(model: SparseModel, rng: np.random.Generator) -> Ints:
     ids = rng.permutation(model.num_features)
 
     def draw(shape: int | tuple[int, int]) -> Ints:
-        place = np.searchsorted(total, rng.random(shape) * total[-1], side="right")
-        return ids[np.minimum(place, model.num_features - 1)]  # rounding may carry a draw over the end
+        rank = np.searchsorted(total, rng.random(shape) * total[-1], side="right")
+        return ids[np.minimum(rank, model.num_features - 1)]  # rounding may move a draw past the end
 
     rows = np.sort(draw((model.num_rows, model.features_per_row)), axis=1)
-    unfinished, turn = np.arange(model.num_rows), 0
+    unfinished, rounds = np.arange(model.num_rows), 0
     while True:
         part = rows[unfinished]
         row, column = np.nonzero(part[:, 1:] == part[:, :-1])
         if not row.size:
             return rows
-        part[row, column] = draw(row.size) if turn < ROUNDS else rng.integers(0, model.num_features, row.size)
+        part[row, column] = draw(row.size) if rounds < ROUNDS else rng.integers(0, model.num_features, row.size)
         touched = np.unique(row)
         unfinished = unfinished[touched]
         rows[unfinished] = np.sort(part[touched], axis=1)
-        turn += 1
+        rounds += 1
 
 
 def _probability(model: SparseModel, features: Ints, values: NDArray[np.float32], rng: np.random.Generator) -> Floats:

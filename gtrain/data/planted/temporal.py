@@ -23,10 +23,10 @@ from gtrain.data.planted.common import (
 from gtrain.errors import ConfigError
 
 PERIODS = 50
-"""Communities change between periods of equal length: small against any drift that leaves something to learn."""
+"""Number of periods of equal length, between which communities change."""
 
-LONGEST = 2**56
-"""Times beyond it would overflow 64 bits on the way."""
+MAX_TIME_SPAN = 2**56
+"""Largest time span: larger times overflow int64 in intermediate results."""
 
 
 @dataclass
@@ -44,8 +44,10 @@ class TemporalModel(PlantedTemporalParameters):
                 f"{self.num_nodes} gives each community {self.num_nodes / self.num_communities:.2g}",
                 hint=f"set data.num_communities={self.num_nodes // 2} or less, or raise data.num_nodes",
             )
-        if self.time_span > LONGEST:
-            raise ConfigError(f"data.time_span={self.time_span} is too large", hint=f"set {LONGEST} (2**56) or less")
+        if self.time_span > MAX_TIME_SPAN:
+            raise ConfigError(
+                f"data.time_span={self.time_span} is too large", hint=f"set {MAX_TIME_SPAN} (2**56) or less"
+            )
         if self.drift > PERIODS:
             raise ConfigError(
                 f"data.drift={self.drift:g} moves a node more often than the {PERIODS} times at which nodes move",
@@ -111,14 +113,14 @@ def generate(model: TemporalModel, seed: int) -> tuple[Data, Ints]:
     targets = np.empty(model.num_events, dtype=np.int64)
     period = _period(times, model)
     bounds = np.searchsorted(period, np.arange(PERIODS + 1))
-    seats = _Seats(model, rng)
+    slots = _CommunitySlots(model, rng)
     history = np.empty((PERIODS, model.num_nodes), dtype=np.int64)
     for number in range(PERIODS):
         if number:
-            seats.move(rng)
-        history[number] = seats.community()
+            slots.move(rng)
+        history[number] = slots.community()
         events = slice(bounds[number], bounds[number + 1])
-        targets[events] = seats.partners(sources[events], rng)
+        targets[events] = slots.partners(sources[events], rng)
     data = Data(
         edge_index=torch.from_numpy(np.stack([sources, targets])),
         edge_time=torch.from_numpy(times),
@@ -147,35 +149,35 @@ def _period(times: Ints, model: TemporalModel) -> Ints:
     return periods
 
 
-class _Seats:
-    """Nodes in a row of seats, of which each community has a fixed stretch; nodes that move exchange their seats."""
+class _CommunitySlots:
+    """Assigns nodes to slots; each community has a fixed range of slots, and nodes that move exchange their slots."""
 
     def __init__(self, model: TemporalModel, rng: np.random.Generator) -> None:
         self.model = model
-        self.node = rng.permutation(model.num_nodes)  # by seat
-        self.seat = np.argsort(self.node)  # by node
-        self.owner = np.repeat(np.arange(model.num_communities), model.sizes)  # by seat
+        self.node = rng.permutation(model.num_nodes)  # by slot
+        self.slot = np.argsort(self.node)  # by node
+        self.owner = np.repeat(np.arange(model.num_communities), model.sizes)  # by slot
         self.first = np.cumsum(model.sizes) - model.sizes  # by community
 
     def community(self) -> Ints:
         """Return the community of each node."""
-        return self.owner[self.seat]
+        return self.owner[self.slot]
 
     def move(self, rng: np.random.Generator) -> None:
-        """Let the drift of one period happen."""
+        """Move the nodes that change their community between two periods."""
         movers = rng.permutation(self.model.num_nodes)
         expected = min(1.0, self.model.drift / (PERIODS - 1)) * movers.size
         movers = movers[: int(expected + rng.random())]
-        seats = np.roll(self.seat[movers], 1)
-        self.seat[movers] = seats
-        self.node[seats] = movers
+        slots = np.roll(self.slot[movers], 1)
+        self.slot[movers] = slots
+        self.node[slots] = movers
 
     def partners(self, sources: Ints, rng: np.random.Generator) -> Ints:
-        """Return another node for each of the sources."""
-        seat = self.seat[sources]
-        community = self.owner[seat]
+        """Draw another node for each source."""
+        slot = self.slot[sources]
+        community = self.owner[slot]
         near = rng.random(sources.size) < self.model.predictability
         first = np.where(near, self.first[community], 0)
         count = np.where(near, self.model.sizes[community], self.model.num_nodes)
-        drawn = rng.integers(0, count - 1)  # the source's own seat is left out
-        return self.node[first + drawn + (drawn >= seat - first)]
+        drawn = rng.integers(0, count - 1)  # the source's own slot is left out
+        return self.node[first + drawn + (drawn >= slot - first)]

@@ -1,4 +1,4 @@
-"""From what a source read to what a store keeps: checked, split, scaled, cut into parts."""
+"""Prepare a graph for the store: check, split, scale features, partition."""
 
 from gtrain.data.prepare.graph import Graph, Names, Preparation, cut, describe, group, prepare_graph
 

@@ -15,12 +15,12 @@ def components(edge_index: Tensor, num_nodes: int) -> Tensor:
         before = label
         label = label.scatter_reduce(0, target, label[source], "amin")
         label = label.scatter_reduce(0, source, label[target], "amin")
-        label = label[label]  # the chain of smaller nodes is halved
+        label = label[label]  # pointer jumping halves the chains
     return label
 
 
 def largest_component(graph: Data) -> tuple[Data, Tensor]:
-    """Return the largest component, of equal ones the first, and the ids of its nodes in ``graph``, ascending [n].
+    """Return the largest component (the first of equal ones) and the ids of its nodes in ``graph``, ascending [n].
 
     Node i of the component is node ``ids[i]`` of the graph.
     """

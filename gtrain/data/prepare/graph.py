@@ -1,4 +1,4 @@
-"""From what a source read to what a store keeps: checked, split, scaled, cut."""
+"""Prepare a graph for the store: check it, split nodes or edges, scale features, partition."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ log = logging.getLogger("gtrain")
 TIME = "edge_time"
 
 
-def tell_unsorted(graph: Graph, origin: str) -> None:
-    """Log each edge type whose times descend somewhere in the order of the edges.
+def warn_unsorted(graph: Graph, origin: str) -> None:
+    """Log each edge type whose edges are not sorted by time; the store sorts them.
 
     Args:
-        graph: as it was read; its times ``[E]`` may be a memory map, of which one piece is read at a time.
-        origin: where it comes from.
+        graph: the graph in the order of the source data; its times ``[E]`` may be a memory map, read piece by piece.
+        origin: the file or data set, for the message.
     """
-    for whose, times in _times(graph):
+    for suffix, times in _times(graph):
         if _descends(times):
-            log.info("%s: the times of edges%s are not in order; each node's edges are sorted by time", origin, whose)
+            log.info("%s: the times of edges%s are not in order; each node's edges are sorted by time", origin, suffix)
 
 
 def _times(graph: Graph) -> Iterator[tuple[str, Any]]:
@@ -50,7 +50,10 @@ def _times(graph: Graph) -> Iterator[tuple[str, Any]]:
 
 
 def _descends(times: Any) -> bool:
-    """Whether any time is earlier than the one before it; an undirected list has all edges once more, reversed."""
+    """Return whether a time is earlier than its predecessor.
+
+    An undirected edge list, whose second half has the reverse edges with the same times, counts as one half.
+    """
     half, odd = divmod(len(times), 2)
     if not odd and all(
         np.array_equal(times[rows], times[half + rows.start : half + rows.stop]) for rows in chunks(0, half)
@@ -60,37 +63,22 @@ def _descends(times: Any) -> bool:
     return any((piece[1:] < piece[:-1]).any() for piece in pieces)
 
 
-_CHUNK = 1 << 22  # edges
-
-
-def node_part(arrays: EdgeArrays) -> Data:
-    """Return the nodes alone, as a graph without edges, so that they are checked and split like any other."""
-    tensors = {name: _tensor(value) for name, value in arrays.node_tensors.items()}
-    return Data(edge_index=torch.empty(2, 0, dtype=torch.int64), num_nodes=arrays.num_nodes, **tensors)
-
-
-def take_nodes(arrays: EdgeArrays, nodes: Data) -> None:
-    """Put the node tensors back, masks included."""
-    keep = {name: value for name, value in nodes.to_dict().items() if isinstance(value, Tensor)}
-    arrays.node_tensors = {name: value for name, value in keep.items() if name != "edge_index"}
-
-
 def num_relations(arrays: EdgeArrays) -> int | None:
     """Return the largest ``edge_type`` + 1, or None without relations."""
-    types = [held["edge_type"] for held in arrays.held_out.values() if "edge_type" in held]
-    types += [arrays.edge_tensors["edge_type"]] if "edge_type" in arrays.edge_tensors else []
-    found = [int(block.max()) for values in types for block in _blocks(values) if block.size]
-    return max(found) + 1 if found else None
+    tables = (arrays.edge_tensors, *arrays.held_out.values())
+    types = [table["edge_type"] for table in tables if "edge_type" in table]
+    largest = [int(values[rows].max()) for values in types for rows in chunks(0, len(values))]
+    return max(largest) + 1 if largest else None
 
 
 def split_arrays(arrays: EdgeArrays, options: SplitOptions) -> dict[str, int]:
-    """Move edges into ``held_out`` by fractions, in place; an edge stands for itself, its reverse for another.
+    """Move a fraction of the edges into ``held_out``, in place. An edge and its reverse are split independently.
 
-    ``random`` draws each edge's side on its own, so that sizes are the fractions up to chance; ``time`` cuts at the
-    times below which the fractions lie.
+    ``random`` draws the split of each edge independently, so that sizes match the fractions only on average; ``time``
+    splits at the quantiles of the times.
 
     Returns:
-        edges that train, validate and test.
+        Number of edges of train, val and test.
 
     Raises:
         ConfigError: the kind of split does not suit an edge list.
@@ -99,14 +87,13 @@ def split_arrays(arrays: EdgeArrays, options: SplitOptions) -> dict[str, int]:
         held = {split: len(edges["source"]) for split, edges in arrays.held_out.items()}
         return {"train": arrays.num_edges, **held}
     side = _sides(arrays, options)
-    pieces = {"source": arrays.source, "target": arrays.target, **arrays.edge_tensors}
-    arrays.held_out = {
-        split: {name: np.asarray(values)[side == number] for name, values in pieces.items()}
-        for number, split in ((1, "val"), (2, "test"))
-    }
-    kept = {name: np.asarray(values)[side == 0] for name, values in pieces.items()}
-    arrays.source, arrays.target = kept.pop("source"), kept.pop("target")
-    arrays.edge_tensors = kept
+    columns = {"source": arrays.source, "target": arrays.target, **arrays.edge_tensors}
+    train, val, test = (
+        {name: np.asarray(values)[side == number] for name, values in columns.items()} for number in range(3)
+    )
+    arrays.held_out = {"val": val, "test": test}
+    arrays.source, arrays.target = train.pop("source"), train.pop("target")
+    arrays.edge_tensors = train
     return {"train": arrays.num_edges, **{split: len(edges["source"]) for split, edges in arrays.held_out.items()}}
 
 
@@ -114,9 +101,10 @@ def _sides(arrays: EdgeArrays, options: SplitOptions) -> NDArray[np.uint8]:
     """Return 0 (train), 1 (val) or 2 (test) for each edge."""
     limits = np.cumsum([options.train_fraction, options.val_fraction])
     if options.kind == "random":
-        rng = np.random.default_rng(options.seed)
-        blocks = [np.searchsorted(limits, rng.random(len(b)), side="right") for b in _blocks(arrays.source)]
-        return np.concatenate([np.minimum(block, 2).astype(np.uint8) for block in blocks])
+        rng, sides = np.random.default_rng(options.seed), np.empty(arrays.num_edges, dtype=np.uint8)
+        for rows in chunks(0, arrays.num_edges):
+            sides[rows] = np.searchsorted(limits, rng.random(rows.stop - rows.start), side="right").clip(max=2)
+        return sides
     if options.kind != "time" or "edge_time" not in arrays.edge_tensors:
         raise ConfigError(
             f"data.task=link with data.split={options.kind}, and the edge list has no "
@@ -128,20 +116,12 @@ def _sides(arrays: EdgeArrays, options: SplitOptions) -> NDArray[np.uint8]:
     return np.searchsorted(cuts, times, side="left").clip(max=2).astype(np.uint8)
 
 
-def _blocks(values: NDArray[Any]) -> list[NDArray[Any]]:
-    return [values[start : start + _CHUNK] for start in range(0, max(len(values), 1), _CHUNK)]
-
-
-def _tensor(value: NDArray[Any] | Tensor) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.from_numpy(np.asarray(value))
-
-
 Names = Sequence[str]
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """The options of :class:`~gtrain.data.module.GraphDataModule` that say what becomes of a graph."""
+    """The options of :class:`~gtrain.data.module.GraphDataModule` that affect the preparation of a graph."""
 
     task: str
     target: str | None
@@ -155,24 +135,23 @@ class Preparation:
 def prepare_graph(graph: Graph, options: Preparation) -> dict[str, Any]:
     """Check a graph, split its nodes or edges and scale its features, in place.
 
-    The edges of :class:`EdgeArrays` were checked as they were read.
+    The readers have already checked the edges of :class:`EdgeArrays`.
 
     Returns:
-        The facts that a model needs; see :func:`~gtrain.data.prepare.validate.validate_graph`. Besides,
-        ``split`` says how the split was made and its sizes (None without labels), and ``target_edge`` which edge type
-        is predicted.
+        The facts that a model needs; see :func:`~gtrain.data.prepare.validate.validate_graph`. In addition ``split``,
+        the options and sizes of the split (None without labels), and ``target_edge``, the edge type to predict.
 
     Raises:
         ConfigError: an option does not suit the data.
-        DataError: what is wrong with the data, and where.
+        DataError: the data is invalid; the message names the position.
     """
     if isinstance(graph, EdgeArrays):
-        tell_unsorted(graph, options.origin)
+        warn_unsorted(graph, options.origin)
         return _prepare_arrays(graph, options)
     if options.task == "node":
         drop_held_out(graph)
     facts = _prepare_nodes(graph, options)
-    tell_unsorted(graph, options.origin)
+    warn_unsorted(graph, options.origin)
     if options.task == "link":
         edge_type = _target_edge(graph, options.target)
         facts["split"] = {**options.split.identity(), "sizes": split_edges(graph, edge_type, options.split)}
@@ -181,9 +160,12 @@ def prepare_graph(graph: Graph, options: Preparation) -> dict[str, Any]:
 
 
 def _prepare_arrays(arrays: EdgeArrays, options: Preparation) -> dict[str, Any]:
-    nodes = node_part(arrays)
+    # The nodes are checked and split as a graph without edges.
+    tensors = {name: torch.as_tensor(value) for name, value in arrays.node_tensors.items()}
+    nodes = Data(edge_index=torch.empty(2, 0, dtype=torch.int64), num_nodes=arrays.num_nodes, **tensors)
     facts = {**_prepare_nodes(nodes, options), "num_relations": num_relations(arrays)}
-    take_nodes(arrays, nodes)
+    results = {name: value for name, value in nodes.to_dict().items() if isinstance(value, Tensor)}
+    arrays.node_tensors = {name: value for name, value in results.items() if name != "edge_index"}
     if options.task == "node":
         arrays.held_out = {}
         return facts
@@ -191,7 +173,7 @@ def _prepare_arrays(arrays: EdgeArrays, options: Preparation) -> dict[str, Any]:
 
 
 def _prepare_nodes(graph: Data | HeteroData, options: Preparation) -> dict[str, Any]:
-    """Check the graph, put the masks of a node task into it, and scale its features."""
+    """Check the graph, add the masks of a node task, and scale its features."""
     if options.task == "node":
         _choose_labels(graph, options.target)
     facts = validate_graph(graph, unlabelled=options.unlabelled, num_classes=options.num_classes, origin=options.origin)
@@ -199,7 +181,7 @@ def _prepare_nodes(graph: Data | HeteroData, options: Preparation) -> dict[str, 
     if labelled is not None:
         check_distinct(labelled.y, options.unlabelled, options.origin)
     for store in graph.node_stores:
-        if store is not labelled:  # without labels, or for another task, masks mean nothing
+        if store is not labelled:  # masks are only for the labelled nodes of a node task
             for name in MASKS:
                 store.pop(name, None)
         if options.normalize_features and isinstance(store.get("x"), Tensor):
@@ -235,7 +217,7 @@ def cut(graph: Graph, num_parts: int, method: str, seed: int, path: str | None) 
 def group(
     graph: Graph, assignment: Tensor | Mapping[str, Tensor], num_parts: int, seed: int
 ) -> dict[str, NDArray[Any]] | None:
-    """Gather the nodes of each part into groups of neighbours (:mod:`gtrain.graph.partition.metis`)."""
+    """Cluster each part's nodes into locality groups; see :func:`gtrain.graph.partition.metis.group_nodes`."""
     if isinstance(graph, HeteroData):
         assert isinstance(assignment, Mapping)
         return partitions.group_hetero(graph, assignment, num_parts, seed=seed)
@@ -249,7 +231,7 @@ def group(
 def _edges_and_mask(graph: Data | EdgeArrays) -> tuple[Tensor | tuple[Array, Array], int, Tensor | None]:
     if isinstance(graph, EdgeArrays):
         mask = graph.node_tensors.get("train_mask")
-        edges = (graph.source, graph.target)  # as they are: they may be larger than memory
+        edges = (graph.source, graph.target)  # not copied: they may be larger than memory
         return edges, graph.num_nodes, None if mask is None else torch.as_tensor(mask)
     return graph.edge_index, int(graph.num_nodes or 0), graph.train_mask if "train_mask" in graph else None
 
@@ -265,7 +247,7 @@ def _choose_labels(graph: Data | HeteroData, target: str | None) -> None:
         return
     if not isinstance(graph, HeteroData) or target not in graph.node_types:
         types = ", ".join(graph.node_types) if isinstance(graph, HeteroData) else "one, which needs no name"
-        raise ConfigError(f"data.target={target} is no node type", hint=f"the node types are {types}")
+        raise ConfigError(f"data.target={target} is not a node type", hint=f"the node types are {types}")
     labelled = [node_type for node_type in graph.node_types if isinstance(graph[node_type].get("y"), Tensor)]
     if labelled and target not in labelled:
         raise ConfigError(
@@ -285,7 +267,7 @@ def _labelled(graph: Data | HeteroData, facts: dict[str, Any]) -> Any:
 
 
 def _split_labels(nodes: Any, split: SplitOptions, unlabelled: int | None) -> dict[str, Any]:
-    """Put the masks into the storage of the labelled nodes, and return how they were made."""
+    """Add the masks to the storage of the labelled nodes; return the options and sizes of the split."""
     if nodes.y.dim() == 2 and nodes.y.size(1) == 1:
         nodes.y = nodes.y.flatten()
     nodes.y = nodes.y.float() if nodes.y.dim() == 2 else nodes.y.long()
@@ -299,7 +281,7 @@ def _target_edge(graph: Data | HeteroData, target: str | None) -> tuple[str, str
     """Return the edge type to predict; None in a homogeneous graph."""
     if not isinstance(graph, HeteroData):
         if target is not None:
-            raise ConfigError(f"data.target={target}, and the graph has one type of edges", hint="leave data.target")
+            raise ConfigError(f"data.target={target}, and the graph has one type of edges", hint="remove data.target")
         return None
     held_out = [t for t in graph.edge_types if "val_edge_index" in graph[t] or "test_edge_index" in graph[t]]
     choices = {",".join(edge_type): edge_type for edge_type in graph.edge_types}
@@ -307,16 +289,16 @@ def _target_edge(graph: Data | HeteroData, target: str | None) -> tuple[str, str
         return (held_out or list(graph.edge_types))[0]
     if target not in choices:
         raise ConfigError(
-            f"data.target={target} is no edge type of the graph"
+            f"data.target={target} is not an edge type of the graph"
             if target is not None
-            else f"the graph has {len(choices)} edge types, and data.target does not say which one is predicted",
+            else f"the graph has {len(choices)} edge types, and data.target does not select the one to predict",
             hint=f"set data.target to one of: {'; '.join(choices)}",
         )
     return choices[target]
 
 
 def _rows_to_one(x: Tensor) -> Tensor:
-    """Scale each row to the sum 1, as the citation graphs' features are by custom; rows of sum 0 stay."""
+    """Scale each row to the sum 1, as is customary for citation graphs; rows with the sum 0 are unchanged."""
     if x.layout == torch.sparse_csr:
         rows = torch.repeat_interleave(torch.arange(x.size(0)), x.crow_indices().diff())
         total = torch.zeros(x.size(0)).index_add_(0, rows, x.values().float())

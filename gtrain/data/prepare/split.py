@@ -1,4 +1,4 @@
-"""Which nodes train, which validate, which test."""
+"""Split the labelled nodes into train, val and test."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class SplitOptions:
     """How to split the labelled nodes, or the edges where edges are predicted.
 
     Attributes:
-        kind: ``public`` (what comes with the data: masks, or held-out edges), ``random`` (fractions of the labelled
-            nodes or of the edges), ``per_class`` (a number of nodes of each class, the rest for test; Shchur et al.
-            2018, section 3), or ``time`` (the same fractions, earliest first: the past trains, the future tests).
-        index: which of several published splits, for masks ``[N, S]``.
-        train_fraction: share that trains, for ``random`` and ``time``.
-        val_fraction: share that validates, for ``random`` and ``time``; the rest tests.
-        train_per_class: nodes of each class that train, for ``per_class``.
-        val_per_class: nodes of each class that validate, for ``per_class``.
+        kind: ``public`` (the data's masks or held-out edges), ``random`` (fractions of the labelled nodes or of the
+            edges), ``per_class`` (a number of nodes of each class, the rest for test; Shchur et al. 2018, section 3),
+            or ``time`` (fractions in the order of the times: the past trains, the future tests).
+        index: number of the published split, for masks ``[N, S]``.
+        train_fraction: share of train, for ``random`` and ``time``.
+        val_fraction: share of val, for ``random`` and ``time``; the rest is test.
+        train_per_class: train nodes of each class, for ``per_class``.
+        val_per_class: val nodes of each class, for ``per_class``.
         seed: seed of ``random`` and ``per_class``.
     """
 
@@ -59,7 +59,7 @@ class SplitOptions:
             )
 
     def identity(self) -> dict[str, Any]:
-        """Return the options that this kind of split depends on."""
+        """Return the options that affect this kind of split."""
         names = {
             "public": ("index",),
             "random": ("train_fraction", "val_fraction", "seed"),
@@ -69,13 +69,13 @@ class SplitOptions:
         return {"kind": self.kind, **{name: getattr(self, name) for name in names}}
 
     def sizes(self, total: int) -> tuple[int, int, int]:
-        """Return how many of ``total`` train, validate and test by the two fractions."""
+        """Return the sizes of train, val and test for ``total`` items, by the two fractions."""
         train = round(self.train_fraction * total)
         val = min(round(self.val_fraction * total), total - train)
         return train, val, total - train - val
 
     def permutation(self, total: int) -> Tensor:
-        """Return the order in which ``random`` deals out ``total`` items, int64 ``[total]``."""
+        """Return the random order in which ``random`` assigns ``total`` items, int64 ``[total]``."""
         return torch.randperm(total, generator=torch.Generator().manual_seed(self.seed))
 
 
@@ -124,7 +124,7 @@ def _public(data: Mapping[str, Any], index: int) -> list[Tensor]:
 def _warn_of_overlap(masks: list[Tensor]) -> None:
     for (first, second), shared in (((0, 1), masks[0] & masks[1]), ((0, 2), masks[0] & masks[2])):
         if count := int(shared.sum()):
-            names = [MASKS[place].removesuffix("_mask") for place in (first, second)]
+            names = [MASKS[position].removesuffix("_mask") for position in (first, second)]
             log.warning("%d nodes are both in the %s and the %s split of the data", count, *names)
 
 

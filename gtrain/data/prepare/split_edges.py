@@ -1,4 +1,4 @@
-"""Which edges train, which are held out for validation and test, where edges are what is predicted."""
+"""Split the edges of a link task: hold edges out for validation and test."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ EdgeType = tuple[str, str, str]
 
 
 def split_edges(graph: Data | HeteroData, target: EdgeType | None, options: SplitOptions) -> dict[str, int]:
-    """Move edges out of the graph, so that ``val_edge_*`` and ``test_edge_*`` hold what is to be predicted.
+    """Move held-out edges from the graph to ``val_edge_*`` and ``test_edge_*``.
 
-    The two directions of an undirected edge (of the same time and relation) go to the same side, and so do the edges
-    of a reverse edge type, which only leave the graph: a model must not read an edge that it is asked for. Held-out
-    edges of an undirected graph are listed once.
+    The two directions of an undirected edge (with equal time and relation) are held out together. The held-out edges'
+    counterparts in a reverse edge type are removed, so that messages do not leak an edge to predict. Held-out edges of
+    an undirected graph are listed once.
 
     Args:
         graph: changed in place.
         target: the edge type to split; None for a homogeneous graph.
-        options: ``public`` takes the edges that the data holds out itself; ``random`` and ``time`` take fractions.
+        options: ``public`` uses the data's held-out edges; ``random`` and ``time`` hold out fractions.
 
     Returns:
-        edges that train, validate and test.
+        Number of edges of train, val and test.
 
     Raises:
         ConfigError: the kind of split does not suit the data.
-        DataError: nothing is left to train on.
+        DataError: no train edge remains.
     """
     edges = graph[target] if isinstance(graph, HeteroData) else graph.stores[0]
     if options.kind == "public":
@@ -52,35 +52,32 @@ def split_edges(graph: Data | HeteroData, target: EdgeType | None, options: Spli
     side = torch.zeros(order.numel(), dtype=torch.int8)  # 0 train, 1 val, 2 test
     side[order[sizes[0] : sizes[0] + sizes[1]]], side[order[sizes[0] + sizes[1] :]] = 1, 2
     if isinstance(graph, HeteroData) and target is not None:
-        _leave_reverse(graph, target, side[group])
+        _drop_reverse(graph, target, side[group])
     _move(edges, side[group], representative)
     if edges.edge_index.size(1) == 0:
         raise DataError(
-            f"no edge is left to train on: data.split={options.kind} of {order.numel()} edges",
+            f"no train edge remains: data.split={options.kind} of {order.numel()} edges",
             hint="raise data.train_fraction, or give the graph more edges",
         )
     return _count(edges)
 
 
 def drop_held_out(graph: Data | HeteroData) -> None:
-    """Forget the edges that the data holds out: another split was asked for, or nodes are predicted."""
+    """Delete the data's held-out edges, for another split or a node task."""
     for store in graph.stores:
         for name in [key for key in store if key.startswith(("val_edge_", "test_edge_"))]:
             del store[name]
 
 
 def _groups(edges: Any, graph: Data | HeteroData, target: EdgeType | None) -> tuple[Tensor, Tensor]:
-    """Return the group of each edge [E], and the first edge of each group [G]; a group stays on one side."""
+    """Return the group of each edge [E], and the first edge of each group [G]; a group is not split."""
     edge_index = edges.edge_index
     everyone = torch.arange(edge_index.size(1))
-    if isinstance(graph, HeteroData):
-        if target is None or target[0] != target[2]:
-            return everyone, everyone
-        num_nodes = int(graph[target[0]].num_nodes or 0)
-    else:
-        num_nodes = int(graph.num_nodes or 0)
-    if not edge_index.numel():
+    same_type = not isinstance(graph, HeteroData) or (target is not None and target[0] == target[2])
+    if not same_type or not edge_index.numel():
         return everyone, everyone
+    nodes: Any = graph[target[0]] if isinstance(graph, HeteroData) and target is not None else graph
+    num_nodes = int(nodes.num_nodes or 0)
     low, high = edge_index.min(dim=0).values, edge_index.max(dim=0).values
     pair = torch.unique(low * num_nodes + high, return_inverse=True)[1]
     way = (edge_index[1] - edge_index[0]).sign()
@@ -94,9 +91,10 @@ def _groups(edges: Any, graph: Data | HeteroData, target: EdgeType | None) -> tu
 
 
 def _marks(edges: Any, way: Tensor) -> list[Tensor]:
-    """Return what the two directions of an undirected edge have in common beside their ends, ``[E]`` from 0.
+    """Return candidate labels, ``[E]`` from 0, that both directions of an undirected edge must share.
 
-    The time, and the relation; or in place of that, relations 2r and 2r + 1 that are each other's ways back.
+    The label combines the time and the relation; in the second candidate, relations 2r and 2r + 1 are each other's
+    reverse.
 
     Args:
         edges: the storage of the edges.
@@ -107,14 +105,14 @@ def _marks(edges: Any, way: Tensor) -> list[Tensor]:
         time = torch.unique(edges.edge_time, return_inverse=True)[1]
     if not isinstance(edges.get("edge_type"), Tensor):
         return [time]
-    there = edges.edge_type
-    both = torch.where(way < 0, there ^ 1, torch.where(way == 0, there & ~1, there))
+    relation = edges.edge_type
+    paired = torch.where(way < 0, relation ^ 1, torch.where(way == 0, relation & ~1, relation))
     times = int(time.max()) + 1
-    return [there * times + time, both * times + time]
+    return [relation * times + time, paired * times + time]
 
 
 def _order(edges: Any, representative: Tensor, options: SplitOptions) -> Tensor:
-    """Return the groups in the order in which the fractions take them."""
+    """Return the groups in the order in which they go to train, val and test."""
     if options.kind == "random":
         return options.permutation(representative.numel())
     if options.kind != "time":
@@ -128,38 +126,38 @@ def _order(edges: Any, representative: Tensor, options: SplitOptions) -> Tensor:
 
 
 def _move(edges: Any, side: Tensor, representative: Tensor) -> None:
-    """Cut each edge tensor into what stays and what is held out."""
+    """Split each edge tensor into the train edges and the held-out edges."""
     once = torch.zeros(side.numel(), dtype=torch.bool).index_fill_(0, representative, True)
-    names = [name for name in edges if name == "edge_index" or edges.is_edge_attr(name)]
-    for name in names:
-        value = edges[name]
+    for name in _edge_tensors(edges):
+        prefixed = name if name.startswith("edge_") else f"edge_{name}"
         for number, split in enumerate(HELD_OUT, start=1):
             keep = (side == number) & once
-            edges[f"{split}_{_prefixed(name)}"] = value[:, keep] if name == "edge_index" else value[keep]
-        edges[name] = value[:, side == 0] if name == "edge_index" else value[side == 0]
+            edges[f"{split}_{prefixed}"] = edges[name][:, keep] if name == "edge_index" else edges[name][keep]
+    _select(edges, side == 0)
 
 
-def _prefixed(name: str) -> str:
-    return name if name.startswith("edge_") else f"edge_{name}"
+def _edge_tensors(edges: Any) -> list[str]:
+    return [name for name in edges if name == "edge_index" or edges.is_edge_attr(name)]
 
 
-def _leave_reverse(graph: HeteroData, target: EdgeType, side: Tensor) -> None:
-    """Take the held-out edges out of every edge type that mirrors the target."""
+def _select(edges: Any, keep: Tensor) -> None:
+    """Keep the edges under the mask ``[E]``, in place."""
+    for name in _edge_tensors(edges):
+        edges[name] = edges[name][:, keep] if name == "edge_index" else edges[name][keep]
+
+
+def _drop_reverse(graph: HeteroData, target: EdgeType, side: Tensor) -> None:
+    """Remove the counterparts of held-out edges from every edge type that mirrors the target."""
     source, target_nodes = graph[target].edge_index
     width = int(graph[target[0]].num_nodes or 0)
     keys = target_nodes * width + source
-    held = keys[side > 0]
     for other in graph.edge_types:
         if other == target or (other[0], other[2]) != (target[2], target[0]):
             continue
         mirrored = graph[other].edge_index[0] * width + graph[other].edge_index[1]
-        if not torch.equal(torch.unique(mirrored), torch.unique(keys)):
-            continue
-        stays = ~torch.isin(mirrored, held)
-        log.info("edges of %s mirror %s: those held out leave it too", other, target)
-        for name in [name for name in graph[other] if name == "edge_index" or graph[other].is_edge_attr(name)]:
-            value = graph[other][name]
-            graph[other][name] = value[:, stays] if name == "edge_index" else value[stays]
+        if torch.equal(torch.unique(mirrored), torch.unique(keys)):
+            log.info("edges of %s mirror %s: the held-out edges are removed from both", other, target)
+            _select(graph[other], ~torch.isin(mirrored, keys[side > 0]))
 
 
 def _count(edges: Any) -> dict[str, int]:

@@ -1,8 +1,7 @@
-"""Checks on a graph that was read, before anything of it is written."""
+"""Check a graph before it is written to a store."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,6 @@ from gtrain.graph.store.files import chunks
 from gtrain.graph.store.manifest import NODE_TYPE
 from gtrain.graph.store.tables import Graph, tables_of
 
-_CHUNK = 1 << 22  # edges of a memory map that are in memory at a time
-
 
 def check_edges(edges: Any, sizes: tuple[int, int], origin: str) -> int | None:
     """Check the edge tensors of one type, held-out ones included.
@@ -28,10 +25,10 @@ def check_edges(edges: Any, sizes: tuple[int, int], origin: str) -> int | None:
         origin: the file or data set, for messages.
 
     Returns:
-        number of relations, the largest ``edge_type`` + 1; None without ``edge_type``.
+        Number of relations, the largest ``edge_type`` + 1; None without ``edge_type``.
 
     Raises:
-        DataError: says what is wrong, and where.
+        DataError: a tensor is invalid; the message names it and the position.
     """
     relations = None
     for prefix in ("", "val_", "test_"):
@@ -54,54 +51,57 @@ def check_edges(edges: Any, sizes: tuple[int, int], origin: str) -> int | None:
 
 def _check_index(name: str, edges: object, sizes: tuple[int, int], origin: str) -> None:
     if not isinstance(edges, Tensor) or edges.dim() != 2 or edges.size(0) != 2 or edges.dtype != torch.int64:
-        found = f"{edges.dtype} of shape {list(edges.shape)}" if isinstance(edges, Tensor) else type(edges).__name__
         raise DataError(
-            f"{origin}: {name} is {found}, and it should be int64 of shape [2, E]",
+            f"{origin}: {name} is {_described(edges)}, and it should be int64 of shape [2, E]",
             hint=f"give {name} the sources in row 0 and the targets in row 1, as torch.int64",
         )
     limits = torch.tensor(sizes).unsqueeze(1)
     outside = ((edges < 0) | (edges >= limits)).any(dim=0).nonzero()
     if outside.numel():
         edge = int(outside[0])
-        there = f"{sizes[0]} nodes, 0..{sizes[0] - 1}" if sizes[0] == sizes[1] else f"{sizes[0]} and {sizes[1]} nodes"
-        held = "" if name == "edge_index" else f" of {name}"
+        nodes = f"{sizes[0]} nodes, 0..{sizes[0] - 1}" if sizes[0] == sizes[1] else f"{sizes[0]} and {sizes[1]} nodes"
+        suffix = "" if name == "edge_index" else f" of {name}"
         raise DataError(
-            f"{origin}: edge {edge}{held} joins {int(edges[0, edge])} and {int(edges[1, edge])}, and the graph has "
-            f"{there}",
+            f"{origin}: edge {edge}{suffix} joins {int(edges[0, edge])} and {int(edges[1, edge])}, and the graph has "
+            f"{nodes}",
             hint="correct the edges, or give the graph more nodes",
         )
 
 
 def weight_facts(graph: Graph, origin: str) -> dict[str, Any]:
-    """Return what models need to know of edge weights; empty where the graph has none.
+    """Return the facts about edge weights that models need; empty if the graph has no weights.
 
-    ``edge_weights`` has the lowest and the highest of the graph. ``negative_weight`` says where the first negative one
-    is, and what: by the edge's number, for a source may know the line of a file.
+    ``edge_weights`` has the lowest and the highest weight. ``negative_weight`` is the position (edge number) and the
+    value of the first negative weight; a source that knows the file and the line overrides it.
     """
-    ends: list[float] = []
+    limits: list[float] = []
     negative: str | None = None
     for table in tables_of(graph).edges:
-        where = origin if table.edge_type[0] == NODE_TYPE else f"{origin}, edges {' '.join(table.edge_type)}"
+        location = origin if table.edge_type[0] == NODE_TYPE else f"{origin}, edges {' '.join(table.edge_type)}"
         for split, tensors in (("", table.tensors), *((f"{split} ", held) for split, held in table.held_out.items())):
             weights = tensors.get("edge_weight", np.empty(0))
-            for first in range(0, len(weights), _CHUNK):
-                block = np.asarray(weights[first : first + _CHUNK]).reshape(min(_CHUNK, len(weights) - first), -1)
-                ends += [float(block.min()), float(block.max())]
-                if negative is None and ends[-2] < 0:
+            for rows in chunks(0, len(weights)):
+                block = np.asarray(weights[rows]).reshape(rows.stop - rows.start, -1)
+                limits += [float(block.min()), float(block.max())]
+                if negative is None and limits[-2] < 0:
                     row = int((block < 0).any(axis=1).argmax())
-                    negative = f"{where}: the weight of {split}edge {first + row} (from 0) is {block[row].min():g}"
-    if not ends:
+                    value = block[row].min()
+                    negative = f"{location}: the weight of {split}edge {rows.start + row} (from 0) is {value:g}"
+    if not limits:
         return {}
-    facts: dict[str, Any] = {"edge_weights": [min(ends), max(ends)]}
+    facts: dict[str, Any] = {"edge_weights": [min(limits), max(limits)]}
     return facts if negative is None else {**facts, "negative_weight": negative}
 
 
+def _described(value: object) -> str:
+    return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
 def check_integers(name: str, values: object, rows: int, origin: str, *, negative: bool) -> None:
-    """Refuse what is not one whole number for each row, from 0 on unless it may be negative."""
+    """Raise DataError unless ``values`` has one integer per row, at least 0 unless ``negative`` is set."""
     if not isinstance(values, Tensor) or values.is_floating_point() or values.shape != (rows,):
-        found = f"{values.dtype} of shape {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise DataError(
-            f"{origin}: {name} is {found}, and it should be whole numbers of shape [{rows}]",
+            f"{origin}: {name} is {_described(values)}, and it should be whole numbers of shape [{rows}]",
             hint=f"give {name} as torch.int64, one number for each row",
         )
     if not negative and rows and int(values.min()) < 0:
@@ -122,16 +122,13 @@ def _check_finite(name: str, values: Tensor, rows: int, origin: str) -> None:
 
 
 def check_rows(name: str, tensor: Tensor, rows: int, origin: str, of: str = "nodes") -> None:
-    """Refuse a tensor that has not one row for each node, or each of what ``of`` says."""
-    found = tensor.size(0) if tensor.dim() else 0
-    if found != rows:
+    """Raise DataError unless a tensor has one row per node, or per item of another kind ``of``."""
+    actual = tensor.size(0) if tensor.dim() else 0
+    if actual != rows:
         raise DataError(
-            f"{origin}: {name} has {found} rows, and the graph has {rows} {of}",
+            f"{origin}: {name} has {actual} rows, and the graph has {rows} {of}",
             hint=f"give {name} one row for each of the {of}, in their order",
         )
-
-
-_BLOCK = 1 << 22
 
 
 def validate_graph(
@@ -141,12 +138,12 @@ def validate_graph(
     num_classes: int | None = None,
     origin: str = "the data",
 ) -> dict[str, Any]:
-    """Check a graph, and return what a model needs to know of it.
+    """Check a graph, and return the facts that a model needs.
 
     Args:
-        data: the graph; ``x`` and ``y`` may be None. At most one node type of a heterogeneous graph has ``y``.
-        unlabelled: the value of ``y`` that means no label; None means that each node has one.
-        num_classes: the number of classes, where the caller knows it; None counts them.
+        data: the graph; ``x`` and ``y`` may be None. At most one node type of a heterogeneous graph may have ``y``.
+        unlabelled: the value of ``y`` that means no label; None means that every node has a label.
+        num_classes: the number of classes; None counts them.
         origin: the file or data set, for messages.
 
     Returns:
@@ -156,7 +153,7 @@ def validate_graph(
         node types, and ``target`` is the node type with labels.
 
     Raises:
-        DataError: says what is wrong, and where.
+        DataError: the graph is invalid; the message names the tensor and the position.
     """
     if isinstance(data, HeteroData):
         return _validate_hetero(data, unlabelled, num_classes, origin)
@@ -186,10 +183,10 @@ def _validate_hetero(data: HeteroData, unlabelled: int | None, num_classes: int 
         unknown = [end for end in (edge_type[0], edge_type[2]) if end not in sizes]
         if unknown:
             raise DataError(
-                f"{where}: there are no nodes of the type {unknown[0]!r}", hint=f"the types are {', '.join(sizes)}"
+                f"{where}: the graph has no nodes of the type {unknown[0]!r}", hint=f"the types are {', '.join(sizes)}"
             )
-        found = check_edges(data[edge_type], (sizes[edge_type[0]], sizes[edge_type[2]]), where)
-        relations = found if relations is None else max(relations, found or 0)
+        count = check_edges(data[edge_type], (sizes[edge_type[0]], sizes[edge_type[2]]), where)
+        relations = count if relations is None else max(relations, count or 0)
     targets = [node_type for node_type in data.node_types if isinstance(data[node_type].get("y"), Tensor)]
     if len(targets) > 1:
         raise DataError(
@@ -214,8 +211,8 @@ def _num_nodes(data: HeteroData, node_type: str, origin: str) -> int:
     count = data[node_type].num_nodes
     if not count:
         raise DataError(
-            f"{origin}: there are no nodes of the type {node_type!r}, or their number is not known",
-            hint="give the node type features, labels or num_nodes, or leave it out",
+            f"{origin}: the node type {node_type!r} has no nodes, or their number is unknown",
+            hint="give the node type features, labels or num_nodes, or remove it",
         )
     return int(count)
 
@@ -252,11 +249,7 @@ def labelled_nodes(y: Tensor, unlabelled: int | None) -> Tensor:
 
 
 def check_distinct(y: Tensor, unlabelled: int | None, origin: str) -> None:
-    """Refuse labels that are all the same: there is nothing to learn.
-
-    Raises:
-        DataError: names the label.
-    """
+    """Raise DataError if all labels are equal, since a classifier could learn nothing."""
     if y.dim() == 2 and y.size(1) > 1:
         return
     known = y.flatten()[labelled_nodes(y.flatten(), unlabelled)]
@@ -270,23 +263,25 @@ def check_distinct(y: Tensor, unlabelled: int | None, origin: str) -> None:
 def _check_features(x: object, num_nodes: int, origin: str) -> None:
     if x is None:
         return
-    if isinstance(x, Tensor) and x.layout == torch.sparse_csr and x.dim() == 2:
-        check_rows("x", x, num_nodes, origin)
-        _check_columns(x, origin)
-        _check_sparse(x, origin)
-        return
-    if not isinstance(x, Tensor) or x.dim() != 2 or x.layout != torch.strided:
-        found = f"{x.layout} of shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+    if not isinstance(x, Tensor) or x.dim() != 2 or x.layout not in (torch.strided, torch.sparse_csr):
+        actual = f"{x.layout} of shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise DataError(
-            f"{origin}: x is {found}, and it should be a dense or sparse CSR tensor of shape [N, F]",
-            hint="give x one row for each node: x.to_sparse_csr() if it is sparse, x.reshape(N, -1) if its shape is "
-            "another",
+            f"{origin}: x is {actual}, and it should be a dense or sparse CSR tensor of shape [N, F]",
+            hint="give x one row per node: x.to_sparse_csr() if it is sparse, x.reshape(N, -1) if it has another shape",
         )
     check_rows("x", x, num_nodes, origin)
-    _check_columns(x, origin)
+    if not x.size(1):
+        raise DataError(
+            f"{origin}: x has the shape {list(x.shape)}: its rows have no columns",
+            hint="give each node at least one feature, or remove the features (data.features=null, degree or constant "
+            "for an edge list)",
+        )
+    if x.layout == torch.sparse_csr:
+        _check_sparse(x, origin)
+        return
     first: tuple[int, int] | None = None
     damaged = 0
-    for rows in chunks(0, num_nodes, x.element_size() * x.size(1)):  # isfinite makes a copy of what it looks at
+    for rows in chunks(0, num_nodes, x.element_size() * x.size(1)):  # isfinite allocates a copy
         infinite = ~torch.isfinite(x[rows])
         if infinite.any():
             damaged += int(infinite.any(dim=1).sum())
@@ -301,28 +296,19 @@ def _check_features(x: object, num_nodes: int, origin: str) -> None:
         )
 
 
-def _check_columns(x: Tensor, origin: str) -> None:
-    if not x.size(1):
-        raise DataError(
-            f"{origin}: x has the shape {list(x.shape)}: its rows have no columns",
-            hint="give each node at least one feature, or leave the features out (data.features=null, degree or "
-            "constant for an edge list)",
-        )
-
-
 def _check_sparse(x: Tensor, origin: str) -> None:
     values, columns = x.values(), x.col_indices()
-    count, place = 0, -1
-    for begin, block in _blocks(values):
-        wrong = (~torch.isfinite(block)).nonzero().flatten()
-        place = begin + int(wrong[0]) if wrong.numel() and place < 0 else place
+    count, entry = 0, -1
+    for rows in chunks(0, values.numel()):  # isfinite allocates a copy
+        wrong = (~torch.isfinite(values[rows])).nonzero().flatten()
+        entry = rows.start + int(wrong[0]) if wrong.numel() and entry < 0 else entry
         count += wrong.numel()
     if count:
-        row = int(torch.searchsorted(x.crow_indices(), place, right=True)) - 1
+        row = int(torch.searchsorted(x.crow_indices(), entry, right=True)) - 1
         raise DataError(
-            f"{origin}: x has {float(values[place])} at row {row}, column {int(columns[place])} (rows and columns "
+            f"{origin}: x has {float(values[entry])} at row {row}, column {int(columns[entry])} (rows and columns "
             f"count from 0), and {count} of its {values.numel()} entries are not finite",
-            hint="replace missing features before training, or leave them out of the sparse rows",
+            hint="replace missing features before training, or remove them from the sparse rows",
         )
     if columns.numel() and (int(columns.min()) < 0 or int(columns.max()) >= x.size(1)):
         raise DataError(
@@ -332,23 +318,17 @@ def _check_sparse(x: Tensor, origin: str) -> None:
         )
 
 
-def _blocks(values: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """A long tensor piece by piece, each with its beginning: what is computed of all of it need not fit in memory."""
-    for begin in range(0, values.numel(), _BLOCK):
-        yield begin, values[begin : begin + _BLOCK]
-
-
 def _check_mask(name: str, mask: Tensor, num_nodes: int, origin: str) -> None:
     check_rows(name, mask, num_nodes, origin)
     if mask.dim() > 2 or not ((mask == 0) | (mask == 1)).all():
         raise DataError(
-            f"{origin}: {name} is no mask: it should hold true and false, as [N] or [N, number of splits]",
+            f"{origin}: {name} is not a mask: it should hold true and false, as [N] or [N, number of splits]",
             hint=f"give {name} as torch.bool, one row for each node",
         )
 
 
 def _check_multilabel(y: Tensor, num_classes: int | None, origin: str) -> dict[str, Any]:
-    wrong = ((y != 0) & (y != 1)).nonzero()  # a NaN is neither, and so is caught here
+    wrong = ((y != 0) & (y != 1)).nonzero()  # includes NaN
     if wrong.numel():
         row, column = wrong[0].tolist()
         raise DataError(
@@ -365,7 +345,7 @@ def _check_multilabel(y: Tensor, num_classes: int | None, origin: str) -> dict[s
 
 
 def _check_classes(y: Tensor, unlabelled: int | None, num_classes: int | None, origin: str) -> int:
-    """Check one label for each node, and return the number of classes."""
+    """Check labels with one class per node, and return the number of classes."""
     y = y.flatten()
     wrong = (~(y.isfinite() & (y == y.round()))).nonzero() if y.is_floating_point() else y.new_empty(0)
     if wrong.numel():

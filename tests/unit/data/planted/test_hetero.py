@@ -151,7 +151,7 @@ def test_the_store(tmp_path: Path) -> None:
     [
         ({"num_writes": 8_000_000}, "num_writes=8000000 and data.writes_homophily=0.8 ask for .* within classes"),
         ({"num_terms": 3}, "num_terms=3 is less than data.num_classes=4"),
-        ({"cites_homophily": 1.2}, "cites_homophily=1.2 is no probability"),
+        ({"cites_homophily": 1.2}, "cites_homophily=1.2 is not a probability"),
         ({"num_mentions": -1}, "num_mentions=-1 is too small"),
         ({"degree_exponent": math.nan}, "degree_exponent=nan has no finite mean"),
         ({"feature_signal": math.inf}, "feature_signal=inf is out of range"),

@@ -155,7 +155,7 @@ def test_best_acc_is_what_an_oracle_scores() -> None:
     [
         ({"num_nodes": 10, "num_edges": 90, "num_classes": 2}, "36 node pairs inside classes, and 10 nodes in 2.*20"),
         ({"num_nodes": 10, "num_edges": 80, "num_classes": 2, "homophily": 0.1}, "36 node pairs between .* have 25"),
-        ({"homophily": 1.2}, "homophily=1.2 is no probability"),
+        ({"homophily": 1.2}, "homophily=1.2 is not a probability"),
         ({"num_classes": 1}, "num_classes=1 is too small"),
         ({"degree_exponent": 2.0}, "no finite mean"),
         ({"num_nodes": 5, "num_edges": 4}, "num_classes=8 is more than data.num_nodes=5"),

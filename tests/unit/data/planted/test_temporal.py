@@ -112,7 +112,7 @@ def test_the_past_trains_and_the_future_tests(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"num_communities": 501}, "num_communities=501 leaves nodes without a partner: data.num_nodes=1000"),
-        ({"predictability": 1.5}, "predictability=1.5 is no probability"),
+        ({"predictability": 1.5}, "predictability=1.5 is not a probability"),
         ({"drift": 51.0}, "drift=51 moves a node more often than the 50 times"),
         ({"time_span": 2**57}, "time_span=144115188075855872 is too large"),
         ({"num_events": 0}, "num_events=0 is too small"),

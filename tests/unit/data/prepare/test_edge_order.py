@@ -12,7 +12,7 @@ from torch_geometric.data import Data, HeteroData
 
 import gtrain.data.sources.edges as data_edges
 import gtrain.graph.store.files as graph_files
-from gtrain.data.prepare.graph import tell_unsorted
+from gtrain.data.prepare.graph import warn_unsorted
 from gtrain.data.sources.edges import EdgesData
 from gtrain.graph.store.tables import EdgeArrays, Graph
 
@@ -41,7 +41,7 @@ def hetero(times: list[int]) -> HeteroData:
 )
 def test_graphs(graph: Graph, whose: str | None, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "gtrain")
-    tell_unsorted(graph, "here")
+    warn_unsorted(graph, "here")
     assert caplog.messages == ([] if whose is None else [TOLD.format(whose)])
 
 
@@ -49,7 +49,7 @@ def test_across_pieces_of_a_list_on_disk(monkeypatch: pytest.MonkeyPatch, caplog
     monkeypatch.setattr(graph_files, "CHUNK_ROWS", 2)
     caplog.set_level(logging.INFO, "gtrain")
     ends = np.zeros(4, np.int64)
-    tell_unsorted(EdgeArrays(1, ends, ends, {"edge_time": np.array([1, 5, 4, 6])}), "here")
+    warn_unsorted(EdgeArrays(1, ends, ends, {"edge_time": np.array([1, 5, 4, 6])}), "here")
     assert caplog.messages == [TOLD.format("")]
 
 

@@ -51,7 +51,7 @@ def test_facts() -> None:
         (with_value("y", torch.tensor([7, 900, 7, 900])), "labels must be 0..C-1; the largest is 900 and only 2"),
         (with_value("y", torch.tensor([[0, 1], [0, 2], [0, 0], [1, 1]])), "has 2 at row 1, column 1"),
         (with_value("train_mask", torch.tensor([True] * 3)), "train_mask has 3 rows, and the graph has 4"),
-        (with_value("train_mask", torch.tensor([0, 1, 2, 3])), "train_mask is no mask"),
+        (with_value("train_mask", torch.tensor([0, 1, 2, 3])), "train_mask is not a mask"),
         (with_value("edge_index", torch.tensor([[0, 1], [1, 4]])), "edge 1 joins 1 and 4, and the graph has 4 nodes"),
         (with_value("edge_index", torch.tensor([[0, -1], [1, 2]])), "edge 1 joins -1 and 2"),
         (with_value("edge_index", torch.tensor([0, 1])), r"int64 of shape \[2, E\]"),
