@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from gtrain.kernels.options import inlined
 from gtrain.kernels.random import GOLDEN, mix
 
 _SHIFT_32, _SHIFT_33 = np.uint64(32), np.uint64(33)
 
 
-@inlined()
+@njit(cache=True, nogil=True)
 def fill_words(bits: Any, row: int, words: int, stream: Any) -> None:
     """Set ``bits`` uint32 ``[2 * words]`` to the random numbers of one row, one for each column."""
     first = stream + np.uint64(row) * np.uint64(words) * GOLDEN

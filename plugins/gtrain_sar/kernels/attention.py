@@ -31,8 +31,8 @@ from torch import Tensor
 
 from gtrain.kernels.exponential import exp_all
 from gtrain.kernels.options import FAST, inlined
+from gtrain.kernels.random import GOLDEN, mix
 from gtrain.nn.dropout import NO_DROPOUT
-from gtrain.nn.dropout_kernels import fill_words
 from gtrain_sar.edges import CompressedEdges
 from gtrain_sar.kernels import plain
 from gtrain_sar.kernels.lanes import data
@@ -41,6 +41,7 @@ from gtrain_sar.kernels.rows import add_scaled, dot_and_add_scaled, prefetch_row
 from gtrain_sar.kernels.threads import as_numpy, row_ranges, run_in_threads, run_over_rows, runs_compiled
 
 _GROUP = 256  # edges whose exponentials are computed in one go
+_LOW, _SHIFT_32 = np.uint64(0xFFFFFFFF), np.uint64(32)
 _LOGIT, _LSE, _DELTA, _GRADIENT = range(4)  # rows of a target in ``packed``
 
 
@@ -170,12 +171,19 @@ def _raise_top(top: Any, total: Any, out: Any, i: int, peak: Any, heads: int, ch
 
 
 @inlined()
-def _fill_masks(mask: Any, bits: Any, edges: Any, start: int, count: int, heads: int, dropout: Any, scale: Any) -> None:
-    """Set ``mask`` (count, heads) to the dropout of ``count`` edges, whose ids ``edges`` holds from ``start`` on."""
+def _fill_masks(mask: Any, edges: Any, start: int, count: int, heads: int, dropout: Any, scale: Any) -> None:
+    """Set ``mask`` (count, heads) to the dropout of ``count`` edges, whose ids ``edges`` holds from ``start`` on.
+
+    The random numbers are those of :func:`gtrain.nn.dropout_kernels.fill_words`, whose buffer would cost a tenth more.
+    """
+    words, threshold = (heads + 1) // 2, dropout.threshold
     for e in range(count):
-        fill_words(bits, edges[start + e], (heads + 1) // 2, dropout.stream)
-        for h in range(heads):
-            mask[e * heads + h] = scale if np.int64(bits[h]) >= dropout.threshold else 0
+        first, at = dropout.stream + np.uint64(edges[start + e]) * np.uint64(words) * GOLDEN, e * heads
+        for w in range(words):
+            word = mix(first + np.uint64(w) * GOLDEN)
+            mask[at + 2 * w] = scale if np.int64(word & _LOW) >= threshold else 0
+            if 2 * w + 1 < heads:
+                mask[at + 2 * w + 1] = scale if np.int64(word >> _SHIFT_32) >= threshold else 0
 
 
 @njit(cache=True, nogil=True, fastmath=FAST)
@@ -194,7 +202,6 @@ def _forward(
     column, position = data(block.columns), data(block.edges)
     sums, peaks, totals = data(state.out), data(state.top), data(state.total)
     scratch, target_of = np.empty((2 * _GROUP + 1, heads), x.dtype), np.empty(_GROUP, np.int64)
-    bits = np.empty(heads + 1, np.uint32)
     part, mask, peak = data(scratch), data(scratch[_GROUP:]), data(scratch[2 * _GROUP :])
     row, start = first, ptr[first]
     while start < end:
@@ -214,7 +221,7 @@ def _forward(
             row += high == ptr[row + 1]
         exp_all(part, (stop - start) * heads)
         if dropout.threshold > 0:
-            _fill_masks(mask, bits, position, start, stop - start, heads, dropout, scale)
+            _fill_masks(mask, position, start, stop - start, heads, dropout, scale)
         for e in range(start, stop):
             prefetch_row(flat, column, e, end, width)
             i, j = target_of[e - start], column[e]
@@ -275,7 +282,6 @@ def _backward(
     column, position = data(block.columns), data(block.edges)
     total, of_source = data(dx), data(dsource)  # (sources, heads, channels), (sources, heads)
     scratch, source_of = np.empty((3 * _GROUP, heads), x.dtype), np.empty(_GROUP, np.int64)
-    bits = np.empty(heads + 1, np.uint32)
     part, mask, steep = data(scratch), data(scratch[_GROUP:]), data(scratch[2 * _GROUP :])
     row, start = first, ptr[first]
     for k in range(_GROUP * heads):
@@ -291,7 +297,7 @@ def _backward(
             row += high == ptr[row + 1]
         exp_all(part, (stop - start) * heads)
         if dropout.threshold > 0:
-            _fill_masks(mask, bits, position, start, stop - start, heads, dropout, scale)
+            _fill_masks(mask, position, start, stop - start, heads, dropout, scale)
         for e in range(start, stop):
             prefetch_row(grad, column, e, end, width)
             i, j = np.int64(column[e]), source_of[e - start]
