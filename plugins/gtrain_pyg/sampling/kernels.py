@@ -152,20 +152,20 @@ def merge_edges(
         first_edge: the global position of the part's first edge.
         out: written: global ids of the sources, local ids of the targets, global edge positions.
     """
-    edge = requested = own = other = 0
+    edge = requested = chosen = received = 0
     for i in range(rows.size):
         start = edge
         if rows[i] >= 0:
-            while own < copied.column.size and copied.column[own] == target[i]:
-                out.row[edge] = copied.row[own]
-                out.position[edge] = first_edge + copied.position[own] + shift[rows[i]]
-                own += 1
+            while chosen < copied.column.size and copied.column[chosen] == target[i]:
+                out.row[edge] = copied.row[chosen]
+                out.position[edge] = first_edge + copied.position[chosen] + shift[rows[i]]
+                chosen += 1
                 edge += 1
         else:
             for _ in range(reply.counts[requested]):
-                out.row[edge] = reply.source[other]
-                out.position[edge] = first_edge + reply.position[other]
-                other += 1
+                out.row[edge] = reply.source[received]
+                out.position[edge] = first_edge + reply.position[received]
+                received += 1
                 edge += 1
             requested += 1
         for j in range(start, edge):
