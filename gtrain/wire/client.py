@@ -27,7 +27,6 @@ from torch import Tensor
 from gtrain.errors import GtrainError
 from gtrain.wire.addresses import require_keys
 from gtrain.wire.client_session import ClientSession
-from gtrain.wire.counters import Counters
 from gtrain.wire.errors import FrameError, WireError
 from gtrain.wire.header import pack_body
 from gtrain.wire.limits import MAX_NAME, Limits
@@ -51,6 +50,9 @@ class Client:
         timeout_seconds: deadline of a request that sets none.
         name: name of this client; of two clients with the same name the one with the later incarnation counts.
         incarnation: a number that grows with each restart of this client; the default is the time.
+
+    Attributes:
+        counters: bytes, requests and errors so far.
 
     Raises:
         ConfigError: the address is malformed, or not local and no keys were given.
@@ -76,6 +78,7 @@ class Client:
         self._room = threading.Condition(self._lock)
         self._deliveries: deque[Callable[[], None]] = deque()
         self._session = ClientSession(peer, address, self.name, self.incarnation, security, limits, self._deliveries)
+        self.counters = self._session.counters
         self._driver = threading.Lock()  # held by the one thread that receives
         self._driver_thread: int | None = None
         self._wake_at = 0.0  # when the driver's wait ends
@@ -86,11 +89,6 @@ class Client:
         self._cause: GtrainError | None = None  # why it was closed
         self._waiting = 0  # threads that wait and do not receive
         self._in_background = False  # the client's own thread receives until no request is pending
-
-    @property
-    def counters(self) -> Counters:
-        """Bytes, requests and errors so far."""
-        return self._session.counters
 
     @property
     def server_incarnation(self) -> int | None:

@@ -64,6 +64,11 @@ class Placement:
         """Return the first column of a column block, and its end."""
         return block * self.dim // self.column_blocks, (block + 1) * self.dim // self.column_blocks
 
+    def block_of(self, server: int) -> tuple[int, slice]:
+        """Return the row block and the columns of a server."""
+        block, column = divmod(server, self.column_blocks)
+        return block, slice(*self.columns(column))
+
     def ids(self, block: int, begin: int, end: int) -> Tensor:
         """Return the ids of the rows ``begin`` to ``end`` of a row block, int64."""
         numbers = torch.arange(block * self.height + begin, block * self.height + end)
@@ -76,14 +81,13 @@ class Placement:
 
     def fill_initial(self, table: TableSpec, server: int, out: Tensor) -> None:
         """Fill a server's block ``[n_i, d_j]`` with the table's initial rows."""
-        block, column = divmod(server, self.column_blocks)
-        first, last = self.columns(column)
+        block, columns = self.block_of(server)
         for begin in range(0, self.rows, 4096):
             end = min(begin + 4096, self.rows)
             owner, position = self.locate(torch.arange(begin, end))
             mine = owner == block
             if bool(mine.any()):
-                out[position[mine]] = table.initial(begin, end)[mine, first:last].to(out.dtype)
+                out[position[mine]] = table.initial(begin, end)[mine, columns].to(out.dtype)
 
     def fields(self) -> dict[str, Any]:
         """Return the fields, as messages and checkpoints hold them."""

@@ -29,10 +29,11 @@ from gtrain_ps import SERVES
 from gtrain_ps.checkpoints import export, read_blocks, write_blocks
 from gtrain_ps.config import PsConfig, make_folder
 from gtrain_ps.costs import Load
+from gtrain_ps.placement import Placement, spreading_multiplier
 from gtrain_ps.server.service import DTYPES
 from gtrain_ps.worker import lightning_state
 from gtrain_ps.worker.batches import BatchSource, RowSource, WholeGraph, WorkerBatches
-from gtrain_ps.worker.planning import estimate_load, placement_of, plan_of, rules_of
+from gtrain_ps.worker.planning import estimate_load, plan_of, rules_of
 from gtrain_ps.worker.restarts import ROLE, RestartingStrategy
 from gtrain_ps.worker.row_table import RowTable, is_rows
 from gtrain_ps.worker.served_table import ServedTable
@@ -165,8 +166,10 @@ class PsStrategy(RestartingStrategy):
             if name not in self.served_tables:
                 count = self.servers.count(ROLE)
                 plan = plan_of(name, layer, settings, count, wire, self._estimate_load, verbose=self.is_global_zero)
-                placement, pull = placement_of(layer, plan, settings), plan.protocol == "pull"
-                table = ServedTable(name, layer.table, placement, servers, layer.weight.dtype, wire, pull)
+                spec, pull = layer.table, plan.protocol == "pull"
+                multiplier = spreading_multiplier(spec.rows) if settings.blocks == "hash" else 1
+                placement = Placement(spec.rows, spec.dim, plan.row_blocks, plan.column_blocks, multiplier)
+                table = ServedTable(name, spec, placement, servers, layer.weight.dtype, wire, pull)
                 self.served_tables[name] = table
                 is_new = table.open()
                 if not layer.weight.size(0) and layer.table.rows:

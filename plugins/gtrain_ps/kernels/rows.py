@@ -98,15 +98,6 @@ def all_ones(values: Any) -> bool:
 
 
 @njit(cache=True, nogil=True)
-def max_row_length(offsets: Any) -> int:
-    """Return the number of entries of the longest row; offsets ``[m + 1]``."""
-    longest = 0
-    for row in range(len(offsets) - 1):
-        longest = max(longest, offsets[row + 1] - offsets[row])
-    return longest
-
-
-@njit(cache=True, nogil=True)
 def sort_by_block(
     block: Any, position: Any, values: Any, weighted: bool, begin: Any, ids_out: Any, values_out: Any
 ) -> None:
@@ -185,14 +176,6 @@ def measure_rows(chosen: Any, low: int, high: int, starts: Any, lengths: Any) ->
         if low <= chosen[index] < high:
             row = chosen[index] - low
             lengths[index] = starts[row + 1] - starts[row]
-
-
-@njit(cache=True, nogil=True)
-def copy_labels(chosen: Any, low: int, high: int, labels: Any, out: Any) -> None:
-    """Copy the labels ``[high - low, ...]`` of the chosen rows that are in one part; ``out`` is ``[m, ...]``."""
-    for index in range(len(chosen)):
-        if low <= chosen[index] < high:
-            out[index] = labels[chosen[index] - low]
 
 
 @njit(cache=True, nogil=True)

@@ -98,7 +98,11 @@ class ParameterService:
         def create() -> Message:
             version, region = self.engine.version, self.engine.region
             if key in self._placements:
-                self._check_same(key, placement, dtype)
+                if placement != self._placements[key] or dtype != self.engine.blocks[key].table.dtype:
+                    raise ConfigError(
+                        f"the table {key} was opened as {self._placements[key]}, and now as {placement} of {dtype}.",
+                        hint="give all workers the same configuration.",
+                    )
                 # rank 0 fills a new table, whichever worker opens it first; a restarted rank 0 fills it again
                 return Message({"version": version, "new": version == 0})
             block = self._create_block(key, placement, dtype)
@@ -253,9 +257,9 @@ class ParameterService:
 
     def _create_block(self, key: str, placement: Placement, dtype: torch.dtype) -> Block:
         """Create this server's block of a table; a surviving region has its content."""
-        row, column = divmod(self.server, placement.column_blocks)
-        first, last = placement.columns(column)
-        block = Block(key, placement.block_rows(row), last - first, dtype, self.engine.region)
+        row_block, columns = placement.block_of(self.server)
+        width = columns.stop - columns.start
+        block = Block(key, placement.block_rows(row_block), width, dtype, self.engine.region)
         self.engine.blocks[key], self._placements[key] = block, placement
         return block
 
@@ -263,13 +267,6 @@ class ParameterService:
         if key not in self.engine.blocks:
             raise ConfigError(f"parameter {self.server} has no table {key}.", hint="open it first.")
         return self.engine.blocks[key]
-
-    def _check_same(self, key: str, placement: Placement, dtype: torch.dtype) -> None:
-        if placement != self._placements[key] or dtype != self.engine.blocks[key].table.dtype:
-            raise ConfigError(
-                f"the table {key} was opened as {self._placements[key]}, and now as {placement} of {dtype}.",
-                hint="give all workers the same configuration.",
-            )
 
 
 def _rank(caller: Caller) -> int:

@@ -46,21 +46,17 @@ def restore_metrics(metrics: Metrics, states: dict[str, Any], updated: bool = Tr
     for name, metric in metrics:
         if name in states:
             values, count = states[name]
-            _set_state(metric, values, count if updated else 0)
+            for key, value in values.items():
+                if isinstance(value, Tensor) and value.dtype == torch.float64 != metric.dtype:
+                    metric.set_dtype(torch.float64)
+                setattr(metric, key, _copy(value))
+            metric._update_count, metric._computed = count if updated else 0, None
 
 
 def _copy(value: Any) -> Any:
     if isinstance(value, list):
         return [item.clone() for item in value]
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _set_state(metric: Metric, values: dict[str, Any], count: int) -> None:
-    for name, value in values.items():
-        if isinstance(value, Tensor) and value.dtype == torch.float64 != metric.dtype:
-            metric.set_dtype(torch.float64)
-        setattr(metric, name, _copy(value))
-    metric._update_count, metric._computed = count, None
 
 
 def shifted_loops(loops: LoopState, steps: int) -> LoopState:

@@ -15,7 +15,6 @@ from gtrain.errors import ConfigError
 from gtrain.nn import Embedding, RowOptimizer, Table, as_csr
 from gtrain_ps.config import PsConfig
 from gtrain_ps.costs import Load, Plan, allowed_plans, cheapest, cost_table, grid_shapes
-from gtrain_ps.placement import Placement, spreading_multiplier
 from gtrain_ps.worker.row_table import RowTable, is_rows
 
 SAMPLED_STEPS = 4
@@ -53,13 +52,6 @@ def plan_of(
     if verbose:
         print(cost_table(name, plans, *figures), flush=True)
     return cheapest(plans, *figures)
-
-
-def placement_of(layer: Table, plan: Plan, settings: PsConfig) -> Placement:
-    """Return the placement of a table by a plan."""
-    spec = layer.table
-    multiplier = spreading_multiplier(spec.rows) if settings.blocks == "hash" else 1
-    return Placement(spec.rows, spec.dim, plan.row_blocks, plan.column_blocks, multiplier)
 
 
 def rules_of(tables: Mapping[str, Parameter], optimizers: Iterable[Optimizer]) -> dict[str, tuple[str, dict[str, Any]]]:

@@ -188,10 +188,9 @@ class ServedTable(RemoteHome):
                 blocks, positions = placement.locate(ids[begin : begin + step])
                 requests = []
                 for server in range(placement.servers):
-                    block, column = divmod(server, placement.column_blocks)
-                    first, last = placement.columns(column)
+                    block, columns = placement.block_of(server)
                     mine = (blocks == block).nonzero().flatten()
-                    tensors = [piece[mine, first:last].contiguous(), positions[mine]]
+                    tensors = [piece[mine, columns].contiguous(), positions[mine]]
                     requests.append(self.servers.submit(server, "write", fields, tensors))
                 for request in requests:
                     request.result()
@@ -238,9 +237,8 @@ class ServedTable(RemoteHome):
 
     def _block_shape(self, server: int) -> tuple[int, int]:
         """Return rows and columns of a server's block."""
-        block, column = divmod(server, self.placement.column_blocks)
-        first, last = self.placement.columns(column)
-        return self.placement.block_rows(block), last - first
+        block, columns = self.placement.block_of(server)
+        return self.placement.block_rows(block), columns.stop - columns.start
 
     # -------------------------------------------------------------------------------------------------- requests
 
@@ -344,7 +342,7 @@ def sort_rows(rows: Csr, placement: Placement, dtype: torch.dtype, name: str) ->
     """
     block, position = _locate(rows.ids, placement, name)
     blocks, offsets = placement.row_blocks, rows.offsets.numpy()
-    lengths_dtype = np.uint16 if kernels.max_row_length(offsets) < 1 << 16 else np.int32
+    lengths_dtype = np.uint16 if np.diff(offsets).max(initial=0) < 1 << 16 else np.int32
     lengths = np.zeros((blocks, rows.num_rows), lengths_dtype)
     totals = np.zeros(blocks, np.int64)
     kernels.count_blocks(block, offsets, lengths, totals)
