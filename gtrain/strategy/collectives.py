@@ -1,4 +1,4 @@
-"""Lightning's and torchmetrics' collectives, all of them over the strategy's own group."""
+"""Lightning's and torchmetrics' collectives, carried out on the strategy's group."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from gtrain.strategy.group import Group
 
 
 class GroupCollectives(ParallelStrategy):
-    """What Lightning asks of a strategy and would do on torch's default group.
+    """The collectives of a Lightning strategy, without torch's default group.
 
     Attributes:
-        group: the ranks.
+        group: the group of all ranks.
     """
 
     strategy_name: ClassVar[str]
@@ -40,13 +40,13 @@ class GroupCollectives(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if sync_grads and self.world_size > 1:
             raise ConfigError(
-                f"all_gather(sync_grads=True) is not served by strategy={self.strategy_name}.",
+                f"all_gather(sync_grads=True) is not supported by strategy={self.strategy_name}.",
                 hint="gather without gradients, or let the loss be local: gradients are summed over the ranks.",
             )
         return torch.stack(self.group.all_gather(tensor))
 
     def _synchronise_metrics(self, module: Module) -> None:
-        """Have every torchmetrics metric gather over our group: by default it looks for torch's default group."""
+        """Have every torchmetrics metric gather over the group instead of torch's default group."""
         for metric in module.modules():
             if isinstance(metric, Metric):
                 metric.distributed_available_fn = lambda: self.world_size > 1

@@ -1,4 +1,4 @@
-"""What one rank spent: bytes, seconds, memory."""
+"""Counters of one process: bytes, seconds, memory."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import Any, Protocol
 
 
 class Meter(Protocol):
-    """Something that counts by itself and is read where recording begins and ends."""
+    """A counter outside of :class:`Counters` that is read when recording starts and stops."""
 
     def start(self) -> None:
-        """Recording begins."""
+        """Recording starts."""
 
     def stop(self) -> None:
-        """Recording ends."""
+        """Recording stops."""
 
 
 def no_span(name: str) -> AbstractContextManager[Any]:
-    """A span that nobody records."""
+    """Return a span that is not recorded."""
     return _NO_SPAN
 
 
@@ -38,13 +38,13 @@ class Counters:
     Attributes:
         bytes_sent: payload bytes handed to the transport; an all-reduce counts its tensor once.
         bytes_received: payload bytes taken from the transport.
-        bound_bytes: fewest payload bytes that could have been sent, as the strategy reckons (:meth:`needed`); None
-            where it states no bound.
+        bound_bytes: fewest payload bytes that could have been sent, as the strategy computes (:meth:`needed`); None
+            if it states no bound.
         comm_seconds: from posting a transfer to its completion, summed over transfers.
-        wait_seconds: part of that during which the rank stood still.
-        recording: training epochs count, evaluation and set-up do not.
-        meters: told when recording starts and stops.
-        span: makes the context manager of a named stretch of time; a timeline replaces it while it records one.
+        wait_seconds: the part of it during which the rank was blocked.
+        recording: whether to count: in training epochs, not in evaluation and set-up.
+        meters: started and stopped with the recording.
+        span: makes the context manager of a named time span; a timeline replaces it while it records.
     """
 
     bytes_sent: int = 0
@@ -57,13 +57,13 @@ class Counters:
     span: Callable[[str], AbstractContextManager[Any]] = field(default=no_span, repr=False, compare=False)
 
     def start(self) -> None:
-        """Begin to count: a training epoch goes on."""
+        """Start to count, when a training epoch starts or continues."""
         self.recording = True
         for meter in self.meters:
             meter.start()
 
     def stop(self) -> None:
-        """Count no longer."""
+        """Stop counting."""
         if self.recording:
             for meter in reversed(self.meters):
                 meter.stop()
@@ -80,44 +80,44 @@ class Counters:
             self.bytes_received += nbytes
 
     def needed(self, nbytes: int) -> None:
-        """Count bytes that no exact strategy of this kind could do without sending; 0 states a bound as well."""
+        """Count bytes that any exact strategy of this kind has to send; 0 states a bound, too."""
         if self.recording:
             self.bound_bytes = (self.bound_bytes or 0) + nbytes
 
-    def waited(self, posted: float, began: float) -> None:
-        """Count a transfer that was posted and then waited for at these readings of ``time.perf_counter``."""
+    def waited(self, posted: float, wait_start: float) -> None:
+        """Count a transfer, from readings of ``time.perf_counter`` when it was posted and when the wait started."""
         if self.recording:
             now = time.perf_counter()
             self.comm_seconds += now - posted
-            self.wait_seconds += now - began
+            self.wait_seconds += now - wait_start
 
     def as_dict(self) -> dict[str, float]:
-        """The four measured figures by name."""
+        """Return the four measured figures by name."""
         names = ("bytes_sent", "bytes_received", "comm_seconds", "wait_seconds")
         return {name: getattr(self, name) for name in names}
 
 
 def rss_bytes() -> int:
-    """Resident set size of this process now, bytes."""
+    """Return the resident set size of this process in bytes."""
     return _status("VmRSS")
 
 
 def peak_rss_bytes() -> int:
-    """Largest resident set size of this process so far, bytes."""
+    """Return the peak resident set size of this process in bytes."""
     return _status("VmHWM")
 
 
 def cpu_seconds() -> float:
-    """User and system CPU seconds of this process, all threads."""
+    """Return the user and system CPU seconds of this process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
 class PeakMemory:
-    """Peak memory of this process, its anonymous memory sampled by a thread.
+    """Peak memory of this process; a thread samples its anonymous memory.
 
-    Resident memory includes mapped files, whose pages the kernel drops when memory is short. Anonymous and shared
-    memory stays; the kernel keeps no high-water mark of it.
+    Resident memory includes mapped files, whose pages the kernel drops when memory is short. It cannot drop anonymous
+    and shared memory, but keeps no high-water mark of it.
     """
 
     INTERVAL = 0.02  # seconds
@@ -127,11 +127,11 @@ class PeakMemory:
         self._peak = self._baseline
 
     def start(self) -> None:
-        """Sample until the process ends."""
+        """Start to sample; ends with the process."""
         threading.Thread(target=self._sample, name="gtrain-memory", daemon=True).start()
 
     def figures(self) -> dict[str, int]:
-        """Memory now and at its peak as ``summary.json`` has it, bytes. The baselines are of when this was made."""
+        """Return the entries of ``summary.json`` in bytes; the baselines were read when this object was made."""
         return {
             "peak_rss_bytes": peak_rss_bytes(),
             "baseline_rss_bytes": self._baseline_rss,
@@ -146,7 +146,7 @@ class PeakMemory:
 
 
 def anonymous_bytes() -> int:
-    """Resident memory of this process that no file backs, shared memory included, bytes."""
+    """Return the resident memory of this process that is not backed by a file, shared memory included, in bytes."""
     with open(f"/proc/{os.getpid()}/status", "rb") as status:
         text = status.read()
     return sum(int(kib) for kib in re.findall(rb"^Rss(?:Anon|Shmem):\s+(\d+)", text, re.MULTILINE)) * 1024

@@ -1,11 +1,11 @@
-"""The ranks of a job as one group, over connections of its own and never as torch's default group.
+"""The process group of a job's ranks: collectives and point-to-point messages over gtrain's own connections.
 
-Lightning broadcasts on the default group after every training batch, and torchmetrics and Lightning's loggers use it
-unasked. Without one, all traffic of a job goes through here, is counted here, and a group can be formed anew.
+gtrain never creates torch's default group: Lightning broadcasts on it after every training batch, and torchmetrics and
+Lightning's loggers use it implicitly. Without it all traffic of a job passes through this module and is counted here,
+and a group can be formed again after a rank died.
 
-The connections (:mod:`gtrain.strategy.mesh`) are authenticated, between machines encrypted, and nothing that comes from
-them is unpickled. Sums are taken in the order of the ranks, so every rank has the same result to the last digit, and so
-has every run.
+The connections (:mod:`gtrain.strategy.mesh`) are authenticated and between machines encrypted, and nothing received is
+unpickled. Sums are taken in rank order, so all ranks and all runs get bit-identical results.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from gtrain.launch import slot as slots
 from gtrain.launch.environment import AgentEnvironment
 from gtrain.strategy import plain_data
 from gtrain.strategy.counters import Counters
-from gtrain.strategy.membership import Forming, Membership
-from gtrain.strategy.mesh import Mesh, Work
+from gtrain.strategy.membership import GroupFormation, Membership
+from gtrain.strategy.mesh import Mesh, PendingMessage
 
 _OPS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "sum": lambda total, part: total.add_(part),
@@ -36,30 +36,32 @@ _OPS: dict[str, Callable[[Tensor, Tensor], object]] = {
 }
 _SMALL = 1024
 _SMALL_SUM = 32 << 10
-"""Bytes up to which a sum goes to all ranks at once; above, each rank sums a part and sends that to the others."""
+"""Up to this many bytes ranks exchange whole tensors to sum them; above, each rank sums a part and sends it around."""
 _COLLECTIVE = 1 << 62
-"""What is added to the number of a collective, to tell it from the tags of messages between two ranks."""
+"""Added to the number of a collective, so that its tag differs from those of point-to-point messages."""
 _OUTSIDE = -1
 _groups_formed = 0
 
 
 class Transfer:
-    """A message on its way. Keeps its tensor alive until :meth:`wait` returns."""
+    """A point-to-point message in transfer. Keeps its tensor alive until :meth:`wait` returns."""
 
-    def __init__(self, group: Group, name: str, work: Work, tensor: Tensor, target: Tensor | None = None) -> None:
+    def __init__(
+        self, group: Group, name: str, work: PendingMessage, tensor: Tensor, target: Tensor | None = None
+    ) -> None:
         self._group, self._name, self._work, self._tensor, self._target = group, name, work, tensor, target
         self._posted = time.perf_counter()
 
     def wait(self) -> Tensor:
-        """Block until the message has left (a send) or arrived (a receive) and return its tensor.
+        """Block until the message was sent or received, and return its tensor.
 
         Raises:
             PeerLostError: the other rank is gone or did not answer in time.
         """
-        began = time.perf_counter()
+        wait_start = time.perf_counter()
         with self._group.counters.span(self._name):
             self._group.mesh.wait(self._work)
-        self._group.counters.waited(self._posted, began)
+        self._group.counters.waited(self._posted, wait_start)
         if self._target is not None:  # staged through the host's memory
             return self._target.copy_(self._tensor)
         return self._tensor
@@ -71,10 +73,10 @@ class Group:
     Args:
         rank: this process.
         size: number of ranks.
-        mesh: the connections with the others, or None for a group of one.
-        counters: where traffic is counted; None: a count of the group's own.
-        forming: how the group is formed anew; None: it cannot be.
-        incarnation: how often members came and went before; -1 outside of the group.
+        mesh: the connections to the other ranks; None for a group of one.
+        counters: counts the traffic; None creates new counters.
+        formation: forms the group again after a rank died; None if that is not possible.
+        incarnation: number of changes of membership before; -1 outside of the group.
     """
 
     def __init__(
@@ -83,64 +85,64 @@ class Group:
         size: int = 1,
         mesh: Mesh | None = None,
         counters: Counters | None = None,
-        forming: Forming | None = None,
+        formation: GroupFormation | None = None,
         incarnation: int = 0,
     ) -> None:
         self.rank, self.size = rank, size
         self.counters = counters or Counters()
         self.incarnation = incarnation
-        self._mesh, self._forming = mesh, forming
+        self._mesh, self._formation = mesh, formation
         self._tag = self._collectives = 0
 
-    # ------------------------------------------------------------------------------------------ coming and going
+    # ------------------------------------------------------------------------------------------ membership
 
     def reform(self) -> None:
-        """Form the group anew, after a communication failed because a member died or left.
+        """Form the group again after a communication failed because a member died or left.
 
-        Every member that is left calls it; so does a rank that was restarted, which comes in by it. It waits until
-        all are here. What was under way in the group before is lost: whether one rank had finished a communication that
-        failed for another is for the caller to settle, by sending again what all agree on.
+        All remaining members call it, and so does a restarted rank, which joins the group by it. It waits until all are
+        present. Messages in transfer are lost: one rank may have completed a communication that failed for another, so
+        callers must agree on what to repeat.
 
         Raises:
-            PeerLostError: nobody came back in time.
+            PeerLostError: a rank did not return in time.
         """
-        if self._forming is None:
-            raise PeerLostError("this group cannot be formed anew")
+        if self._formation is None:
+            raise PeerLostError("this group cannot be formed again")
         self.close()
         if self.incarnation < 0:
-            self._forming.come_back()
-        self.take(self._forming.meet(self.incarnation))
+            self._formation.come_back()
+        self.join(self._formation.meet(self.incarnation))
 
     def leave(self) -> None:
-        """Be no member any more; the others form the group anew without this rank, which is alone from now on."""
+        """Leave the group, which the others form again without this rank; this rank is alone from then on."""
         self.close()
-        if self._forming is not None:
-            self._forming.leave()
-        self.rank, self.size, self._forming = 0, 1, None
+        if self._formation is not None:
+            self._formation.leave()
+        self.rank, self.size, self._formation = 0, 1, None
 
-    def take(self, place: Membership) -> None:
-        """Be a member of this incarnation."""
-        assert self._forming is not None
-        self.incarnation, self._mesh = place.incarnation, place.mesh
-        self.rank, self.size = place.members.index(self._forming.rank), len(place.members)
+    def join(self, membership: Membership) -> None:
+        """Become a member of an incarnation of the group."""
+        assert self._formation is not None
+        self.incarnation, self._mesh = membership.incarnation, membership.mesh
+        self.rank, self.size = membership.members.index(self._formation.rank), len(membership.members)
         self._tag = self._collectives = 0
 
     def passed(self, count: int = 1) -> bool:
-        """Whether the next ``count`` collectives were completed by a former life of this process.
+        """Whether this process completed the next ``count`` collectives before it was restarted.
 
-        What it did before the last of them is done then, and seen by others; it must not be done again.
+        Then others have seen the effects of everything before the last of them, which must not be repeated.
         """
         return False
 
     # ------------------------------------------------------------------------------------------ point to point
 
     def next_tag(self) -> int:
-        """A number for the next exchange; equal on all ranks as long as they run the same program."""
+        """Return the tag of the next exchange; equal on all ranks that make the same calls."""
         self._tag = (self._tag + 1) % (1 << 30)
         return self._tag
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Transfer:
-        """Post a send of a contiguous tensor; it must not change before the transfer is waited for."""
+        """Post a send of a contiguous tensor, which must not change before :meth:`Transfer.wait` returns."""
         self.counters.sent(tensor.nbytes)
         staged = tensor.detach().cpu()
         return Transfer(self, f"wait: send to rank {to}", self.mesh.send(_bytes(staged), to, tag), staged)
@@ -163,16 +165,16 @@ class Group:
         self.counters.sent(tensor.nbytes)
         self.counters.received(tensor.nbytes)
         host = tensor.detach().cpu().contiguous()
-        with self._together("all-reduce"):
+        with self._collective("all-reduce"):
             self._reduce(host.view(-1), _OPS[op])
         if host.data_ptr() != tensor.data_ptr():
             tensor.copy_(host)
         return tensor.div_(self.size) if op in ("mean", "avg") else tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's tensor, in rank order. Shapes may differ in any dimension; dtype and rank of the shape may not.
+        """Return every rank's tensor in rank order. Sizes may differ; dtype and number of dimensions may not.
 
-        Shape and content travel in one message where they fit into :data:`_SMALL` bytes on every rank (metrics do).
+        Shape and content travel in one message if they take up to :data:`_SMALL` bytes on every rank, as metrics do.
         """
         if self.size == 1:
             return [tensor]
@@ -196,10 +198,10 @@ class Group:
         ]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order: plain data, see :mod:`gtrain.strategy.plain_data`.
+        """Return every rank's value in rank order; plain data only, see :mod:`gtrain.strategy.plain_data`.
 
         Raises:
-            ConfigError: it is something else.
+            ConfigError: the value is not plain data.
         """
         if self.size == 1:
             return [value]
@@ -207,10 +209,10 @@ class Group:
         return [plain_data.unpack(row.numpy().tobytes()) for row in self.all_gather(payload)]
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """The value of rank ``source``, on every rank: plain data, see :mod:`gtrain.strategy.plain_data`.
+        """Return the value of rank ``source`` on every rank; plain data only, see :mod:`gtrain.strategy.plain_data`.
 
         Raises:
-            ConfigError: it is something else.
+            ConfigError: the value is not plain data.
         """
         if self.size == 1:
             return value
@@ -222,20 +224,20 @@ class Group:
         return value if self.rank == source else plain_data.unpack(content)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Overwrite ``tensor`` by that of rank ``source``."""
+        """Overwrite ``tensor`` with that of rank ``source``, and return it."""
         if self.size == 1:
             return tensor
         host = self._broadcast(tensor.detach().cpu().contiguous(), source)
         return tensor.copy_(host) if host.data_ptr() != tensor.data_ptr() else tensor
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called it."""
         if self.size > 1:
-            with self._together("barrier"):
+            with self._collective("barrier"):
                 self._exchange([torch.zeros(1, dtype=torch.uint8) for _ in range(self.size)])
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         mesh, self._mesh = self._mesh, None
         if mesh is not None:
             mesh.close()
@@ -244,10 +246,10 @@ class Group:
 
     @property
     def mesh(self) -> Mesh:
-        """The connections with the other ranks.
+        """The connections to the other ranks.
 
         Raises:
-            PeerLostError: the group is closed, or has one member.
+            PeerLostError: the group is closed, or has a single member.
         """
         if self._mesh is None:
             raise PeerLostError("the process group is closed")
@@ -258,34 +260,34 @@ class Group:
         if tensor.numel():
             self.counters.sent(tensor.nbytes * (self.size - 1))
             self.counters.received(tensor.nbytes * (self.size - 1))
-            with self._together("all-gather"):
+            with self._collective("all-gather"):
                 self._exchange(rows)
         return rows
 
     def _exchange(self, rows: Sequence[Tensor]) -> None:
-        """Send this rank's row to all others and receive theirs into theirs; rows are contiguous bytes of the host."""
-        tag, own = self._number(), _bytes(rows[self.rank])
+        """Send this rank's row to all others and receive theirs; rows are contiguous host tensors."""
+        tag, own = self._next_collective_tag(), _bytes(rows[self.rank])
         works = [self.mesh.receive(_bytes(rows[rank]), rank, tag) for rank in self._others()]
         works += [self.mesh.send(own, rank, tag) for rank in self._others()]
         for work in works:
             self.mesh.wait(work)
 
     def _reduce(self, flat: Tensor, add: Callable[[Tensor, Tensor], object]) -> None:
-        """Reduce a flat tensor of the host in place, in the order of the ranks."""
+        """Reduce a flat host tensor in place, in rank order."""
         if flat.nbytes <= _SMALL_SUM:
             rows = [flat.clone() if rank == self.rank else torch.empty_like(flat) for rank in range(self.size)]
             self._exchange(rows)
             flat.copy_(_total(rows, add))
             return
-        parts, tag, every = flat.tensor_split(self.size), self._number(), self._others()
+        parts, tag, every = flat.tensor_split(self.size), self._next_collective_tag(), self._others()
         mine = parts[self.rank]
         rows = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
         works = [self.mesh.receive(_bytes(rows[rank]), rank, tag) for rank in every]
         works += [self.mesh.send(_bytes(parts[rank]), rank, tag) for rank in every]
         for work in works:
             self.mesh.wait(work)
-        total = _total(rows, add)  # the other parts have left, and may be overwritten
-        tag = self._number()
+        total = _total(rows, add)  # the other parts are sent and may be overwritten
+        tag = self._next_collective_tag()
         works = [self.mesh.receive(_bytes(parts[rank]), rank, tag) for rank in every]
         works += [self.mesh.send(_bytes(total), rank, tag) for rank in every]
         for work in works:
@@ -293,55 +295,55 @@ class Group:
         mine.copy_(total)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Send down a binomial tree: each rank that has the tensor passes it on to one that has not, in each round."""
+        """Broadcast along a binomial tree: in each round, every rank with the tensor sends it to one without."""
         if not tensor.numel():
             return tensor
         self.counters.sent(tensor.nbytes * (self.size - 1) if self.rank == source else 0)
         self.counters.received(tensor.nbytes if self.rank != source else 0)
-        with self._together("broadcast"):
-            tag, view, place = self._number(), _bytes(tensor), (self.rank - source) % self.size
+        with self._collective("broadcast"):
+            tag, view, position = self._next_collective_tag(), _bytes(tensor), (self.rank - source) % self.size
             works, reach = [], 1
-            while reach <= place:
+            while reach <= position:
                 reach *= 2
-            if place:
-                parent = (place - reach // 2 + source) % self.size
+            if position:
+                parent = (position - reach // 2 + source) % self.size
                 self.mesh.wait(self.mesh.receive(view, parent, tag))
-            while place + reach < self.size:
-                works.append(self.mesh.send(view, (place + reach + source) % self.size, tag))
+            while position + reach < self.size:
+                works.append(self.mesh.send(view, (position + reach + source) % self.size, tag))
                 reach *= 2
             for work in works:
                 self.mesh.wait(work)
         return tensor
 
     def _others(self) -> list[int]:
-        """The other ranks, each rank beginning with the one after it."""
+        """Return the other ranks, starting with the next one."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
-    def _number(self) -> int:
-        """The tag of the next collective; equal on all ranks."""
+    def _next_collective_tag(self) -> int:
+        """Return the tag of the next collective; equal on all ranks."""
         self._collectives += 1
         return _COLLECTIVE + self._collectives
 
     @contextmanager
-    def _together(self, name: str) -> Iterator[None]:
-        """Run a collective to its end; all of its time counts as waiting."""
-        began = time.perf_counter()
+    def _collective(self, name: str) -> Iterator[None]:
+        """Measure a collective; all of its time counts as waiting."""
+        start = time.perf_counter()
         with self.counters.span(f"wait: {name}"):
             yield
-        self.counters.waited(began, began)
+        self.counters.waited(start, start)
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """A contiguous tensor's memory."""
-    flat = tensor.detach().view(-1)  # which refuses what is not contiguous
+    """Return the memory of a contiguous tensor."""
+    flat = tensor.detach().view(-1)  # raises if it is not contiguous
     if not flat.numel():
         return memoryview(bytearray())
-    array: Any = flat.view(torch.uint8).numpy()  # which is a buffer, for the interpreter if not for the type checker
+    array: Any = flat.view(torch.uint8).numpy()  # a buffer, although its type does not say so
     return memoryview(array)
 
 
 def _total(rows: Sequence[Tensor], add: Callable[[Tensor, Tensor], object]) -> Tensor:
-    """The reduction of rows, from the first to the last; may overwrite the first."""
+    """Reduce rows from first to last; overwrites the first one."""
     total = rows[0]
     for row in rows[1:]:
         add(total, row)
@@ -349,12 +351,12 @@ def _total(rows: Sequence[Tensor], add: Callable[[Tensor, Tensor], object]) -> T
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """One flat copy of several tensors of one dtype, for one message instead of many."""
+    """Concatenate tensors of one dtype into a flat copy, to send one message instead of many."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def unflatten_into(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy the pieces of ``flat`` back into the tensors that :func:`flatten` joined."""
+    """Copy the pieces of ``flat`` back into the tensors that :func:`flatten` concatenated."""
     for piece, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True):
         tensor.copy_(piece.view_as(tensor))
 
@@ -370,31 +372,30 @@ def form_group(
     name: str = "",
     first: int = 0,
 ) -> Group:
-    """Form a group of a job's workers; every rank calls it the same number of times, in the same order.
+    """Form a group of a job's workers; all ranks make the same calls in the same order.
 
     Args:
         environment: Lightning's cluster environment of this process.
-        rank: this worker's number among them.
-        size: number of workers.
-        timeout_seconds: how long any one communication may take, and a rank that died may stay away.
-        counters: where its traffic is counted.
-        again: whether the group can be formed anew by :meth:`Group.reform`, where our agent started the ranks: no other
-            launcher starts one of them again. A rank that was is then alone in its group until it calls that.
-        name: tells groups of different workers apart, such as those of each machine; empty: of all workers.
-        first: which of the job's workers is number 0 of these.
+        rank: this worker's index in the group.
+        size: number of workers in the group.
+        timeout_seconds: how long a communication may take, and how long a dead rank may stay away.
+        counters: counts the traffic.
+        again: whether :meth:`Group.reform` can form the group again after a rank died. This needs gtrain's agent,
+            because other launchers do not restart single ranks. A restarted rank is alone until it calls ``reform``.
+        name: name of the group, for groups of some workers only, such as those of a machine; empty for all workers.
+        first: the job's rank of the group's first worker.
     """
     global _groups_formed
     if size == 1:
         return Group(counters=counters)
     _groups_formed += 1
-    forming = Forming(environment, f"{_groups_formed}{name}", rank, size, timeout_seconds, first)
+    formation = GroupFormation(environment, f"{_groups_formed}{name}", rank, size, timeout_seconds, first)
     if not again or not isinstance(environment, AgentEnvironment):
-        group = Group(rank, size, forming.connect(0, tuple(range(size))), counters)
+        group = Group(rank, size, formation.connect(0, tuple(range(size))), counters)
     elif slots.restarts():
-        group = Group(counters=counters, forming=forming, incarnation=_OUTSIDE)
+        group = Group(counters=counters, formation=formation, incarnation=_OUTSIDE)
     else:
-        group = Group(rank, size, counters=counters, forming=forming, incarnation=_OUTSIDE)
-        group.take(forming.meet(_OUTSIDE))
-    # what is under way leaves before the process does
-    atexit.register(group.close)
+        group = Group(rank, size, counters=counters, formation=formation, incarnation=_OUTSIDE)
+        group.join(formation.meet(_OUTSIDE))
+    atexit.register(group.close)  # sends what is queued before the process ends
     return group

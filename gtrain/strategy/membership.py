@@ -1,9 +1,9 @@
-"""Which of a job's workers are members of their group, once or again and again.
+"""Membership of the group of a job's workers, which may be formed several times.
 
-Most strategies need one group: all ranks are there from the beginning to the end. Where a rank may die and be started
-again, or leave, the group is formed anew, each time under another number (its *incarnation*), so that nothing of the
-group before can reach it. Who belongs to an incarnation is read from the job's key-value store: the list of events
-("rank 2 is back", "rank 1 left") up to that number. All that read the same list form the same group.
+Most strategies need one group of all ranks. If a rank may be restarted or may leave, the group is formed again under
+another number, its *incarnation*, so that no message of an earlier group can reach it. The members of an incarnation
+follow from a list of events in the job's key-value store ("rank 2 is back", "rank 1 left") up to that number: all ranks
+that read the same list form the same group.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from gtrain.strategy.mesh import SAY_SECONDS, Mesh
 
 POLL_SECONDS = 0.02
 CONNECT_SECONDS = 60.0
-"""How long the ranks that are all there may take to connect; one that dies meanwhile is waited for no longer."""
+"""How long ranks that are all present may take to connect; a rank that dies meanwhile ends the attempt."""
 
 
 @dataclass(frozen=True)
 class Membership:
-    """A process's place in one incarnation of a group that is formed again and again.
+    """One incarnation of a group, as a member sees it.
 
     Attributes:
-        incarnation: its number; a later group has a larger one.
+        incarnation: its number; later incarnations have larger ones.
         members: the job's ranks that belong to it, ascending.
-        mesh: its connections with the others, or None for a group of one.
+        mesh: the connections to the other members; None for a group of one.
     """
 
     incarnation: int
@@ -41,16 +41,16 @@ class Membership:
     mesh: Mesh | None
 
 
-class Forming:
-    """How a process comes into the group of its job's workers.
+class GroupFormation:
+    """Forms the group of a job's workers, once or again after a rank died or left.
 
     Args:
         environment: Lightning's cluster environment of this process.
-        number: which of the job's groups, and its name.
-        rank: this worker.
-        size: number of workers.
+        number: number and name of the group in the job.
+        rank: this worker's index in the group.
+        size: number of workers in the group.
         timeout_seconds: how long to wait for the others.
-        first: which of the job's workers is number 0 of these.
+        first: the job's rank of the group's first worker.
     """
 
     def __init__(
@@ -63,18 +63,18 @@ class Forming:
         self._store = self._job.prefixed(f"gtrain-group-{number}")
 
     def come_back(self) -> None:
-        """Say that this rank, restarted, wants to be a member."""
-        self._tell("back")
+        """Announce that this restarted rank joins the group."""
+        self._announce("back")
 
     def leave(self) -> None:
-        """Say that this rank is no member any more."""
-        self._tell("left")
+        """Announce that this rank leaves the group."""
+        self._announce("left")
 
     def meet(self, after: int) -> Membership:
-        """Wait for an incarnation later than ``after`` until all its members are here, and connect.
+        """Wait for an incarnation later than ``after``, wait for all its members, and connect to them.
 
         Raises:
-            PeerLostError: not all of them came in time.
+            PeerLostError: a member did not come in time.
         """
         deadline = time.monotonic() + self._timeout_seconds
         while True:
@@ -82,17 +82,17 @@ class Forming:
             members = self._members(incarnation)
             self._store.set(f"{incarnation}/here/{self.rank}", "")
             if not self._all_here(incarnation, members, deadline):
-                continue  # something has happened meanwhile
+                continue  # there is a later incarnation
             try:
                 return Membership(incarnation, members, self.connect(incarnation, members))
-            except PeerLostError:  # one of them died since; it comes back, or the agent ends the job
+            except PeerLostError:  # a member died meanwhile: it is restarted, or the agent ends the job
                 after = incarnation
 
     def connect(self, incarnation: int, members: tuple[int, ...]) -> Mesh | None:
-        """Connect these ranks with each other; None for one rank alone.
+        """Connect to the other members; return None for a group of one.
 
         Raises:
-            PeerLostError: one of them did not come in time.
+            PeerLostError: a member did not come in time.
         """
         if len(members) == 1:
             return None
@@ -121,34 +121,34 @@ class Forming:
         return mesh
 
     def _address(self, incarnation: int, rank: int, network: JobNetwork, seconds: float) -> str:
-        """Where a rank listens, once it has said so."""
-        key, began, said = f"{incarnation}/address/{rank}", time.monotonic(), 0.0
+        """Wait for a rank's address, and return it."""
+        key, start, last_report = f"{incarnation}/address/{rank}", time.monotonic(), 0.0
         while True:
             with contextlib.suppress(PeerLostError):
-                return self._store.get(key, min(CHECK_SECONDS, began + seconds - time.monotonic())).decode()
+                return self._store.get(key, min(CHECK_SECONDS, start + seconds - time.monotonic())).decode()
             check_refused(self._job, self.rank)
-            waited = time.monotonic() - began
+            waited = time.monotonic() - start
             if waited >= seconds:
                 raise PeerLostError(f"{self._name_of(rank, network)} did not come within {seconds:g} s")
-            if waited >= said + SAY_SECONDS:
-                said = waited
+            if waited >= last_report + SAY_SECONDS:
+                last_report = waited
                 say_waiting(f"waiting for {self._name_of(rank, network)} to come, {waited:.0f} s")
 
     def _name_of(self, rank: int, network: JobNetwork) -> str:
         return network.name_of(self._first + rank)
 
-    def _tell(self, what: str) -> None:
+    def _announce(self, what: str) -> None:
         number = self._store.add("events", 1)
         self._store.set(f"event/{number}", json.dumps([what, self.rank]))
 
     def _newest(self, after: int, deadline: float) -> int:
-        """The number of events so far, once it is more than ``after``."""
+        """Wait until there are more than ``after`` events, and return their number."""
         while (number := self._events()) <= after:
-            self._pause(deadline, "no rank came back")
+            self._pause(deadline, "no rank returned")
         return number
 
     def _members(self, incarnation: int) -> tuple[int, ...]:
-        """Who belongs to an incarnation."""
+        """Return the members of an incarnation."""
         members = set(range(self._size))
         for number in range(1, incarnation + 1):
             what, rank = json.loads(self._store.get(f"event/{number}"))
@@ -156,7 +156,7 @@ class Forming:
         return tuple(sorted(members))
 
     def _all_here(self, incarnation: int, members: tuple[int, ...], deadline: float) -> bool:
-        """Wait for all members; False as soon as there is a later incarnation."""
+        """Wait for all members; return False as soon as there is a later incarnation."""
         keys = [f"{incarnation}/here/{rank}" for rank in members]
         while not self._store.check(keys):
             if self._events() != incarnation:
@@ -170,5 +170,5 @@ class Forming:
     def _pause(self, deadline: float, what: str) -> None:
         check_refused(self._job, self.rank)
         if time.monotonic() > deadline:
-            raise PeerLostError(f"{what} within {self._timeout_seconds:g} s to form the group anew")
+            raise PeerLostError(f"{what} within {self._timeout_seconds:g} s to form the group again")
         time.sleep(POLL_SECONDS)

@@ -1,17 +1,17 @@
-"""Connections between all ranks of a group, and messages on them.
+"""A mesh of connections between all ranks of a group, and messages on them.
 
-Two ranks have two connections, one for each direction: a thread of the sender writes to it, a thread of the receiver
-reads from it, and both release the interpreter while bytes move. Up to :data:`EAGER_BYTES` are sent at once; more waits
-until the receiver has a buffer for it, so that nothing is copied twice and nothing large lies in memory unasked.
+Two ranks have two connections, one per direction. A thread of the sender writes to it and a thread of the receiver
+reads from it; both release the interpreter lock while bytes move. Messages of up to :data:`EAGER_BYTES` are sent at
+once. A larger one waits until the receiver has posted a buffer, so that the receiver never copies it.
 
 Each frame is a header and its content:
 
-    kind   1 byte    what it is, see :class:`Kind`
-    tag    8 bytes   which message; of a pong, for whom its sender waits (-1: nobody)
-    size   8 bytes   of the content
+    kind   1 byte    the type of the frame, see :class:`FrameKind`
+    tag    8 bytes   the number of the message; in a pong, the rank that its sender waits for (-1: none)
+    size   8 bytes   the length of the content
 
-A rank that waits for another asks it for a sign of life, and is told whom that one waits for. So the rank that all the
-others wait for in the end can be named, and one that is busy is told from one that is stopped or cut off.
+A rank that waits for another sends it a ping, and the pong says which rank that one waits for. So messages can name the
+rank that all others wait for in the end, and tell a busy rank from one that is stopped or cut off.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from gtrain.launch.logs import write_stacks
 
 EAGER_BYTES = 64 << 10
 SAY_SECONDS = 10.0
-"""After how long it is said for whom a rank waits."""
+"""How long a rank waits before it reports which rank it waits for."""
 BUSY_SECONDS = 1800.0
-"""How long a rank is waited for that gives signs of life; one that gives none is lost after ``timeout_seconds``."""
-_ASK_SECONDS = 2.0
-_LOOK_SECONDS = 1.0
+"""How long to wait for a rank that answers pings; one that does not is lost after ``timeout_seconds``."""
+_PING_SECONDS = 2.0
+_CHECK_SECONDS = 1.0
 _STACK_SECONDS = 30.0
 _FRAME = struct.Struct("!BqQ")
 _HELLO = struct.Struct("!16sI")
 
 
-class Kind(enum.IntEnum):
-    """What a frame is."""
+class FrameKind(enum.IntEnum):
+    """The type of a frame."""
 
     DATA = 1
     READY = 2
@@ -51,13 +51,13 @@ class Kind(enum.IntEnum):
     PING = 3
     PONG = 4
     STACKS = 5
-    """Write the stacks of all threads to the log: somebody has been waiting for long."""
+    """A peer has waited long for the receiver: it writes the stacks of its threads to its log."""
     BYE = 6
-    """The sender leaves the group in order."""
+    """The sender leaves the group."""
 
 
-class Work:
-    """A message on its way: :meth:`Mesh.wait` waits until it has left, or arrived."""
+class PendingMessage:
+    """A message in transfer; :meth:`Mesh.wait` waits until it was sent or received."""
 
     __slots__ = ("_done", "error", "peer", "view")
 
@@ -67,36 +67,36 @@ class Work:
         self._done = threading.Event()
 
     def finish(self, error: PeerLostError | None = None) -> None:
-        """Note that it is over."""
+        """Mark the transfer as done or failed."""
         self.error = error
         self._done.set()
 
     def done_within(self, seconds: float) -> bool:
-        """Whether it is over, after at most so many seconds."""
+        """Wait for the transfer for at most ``seconds``; return whether it has ended."""
         return self._done.wait(seconds)
 
 
 class _Peer:
-    """One other rank: what is to be sent to it, and what is expected from it."""
+    """The queues and threads of the two connections with another rank."""
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
         self.mesh, self.rank = mesh, rank
         self.lock = threading.Lock()
-        self.heard = time.monotonic()
+        self.last_heard = time.monotonic()
         self.waits_for, self.lost = -1, None  # type: tuple[int, PeerLostError | None]
-        self.line: socket.socket | None = None  # to send
-        self.source: socket.socket | None = None  # to receive
-        self._queue: deque[tuple[int, int, Work | None]] = deque()
+        self.connection: socket.socket | None = None  # connection to send on
+        self.source: socket.socket | None = None  # connection to receive on
+        self._queue: deque[tuple[int, int, PendingMessage | None]] = deque()
         self._queued = threading.Condition(self.lock)
         self._writing = self._closing = False
-        self._parked: dict[int, deque[Work]] = {}  # large ones, until the receiver is ready
-        self._ready: dict[int, int] = {}  # how often it was ready before there was one
-        self._expected: dict[int, deque[Work]] = {}
+        self._held_back: dict[int, deque[PendingMessage]] = {}  # large messages whose receiver is not ready, by tag
+        self._ready: dict[int, int] = {}  # receivers that are ready for a message that is not sent yet, by tag
+        self._expected: dict[int, deque[PendingMessage]] = {}
         self._arrived: dict[int, deque[bytearray]] = {}
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Begin to write and to read."""
+        """Start the threads."""
         for name, run in (("send", self._write), ("receive", self._read)):
             thread = threading.Thread(target=run, name=f"gtrain-{name}-{self.rank}", daemon=True)
             self._threads.append(thread)
@@ -104,20 +104,20 @@ class _Peer:
 
     # ------------------------------------------------------------------------------------------ sending
 
-    def send(self, view: memoryview, tag: int) -> Work:
-        work = Work(self.rank, view)
+    def send(self, view: memoryview, tag: int) -> PendingMessage:
+        work = PendingMessage(self.rank, view)
         with self.lock:
             if self.lost is not None:
                 work.finish(self.lost)
-            elif tag in self._parked:  # messages of one tag keep their order
-                self._parked[tag].append(work)
+            elif tag in self._held_back:  # messages of one tag keep their order
+                self._held_back[tag].append(work)
             elif len(view) <= EAGER_BYTES or self._take_ready(tag):
-                self._post(Kind.DATA, tag, work)
+                self._post(FrameKind.DATA, tag, work)
             else:
-                self._parked[tag] = deque([work])
+                self._held_back[tag] = deque([work])
         return work
 
-    def say(self, kind: Kind, tag: int = 0) -> None:
+    def send_control(self, kind: FrameKind, tag: int = 0) -> None:
         """Send a frame without content."""
         with self.lock:
             if self.lost is None:
@@ -131,13 +131,13 @@ class _Peer:
             del self._ready[tag]
         return count > 0
 
-    def _post(self, kind: int, tag: int, work: Work | None) -> None:
+    def _post(self, kind: int, tag: int, work: PendingMessage | None) -> None:
         self._queue.append((kind, tag, work))
         self._queued.notify()
 
     def _write(self) -> None:
-        line, work = self.line, None
-        assert line is not None
+        connection, work = self.connection, None
+        assert connection is not None
         try:
             while True:
                 work = None
@@ -148,29 +148,29 @@ class _Peer:
                         self._queued.wait()
                     kind, tag, work = self._queue.popleft()
                 if work is None:
-                    line.sendall(_FRAME.pack(kind, tag, 0))
+                    connection.sendall(_FRAME.pack(kind, tag, 0))
                     continue
                 size = len(work.view)
                 head = _FRAME.pack(kind, tag, size)
                 if size <= EAGER_BYTES:
-                    line.sendall(b"".join((head, work.view)))
+                    connection.sendall(b"".join((head, work.view)))
                 else:
-                    line.sendall(head)
-                    line.sendall(work.view)
+                    connection.sendall(head)
+                    connection.sendall(work.view)
                 work.finish()
-        except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait in vain
-            self.lose(self._gone(error))
+        except Exception as error:  # noqa: BLE001 - every waiting call must end
+            self.fail(self._gone(error))
             if work is not None:
                 work.finish(self.lost)
         finally:
             with contextlib.suppress(OSError):
-                line.shutdown(socket.SHUT_RDWR)
-            line.close()
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
 
     # ------------------------------------------------------------------------------------------ receiving
 
-    def receive(self, view: memoryview, tag: int) -> Work:
-        work = Work(self.rank, view)
+    def receive(self, view: memoryview, tag: int) -> PendingMessage:
+        work = PendingMessage(self.rank, view)
         with self.lock:
             if early := self._arrived.get(tag):
                 self._fill(work, early.popleft())
@@ -181,7 +181,7 @@ class _Peer:
             else:
                 self._expected.setdefault(tag, deque()).append(work)
                 if len(view) > EAGER_BYTES:
-                    self._post(Kind.READY, tag, None)
+                    self._post(FrameKind.READY, tag, None)
         return work
 
     def _read(self) -> None:
@@ -193,28 +193,28 @@ class _Peer:
             while True:
                 links.receive_into(source, view)
                 kind, tag, size = _FRAME.unpack(head)
-                self.heard = time.monotonic()
-                if kind == Kind.DATA:
-                    self._take(source, tag, size)
-                elif kind == Kind.READY:
-                    self._let_go(tag)
-                elif kind == Kind.PING:
-                    self.say(Kind.PONG, self.mesh.waits_for(besides=self.rank))
-                elif kind == Kind.PONG:
+                self.last_heard = time.monotonic()
+                if kind == FrameKind.DATA:
+                    self._receive_data(source, tag, size)
+                elif kind == FrameKind.READY:
+                    self._release(tag)
+                elif kind == FrameKind.PING:
+                    self.send_control(FrameKind.PONG, self.mesh.waits_for(besides=self.rank))
+                elif kind == FrameKind.PONG:
                     self.waits_for = tag
-                elif kind == Kind.STACKS:
+                elif kind == FrameKind.STACKS:
                     write_stacks()
-                elif kind == Kind.BYE:
-                    raise ConnectionResetError("it has left")
+                elif kind == FrameKind.BYE:
+                    raise ConnectionResetError("it left the group")
                 else:
                     raise ConnectionAbortedError(f"a frame of kind {kind} came")
-        except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait in vain
-            self.lose(self._gone(error))
+        except Exception as error:  # noqa: BLE001 - every waiting call must end
+            self.fail(self._gone(error))
         finally:
             source.close()
 
-    def _take(self, source: socket.socket, tag: int, size: int) -> None:
-        """Receive a message into its buffer, or keep it for one."""
+    def _receive_data(self, source: socket.socket, tag: int, size: int) -> None:
+        """Receive a message into its buffer, or into memory until a buffer is posted."""
         with self.lock:
             works = self._expected.get(tag)
             work = works.popleft() if works else None
@@ -222,15 +222,15 @@ class _Peer:
                 del self._expected[tag]
         if work is None or len(work.view) != size:
             if work is not None or size > EAGER_BYTES:
-                wanted = "no large message was" if work is None else f"{len(work.view)} were"
-                error = ConnectionAbortedError(f"{size} bytes where {wanted} expected")
+                expected = "no large message was" if work is None else f"{len(work.view)} were"
+                error = ConnectionAbortedError(f"{size} bytes where {expected} expected")
                 if work is not None:
                     work.finish(self._gone(error))
                 raise error
             early = bytearray(size)
             links.receive_into(source, memoryview(early))
             with self.lock:
-                if works := self._expected.get(tag):  # it came to be expected meanwhile
+                if works := self._expected.get(tag):  # a buffer was posted meanwhile
                     work = works.popleft()
                     if not works:
                         del self._expected[tag]
@@ -246,7 +246,7 @@ class _Peer:
             raise
         work.finish()
 
-    def _fill(self, work: Work, content: bytearray) -> None:
+    def _fill(self, work: PendingMessage, content: bytearray) -> None:
         if len(content) != len(work.view):
             work.finish(
                 PeerLostError(
@@ -257,65 +257,65 @@ class _Peer:
         work.view[:] = content
         work.finish()
 
-    def _let_go(self, tag: int) -> None:
+    def _release(self, tag: int) -> None:
         with self.lock:
-            works = self._parked.get(tag)
+            works = self._held_back.get(tag)
             if not works:
                 self._ready[tag] = self._ready.get(tag, 0) + 1
                 return
-            self._post(Kind.DATA, tag, works.popleft())
+            self._post(FrameKind.DATA, tag, works.popleft())
             while works and len(works[0].view) <= EAGER_BYTES:
-                self._post(Kind.DATA, tag, works.popleft())
+                self._post(FrameKind.DATA, tag, works.popleft())
             if not works:
-                del self._parked[tag]
+                del self._held_back[tag]
 
     def _alive(self) -> None:
-        self.heard = time.monotonic()
+        self.last_heard = time.monotonic()
 
     # ------------------------------------------------------------------------------------------ the end
 
     def _gone(self, error: Exception) -> PeerLostError:
         name = self.mesh.name_of(self.rank)
         if isinstance(error, ConnectionAbortedError):
-            return PeerLostError(f"{name} sent what was not expected: {error}")
+            return PeerLostError(f"{name} sent an unexpected message: {error}")
         return PeerLostError(f"{name} is gone: {getattr(error, 'strerror', None) or error}")
 
-    def lose(self, error: PeerLostError) -> None:
-        """Let all that is under way with this rank fail."""
+    def fail(self, error: PeerLostError) -> None:
+        """Fail all transfers with this rank, and close the connections."""
         with self.lock:
             if self.lost is not None:
                 return
             self.lost, self._closing = error, True
             works = [work for _, _, work in self._queue if work is not None]
-            for waiting in (self._parked, self._expected):
+            for waiting in (self._held_back, self._expected):
                 works += [work for some in waiting.values() for work in some]
                 waiting.clear()
             self._queue.clear()
             self._queued.notify()
         for work in works:
             work.finish(error)
-        for line in (self.line, self.source):
-            if line is not None:
+        for connection in (self.connection, self.source):
+            if connection is not None:
                 with contextlib.suppress(OSError):
-                    line.shutdown(socket.SHUT_RDWR)
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Send what is queued, say goodbye, and end the threads."""
+        """Send what is queued and a goodbye, then end the threads."""
         with self.lock:
             if self.lost is None:
-                self._queue.append((Kind.BYE, 0, None))
+                self._queue.append((FrameKind.BYE, 0, None))
             self._closing = True
             self._queued.notify()
 
     def join(self, deadline: float) -> None:
-        """Wait until what was queued has left, and end the reading thread."""
+        """Wait until the queue is sent, then end the reading thread."""
         if not self._threads:
-            for line in (self.line, self.source):
-                if line is not None:
-                    line.close()
+            for connection in (self.connection, self.source):
+                if connection is not None:
+                    connection.close()
             return
         self._threads[0].join(max(0.0, deadline - time.monotonic()))
-        self.lose(PeerLostError("the group is closed"))
+        self.fail(PeerLostError("the group is closed"))
         self._threads[1].join(max(0.1, deadline - time.monotonic()))
 
 
@@ -325,9 +325,9 @@ class Mesh:
     Args:
         rank: this process.
         size: number of ranks.
-        timeout_seconds: how long a rank may give no sign of life while it is waited for.
-        name_of: what messages call a rank, such as ``rank 2 (machine 1)``.
-        say: called with a sentence when a rank has been waited for for long.
+        timeout_seconds: how long a rank that is waited for may not answer pings.
+        name_of: returns the name of a rank in messages, such as ``rank 2 (machine 1)``.
+        say: called with a sentence when this rank has waited long.
     """
 
     def __init__(
@@ -342,7 +342,7 @@ class Mesh:
         self._timeout_seconds, self._say = timeout_seconds, say
         self._peers = {other: _Peer(self, other) for other in range(size) if other != rank}
         self._waiting: int | None = None
-        self._entered = threading.Condition()
+        self._accepted = threading.Condition()
 
     # ------------------------------------------------------------------------------------------ forming
 
@@ -350,72 +350,72 @@ class Mesh:
         self,
         listeners: Sequence[socket.socket],
         key_file: str | None,
-        pointer: str | None,
+        redirect: str | None,
         group: str,
         address_of: Callable[[int], str],
         seconds: float,
     ) -> None:
-        """Connect with all other ranks, which do the same.
+        """Connect to all other ranks, which do the same.
 
         Args:
-            listeners: sockets at which this rank lets the others in; not used any more afterwards.
-            key_file: of the job; see :class:`gtrain.launch.links.AuthenticatedListener`.
-            pointer: as there.
-            group: name of the group, by which a connection of another one is told apart.
-            address_of: returns where a rank listens, once it has said so.
-            seconds: how long all of it may take.
+            listeners: sockets at which the others connect; unused afterwards.
+            key_file: path of the job's key file; see :class:`gtrain.launch.links.AuthenticatedListener`.
+            redirect: as there.
+            group: name of the group; connections of other groups are refused.
+            address_of: waits for and returns the address of a rank.
+            seconds: how long all connections may take.
 
         Raises:
-            PeerLostError: a rank did not come in time.
+            PeerLostError: a rank did not connect in time.
             RefusedConnectionError: a rank has another key.
         """
         deadline = time.monotonic() + seconds
         mark = hashlib.sha256(group.encode()).digest()[:16]
 
-        def enter(line: socket.socket) -> None:
-            line.settimeout(links.HANDSHAKE_SECONDS)
+        def accept(connection: socket.socket) -> None:
+            connection.settimeout(links.HANDSHAKE_SECONDS)
             head = bytearray(_HELLO.size)
-            links.receive_into(line, memoryview(head))
-            line.settimeout(None)
+            links.receive_into(connection, memoryview(head))
+            connection.settimeout(None)
             name, rank = _HELLO.unpack(head)
-            with self._entered:
+            with self._accepted:
                 if name != mark or rank not in self._peers or self._peers[rank].source is not None:
-                    line.close()
+                    connection.close()
                     return
-                self._peers[rank].source = line
-                self._entered.notify_all()
+                self._peers[rank].source = connection
+                self._accepted.notify_all()
 
-        door = links.AuthenticatedListener(listeners, key_file, pointer, enter, f"rank {self.rank}")
+        listener = links.AuthenticatedListener(listeners, key_file, redirect, accept, f"rank {self.rank}")
         try:
             for other, peer in self._peers.items():
                 try:
-                    left = max(0.0, deadline - time.monotonic())
-                    peer.line = links.connect(address_of(other), key_file, left, listens=True)
-                    peer.line.sendall(_HELLO.pack(mark, self.rank))
+                    remaining = max(0.0, deadline - time.monotonic())
+                    peer.connection = links.connect(address_of(other), key_file, remaining, listens=True)
+                    peer.connection.sendall(_HELLO.pack(mark, self.rank))
                 except (OSError, PeerLostError) as error:
                     reason = error.message if isinstance(error, PeerLostError) else error
                     raise PeerLostError(f"{self.name_of(other)} cannot be reached: {reason}") from error
-            with self._entered:
-                came = self._entered.wait_for(self._all_here, max(0.0, deadline - time.monotonic()))
-            if not came:
-                away = [self.name_of(other) for other, peer in self._peers.items() if peer.source is None]
-                raise PeerLostError(f"{', '.join(away)} did not come within {seconds:g} s")
+            with self._accepted:
+                connected = self._accepted.wait_for(self._all_connected, max(0.0, deadline - time.monotonic()))
+            if not connected:
+                missing = [self.name_of(other) for other, peer in self._peers.items() if peer.source is None]
+                raise PeerLostError(f"{', '.join(missing)} did not come within {seconds:g} s")
         except BaseException:
             self.close()
             raise
         finally:
-            door.close()
+            listener.close()
         for peer in self._peers.values():
-            for line in (peer.line, peer.source):
-                if line is not None:
-                    line.settimeout(None)
+            for connection in (peer.connection, peer.source):
+                if connection is not None:
+                    connection.settimeout(None)
             peer.start()
 
-    def _all_here(self) -> bool:
+    def _all_connected(self) -> bool:
         return all(peer.source is not None for peer in self._peers.values())
 
     def close(self) -> None:
-        """Send what is under way, and let go of the connections."""
+        """Send what is queued, and close the connections."""
         for peer in self._peers.values():
             peer.close()
         deadline = time.monotonic() + min(5.0, self._timeout_seconds)
@@ -424,67 +424,67 @@ class Mesh:
 
     # ------------------------------------------------------------------------------------------ messages
 
-    def send(self, view: memoryview, to: int, tag: int) -> Work:
-        """Post a send of bytes, which must not change before it is done."""
+    def send(self, view: memoryview, to: int, tag: int) -> PendingMessage:
+        """Post a send of bytes, which must not change before the transfer is done."""
         return self._peers[to].send(view, tag)
 
-    def receive(self, view: memoryview, source: int, tag: int) -> Work:
-        """Post a receive into a buffer of just the size that comes."""
+    def receive(self, view: memoryview, source: int, tag: int) -> PendingMessage:
+        """Post a receive into a buffer of exactly the message's size."""
         return self._peers[source].receive(view, tag)
 
-    def wait(self, work: Work) -> None:
-        """Wait until a message has left, or arrived.
+    def wait(self, work: PendingMessage) -> None:
+        """Wait until a message was sent or received.
 
         Raises:
-            SilentRankError: the other rank gave no sign of life for ``timeout_seconds``.
-            PeerLostError: it is gone, or is busy with something else for :data:`BUSY_SECONDS`.
+            SilentRankError: the other rank did not answer pings for ``timeout_seconds``.
+            PeerLostError: it is gone, or was busy with something else for :data:`BUSY_SECONDS`.
         """
-        if not work.done_within(_ASK_SECONDS):
+        if not work.done_within(_PING_SECONDS):
             self._wait_long(work)
         if work.error is not None:
             raise type(work.error)(work.error.message, hint=work.error.hint) from work.error
 
-    def _wait_long(self, work: Work) -> None:
-        """Wait on, and find out for whom."""
+    def _wait_long(self, work: PendingMessage) -> None:
+        """Wait on, ping the rank, and report the rank that is waited for."""
         peer = self._peers[work.peer]
-        began = time.monotonic() - _ASK_SECONDS
-        next_said, next_asked, stacks_at = SAY_SECONDS, 0.0, _STACK_SECONDS
+        start = time.monotonic() - _PING_SECONDS
+        next_report, next_ping, next_stacks = SAY_SECONDS, 0.0, _STACK_SECONDS
         self._waiting = work.peer
         peer.waits_for = -1
         try:
             while True:
                 now = time.monotonic()
-                waited, silent = now - began, now - max(peer.heard, began)
-                if waited >= next_asked:
-                    peer.say(Kind.PING)
-                    next_asked = waited + _ASK_SECONDS
-                if waited >= next_said:
-                    self._tell(peer, waited)
-                    next_said = 30.0 if waited < 30 else next_said + 30.0
-                if waited >= stacks_at and silent < stacks_at / 2 and peer.waits_for < 0:
-                    peer.say(Kind.STACKS)
-                    stacks_at *= 10
+                waited, silent = now - start, now - max(peer.last_heard, start)
+                if waited >= next_ping:
+                    peer.send_control(FrameKind.PING)
+                    next_ping = waited + _PING_SECONDS
+                if waited >= next_report:
+                    self._report_wait(peer, waited)
+                    next_report = 30.0 if waited < 30 else next_report + 30.0
+                if waited >= next_stacks and silent < next_stacks / 2 and peer.waits_for < 0:
+                    peer.send_control(FrameKind.STACKS)
+                    next_stacks *= 10
                 if silent >= self._timeout_seconds:
-                    peer.lose(
+                    peer.fail(
                         SilentRankError(
                             f"{self.name_of(work.peer)} has given no sign of life for {silent:.0f} s",
-                            hint="see whether it is stopped, or its machine cut off; strategy.timeout_seconds="
-                            f"{self._timeout_seconds:g} is how long it is waited for.",
+                            hint="check whether it is stopped or its machine is cut off; the limit is "
+                            f"strategy.timeout_seconds={self._timeout_seconds:g}.",
                         )
                     )
                 elif waited >= max(BUSY_SECONDS, self._timeout_seconds):
-                    peer.lose(
+                    peer.fail(
                         PeerLostError(
-                            f"{self.name_of(work.peer)} is there, and has been busy with something else for "
+                            f"{self.name_of(work.peer)} answers, but has been busy with something else for "
                             f"{waited:.0f} s"
                         )
                     )
-                if work.done_within(min(_LOOK_SECONDS, max(0.01, self._timeout_seconds - silent))):
+                if work.done_within(min(_CHECK_SECONDS, max(0.01, self._timeout_seconds - silent))):
                     return
         finally:
             self._waiting = None
 
-    def _tell(self, peer: _Peer, waited: float) -> None:
+    def _report_wait(self, peer: _Peer, waited: float) -> None:
         if self._say is None:
             return
         other = peer.rank if peer.waits_for < 0 or peer.waits_for >= self.size else peer.waits_for
@@ -492,7 +492,7 @@ class Mesh:
             self._say(f"waiting for {self.name_of(other)}, {waited:.0f} s")
 
     def waits_for(self, besides: int) -> int:
-        """The rank for which this one waits in the end; -1 if it waits for nobody, or for ``besides`` itself."""
+        """Return the rank that this one waits for in the end; -1 if it waits for none, or for ``besides``."""
         first = self._waiting
         if first is None or first == besides:
             return -1

@@ -1,4 +1,4 @@
-"""Making a store in a process of its own: what reading and cutting a whole graph takes is never memory of a rank."""
+"""Make a store in a separate process, so that reading and partitioning a whole graph takes no memory of a rank."""
 
 from __future__ import annotations
 
@@ -27,50 +27,53 @@ log = logging.getLogger("gtrain")
 
 
 def prepare(data: GraphDataModule) -> None:
-    """Have the store of a DataModule made where there is none, in a process of its own that ends with it.
+    """Make the store of a data module in a separate process, unless it exists.
 
     Raises:
-        GtrainError: as :meth:`~gtrain.data.module.GraphDataModule.prepare_data` raises it.
+        GtrainError: see :meth:`~gtrain.data.module.GraphDataModule.prepare_data`.
     """
     data.run_in_child = partial(call_apart, what=f"the process that prepares the store of {data.origin}")
     data.prepare_data()
 
 
 def call_apart(function: Callable[[], Any], what: str) -> dict[str, int]:
-    """Call a function in a process of its own, and wait for it: a fork, or a clean interpreter where this process has
-    threads or uses CUDA. As :func:`call_in_fork`; what cannot be copied to a clean interpreter is called here."""
+    """Call a function in another process and wait for it; see :func:`call_in_fork`.
+
+    The process is a fork, or a clean interpreter if this process has threads or uses CUDA. A function that cannot be
+    copied to a clean interpreter is called in this process.
+    """
     reason = interpreter.fork_obstacle()
     return call_in_fork(function, what) if reason is None else call_in_interpreter(function, what, reason)
 
 
 def call_in_interpreter(function: Callable[[], Any], what: str, reason: str) -> dict[str, int]:
-    """Call a function in a clean interpreter; as :func:`call_in_fork`, ``reason`` being why it is not a fork."""
+    """Call a function in a clean interpreter; see :func:`call_in_fork`. ``reason`` says why it is not a fork."""
     with tempfile.TemporaryDirectory(prefix="gtrain-") as logs:
         try:
-            message = run_local(_measured, function, log_dir=logs)
+            message = run_local(_call_measured, function, log_dir=logs)
         except errors.RankFailedError as error:
             raise _killed(what, error.message.partition(";")[0]) from error
-        except errors.GtrainError as error:  # the function itself raises none here
+        except errors.GtrainError as error:  # the function's own errors arrive in the message
             memory = PeakMemory()
             log.info("%s is this one: %s, and it cannot be copied: %s", what, reason, error.message)
             function()
             return memory.figures()
-    return _taken(message)
+    return _memory_of(message)
 
 
 def call_in_fork(function: Callable[[], Any], what: str) -> dict[str, int]:
     """Call a function in a fork of this process, and wait for it.
 
     Args:
-        function: what it returns is lost.
-        what: the process's name, for messages.
+        function: the function; its return value is dropped.
+        what: name of the process in messages.
 
     Returns:
-        Peaks of that process's memory, see :meth:`~gtrain.strategy.counters.PeakMemory.figures`.
+        Peak memory of that process, see :meth:`~gtrain.strategy.counters.PeakMemory.figures`.
 
     Raises:
-        Exception: as the function raised it, with its traceback as a note; of other classes than gtrain's and Python's,
-            a ``RuntimeError``.
+        Exception: the function's exception, with its traceback as a note; a ``RuntimeError`` in place of classes that
+            are neither gtrain's nor Python's.
         DataError: the process was killed.
     """
     sys.stdout.flush()
@@ -80,22 +83,22 @@ def call_in_fork(function: Callable[[], Any], what: str) -> dict[str, int]:
     pid = os.fork()
     if pid == 0:
         os.close(read_end)
-        _live(function, write_end, parent)
+        _run_child(function, write_end, parent)
     os.close(write_end)
     status = None
     try:
         with open(read_end, "rb") as pipe:
-            said = pipe.read()
+            content = pipe.read()
         _, status = os.waitpid(pid, 0)
     finally:
         if status is None:
             _end(pid)
-    if not said:
+    if not content:
         code = os.waitstatus_to_exitcode(status)
         raise _killed(
             what, f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         )
-    return _taken(json.loads(said))
+    return _memory_of(json.loads(content))
 
 
 def _killed(what: str, how: str) -> errors.DataError:
@@ -106,33 +109,33 @@ def _killed(what: str, how: str) -> errors.DataError:
     )
 
 
-def _taken(message: dict[str, Any]) -> dict[str, int]:
-    """The memory that a process reports, unless it reports an error."""
+def _memory_of(message: dict[str, Any]) -> dict[str, int]:
+    """Return the memory that a process reports; raise the error that it reports."""
     if message["error"] is not None:
         raise _error(message["error"])
     figures: dict[str, int] = message["memory"]
     return figures
 
 
-def _measured(function: Callable[[], Any]) -> dict[str, Any]:
-    """Call a function; what it raised, described, or None, and the memory of this process."""
+def _call_measured(function: Callable[[], Any]) -> dict[str, Any]:
+    """Call a function; return a description of its exception, or None, and the memory of this process."""
     error, memory = None, PeakMemory()
     memory.start()
     try:
         function()
     except BaseException as exception:  # noqa: BLE001 - the parent raises it
-        error = _described(exception)
+        error = _describe(exception)
     return {"error": error, "memory": memory.figures()}
 
 
-def _live(function: Callable[[], Any], write_end: int, parent: int) -> NoReturn:
-    """The life of the process: it leaves by ``os._exit``, past the exit handlers of the one that it was forked from."""
+def _run_child(function: Callable[[], Any], write_end: int, parent: int) -> NoReturn:
+    """Run the function in the forked process. Ends with ``os._exit``, which skips the exit handlers of the parent."""
     message = None
     try:
         die_with_parent(parent)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # files are removed on the way out
-        message = _measured(function)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which ends this process
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that temporary files are removed
+        message = _call_measured(function)
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
@@ -143,7 +146,7 @@ def _live(function: Callable[[], Any], write_end: int, parent: int) -> NoReturn:
 
 
 def _end(pid: int) -> None:
-    """Have the process remove what it has written, and end it."""
+    """End the process, after it has removed its temporary files."""
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(pid)
         try:
@@ -156,32 +159,32 @@ def _end(pid: int) -> None:
         os.waitpid(pid, 0)
 
 
-def _described(exception: BaseException) -> dict[str, Any]:
-    found: dict[str, Any] = {
+def _describe(exception: BaseException) -> dict[str, Any]:
+    description: dict[str, Any] = {
         "type": type(exception).__name__,
         "text": str(exception),
         "traceback": "".join(traceback.format_exception(exception)),
     }
     if isinstance(exception, errors.GtrainError):
-        found |= {"text": exception.message, "hint": exception.hint}
+        description |= {"text": exception.message, "hint": exception.hint}
     elif isinstance(exception, OSError):
         file = None if exception.filename is None else str(exception.filename)
-        found["os"] = [exception.errno, exception.strerror, file]
-    return found
+        description["os"] = [exception.errno, exception.strerror, file]
+    return description
 
 
-def _error(found: dict[str, Any]) -> BaseException:
-    """The exception that the process described."""
-    kind = getattr(errors, found["type"], None) or getattr(builtins, found["type"], None)
+def _error(description: dict[str, Any]) -> BaseException:
+    """Return the exception that the process described."""
+    exception_class = getattr(errors, description["type"], None) or getattr(builtins, description["type"], None)
     error: BaseException
-    if "hint" in found:
-        error = (kind or errors.GtrainError)(found["text"], hint=found["hint"])
-    elif "os" in found:
-        error = OSError(*found["os"]) if found["os"][0] is not None else OSError(found["text"])
+    if "hint" in description:
+        error = (exception_class or errors.GtrainError)(description["text"], hint=description["hint"])
+    elif "os" in description:
+        error = OSError(*description["os"]) if description["os"][0] is not None else OSError(description["text"])
     else:
         try:
-            error = kind(found["text"])  # type: ignore[misc]
+            error = exception_class(description["text"])  # type: ignore[misc]
         except TypeError:  # a class of another package, or one that takes other arguments
-            error = RuntimeError(f"{found['type']}: {found['text']}")
-    error.add_note(f"In the process that prepares the store:\n{found['traceback']}")
+            error = RuntimeError(f"{description['type']}: {description['text']}")
+    error.add_note(f"In the process that prepares the store:\n{description['traceback']}")
     return error

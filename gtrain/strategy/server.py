@@ -34,7 +34,7 @@ from gtrain.launch.job_store import job_store
 from gtrain.launch.key_value import KeyValueStore, await_end
 from gtrain.launch.slot import JobContext, Slot
 from gtrain.strategy.counters import Counters, PeakMemory, cpu_seconds
-from gtrain.strategy.servers import FIGURES, START_SECONDS, Servers, book, entry
+from gtrain.strategy.servers import FIGURES, START_SECONDS, Servers, directory, entry
 from gtrain.wire import Caller, Client, Message, Security, Server
 
 Handler = Callable[[Message, Caller], Message | None]
@@ -143,7 +143,7 @@ class ServerContext:
         )
         if not self.known:
             where = {"address": self.address, "machine": socket.gethostname()}
-            book(self.store).set(entry(self.slot.role, self.slot.rank), json.dumps(where))
+            directory(self.store).set(entry(self.slot.role, self.slot.rank), json.dumps(where))
             self.known = True
         return server
 

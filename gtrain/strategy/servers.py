@@ -1,4 +1,4 @@
-"""The servers of a job as its workers see them: where they are, a client for each, what they spent."""
+"""The servers of a job as its workers see them: their addresses, a client for each, and their counters."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ if TYPE_CHECKING:
     from gtrain.wire import Client, Message, Security
 
 START_SECONDS = 300.0
-"""How long a server may at least take to come: it imports what the workers import, on a machine that may be busy."""
-SAY_AGAIN_SECONDS = 30.0
+"""The least time that a server may take to start: it imports as much as a worker, perhaps on a busy machine."""
+REPORT_SECONDS = 30.0
 FIGURES = "gtrain.figures"
-"""The request by which rank 0 learns what a server spent; every server answers it."""
+"""The request for a server's counters; every server answers it."""
 Traffic = dict[str, tuple[int, int]]
-"""By a server's entry in the book: bytes that one worker sent to it, and received from it."""
+"""Bytes that one worker sent to a server and received from it, by the server's entry in the directory."""
 
 
-def book(store: KeyValueStore) -> KeyValueStore:
-    """The part of the job's store in which servers say where they are."""
+def directory(store: KeyValueStore) -> KeyValueStore:
+    """Return the part of the job's key-value store in which servers register their addresses."""
     return store.prefixed("gtrain-servers")
 
 
 def entry(role: str, rank: int) -> str:
-    """The key of a server in the :func:`book`."""
+    """Return the key of a server in the :func:`directory`."""
     return f"{role}/{rank}"
 
 
 class Servers:
-    """What a worker knows of its job's servers. Clients are made when they are first asked for, one a server.
+    """A worker's view of its job's servers, with one client per server, opened on first use.
 
     Args:
         environment: Lightning's cluster environment of this process.
-        counters: where this worker's traffic with them is counted.
-        timeout_seconds: how long to wait for each answer.
+        counters: counts this worker's traffic with them.
+        timeout_seconds: how long to wait for a reply.
     """
 
     def __init__(self, environment: ClusterEnvironment, counters: Counters, timeout_seconds: float) -> None:
@@ -62,42 +62,42 @@ class Servers:
 
     @property
     def security(self) -> Security | None:
-        """The job's keys; None where it was given none."""
+        """The job's keys; None for a job without a key file."""
         from gtrain.wire import Security  # a job without servers needs no ZeroMQ
 
         return Security.load(self._roster.key_file) if self._roster.key_file else None
 
     def count(self, role: str) -> int:
-        """Number of servers of a role, in the whole job; 0 for a role that it does not have."""
+        """Return the number of servers of a role in the whole job; 0 for a role that it does not have."""
         return self._roster.counts.get(role, 0)
 
     def address(self, role: str, rank: int) -> str:
-        """Where a server listens; waits until it has said so.
+        """Wait for a server's address, and return it.
 
         Raises:
-            PeerLostError: it is not there in time.
-            ConfigError: it can only be reached on its own machine, and that is another one.
+            PeerLostError: the server did not start in time.
+            ConfigError: it can only be reached on its own machine, which is another one.
         """
         if role in self._roster.addresses:
             return self._roster.addresses[role][rank]
-        store, seconds = book(job_store(self._environment)), max(self._timeout_seconds, START_SECONDS)
+        store, seconds = directory(job_store(self._environment)), max(self._timeout_seconds, START_SECONDS)
         try:
-            found = json.loads(store.get(entry(role, rank), seconds))
+            location = json.loads(store.get(entry(role, rank), seconds))
         except PeerLostError as error:
             raise PeerLostError(f"{role} {rank} has not come within {seconds:g} s") from error
-        if found["address"].startswith("ipc:") and found["machine"] != socket.gethostname():
+        if location["address"].startswith("ipc:") and location["machine"] != socket.gethostname():
             raise ConfigError(
-                f"{role} {rank} is on the machine {found['machine']} and has no keys, so it is reached there alone.",
+                f"{role} {rank} is on machine {location['machine']} and has no key, so only that machine can reach it.",
                 hint="make keys with gtrain key cluster.key_file=job.key, and give all processes of the job the file.",
             )
-        return str(found["address"])
+        return str(location["address"])
 
     def name_of(self, role: str, rank: int) -> str:
-        """What messages call a server: ``parameter 0 (machine 0)``."""
+        """Return the name of a server in messages: ``parameter 0 (machine 0)``."""
         return network_of(self._environment).name_of(rank, role)
 
     def client(self, role: str, rank: int) -> Client:
-        """This worker's client of a server. It is named ``rank <r>`` there; that of a later life takes its place."""
+        """Return this worker's client of a server. Its name there is ``rank <r>``; a restarted rank replaces it."""
         from gtrain.wire import Client  # a job without servers needs no ZeroMQ
 
         if (role, rank) not in self._clients:
@@ -111,33 +111,33 @@ class Servers:
         return self._clients[role, rank]
 
     def clients(self, role: str) -> list[Client]:
-        """This worker's clients of all servers of a role, in rank order."""
+        """Return this worker's clients of all servers of a role, in rank order."""
         return [self.client(role, rank) for rank in range(self.count(role))]
 
     def miss(self, role: str, rank: int) -> None:
-        """Go on without a server that is lost: what is asked of it fails, and its figures stay what they were last."""
+        """Continue without a lost server: requests to it fail, and its last figures are kept."""
         if (role, rank) not in self._missing:
             self._missing.add((role, rank))
             if (role, rank) in self._clients:
                 self._clients[role, rank].close(PeerLostError(f"{role} {rank} is lost"))
 
     def figures(self) -> list[dict[str, Any]]:
-        """What every server of the job says it spent so far, role by role, in rank order."""
-        wanted = [(role, rank) for role, count in self._roster.counts.items() for rank in range(count)]
-        clients = {one: self.client(*one) for one in wanted}
-        asked = {one: client.submit(FIGURES) for one, client in clients.items() if one not in self._missing}
-        for one, answer in asked.items():
+        """Return the counters of every server of the job, role by role, in rank order."""
+        servers = [(role, rank) for role, count in self._roster.counts.items() for rank in range(count)]
+        clients = {server: self.client(*server) for server in servers}
+        replies = {server: client.submit(FIGURES) for server, client in clients.items() if server not in self._missing}
+        for server, reply in replies.items():
             try:
-                self._figures[one] = _answer(clients[one], answer, self.name_of(*one)).fields
+                self._figures[server] = _wait_for_reply(clients[server], reply, self.name_of(*server)).fields
             except PeerLostError:
-                if one not in self._missing:
+                if server not in self._missing:
                     raise
-        if unheard := [entry(*one) for one in wanted if one not in self._figures]:
-            raise PeerLostError(f"{', '.join(unheard)} was lost before it was heard of")
-        return [self._figures[one] for one in wanted]
+        if unknown := [entry(*server) for server in servers if server not in self._figures]:
+            raise PeerLostError(f"{', '.join(unknown)} was lost before it replied")
+        return [self._figures[server] for server in servers]
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         for client in self._clients.values():
             client.close()
         self._clients = {}
@@ -149,7 +149,7 @@ class Servers:
         self._before = self._counts()
 
     def stop(self) -> None:
-        """Count what they have since."""
+        """Count the traffic since :meth:`start`."""
         for server, (sent, received) in self._counts().items():
             before, total = self._before.get(server, (0, 0)), self.traffic.get(server, (0, 0))
             sent, received = sent - before[0], received - before[1]
@@ -164,30 +164,30 @@ class Servers:
         }
 
 
-def _answer(client: Client, answer: Future[Message], name: str) -> Message:
-    """The answer to a request that may be made again: the server may have been restarted meanwhile."""
+def _wait_for_reply(client: Client, reply: Future[Message], name: str) -> Message:
+    """Wait for the reply to a request, which is repeated if the server was restarted."""
     from gtrain.wire import PeerRestartedError
 
-    began, say_at = time.monotonic(), SAY_SECONDS
+    start, next_report = time.monotonic(), SAY_SECONDS
     while True:
         try:
-            return answer.result(max(0.0, began + say_at - time.monotonic()))
+            return reply.result(max(0.0, start + next_report - time.monotonic()))
         except TimeoutError:
-            waited = time.monotonic() - began
-            say_at = waited + SAY_AGAIN_SECONDS
+            waited = time.monotonic() - start
+            next_report = waited + REPORT_SECONDS
             say_waiting(f"waiting for {name}, {waited:.0f} s")
         except PeerRestartedError:
-            answer = client.submit(FIGURES)
+            reply = client.submit(FIGURES)
 
 
 class ServerMeter:
-    """The servers' entries of ``summary.json``'s ``ranks``, as rank 0 makes them.
+    """Makes the servers' entries of ``ranks`` in ``summary.json``, on rank 0.
 
-    A server's bytes are what the workers count in their training epochs: they begin and end these at different times,
-    and the server cannot know when. Its CPU seconds are those between rank 0's beginning and end of each.
+    A server's bytes are those that the workers count in their training epochs, which start and end at different times
+    unknown to the server. Its CPU seconds are those between start and end of the epochs of rank 0.
 
     Args:
-        servers: those of the job.
+        servers: the servers of the job.
     """
 
     def __init__(self, servers: Servers) -> None:
@@ -196,30 +196,30 @@ class ServerMeter:
         self._cpu_seconds: list[float] = []
 
     def start(self) -> None:
-        """Training goes on."""
+        """Training starts or continues."""
         self._before = self._servers.figures()
         self._cpu_seconds = self._cpu_seconds or [0.0] * len(self._before)
 
     def stop(self) -> None:
-        """Training stands still."""
+        """Training stops or pauses."""
         for index, (before, now) in enumerate(zip(self._before, self._servers.figures(), strict=True)):
-            again = before["incarnation"] != now["incarnation"]  # it was restarted and counts from 0
-            self._cpu_seconds[index] += now["cpu_seconds"] - (0.0 if again else before["cpu_seconds"])
+            restarted = before["incarnation"] != now["incarnation"]  # then it counts from 0
+            self._cpu_seconds[index] += now["cpu_seconds"] - (0.0 if restarted else before["cpu_seconds"])
 
     def ranks(self, figures: list[dict[str, Any]], traffic: list[Traffic]) -> list[dict[str, Any]]:
-        """The entries.
+        """Return the entries.
 
         Args:
-            figures: what the servers said last; see :meth:`Servers.figures`.
-            traffic: what each worker counted; see :attr:`Servers.traffic`.
+            figures: the servers' last counters; see :meth:`Servers.figures`.
+            traffic: the workers' counters; see :attr:`Servers.traffic`.
         """
         entries = []
-        for index, said in enumerate(figures):
-            counts = [worker.get(entry(said["role"], said["rank"]), (0, 0)) for worker in traffic]
+        for index, figure in enumerate(figures):
+            counts = [worker.get(entry(figure["role"], figure["rank"]), (0, 0)) for worker in traffic]
             spent = {
                 "bytes_sent": sum(received for _, received in counts),
                 "bytes_received": sum(sent for sent, _ in counts),
                 "cpu_seconds": self._cpu_seconds[index] if self._cpu_seconds else 0.0,
             }
-            entries.append({name: value for name, value in said.items() if name != "incarnation"} | spent)
+            entries.append({name: value for name, value in figure.items() if name != "incarnation"} | spent)
         return entries

@@ -1,4 +1,4 @@
-"""Three workers whose group is formed anew: two die at the same time and come back, then one leaves for good."""
+"""Three workers whose group is formed again: two die at the same time and come back, then one leaves for good."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group of ranks that is formed anew, without torch's default group."""
+"""A group of ranks that is formed again, without torch's default group."""
 
 from __future__ import annotations
 

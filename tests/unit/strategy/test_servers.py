@@ -24,7 +24,7 @@ def test_a_server_that_does_not_say_what_it_spent_is_named(monkeypatch: pytest.M
 
     monkeypatch.setattr(servers, "say_waiting", say)
     monkeypatch.setattr(servers, "SAY_SECONDS", 0.01)
-    monkeypatch.setattr(servers, "SAY_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(servers, "REPORT_SECONDS", 0.01)
     client: Any = SimpleNamespace()
-    assert servers._answer(client, answer, "parameter 1 (machine 1)").fields == {"cpu_seconds": 1.5}
+    assert servers._wait_for_reply(client, answer, "parameter 1 (machine 1)").fields == {"cpu_seconds": 1.5}
     assert {sentence.partition(",")[0] for sentence in said} == {"waiting for parameter 1 (machine 1)"}
