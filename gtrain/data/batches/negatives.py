@@ -78,16 +78,16 @@ class Negatives:
         split = _SPLITS.index(self.split)
         words = (self.seed, split, epoch if self.split == "train" else 0, side)
         end = self._ends[side]
-        found = end.draw(edge_id, draws, *words, 0)
+        drawn_ids = end.draw(edge_id, draws, *words, 0)
         if time is None or not end.timed:
-            return found
-        limit = time.unsqueeze(1).expand_as(found)
+            return drawn_ids
+        limit = time.unsqueeze(1).expand_as(drawn_ids)
         for again in range(1, _TRIES):
-            late = end.time_of(found) > limit
+            late = end.time_of(drawn_ids) > limit
             if not late.any():
-                return found
-            found = torch.where(late, end.draw(edge_id, draws, *words, again), found)
-        return torch.where(end.time_of(found) > limit, end.earliest, found)
+                return drawn_ids
+            drawn_ids = torch.where(late, end.draw(edge_id, draws, *words, again), drawn_ids)
+        return torch.where(end.time_of(drawn_ids) > limit, end.earliest, drawn_ids)
 
 
 class _End:
@@ -105,13 +105,13 @@ class _End:
         return self._ids(torch.from_numpy(below(self._count, key(*words), edge_id.numpy(), draws)))
 
     def time_of(self, ids: Tensor) -> Tensor:
-        """Times of nodes, of any shape."""
-        found = torch.empty_like(ids)
+        """Return the times of nodes by global id, in the shape of ``ids``."""
+        node_times = torch.empty_like(ids)
         part = owner_of(ids, self._offsets)
         for number, times in enumerate(self._times):
             mine = part == number
-            found[mine] = times[ids[mine] - self._offsets[number]].to(found.dtype)
-        return found
+            node_times[mine] = times[ids[mine] - self._offsets[number]].to(node_times.dtype)
+        return node_times
 
     @property
     def earliest(self) -> int:
@@ -125,10 +125,10 @@ class _End:
 
 
 def check_negatives(form: str | None, amount: float) -> None:
-    """Raise unless that is a way of drawing false edges.
+    """Check the settings of negative sampling.
 
     Raises:
-        ConfigError: the form is unknown, or the amount no number of edges.
+        ConfigError: the form is unknown, or the amount is not a valid number of edges.
     """
     if form is not None and form not in FORMS:
         raise ConfigError(

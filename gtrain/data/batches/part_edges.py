@@ -43,17 +43,17 @@ class PartEdges:
         return torch.repeat_interleave(self._parts, self._start.diff())
 
     def edge_id(self, chosen: Tensor | None = None) -> Tensor:
-        """Return int64 ``[B]``, places among the split's edges of the source data.
+        """Return int64 ``[B]``, positions among the split's edges of the source data.
 
         Args:
             chosen: int64 ``[B]``, positions in 0 .. S-1; None: all.
         """
         if chosen is None:
             return torch.cat([self._start[:0], *(piece.edge_id(slice(None)) for piece in self._pieces)])
-        found = torch.empty_like(chosen)
-        for piece, place, mine in self._dealt(chosen):
-            found[place] = piece.edge_id(mine)
-        return found
+        edge_ids = torch.empty_like(chosen)
+        for piece, index, rows in self._by_piece(chosen):
+            edge_ids[index] = piece.edge_id(rows)
+        return edge_ids
 
     def select(self, chosen: Tensor | None = None) -> ScoredEdges:
         """Return edges by global ids.
@@ -64,23 +64,23 @@ class PartEdges:
         chosen = torch.arange(len(self)) if chosen is None else chosen
         source, target = torch.empty_like(chosen), torch.empty_like(chosen)
         extra: dict[str, Tensor] = {}
-        for piece, place, mine in self._dealt(chosen):
-            source[place], target[place] = piece.ends(mine)
+        for piece, index, rows in self._by_piece(chosen):
+            source[index], target[index] = piece.ends(rows)
             for name in piece.optional:
-                value = piece.tensor(name, mine)
-                extra.setdefault(name, value.new_zeros(chosen.numel()))[place] = value
+                value = piece.tensor(name, rows)
+                extra.setdefault(name, value.new_zeros(chosen.numel()))[index] = value
         return ScoredEdges(source, target, extra)
 
-    def _dealt(self, chosen: Tensor) -> list[tuple[_Edges, Tensor, Tensor]]:
-        """Each piece with the places in ``chosen`` that are its edges, and their positions in it."""
+    def _by_piece(self, chosen: Tensor) -> list[tuple[_Edges, Tensor, Tensor]]:
+        """Return each piece with the indices into ``chosen`` of its edges, and their positions in the piece."""
         if len(self._pieces) == 1:
             return [(self._pieces[0], torch.arange(chosen.numel()), chosen)]
         number = owner_of(chosen, self._start)
-        dealt = []
+        groups = []
         for i, piece in enumerate(self._pieces):
-            place = (number == i).nonzero().flatten()
-            dealt.append((piece, place, chosen[place] - self._start[i]))
-        return dealt
+            index = (number == i).nonzero().flatten()
+            groups.append((piece, index, chosen[index] - self._start[i]))
+        return groups
 
 
 class _TrainEdges:

@@ -1,4 +1,4 @@
-"""What the ``data`` group says of neighbour sampling and of negative edges, for strategies that make mini-batches."""
+"""The settings ``data.*`` of neighbour sampling and negative edges, for strategies with mini-batches."""
 
 from __future__ import annotations
 
@@ -151,15 +151,15 @@ class Sampling:
 
 
 def check_hops(fan_out: FanOut, hops: int) -> None:
-    """Raise unless a fan-out has a number for each of so many hops.
+    """Raise unless a fan-out has at least ``hops`` numbers.
 
     Raises:
-        ConfigError: says how many there are, and how many there should be.
+        ConfigError: the fan-out has fewer hops than the model has layers.
     """
-    found = SamplingOptions(fan_out).num_hops
-    if found < hops:
+    drawn = SamplingOptions(fan_out).num_hops
+    if drawn < hops:
         raise ConfigError(
-            f"data.num_neighbors={as_set(fan_out)} draws {found} hop{'s' * (found != 1)}, and the model passes "
+            f"data.num_neighbors={as_set(fan_out)} draws {drawn} hop{'s' * (drawn != 1)}, and the model passes "
             f"messages {hops} times.",
             hint=f"give {hops} numbers, such as data.num_neighbors={_example(hops)}, or the model fewer layers "
             "(model.num_layers).",
@@ -215,7 +215,7 @@ def _check_weights(store: Store, name: str) -> None:
 
 
 def as_set(fan_out: FanOut) -> str:
-    """A fan-out as it is set."""
+    """Return a fan-out as it is written in a setting."""
     if isinstance(fan_out, Mapping):
         return "{" + ",".join(f"{words(kind)}:{as_set(counts)}" for kind, counts in fan_out.items()) + "}"
     return str(list(fan_out)).replace(" ", "")

@@ -77,8 +77,8 @@ class ScoredEdges:
             return {"src_index": self.source, "dst_pos_index": self.target, "dst_neg_index": false} | named
         if self.form == "binary":
             return self._binary(named)
-        found = {"edge_label_index": torch.stack([self.source, self.target])} | named
-        return found if self.false_target is None else found | {"dst_neg_index": self.false_target}
+        entries = {"edge_label_index": torch.stack([self.source, self.target])} | named
+        return entries if self.false_target is None else entries | {"dst_neg_index": self.false_target}
 
     def put_into(self, batch: Data | HeteroData, edge_type: EdgeType | None) -> None:
         """Set the entries of a batch: where PyG has them, if a form was asked for, else on the batch as a whole.

@@ -1,4 +1,4 @@
-"""Entity types of an edge list: ids of a source's own numbering become those of types, one type after the other."""
+"""Entity types of an edge list: renumber the ids of the files so that each type's ids are consecutive."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class TypedEdges:
         for side, name in enumerate(SIDES):
             column = Column(folder, np.int32)
             for ids, kind in self._blocks(edges.columns[name], side):
-                found = np.empty(len(ids), dtype=np.int64)
+                renumbered = np.empty(len(ids), dtype=np.int64)
                 for number, numbering in enumerate(new_ids):
                     here = kind == number
-                    found[here] = numbering[ids[here]] + firsts[number]
-                column.append(found)
+                    renumbered[here] = numbering[ids[here]] + firsts[number]
+                column.append(renumbered)
             edges.columns[name] = column
 
     @property
