@@ -33,5 +33,5 @@ backend = Backend(
     },
     store="gtrain_pbg.config:store_settings",
     parts_key="strategy.num_partitions",
-    table_reader="gtrain_pbg.warm_start:read_table",
+    table_reader="gtrain_pbg.checkpoints:read_table",
 )

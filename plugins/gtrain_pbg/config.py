@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gtrain.config import StrategyConfig
 from gtrain.errors import ConfigError
 from gtrain.settings import setting
 
+if TYPE_CHECKING:
+    from gtrain.graph.store import Store
+    from gtrain.nn.recipe import ModelRecipe
+    from gtrain.protocols import StoreData
+
 ORDERS = ("random", "affinity", "inside_out", "outside_in", "beta", "sequential")
 EACH = -1
-"""``partition_servers``: one on each machine."""
+"""Value of ``partition_servers``: one on each machine."""
 
 
 @dataclass
@@ -20,90 +25,91 @@ class PBGConfig(StrategyConfig):
     """Settings of ``strategy=pbg``."""
 
     num_partitions: int = setting(
-        1, "P; the store has a part for each, so `data.num_parts` is not set; there are P * P buckets of edges", least=1
+        1,
+        "P; there are P * P buckets of edges. Replaces `data.num_parts`: the store has one part per partition",
+        least=1,
     )
     buffer_partitions: int | None = setting(
         None,
-        "partitions in memory at a time; null: all, on several machines 3. The others are files in the run's folder. 2 "
-        "suffice; with 3, the next one is read and the last one written while a bucket is trained",
+        "partitions in memory at a time; null: all, on several machines 3. The others are files in the run's folder. "
+        "The least is 2; with 3, the next partition is prefetched and the last one written while a bucket is trained",
     )
     bucket_order: str = setting(
         "affinity",
-        "in which order an epoch goes through the buckets, drawn anew each epoch, except `sequential`; `beta` is for a "
-        "buffer of more than two",
+        "order of the buckets in an epoch, drawn again for each epoch unless `sequential`; `beta` is for a buffer of "
+        "more than two",
         words=ORDERS,
     )
     num_edge_chunks: int = setting(
-        1, "pieces of each bucket: an epoch trains the first chunk of all buckets, then the second of all, ...", least=1
+        1, "chunks per bucket: an epoch trains the first chunk of all buckets, then the second of all, ...", least=1
     )
     eval_fraction: float = setting(
         0.0,
-        "share of each bucket's edges, the same in every epoch, that is held back from training and ranked before and "
-        "after it: `train/held_out_mrr_before`, `train/held_out_mrr`",
+        "share of each bucket's edges, the same edges in every epoch, that is held out of training and ranked before "
+        "and after it: `train/held_out_mrr_before`, `train/held_out_mrr`",
         least=0,
         below=1,
-        hint="0.05 holds back a twentieth of the edges; 0 holds back none.",
+        hint="0.05 holds out a twentieth of the edges; 0 holds out none.",
     )
-    shuffle: bool = setting(True, "whether the edges of a bucket come in another order each epoch")
+    shuffle: bool = setting(True, "whether the edges of a bucket are shuffled in each epoch")
     matmul: str = setting(
         "auto",
         "number format of matrix products; sums and tables are float32. `int8`: in chunks too large for the caches, "
-        "`bfloat16` in others; `auto`: the fastest that all CPUs have and that is as accurate as float32, see "
-        "[arithmetic](pbg.md#arithmetic)",
+        "and `bfloat16` in others; `auto`: the fastest format that all CPUs have and that is as accurate as float32, "
+        "see [arithmetic](pbg.md#arithmetic)",
         words=("auto", "float32", "bfloat16", "int8"),
     )
     warm_start: str | None = setting(
-        None, "the folder or a checkpoint of another run, whose vectors and relations this one begins with"
+        None, "folder or checkpoint of another run, whose vectors and relations are the initial values of this run"
     )
     partition_servers: int = setting(
         EACH,
-        "servers that keep partitions between their trainings, on several machines. -1: one on each; 0: none, "
-        "partitions are files in a folder that all machines share; n: so many, which "
-        "`cluster.standalone=[partition]` has started by hand, with `gtrain serve role=partition`",
+        "partition servers of several machines, which store partitions that no machine trains. -1: one on each "
+        "machine; 0: none, partitions are files in a folder that all machines share; n: n servers that are started "
+        "by hand, with `cluster.standalone=[partition]` and `gtrain serve role=partition`",
         least=EACH,
     )
     partition_path: str | None = setting(
         None,
-        "the shared folder, with `strategy.partition_servers=0`, of one job at a time; null: `partitions` in the run's",
+        "with `strategy.partition_servers=0`, the shared folder, for one job at a time; null: `partitions` in the "
+        "run's folder",
     )
     distributed_tree_init_order: bool = setting(
         True,
-        "in the first epoch on several machines, a bucket is trained only after one of its partitions was, but the "
-        "first of all that are joined by edges: no two machines begin with vectors that have nothing to do with each "
-        "other, and later will",
+        "in the first epoch on several machines, a bucket is granted only once one of its partitions has been "
+        "trained (except the first bucket of each connected component), so that no two machines start from unrelated "
+        "vectors that meet later",
     )
     sync_interval: float = setting(
         0.1,
-        "seconds between a machine's exchanges of relation parameters with the parameter servers; at most 100 a "
-        "second, and 1 GB a second. Lower it where an epoch takes seconds: operators that are a quarter of an epoch "
+        "seconds between a machine's exchanges of relation parameters with the parameter servers, at most 100 "
+        "exchanges and 1 GB per second. Lower it if an epoch takes seconds: operators that are a quarter of an epoch "
         "old are learned more slowly",
         above=0,
         unit="seconds",
     )
     lease_seconds: float = setting(
-        30.0, "a machine that is silent for so long is taken for lost", above=0, unit="seconds"
+        30.0, "a machine without heartbeats for this time is declared lost", above=0, unit="seconds"
     )
     on_trainer_loss: str = setting(
         "continue",
-        "what the loss of a machine means",
+        "reaction to the loss of a machine",
         words={"continue": "other machines train its buckets", "stop": "the job ends"},
     )
     max_restarts: int = setting(
         3,
-        "how often the lock server or a partition server that died is restarted, or a worker that died before it had "
-        "joined",
+        "restarts of a lock server or partition server that died, and of a worker that died before it joined",
         least=0,
     )
     checkpoint_preservation_interval: int | None = setting(
         None,
-        "every so many epochs, the checkpoint is kept for good, as `checkpoints/epoch-00010.ckpt` after the tenth; "
-        "null: never",
+        "epochs between checkpoints that are preserved, as `checkpoints/epoch-00010.ckpt` after the tenth; null: never",
         least=1,
     )
     checkpoint_chunks: bool = setting(
         False,
-        "`checkpoints/last.ckpt` is written after each edge chunk (of each edge set) too; several machines end a chunk "
-        "together, and all wait for it",
+        "whether `checkpoints/last.ckpt` is also written after each edge chunk (of each edge set); several machines "
+        "then wait for each other at the end of a chunk",
     )
 
     def __post_init__(self) -> None:
@@ -119,19 +125,19 @@ class PBGConfig(StrategyConfig):
             raise ConfigError(
                 f"strategy.partition_path={self.partition_path} was set; with "
                 f"strategy.partition_servers={self.partition_servers} partitions are on servers, and not in a folder.",
-                hint="set strategy.partition_servers=0, or leave strategy.partition_path.",
+                hint="set strategy.partition_servers=0, or remove strategy.partition_path.",
             )
 
 
 def check_machines(machines: int, settings: PBGConfig) -> None:
-    """Refuse more machines than can train at a time, and what they do not do.
+    """Check that all machines can train at a time.
 
     Args:
         machines: ``trainer.num_nodes``.
         settings: of the strategy.
 
     Raises:
-        ConfigError: with the arithmetic.
+        ConfigError: there are too few partitions, or too many in memory.
     """
     partitions, buffer = settings.num_partitions, settings.buffer_partitions
     if machines > 1 and 2 * machines > partitions:
@@ -149,54 +155,96 @@ def check_machines(machines: int, settings: PBGConfig) -> None:
 
 
 def count_locks(cfg: Any) -> int:
-    """Lock servers of a job: one where there are several machines."""
+    """Return the number of lock servers: one for several machines."""
     strategy = cfg.strategy
     check_machines(cfg.trainer.num_nodes, strategy)
     return int(cfg.trainer.num_nodes > 1)
 
 
 def max_restarts(cfg: Any) -> int:
-    """How often a process of a job is restarted that has lost nothing by its end."""
+    """Return how often a process that loses no state by its death is restarted."""
     return int(cfg.strategy.max_restarts)
 
 
 def worker_restarts(cfg: Any) -> int:
-    """How often a worker is restarted that died before it had a part in a job of several machines."""
+    """Return how often a worker that died before it joined a job of several machines is restarted."""
     return max_restarts(cfg) if cfg.trainer.num_nodes > 1 else 0
 
 
 def count_partition_servers(cfg: Any) -> int:
-    """Partition servers of a job."""
-    machines, wanted = cfg.trainer.num_nodes, cfg.strategy.partition_servers
-    if machines == 1:
-        return 0
-    return int(machines if wanted == EACH else wanted)
+    """Return the number of partition servers of a job."""
+    machines, servers = cfg.trainer.num_nodes, cfg.strategy.partition_servers
+    return int((machines if servers == EACH else servers) if machines > 1 else 0)
 
 
 def count_parameter_servers(cfg: Any) -> int:
-    """Parameter servers of a job: one on each of several machines."""
+    """Return the number of parameter servers: one on each of several machines."""
     return int(cfg.trainer.num_nodes if cfg.trainer.num_nodes > 1 else 0)
 
 
 def store_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the store of a job must be like: a part for each partition, and edges by buckets.
+    """Return the settings of the job's store: a part per partition, and edges by bucket.
 
-    The partitions that data comes in are kept, unless ``data.keep_parts=false`` or a partitioner was set.
+    Partitions in which the data comes are kept, unless ``data.keep_parts=false`` or a partitioner was set.
 
     Args:
         config: the composed configuration.
 
     Raises:
-        ConfigError: ``data.num_parts`` says something else.
+        ConfigError: ``data.num_parts`` is another number.
     """
     data, partitions = config["data"], config["strategy"]["num_partitions"]
     if data.get("num_parts") not in (None, partitions):
         raise ConfigError(
             f"data.num_parts={data['num_parts']} was set; strategy=pbg has strategy.num_partitions={partitions} "
             "partitions, and the store has a part for each.",
-            hint=f"leave data.num_parts, or set strategy.num_partitions={data['num_parts']}.",
+            hint=f"remove data.num_parts, or set strategy.num_partitions={data['num_parts']}.",
         )
     partitioner, keep = data.get("partitioner"), data.get("keep_parts", False)
-    kept = {"keep_parts": True} if keep is None and partitioner == "auto" else {}
-    given = partitioner in ("file", "given") or keep or kept
-    return {"num_parts": partitions, "partitioner": partitioner if given else "random", "buckets": True, **kept}
+    keeps = {"keep_parts": True} if keep is None and partitioner == "auto" else {}
+    is_set = partitioner in ("file", "given") or keep or keeps
+    return {"num_parts": partitions, "partitioner": partitioner if is_set else "random", "buckets": True, **keeps}
+
+
+def check_training(trainer: Any, data: StoreData | None, model: ModelRecipe) -> None:
+    """Check that batches consist of whole chunks, and that a limit of the epoch can be kept.
+
+    Raises:
+        ConfigError: with the setting.
+    """
+    limit = 0 if trainer is None else trainer.limit_train_batches
+    if not isinstance(limit, int) and 0 < limit < 1:
+        raise ConfigError(
+            f"trainer.limit_train_batches={limit} was set; strategy=pbg makes the batches of an epoch as it trains, "
+            "and cannot train a fraction of them.",
+            hint="set a whole number of batches of about 50,000 edges.",
+        )
+    if isinstance(limit, int) and limit and trainer.num_nodes > 1:
+        raise ConfigError(
+            f"trainer.limit_train_batches={limit} was set with trainer.num_nodes={trainer.num_nodes}; strategy=pbg "
+            "leases buckets to several machines, whose epoch ends when all buckets are trained.",
+            hint="remove trainer.limit_train_batches, or set trainer.num_nodes=1.",
+        )
+    size = None if data is None else data.batch_size
+    recipe = next((group for group in model.groups if not group.all_negs), None)  # without chunks any size will do
+    if size is not None and recipe is not None and size > recipe.places and size % recipe.places:
+        key = "num_batch_negs" if recipe.num_batch_negs else "num_uniform_negs"
+        raise ConfigError(
+            f"data.batch_size={size} is not a multiple of model.{key}={recipe.places}, the edges of a chunk: "
+            f"{size} = {size // recipe.places} * {recipe.places} + {size % recipe.places}.",
+            hint=f"set data.batch_size={size // recipe.places * recipe.places}.",
+        )
+
+
+def check_store(store: Store, partitions: int) -> None:
+    """Check that a store was made for this number of partitions.
+
+    Raises:
+        ConfigError: it has another number of parts, or no buckets.
+    """
+    if store.num_parts != partitions or not store.has_buckets:
+        raise ConfigError(
+            f"strategy.num_partitions={partitions} was set, and the store {store.path} has "
+            f"{store.num_parts} parts{'' if store.has_buckets else ' and no edge buckets'}.",
+            hint="let the gtrain command make the store, or set num_parts and buckets of the data module.",
+        )

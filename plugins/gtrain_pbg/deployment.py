@@ -1,48 +1,43 @@
-"""What depends on the number of machines, chosen once when the group is made; and one machine, whose order is known."""
+"""What depends on the number of machines, chosen once when the group is formed; and the deployment on one machine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from gtrain.graph.store import Store
 from gtrain.strategy.group import Group
+from gtrain_pbg.buckets import Bucket, ScheduledBucket, bucket_order
 from gtrain_pbg.config import PBGConfig
 from gtrain_pbg.edges import filled, mixed, passes_of
-from gtrain_pbg.order import Bucket, bucket_order
-from gtrain_pbg.swaps import ScheduledBucket
 from gtrain_pbg.typed import TypedTables
 from gtrain_pbg.worker import BucketBatches, BucketSource, timed_wait
 
 
 class Deployment(Protocol):
-    """The machines of a job, for one of its workers.
+    """The machines of a job, as seen by one of its workers.
 
     Attributes:
         slots: partitions in memory at a time.
-        folder: where the machine has files of partitions, in the run's folder.
+        folder: name of the folder in the run's folder where the machine has files of partitions.
+        group: all workers.
+        machine: the workers of this machine.
     """
 
     slots: int
     folder: str
+    group: Group
+    machine: Group
 
-    @property
-    def group(self) -> Group:
-        """All workers."""
-
-    @property
-    def machine(self) -> Group:
-        """The workers of this machine."""
-
-    def share(self) -> tuple[int, int]:
-        """This worker's number among those that are left, and how many these are."""
+    def evaluation_share(self) -> tuple[int, int]:
+        """Return this worker's number among the workers that are not lost, and their number."""
 
     def connect(self, tables: TypedTables, run_dir: Path, publishes: bool) -> None:
-        """Let the tables have the store that machines share, if they share one.
+        """Connect the tables with the store that machines share, if they share one.
 
         Args:
             tables: not yet filled.
@@ -58,13 +53,13 @@ class Deployment(Protocol):
         first: Callable[[int], int],
         limit: int | None,
     ) -> BucketSource:
-        """Where the worker's buckets come from.
+        """Return the source of the worker's buckets.
 
         Args:
-            tables: the tables.
+            tables: of all entity types.
             shared: memory of the machine's workers.
             store: the graph.
-            first: says with which chunk an epoch begins.
+            first: returns the chunk with which an epoch starts.
             limit: ``trainer.limit_train_batches``, as an int.
         """
 
@@ -80,19 +75,11 @@ class SingleMachineDeployment:
     folder = "partitions"
 
     def __init__(self, settings: PBGConfig, group: Group) -> None:
-        self._settings, self._group = settings, group
+        self._settings, self.group, self.machine = settings, group, group
         self.slots = min(settings.num_partitions, settings.buffer_partitions or settings.num_partitions)
 
-    @property
-    def group(self) -> Group:
-        return self._group
-
-    @property
-    def machine(self) -> Group:
-        return self._group
-
-    def share(self) -> tuple[int, int]:
-        return self._group.rank, self._group.size
+    def evaluation_share(self) -> tuple[int, int]:
+        return self.group.rank, self.group.size
 
     def connect(self, tables: TypedTables, run_dir: Path, publishes: bool) -> None:
         """Nothing: files stay on the machine."""
@@ -105,19 +92,19 @@ class SingleMachineDeployment:
         first: Callable[[int], int],
         limit: int | None,
     ) -> BucketSource:
-        def order(epoch: int, seed: int) -> Any:
+        def order(epoch: int, seed: int) -> list[tuple[Bucket, int]]:
             return buckets_of(store, self._settings, self.slots, (seed, epoch), first(epoch))
 
-        return PlannedBuckets(tables, self._group, order, limit)
+        return PlannedBuckets(tables, self.group, order, limit)
 
 
 class PlannedBuckets:
-    """A :class:`~gtrain_pbg.worker.BucketSource`: partitions are swapped by a plan that all workers make alike.
+    """A :class:`~gtrain_pbg.worker.BucketSource`: all workers compute the same plan of swaps in advance.
 
     Args:
-        tables: the tables.
-        group: the workers; the first moves partitions.
-        order: the buckets of an epoch with their edge chunks, by its number and the seed; the same on all workers.
+        tables: of all entity types.
+        group: the workers; rank 0 moves partitions.
+        order: returns the buckets of an epoch with their edge chunks, by its number and the seed.
         limit: ``trainer.limit_train_batches``, as an int: the epoch ends with the bucket in which it is reached.
     """
 
@@ -131,7 +118,7 @@ class PlannedBuckets:
         self._tables, self._group, self._order, self._limit = tables, group, order, limit
         self._leads = group.rank == 0
         self._plan: list[ScheduledBucket] = []
-        self._under_way: list[Future[None]] = []
+        self._pending: list[Future[None]] = []
         self.done = 0
 
     def begin(self, batches: BucketBatches, epoch: int) -> int:
@@ -141,58 +128,55 @@ class PlannedBuckets:
         self._plan = self._tables.buffer.plan(buckets)
         return sum(batches.count(bucket, chunk) for bucket, chunk in buckets)
 
-    def visits(self) -> Iterator[ScheduledBucket]:
-        for visit in self._plan:
-            self._enter(visit)
-            yield visit
-
-    def _enter(self, visit: ScheduledBucket) -> None:
-        """All workers have left the last bucket; its successor's partitions must be there before any goes on."""
-        with timed_wait(self._group.counters, "partitions"):
-            self._finish()
-            if self._leads and visit.before:
-                self._tables.begin_swaps(visit.before).result()
-        self._tables.buffer.slot_of = dict(visit.after)
-        self._group.barrier()
-        if self._leads:
-            self._under_way = [self._tables.begin_swaps(visit.during), self._tables.begin_reading_ahead(visit.soon)]
-
-    def trained(self, visit: ScheduledBucket, edges: int) -> None:
-        self._tables.trained(visit.bucket)
-        if visit.ends_chunk and not visit.last:
-            self.done = visit.chunk + 1
-        if visit.last:
+    def buckets(self) -> Iterator[ScheduledBucket]:
+        for scheduled in self._plan:
             with timed_wait(self._group.counters, "partitions"):
-                self._finish()
+                self._finish_swaps()
+                if self._leads and scheduled.before:
+                    self._tables.begin_swaps(scheduled.before).result()
+            self._tables.buffer.slot_of = dict(scheduled.after)
+            self._group.barrier()  # the bucket's partitions must be in memory before any worker goes on
+            if self._leads:
+                swaps = self._tables.begin_swaps(scheduled.during)
+                self._pending = [swaps, self._tables.begin_reading_ahead(scheduled.soon)]
+            yield scheduled
+
+    def trained(self, scheduled: ScheduledBucket, edges: int) -> None:
+        self._tables.trained(scheduled.bucket)
+        if scheduled.last:
+            with timed_wait(self._group.counters, "partitions"):
+                self._finish_swaps()
                 if self._leads:
                     self._tables.settle()
+        elif scheduled.ends_chunk:
+            self.done = scheduled.chunk + 1
 
     def counts(self) -> dict[str, float]:
         return {}
 
-    def _finish(self) -> None:
-        """Wait for what is read and written, and raise what went wrong."""
-        for under_way in self._under_way:
-            under_way.result()
-        self._under_way = []
+    def _finish_swaps(self) -> None:
+        """Wait for pending reads and writes, and raise their errors."""
+        for future in self._pending:
+            future.result()
+        self._pending = []
 
 
 def buckets_of(
     store: Store, settings: PBGConfig, slots: int, key: tuple[int, int], first: int = 0
 ) -> list[tuple[Bucket, int]]:
-    """The buckets of an epoch on one machine in their order, with the numbers of their edge chunks.
+    """Return the buckets of an epoch on one machine in their order, with the numbers of their edge chunks.
 
     Args:
-        store: those without edges are left out.
+        store: buckets without edges are left out.
         settings: of the strategy.
         slots: partitions in memory at a time.
         key: the seed and the epoch.
-        first: chunk with which the epoch begins.
+        first: chunk with which the epoch starts.
     """
-    there = filled(store)
+    nonempty = filled(store)
     return [
         (bucket, chunk)
         for chunk in range(first, passes_of(store, settings.num_edge_chunks))
         for bucket in bucket_order(settings.bucket_order, settings.num_partitions, slots, mixed(*key, chunk))
-        if bucket in there
+        if bucket in nonempty
     ]

@@ -1,4 +1,4 @@
-"""Batches of edges that are ranked, and of nodes that are written out: each worker has its share."""
+"""Batches of edges to rank, and of nodes to export: each worker has its share."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from gtrain.graph.store import Store
 from gtrain_pbg.tables import Partitioning
 
 NODES = 1 << 16
-"""Nodes of a batch that are written out."""
+"""Nodes of an export batch."""
 EDGES = 1 << 20
-"""Edges of the data that are compared at a time."""
+"""Edges of the data that are compared at a time with the edges to rank."""
 _ENDS = ("source", "target")
 _OPTIONAL = ("edge_type", "edge_weight")
 
 
 class EvaluationBatches:
-    """A worker's share of a split's edges; of all nodes for ``predict``. Each pass shares among the workers left.
+    """A worker's share of a split's edges, or of all nodes for ``predict``; lost workers have no share.
 
     Args:
-        loader: what to evaluate.
-        partitions: how the table is cut.
-        filtered: whether the model leaves out what is known.
-        share: this worker's number among those that are left, and how many these are.
-        one_batch: whether all edges come at once, because going through the table is dear.
+        loader: of the split.
+        partitions: of the nodes.
+        filtered: whether the model leaves out known edges.
+        share: returns this worker's number among the workers that are not lost, and their number.
+        one_batch: whether all edges come in one batch, because a pass through the table is expensive.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class EvaluationBatches:
     def _take_share(self) -> None:
         """Choose this worker's edges, or nodes."""
         total = len(self._orig_id) if self._loader.split == "predict" else len(self._edges.get("source", ()))
-        self._taken = worker, workers = self._share()
+        self._shared = worker, workers = self._share()
         self._mine = torch.arange(total).tensor_split(workers)[worker]
         self._known: KnownEdges | None = None
 
@@ -66,22 +66,19 @@ class EvaluationBatches:
         return max(1, self._loader.batch_size)
 
     def __iter__(self) -> Iterator[Data]:
-        if self._share() != self._taken:
+        if self._share() != self._shared:
             self._take_share()
         for seeds in self._mine.split(self._size) or [self._mine]:
-            batch = Data(orig_id=self._orig_id, num_nodes=len(self._orig_id))
-            if self._loader.split == "predict":
-                batch.seeds, batch.batch_size = seeds, seeds.numel()
-            else:
+            batch = Data(orig_id=self._orig_id, num_nodes=len(self._orig_id), seeds=seeds, batch_size=seeds.numel())
+            if self._loader.split != "predict":
                 self._fill(batch, seeds)
             yield batch
 
     def _fill(self, batch: Data, seeds: Tensor) -> None:
-        batch.seeds, batch.batch_size = seeds, seeds.numel()
         if not self._edges:
             batch.edge_label_index = torch.empty(2, 0, dtype=torch.int64)
             return
-        source, target = (self._edges[name][seeds] for name in ("source", "target"))
+        source, target = (self._edges[name][seeds] for name in _ENDS)
         batch.edge_label_index = torch.stack([source, target])
         for name in _OPTIONAL:
             if name in self._edges:
@@ -94,49 +91,49 @@ class EvaluationBatches:
             batch.known_head_ptr, batch.known_head = self._known.heads(target, relation)
 
 
-def known_edges(store: Store, asked: Mapping[str, Tensor]) -> KnownEdges:
-    """All edges of the data, of all splits, that share the source or the target, and the relation, with some edge.
+def known_edges(store: Store, edges: Mapping[str, Tensor]) -> KnownEdges:
+    """Return all edges of all splits that share the source or the target, and the relation, with one of these edges.
 
-    Edges are compared a few at a time, and only those that match are kept in memory.
+    Edges are compared piece by piece, and only matching ones stay in memory.
 
     Args:
         store: with buckets.
-        asked: ``source``, ``target`` (global ids) and, where edges have relations, ``edge_type`` of these edges, int64
-            ``[B]``.
+        edges: ``source``, ``target`` (global ids) and, if edges have relations, ``edge_type``, int64 ``[B]``.
     """
     count = int(store.facts.get("num_relations") or 1)
-    typed = "edge_type" in asked
-    relation = asked["edge_type"].long() if typed else 0
-    keys = [(asked[end].long() * count + relation).unique() for end in _ENDS]
-    ends, relations = [asked["source"][:0].long().expand(2, 0)], [asked["source"][:0].long()]
+    typed = "edge_type" in edges
+    relation = edges["edge_type"].long() if typed else 0
+    keys = [(edges[end].long() * count + relation).unique() for end in _ENDS]
+    none = edges["source"][:0].long()
+    ends, relations = [none.expand(2, 0)], [none]
     for columns in _all_edges(store):
         relation = columns["edge_type"].long() if typed else 0
-        matches = [_among(columns[end] * count + relation, some) for end, some in zip(_ENDS, keys, strict=True)]
-        kept = (matches[0] | matches[1]).nonzero().flatten()
-        ends.append(torch.stack([columns[end][kept] for end in _ENDS]))
+        matches = [_among(columns[end] * count + relation, known) for end, known in zip(_ENDS, keys, strict=True)]
+        rows = (matches[0] | matches[1]).nonzero().flatten()
+        ends.append(torch.stack([columns[end][rows] for end in _ENDS]))
         if typed:
-            relations.append(columns["edge_type"][kept].long())
+            relations.append(columns["edge_type"][rows].long())
     return KnownEdges(torch.cat(ends, dim=1), torch.cat(relations) if typed else None, count)
 
 
 def _all_edges(store: Store) -> Iterator[dict[str, Tensor]]:
-    """``source``, ``target`` (global ids, int64) and ``edge_type`` of all edges of all splits, some at a time."""
+    """Yield ``source``, ``target`` (global ids, int64) and ``edge_type`` of all edges of all splits, piece by piece."""
     offsets = store.offsets
     for i in range(store.num_parts):
         for j in range(store.num_parts):
             columns = store.bucket(i, j)
             for begin in range(0, len(columns["source"]), EDGES):
-                some = {name: column[begin : begin + EDGES] for name, column in columns.items()}
-                ends = {"source": some["source"].long() + offsets[i], "target": some["target"].long() + offsets[j]}
-                yield some | ends
+                piece = {name: column[begin : begin + EDGES] for name, column in columns.items()}
+                ends = {"source": piece["source"].long() + offsets[i], "target": piece["target"].long() + offsets[j]}
+                yield piece | ends
     for split in ("val", "test"):
-        found = held_out_edges(store, split)
-        if found:
-            yield found
+        columns = held_out_edges(store, split)
+        if columns:
+            yield columns
 
 
-def _among(values: Tensor, some: Tensor) -> Tensor:
-    """Whether each value is one of ``some``, which ascend; bool ``[n]``."""
-    if not len(some):
+def _among(values: Tensor, known: Tensor) -> Tensor:
+    """Return whether each value is in ``known``, which is sorted; bool ``[n]``. Faster than ``torch.isin`` here."""
+    if not len(known):
         return torch.zeros_like(values, dtype=torch.bool)
-    return some[torch.searchsorted(some, values).clamp(max=len(some) - 1)] == values
+    return known[torch.searchsorted(known, values).clamp(max=len(known) - 1)] == values

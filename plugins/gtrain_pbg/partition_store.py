@@ -1,11 +1,13 @@
-"""Where partitions are while they are in no slot of memory: the interface, and files of one machine.
+"""Storage of partitions that are not in memory: the interface, and files of one machine with write-behind.
 
 Several machines share partition servers (:mod:`gtrain_pbg.machines.partition_server`) or a folder
-(:mod:`gtrain_pbg.machines.folder`).
+(:mod:`gtrain_pbg.machines.folder`). A partition has two arrays, ``rows`` and ``state`` (of the optimizer), each a file
+in the format of :mod:`gtrain.strategy.tensor_files`.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -17,48 +19,82 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gtrain_pbg import files
+from gtrain.errors import CheckpointError
+from gtrain.graph.store.manifest import safe_name
+from gtrain.strategy import tensor_files
+from gtrain.strategy.tensor_files import Writing
 
+ROWS, STATE = ARRAYS = ("rows", "state")
+"""The arrays of a partition."""
+PIECE = 1 << 18
+"""Ids that are processed at a time."""
 MAX_PENDING = 2
-"""Partitions of a table that are written at a time: they are in the kernel's memory until the disk has them."""
+"""Partitions of a table that are written at a time: the page cache has them until the disk does."""
 
 ReuseWaits = Mapping[str, Callable[[int], None]]
-"""By kind: blocks until the given number of bytes at the start of a tensor may be overwritten."""
+"""By array: a function that blocks until the given number of bytes at the start of a tensor may be overwritten."""
+
+
+def partition_key(table: str, partition: int) -> str:
+    """Return the key of a partition in a store, and of its lease on the wire."""
+    return f"{table}-{partition}"
+
+
+def file_name(array: str, partition: int, table: str = "table") -> str:
+    """Return the name of the file of a partition's array."""
+    return f"{partition_key(safe_name(table), partition)}.{array}.npy"
+
+
+def check_count(folder: Path, table: str, partitions: int) -> None:
+    """Check that a checkpoint has this number of partitions of a table.
+
+    Raises:
+        CheckpointError: it has another number.
+    """
+    names = re.compile(rf"{re.escape(safe_name(table))}-\d+\.{ROWS}\.npy")
+    saved = sum(names.fullmatch(path.name) is not None for path in folder.iterdir())
+    if saved != partitions:
+        raise CheckpointError(
+            f"{folder} has {saved} partitions of a table that has {partitions} here: "
+            f"strategy.num_partitions={partitions} was set.",
+            hint=f"set strategy.num_partitions={saved} (or the type's in data.entities), or start a run with "
+            "strategy.warm_start.",
+        )
 
 
 class PartitionStore(ABC):
-    """Partitions by key. ``tensors`` are rows and optimizer state by kind, see :mod:`gtrain_pbg.files`.
+    """Partitions by key. ``tensors`` are by array, :data:`ARRAYS`.
 
     Attributes:
-        shared: whether other machines use it too. Partitions are then in slots only while a machine holds a lease of
-            them. Each version of a partition has the number of the lease under which it was written.
+        shared: whether other machines use it too. A machine then has partitions in memory only while it holds a lease
+            of them, and each version of a partition has the number of the lease under which it was written.
     """
 
     shared: ClassVar[bool] = True
 
     def clear(self) -> None:  # noqa: B027 - optional
-        """Delete what an earlier job has left: its leases have numbers that this one's may have too."""
+        """Delete the partitions of an earlier job, whose leases may have the same numbers as this job's."""
 
     @abstractmethod
-    def load(self, key: str, tensors: Mapping[str, Tensor], lease: int = 0, free: ReuseWaits | None = None) -> None:
+    def load(self, key: str, tensors: Mapping[str, Tensor], lease: int = 0, waits: ReuseWaits | None = None) -> None:
         """Fill tensors with the newest version of a partition.
 
         Args:
-            key: the partition.
-            tensors: by kind; other kinds are not read.
+            key: of the partition.
+            tensors: by array; other arrays are not read.
             lease: of the reader; versions of older leases are refused from then on. 0: none.
-            free: what :meth:`save` returned for the partition that had the same memory.
+            waits: what :meth:`save` returned for the partition that had the same memory.
         """
 
     @abstractmethod
     def save(self, key: str, version: int, tensors: Mapping[str, Tensor]) -> ReuseWaits:
-        """Write a version. A shared store has it on a disk when this returns; one machine's writes behind.
+        """Write a version. A shared store has it on a disk on return; the store of one machine writes behind.
 
         Returns:
-            When the tensors may be overwritten; kinds that are not in it may be at once.
+            Functions that block until tensors may be overwritten; other arrays may be at once.
 
         Raises:
-            PeerLostError: there is a newer one, or it was granted to another: this machine has lost its lease.
+            PeerLostError: a newer version exists, or another machine was granted the partition: the lease was lost.
             DataError, RemoteError: the disk is full.
         """
 
@@ -68,76 +104,97 @@ class PartitionStore(ABC):
 
     @abstractmethod
     def keep(self, key: str, targets: Mapping[str, Path], like: Mapping[str, Tensor]) -> None:
-        """Write the newest version into a checkpoint; ``like`` has tensors of its size, whose content may change."""
+        """Write the newest version into a checkpoint; ``like`` has tensors of its size, which may be overwritten."""
 
     @abstractmethod
     def adopt(self, key: str, version: int, sources: Mapping[str, Path]) -> None:
         """Take a partition of a checkpoint as a version."""
 
     def read(self, key: str, like: Tensor) -> Tensor:
-        """All rows of a partition, copied or mapped from a file; ``like`` has their shape and dtype."""
+        """Return all rows of a partition, copied or mapped from a file; ``like`` has their shape and dtype."""
         rows = torch.empty_like(like)
-        self.load(key, {files.ROWS: rows})
+        self.load(key, {ROWS: rows})
         return rows
 
     def read_ahead(self, key: str) -> None:  # noqa: B027 - optional
-        """A partition will be loaded soon."""
+        """Prefetch a partition that will be loaded soon."""
 
     def settle(self) -> None:  # noqa: B027 - optional
-        """Wait until the disk has all that was saved."""
+        """Wait until all saved partitions are on the disk."""
 
 
-class LocalPartitions(PartitionStore):
+class FileStore(PartitionStore):
+    """A :class:`PartitionStore` whose partitions are files that this process can read.
+
+    Args:
+        folder: of the files; made when the first is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @abstractmethod
+    def path(self, key: str, array: str) -> Path:
+        """Return the file of a partition's newest version.
+
+        Raises:
+            DataError: the partition does not exist.
+        """
+
+    def load(self, key: str, tensors: Mapping[str, Tensor], lease: int = 0, waits: ReuseWaits | None = None) -> None:
+        for array, tensor in tensors.items():
+            tensor_files.read(self.path(key, array), tensor, (waits or {}).get(array))
+
+    def select(self, key: str, rows: Tensor, target: Tensor) -> None:
+        torch.index_select(tensor_files.mapped(self.path(key, ROWS)), 0, rows, out=target)
+
+    def keep(self, key: str, targets: Mapping[str, Path], like: Mapping[str, Tensor]) -> None:
+        for array, target in targets.items():
+            tensor_files.keep(self.path(key, array), target)
+
+
+class LocalPartitions(FileStore):
     """Files of one machine, or those of a loaded checkpoint where a partition has not changed since.
 
     One process writes; all read. Methods are called by one thread at a time.
-
-    Args:
-        folder: where the files are; made when the first is written.
     """
 
     shared = False
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._checkpoint: dict[str, Mapping[str, Path]] = {}  # files by key and kind
+        super().__init__(folder)
+        self._checkpoint: dict[str, Mapping[str, Path]] = {}  # files by key and array
         self._writes = WriteBehind()
 
-    def create(self, key: str, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> files.Writing:
-        """Begin to write a partition's file."""
+    def create(self, key: str, array: str, shape: tuple[int, ...], dtype: torch.dtype) -> Writing:
+        """Start to write a partition's file."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        return files.Writing(self._own(key, kind), shape, dtype)
+        return Writing(self._file(key, array), shape, dtype)
 
-    def path(self, key: str, kind: str) -> Path:
-        """The newest file of a partition."""
-        own, checkpoint = self._own(key, kind), self._checkpoint.get(key)
-        return own if checkpoint is None or own.exists() else checkpoint[kind]
+    def path(self, key: str, array: str) -> Path:
+        file, checkpoint = self._file(key, array), self._checkpoint.get(key)
+        return file if checkpoint is None or file.exists() else checkpoint[array]
 
     def discard(self, key: str) -> None:
         """Delete a partition's files."""
-        for kind in files.KINDS:
-            self._own(key, kind).unlink(missing_ok=True)
+        for array in ARRAYS:
+            self._file(key, array).unlink(missing_ok=True)
 
-    def load(self, key: str, tensors: Mapping[str, Tensor], lease: int = 0, free: ReuseWaits | None = None) -> None:
+    def load(self, key: str, tensors: Mapping[str, Tensor], lease: int = 0, waits: ReuseWaits | None = None) -> None:
         self._writes.wait(key)
-        for kind, tensor in tensors.items():
-            files.read(self.path(key, kind), tensor, (free or {}).get(kind))
+        super().load(key, tensors, lease, waits)
 
     def save(self, key: str, version: int, tensors: Mapping[str, Tensor]) -> ReuseWaits:
         pending = {
-            kind: PendingWrite(self.create(key, kind, tuple(tensor.shape), tensor.dtype), tensor)
-            for kind, tensor in tensors.items()
+            array: PendingWrite(self.create(key, array, tuple(tensor.shape), tensor.dtype), tensor)
+            for array, tensor in tensors.items()
         }
         self._writes.begin(key, list(pending.values()))
-        return {kind: write.wait for kind, write in pending.items()}
-
-    def select(self, key: str, rows: Tensor, target: Tensor) -> None:
-        torch.index_select(files.mapped(self.path(key, files.ROWS)), 0, rows, out=target)
+        return {array: write.wait for array, write in pending.items()}
 
     def keep(self, key: str, targets: Mapping[str, Path], like: Mapping[str, Tensor]) -> None:
         self._writes.wait(key)
-        for kind, target in targets.items():
-            files.keep(self.path(key, kind), target)
+        super().keep(key, targets, like)
 
     def adopt(self, key: str, version: int, sources: Mapping[str, Path]) -> None:
         """Read the checkpoint's files until the partition changes."""
@@ -145,29 +202,29 @@ class LocalPartitions(PartitionStore):
         self.discard(key)
 
     def read(self, key: str, like: Tensor) -> Tensor:
-        return files.mapped(self.path(key, files.ROWS))
+        return tensor_files.mapped(self.path(key, ROWS))
 
     def read_ahead(self, key: str) -> None:
         self._writes.wait(key)
-        for kind in files.KINDS:
-            files.announce(self.path(key, kind))
+        for array in ARRAYS:
+            tensor_files.announce(self.path(key, array))
 
     def settle(self) -> None:
         self._writes.settle()
 
-    def _own(self, key: str, kind: str) -> Path:
-        return self.folder / f"{key}.{kind}.npy"
+    def _file(self, key: str, array: str) -> Path:
+        return self.folder / f"{key}.{array}.npy"
 
 
 class PendingWrite:
-    """A tensor that is written to a file, and whose memory is free for other rows piece by piece.
+    """A tensor that is being written to a file, and whose memory may be reused piece by piece.
 
     Args:
         writing: the file.
         tensor: all its rows.
     """
 
-    def __init__(self, writing: files.Writing, tensor: Tensor) -> None:
+    def __init__(self, writing: Writing, tensor: Tensor) -> None:
         self._writing, self._tensor = writing, tensor
         self._copied = 0
         self._failed: BaseException | None = None
@@ -185,21 +242,21 @@ class PendingWrite:
             raise self._failed
 
     def copy(self) -> None:
-        """Copy the tensor into the kernel's memory; the disk thread calls it."""
+        """Copy the tensor into the page cache; called by the disk thread."""
         try:
-            self._writing.add(self._tensor, self._reach)
-        except BaseException as error:  # raised in whoever waits for this memory
+            self._writing.add(self._tensor, self._advance)
+        except BaseException as error:  # also raised by whoever waits for this memory
             with self._change:
                 self._failed = error
                 self._change.notify_all()
             raise
-        self._reach(sys.maxsize)  # memory behind the tensor is free, too
+        self._advance(sys.maxsize)  # memory behind the tensor may be reused, too
 
     def flush(self) -> None:
-        """Wait for the disk to have the file."""
+        """Wait until the file is on the disk."""
         self._writing.done()
 
-    def _reach(self, nbytes: int) -> None:
+    def _advance(self, nbytes: int) -> None:
         with self._change:
             self._copied = nbytes
             self._change.notify_all()
@@ -217,10 +274,10 @@ class WriteBehind:
         self._pending: dict[str, Future[None]] = {}
 
     def begin(self, key: str, writes: Sequence[PendingWrite]) -> None:
-        """Begin to write the tensors of a partition.
+        """Start to write the tensors of a partition; wait while :data:`MAX_PENDING` partitions are being written.
 
         Raises:
-            DataError: an earlier one could not be written.
+            DataError: an earlier partition could not be written.
         """
         for other in [key for key, future in self._pending.items() if future.done()]:
             self.wait(other)
@@ -229,13 +286,13 @@ class WriteBehind:
         self._pending[key] = self._threads.submit(_write, writes)
 
     def wait(self, key: str) -> None:
-        """Wait until the disk has a partition, if it is being written."""
+        """Wait until a partition is on the disk, if it is being written."""
         future = self._pending.pop(key, None)
         if future is not None:
             future.result()
 
     def settle(self) -> None:
-        """Wait until the disk has all of them."""
+        """Wait until all partitions are on the disk."""
         for key in list(self._pending):
             self.wait(key)
 

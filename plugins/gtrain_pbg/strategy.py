@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,34 +28,58 @@ from gtrain.strategy.checkpoint import SavedRows
 from gtrain.strategy.group import Group, form_group
 from gtrain.wire.shared import SharedTensors
 from gtrain_pbg import SERVES
-from gtrain_pbg.checkpoints import EpochProgress, preserve
-from gtrain_pbg.checks import check_store, check_training
-from gtrain_pbg.config import PBGConfig, check_machines
+from gtrain_pbg.checkpoints import (
+    EpochProgress,
+    check_numbering,
+    describe,
+    load_states,
+    matmul_of,
+    preserve,
+    relations_of,
+    save_states,
+    warm_start,
+)
+from gtrain_pbg.config import PBGConfig, check_machines, check_store, check_training
 from gtrain_pbg.deployment import Deployment, SingleMachineDeployment
-from gtrain_pbg.edges import BucketEdges, batching_keys
+from gtrain_pbg.edges import BucketEdges, RelationGroups
 from gtrain_pbg.evaluation import EvaluationBatches
 from gtrain_pbg.machines.deployment import MultiMachineDeployment
 from gtrain_pbg.machines.members import JobEndedError
-from gtrain_pbg.memory import fill_relations, load_states, relations_layout, save_states, share_memory
-from gtrain_pbg.optimizers import StepRules
+from gtrain_pbg.memory import fill_relations, relation_shapes, share_memory
 from gtrain_pbg.step.arithmetic import FORMATS, choose, fastest_of_cpu
 from gtrain_pbg.step.relations import state_width
 from gtrain_pbg.tables import PartitionedHome, Partitioning
-from gtrain_pbg.training import BucketTraining
+from gtrain_pbg.training import BucketTraining, StepRules
 from gtrain_pbg.typed import TypedTables, partition_types
-from gtrain_pbg.warm_start import check_numbering, describe, matmul_of, relations_of, warm_start
 from gtrain_pbg.worker import BucketBatches, BucketWorker, EpochSteps
 
 log = logging.getLogger("gtrain")
 
 
-class PBGStrategy(GraphStrategy):
-    """Trains embeddings bucket by bucket: edges between two partitions of the table while both are in memory.
+@dataclass
+class Installed:
+    """What a model is trained with on this rank.
 
-    Each worker takes its own steps, on tables that all workers of the machine have in the same memory, without locks
-    (Hogwild, Recht et al. 2011). They meet at the ends of buckets. The module's own ``training_step`` is not run: what
-    its ``recipe()`` says is computed by :class:`~gtrain_pbg.step.training.TrainingStep`. What several machines do is in
-    :mod:`gtrain_pbg.machines`.
+    Attributes:
+        recipe: of the model.
+        store: the graph.
+        tables: of all entity types.
+        shared: memory of the machine's workers: tables, relation parameters, optimizer state.
+    """
+
+    recipe: ModelRecipe
+    store: Store
+    tables: TypedTables
+    shared: SharedTensors
+
+
+class PBGStrategy(GraphStrategy):
+    """Trains embeddings bucket by bucket: the edges between two partitions of the table while both are in memory.
+
+    The workers of a machine take steps independently on tables in shared memory, without locks (Hogwild, Recht et al.
+    2011), and meet at the end of each bucket. The module's ``training_step`` is not run:
+    :class:`~gtrain_pbg.step.training.TrainingStep` computes its ``recipe()``. :mod:`gtrain_pbg.machines` has what
+    several machines need.
 
     Its settings are those of :class:`gtrain_pbg.config.PBGConfig`.
     """
@@ -68,16 +93,18 @@ class PBGStrategy(GraphStrategy):
 
     def __init__(self, *values: Any, **settings: Any) -> None:
         super().__init__(*values, **settings)
-        self._store: Store | None = None
-        self._recipe: ModelRecipe | None = None
-        self._table: TypedTables | None = None
-        self._shared: SharedTensors | None = None
+        self._installed: Installed | None = None
         self._deployment: Deployment = SingleMachineDeployment(self.settings, self.group)
         self._worker: BucketWorker | None = None
         self._training: BucketTraining | None = None
         self._cpus: list[str] = []  # the fastest number format of each rank's CPU
         self._now: EpochProgress | None = None  # while a checkpoint is written within an epoch
-        self._reached = EpochProgress(0, 0)
+        self._resumed = EpochProgress(0, 0)
+
+    @property
+    def _state(self) -> Installed:
+        assert self._installed is not None
+        return self._installed
 
     # ------------------------------------------------------------------------------------------ set-up
 
@@ -86,7 +113,7 @@ class PBGStrategy(GraphStrategy):
         super().setup_environment()
 
     def make_group(self) -> Group:
-        """The group of all workers, and that of this machine's."""
+        """Form the group of all workers, and that of this machine."""
         if self.num_nodes == 1:
             self._deployment = SingleMachineDeployment(self.settings, super().make_group())
             return self._deployment.group
@@ -102,7 +129,7 @@ class PBGStrategy(GraphStrategy):
             self.may_be_lost()
             machines.lock.on_loss(lambda error: self.may_be_lost(not isinstance(error, JobEndedError)))
         self.joined()
-        machines.lock.ask("stay", {})
+        machines.lock.request("stay", {})
         place = environment, self.local_rank, self.num_processes
         name = f" of machine {self.node_rank}"
         first = self.node_rank * self.num_processes
@@ -110,7 +137,7 @@ class PBGStrategy(GraphStrategy):
         return machines.group
 
     def restart_checkpoint(self, run_dir: Path) -> Path | None:
-        """None: a rank is restarted before it has a part in the job, and begins with the others."""
+        """Return None: a rank is restarted only before it has joined the job, and starts with the others."""
         return None
 
     @property
@@ -137,35 +164,35 @@ class PBGStrategy(GraphStrategy):
         return store
 
     def install(self, module: Module) -> None:
-        """Let the table live in partitions, and relations where all workers have them."""
-        self._recipe = recipe = module.recipe()  # type: ignore[operator]
+        """Move the tables to partitions and relation parameters to shared memory."""
+        recipe: ModelRecipe = module.recipe()  # type: ignore[operator]
         rules = StepRules(self.optimizers, recipe) if self.fitting else None
-        if self._table is None:
-            self._table = self._make_table(recipe, rules)
+        if self._installed is None:
+            self._installed = self._make_tables(recipe, rules)
             if self._leads:
-                self._fill(recipe, rules.starts if rules else (0.0, 0.0))
-            self._table.assign_first_slots()
+                self._fill(rules.initial_states if rules else (0.0, 0.0))
+            self._state.tables.assign_first_slots()
             self.group.barrier()
-        assert self._shared is not None
+        self._state.recipe = recipe
         for name, parameter in recipe.parameters.items():
-            parameter.data = self._shared[name]
-        for layer, table in zip(recipe.tables.values(), self._table.tables, strict=True):
+            parameter.data = self._state.shared[name]
+        for layer, table in zip(recipe.tables.values(), self._state.tables.tables, strict=True):
             layer.move(PartitionedHome(table))
         if rules is not None:
-            self._worker = self._make_worker(recipe, rules)
+            self._worker = self._make_worker(self._state, rules)
 
-    def _make_worker(self, recipe: ModelRecipe, rules: StepRules) -> BucketWorker:
-        table, shared, settings, trainer = self._table, self._shared, self.settings, self.trainer
-        assert table is not None and shared is not None and trainer is not None and self._store is not None
-        matmul = settings.matmul if settings.matmul != "auto" else self._choose_matmul(recipe, table.dtype)
-        self._training = training = BucketTraining(self.lightning_module, recipe, rules, shared, table, matmul)
+    def _make_worker(self, state: Installed, rules: StepRules) -> BucketWorker:
+        tables, shared, settings, trainer = state.tables, state.shared, self.settings, self.trainer
+        assert trainer is not None
+        matmul = settings.matmul if settings.matmul != "auto" else self._choose_matmul(state.recipe, tables.dtype)
+        self._training = training = BucketTraining(self.lightning_module, state.recipe, rules, shared, tables, matmul)
         limit = trainer.limit_train_batches if isinstance(trainer.limit_train_batches, int) else None
-        source = self._deployment.source(table, shared, self._store, lambda epoch: self._reached.first(epoch), limit)
+        source = self._deployment.source(tables, shared, state.store, lambda epoch: self._resumed.first(epoch), limit)
         groups = self._deployment.machine, self._deployment.group
         return BucketWorker(source, training, *groups, lambda: trainer.current_epoch, settings.eval_fraction > 0, limit)
 
     def _choose_matmul(self, recipe: ModelRecipe, dtype: torch.dtype) -> str:
-        """What ``strategy.matmul=auto`` stands for, the same on all ranks, whose CPUs may differ."""
+        """Resolve ``strategy.matmul=auto``, to the same format on all ranks, whose CPUs may differ."""
         self._cpus = self.group.all_gather_object(fastest_of_cpu())
         chosen = choose(recipe, dtype, self._cpus)
         if self.is_global_zero:
@@ -175,73 +202,70 @@ class PBGStrategy(GraphStrategy):
     def resolved_settings(self) -> dict[str, Any]:
         return {} if self._training is None else {"strategy.matmul": self._training.matmul}
 
-    def _make_table(self, recipe: ModelRecipe, rules: StepRules | None) -> TypedTables:
-        """Memory for the tables and for relations, with what optimizers keep of them; the machine's leader makes it."""
-        assert self.data is not None
-        self._store = store = self.open_shard(self.data.open_store())
+    def _make_tables(self, recipe: ModelRecipe, rules: StepRules | None) -> Installed:
+        """Allocate memory for tables, relations and their optimizer state; the machine's leader makes it."""
+        assert self.data is not None and self.trainer is not None
+        store = self.open_shard(self.data.open_store())
         nodes = Partitioning(store.offsets, tuple(store.node("orig_id", part) for part in range(store.num_parts)))
         layers = list(recipe.tables.values())
         dtype, types = layers[0].weight.dtype, partition_types(store, [layer.table for layer in layers])
         widths = [state_width(rules.table.name, layer.table.dim) if rules else 0 for layer in layers]
         slots, machine = self._deployment.slots, self._deployment.machine
-        layout = TypedTables.tensors(types, slots, widths, dtype) | relations_layout(recipe, rules)
-        self._shared = share_memory(machine, layout, self.timeout_seconds)
-        assert self.trainer is not None
+        shapes = TypedTables.tensors(types, slots, widths, dtype) | relation_shapes(recipe, rules)
+        shared = share_memory(machine, shapes, self.timeout_seconds)
         run_dir = Path(self.trainer.default_root_dir)
         folder = run_dir / self._deployment.folder
-        tables = TypedTables(types, nodes, slots, widths, dtype, folder, self._shared, self._leads)
+        tables = TypedTables(types, nodes, slots, widths, dtype, folder, shared, self._leads)
         self._deployment.connect(tables, run_dir, self.is_global_zero)
-        return tables
+        return Installed(recipe, store, tables, shared)
 
-    def _fill(self, recipe: ModelRecipe, start: tuple[float, float]) -> None:
-        """Fill the machine's memory with initial values, and the table."""
-        assert self._table is not None and self._shared is not None
-        fill_relations(self._shared, recipe, start[1])
+    def _fill(self, initial_states: tuple[float, float]) -> None:
+        """Fill the machine's shared memory with initial values; rank 0 fills the tables too."""
+        recipe, shared, tables = self._state.recipe, self._state.shared, self._state.tables
+        fill_relations(shared, recipe, initial_states[1])
         if not self.is_global_zero:
             return
-        self._table.initialize(start[0])
+        tables.initialize(initial_states[0])
         if self.settings.warm_start is not None and self.optimizers:
-            assert self.lightning_module is not None and self._store is not None
-            known = {id(parameter): self._shared[name] for name, parameter in recipe.parameters.items()}
+            assert self.lightning_module is not None
+            known = {id(parameter): shared[name] for name, parameter in recipe.parameters.items()}
             named = self.lightning_module.named_parameters()
-            shared = {name: known[id(parameter)] for name, parameter in named if id(parameter) in known}
+            parameters = {name: known[id(parameter)] for name, parameter in named if id(parameter) in known}
             relations = relations_of(self.lightning_module, recipe)
-            warm_start(Path(self.settings.warm_start), self._store, self._table, shared, relations)
-        self._table.publish()
+            warm_start(Path(self.settings.warm_start), self._state.store, tables, parameters, relations)
+        tables.publish()
 
     def uninstall(self, module: Module) -> None:
-        if self._recipe is None or self._table is None:
+        if self._installed is None:
             return
-        for parameter in self._recipe.parameters.values():
+        recipe = self._installed.recipe
+        for parameter in recipe.parameters.values():
             parameter.data = parameter.data.clone()
-        for layer, table in zip(self._recipe.tables.values(), self._table.tables, strict=True):
-            whole = table.partitions.count == 1  # in the order of the source data: the module may have it as it is
+        for layer, table in zip(recipe.tables.values(), self._installed.tables.tables, strict=True):
+            whole = table.partitions.count == 1  # in the order of the source data: the module takes it as it is
             layer.move_back(table.read(0) if whole else layer.weight.new_empty(0, layer.table.dim))
         self._worker = None
 
     # ------------------------------------------------------------------------------------------ batches
 
     def batches(self, shard: Store, loader: SeedLoader) -> Iterable[Any]:
-        settings, table = self.settings, self._table
-        assert table is not None and self._recipe is not None
+        settings, tables, machine = self.settings, self._state.tables, self._deployment.machine
         if loader.split != "train":
             assert isinstance(self.lightning_module, HasRecipe)
             filtered = self.lightning_module.filtered
-            return EvaluationBatches(loader, table.nodes, filtered, self._deployment.share, not table.whole)
+            share = self._deployment.evaluation_share
+            return EvaluationBatches(loader, tables.nodes, filtered, share, not tables.whole)
         edges = BucketEdges(
             shard, settings.num_edge_chunks, settings.eval_fraction, settings.shuffle, loader.seed, self.dtype
         )
-        machine = self._deployment.machine
-        size = loader.batch_size or max(1, shard.num_edges)
+        size, keys = loader.batch_size or max(1, shard.num_edges), RelationGroups(self._state.recipe).batching_keys
         assert self._worker is not None
-        return EpochSteps(
-            self._worker, BucketBatches(edges, size, batching_keys(self._recipe), machine.rank, machine.size)
-        )
+        return EpochSteps(self._worker, BucketBatches(edges, size, keys, machine.rank, machine.size))
 
     # ------------------------------------------------------------------------------------------ steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Train on the batches of a turn; the module's own step is not run."""
+        """Train on the batches of a step; the module's own ``training_step`` is not run."""
         module = self.lightning_module
         assert isinstance(module, HasRecipe) and self._worker is not None
         total, weight, logged = self._worker.train()
@@ -251,7 +275,7 @@ class PBGStrategy(GraphStrategy):
         return {"loss": module.log_training(pair[0], pair[1])}
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Nothing: the step has gone back already."""
+        """Nothing: the step has computed and applied the gradients."""
         return closure_loss
 
     def optimizer_step(
@@ -261,13 +285,13 @@ class PBGStrategy(GraphStrategy):
         model: pl.LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the step, which applies the optimizer's rules itself; Lightning counts it as one."""
+        """Run the step, which applies the optimizer's rule itself; Lightning counts it as one."""
         return closure()
 
     # ------------------------------------------------------------------------------------------ checkpoints
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Write the last checkpoint where an edge chunk is trained, if that is wished for."""
+        """Write the last checkpoint after an edge chunk, with ``strategy.checkpoint_chunks``."""
         trainer, chunk = self.trainer, self._worker.done if self._worker is not None else 0
         folder = getattr(trainer and trainer.checkpoint_callback, "dirpath", None)
         if not self.settings.checkpoint_chunks or not chunk or trainer is None or folder is None:
@@ -285,17 +309,18 @@ class PBGStrategy(GraphStrategy):
             preserve(Path(filepath), int(checkpoint["epoch"]), interval)
 
     def shard_files(self, folder: Path) -> None:
-        if self.is_global_zero and self._table is not None and self._shared is not None:
-            self._table.save(folder)
+        if self.is_global_zero and self._installed is not None:
+            state, module = self._installed, self.lightning_module
+            assert module is not None
+            state.tables.save(folder)
             if self._now is not None:
                 self._now.write(folder)
-            assert self._recipe is not None and self._store is not None and self.lightning_module is not None
-            save_states(folder, self._shared, self._recipe)
+            save_states(folder, state.shared, state.recipe)
             matmul = None if self._training is None else self._training.matmul
-            describe(folder, self._store, self._table, relations_of(self.lightning_module, self._recipe), matmul)
+            describe(folder, state.store, state.tables, relations_of(module, state.recipe), matmul)
 
     def _keep_matmul(self, folder: Path, training: BucketTraining) -> None:
-        """Continue with the number format of the checkpoint where ``strategy.matmul=auto``, whatever this CPU is."""
+        """With ``strategy.matmul=auto``, continue in the number format of the checkpoint, whatever this CPU is."""
         recorded, warns = matmul_of(folder), self.is_global_zero
         if recorded == training.matmul or "float64" in (recorded, training.matmul):
             return
@@ -312,27 +337,26 @@ class PBGStrategy(GraphStrategy):
             log.warning(text, folder, recorded, slowest)
 
     def load_tables(self, rows: Mapping[str, SavedRows]) -> None:
-        assert self._recipe is not None and self._table is not None
-        if self._table.in_shared_store:
+        state = self._state
+        if state.tables.in_shared_store:
             raise CheckpointError(
                 f"ckpt_path was written by another strategy, and trainer.num_nodes={self.num_nodes} was set.",
                 hint="set trainer.num_nodes=1; several machines read checkpoints of strategy=pbg alone.",
             )
         named = {id(layer): name for name, layer in tables(self.lightning_module)}  # type: ignore[arg-type]
         self.group.barrier()
-        for layer, table in zip(self._recipe.tables.values(), self._table.tables, strict=True):
+        for layer, table in zip(state.recipe.tables.values(), state.tables.tables, strict=True):
             for partition in range(table.partitions.count) if self._leads else ():
                 table.overwrite(partition, rows[named[id(layer)]].pieces())
         self.group.barrier()
 
     def load_shard_files(self, folder: Path) -> None:
-        assert self._table is not None and self._shared is not None and self._store is not None
         self.group.barrier()
-        self._table.load(folder)
-        check_numbering(folder, self._store)
+        self._state.tables.load(folder)
+        check_numbering(folder, self._state.store)
         if self.fitting and self._training is not None:
             self._keep_matmul(folder, self._training)
-        self._reached = EpochProgress.read(folder) or self._reached
+        self._resumed = EpochProgress.read(folder) or self._resumed
         if self._leads:
-            load_states(folder, self._shared)
+            load_states(folder, self._state.shared)
         self.group.barrier()

@@ -1,4 +1,4 @@
-"""A table in partitions: those in slots of memory, which the workers of a machine share, and those in a store."""
+"""A table in partitions: some in slots of memory that the workers of a machine share, the others in a store."""
 
 from __future__ import annotations
 
@@ -17,22 +17,32 @@ from gtrain.graph.store.manifest import safe_name
 from gtrain.nn import Csr, RemoteHome, TableSpec
 from gtrain.nn.rules import Rule, Settings
 from gtrain.nn.table import INIT_ROWS
+from gtrain.strategy import tensor_files
 from gtrain.wire.shared import SharedTensors
-from gtrain_pbg import files
-from gtrain_pbg.partition_store import LocalPartitions, PartitionStore, ReuseWaits
+from gtrain_pbg.buckets import PartitionBuffer
+from gtrain_pbg.partition_store import (
+    ARRAYS,
+    ROWS,
+    STATE,
+    LocalPartitions,
+    PartitionStore,
+    ReuseWaits,
+    check_count,
+    file_name,
+    partition_key,
+)
 from gtrain_pbg.step.layout import PartitionRows
-from gtrain_pbg.swaps import PartitionBuffer
 
 TensorShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)
 class Partitioning:
-    """How a table is cut.
+    """How the rows of a table are partitioned.
 
     Attributes:
         offsets: int64 ``[P + 1]``; partition p has the global ids ``offsets[p] .. offsets[p+1]-1``.
-        orig_id: of each partition, ids of the source data, ascending.
+        orig_id: for each partition, ids of the source data, ascending.
     """
 
     offsets: Tensor
@@ -45,36 +55,36 @@ class Partitioning:
 
     @cached_property
     def all_orig_ids(self) -> Tensor:
-        """Ids of the source data by global id, ``[N]``; all batches of evaluation share this tensor."""
+        """Ids of the source data by global id, ``[N]``; all evaluation batches share this tensor."""
         return torch.cat(self.orig_id)
 
     def size(self, partition: int) -> int:
-        """Rows of a partition."""
+        """Return the number of rows of a partition."""
         return int(self.offsets[partition + 1] - self.offsets[partition])
 
     @property
     def largest(self) -> int:
-        """Rows of the largest."""
+        """Rows of the largest partition."""
         return int(self.offsets.diff().max())
 
 
 class PartitionedTable:
     """PartitionRows and optimizer state of one table, in slots of shared memory and in a store.
 
-    It begins in files of the machine. Where machines share a store, :meth:`publish` moves it there.
+    It is created in files of the machine. If machines share a store, :meth:`publish` moves it there.
 
     Args:
-        spec: what the table is.
-        partitions: how it is cut.
-        buffer: which partitions are in which slots; of all tables that are cut alike.
-        state_width: numbers of optimizer state for each row.
+        spec: of the table.
+        partitions: how it is partitioned.
+        buffer: which partitions are in which slots; shared by all tables that are partitioned alike.
+        state_width: numbers of optimizer state per row.
         dtype: of rows and state.
-        folder: where the files are.
-        shared: rows ``[slots, largest, width]`` and state ``[slots, largest, state_width]``.
-        name: what its files and its shared memory are called after.
+        folder: of the files.
+        shared: memory: rows ``[slots, largest, width]`` and state ``[slots, largest, state_width]``.
+        name: prefix of its files and its shared memory.
 
     Attributes:
-        store: where partitions are that have no slot.
+        store: of partitions that are in no slot.
     """
 
     def __init__(
@@ -100,26 +110,26 @@ class PartitionedTable:
     def tensors(
         slots: int, partitions: Partitioning, width: int, state_width: int, dtype: torch.dtype, name: str = "table"
     ) -> TensorShapes:
-        """What :class:`~gtrain.wire.shared.SharedTensors` must hold for a table."""
-        rows, columns = partitions.largest, {files.ROWS: width, files.STATE: state_width}
-        return {f"{name}.{kind}": ((slots, rows, count), dtype) for kind, count in columns.items()}
+        """Return the shapes of a table's :class:`~gtrain.wire.shared.SharedTensors`."""
+        rows, columns = partitions.largest, {ROWS: width, STATE: state_width}
+        return {f"{name}.{array}": ((slots, rows, count), dtype) for array, count in columns.items()}
 
     @property
     def whole(self) -> bool:
-        """Whether every partition has a slot, and stays there."""
+        """Whether every partition is in a slot for good."""
         return not self.store.shared and self.buffer.slots >= self.partitions.count
 
     # ------------------------------------------------------------------------------------------ contents
 
     def initialize(self, start: float) -> None:
-        """Give all rows their initial values, the same as ``single`` starts with. The leader calls it.
+        """Set all rows to their initial values, the same as with ``strategy=single``; called by the leader.
 
         Args:
-            start: what the optimizer's state begins with.
+            start: initial value of the optimizer's state.
         """
         size, width = self.partitions.size, self.spec.dim
         writing = {
-            p: self._local.create(self._file_key(p), files.ROWS, (size(p), width), self.dtype)
+            p: self._local.create(self._file_key(p), ROWS, (size(p), width), self.dtype)
             for p in range(self.partitions.count)
             if p not in self.buffer.slot_of
         }
@@ -132,42 +142,42 @@ class PartitionedTable:
                 if partition in writing:
                     writing[partition].add(rows)
                 else:
-                    self._slot(partition)[files.ROWS][low:high] = rows
+                    self._slot(partition)[ROWS][low:high] = rows
         for partition in range(self.partitions.count):
             if partition in writing:
                 writing[partition].done()
                 state = torch.full((size(partition), self._state_width), start, dtype=self.dtype)
-                files.write(self._local.path(self._file_key(partition), files.STATE), state)
+                tensor_files.write(self._local.path(self._file_key(partition), STATE), state)
             else:
-                self._slot(partition)[files.STATE].fill_(start)
+                self._slot(partition)[STATE].fill_(start)
 
     def overwrite(self, partition: int, sources: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Overwrite rows of a partition; on the leader, before training.
 
         Args:
-            partition: the partition.
-            sources: ids of the source data (-1: none) and rows, ``[n]`` and ``[n, width]``.
+            partition: its number.
+            sources: ids of the source data (-1: ignored) and rows, ``[n]`` and ``[n, width]``.
         """
-        here, path = partition in self.buffer.slot_of, self._local.path(self._file_key(partition), files.ROWS)
-        rows = self._slot(partition)[files.ROWS] if here else files.mapped(path).clone()
+        in_memory, path = partition in self.buffer.slot_of, self._local.path(self._file_key(partition), ROWS)
+        rows = self._slot(partition)[ROWS] if in_memory else tensor_files.mapped(path).clone()
         first, last = (int(self.partitions.offsets[partition + end]) for end in (0, 1))
         for ids, values in sources:
             global_ids = torch.where(ids >= 0, self.global_ids[ids.clamp(min=0)].long(), -1)
             chosen = ((global_ids >= first) & (global_ids < last)).nonzero().flatten()
             rows[global_ids[chosen] - first] = values[chosen].to(self.dtype)
-        if not here:
-            files.write(path, rows)
+        if not in_memory:
+            tensor_files.write(path, rows)
 
     def publish(self, next_lease: Callable[[], int]) -> None:
-        """Move all partitions from the machine's files to the shared store. One process of the job calls it, once."""
+        """Move all partitions from the machine's files to the shared store; called once, by one process of the job."""
         for partition in range(self.partitions.count):
             key = self._file_key(partition)
-            paths = {kind: self._local.path(key, kind) for kind in files.KINDS}
+            paths = {array: self._local.path(key, array) for array in ARRAYS}
             self.store.adopt(self._key(partition), next_lease(), paths)
             self._local.discard(key)
 
     def save(self, folder: Path, changed: Collection[int]) -> list[str]:
-        """Write all partitions into a checkpoint; files that lie on a disk already get a second name there.
+        """Write all partitions into a checkpoint; files that are on the disk already are linked.
 
         Args:
             folder: the checkpoint.
@@ -177,28 +187,28 @@ class PartitionedTable:
         for partition in range(self.partitions.count):
             targets = self._files(folder, partition)
             if self.whole:
-                for kind, tensor in self._slot(partition).items():
-                    files.write(targets[kind], tensor)
+                for array, tensor in self._slot(partition).items():
+                    tensor_files.write(targets[array], tensor)
             else:
                 if partition in changed and partition in self.buffer.slot_of:
-                    self.leave(partition, self.buffer.slot_of[partition])
+                    self.evict(partition, self.buffer.slot_of[partition])
                 self.store.keep(self._key(partition), targets, self._tensors(0, partition))
             names += [path.name for path in targets.values()]
         return names
 
     def load(self, folder: Path, next_lease: Callable[[], int], adopts: bool, fills: bool) -> None:
-        """Take the partitions of a checkpoint.
+        """Load the partitions of a checkpoint.
 
         Args:
             folder: the checkpoint.
             next_lease: numbers the versions.
-            adopts: whether this process gives them to the store.
+            adopts: whether this process hands them to the store.
             fills: whether it reads those that have slots.
 
         Raises:
-            CheckpointError: it has another number of them.
+            CheckpointError: the checkpoint has another number of partitions.
         """
-        files.check_count(folder, self.name, self.partitions.count)
+        check_count(folder, self.name, self.partitions.count)
         for partition in range(self.partitions.count if adopts else 0):
             version = next_lease() if self.store.shared else 0
             self.store.adopt(self._key(partition), version, self._files(folder, partition))
@@ -208,42 +218,40 @@ class PartitionedTable:
     # ------------------------------------------------------------------------------------------ training
 
     def rows(self, slot: int, partition: int) -> PartitionRows:
-        """A partition that is in a slot, for the training step."""
+        """Return a partition that is in a slot, for the training step."""
         if slot not in self._heads:
             self._heads[slot] = torch.full((self.partitions.largest,), -1, dtype=torch.int32)
         tensors = self._tensors(slot, partition)
-        return PartitionRows(
-            tensors[files.ROWS], tensors[files.STATE], self._heads[slot][: self.partitions.size(partition)]
-        )
+        return PartitionRows(tensors[ROWS], tensors[STATE], self._heads[slot][: self.partitions.size(partition)])
 
-    def leave(self, partition: int, slot: int, lease: int = 0) -> ReuseWaits:
+    def evict(self, partition: int, slot: int, lease: int = 0) -> ReuseWaits:
         """Save a partition that is in a slot; see :meth:`PartitionStore.save`."""
         return self.store.save(self._key(partition), lease, self._tensors(slot, partition))
 
-    def fill(self, partition: int, slot: int, lease: int = 0, free: ReuseWaits | None = None) -> None:
-        """Load a partition into a slot while its predecessor is still being copied out, behind it."""
-        tensors = {kind: tensor for kind, tensor in self._tensors(slot, partition).items() if tensor.shape[1]}
-        self.store.load(self._key(partition), tensors, lease, free)
+    def fill(self, partition: int, slot: int, lease: int = 0, waits: ReuseWaits | None = None) -> None:
+        """Load a partition into a slot, right behind its predecessor, which may still be being copied out."""
+        tensors = {array: tensor for array, tensor in self._tensors(slot, partition).items() if tensor.shape[1]}
+        self.store.load(self._key(partition), tensors, lease, waits)
 
     def read_ahead(self, partition: int) -> None:
-        """Let the kernel read a partition for which no slot is free yet."""
+        """Prefetch a partition for which no slot is free yet."""
         self.store.read_ahead(self._key(partition))
 
     # ------------------------------------------------------------------------------------------ reading
 
     def read(self, partition: int) -> Tensor:
-        """Rows of a partition as they are, in memory or mapped from its file."""
+        """Return the rows of a partition, in memory or mapped from its file."""
         if partition in self.buffer.slot_of:
-            return self._slot(partition)[files.ROWS]
-        return self.store.read(self._key(partition), self._tensors(0, partition)[files.ROWS])
+            return self._slot(partition)[ROWS]
+        return self.store.read(self._key(partition), self._tensors(0, partition)[ROWS])
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Ids of the source data and rows, partition by partition."""
+        """Yield ids of the source data and rows, partition by partition."""
         for partition, orig_id in enumerate(self.partitions.orig_id):
             yield orig_id, self.read(partition)
 
     def fetch(self, ids: Tensor) -> Tensor:
-        """Rows of ids of the source data, wherever they are."""
+        """Return rows by ids of the source data, from memory or the store."""
         rows = torch.empty(ids.numel(), self.spec.dim, dtype=self.dtype)
         global_ids = self.global_ids[ids].long()
         owner = owner_of(global_ids, self.partitions.offsets)
@@ -251,7 +259,7 @@ class PartitionedTable:
             selected = (owner == partition).nonzero().flatten()
             local_ids = global_ids[selected] - self.partitions.offsets[partition]
             if partition in self.buffer.slot_of:
-                rows[selected] = self._slot(partition)[files.ROWS][local_ids]
+                rows[selected] = self._slot(partition)[ROWS][local_ids]
             else:
                 stored = rows.new_empty(len(selected), self.spec.dim)
                 self.store.select(self._key(partition), local_ids, stored)
@@ -260,7 +268,7 @@ class PartitionedTable:
 
     @property
     def global_ids(self) -> Tensor:
-        """Global id of each id of the source data, ``[N]``."""
+        """Global ids by id of the source data, ``[N]``."""
         if self._global is None:
             self._global = torch.empty(self.spec.rows, dtype=torch.int32 if self.spec.rows < 2**31 else torch.int64)
             for partition, orig_id in enumerate(self.partitions.orig_id):
@@ -271,28 +279,28 @@ class PartitionedTable:
     # ------------------------------------------------------------------------------------------ inside
 
     def _key(self, partition: int) -> str:
-        """What a partition is called in the store."""
-        return files.partition_key(safe_name(self.spec.name if self.store.shared else self.name), partition)
+        """Return the key of a partition in the store."""
+        return partition_key(safe_name(self.spec.name if self.store.shared else self.name), partition)
 
     def _file_key(self, partition: int) -> str:
-        """What it is called among the machine's files."""
-        return files.partition_key(safe_name(self.name), partition)
+        """Return the key of a partition among the machine's files."""
+        return partition_key(safe_name(self.name), partition)
 
     def _files(self, folder: Path, partition: int) -> dict[str, Path]:
-        """A partition's files in a checkpoint, by kind."""
-        return {kind: folder / files.file_name(kind, partition, self.name) for kind in files.KINDS}
+        """Return a partition's files in a checkpoint, by array."""
+        return {array: folder / file_name(array, partition, self.name) for array in ARRAYS}
 
     def _slot(self, partition: int) -> dict[str, Tensor]:
         return self._tensors(self.buffer.slot_of[partition], partition)
 
     def _tensors(self, slot: int, partition: int) -> dict[str, Tensor]:
-        """What a slot has of a partition, by kind."""
+        """Return the arrays of a partition in a slot."""
         size = self.partitions.size(partition)
-        return {kind: self._shared[f"{self.name}.{kind}"][slot, :size] for kind in files.KINDS}
+        return {array: self._shared[f"{self.name}.{array}"][slot, :size] for array in ARRAYS}
 
 
 class PartitionedHome(RemoteHome):
-    """Rows for evaluation and export. Training goes around it: the strategy's step changes partitions themselves.
+    """Placement of a table's rows for evaluation and export; the training step changes partitions directly.
 
     Args:
         rows: the table.
@@ -308,20 +316,20 @@ class PartitionedHome(RemoteHome):
     def push(self, ids: Tensor, gradients: Tensor) -> None:
         raise ConfigError(
             "the module asked for gradients of the table by autograd; strategy=pbg trains by the module's recipe().",
-            hint="set strategy=single or ps for a training step of your own.",
+            hint="set strategy=single or ps for a module with its own training step.",
         )
 
     def multiply(self, rows: Csr) -> tuple[Tensor, Any]:
         raise ConfigError("strategy=pbg serves tables of embeddings, not products.", hint="set strategy=single or ps.")
 
     def push_product(self, ticket: Any, gradient: Tensor) -> None:
-        raise AssertionError("there is no product")
+        raise AssertionError("multiply() raises")
 
     def update(self, rule: Rule, settings: Settings) -> None:
         """Nothing: rows were updated when they were trained."""
 
     def zero_grad(self) -> None:
-        """Nothing: no gradient is kept."""
+        """Nothing: gradients are not stored."""
 
     def read(self, begin: int, end: int) -> Tensor:
         return self.rows.fetch(torch.arange(begin, end))

@@ -1,42 +1,104 @@
-"""A worker's training on the edges of a bucket, once both of its partitions are in memory."""
+"""A worker's training on the edges of a bucket whose partitions are in memory, and the optimizers' update rules."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from gtrain.errors import DataError
+from gtrain.errors import ConfigError, DataError
+from gtrain.nn import JointOptimizer, RowOptimizer
 from gtrain.nn.recipe import ModelRecipe
+from gtrain_pbg.buckets import ScheduledBucket
 from gtrain_pbg.edges import EdgeList, RelationGroups
-from gtrain_pbg.optimizers import StepRules
 from gtrain_pbg.step.layout import EdgeBatch, PartitionRows
-from gtrain_pbg.step.relations import RelationWeights
+from gtrain_pbg.step.relations import KERNEL_RULES, RelationWeights, UpdateRule
 from gtrain_pbg.step.training import TrainingStep
-from gtrain_pbg.swaps import ScheduledBucket
 from gtrain_pbg.typed import TypedTables
 
 HELD = 500
-"""Edges that were held back which are ranked at a time, among each other and twice as many nodes."""
+"""Held-out edges that are ranked at a time, among each other and twice as many nodes."""
+
+
+class StepRules:
+    """The update rules of the module's optimizers, read in every step: schedulers change learning rates.
+
+    Args:
+        optimizers: of the module.
+        recipe: of the module.
+
+    Raises:
+        ConfigError: the training step does not know the rule of an optimizer.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], recipe: ModelRecipe) -> None:
+        self._table = _find(optimizers, [table.weight for table in recipe.tables.values()], "model.sparse_optimizer")
+        parameters = list(recipe.parameters.values())
+        self._relations = _find(optimizers, parameters, "model.optimizer") if parameters else self._table
+
+    @property
+    def table(self) -> UpdateRule:
+        """The table's current rule."""
+        return _rule(*self._table)
+
+    @property
+    def relations(self) -> UpdateRule:
+        """The relation parameters' current rule."""
+        return _rule(*self._relations)
+
+    @property
+    def initial_states(self) -> tuple[float, float]:
+        """The initial value of the optimizer state of the table, and of the relations."""
+        table, relations = (group.get("initial_accumulator", 0.0) for _, group in (self._table, self._relations))
+        return table, relations
+
+
+def _rule(name: str, group: dict[str, Any]) -> UpdateRule:
+    return UpdateRule(name, group["lr"], group.get("eps", 0.0), group["weight_decay"])
+
+
+def _find(optimizers: Sequence[Optimizer], parameters: list[Any], key: str) -> tuple[str, dict[str, Any]]:
+    """Return the rule and the parameter group of the optimizer that has these parameters."""
+    parts = [
+        part
+        for optimizer in optimizers
+        for part in (optimizer.parts if isinstance(optimizer, JointOptimizer) else [optimizer])
+    ]
+    ids = {id(parameter) for parameter in parameters}
+    for part in parts:
+        for group in part.param_groups:
+            if ids <= {id(parameter) for parameter in group["params"]}:
+                if isinstance(part, RowOptimizer) and part.rule.name in KERNEL_RULES:
+                    return part.rule.name, group
+                raise ConfigError(
+                    f"{key} made a {type(part).__name__}; strategy=pbg trains with gtrain.nn.RowwiseAdagrad, Adagrad "
+                    "and SGD.",
+                    hint=f"set {key}._target_=gtrain.nn.Adagrad, or strategy=single.",
+                )
+    raise ConfigError(
+        f"no group of the module's optimizers has all parameters that {key} is for.",
+        hint="give one optimizer the table, and one all other parameters.",
+    )
 
 
 class BucketTraining:
-    """Trains on batches, each of one group of relations, and ranks edges that were held back.
+    """Trains on batches, each of one group of relations, and ranks held-out edges.
 
     Args:
         module: the model.
-        recipe: what it computes.
+        recipe: of the model.
         rules: of its optimizers.
-        shared: relation parameters, and what their optimizer keeps, by name.
+        shared: relation parameters and their optimizer state, by name.
         tables: of all entity types.
         matmul: number format of matrix products, one of :data:`~gtrain_pbg.step.arithmetic.FORMATS`.
 
     Attributes:
-        matmul: the same, or float64 where the tables are.
+        matmul: the same, or float64 if the tables are.
     """
 
     def __init__(
@@ -49,101 +111,100 @@ class BucketTraining:
         matmul: str,
     ) -> None:
         self._module, self._recipe, self._rules, self._tables = module, recipe, rules, tables
-        weights = {name: RelationWeights(shared[name], shared[f"{name}.state"]) for name in recipe.parameters}
-        self._groups, self._weights = RelationGroups(recipe), weights
+        self._weights = {name: RelationWeights(shared[name], shared[f"{name}.state"]) for name in recipe.parameters}
+        self._groups = RelationGroups(recipe)
         self.use(matmul)
-        self._drawn: dict[str, Tensor] = {}
-        self._held = torch.zeros(3, dtype=torch.float64)  # reciprocal ranks before, after, and how many
+        self._buffers: dict[str, Tensor] = {}
+        self._held = torch.zeros(3, dtype=torch.float64)  # reciprocal ranks before, after, and their number
 
     def use(self, matmul: str) -> None:
-        """Compute the following batches with products in this number format; those of float64 stay in float64."""
-        double = self._tables.dtype == torch.float64
-        self.matmul = "float64" if double else matmul
+        """Compute the products of later batches in this number format; those of float64 stay in float64."""
+        dtype = self._tables.dtype
+        self.matmul = "float64" if dtype == torch.float64 else matmul
         self._steps: list[TrainingStep] = []
         for number, group in enumerate(self._recipe.groups):
-            own = {name: self._weights[common] for name, common in self._recipe.names_of(number).items()}
+            weights = {name: self._weights[common] for name, common in self._recipe.names_of(number).items()}
             work = self._steps[0].work if self._steps else None
-            self._steps.append(TrainingStep(group, own, self._tables.dtype, matmul, work))
+            self._steps.append(TrainingStep(group, weights, dtype, matmul, work))
 
-    def train(self, batches: list[EdgeList], visit: ScheduledBucket) -> tuple[float, float]:
-        """Train on batches of a bucket; return the weighted sum of the losses, and of the weights.
+    def train(self, batches: list[EdgeList], scheduled: ScheduledBucket) -> tuple[float, float]:
+        """Train on batches of a bucket; return the weighted sum of the losses, and the sum of the weights.
 
         Raises:
-            DataError: a loss is no number.
+            DataError: a loss is NaN or infinite.
         """
-        table_rule, relation_rule = self._rules.table, self._rules.relations
+        rules = self._rules.table, self._rules.relations
         total = weight = 0.0
         for edges in batches:
             number = self._groups.of(edges)
-            batch, heads, tails = self._batch(number, edges, visit)
-            lost, counted = self._steps[number](batch, heads, tails, table_rule, relation_rule)
+            ends = heads, tails = self._rows(number, scheduled)
+            count = self._steps[number].draws(len(edges))
+            drawn = self._draw("heads", heads.count, count), self._draw("tails", tails.count, count)
+            local = self._localized(number, edges, scheduled)
+            batch = EdgeBatch(local.heads, local.relation, local.tails, local.weight, drawn)
+            lost, counted = self._steps[number](batch, *ends, *rules)
             if not math.isfinite(lost):
                 raise DataError(
-                    f"the loss of a batch of bucket {visit.bucket} is {lost}.",
-                    hint="lower model.sparse_optimizer.lr or model.init_scale, set model.max_norm, and look for "
-                    "weights that are no numbers in the data.",
+                    f"the loss of a batch of bucket {scheduled.bucket} is {lost}: training diverged, or the data "
+                    "contains NaN or inf.",
+                    hint="lower model.sparse_optimizer.lr or model.init_scale, set model.max_norm, and check the "
+                    "weights in the data.",
                 )
             total, weight = total + lost, weight + counted
         return total, weight
 
-    def score_before(self, held: EdgeList, visit: ScheduledBucket) -> None:
-        """Rank edges that were held back, before their bucket is trained."""
-        self._held[0] += self._score(held, visit)
+    def score_before(self, held: EdgeList, scheduled: ScheduledBucket) -> None:
+        """Rank held-out edges before their bucket is trained."""
+        self._held[0] += self._score(held, scheduled)
 
-    def score_after(self, held: EdgeList, visit: ScheduledBucket) -> None:
+    def score_after(self, held: EdgeList, scheduled: ScheduledBucket) -> None:
         """Rank them again after it."""
-        self._held += torch.tensor([0.0, self._score(held, visit), 2.0 * len(held)])
+        self._held += torch.tensor([0.0, self._score(held, scheduled), 2.0 * len(held)])
 
     def take_held_out(self) -> Tensor:
-        """Reciprocal ranks before and after and their number, float64 ``[3]``, summed since this was last asked."""
+        """Return the sums of reciprocal ranks before and after, and their number, float64 ``[3]``; reset them."""
         ranks = self._held.clone()
         self._held.zero_()
         return ranks
 
-    def _score(self, edges: EdgeList, visit: ScheduledBucket) -> float:
-        """Sum of the reciprocal ranks of both ends of edges, among each other and nodes drawn from both partitions."""
+    def _score(self, held: EdgeList, scheduled: ScheduledBucket) -> float:
+        """Sum the reciprocal ranks of both ends of edges, among each other and nodes drawn from both partitions."""
         generator, total = torch.Generator().manual_seed(0), 0.0
-        for number, every in self._groups.split(edges):
-            heads, tails = self._rows(number, visit)
-            every = self._localized(number, every, visit)
-            for begin in range(0, len(every), HELD):
-                some = every.select(slice(begin, begin + HELD))
+        for number, members in self._groups.split(held):
+            heads, tails = self._rows(number, scheduled)
+            members = self._localized(number, members, scheduled)
+            for begin in range(0, len(members), HELD):
+                edges = members.select(slice(begin, begin + HELD))
                 drawn = [rows.read(torch.randperm(rows.count, generator=generator)[:HELD]) for rows in (heads, tails)]
                 with torch.no_grad():
-                    ends = heads.read(some.heads), tails.read(some.tails)
-                    ranks = self._module.sampled_ranks(ends, some.relation, (drawn[0], drawn[1]), number)
+                    ends = heads.read(edges.heads), tails.read(edges.tails)
+                    ranks = self._module.sampled_ranks(ends, edges.relation, (drawn[0], drawn[1]), number)
                 total += float(torch.cat(ranks).reciprocal().sum())
         return total
 
-    def _rows(self, number: int, visit: ScheduledBucket) -> tuple[PartitionRows, PartitionRows]:
-        """The tables that a group's edges of a bucket refer to."""
+    def _rows(self, number: int, scheduled: ScheduledBucket) -> tuple[PartitionRows, PartitionRows]:
+        """Return the rows that a group's edges of a bucket refer to."""
         group = self._recipe.groups[number]
-        ends = (self._tables.rows(kind, end, visit) for end, kind in enumerate(group.types))
-        heads, tails = (replace(rows, bags=bags) for rows, bags in zip(ends, group.bags, strict=True))
+        heads, tails = (
+            replace(self._tables.rows(entity_type, end, scheduled), bags=bags)
+            for end, (entity_type, bags) in enumerate(zip(group.types, group.bags, strict=True))
+        )
         return heads, tails
 
-    def _localized(self, number: int, edges: EdgeList, visit: ScheduledBucket) -> EdgeList:
-        """A group's edges by rows of these tables and numbers among its relations."""
+    def _localized(self, number: int, edges: EdgeList, scheduled: ScheduledBucket) -> EdgeList:
+        """Number a group's edges by rows of these tables and by relations of the group."""
         lhs, rhs = self._recipe.groups[number].types
-        return self._groups.localized(edges, self._tables.begin(lhs, 0, visit), self._tables.begin(rhs, 1, visit))
-
-    def _batch(
-        self, number: int, edges: EdgeList, visit: ScheduledBucket
-    ) -> tuple[EdgeBatch, PartitionRows, PartitionRows]:
-        heads, tails = self._rows(number, visit)
-        count = self._steps[number].draws(len(edges))
-        drawn = self._draw("heads", heads.count, count), self._draw("tails", tails.count, count)
-        own = self._localized(number, edges, visit)
-        return EdgeBatch(own.heads, own.relation, own.tails, own.weight, drawn), heads, tails
+        first = self._tables.begin(lhs, 0, scheduled), self._tables.begin(rhs, 1, scheduled)
+        return self._groups.localized(edges, *first)
 
     def _draw(self, name: str, nodes: int, count: int) -> Tensor:
-        held = self._drawn.get(name)
-        if held is None or held.numel() < count:
-            held = self._drawn[name] = torch.empty(count, dtype=torch.int64)
-        return torch.randint(nodes, (count,), out=held[:count])
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < count:
+            buffer = self._buffers[name] = torch.empty(count, dtype=torch.int64)
+        return torch.randint(nodes, (count,), out=buffer[:count])
 
 
 def held_out(ranks: Tensor) -> dict[str, float]:
-    """Mean reciprocal ranks of all that was held back, by the name under which they are logged."""
+    """Return the mean reciprocal ranks of held-out edges as metrics."""
     before, after, count = ranks.tolist()
     return {"held_out_mrr_before": before / max(count, 1), "held_out_mrr": after / max(count, 1)}

@@ -1,7 +1,7 @@
-"""The tables of all entity types, which are cut alike and come and go together.
+"""The tables of all entity types, which are partitioned alike and swapped together.
 
-A partition of the store has rows of every type that is cut, those of one type after those of another. A type that is
-not cut lies in partition 0, as PyTorch-BigGraph has it, and its table is in memory all the time.
+A partition of the store has rows of every partitioned type, those of one type after those of another. The rows of a
+type that is not partitioned belong to partition 0, as in PyTorch-BigGraph, and its table is always in memory.
 """
 
 from __future__ import annotations
@@ -19,18 +19,16 @@ from gtrain.graph.store import Store
 from gtrain.graph.store.entities import entity_types
 from gtrain.nn import TableSpec
 from gtrain.wire.shared import SharedTensors
-from gtrain_pbg import files
-from gtrain_pbg.order import Bucket
-from gtrain_pbg.partition_store import PartitionStore, ReuseWaits
+from gtrain_pbg.buckets import Bucket, PartitionBuffer, ScheduledBucket, Swap
+from gtrain_pbg.partition_store import ARRAYS, PartitionStore, ReuseWaits
 from gtrain_pbg.step.layout import PartitionRows
-from gtrain_pbg.swaps import PartitionBuffer, ScheduledBucket, Swap
 from gtrain_pbg.tables import PartitionedTable, Partitioning, TensorShapes
 
 T = TypeVar("T")
 Released = Callable[[int], None]
-"""Called with a partition that is saved, whose lease may end."""
+"""Called with a partition that has been saved and whose lease may end."""
 BUNDLE = "types"
-"""What the lock server calls the partitions of several tables."""
+"""Name of the leases of several tables' partitions."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +36,10 @@ class TypePartitioning:
     """How the rows of one entity type are partitioned.
 
     Attributes:
-        name: the type; files and shared memory are called after it.
-        spec: what its table is.
+        name: of the type; prefix of its files and its shared memory.
+        spec: of its table.
         partitions: of its rows.
-        begins: for each partition of the store the row at which the type's entities begin.
+        begins: for each partition of the store, the row of its first entity.
     """
 
     name: str
@@ -51,7 +49,7 @@ class TypePartitioning:
 
     @property
     def is_partitioned(self) -> bool:
-        """Whether it has the store's partitions, not a single one that stays in memory."""
+        """Whether it has the store's partitions, rather than a single one that stays in memory."""
         return self.partitions.count == len(self.begins)
 
 
@@ -60,45 +58,45 @@ def partition_types(store: Store, specs: Sequence[TableSpec]) -> list[TypePartit
 
     Args:
         store: the graph, whose nodes of all types have one numbering.
-        specs: what each type's table is; the table of a featurized type has rows for features, and is not cut.
+        specs: of each type's table; the table of a featurized type has rows for features, and is not partitioned.
     """
     parts = [store.node("orig_id", part) for part in range(store.num_parts)]
-    together = store.facts.get("unpartitioned") or []
+    unpartitioned, features = store.facts.get("unpartitioned") or [], store.facts.get("features") or {}
     types = []
-    for spec, kind in zip(specs, entity_types(store), strict=True):
-        first, ends = kind.first, torch.tensor([kind.first, kind.first + kind.count])
+    for spec, entity in zip(specs, entity_types(store), strict=True):
+        first, ends = entity.first, torch.tensor([entity.first, entity.first + entity.count])
         spans = [torch.searchsorted(orig_id, ends).tolist() for orig_id in parts]
-        held = parts[:1] if spec.name in together else parts
-        own = tuple(
-            ids[low:high] - first if first else ids[low:high] for ids, (low, high) in zip(held, spans, strict=False)
+        members = tuple(
+            ids[low:high] - first if first else ids[low:high]
+            for ids, (low, high) in zip(parts[:1] if spec.name in unpartitioned else parts, spans, strict=False)
         )
-        if spec.name in (store.facts.get("features") or {}):
-            own = (torch.arange(spec.rows),)
-        sizes = torch.tensor([0, *(len(ids) for ids in own)])
+        if spec.name in features:
+            members = (torch.arange(spec.rows),)
+        offsets = torch.tensor([0, *(len(ids) for ids in members)]).cumsum(0)
         name = "table" if len(specs) == 1 else spec.name
-        types.append(TypePartitioning(name, spec, Partitioning(sizes.cumsum(0), own), tuple(low for low, _ in spans)))
+        types.append(TypePartitioning(name, spec, Partitioning(offsets, members), tuple(low for low, _ in spans)))
     return types
 
 
 class TypedTables:
     """PartitionRows and optimizer state of the tables of all types.
 
-    Which partition is in which slot follows from a plan, which all processes of a machine know. One of them, the
-    leader, moves partitions between slots and the store.
+    All processes of a machine know which partition is in which slot. One of them, the leader, moves partitions between
+    slots and the store.
 
     Args:
-        types: the types.
-        nodes: how the nodes of all types are cut.
+        types: how each type is partitioned.
+        nodes: how the nodes of all types are partitioned.
         slots: partitions in memory at a time.
-        state_widths: numbers of optimizer state for each row, by type.
+        state_widths: numbers of optimizer state per row, by type.
         dtype: of rows and state.
-        folder: where files of partitions are that have no slot.
-        shared: what :meth:`tensors` asks for.
+        folder: of the files of partitions that are in no slot.
+        shared: memory of the shapes that :meth:`tensors` returns.
         leader: whether this process moves partitions.
 
     Attributes:
         tables: by type.
-        nodes: how the nodes of all types are cut.
+        nodes: how the nodes of all types are partitioned.
         buffer: which partitions are in which slots.
     """
 
@@ -136,12 +134,12 @@ class TypedTables:
         self._each = ThreadPoolExecutor(max(1, len(self._partitioned)), "gtrain-pbg-table")
 
     def connect(self, store: PartitionStore, publishes: bool, next_lease: Callable[[], int]) -> None:
-        """Keep the partitions of types that are cut in a store that machines share.
+        """Keep the partitions in a store that machines share.
 
         Args:
             store: the store.
             publishes: whether this process is the one of the job that fills it.
-            next_lease: gives a number larger than that of any lease so far.
+            next_lease: returns a number larger than that of any lease so far.
         """
         self._store, self._publishes, self._next_lease = store, publishes, next_lease
         for table in self._partitioned:
@@ -151,51 +149,51 @@ class TypedTables:
     def tensors(
         types: Sequence[TypePartitioning], slots: int, state_widths: Sequence[int], dtype: torch.dtype
     ) -> TensorShapes:
-        """What :class:`~gtrain.wire.shared.SharedTensors` must hold."""
-        layout: TensorShapes = {}
+        """Return the shapes of all tables' :class:`~gtrain.wire.shared.SharedTensors`."""
+        shapes: TensorShapes = {}
         for entity, width in zip(types, state_widths, strict=True):
             number = slots if entity.is_partitioned else 1
-            layout |= PartitionedTable.tensors(number, entity.partitions, entity.spec.dim, width, dtype, entity.name)
-        return layout
+            shapes |= PartitionedTable.tensors(number, entity.partitions, entity.spec.dim, width, dtype, entity.name)
+        return shapes
 
     @property
     def whole(self) -> bool:
-        """Whether every partition has a slot, and stays there."""
+        """Whether every partition is in a slot for good."""
         return all(table.whole for table in self.tables)
 
     @property
     def in_shared_store(self) -> bool:
-        """Whether machines share the partitions; slots are then empty outside of training."""
+        """Whether machines share the partitions; slots are then empty outside training."""
         return self._store is not None
 
     @property
     def bundle(self) -> str:
-        """Name under which partitions of all tables that are cut are leased together."""
+        """Name under which the partitions of all tables are leased together."""
         return self._partitioned[0].spec.name if len(self._partitioned) == 1 else BUNDLE
 
     # ------------------------------------------------------------------------------------------ contents
 
     def initialize(self, start: float) -> None:
-        """Give all rows their initial values; see :meth:`PartitionedTable.initialize`."""
+        """Set all rows to their initial values; see :meth:`PartitionedTable.initialize`."""
         self.assign_first_slots()
         for table in self.tables:
             table.initialize(start)
         self._changed = set(self.buffer.slot_of)
 
     def assign_first_slots(self) -> None:
-        """Let the first partitions have the slots, or none of those that machines share."""
+        """Assign the slots to the first partitions; none if machines share the partitions."""
         for table in self.tables:
             count = 0 if table.store.shared else min(table.buffer.slots, table.partitions.count)
             table.buffer.slot_of = {partition: partition for partition in range(count)}
 
     def publish(self) -> None:
-        """Let the shared store, if there is one, have all partitions and nothing else. One process calls it, once."""
+        """Fill the shared store, if any, with all partitions; called once, by one process."""
         if self._store is None:
             return
         self._store.clear()
         for table in self._partitioned:
             table.publish(self._next_lease)
-        with suppress(OSError):  # the folder was not made
+        with suppress(OSError):  # the folder does not exist
             self._folder.rmdir()
 
     def save(self, folder: Path) -> list[str]:
@@ -207,7 +205,7 @@ class TypedTables:
         return names
 
     def load(self, folder: Path) -> None:
-        """Take the partitions of a checkpoint."""
+        """Load the partitions of a checkpoint."""
         self.assign_first_slots()
         self._changed = set()
         for table in self.tables:
@@ -215,63 +213,65 @@ class TypedTables:
             table.load(folder, self._next_lease, adopts, self._leader)
 
     def in_common(self, shared: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What of the shared memory belongs to no table that is cut: parameters, and tables that are always there."""
-        moved = {f"{entity.name}.{kind}" for entity in self.types if entity.is_partitioned for kind in files.KINDS}
+        """Return the shared memory of parameters and of tables that are not partitioned."""
+        moved = {f"{entity.name}.{array}" for entity in self.types if entity.is_partitioned for array in ARRAYS}
         return {name: shared[name] for name in shared if name not in moved}
 
     # ------------------------------------------------------------------------------------------ training
 
-    def rows(self, number: int, end: int, visit: ScheduledBucket) -> PartitionRows:
-        """A type's rows at the heads' end (0) or the tails' end (1) of a bucket."""
+    def rows(self, number: int, end: int, scheduled: ScheduledBucket) -> PartitionRows:
+        """Return a type's rows at the heads' end (0) or the tails' end (1) of a bucket."""
         if not self.types[number].is_partitioned:
             return self.tables[number].rows(0, 0)
-        return self.tables[number].rows(visit.slots[end], visit.bucket[end])
+        return self.tables[number].rows(scheduled.slots[end], scheduled.bucket[end])
 
-    def begin(self, number: int, end: int, visit: ScheduledBucket) -> int:
-        """The row of the bucket's partition at which a type's rows begin."""
-        return self.types[number].begins[visit.bucket[end]]
+    def begin(self, number: int, end: int, scheduled: ScheduledBucket) -> int:
+        """Return the row of the bucket's partition at which a type's rows begin."""
+        return self.types[number].begins[scheduled.bucket[end]]
 
     def trained(self, bucket: Bucket) -> None:
-        """Note that partitions differ from the store."""
+        """Mark partitions as different from the store."""
         self._changed |= set(bucket)
 
     def begin_swaps(
         self, swaps: Sequence[Swap], leases: Mapping[int, int] | None = None, released: Released | None = None
     ) -> Future[None]:
-        """Begin :meth:`swap`, which goes on beside training."""
+        """Run :meth:`swap` in the background."""
         return self._mover.submit(self.swap, swaps, leases, released)
 
     def swap(
         self, swaps: Sequence[Swap], leases: Mapping[int, int] | None = None, released: Released | None = None
     ) -> None:
-        """Save what leaves slots and load what comes, one slot after the other; on the leader.
+        """Save evicted partitions and load others, one slot after the other; on the leader.
 
         Args:
-            swaps: the slots.
-            leases: of the partitions; None: they have none.
+            swaps: one per slot.
+            leases: of the partitions; None: none.
             released: called with each partition that all tables have saved.
         """
         for swap in swaps:
-            self._swap(swap, leases or {}, released or (lambda partition: None))
+            self._swap(swap.slot, swap.out, swap.into, leases or {}, released)
 
-    def _swap(self, swap: Swap, leases: Mapping[int, int], released: Released) -> None:
-        slot, out, into = swap.slot, swap.out, swap.into
-        free: list[ReuseWaits] = [{} for _ in self._partitioned]
+    def _swap(
+        self, slot: int, out: int | None, into: int | None, leases: Mapping[int, int], released: Released | None
+    ) -> None:
+        waits: list[ReuseWaits] = [{} for _ in self._partitioned]
         if out is not None and (out in self._changed or self.in_shared_store):
-            free = self._all(lambda table, _: table.leave(out, slot, leases.get(out, 0)), free)
+            waits = self._all(lambda table, _: table.evict(out, slot, leases.get(out, 0)), waits)
             self._changed.discard(out)
-            released(out)
+            if released is not None:
+                released(out)
         if into is not None:
-            self._all(lambda table, own: table.fill(into, slot, leases.get(into, 0), own), free)
+            self._all(lambda table, table_waits: table.fill(into, slot, leases.get(into, 0), table_waits), waits)
 
-    def _all(self, move: Callable[[PartitionedTable, ReuseWaits], T], free: list[ReuseWaits]) -> list[T]:
-        """Move a partition of all tables that are cut, at the same time."""
+    def _all(self, move: Callable[[PartitionedTable, ReuseWaits], T], waits: list[ReuseWaits]) -> list[T]:
+        """Move a partition of all tables at the same time."""
         if len(self._partitioned) == 1:
-            return [move(self._partitioned[0], free[0])]
-        return list(self._each.map(move, self._partitioned, free))
+            return [move(self._partitioned[0], waits[0])]
+        return list(self._each.map(move, self._partitioned, waits))
 
     def begin_reading_ahead(self, swaps: Sequence[Swap]) -> Future[None]:
-        """Let the kernel read what will come into slots; on the leader."""
+        """Prefetch the partitions that swaps will load; on the leader."""
         return self._mover.submit(self._read_ahead, [swap.into for swap in swaps if swap.into is not None])
 
     def _read_ahead(self, partitions: Sequence[int]) -> None:
@@ -280,7 +280,7 @@ class TypedTables:
                 table.read_ahead(partition)
 
     def settle(self) -> None:
-        """Wait for what is under way to memory and to the disk."""
+        """Wait for pending swaps and writes."""
         self._mover.submit(lambda: None).result()
         for table in self.tables:
             table.store.settle()

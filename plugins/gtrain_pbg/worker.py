@@ -1,11 +1,10 @@
-"""A worker's epoch: buckets from a source, cut into what Lightning takes for batches."""
+"""A worker's epoch: buckets from a source, trained in the portions that Lightning counts as batches."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -13,98 +12,98 @@ from torch import Tensor
 
 from gtrain.strategy.counters import Counters
 from gtrain.strategy.group import Group
+from gtrain_pbg.buckets import Bucket, ScheduledBucket
 from gtrain_pbg.edges import BucketEdges, EdgeList, batches_of, mixed
-from gtrain_pbg.order import Bucket
-from gtrain_pbg.swaps import ScheduledBucket
 from gtrain_pbg.training import BucketTraining, held_out
 
 STEP_EDGES = 50_000
-"""Edges of one ``training_step``, about: Lightning's own work in a step takes a quarter of a millisecond and more."""
+"""Edges of one ``training_step``, about: Lightning's overhead per step is a quarter of a millisecond and more."""
 Trained = tuple[float, float, dict[str, float]]
-"""Weighted sum of the losses, sum of the weights, and what is to be logged."""
+"""Weighted sum of the losses, sum of the weights, and metrics to log."""
 NOTHING: Trained = (0.0, 0.0, {})
 
 
 class BucketBatches:
-    """Cuts a worker's share of a bucket into batches, and these into turns.
+    """Cuts a worker's share of a bucket into batches, and the batches into steps.
 
     Args:
-        edges: where edges come from.
-        batch_size: edges of a batch.
-        kinds: of relations, of which each batch has one; see :func:`~gtrain_pbg.edges.batching_keys`.
-        worker: number of this worker; workers: how many share a bucket.
+        edges: reads the edges.
+        batch_size: edges per batch.
+        keys: for each relation, a number that the edges of a batch have in common; see
+            :attr:`~gtrain_pbg.edges.RelationGroups.batching_keys`.
+        worker: number of this worker.
+        workers: how many share a bucket.
     """
 
-    def __init__(self, edges: BucketEdges, batch_size: int, kinds: Tensor | None, worker: int, workers: int) -> None:
-        self.edges, self._batch_size, self._kinds = edges, batch_size, kinds
+    def __init__(self, edges: BucketEdges, batch_size: int, keys: Tensor | None, worker: int, workers: int) -> None:
+        self.edges, self._batch_size, self._keys = edges, batch_size, keys
         self._worker, self._workers = worker, workers
 
-    def steps_of(self, bucket: tuple[int, int], chunk: int, epoch: int) -> tuple[list[list[EdgeList]], EdgeList]:
-        """The batches of a bucket by turns, perhaps without edges; and this worker's edges that are held back."""
+    def steps_of(self, bucket: Bucket, chunk: int, epoch: int) -> tuple[list[list[EdgeList]], EdgeList]:
+        """Return the batches of each step of a bucket (perhaps none), and this worker's edges that are held out."""
         mine, held = self.edges.share(bucket, chunk, epoch, self._worker, self._workers)
         generator = torch.Generator().manual_seed(mixed(self.edges.seed, epoch, chunk, *bucket, self._worker))
-        batches = list(batches_of(mine, self._batch_size, self._kinds, generator))
+        batches = list(batches_of(mine, self._batch_size, self._keys, generator))
         count = self.count(bucket, chunk)
-        borders = [len(batches) * number // count for number in range(count + 1)]
-        pieces = [batches[begin:end] for begin, end in pairwise(borders)]
-        return pieces, held.select(torch.arange(len(held)).tensor_split(self._workers)[self._worker])
+        steps = [batches[len(batches) * n // count : len(batches) * (n + 1) // count] for n in range(count)]
+        return steps, held.select(torch.arange(len(held)).tensor_split(self._workers)[self._worker])
 
-    def count(self, bucket: tuple[int, int], chunk: int) -> int:
-        """Turns of a chunk of a bucket, the same number on all workers."""
+    def count(self, bucket: Bucket, chunk: int) -> int:
+        """Return the number of steps of a bucket's chunk, the same on all workers."""
         share = -(-self.edges.size(bucket, chunk) // self._workers)
         return max(1, -(-share // max(STEP_EDGES, self._batch_size)))
 
     def within(self, buckets: Sequence[tuple[Bucket, int]], limit: int) -> list[tuple[Bucket, int]]:
-        """The first buckets, with their chunks, that have ``limit`` turns together; the last may have more."""
-        taken, turns = [], 0
+        """Return the first buckets, with their chunks, that have ``limit`` steps together, or a few more."""
+        taken, steps = [], 0
         for bucket, chunk in buckets:
-            if turns >= limit:
+            if steps >= limit:
                 break
             taken.append((bucket, chunk))
-            turns += self.count(bucket, chunk)
+            steps += self.count(bucket, chunk)
         return taken
 
 
 class BucketSource(Protocol):
-    """Gives a worker its buckets, with their partitions in memory; all workers of a machine get the same ones.
+    """Schedules a worker's buckets, with their partitions in memory; all workers of a machine get the same buckets.
 
     Attributes:
-        done: edge chunks of the epoch that are trained, where a checkpoint may be written before its next one; else 0.
+        done: number of trained edge chunks of the epoch, where a checkpoint may be written before the next one; else 0.
     """
 
     done: int
 
     def begin(self, batches: BucketBatches, epoch: int) -> int | None:
-        """Begin an epoch.
+        """Start an epoch.
 
         Returns:
-            Its number of turns; None: it is not known before the epoch is over.
+            Its number of steps; None: unknown before the epoch is over.
         """
 
-    def visits(self) -> Iterator[ScheduledBucket | None]:
-        """The buckets of the epoch; None: a turn without edges, before which ``done`` was set."""
+    def buckets(self) -> Iterator[ScheduledBucket | None]:
+        """Yield the buckets of the epoch; None: a step without edges, before which ``done`` was set."""
 
-    def trained(self, visit: ScheduledBucket, edges: int) -> None:
+    def trained(self, scheduled: ScheduledBucket, edges: int) -> None:
         """Called when all workers of the machine have trained a bucket, with the sum of their edges."""
 
     def counts(self) -> dict[str, float]:
-        """What is to be logged of an epoch."""
+        """Return metrics of the epoch to log."""
 
 
 class BucketWorker:
-    """A worker's training. All workers of a machine train each bucket together and meet at its end.
+    """One worker's training. All workers of a machine train each bucket together and meet at its end.
 
     Args:
         source: of buckets.
-        training: trains.
+        training: trains on their edges.
         machine: the workers of this machine.
         everyone: all workers.
-        clock: says which epoch this is.
-        held_out: whether edges are held back.
-        limit: ``trainer.limit_train_batches``: turns of an epoch; None: all.
+        clock: returns the number of the current epoch.
+        held_out: whether edges are held out.
+        limit: ``trainer.limit_train_batches``: steps per epoch; None: all.
 
     Attributes:
-        over: whether the epoch is.
+        over: whether the epoch is over.
     """
 
     def __init__(
@@ -119,73 +118,73 @@ class BucketWorker:
     ) -> None:
         self._source, self._training, self._machine, self._everyone = source, training, machine, everyone
         self._clock, self._held_out, self._limit = clock, held_out, limit
-        self._work: Iterator[Trained] | None = None
-        self._turns: int | None = None
+        self._epoch: Iterator[Trained] | None = None
+        self._steps: int | None = None
         self.over = True
 
     @property
     def done(self) -> int:
-        """Edge chunks of the epoch that are trained, where a checkpoint may be written before its next one; else 0."""
+        """See :attr:`BucketSource.done`."""
         return self._source.done
 
     def prepare(self, batches: BucketBatches) -> None:
-        """An epoch is to begin, whose number may not be known yet."""
-        self._batches, self._work, self.over = batches, None, False
+        """Prepare an epoch, whose number may not be known yet."""
+        self._batches, self._epoch, self.over = batches, None, False
 
     def begin(self) -> int | None:
-        """Begin the epoch, if that is not done; return its number of turns, or None where it is not known."""
-        if self._work is None:
+        """Start the epoch unless it has started; return its number of steps, or None if that is unknown."""
+        if self._epoch is None:
             epoch = self._clock()
-            turns = self._source.begin(self._batches, epoch)
-            self._turns = turns if turns is None or self._limit is None else min(turns, self._limit)
-            self._work = self._epoch(self._batches, epoch)
-        return self._turns
+            steps = self._source.begin(self._batches, epoch)
+            self._steps = steps if steps is None or self._limit is None else min(steps, self._limit)
+            self._epoch = self._train_epoch(self._batches, epoch)
+        return self._steps
 
     def train(self) -> Trained:
-        """Train on the batches of a turn."""
+        """Train on the batches of the next step."""
         self.begin()
-        assert self._work is not None
+        assert self._epoch is not None
         self._source.done = 0
-        return next(self._work, NOTHING)
+        return next(self._epoch, NOTHING)
 
-    def _epoch(self, batches: BucketBatches, epoch: int) -> Iterator[Trained]:
-        left = self._limit
-        for visit in self._source.visits():
-            if visit is None:
+    def _train_epoch(self, batches: BucketBatches, epoch: int) -> Iterator[Trained]:
+        remaining = self._limit
+        for scheduled in self._source.buckets():
+            if scheduled is None:
                 yield NOTHING
                 continue
-            pieces, held = batches.steps_of(visit.bucket, visit.chunk, epoch)
-            if left is not None:
-                pieces = pieces[:left]
-                left -= len(pieces)
-            for loss, weight in self._bucket(visit, pieces, held):
-                yield loss, weight, self._end() if self.over else {}
+            steps, held = batches.steps_of(scheduled.bucket, scheduled.chunk, epoch)
+            if remaining is not None:
+                steps = steps[:remaining]
+                remaining -= len(steps)
+            for loss, weight in self._train_bucket(scheduled, steps, held):
+                yield loss, weight, self._metrics() if self.over else {}
         if not self.over:
             self.over = True
-            yield 0.0, 0.0, self._end()
+            yield 0.0, 0.0, self._metrics()
 
-    def _bucket(
-        self, visit: ScheduledBucket, pieces: list[list[EdgeList]], held: EdgeList
+    def _train_bucket(
+        self, scheduled: ScheduledBucket, steps: list[list[EdgeList]], held: EdgeList
     ) -> Iterator[tuple[float, float]]:
-        """Train on a bucket, by turns; the last one leaves it."""
-        self._training.score_before(held, visit)
+        """Train on a bucket, step by step; the last step leaves it."""
+        self._training.score_before(held, scheduled)
         if self._held_out:
-            self._machine.barrier()  # the others would train rows that are ranked here
+            self._machine.barrier()  # other workers would train rows that are ranked here
         edges, trained = 0, (0.0, 0.0)
-        for number, piece in enumerate(pieces, 1):
-            trained = self._training.train(piece, visit)
-            edges += sum(map(len, piece))
-            if number < len(pieces):
+        for number, batches in enumerate(steps, 1):
+            trained = self._training.train(batches, scheduled)
+            edges += sum(map(len, batches))
+            if number < len(steps):
                 yield trained
-        edges = int(self._machine.all_reduce(torch.tensor(edges)))  # all workers of the machine are done
-        self._source.trained(visit, edges)
-        self._training.score_after(held, visit)
+        edges = int(self._machine.all_reduce(torch.tensor(edges)))  # returns when all workers of the machine are done
+        self._source.trained(scheduled, edges)
+        self._training.score_after(held, scheduled)
         self._machine.barrier()
-        self.over = visit.last
+        self.over = scheduled.last
         yield trained
 
-    def _end(self) -> dict[str, float]:
-        """What is to be logged of the epoch, the edges that were held back of all workers."""
+    def _metrics(self) -> dict[str, float]:
+        """Return the epoch's metrics; those of held-out edges are over all workers."""
         ranks = held_out(self._everyone.all_reduce(self._training.take_held_out())) if self._held_out else {}
         return {**self._source.counts(), **ranks}
 
@@ -195,7 +194,7 @@ class StepPlaceholder:
 
 
 class EpochSteps:
-    """An epoch of one worker.
+    """The steps of one worker's epoch, as an iterable for Lightning.
 
     Args:
         worker: trains.
@@ -216,7 +215,7 @@ class EpochSteps:
 
 @contextmanager
 def timed_wait(counters: Counters, name: str) -> Iterator[None]:
-    """Count a stretch of time in which a worker waits for something and does not train."""
+    """Count the time that a worker waits for something instead of training."""
     start = time.perf_counter()
     with counters.span(f"wait: {name}"):
         yield

@@ -15,11 +15,10 @@ from gtrain.errors import ConfigError
 from gtrain.kernels import splitmix as mixing
 from gtrain.model.edge_model import EdgeModel
 from gtrain.model.kg.evaluation import GroupRanks
-from gtrain.model.kg.groups import GroupedEdges, RelationGroup
 from gtrain.model.kg.negatives import ChunkDraws, DrawNodes
 from gtrain.model.kg.schema import GraphTypes, make_schema
 from gtrain.model.kg.tables import EntityTables
-from gtrain.model.kg.training import NegativeSampling, Triples, make_loss
+from gtrain.model.kg.training import GroupedEdges, NegativeSampling, RelationGroup, Triples, make_loss
 from gtrain.model.kinds import EMBEDDING
 from gtrain.model.mean_loss import log_mean_loss
 from gtrain.model.optimizers import MakeOptimizer
@@ -33,64 +32,64 @@ class KGEmbedding(EdgeModel):
     """A vector for each node and an operator for each relation, so that true edges score higher than false ones.
 
     It is PyTorch-BigGraph's model (Lerer et al. 2019). The score of (head, relation, tail) compares the head with the
-    tail that the relation's operator transformed. With ``reciprocal`` (PyTorch-BigGraph's dynamic relations) there are
+    tail transformed by the relation's operator. With ``reciprocal`` (PyTorch-BigGraph's dynamic relations) an edge has
     two scores: to find the tail, the head is transformed and compared with tails; to find the head, the tail is
-    transformed by parameters of its own and compared with heads.
+    transformed by a second set of parameters and compared with heads.
 
-    A graph may have entity types: each has a table of its own, negatives of an edge are drawn from the types that its
+    A graph may have entity types: each has its table, negatives of an edge are drawn from the types that its
     relation joins, and its ends are ranked among those. Relations that join the same types by the same operator are
-    trained together, as a :class:`~gtrain.model.kg.groups.RelationGroup`.
+    trained together, as a :class:`~gtrain.model.kg.training.RelationGroup`.
 
-    Validation and test rank each edge's tail among all nodes, and its head likewise, leaving out what is known to be
-    true elsewhere (filtered MRR, hits@1, hits@10, mean of both sides), and compute the area under the ROC curve against
+    Validation and test rank each edge's tail among all nodes, and its head likewise, leaving out other known
+    edges (filtered MRR, hits@1, hits@10, mean of both sides), and compute the area under the ROC curve against
     one random tail for each edge.
 
     Args:
         num_nodes: nodes of all types, N.
         num_relations: R; None: edges have no type, and there is one relation.
         entity_types: number of nodes by type, whose ids come one after the other; None: one type.
-        relation_ends: types of heads and of tails by relation; None: there is one type.
-        relation_names: names of the relations; None: they have none.
-        entity_bags: gives the features of each entity of a type, and their number, where the type is featurized: an
-            embedding is the mean of its features' rows; None: no type is.
+        relation_ends: types of heads and of tails by relation; None: one type.
+        relation_names: names of the relations; None: they have no names.
+        entity_bags: returns, for a featurized type, the features of each entity and their number: an embedding is the mean
+            of its features' rows; None: no type is featurized.
         entities: settings of entity types, by name: ``dimension``.
-        relations: settings of relations, each with a ``name`` (``*``: all without an entry of their own): ``operator``,
+        relations: settings of relations, each with a ``name`` (``*``: all without an entry): ``operator``,
             ``weight`` (a factor of its edges' loss) and ``all_negs``.
         dimension: columns of an embedding, D.
         operator: ``none``, ``translation``, ``diagonal``, ``linear``, ``affine`` or ``complex_diagonal``.
         comparator: ``dot``, ``cos``, ``l2`` or ``squared_l2``.
         loss: ``ranking``, ``logistic`` or ``softmax``.
         margin: of the ranking loss.
-        reciprocal: whether each direction has relation parameters of its own.
+        reciprocal: whether each direction has its relation parameters.
         bias: whether a node has a bias, added to its scores.
         init_scale: standard deviation of the initial embeddings.
-        relation_init_scale: standard deviation of the initial relation parameters; None: operators begin as the
+        relation_init_scale: standard deviation of the initial relation parameters; None: operators start as the
             identity, whose scores are highest between a node and itself.
-        num_batch_negs: edges that serve each other as negatives, the edge itself counted: the size of a chunk.
+        num_batch_negs: edges of a chunk, whose ends are each other's negatives.
         num_uniform_negs: nodes drawn for each chunk and side as further negatives.
-        all_negs: all nodes are negatives, instead of those two.
+        all_negs: whether all nodes are negatives, instead of these two kinds.
         head_negs: whether an edge's head is replaced in training.
         tail_negs: whether an edge's tail is replaced in training.
-        self_negs: whether an edge's own head is among the negatives of its tail, and its tail among those of its head:
-            a node that is drawn seldom hardly ever is. Of relations that join a type with itself.
+        self_negs: whether an edge's head is among the negatives of its tail, and its tail among those of its head; for
+            relations that join a type with itself.
         max_norm: vectors that are longer are scaled to this length when training reads them; None: never.
-        global_emb: whether all embeddings have a learned vector in common, which is added to each.
+        global_emb: whether a learned vector is added to all embeddings of a type.
         relation_weight: factor of the loss of each relation's edges, a number for each; None: all 1. It multiplies the
             ``weight`` of ``relations``.
-        n3: weight of the N3 regulariser (Lacroix et al. 2018, eq. 4): sum of the cubed absolute values of an edge's
+        n3: weight of the N3 regularizer (Lacroix et al. 2018, eq. 4): sum of the cubed absolute values of an edge's
             two embeddings and its relation's parameters.
         filtered: whether validation and test leave known edges out of the ranking.
         optimizer: makes an optimizer from parameters; None: Adam with lr 0.01.
-        sparse_optimizer: the same for the table; its gradient is then sparse, but for ``all_negs``; None: ``optimizer``
-            has the table too.
-        scheduler: makes a learning-rate scheduler from the optimizer, stepped once an epoch; None: none.
-        monitor: the logged value that a ``ReduceLROnPlateau`` scheduler looks at.
+        sparse_optimizer: the same for the table, whose gradient is then sparse unless ``all_negs``; None: ``optimizer``
+            trains the table too.
+        scheduler: makes a learning-rate scheduler from the optimizer, stepped once per epoch; None: none.
+        monitor: the logged value that a ``ReduceLROnPlateau`` scheduler reads.
 
     Shapes:
-        batch: a graph with ``orig_id`` [n], which number the table's rows, and ``edge_label_index`` [2, B];
-        ``edge_label_type`` and ``edge_label_weight`` [B] where there are relations and weights; ``known_tail_ptr``,
-        ``known_tail``, ``known_head_ptr``, ``known_head`` on validation and test; ``random_key``, what uniform
-        negatives are drawn by (none: a number of torch's generator), and ``edge_label_chunk`` [B] where a strategy
+        batch: a graph with ``orig_id`` [n], rows of the table, and ``edge_label_index`` [2, B];
+        ``edge_label_type`` and ``edge_label_weight`` [B] if edges have relations and weights; ``known_tail_ptr``,
+        ``known_tail``, ``known_head_ptr``, ``known_head`` on validation and test; ``random_key``, the seed of
+        uniform negatives (none: drawn from torch's generator), and ``edge_label_chunk`` [B] where a strategy
         shared the edges of a step among ranks, see :meth:`deal`.
 
     Raises:
@@ -144,8 +143,8 @@ class KGEmbedding(EdgeModel):
         _check(num_nodes, {"dimension": dimension}, sizes, max_norm)
         if self_negs and (comparator != "dot" or not reciprocal):
             raise ConfigError(
-                f"model.self_negs=true was set with model.comparator={comparator} model.reciprocal={reciprocal}; it is "
-                "for inner products of queries that their relations transformed.",
+                f"model.self_negs=true was set with model.comparator={comparator} model.reciprocal={reciprocal}; it "
+                "needs inner products of queries transformed by their relations.",
                 hint="set model.comparator=dot model.reciprocal=true, or model.self_negs=false.",
             )
         self.num_nodes, self.filtered, self.max_norm = num_nodes, filtered, max_norm
@@ -191,7 +190,7 @@ class KGEmbedding(EdgeModel):
         self._named: dict[str, Any] = {"comparator": comparator, "loss": loss, "margin": margin, "n3": n3}
 
     def recipe(self) -> ModelRecipe:
-        """What a training step computes, for a strategy that does so by kernels of its own."""
+        """Return what a training step computes, for a strategy with its own kernels."""
         entities = self.schema.entities
         return ModelRecipe(
             {spec.name: self.entities[number] for number, spec in enumerate(entities)},
@@ -230,7 +229,7 @@ class KGEmbedding(EdgeModel):
         return list(self.groups)  # type: ignore[arg-type]
 
     def log_training(self, total: Tensor, weight: Tensor) -> Tensor:
-        """Log what a strategy trained by the :meth:`recipe`: the loss summed over edges, and their weights' sum.
+        """Log the loss of a strategy that trains by the :meth:`recipe`: its sum over edges, and the sum of their weights.
 
         Returns:
             The mean loss.
@@ -238,7 +237,7 @@ class KGEmbedding(EdgeModel):
         return log_mean_loss(self, "train", total, weight)
 
     def forward(self, batch: Data) -> Tensor:
-        """Scores of the batch's edges, [B]: of finding the tail."""
+        """Return the scores of the batch's edges, [B], for finding the tail."""
         edges = self._edges(batch)
         return self._scored(edges, edges.tail)
 
@@ -247,7 +246,7 @@ class KGEmbedding(EdgeModel):
         return {"loss": loss, "weight": weight}
 
     def predict_step(self, batch: Data, batch_idx: int) -> Tensor:
-        """Embeddings of the seeds, which are nodes here, [S, D]; NaN in columns that a type of fewer does not have."""
+        """Return the embeddings of the seeds, which are nodes, [S, D]; NaN in columns that a type does not have."""
         return self.entities.of_nodes(batch.orig_id[batch.seeds])
 
     @property
@@ -256,7 +255,7 @@ class KGEmbedding(EdgeModel):
         return {spec.name: spec.dimension for spec in self.schema.entities}
 
     def _edges(self, batch: Data) -> Triples:
-        """The batch's edges by the ids of the source data."""
+        """Return the batch's edges by the ids of the source data."""
         if isinstance(batch, HeteroData):
             raise _several_types(batch.node_types)
         head, tail = batch.orig_id[batch.edge_label_index]
@@ -270,18 +269,18 @@ class KGEmbedding(EdgeModel):
         )
 
     def deal(self, relation: Tensor, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-        """A rank's share of the edges of a step: whole chunks, whose edges are each other's negatives.
+        """Return a rank's share of the edges of a step: whole chunks, whose edges are each other's negatives.
 
-        A strategy that shares a step among ranks gives each rank's batch the edges at these places, in this order, and
-        the numbers as ``edge_label_chunk``. Losses are then those of one process with all edges.
+        A strategy that divides a step among ranks gives each rank's batch the edges at these positions, in this order,
+        and the numbers as ``edge_label_chunk``. Losses are then those of one process with all edges.
 
         Args:
             relation: int64 ``[B]``, of all edges of the step.
-            rank: which of the ranks.
-            ranks: how many there are; one may get no edges.
+            rank: number of the rank.
+            ranks: number of ranks; a rank may get no edges.
 
         Returns:
-            places int64 ``[b]``, ascending, and the numbers of these edges' chunks within their group, ``[b]``.
+            positions int64 ``[b]``, ascending, and the numbers of these edges' chunks within their group, ``[b]``.
         """
         unit, number, total = torch.zeros_like(relation), torch.zeros_like(relation), 0
         for group, places, some in self._grouped(Triples(relation, relation, relation)):
@@ -292,41 +291,50 @@ class KGEmbedding(EdgeModel):
         return mine, number[mine]
 
     def _loss(self, edges: Triples, split: str, draw: DrawNodes) -> tuple[Tensor, Tensor]:
-        """Mean loss over the edges (there may be none), and the weight of that mean."""
+        """Return the mean loss over the edges (perhaps none), and the weight of that mean."""
         return self._mean(self.losses(edges, draw, training=split == "train"), self._weights(edges), split)
 
     def losses(self, edges: Triples, draw: DrawNodes | None = None, *, training: bool = True) -> Tensor:
-        """Loss of each edge, ``[B]``, whose weights do not count in it.
+        """Return the unweighted loss of each edge, ``[B]``.
 
         Args:
             edges: by the ids of the source data.
-            draw: draws uniform negatives; None: by a number of torch's generator.
-            training: whether ``max_norm`` is applied to what is read.
+            draw: draws uniform negatives; None: with a seed from torch's generator.
+            training: whether ``max_norm`` is applied to the rows that are read.
         """
         draw = draw or ChunkDraws()
-        tables, found, places = self.entities.trained_rows if training else self.entities.rows, [], []
-        for number, place, some in self._grouped(edges):
+        tables = self.entities.trained_rows if training else self.entities.rows
+
+        def loss(number: int, edges: Triples) -> Tensor:
             group = self._groups[number]
-            found.append(group.loss((tables[group.spec.lhs], tables[group.spec.rhs]), some, partial(draw, number)))
-            places.append(place)
-        return found[0] if len(found) == 1 else torch.cat(found)[torch.cat(places).argsort()]
+            return group.loss((tables[group.spec.lhs], tables[group.spec.rhs]), edges, partial(draw, number))
+
+        return self._by_group(edges, loss)
+
+    def _by_group(self, edges: Triples, compute: Callable[[int, Triples], Tensor]) -> Tensor:
+        """Compute a value for each edge, group by group; return them in the order of the edges."""
+        groups = self._grouped(edges)
+        values = [compute(number, members) for number, _, members in groups]
+        return (
+            values[0] if len(groups) == 1 else torch.cat(values)[torch.cat([rows for _, rows, _ in groups]).argsort()]
+        )
 
     def _weights(self, edges: Triples) -> Tensor | None:
-        """What each edge's loss counts; None: all the same."""
+        """Return the weight of each edge's loss; None: all the same."""
         if self._relation_weight is None:
             return edges.weight
         by_relation = self._relation_weight.to(self.entities[0].weight.dtype)[edges.relation]
         return by_relation if edges.weight is None else by_relation * edges.weight
 
     def _scored(self, edges: Triples, tail: Tensor) -> Tensor:
-        """Scores of finding these tails, [B]."""
-        found, places = [], []
-        for number, place, some in self._grouped(replace(edges, tail=tail)):
+        """Return the scores of these tails, [B]."""
+
+        def score(number: int, edges: Triples) -> Tensor:
             group = self._groups[number]
-            heads, tails = GroupRanks(group, self.entities).ends(some)
-            found.append(group.scores.of_edges(heads, some.relation, tails))
-            places.append(place)
-        return torch.cat(found)[torch.cat(places).argsort()]
+            heads, tails = GroupRanks(group, self.entities).ends(edges)
+            return group.scores.of_edges(heads, edges.relation, tails)
+
+        return self._by_group(replace(edges, tail=tail), score)
 
     def _evaluate(self, batch: Data, split: str) -> None:
         edges = self._edges(batch)
@@ -335,7 +343,7 @@ class KGEmbedding(EdgeModel):
         self._log_scores(split, self._ranks(batch, edges), true, false)
 
     def _drawn(self, edges: Triples, seeds: Tensor) -> Tensor:
-        """False tails, one per edge, of the true tail's type, [B]; they depend on the edges' positions in the split."""
+        """Draw a false tail per edge, of the true tail's type, [B]; it depends on the edge's position in the split."""
         drawn = torch.empty_like(edges.tail)
         for number, place, _ in self._grouped(edges):
             spec = self._groups[number].ends[1]
@@ -344,7 +352,7 @@ class KGEmbedding(EdgeModel):
         return drawn
 
     def _ranks(self, batch: Data, edges: Triples) -> tuple[Tensor, Tensor]:
-        """Ranks of the tails and of the heads among all nodes of their types."""
+        """Return the ranks of the tails and of the heads among all nodes of their types."""
         known = [
             Csr(batch.orig_id[batch[f"known_{side}"]], None, batch[f"known_{side}_ptr"])
             if self.filtered and f"known_{side}" in batch
@@ -359,12 +367,12 @@ class KGEmbedding(EdgeModel):
     def sampled_ranks(
         self, rows: tuple[Tensor, Tensor], relation: Tensor, others: tuple[Tensor, Tensor], number: int
     ) -> list[Tensor]:
-        """Ranks of the ends of a group's edges, among each other and some more nodes; see :class:`GroupRanks`."""
+        """Rank the ends of a group's edges among each other and other nodes; see :class:`GroupRanks`."""
         return GroupRanks(self._groups[number], self.entities).among_some(rows, relation, others)
 
 
 def _check(num_nodes: object, counts: dict[str, int], sizes: dict[str, float], max_norm: float | None) -> None:
-    """Check what no other part checks."""
+    """Check the settings that no other part checks."""
     if isinstance(num_nodes, Mapping):  # the settings may come as a DictConfig
         raise _several_types(list(num_nodes))
     for key, count in counts.items():
@@ -375,7 +383,7 @@ def _check(num_nodes: object, counts: dict[str, int], sizes: dict[str, float], m
             raise ConfigError(f"model.{key}={size} was set; it must be 0 or more.", hint=f"raise model.{key}.")
     if max_norm is not None and not max_norm > 0:
         raise ConfigError(
-            f"model.max_norm={max_norm} was set, which no vector is short enough for.",
+            f"model.max_norm={max_norm} was set, and no vector is that short.",
             hint="set a length above 0, or null for none.",
         )
 

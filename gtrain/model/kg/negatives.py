@@ -1,8 +1,8 @@
-"""Cutting a batch of edges into chunks whose edges share their negatives, as PyTorch-BigGraph does.
+"""Chunks of edges that share their negatives, as in PyTorch-BigGraph (Lerer et al. 2019, section 4.3).
 
-In a chunk the ends of all its edges are compared with each other: what is another edge's answer is a negative of this
-one. So m edges give each other m - 1 negatives for the price of one matrix product. Nodes drawn at random, a set for
-each chunk, come on top (Lerer et al. 2019, section 4.3).
+In a chunk the ends of all edges are compared with each other: the answer of one edge is a negative of the others. So m
+edges give each other m - 1 negatives for the price of one matrix product. Nodes drawn uniformly, a set for each chunk,
+are added.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ DrawNodes: TypeAlias = Callable[[int, int, int, Tensor, int], Tensor]
 
 
 class ChunkDraws:
-    """Draws the uniform negatives of chunks by counters, without a generator's state.
+    """Draws the uniform negatives of chunks with a counter-based generator.
 
-    The nodes of a chunk depend on the seed and the chunk, not on the chunks that are drawn beside it: processes that
-    share the chunks of a step draw what one process draws for all of them.
+    The nodes of a chunk depend on the seed and the chunk alone: processes that share the chunks of a step draw the same
+    nodes as one process that has all of them.
 
     Args:
         seed: of a step's draws; None: taken from torch's generator.
@@ -46,11 +46,11 @@ class ChunkDraws:
 
 
 class EdgeChunks(NamedTuple):
-    """B edges dealt to C chunks of m places.
+    """B edges in C chunks of m places.
 
     Attributes:
-        edge: int64 ``[C, m]``, the edge at each place; any edge where the place is empty.
-        filled: bool ``[C, m]``, whether there is an edge at the place.
+        edge: int64 ``[C, m]``, the edge at each place; arbitrary where the place is empty.
+        filled: bool ``[C, m]``, whether the place has an edge.
     """
 
     edge: Tensor
@@ -63,8 +63,8 @@ class EdgeChunks(NamedTuple):
     def false_places(self, others: int) -> Tensor:
         """Return which candidates are negatives of which edge, bool ``[C, m, m + others]``.
 
-        The candidates are the answers of the chunk's m places and then ``others`` more, which all count. An edge's own
-        answer and empty places do not; an empty place has no negatives but the others.
+        The candidates are the answers of the chunk's m places and then ``others`` more, which all count. The edge's
+        answer and empty places do not count; the negatives of an empty place are the others.
         """
         chunks, places = self.filled.shape
         inside = self.filled.unsqueeze(1) & ~torch.eye(places, dtype=torch.bool, device=self.filled.device)

@@ -1,11 +1,12 @@
 """Relation operators: how a relation transforms the embedding of an edge's end before the ends are compared.
 
-They are those of PyTorch-BigGraph (Lerer et al. 2019, section 3). They begin as the identity, as there, or at random.
+They are those of PyTorch-BigGraph (Lerer et al. 2019, section 3), initialized as the identity, as there, or at random.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,19 +30,19 @@ class Operator(nn.Module):
 
     @abstractmethod
     def forward(self, rows: Tensor, relation: Tensor) -> Tensor:
-        """The transformed rows."""
+        """Return the transformed rows."""
 
     def magnitudes(self, rows: Tensor) -> Tensor:
-        """What the N3 regulariser cubes of a row ``[..., D]``: absolute values."""
+        """Return the absolute values of a row's numbers ``[..., D]``, which the N3 regularizer cubes."""
         return rows.abs()
 
     def relation_magnitudes(self, relation: Tensor) -> Tensor | None:
-        """The same of the parameters of relations ``[B]``; None where they are not regularised."""
+        """Return those of the parameters of relations ``[B]``; None: they are not regularized."""
         return None
 
 
 class Identity(Operator):
-    """``g(x) = x``: all relations are one."""
+    """``g(x) = x`` for all relations."""
 
     def forward(self, rows: Tensor, relation: Tensor) -> Tensor:
         return rows
@@ -50,9 +51,11 @@ class Identity(Operator):
 class Translation(Operator):
     """``g(x) = x + v`` (TransE, Bordes et al. 2013)."""
 
+    initial: ClassVar[float] = 0.0
+
     def __init__(self, num_relations: int, dim: int) -> None:
         super().__init__(num_relations, dim)
-        self.vector = nn.Parameter(torch.zeros(num_relations, dim))
+        self.vector = nn.Parameter(torch.full((num_relations, dim), self.initial))
 
     def forward(self, rows: Tensor, relation: Tensor) -> Tensor:
         return rows + self.vector[relation].unsqueeze(1)
@@ -61,18 +64,13 @@ class Translation(Operator):
         return self.vector[relation].abs()
 
 
-class Diagonal(Operator):
+class Diagonal(Translation):
     """``g(x) = v * x`` (DistMult with the dot comparator, Yang et al. 2015)."""
 
-    def __init__(self, num_relations: int, dim: int) -> None:
-        super().__init__(num_relations, dim)
-        self.vector = nn.Parameter(torch.ones(num_relations, dim))
+    initial = 1.0
 
     def forward(self, rows: Tensor, relation: Tensor) -> Tensor:
         return rows * self.vector[relation].unsqueeze(1)
-
-    def relation_magnitudes(self, relation: Tensor) -> Tensor | None:
-        return self.vector[relation].abs()
 
 
 class Linear(Operator):
@@ -83,11 +81,11 @@ class Linear(Operator):
         self.matrix = nn.Parameter(torch.eye(dim).repeat(num_relations, 1, 1))
 
     def forward(self, rows: Tensor, relation: Tensor) -> Tensor:
-        """One product for each relation that occurs: a matrix for each group would not fit."""
+        """Compute one product per relation that occurs: a matrix per group of rows would not fit into memory."""
         order = relation.argsort()
-        found, counts = relation[order].unique_consecutive(return_counts=True)
+        relations, counts = relation[order].unique_consecutive(return_counts=True)
         pieces = rows[order].split(counts.tolist())
-        products = [piece @ self.matrix[r].T for piece, r in zip(pieces, found.tolist(), strict=True)]
+        products = [piece @ self.matrix[r].T for piece, r in zip(pieces, relations.tolist(), strict=True)]
         return torch.cat(products)[order.argsort()] if products else rows
 
 
@@ -135,7 +133,7 @@ class ComplexDiagonal(Operator):
 
 
 def _modulus(real: Tensor, imaginary: Tensor) -> Tensor:
-    """The least positive number keeps the root's gradient finite at 0."""
+    """Return the absolute values; clamping at the least positive number keeps the root's gradient finite at 0."""
     return (real.square() + imaginary.square()).clamp(min=torch.finfo(real.dtype).tiny).sqrt()
 
 
@@ -150,16 +148,16 @@ OPERATORS: dict[str, type[Operator]] = {
 
 
 def make_operator(name: str, num_relations: int, dim: int, init_scale: float | None = None) -> Operator:
-    """Return the operator of that name.
+    """Return the operator of this name.
 
     Args:
         name: of the operator.
         num_relations: R.
         dim: columns of a row.
-        init_scale: standard deviation of the initial parameters, whose mean is 0; None: they are the identity's.
+        init_scale: standard deviation of the initial parameters, whose mean is 0; None: the identity.
 
     Raises:
-        ConfigError: there is none, or the dimension does not suit it.
+        ConfigError: the name is unknown, or the operator does not allow the dimension.
     """
     if name not in OPERATORS:
         raise ConfigError(f"model.operator={name} was set.", hint=f"the operators are {', '.join(OPERATORS)}.")

@@ -1,4 +1,4 @@
-"""Entity types and relations of a model of embeddings: what the data has, with what the configuration says of each."""
+"""Entity types and relations of an embedding model: those of the data, with their settings from the configuration."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from gtrain.errors import ConfigError
 
 EVERY = "*"
-"""The name of an entry that speaks of all relations without one of their own."""
-_OF_ENTITIES = ("num_partitions", "dimension", "featurized")
-_OF_RELATIONS = ("name", "lhs", "rhs", "operator", "weight", "all_negs")
+"""The name of an entry for all relations without an entry."""
+_ENTITY_KEYS = ("num_partitions", "dimension", "featurized")
+_RELATION_KEYS = ("name", "lhs", "rhs", "operator", "weight", "all_negs")
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class EntitySpec:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Relations that join the same two types by the same operator and have the same kind of negatives.
+    """Relations that join the same two types by the same operator and have the same negatives.
 
     Attributes:
-        lhs, rhs: places of the heads' type and of the tails' type.
+        lhs, rhs: numbers of the heads' type and of the tails' type.
         operator: its name.
         all_negs: whether all entities are negatives.
         relations: their ids.
@@ -51,7 +51,7 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class EmbeddingSchema:
-    """What is embedded and what joins it.
+    """The entity types to embed and the relations that join them.
 
     Attributes:
         entities: the types in the order of their ids.
@@ -71,12 +71,12 @@ class EmbeddingSchema:
 
 @dataclass(frozen=True)
 class GraphTypes:
-    """What the data has.
+    """Entity types and relations of the data.
 
     Attributes:
         entities: number of entities by type.
         ends: types of heads and tails by relation; None: all join the first type with itself.
-        names: of the relations; None: they have none.
+        names: of the relations; None: they have no names.
         num_relations: R.
     """
 
@@ -96,11 +96,11 @@ def make_schema(
     relations: Sequence[Mapping[str, Any]] | None,
     weights: Sequence[float] | None,
 ) -> EmbeddingSchema:
-    """Put together what the data has and what the configuration says.
+    """Combine the types of the data with the settings of the configuration.
 
     Args:
-        types: what the data has.
-        dimension, operator, all_negs: of types and relations that say nothing else.
+        types: of the data.
+        dimension, operator, all_negs: defaults of types and relations.
         entities: settings by type; ``dimension`` is read.
         relations: settings by ``name``, with ``operator``, ``weight`` and ``all_negs``; ``*`` names all others.
         weights: a factor for each relation, which multiplies ``weight``.
@@ -110,54 +110,56 @@ def make_schema(
             different dimensions.
     """
     specs = _entities(types, dimension, entities or {})
-    said = _by_relation(types, relations or [])
-    place = {spec.name: number for number, spec in enumerate(specs)}
+    entries = _by_relation(types, relations or [])
+    numbers = {spec.name: number for number, spec in enumerate(specs)}
     groups: dict[tuple[int, int, str, bool], list[int]] = {}
     for relation in range(types.num_relations):
-        entry = said[relation] if said else {}
-        lhs, rhs = (0, 0) if types.ends is None else (place[end] for end in types.ends[relation])
+        entry = entries[relation] if entries else {}
+        lhs, rhs = (0, 0) if types.ends is None else (numbers[end] for end in types.ends[relation])
         _check_dimensions(types, relation, specs[lhs], specs[rhs])
-        key = (lhs, rhs, str(entry.get("operator") or operator), bool(_given(entry, "all_negs", all_negs)))
+        key = (lhs, rhs, str(entry.get("operator") or operator), bool(_setting(entry, "all_negs", all_negs)))
         groups.setdefault(key, []).append(relation)
-    found = tuple(GroupSpec(*key, tuple(members)) for key, members in groups.items())
-    return EmbeddingSchema(specs, found, _weights(types, said, weights))
+    group_specs = tuple(GroupSpec(*key, tuple(members)) for key, members in groups.items())
+    return EmbeddingSchema(specs, group_specs, _weights(types, entries, weights))
 
 
-def _entities(types: GraphTypes, dimension: int, said: Mapping[str, Mapping[str, Any]]) -> tuple[EntitySpec, ...]:
-    for name, entry in said.items():
+def _entities(types: GraphTypes, dimension: int, entries: Mapping[str, Mapping[str, Any]]) -> tuple[EntitySpec, ...]:
+    for name, entry in entries.items():
         if name not in types.entities:
             raise ConfigError(
                 f"data.entities names the type {name!r}, and the graph has {', '.join(types.entities)}.",
                 hint="name types of the graph.",
             )
-        _check_keys(f"data.entities.{name}", entry, _OF_ENTITIES)
-    found, first = [], 0
+        _check_keys(f"data.entities.{name}", entry, _ENTITY_KEYS)
+    specs, first = [], 0
     for name, count in types.entities.items():
-        own = (said.get(name) or {}).get("dimension") or dimension
-        if own < 1:
-            raise ConfigError(f"data.entities.{name}.dimension={own} was set.", hint="set 1 or more.")
-        found.append(EntitySpec(name, first, count, int(own)))
+        columns = (entries.get(name) or {}).get("dimension") or dimension
+        if columns < 1:
+            raise ConfigError(f"data.entities.{name}.dimension={columns} was set.", hint="set 1 or more.")
+        specs.append(EntitySpec(name, first, count, int(columns)))
         first += count
-    return tuple(found)
+    return tuple(specs)
 
 
-def _by_relation(types: GraphTypes, said: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The entry of each relation; an empty list where nothing is said that a model reads."""
-    for entry in said:
-        _check_keys("data.relations", entry, _OF_RELATIONS)
-    if not any(_given(entry, key, None) is not None for entry in said for key in ("operator", "weight", "all_negs")):
+def _by_relation(types: GraphTypes, entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the entry of each relation; an empty list if no entry has a setting that a model reads."""
+    for entry in entries:
+        _check_keys("data.relations", entry, _RELATION_KEYS)
+    if not any(
+        _setting(entry, key, None) is not None for entry in entries for key in ("operator", "weight", "all_negs")
+    ):
         return []
     by_name: dict[str, Mapping[str, Any]] = {}
-    for entry in said:
+    for entry in entries:
         name = str(entry.get("name", EVERY))
         if name in by_name:
-            raise ConfigError(f"data.relations has two entries for {name!r}.", hint="make one of them.")
+            raise ConfigError(f"data.relations has two entries for {name!r}.", hint="merge them into one.")
         by_name[name] = entry
     if types.names is None:
-        if set(by_name) - {EVERY} and len(said) != 1:
+        if set(by_name) - {EVERY} and len(entries) != 1:
             raise ConfigError(
                 f"data.relations names {next(iter(by_name))!r}, and the relations of this graph have no names.",
-                hint="give one entry without a name, for all of them.",
+                hint="give one entry without a name, for all relations.",
             )
         return [next(iter(by_name.values()))] * types.num_relations
     unknown = [name for name in by_name if name != EVERY and name not in types.names]
@@ -170,23 +172,21 @@ def _by_relation(types: GraphTypes, said: Sequence[Mapping[str, Any]]) -> list[M
 
 
 def _weights(
-    types: GraphTypes, said: list[Mapping[str, Any]], weights: Sequence[float] | None
+    types: GraphTypes, entries: list[Mapping[str, Any]], weights: Sequence[float] | None
 ) -> tuple[float, ...] | None:
     if weights is not None and (len(weights) != types.num_relations or not all(float(w) >= 0 for w in weights)):
         raise ConfigError(
             f"model.relation_weight={list(weights)} was set; the graph has {types.num_relations} relations.",
             hint="give each relation a number that is 0 or more, or set model.relation_weight=null.",
         )
-    own = [float(_given(entry, "weight", 1.0)) for entry in said] or [1.0] * types.num_relations
-    if not all(weight >= 0 for weight in own):
-        raise ConfigError(f"data.relations has the weight {min(own)}.", hint="weights are 0 or more.")
-    if weights is None and all(weight == 1 for weight in own):
-        return None
-    factors = [1.0] * len(own) if weights is None else [float(weight) for weight in weights]
-    found = tuple(factor * weight for factor, weight in zip(factors, own, strict=True))
-    if not any(found):
+    factors = [float(_setting(entry, "weight", 1.0)) for entry in entries] or [1.0] * types.num_relations
+    if not all(factor >= 0 for factor in factors):
+        raise ConfigError(f"data.relations has the weight {min(factors)}.", hint="weights are 0 or more.")
+    if weights is not None:
+        factors = [float(weight) * factor for weight, factor in zip(weights, factors, strict=True)]
+    if not any(factors):
         raise ConfigError("the weights of all relations are 0: nothing is left to learn.", hint="raise one of them.")
-    return found
+    return None if weights is None and all(factor == 1 for factor in factors) else tuple(factors)
 
 
 def _check_dimensions(types: GraphTypes, relation: int, lhs: EntitySpec, rhs: EntitySpec) -> None:
@@ -205,9 +205,8 @@ def _check_keys(where: str, entry: Mapping[str, Any], known: Iterable[str]) -> N
         raise ConfigError(f"{where} has {unknown[0]!r}.", hint=f"it takes {', '.join(known)}.")
 
 
-def _given(entry: Mapping[str, Any], key: str, default: Any) -> Any:
-    found = entry.get(key)
-    return default if found is None else found
+def _setting(entry: Mapping[str, Any], key: str, default: Any) -> Any:
+    return default if entry.get(key) is None else entry[key]
 
 
 def _listed(names: Sequence[str]) -> str:

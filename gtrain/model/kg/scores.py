@@ -1,27 +1,108 @@
-"""Scores of edges from embeddings: relation operators, a comparator and biases put together."""
+"""Scores of edges from embeddings: a relation operator, a comparator, and biases.
+
+Comparators measure the similarity of two embeddings; they are those of PyTorch-BigGraph (Lerer et al. 2019, section 3).
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from functools import reduce
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gtrain.model.kg.comparators import make_comparator
+from gtrain.errors import ConfigError
 from gtrain.model.kg.operators import make_operator
+
+TINY = 1e-30
+"""Least squared distance: keeps the root's gradient finite where two rows are equal."""
+
+
+class Comparator(ABC):
+    """Scores pairs of rows; a higher score means more similar rows."""
+
+    @abstractmethod
+    def pairs(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return the score of each pair: ``[..., D]`` and ``[..., D]`` to ``[...]``."""
+
+    @abstractmethod
+    def all_pairs(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return the scores of all pairs: ``[..., m, D]`` and ``[..., n, D]`` to ``[..., m, n]``."""
+
+
+class Dot(Comparator):
+    """The inner product."""
+
+    def pairs(self, left: Tensor, right: Tensor) -> Tensor:
+        return (left * right).sum(-1)
+
+    def all_pairs(self, left: Tensor, right: Tensor) -> Tensor:
+        return left @ right.transpose(-1, -2)
+
+
+class Cosine(Dot):
+    """The cosine of the angle."""
+
+    def pairs(self, left: Tensor, right: Tensor) -> Tensor:
+        return super().pairs(F.normalize(left, dim=-1), F.normalize(right, dim=-1))
+
+    def all_pairs(self, left: Tensor, right: Tensor) -> Tensor:
+        return super().all_pairs(F.normalize(left, dim=-1), F.normalize(right, dim=-1))
+
+
+class SquaredL2(Comparator):
+    """Minus the squared Euclidean distance; of all pairs as ``2 a.b - a.a - b.b``, without an array ``[m, n, D]``."""
+
+    def pairs(self, left: Tensor, right: Tensor) -> Tensor:
+        return -(left - right).square().sum(-1)
+
+    def all_pairs(self, left: Tensor, right: Tensor) -> Tensor:
+        a, b = left.square().sum(-1).unsqueeze(-1), right.square().sum(-1).unsqueeze(-2)
+        return 2 * (left @ right.transpose(-1, -2)) - a - b
+
+
+class L2(SquaredL2):
+    """Minus the Euclidean distance."""
+
+    def pairs(self, left: Tensor, right: Tensor) -> Tensor:
+        return _minus_root(super().pairs(left, right))
+
+    def all_pairs(self, left: Tensor, right: Tensor) -> Tensor:
+        return _minus_root(super().all_pairs(left, right))
+
+
+def _minus_root(negative: Tensor) -> Tensor:
+    return -torch.sqrt((-negative).clamp(min=TINY))
+
+
+COMPARATORS: dict[str, type[Comparator]] = {"dot": Dot, "cos": Cosine, "l2": L2, "squared_l2": SquaredL2}
+
+
+def make_comparator(name: str) -> Comparator:
+    """Return the comparator of this name.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    if name not in COMPARATORS:
+        raise ConfigError(f"model.comparator={name} was set.", hint=f"the comparators are {', '.join(COMPARATORS)}.")
+    return COMPARATORS[name]()
 
 
 class EdgeScores(nn.Module):
-    """Scores edges, and candidates for the end of an edge that is not given.
+    """Scores edges, and candidates for the missing end of an edge.
 
-    A query is the end that is given, with a relation; candidates are what may be at the other end. Static relations
-    transform tails, whichever end is the query. Reciprocal ones transform the query, with parameters for each
-    direction, so that one set of candidates serves queries of any relation.
+    A query is the given end with a relation; candidates are nodes for the other end. Static relations transform tails,
+    whichever end is the query. Reciprocal relations transform the query, with separate parameters per direction, so
+    that one set of candidates serves queries of any relation.
 
     Args:
         num_relations: R.
         dimension: columns of an embedding, D.
         operator: see :mod:`gtrain.model.kg.operators`.
-        comparator: see :mod:`gtrain.model.kg.comparators`.
-        reciprocal: whether each direction has parameters of its own.
+        comparator: see :mod:`gtrain.model.kg.scores`.
+        reciprocal: whether each direction has its parameters.
         bias: whether rows have one more column, the bias.
         init_scale: of relation parameters, see :func:`~gtrain.model.kg.operators.make_operator`.
 
@@ -46,25 +127,25 @@ class EdgeScores(nn.Module):
         self.backwards = make_operator(operator, num_relations, dimension, init_scale) if reciprocal else None
 
     def tail_queries(self, heads: Tensor, relation: Tensor) -> Tensor:
-        """Heads, ready to be compared with tails."""
+        """Return heads as queries, to be compared with tails."""
         return self._transformed(self.forwards, heads, relation) if self.reciprocal else heads
 
     def head_queries(self, tails: Tensor, relation: Tensor) -> Tensor:
-        """Tails, ready to be compared with heads."""
+        """Return tails as queries, to be compared with heads."""
         return self._transformed(self.backwards or self.forwards, tails, relation)
 
     def tail_candidates(self, tails: Tensor, relation: Tensor) -> Tensor:
-        """Tails, ready to be compared with heads that are queries."""
+        """Return tails as candidates, to be compared with heads as queries."""
         return tails if self.reciprocal else self._transformed(self.forwards, tails, relation)
 
     def pairs(self, queries: Tensor, candidates: Tensor) -> Tensor:
-        """Scores of pairs of rows ``[..., D]``: ``[...]``."""
+        """Return the scores of pairs of rows ``[..., D]``: ``[...]``."""
         d = self.dimension
         scores = self.comparator.pairs(queries[..., :d], candidates[..., :d])
         return scores + queries[..., d] + candidates[..., d] if self.bias else scores
 
     def all_pairs(self, queries: Tensor, candidates: Tensor) -> Tensor:
-        """Scores of all pairs of ``[..., m, D]`` and ``[..., n, D]``: ``[..., m, n]``."""
+        """Return the scores of all pairs of ``[..., m, D]`` and ``[..., n, D]``: ``[..., m, n]``."""
         d = self.dimension
         scores = self.comparator.all_pairs(queries[..., :d], candidates[..., :d])
         if not self.bias:
@@ -72,27 +153,23 @@ class EdgeScores(nn.Module):
         return scores + queries[..., d].unsqueeze(-1) + candidates[..., d].unsqueeze(-2)
 
     def of_edges(self, heads: Tensor, relation: Tensor, tails: Tensor) -> Tensor:
-        """Scores of finding the tails: heads and tails ``[B, D]``, relation ``[B]``, scores ``[B]``."""
+        """Return the scores of the tails: heads and tails ``[B, D]``, relation ``[B]``, scores ``[B]``."""
         queries = self.tail_queries(heads.unsqueeze(1), relation)
         return self.pairs(queries, self.tail_candidates(tails.unsqueeze(1), relation)).squeeze(1)
 
     def cubes(self, heads: Tensor, relation: Tensor, tails: Tensor) -> Tensor:
-        """The N3 norm of each edge: cubed absolute values of its embeddings and relation parameters, summed, ``[B]``.
+        """Return the N3 norm of each edge, ``[B]``: the cubed absolute values of embeddings and parameters, summed.
 
         Shapes:
             heads and tails ``[B, D]``, relation ``[B]``.
         """
         d = self.dimension
         parts = [self.forwards.magnitudes(rows[:, :d]) for rows in (heads, tails)]
-        for operator in (self.forwards, self.backwards):
-            found = None if operator is None else operator.relation_magnitudes(relation)
-            parts += [] if found is None else [found]
-        total = parts[0].pow(3).sum(-1)
-        for part in parts[1:]:
-            total = total + part.pow(3).sum(-1)
-        return total
+        operators = [self.forwards] if self.backwards is None else [self.forwards, self.backwards]
+        parts += [part for operator in operators if (part := operator.relation_magnitudes(relation)) is not None]
+        return reduce(torch.add, [part.pow(3).sum(-1) for part in parts])
 
     def _transformed(self, operator: nn.Module, rows: Tensor, relation: Tensor) -> Tensor:
-        """The bias stays as it is."""
+        """Transform all columns but the bias."""
         changed: Tensor = operator(rows[..., : self.dimension], relation)
         return torch.cat([changed, rows[..., self.dimension :]], dim=-1) if self.bias else changed

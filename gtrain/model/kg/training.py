@@ -1,37 +1,38 @@
-"""The training loss of embeddings: true edges against the negatives that their chunks share.
+"""The training loss of embeddings: true edges against the negatives of their chunk, by groups of relations.
 
-The losses are those of PyTorch-BigGraph (Lerer et al. 2019, section 3), before it sums over the edges. A false edge
-that does not count has the score minus infinity.
+The losses are those of PyTorch-BigGraph (Lerer et al. 2019, section 3), before the sum over the edges. A negative that
+does not count has the score minus infinity.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gtrain.errors import ConfigError
 from gtrain.model.kg.negatives import EdgeChunks, by_relation, in_order
+from gtrain.model.kg.schema import EmbeddingSchema, EntitySpec, GroupSpec
 from gtrain.model.kg.scores import EdgeScores
 
 LOSSES = ("ranking", "logistic", "softmax")
 
 LIMIT = 1 << 25
-"""Numbers of a block of chunks, about: a batch with more is computed block by block, forward and backward."""
+"""Numbers per block of chunks, about: a larger batch is computed block by block, forward and backward."""
 
 RowLookup = Callable[[Tensor], Tensor]
-"""Rows ``[..., D]`` of ids ``[...]``."""
+"""Returns rows ``[..., D]`` of ids ``[...]``."""
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""Scores of true edges ``[...]`` and of each one's false edges ``[..., n]`` to a loss for each true edge ``[...]``."""
+"""Returns the loss of each true edge ``[...]`` from its score ``[...]`` and those of its negatives ``[..., n]``."""
 
 
 def ranking(margin: float) -> LossFunction:
-    """Return the sum over false edges of ``max(0, margin - true + false)``."""
+    """Return a loss: the sum over negatives of ``max(0, margin - true + false)``."""
 
     def loss(true: Tensor, false: Tensor) -> Tensor:
         return (false - true.unsqueeze(-1) + margin).relu().sum(-1)
@@ -40,21 +41,21 @@ def ranking(margin: float) -> LossFunction:
 
 
 def logistic(true: Tensor, false: Tensor) -> Tensor:
-    """Return the logistic loss of the true edge plus the mean one of its false edges."""
+    """Return ``softplus(-true)`` plus the mean of ``softplus(false)`` over the negatives."""
     count = torch.isfinite(false).sum(-1).clamp(min=1)
     return F.softplus(-true) + F.softplus(false).sum(-1) / count
 
 
 def softmax(true: Tensor, false: Tensor) -> Tensor:
-    """Return the cross-entropy of picking the true edge among itself and its false ones."""
+    """Return the cross-entropy of classifying the true edge among itself and its negatives."""
     return torch.cat([true.unsqueeze(-1), false], dim=-1).logsumexp(-1) - true
 
 
 def make_loss(name: str, margin: float) -> LossFunction:
-    """Return the loss of that name.
+    """Return the loss of this name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the name is unknown.
     """
     if name not in LOSSES:
         raise ConfigError(f"model.loss={name} was set.", hint=f"the losses are {', '.join(LOSSES)}.")
@@ -66,11 +67,10 @@ class Triples:
     """B edges.
 
     Attributes:
-        head, relation, tail: int64 ``[B]``, ids of the source data; of one type's entities and one group's relations
-            where these are what is trained.
+        head, relation, tail: int64 ``[B]``, ids of the source data, or ids within a group and its entity types.
         weight: float ``[B]``; None: all 1.
-        chunk: int64 ``[B]``, the number of each edge's chunk within its group's part of a step of which these edges are
-            some whole chunks; None: they are all edges of the step.
+        chunk: int64 ``[B]``, the number of each edge's chunk within its group in a step, if these edges are some whole
+            chunks of the step; None: they are all edges of the step.
     """
 
     head: Tensor
@@ -90,17 +90,17 @@ class Triples:
 
 @dataclass(frozen=True)
 class NegativeSampling:
-    """Which false edges an edge is trained against.
+    """Which negatives an edge is trained against.
 
     Attributes:
-        batch: edges of a chunk, which serve each other; 0: they do not.
+        batch: edges per chunk, whose ends are each other's negatives; 0: they are not.
         uniform: nodes drawn for each chunk and side.
-        all: all nodes, instead of those two.
-        heads, tails: whether heads, whether tails are replaced.
+        all: whether all nodes are negatives, instead of these two kinds.
+        heads, tails: whether heads and whether tails are replaced.
         own: whether an edge's own head is among the negatives of its tail, and its tail among those of its head.
 
     Raises:
-        ConfigError: there would be no negatives.
+        ConfigError: an edge would have no negatives.
     """
 
     batch: int
@@ -111,12 +111,12 @@ class NegativeSampling:
     own: bool = False
 
     def __post_init__(self) -> None:
-        told = f"model.num_batch_negs={self.batch} and model.num_uniform_negs={self.uniform}"
+        settings = f"model.num_batch_negs={self.batch} and model.num_uniform_negs={self.uniform}"
         if self.batch < 0 or self.uniform < 0:
-            raise ConfigError(f"{told} were set; they must be 0 or more.", hint="50 is the default of both.")
+            raise ConfigError(f"{settings} were set; they must be 0 or more.", hint="50 is the default of both.")
         if not self.all and self.batch <= 1 and not self.uniform:
             raise ConfigError(
-                f"{told} were set, which gives an edge max(0, {self.batch} - 1) + {self.uniform} = 0 negatives.",
+                f"{settings} were set, which gives an edge max(0, {self.batch} - 1) + {self.uniform} = 0 negatives.",
                 hint="raise one of them, or set model.all_negs=true.",
             )
         if not (self.heads or self.tails):
@@ -126,7 +126,7 @@ class NegativeSampling:
 
     @property
     def places(self) -> int:
-        """Edges of a chunk."""
+        """Edges per chunk."""
         return self.batch or self.uniform
 
 
@@ -139,8 +139,8 @@ class TrainingLoss:
     Args:
         scores: of edges.
         loss: of true and false scores.
-        negatives: which ones.
-        n3: weight of the regulariser.
+        negatives: sampling of negatives.
+        n3: weight of the regularizer.
         sizes: entities of the heads' type and of the tails' type.
     """
 
@@ -152,7 +152,7 @@ class TrainingLoss:
     def __call__(
         self, tables: tuple[RowLookup, RowLookup], edges: Triples, draw: Callable[[int, int, Tensor, int], Tensor]
     ) -> Tensor:
-        """Return the loss of each edge, ``[B]``, whose weights do not count in it.
+        """Return the unweighted loss of each edge, ``[B]``.
 
         Args:
             tables: embeddings of heads and of tails; the same object where they are of one type.
@@ -163,7 +163,7 @@ class TrainingLoss:
             return tables[0](edges.head).sum(-1)
         blocks, device = self._blocks(edges), edges.head.device
         uniform = 0 if self.negatives.all else self.negatives.uniform
-        found, begin = [], 0
+        losses, begin = [], 0
         for block in blocks:
             end = begin + len(block.edge)
             number = torch.arange(begin, end) if edges.chunk is None else edges.chunk[block.edge[:, 0]]
@@ -173,14 +173,14 @@ class TrainingLoss:
                 each = checkpoint(self._of_block, tables, edges, block, drawn, use_reentrant=False)
             else:
                 each = self._of_block(tables, edges, block, drawn)
-            found.append(each[block.filled])
+            losses.append(each[block.filled])
         order = torch.cat([block.edge[block.filled] for block in blocks])
-        return torch.cat(found)[order.argsort()]
+        return torch.cat(losses)[order.argsort()]
 
     def chunk_numbers(self, relation: Tensor) -> Tensor:
-        """The number of each edge's chunk, ``[B]``, where these are the relations of all edges of a step.
+        """Return the number of each edge's chunk, ``[B]``, given the relations of all edges of a step.
 
-        Triples that are trained against all nodes are each a chunk: they are computed alike beside any others.
+        With all nodes as negatives each edge is a chunk: its loss does not depend on other edges.
         """
         if self.negatives.all:
             return torch.arange(len(relation), device=relation.device)
@@ -191,7 +191,7 @@ class TrainingLoss:
         return number
 
     def _blocks(self, edges: Triples) -> list[EdgeChunks]:
-        """Cut the batch into blocks of chunks; some whole chunks of a step are cut as the step is."""
+        """Cut the batch into blocks of chunks."""
         every, reciprocal, most = self.negatives.all, self.scores.reciprocal, max(self.sizes)
         if not every:
             places = self.negatives.places
@@ -208,7 +208,7 @@ class TrainingLoss:
     def _of_block(
         self, tables: tuple[RowLookup, RowLookup], edges: Triples, chunks: EdgeChunks, drawn: Tensor
     ) -> Tensor:
-        """Loss at each place of these chunks, ``[C, m]``; drawn ``[2, C, u]``, heads and tails."""
+        """Return the loss at each place of these chunks, ``[C, m]``; drawn is ``[2, C, u]``, heads and tails."""
         head, tail, relation = (ids[chunks.edge] for ids in (edges.head, edges.tail, edges.relation))
         heads, more_heads, tails, more_tails = self._looked_up(tables, (head, drawn[0], tail, drawn[1]))
         every_head, every_tail = self._everything(tables, head.device) if self.negatives.all else (None, None)
@@ -225,7 +225,7 @@ class TrainingLoss:
         return torch.stack(losses).sum(0)
 
     def _looked_up(self, tables: tuple[RowLookup, RowLookup], ids: tuple[Tensor, ...]) -> list[Tensor]:
-        """Rows of two blocks of heads and two of tails; one lookup for each table, which may be far away."""
+        """Return rows of two blocks of heads and two of tails, with one lookup per table: it may be remote."""
         widths = [block.size(1) for block in ids]
         if tables[0] is tables[1]:
             return list(tables[0](torch.cat(ids, dim=1)).split(widths, dim=1))
@@ -233,7 +233,7 @@ class TrainingLoss:
         return [rows for end in (0, 1) for rows in pairs[end].split(widths[2 * end : 2 * end + 2], dim=1)]
 
     def _everything(self, tables: tuple[RowLookup, RowLookup], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Rows ``[1, N, D]`` of all heads and of all tails."""
+        """Return rows ``[1, N, D]`` of all heads and of all tails."""
         heads, tails = (torch.arange(size, device=device) for size in self.sizes)
         every_head = tables[0](heads).unsqueeze(0)
         return every_head, every_head if tables[0] is tables[1] else tables[1](tails).unsqueeze(0)
@@ -248,19 +248,19 @@ class TrainingLoss:
         everything: Tensor | None,
         chunks: EdgeChunks,
     ) -> Tensor:
-        """Loss of the edges, whose ends have these ids, against other tails."""
+        """Return the loss of edges, whose ends have these ids, against other tails."""
         queries = self._queries(self.scores.tail_queries, heads, relation)
         if not self.scores.reciprocal:
             places = tails.size(1)
-            ready = self.scores.tail_candidates(torch.cat([tails, more], dim=1), relation[:, 0])
-            tails, more = ready[:, :places], ready[:, places:]
+            transformed = self.scores.tail_candidates(torch.cat([tails, more], dim=1), relation[:, 0])
+            tails, more = transformed[:, :places], transformed[:, places:]
             if everything is not None:
                 everything = self.scores.tail_candidates(everything.expand(len(tails), -1, -1), relation[:, 0])
         false = self._false(queries, tails, more, ids[1], everything, chunks)
         return self._side(queries, tails, heads, false, ids[0] == ids[1])
 
     def _queries(self, transform: Callable[[Tensor, Tensor], Tensor], rows: Tensor, relation: Tensor) -> Tensor:
-        """Queries ``[C, m, D]``, each by its own relation; static relations are one a chunk."""
+        """Return queries ``[C, m, D]``, each transformed by its relation; static relations are one per chunk."""
         if not self.scores.reciprocal:
             return transform(rows, relation[:, 0])
         return transform(rows.flatten(0, 1).unsqueeze(1), relation.flatten()).view(rows.shape)
@@ -268,7 +268,7 @@ class TrainingLoss:
     def _false(
         self, queries: Tensor, answers: Tensor, more: Tensor, ids: Tensor, everything: Tensor | None, chunks: EdgeChunks
     ) -> Tensor:
-        """Scores ``[C, m, n]`` of the candidates of one side; minus infinity of those that do not count.
+        """Return the scores ``[C, m, n]`` of the candidates of one side; minus infinity for those that do not count.
 
         Shapes:
             queries and answers ``[C, m, D]``, more ``[C, u, D]``, ids of the answers ``[C, m]``, everything
@@ -282,9 +282,83 @@ class TrainingLoss:
         return self.scores.all_pairs(queries, more)
 
     def _side(self, queries: Tensor, answers: Tensor, given: Tensor, false: Tensor, loop: Tensor) -> Tensor:
-        """Loss ``[C, m]`` of the answers against these false scores, and the ends that are given, but of loops."""
+        """Return the loss ``[C, m]`` of the answers against these false scores and, with ``own``, the given ends."""
         true = self.scores.pairs(queries, answers)
         if self.negatives.own:
             own = self.scores.pairs(queries, given).masked_fill(loop, -torch.inf)
             false = torch.cat([false, own.unsqueeze(-1)], dim=-1)
         return self.loss(true, false)
+
+
+class RelationGroup(nn.Module):
+    """Relations that join the same two entity types by the same operator, and are trained together.
+
+    Args:
+        spec: of the group.
+        entities: all types.
+        comparator, reciprocal, bias, init_scale: see :class:`~gtrain.model.kg.scores.EdgeScores`.
+        loss: of true and false scores.
+        negatives: sampling of negatives.
+        n3: weight of the regularizer.
+
+    Attributes:
+        scores: of the group's edges, whose relations are numbered from 0.
+        loss: of the group's edges, by ids within their types.
+    """
+
+    def __init__(
+        self,
+        spec: GroupSpec,
+        entities: Sequence[EntitySpec],
+        *,
+        comparator: str,
+        reciprocal: bool,
+        bias: bool,
+        init_scale: float | None,
+        loss: LossFunction,
+        negatives: NegativeSampling,
+        n3: float,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        lhs, rhs = self.ends = entities[spec.lhs], entities[spec.rhs]
+        size = len(spec.relations), lhs.dimension
+        self.scores = EdgeScores(*size, spec.operator, comparator, reciprocal, bias, init_scale)
+        self.loss = TrainingLoss(self.scores, loss, negatives, n3, (lhs.count, rhs.count))
+
+
+class GroupedEdges(nn.Module):
+    """Splits edges by the groups of their relations.
+
+    Args:
+        schema: the groups.
+    """
+
+    _group: Tensor
+    _local: Tensor
+
+    def __init__(self, schema: EmbeddingSchema) -> None:
+        super().__init__()
+        self._schema = schema
+        of_relation, local = torch.zeros(2, schema.num_relations, dtype=torch.int64)
+        for number, group in enumerate(schema.groups):
+            members = torch.tensor(group.relations)
+            of_relation[members], local[members] = number, torch.arange(len(members))
+        self.register_buffer("_group", of_relation, persistent=False)
+        self.register_buffer("_local", local, persistent=False)
+
+    def forward(self, edges: Triples) -> list[tuple[int, Tensor, Triples]]:
+        """Return the number of each group with edges, the positions of its edges ``[b]``, and these by the group's ids.
+
+        Without any edges, return the first group.
+        """
+        if len(self._schema.groups) == 1:
+            return [(0, torch.arange(len(edges), device=edges.head.device), self._localized(0, edges))]
+        of_edge = self._group[edges.relation]
+        members = {number: (of_edge == number).nonzero().flatten() for number in of_edge.unique().tolist() or [0]}
+        return [(number, rows, self._localized(number, edges.select(rows))) for number, rows in members.items()]
+
+    def _localized(self, number: int, edges: Triples) -> Triples:
+        group, entities = self._schema.groups[number], self._schema.entities
+        head, tail = edges.head - entities[group.lhs].first, edges.tail - entities[group.rhs].first
+        return Triples(head, self._local[edges.relation], tail, edges.weight, edges.chunk)

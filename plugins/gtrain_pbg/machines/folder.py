@@ -1,8 +1,8 @@
-"""Partitioning in a folder, each version a pair of files: rows and optimizer state.
+"""Partitions in a folder, each version a pair of files: rows and optimizer state.
 
-A version is the number of the lease under which it was written. The state's file gets its name first and that of the
-rows last, so that a version is there if its rows are, and what was written in part is never read. A version older than
-what is there comes from a machine that has lost its lease, and is refused.
+A version has the number of the lease under which it was written. The state's file is renamed into place first and the
+rows' file last, so a version exists if its rows do, and partial files are never read. A version older than the newest
+one comes from a machine that has lost its lease, and is refused.
 """
 
 from __future__ import annotations
@@ -15,55 +15,48 @@ import torch
 from torch import Tensor
 
 from gtrain.errors import DataError, PeerLostError
-from gtrain_pbg import files
-from gtrain_pbg.partition_store import PartitionStore, ReuseWaits
+from gtrain.strategy import tensor_files
+from gtrain_pbg.partition_store import ROWS, STATE, FileStore, ReuseWaits
 
-KINDS = (files.STATE, files.ROWS)
-"""In the order in which they are written."""
+WRITE_ORDER = (STATE, ROWS)
 
 
-class PartitionFolder(PartitionStore):
-    """Versions of partitions, in a folder that machines share or of a partition server.
-
-    Args:
-        folder: where they are; made when the first is written.
-    """
+class PartitionFolder(FileStore):
+    """Versions of partitions, in a folder that machines share or in the folder of a partition server."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        super().__init__(folder)
         self._granted: dict[str, int] = {}
 
-    def path(self, key: str, kind: str) -> Path:
-        """The newest version's file.
-
-        Raises:
-            DataError: there is none.
-        """
+    def path(self, key: str, array: str) -> Path:
         version = self.version(key)
         if version is None:
             raise DataError(f"{self.folder} has no partition {key}.", hint="go on from the last checkpoint.")
-        return self._file(key, version, kind)
+        return self._file(key, version, array)
 
     def version(self, key: str) -> int | None:
-        """The newest version of a partition; None: there is none."""
-        return max(self._versions(key), default=None)
+        """Return the newest version of a partition; None: it has none."""
+        names = (path.name for path in self.folder.glob(f"{key}.v*.{ROWS}.npy"))
+        return max((int(name[len(key) + 2 :].split(".")[0]) for name in names), default=None)
 
-    def begin(self, key: str, version: int, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> files.Writing:
-        """Begin to write a file of a version; it is there when it is done.
+    def begin(
+        self, key: str, version: int, array: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> tensor_files.Writing:
+        """Start to write a file of a version; it exists when its ``done()`` returns.
 
         Raises:
-            PeerLostError: there is a newer version.
+            PeerLostError: a newer version exists.
             DataError: the file cannot be written.
         """
         self.check(key, version)
         self.folder.mkdir(parents=True, exist_ok=True)
-        return files.Writing(self._file(key, version, kind), shape, dtype)
+        return tensor_files.Writing(self._file(key, version, array), shape, dtype)
 
     def check(self, key: str, version: int) -> None:
-        """Refuse a version older than what is there.
+        """Check that a version is not older than the newest one.
 
         Raises:
-            PeerLostError: it is.
+            PeerLostError: it is older.
         """
         newest = max(self.version(key) or 0, self._granted.get(key, 0))
         if version < newest:
@@ -73,11 +66,11 @@ class PartitionFolder(PartitionStore):
             )
 
     def grant(self, key: str, lease: int) -> None:
-        """Refuse older versions from now on: who holds this lease begins to read."""
+        """Refuse versions of older leases from now on: the holder of this lease reads the partition."""
         self._granted[key] = max(lease, self._granted.get(key, 0))
 
     def forget_older(self, key: str, version: int) -> None:
-        """Delete what a version has replaced; a checkpoint that has it keeps it by another name."""
+        """Delete the versions that this one replaces; a checkpoint has links to the files that it needs."""
         for path in self.folder.glob(f"{key}.v*"):
             match = re.match(rf"{re.escape(key)}\.v(\d+)\.", path.name)
             if match and int(match[1]) < version:
@@ -87,38 +80,23 @@ class PartitionFolder(PartitionStore):
         for path in self.folder.glob("*.v*.npy*"):
             path.unlink(missing_ok=True)
 
-    def load(self, key: str, tensors: Mapping[str, Tensor], lease: int = 0, free: ReuseWaits | None = None) -> None:
-        for kind, tensor in tensors.items():
-            files.read(self.path(key, kind), tensor)
-
     def save(self, key: str, version: int, tensors: Mapping[str, Tensor]) -> ReuseWaits:
-        for kind in KINDS:
-            writing = self.begin(key, version, kind, tuple(tensors[kind].shape), tensors[kind].dtype)
-            writing.add(tensors[kind])
+        for array in WRITE_ORDER:
+            writing = self.begin(key, version, array, tuple(tensors[array].shape), tensors[array].dtype)
+            writing.add(tensors[array])
             self.check(key, version)
             writing.done()
         self.forget_older(key, version)
         return {}
 
-    def select(self, key: str, rows: Tensor, target: Tensor) -> None:
-        torch.index_select(files.mapped(self.path(key, files.ROWS)), 0, rows, out=target)
-
-    def keep(self, key: str, targets: Mapping[str, Path], like: Mapping[str, Tensor]) -> None:
-        for kind, target in targets.items():
-            files.keep(self.path(key, kind), target)
-
     def adopt(self, key: str, version: int, sources: Mapping[str, Path]) -> None:
         self.check(key, version)
         self.folder.mkdir(parents=True, exist_ok=True)
-        for kind in KINDS:
-            target = self._file(key, version, kind)
+        for array in WRITE_ORDER:
+            target = self._file(key, version, array)
             target.unlink(missing_ok=True)
-            files.keep(sources[kind], target)
+            tensor_files.keep(sources[array], target)
         self.forget_older(key, version)
 
-    def _versions(self, key: str) -> list[int]:
-        names = (path.name for path in self.folder.glob(f"{key}.v*.{files.ROWS}.npy"))
-        return [int(name[len(key) + 2 :].split(".")[0]) for name in names]
-
-    def _file(self, key: str, version: int, kind: str) -> Path:
-        return self.folder / f"{key}.v{version}.{kind}.npy"
+    def _file(self, key: str, version: int, array: str) -> Path:
+        return self.folder / f"{key}.v{version}.{array}.npy"

@@ -91,7 +91,7 @@ class MachinesGroup(Group):
     def _meet(self, value: Any, tensors: list[Tensor] | None = None) -> Message:
         self._meetings += 1
         with self.counters.span("wait: meeting"):
-            answer = self._lock.ask("meet", {"number": self._meetings, "value": value}, tensors or [])
+            answer = self._lock.request("meet", {"number": self._meetings, "value": value}, tensors or [])
         self.members = answer.fields["ranks"]
         self.size = len(self.members)
         return answer

@@ -52,7 +52,7 @@ class LockClient:
         self._lost: PeerLostError | None = None
         self._losing = threading.Lock()
         self._hooks: list[Callable[[PeerLostError], None]] = []
-        here = self.ask("join", {"place": pid_namespace(), "pid": os.getpid()}).fields["place"] == pid_namespace()
+        here = self.request("join", {"place": pid_namespace(), "pid": os.getpid()}).fields["place"] == pid_namespace()
         self._patience = max(lease_seconds, timeout_seconds if here else RESTART_SECONDS)
         threading.Thread(target=self._beat, name="gtrain-heartbeat", daemon=True).start()
         if store is not None:
@@ -66,7 +66,7 @@ class LockClient:
         if lost is not None:
             hook(lost)
 
-    def ask(self, method: str, fields: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Message:
+    def request(self, method: str, fields: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Message:
         """Ask, again where the lock server was restarted, and wait for as long as it takes.
 
         Raises:
@@ -94,7 +94,7 @@ class LockClient:
         try:
             yield
         except PeerLostError:
-            self.ask("beat", {})
+            self.request("beat", {})
             raise
 
     def close(self) -> None:

@@ -21,12 +21,12 @@ from gtrain.errors import PeerLostError
 from gtrain.launch.environment import say_waiting
 from gtrain.strategy.server import LastingState, ServerContext
 from gtrain.wire import Caller, Message
+from gtrain_pbg.buckets import bucket_order
 from gtrain_pbg.config import EACH, PBGConfig
 from gtrain_pbg.edges import mixed
 from gtrain_pbg.machines.heartbeat import ENDED, REPORT_SECONDS, FailureDetector, is_rank, pid_namespace
 from gtrain_pbg.machines.members import DeferredReplies, JobEndedError, Membership, Reply
 from gtrain_pbg.machines.scheduler import BucketScheduler
-from gtrain_pbg.order import bucket_order
 
 CHECK_SECONDS = 0.1
 STOOD_STILL_SECONDS = 1.0

@@ -1,4 +1,4 @@
-"""A partition server, which keeps partitions on its disk between their trainings, and the store on all servers."""
+"""A partition server, which stores partitions that no machine trains on its disk; and the store on all servers."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 from torch import Tensor
 
 from gtrain.errors import DataError, PeerLostError
+from gtrain.strategy import tensor_files
 from gtrain.strategy.server import ServerContext
 from gtrain.wire import Caller, Client, Message, PeerRestartedError, RemoteError
-from gtrain_pbg import files
-from gtrain_pbg.machines.folder import KINDS, PartitionFolder
+from gtrain_pbg.machines.folder import WRITE_ORDER, PartitionFolder
 from gtrain_pbg.machines.heartbeat import start_heartbeat
-from gtrain_pbg.partition_store import PartitionStore, ReuseWaits
+from gtrain_pbg.partition_store import ROWS, PartitionStore, ReuseWaits
 
-PIECE_BYTES = 8 << 20
-"""Bytes of a partition that are sent at a time, which both sides hold besides."""
+PIECE_BYTES = 64 << 20
+"""Bytes of a partition per message."""
 SILENT_SECONDS = 600.0
-"""A partition server that does not answer for so long is gone with its machine; a slow disk may take a while."""
+"""Time-out of a request: a slow disk may take a while."""
 
 
 def main(context: ServerContext) -> None:
-    """Serve until asked to end; what an earlier life has written is still there."""
+    """Serve until asked to end; a restarted server has the partitions that it had written."""
     folder = PartitionFolder(context.run_dir.absolute() / f"partition-server-{context.slot.rank}")
     if not context.restarts:
         folder.clear()
@@ -37,99 +37,99 @@ class PartitionHandlers:
     """The methods of a partition server.
 
     Args:
-        folder: where the partitions are.
+        folder: of the partitions.
     """
 
     def __init__(self, folder: PartitionFolder) -> None:
         self._folder = folder
-        self._writing: dict[tuple[str, str], tuple[int, int, files.Writing]] = {}  # version, rows so far
+        self._writing: dict[tuple[str, str], tuple[int, int, tensor_files.Writing]] = {}  # version, rows so far, file
 
     def methods(self) -> dict[str, Any]:
-        """The handlers by the names of their methods."""
+        """Return the handlers by the names of their methods."""
         return {name: getattr(self, name) for name in ("write", "read", "select", "keep", "adopt")}
 
     def write(self, message: Message, caller: Caller) -> None:
-        """Take rows of a file. Fields: ``key``, ``version``, ``kind``, ``begin``, ``rows`` of the whole; 1 tensor.
+        """Write rows of a file. Fields: ``key``, ``version``, ``kind``, ``begin``, ``rows`` of the whole; 1 tensor.
 
-        A version is there when both files have all their rows, first the state's and then those of the rows; it is
-        acknowledged when the disk has it.
+        A version exists when both files have all their rows, first the state and then the rows; the last request is
+        acknowledged when they are on the disk.
         """
-        fields, piece = message.fields, message.tensors[0]
-        key, version, kind, begin, rows = (fields[name] for name in ("key", "version", "kind", "begin", "rows"))
+        piece = message.tensors[0]
+        key, version, array, begin, rows = (message.fields[n] for n in ("key", "version", "kind", "begin", "rows"))
         if begin == 0:
             shape = (rows, *piece.shape[1:])
-            self._writing[key, kind] = version, 0, self._folder.begin(key, version, kind, shape, piece.dtype)
-        found = self._writing.get((key, kind))
-        if found is None or found[:2] != (version, begin):
-            raise DataError(f"rows of partition {key} came out of their order.", hint="this is an error of gtrain.")
-        found[2].add(piece)
+            self._writing[key, array] = version, 0, self._folder.begin(key, version, array, shape, piece.dtype)
+        *position, writing = self._writing.get((key, array), (None, None, None))
+        if writing is None or position != [version, begin]:
+            raise DataError(f"rows of partition {key} came out of order.", hint="this is an error of gtrain.")
+        writing.add(piece)
         if begin + len(piece) < rows:
-            self._writing[key, kind] = version, begin + len(piece), found[2]
+            self._writing[key, array] = version, begin + len(piece), writing
             return
-        del self._writing[key, kind]
+        del self._writing[key, array]
         self._folder.check(key, version)
-        found[2].done()
-        if kind == files.ROWS:
+        writing.done()
+        if array == ROWS:
             self._folder.forget_older(key, version)
 
     def read(self, message: Message, caller: Caller) -> Message:
-        """Rows of a file. Fields: ``key``, ``kind``, ``begin``, ``end``, and the reader's ``lease``; 0: it has none."""
+        """Return rows of a file. Fields: ``key``, ``kind``, ``begin``, ``end``, the reader's ``lease`` (0: none)."""
         fields = message.fields
         self._folder.grant(fields["key"], fields["lease"])
-        found = files.mapped(self._folder.path(fields["key"], fields["kind"]))
-        return Message({}, [found[fields["begin"] : fields["end"]].clone()])
+        rows = tensor_files.mapped(self._folder.path(fields["key"], fields["kind"]))
+        return Message({}, [rows[fields["begin"] : fields["end"]].clone()])
 
     def select(self, message: Message, caller: Caller) -> Message:
-        """Some rows of the rows' file, by number. Fields: ``key``; 1 tensor."""
-        found = files.mapped(self._folder.path(message.fields["key"], files.ROWS))
-        return Message({}, [found[message.tensors[0]]])
+        """Return some rows by number. Fields: ``key``; 1 tensor."""
+        rows = tensor_files.mapped(self._folder.path(message.fields["key"], ROWS))
+        return Message({}, [rows[message.tensors[0]]])
 
     def keep(self, message: Message, caller: Caller) -> Message:
-        """Give a checkpoint a partition, if its folder can be reached from here. Fields: ``key``, ``targets``."""
-        targets = {kind: Path(path) for kind, path in message.fields["targets"].items()}
-        here = all(path.parent.is_dir() for path in targets.values())
-        if here:
+        """Write a partition into a checkpoint, if this machine reaches its folder. Fields: ``key``, ``targets``."""
+        targets = {array: Path(path) for array, path in message.fields["targets"].items()}
+        reachable = all(path.parent.is_dir() for path in targets.values())
+        if reachable:
             self._folder.keep(message.fields["key"], targets, {})
-        return Message({"here": here})
+        return Message({"here": reachable})
 
     def adopt(self, message: Message, caller: Caller) -> Message:
-        """Take a checkpoint's partition, if it can be reached from here. Fields: ``key``, ``version``, ``sources``."""
+        """Take a checkpoint's partition, if this machine reaches it. Fields: ``key``, ``version``, ``sources``."""
         fields = message.fields
-        sources = {kind: Path(path) for kind, path in fields["sources"].items()}
-        here = all(path.is_file() for path in sources.values())
-        if here:
+        sources = {array: Path(path) for array, path in fields["sources"].items()}
+        reachable = all(path.is_file() for path in sources.values())
+        if reachable:
             self._folder.adopt(fields["key"], fields["version"], sources)
-        return Message({"here": here})
+        return Message({"here": reachable})
 
 
 class PartitionClient(PartitionStore):
-    """A :class:`PartitionStore` on servers; partition p is at server p modulo their number.
+    """A :class:`PartitionStore` on servers; partition p is on server p modulo their number.
 
-    A server begins by deleting what an earlier job has left; one that is restarted has what is on its disk. Requests
-    are then repeated: reading changes nothing, and a version is written from its beginning.
+    A server that starts deletes the partitions of an earlier job; a restarted one has those on its disk. Requests are
+    then repeated: reading changes nothing, and a version is written from its start again.
 
     Args:
-        clients: one for each server, in rank order.
+        clients: one per server, in rank order.
     """
 
     def __init__(self, clients: Sequence[Client]) -> None:
         self._clients = list(clients)
 
-    def load(self, key: str, tensors: Mapping[str, Tensor], lease: int = 0, free: ReuseWaits | None = None) -> None:
-        for kind, tensor in tensors.items():
+    def load(self, key: str, tensors: Mapping[str, Tensor], lease: int = 0, waits: ReuseWaits | None = None) -> None:
+        for array, tensor in tensors.items():
             for begin, end in _pieces(tensor):
-                fields = {"key": key, "kind": kind, "begin": begin, "end": end, "lease": lease}
-                tensor[begin:end] = self._ask(key, "read", fields).tensors[0]
+                fields = {"key": key, "kind": array, "begin": begin, "end": end, "lease": lease}
+                tensor[begin:end] = self._request(key, "read", fields).tensors[0]
 
     def save(self, key: str, version: int, tensors: Mapping[str, Tensor]) -> ReuseWaits:
         client = self._client(key)
         while True:
             try:
-                for kind in KINDS:
-                    for begin, end in _pieces(tensors[kind]):
-                        fields = {"key": key, "version": version, "kind": kind, "begin": begin}
-                        fields["rows"] = len(tensors[kind])
-                        client.request("write", fields, [tensors[kind][begin:end]], SILENT_SECONDS)
+                for array in WRITE_ORDER:
+                    for begin, end in _pieces(tensors[array]):
+                        fields = {"key": key, "version": version, "kind": array, "begin": begin}
+                        fields["rows"] = len(tensors[array])
+                        client.request("write", fields, [tensors[array][begin:end]], SILENT_SECONDS)
             except PeerRestartedError:
                 continue
             except RemoteError as error:
@@ -139,22 +139,22 @@ class PartitionClient(PartitionStore):
             return {}
 
     def select(self, key: str, rows: Tensor, target: Tensor) -> None:
-        wanted, back = rows.unique(return_inverse=True)
-        target.copy_(self._ask(key, "select", {"key": key}, [wanted]).tensors[0][back])
+        distinct, inverse = rows.unique(return_inverse=True)
+        target.copy_(self._request(key, "select", {"key": key}, [distinct]).tensors[0][inverse])
 
     def keep(self, key: str, targets: Mapping[str, Path], like: Mapping[str, Tensor]) -> None:
-        fields = {"key": key, "targets": {kind: str(path) for kind, path in targets.items()}}
-        if not self._ask(key, "keep", fields).fields["here"]:  # its machine does not have the checkpoint's disk
+        fields = {"key": key, "targets": {array: str(path) for array, path in targets.items()}}
+        if not self._request(key, "keep", fields).fields["here"]:  # the server does not reach the checkpoint's disk
             self.load(key, like)
-            for kind, path in targets.items():
-                files.write(path, like[kind])
+            for array, path in targets.items():
+                tensor_files.write(path, like[array])
 
     def adopt(self, key: str, version: int, sources: Mapping[str, Path]) -> None:
-        fields = {"key": key, "version": version, "sources": {kind: str(path) for kind, path in sources.items()}}
-        if not self._ask(key, "adopt", fields).fields["here"]:
-            self.save(key, version, {kind: files.mapped(path) for kind, path in sources.items()})
+        fields = {"key": key, "version": version, "sources": {array: str(path) for array, path in sources.items()}}
+        if not self._request(key, "adopt", fields).fields["here"]:
+            self.save(key, version, {array: tensor_files.mapped(path) for array, path in sources.items()})
 
-    def _ask(self, key: str, method: str, fields: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Message:
+    def _request(self, key: str, method: str, fields: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Message:
         while True:
             try:
                 return self._client(key).request(method, fields, tensors, SILENT_SECONDS)
@@ -166,6 +166,6 @@ class PartitionClient(PartitionStore):
 
 
 def _pieces(tensor: Tensor) -> list[tuple[int, int]]:
-    """Ranges of rows that are sent at a time; at least one, so that what has no rows is sent as well."""
+    """Return the ranges of rows per message; at least one, so that an empty tensor is sent too."""
     rows = max(1, PIECE_BYTES // max(1, tensor[:1].nbytes))
     return [(begin, min(begin + rows, len(tensor))) for begin in range(0, max(1, len(tensor)), rows)]

@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gtrain_pbg.files import partition_key
-from gtrain_pbg.order import Bucket, components
+from gtrain_pbg.buckets import Bucket, components
+from gtrain_pbg.partition_store import partition_key
 
 BucketTask = tuple[int, Bucket]
 """An edge chunk, and a bucket of it."""

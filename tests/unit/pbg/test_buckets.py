@@ -20,14 +20,14 @@ from gtrain.data.sources.edges import EdgesData
 from gtrain.errors import ConfigError, DataError
 from gtrain.graph.shard.whole import held_out_edges
 from gtrain.nn import TableSpec
+from gtrain.strategy import tensor_files
 from gtrain.strategy.group import Group
 from gtrain.wire.shared import SharedDirectory, SharedTensors
-from gtrain_pbg import evaluation, files
+from gtrain_pbg import evaluation
+from gtrain_pbg.buckets import Bucket, PartitionBuffer, ScheduledBucket, bucket_order
 from gtrain_pbg.config import ORDERS, PBGConfig
 from gtrain_pbg.deployment import PlannedBuckets
 from gtrain_pbg.edges import BucketEdges, EdgeList, batches_of, passes_of
-from gtrain_pbg.order import Bucket, bucket_order
-from gtrain_pbg.swaps import PartitionBuffer, ScheduledBucket
 from gtrain_pbg.tables import PartitionedTable, Partitioning
 from gtrain_pbg.typed import TypedTables, TypePartitioning
 from gtrain_pbg.worker import BucketBatches, BucketWorker, EpochSteps
@@ -54,10 +54,10 @@ def test_a_file_is_announced_in_pieces_that_the_kernel_reads_whole(
     said: list[tuple[int, int, int]] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda descriptor, *rest: said.append(rest))
     (tmp_path / "x").write_bytes(bytes(300_000))
-    files.announce(tmp_path / "x")
+    tensor_files.announce(tmp_path / "x")
     assert [begin for begin, _, _ in said] == [0, 131072, 262144]
     assert {(length, advice) for _, length, advice in said} == {(131072, os.POSIX_FADV_WILLNEED)}
-    files.announce(tmp_path / "gone")
+    tensor_files.announce(tmp_path / "gone")
 
 
 def test_orders_are_what_their_names_say() -> None:
@@ -315,9 +315,9 @@ def test_a_slot_is_filled_behind_what_leaves_it(tmp_path: Path, monkeypatch: pyt
         "gtrain.strategy.tensor_files._BYTES", 1000
     )  # of partitions of some 27,000 bytes, of different sizes
     tables = make_tables(tmp_path, 2)
-    write, names = files.Writing.add, []
+    write, names = tensor_files.Writing.add, []
 
-    def slowly(self: files.Writing, rows: Tensor, written: Callable[[int], None] | None = None) -> None:
+    def slowly(self: tensor_files.Writing, rows: Tensor, written: Callable[[int], None] | None = None) -> None:
         def told(nbytes: int) -> None:
             names.append(threading.current_thread().name)
             os.sched_yield()  # so that the thread that reads runs into what is not free yet
@@ -326,7 +326,7 @@ def test_a_slot_is_filled_behind_what_leaves_it(tmp_path: Path, monkeypatch: pyt
 
         write(self, rows, told)
 
-    monkeypatch.setattr(files.Writing, "add", slowly)
+    monkeypatch.setattr(tensor_files.Writing, "add", slowly)
     expected = _train(tables, [(0, 1), (1, 2), (2, 0), (0, 1), (2, 1), (0, 2)])
     assert torch.equal(tables.tables[0].fetch(torch.arange(5000)), expected)
     assert len(names) > 100 and "MainThread" not in names
@@ -338,9 +338,9 @@ def test_rows_that_cannot_be_written_are_not_overwritten(tmp_path: Path, monkeyp
     (table,) = tables.tables
     visit = tables.buffer.plan([((0, 1), 0), ((0, 2), 0)])[1]
     tables.trained((0, 1))
-    before, write = table.rows(1, 1).value.clone(), files.Writing.add
+    before, write = table.rows(1, 1).value.clone(), tensor_files.Writing.add
 
-    def fill(self: files.Writing, rows: Tensor, written: Callable[[int], None] | None = None) -> None:
+    def fill(self: tensor_files.Writing, rows: Tensor, written: Callable[[int], None] | None = None) -> None:
         def told(nbytes: int) -> None:
             if nbytes > 5000:
                 raise OSError(28, os.strerror(28))
@@ -349,7 +349,7 @@ def test_rows_that_cannot_be_written_are_not_overwritten(tmp_path: Path, monkeyp
 
         write(self, rows, told)
 
-    monkeypatch.setattr(files.Writing, "add", fill)
+    monkeypatch.setattr(tensor_files.Writing, "add", fill)
     future = tables.begin_swaps(visit.before)
     with pytest.raises(DataError, match="No space left on device"):
         future.result(LIMIT)
@@ -392,23 +392,23 @@ def _first(table: PartitionedTable) -> tuple[int, int]:
 
 def test_a_full_disk_is_said_and_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "table-0.rows.npy"
-    files.write(path, torch.ones(3, 2))
+    tensor_files.write(path, torch.ones(3, 2))
 
     def full(descriptor: int) -> None:
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr("gtrain.strategy.tensor_files.os.fsync", full)
     with pytest.raises(DataError, match="No space left on device"):
-        files.write(path, torch.zeros(3, 2))
+        tensor_files.write(path, torch.zeros(3, 2))
     monkeypatch.undo()
-    assert torch.equal(files.mapped(path), torch.ones(3, 2))
+    assert torch.equal(tensor_files.mapped(path), torch.ones(3, 2))
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
 def test_a_partition_of_another_size_is_refused(tmp_path: Path) -> None:
-    files.write(tmp_path / "x.npy", torch.ones(3, 2))
+    tensor_files.write(tmp_path / "x.npy", torch.ones(3, 2))
     with pytest.raises(DataError, match=r"holds float32 \[3, 2\]"):
-        files.read(tmp_path / "x.npy", torch.ones(4, 2))
+        tensor_files.read(tmp_path / "x.npy", torch.ones(4, 2))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from gtrain_pbg.buckets import bucket_order
 from gtrain_pbg.machines.scheduler import BucketScheduler, GrantRanking
-from gtrain_pbg.order import bucket_order
 
 
 def played(partitions: int, machines: int, as_tree: bool, seed: int, ahead: bool) -> tuple[float, int]:

@@ -15,23 +15,22 @@ import torch
 
 from gtrain.errors import ConfigError, DataError, PeerLostError
 from gtrain.nn import TableSpec
+from gtrain.strategy import tensor_files
 from gtrain.strategy.server import LastingState
 from gtrain.wire import Caller, Client, Message, Server
-from gtrain_pbg import files
+from gtrain_pbg.buckets import Bucket, bucket_order
 from gtrain_pbg.checkpoints import preserve
 from gtrain_pbg.config import PBGConfig, check_machines
-from gtrain_pbg.files import partition_key
+from gtrain_pbg.machines.deployment import LeasedPartitions
 from gtrain_pbg.machines.folder import PartitionFolder
 from gtrain_pbg.machines.heartbeat import pid_namespace
-from gtrain_pbg.machines.leased import LeasedPartitions
 from gtrain_pbg.machines.lock_client import LockClient
 from gtrain_pbg.machines.lock_server import LockServer
 from gtrain_pbg.machines.members import JobEndedError
 from gtrain_pbg.machines.parameter_server import ParameterHandlers, SharedParameters
 from gtrain_pbg.machines.partition_server import PartitionClient, PartitionHandlers
 from gtrain_pbg.machines.scheduler import BucketScheduler, Grant
-from gtrain_pbg.order import Bucket, bucket_order
-from gtrain_pbg.partition_store import PartitionStore
+from gtrain_pbg.partition_store import ROWS, STATE, PartitionStore, partition_key
 from gtrain_pbg.tables import Partitioning
 from gtrain_pbg.typed import TypedTables, TypePartitioning
 
@@ -295,7 +294,7 @@ def test_a_lock_server_that_is_killed_goes_on_where_it_was(seed: int) -> None:
 
     def machine(rank: int) -> Iterator[None]:
         def insist(method: str, tensors: list[torch.Tensor], **fields: object) -> Iterator[Message | None]:
-            while (answer := lock.ask(method, rank, tensors, **fields)) is None:
+            while (answer := lock.request(method, rank, tensors, **fields)) is None:
                 yield None
             yield answer
 
@@ -560,7 +559,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[PartitionS
 
 
 def tensors(value: float, rows: int = 5) -> dict[str, torch.Tensor]:
-    return {files.ROWS: torch.full((rows, 3), value), files.STATE: torch.full((rows, 1), -value)}
+    return {ROWS: torch.full((rows, 3), value), STATE: torch.full((rows, 1), -value)}
 
 
 @pytest.mark.parametrize("rows", [5, 0])
@@ -585,14 +584,14 @@ def test_a_store_has_the_newest_version_and_refuses_older_ones(
         some = torch.empty(2, 3)
         store.select("node-1", torch.tensor([4, 1]), some)
         assert torch.equal(some, torch.full((2, 3), 8.0))
-    targets = {kind: tmp_path / "kept" / f"1.{kind}.npy" for kind in (files.ROWS, files.STATE)}
+    targets = {kind: tmp_path / "kept" / f"1.{kind}.npy" for kind in (ROWS, STATE)}
     (tmp_path / "kept").mkdir()
     store.keep("node-1", targets, tensors(0.0, rows))
     store.save("node-1", 9, tensors(9.0, rows))
-    assert torch.equal(files.mapped(targets[files.ROWS]), tensors(8.0, rows)[files.ROWS])
+    assert torch.equal(tensor_files.mapped(targets[ROWS]), tensors(8.0, rows)[ROWS])
     store.adopt("node-1", 12, targets)
     store.load("node-1", found)
-    assert torch.equal(found[files.STATE], tensors(8.0, rows)[files.STATE])
+    assert torch.equal(found[STATE], tensors(8.0, rows)[STATE])
     names = sorted(path.name for path in tmp_path.glob("?/node-1*"))
     assert names == ["node-1.v12.rows.npy", "node-1.v12.state.npy"]
 
@@ -605,7 +604,7 @@ def test_a_job_begins_without_what_another_left(tmp_path: Path) -> None:
     store.save("node-0", 1, tensors(2.0))
     found = tensors(0.0)
     store.load("node-0", found)
-    assert torch.equal(found[files.ROWS], tensors(2.0)[files.ROWS]) and (tmp_path / "notes.txt").exists()
+    assert torch.equal(found[ROWS], tensors(2.0)[ROWS]) and (tmp_path / "notes.txt").exists()
 
 
 def test_what_was_written_in_part_is_not_there(tmp_path: Path) -> None:
@@ -615,15 +614,15 @@ def test_what_was_written_in_part_is_not_there(tmp_path: Path) -> None:
         fields = {"key": "node-0", "version": version, "kind": kind, "begin": begin, "rows": 4}
         handlers.write(Message(fields, [torch.full((rows, 2), float(version))]), Caller("rank 0", 1, 1))
 
-    write(files.STATE, 0, 4, 1)
-    write(files.ROWS, 0, 4, 1)
-    write(files.STATE, 0, 4, 2)
-    write(files.ROWS, 0, 2, 2)  # and its machine dies
+    write(STATE, 0, 4, 1)
+    write(ROWS, 0, 4, 1)
+    write(STATE, 0, 4, 2)
+    write(ROWS, 0, 2, 2)  # and its machine dies
     found = PartitionFolder(tmp_path)  # as a server that is restarted
     assert found.version("node-0") == 1
-    assert torch.equal(files.mapped(found.path("node-0", files.ROWS)), torch.ones(4, 2))
+    assert torch.equal(tensor_files.mapped(found.path("node-0", ROWS)), torch.ones(4, 2))
     with pytest.raises(DataError, match="out of their order"):
-        write(files.ROWS, 3, 1, 2)
+        write(ROWS, 3, 1, 2)
 
 
 def test_checkpoints_are_kept_for_good(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from gtrain.model.kg.embedding import KGEmbedding
 from gtrain.model.kg.negatives import DrawNodes
 from gtrain.model.kg.training import Triples
 from gtrain.nn import Adagrad, Csr, RowwiseAdagrad, TableSpec
-from gtrain_pbg.edges import EdgeList, RelationGroups, batches_of, batching_keys, filled
+from gtrain_pbg.edges import EdgeList, RelationGroups, batches_of, filled
 from gtrain_pbg.step.layout import EdgeBatch, PartitionRows
 from gtrain_pbg.step.relations import RelationWeights, UpdateRule
 from gtrain_pbg.step.training import TrainingStep
@@ -120,7 +120,7 @@ def test_batches_are_of_one_group(reciprocal: bool) -> None:
     relation = torch.arange(5).repeat(40)
     edges = EdgeList(torch.arange(200), relation, torch.arange(200), None)
     groups, seen = RelationGroups(recipe), []
-    for batch in batches_of(edges, 16, batching_keys(recipe), torch.Generator().manual_seed(0)):
+    for batch in batches_of(edges, 16, RelationGroups(recipe).batching_keys, torch.Generator().manual_seed(0)):
         number = groups.of(batch)
         assert set(batch.relation.tolist()) <= set(recipe.groups[number].relations)
         assert reciprocal or batch.relation.unique().numel() == 1
