@@ -50,8 +50,8 @@ class KGEmbedding(EdgeModel):
         entity_types: number of nodes by type, whose ids come one after the other; None: one type.
         relation_ends: types of heads and of tails by relation; None: one type.
         relation_names: names of the relations; None: they have no names.
-        entity_bags: returns, for a featurized type, the features of each entity and their number: an embedding is the mean
-            of its features' rows; None: no type is featurized.
+        entity_bags: returns, for a featurized type, the features of each entity and their number: an embedding is the
+            mean of its features' rows; None: no type is featurized.
         entities: settings of entity types, by name: ``dimension``.
         relations: settings of relations, each with a ``name`` (``*``: all without an entry): ``operator``,
             ``weight`` (a factor of its edges' loss) and ``all_negs``.
@@ -229,7 +229,7 @@ class KGEmbedding(EdgeModel):
         return list(self.groups)  # type: ignore[arg-type]
 
     def log_training(self, total: Tensor, weight: Tensor) -> Tensor:
-        """Log the loss of a strategy that trains by the :meth:`recipe`: its sum over edges, and the sum of their weights.
+        """Log the loss of a strategy that trains by the :meth:`recipe`: sums over edges of loss and weight.
 
         Returns:
             The mean loss.

@@ -1,4 +1,4 @@
-"""The ranks of several machines as a group that outlives each of them: they meet at the lock server."""
+"""Collectives of the ranks of several machines, through the lock server; the group survives the loss of machines."""
 
 from __future__ import annotations
 
@@ -26,32 +26,33 @@ _OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class MachinesGroup(Group):
-    """Collectives of all ranks that are not lost. They are for little: metrics, paths, the model's small parameters.
+    """Collectives of all ranks that are not lost, for small values: metrics, paths, the model's small parameters.
 
-    What a rank brought before it was lost counts. Values are what a message's fields may be; no object is pickled.
+    The contribution of a rank that was lost afterwards counts. Values are plain data, as a message's fields; objects
+    are not pickled.
 
     Args:
         rank: this process.
         size: number of ranks.
-        lock: where they meet.
-        counters: where traffic is counted.
+        lock: client of the lock server.
+        counters: of traffic.
 
     Attributes:
-        members: the ranks that came to the last meeting, ascending.
+        members: the ranks that contributed to the last collective, ascending.
     """
 
     def __init__(self, rank: int, size: int, lock: LockClient, counters: Counters) -> None:
         super().__init__(rank, size, counters=counters)
-        self._lock, self._meetings = lock, 0
+        self._lock, self._collectives = lock, 0
         self.members = list(range(size))
 
     @property
     def share(self) -> tuple[int, int]:
-        """This rank's number among the members, and how many there are: who is lost has no share of what is dealt."""
+        """This rank's number among the members, and the number of members."""
         return self.members.index(self.rank), len(self.members)
 
     def reform(self) -> None:
-        raise PeerLostError("this group needs no forming anew")
+        raise PeerLostError("this group is never formed again: it survives losses")
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         reduced = reduce(_OPS[op], self.all_gather(tensor))
@@ -60,43 +61,44 @@ class MachinesGroup(Group):
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return [
-            gathered.to(tensor.device) for gathered in self._meet(None, [tensor.detach().cpu().contiguous()]).tensors
+            gathered.to(tensor.device)
+            for gathered in self._contribute(None, [tensor.detach().cpu().contiguous()]).tensors
         ]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        return list(self._meet(_plain(value)).fields["values"])
+        return list(self._contribute(_plain(value)).fields["values"])
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        answer = self._meet(_plain(value) if self.rank == source else None)
-        return answer.fields["values"][self._of(answer, source)]
+        reply = self._contribute(_plain(value) if self.rank == source else None)
+        return reply.fields["values"][self._position(reply, source)]
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        brought = [tensor.detach().cpu().contiguous()] if self.rank == source else []
-        answer = self._meet(None, brought)
-        self._of(answer, source)
-        return tensor if self.rank == source else tensor.copy_(answer.tensors[0])
+        contribution = [tensor.detach().cpu().contiguous()] if self.rank == source else []
+        reply = self._contribute(None, contribution)
+        self._position(reply, source)
+        return tensor if self.rank == source else tensor.copy_(reply.tensors[0])
 
     def barrier(self) -> None:
-        self._meet(None)
+        self._contribute(None)
 
     def close(self) -> None:
         self._lock.close()
 
-    def _of(self, answer: Message, source: int) -> int:
-        ranks: list[int] = answer.fields["ranks"]
+    def _position(self, reply: Message, source: int) -> int:
+        ranks: list[int] = reply.fields["ranks"]
         if source not in ranks:
-            raise PeerLostError(f"rank {source}, which had something to tell, is lost")
+            raise PeerLostError(f"rank {source}, the source of a broadcast, is lost")
         return ranks.index(source)
 
-    def _meet(self, value: Any, tensors: list[Tensor] | None = None) -> Message:
-        self._meetings += 1
+    def _contribute(self, value: Any, tensors: list[Tensor] | None = None) -> Message:
+        self._collectives += 1
         with self.counters.span("wait: meeting"):
-            answer = self._lock.request("meet", {"number": self._meetings, "value": value}, tensors or [])
-        self.members = answer.fields["ranks"]
+            reply = self._lock.request("meet", {"number": self._collectives, "value": value}, tensors or [])
+        self.members = reply.fields["ranks"]
         self.size = len(self.members)
-        return answer
+        return reply
 
 
 def _plain(value: Any) -> Any:
-    """Paths as text: a message has no such type."""
+    """Return paths as text, and other values unchanged."""
     return os.fspath(value) if isinstance(value, os.PathLike) else value

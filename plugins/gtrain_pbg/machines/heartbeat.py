@@ -17,11 +17,11 @@ ENDED = "has ended"
 BEATS_PER_LEASE = 4
 """Heartbeats per lease, at least; a member of the job that sends none for a whole lease is lost."""
 REPORT_SECONDS = 10.0
-"""Silence after which the terminal names a member of the job, where its lease is longer."""
+"""Seconds without a heartbeat after which the terminal names a member, if its lease is longer."""
 REPORT_AGAIN_SECONDS = 30.0
-"""How often it is named while its silence lasts."""
+"""Seconds between later reports of the same member."""
 MAX_INTERVAL = 1.0
-"""Seconds between heartbeats, at most: their replies tell a rank that the job cannot go on."""
+"""Most seconds between heartbeats: the reply to a rank also reports the end of the job."""
 
 
 def start_heartbeat(context: ServerContext) -> None:
@@ -35,11 +35,11 @@ def _beat(context: ServerContext) -> None:
         with context.client("lock", 0) as lock:
             _join(context, lock)
             while not context.stop.wait(heartbeat_interval(seconds)):
-                with suppress(PeerRestartedError, DeadlineError):  # the lock server is restarted, or stands still
+                with suppress(PeerRestartedError, DeadlineError):  # the lock server is being restarted, or is stopped
                     lock.request("pulse", timeout_seconds=seconds)
     except GtrainError as error:
         if not context.stop.is_set():
-            print(f"the lock server is gone: {error.message}", flush=True)
+            print(f"the lock server is lost: {error.message}", flush=True)
 
 
 def _join(context: ServerContext, lock: Client) -> None:
@@ -50,17 +50,17 @@ def _join(context: ServerContext, lock: Client) -> None:
 
 
 def heartbeat_interval(lease_seconds: float) -> float:
-    """Seconds between heartbeats."""
+    """Return the seconds between heartbeats."""
     return min(lease_seconds / BEATS_PER_LEASE, MAX_INTERVAL)
 
 
 def next_report(seconds: float) -> float:
-    """The length of a silence at which it is reported next."""
+    """Return the seconds of silence at which a member is reported next."""
     return REPORT_AGAIN_SECONDS * (seconds // REPORT_AGAIN_SECONDS + 1)
 
 
 def pid_namespace() -> str:
-    """Host and PID namespace: a process id is unique within them."""
+    """Return host and PID namespace, within which a process id is unique."""
     return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
 
 
@@ -78,7 +78,7 @@ class FailureDetector:
         self._heard: dict[str, float] = {}
         self._processes: dict[str, int] = {}  # pidfds
         self._joined: dict[str, tuple[str, int]] = {}  # PID namespace and process id
-        self._late: dict[str, float] = {}  # when members that are silent are reported next, seconds of their silence
+        self._late: dict[str, float] = {}  # seconds of silence at which a member is reported next
 
     def join(self, name: str, namespace: str, pid: int) -> None:
         """Add a member, or replace it after its restart.
@@ -109,7 +109,7 @@ class FailureDetector:
         self.await_return(name)
 
     def state(self) -> dict[str, tuple[str, int]]:
-        """PID namespaces and process ids by member."""
+        """Return PID namespaces and process ids by member."""
         return dict(self._joined)
 
     def restore(self, state: dict[str, tuple[str, int]]) -> None:
@@ -118,19 +118,19 @@ class FailureDetector:
             self.join(name, namespace, pid)
 
     def forgive(self, seconds: float) -> None:
-        """The lock server itself was stopped for so long: extend all leases by that."""
+        """Extend all leases by the seconds for which the lock server itself was stopped."""
         self._heard = {name: heard + seconds for name, heard in self._heard.items()}
 
     def watches(self, name: str) -> bool:
-        """Whether the end of a member's process is noticed at once."""
+        """Return whether the end of a member's process is noticed at once."""
         return name in self._processes
 
     def silence(self, name: str) -> float:
-        """Seconds since a member's last heartbeat."""
+        """Return the seconds since a member's last heartbeat."""
         return self._clock() - self._heard[name]
 
     def late(self) -> tuple[dict[str, float], list[str]]:
-        """Silent members that are due to be reported, with the seconds of their silence, and those heard from again.
+        """Return silent members to report, with their seconds of silence, and members heard from again.
 
         A member is reported after :data:`REPORT_SECONDS`, and then every :data:`REPORT_AGAIN_SECONDS`.
         """
@@ -147,8 +147,8 @@ class FailureDetector:
         if process is not None:
             os.close(process)
 
-    def gone(self) -> dict[str, str]:
-        """Lost members and the evidence; servers first, because their loss can end the job."""
+    def find_lost(self) -> dict[str, str]:
+        """Return lost members and the reason; servers first, because their loss can end the job."""
         ended = select.select(list(self._processes.values()), [], [], 0)[0] if self._processes else []
         lost = {name: ENDED for name, process in self._processes.items() if process in ended}
         limit = self._clock() - self._lease_seconds
@@ -158,5 +158,5 @@ class FailureDetector:
 
 
 def is_rank(name: str) -> bool:
-    """Whether a member is a worker, not a server."""
+    """Return whether a member is a worker, not a server."""
     return name.startswith("rank ")

@@ -19,21 +19,21 @@ from gtrain_pbg.machines.heartbeat import REPORT_SECONDS, heartbeat_interval, ne
 from gtrain_pbg.machines.members import JobEndedError
 
 FOREVER = 1e7
-"""Seconds: who waits for a bucket or a meeting waits until it comes, or until it is known that it cannot."""
+"""Time-out in seconds of requests for a bucket or a collective: they wait until it comes, or the job ends."""
 RESTART_SECONDS = 15.0
-"""The lock server may be away for so long at least, however short the leases are: it may be restarted."""
+"""Least seconds of silence before the lock server is declared lost: it may be restarting."""
 
 
 class LockClient:
-    """Asks the lock server, and hears within a second when this process must end.
+    """Sends requests and heartbeats to the lock server; learns within a second that this process must end.
 
     Args:
         client: of the lock server.
-        lease_seconds: after how long a rank, or the lock server, that is silent is taken for lost.
-        timeout_seconds: the same for a lock server on this machine, whose end would be known: it may be stopped.
+        lease_seconds: seconds of silence after which a rank, or the lock server, is declared lost.
+        timeout_seconds: the same for a lock server on this machine: if it had ended, that would be known.
         store: address of the job's key-value store, which ends with the job; None for a rank of the machine
             that has it.
-        miss: told the name of each server that is lost and that the job goes on without.
+        miss: called with the name of each lost server that the job goes on without.
         tell: prints a line to the terminal; None: another rank of that terminal does so.
     """
 
@@ -52,14 +52,14 @@ class LockClient:
         self._lost: PeerLostError | None = None
         self._losing = threading.Lock()
         self._hooks: list[Callable[[PeerLostError], None]] = []
-        here = self.request("join", {"place": pid_namespace(), "pid": os.getpid()}).fields["place"] == pid_namespace()
-        self._patience = max(lease_seconds, timeout_seconds if here else RESTART_SECONDS)
+        place = self.request("join", {"place": pid_namespace(), "pid": os.getpid()}).fields["place"]
+        self._patience = max(lease_seconds, timeout_seconds if place == pid_namespace() else RESTART_SECONDS)
         threading.Thread(target=self._beat, name="gtrain-heartbeat", daemon=True).start()
         if store is not None:
             threading.Thread(target=self._watch, args=(store,), name="gtrain-store", daemon=True).start()
 
     def on_loss(self, hook: Callable[[PeerLostError], None]) -> None:
-        """Have something done as soon as this process must end; the error is a :class:`JobEndedError` if all must."""
+        """Call a hook as soon as this process must end; the error is a :class:`JobEndedError` if the whole job ends."""
         with self._losing:
             self._hooks.append(hook)
             lost = self._lost
@@ -67,10 +67,10 @@ class LockClient:
             hook(lost)
 
     def request(self, method: str, fields: Mapping[str, Any], tensors: Sequence[Tensor] = ()) -> Message:
-        """Ask, again where the lock server was restarted, and wait for as long as it takes.
+        """Send a request, again if the lock server was restarted, and wait for the reply without a time-out.
 
         Raises:
-            PeerLostError: the lock server is gone, this machine was taken for lost, or the job cannot go on.
+            PeerLostError: the lock server is lost, this machine was declared lost, or the job cannot go on.
         """
         while True:
             try:
@@ -86,10 +86,10 @@ class LockClient:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Have the lock server say why a machine is lost, if it knows: a refused write may be how that is heard first.
+        """Replace a refused write's error by the lock server's reason for this machine's loss, if it has one.
 
         Raises:
-            PeerLostError: as :meth:`ask`, or what was raised where the lock server has nothing to say.
+            PeerLostError: as :meth:`request`, or the original error.
         """
         try:
             yield
@@ -98,7 +98,7 @@ class LockClient:
             raise
 
     def close(self) -> None:
-        """End the heartbeats."""
+        """Stop the heartbeats."""
         self._over.set()
 
     def _beat(self) -> None:
@@ -133,10 +133,12 @@ class LockClient:
 
     def _watch(self, store: str) -> None:
         await_end_of_store(store)
-        self._lose(JobEndedError("machine 0 is lost, or its rank 0: the job's key-value store, which it has, is gone"))
+        self._lose(
+            JobEndedError("machine 0 is lost, or its rank 0: the connection to the job's key-value store on it broke")
+        )
 
     def _lose(self, error: PeerLostError) -> None:
-        """Let whoever waits for a server raise this, who would wait in vain."""
+        """Abort pending requests with this error."""
         with self._losing:
             if self._lost is not None or self._over.is_set():
                 return
@@ -147,11 +149,11 @@ class LockClient:
 
 
 def _reported_loss(error: BaseException | None) -> PeerLostError | None:
-    """What the lock server has said of the end of this process; None: it has said nothing."""
+    """Return the loss that an error of the lock server reports; None: it reports none."""
     if isinstance(error, PeerLostError):
         return error
     if isinstance(error, RemoteError):
-        kinds = {kind.__name__: kind for kind in (PeerLostError, JobEndedError)}
-        if error.kind in kinds:
-            return kinds[error.kind](error.remote_message, hint=error.hint)
+        types = {error_type.__name__: error_type for error_type in (PeerLostError, JobEndedError)}
+        if error.kind in types:
+            return types[error.kind](error.remote_message, hint=error.hint)
     return None

@@ -1,8 +1,8 @@
-"""The lock server: grants buckets with leases, detects lost machines, and holds the meetings of all ranks.
+"""The lock server: grants buckets with leases, detects lost machines, and serves the collectives of all ranks.
 
-It may be killed at any moment. Its state is saved before anybody is answered, in memory that the agent keeps; its next
-life goes on from there. Whoever waits asks again, and every request may be executed twice without harm: meetings,
-epochs and the turns in which machines ask for buckets are numbered.
+It may be killed at any moment. It saves its state before it replies, in memory of the agent; a restarted server
+continues from there. Clients repeat pending requests, and every request may be executed twice without harm:
+collectives, epochs and requests for buckets are numbered.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ def main(context: ServerContext) -> None:
 
 
 class LockServer:
-    """The methods of the lock server. Handlers run in the server's loop, and :meth:`watch` in a thread beside it.
+    """The methods of the lock server. Handlers run in the server's loop, :meth:`watch` in a background thread.
 
     Args:
         settings: of the strategy.
-        machines: how many there are.
+        machines: number of machines.
         devices: workers on each.
-        clock: seconds.
-        state: what outlives this process; where it has a value, an earlier life's, this one goes on from there.
+        clock: returns seconds.
+        state: outlives this process; a restarted server continues from its value.
         tell: prints a line to the terminal.
-        tell_waiting: prints for whom the job waits; None: as ``tell``.
+        tell_waiting: prints the process that the job waits for; None: as ``tell``.
 
     Attributes:
-        round: epochs, or parts of them between checkpoints, that have begun.
+        round: number of started epochs, or of their parts between checkpoints.
     """
 
     def __init__(
@@ -75,55 +75,53 @@ class LockServer:
     ) -> None:
         self._settings, self._lock, self._clock = settings, threading.RLock(), clock
         self._state, self._report, self._report_waiting = state, tell, tell_waiting or tell
-        self._settled: DeferredReplies = []
-        self.members = Membership(machines, devices, self._settled)
+        self._deferred: DeferredReplies = []
+        self.members = Membership(machines, devices, self._deferred)
         self._detector = FailureDetector(settings.lease_seconds, pid_namespace(), clock)
         self._scheduler: BucketScheduler | None = None
-        self._scheduler_fields: dict[str, Any] = {}  # by which it was made
+        self._scheduler_fields: dict[str, Any] = {}  # its arguments
         self.round, self._number = 0, 0
-        self._turns: dict[int, int] = {}  # of each machine, in which it asked for a bucket last
-        self._granted: dict[int, dict[str, Any]] = {}  # what each machine was answered in that turn
-        self._begun: set[int] = set()  # machines that have had a bucket in this epoch
+        self._requests: dict[int, int] = {}  # number of each machine's last request for a bucket
+        self._granted: dict[int, dict[str, Any]] = {}  # replay buffer: the reply to that request
+        self._started: set[int] = set()  # machines that have had a bucket in this epoch
         self._waiting: dict[int, Reply] = {}
         self._ended = ""
-        self._holding: set[int] | None = None  # parameter servers that keep something; None: not yet known
-        self._unreported: list[str] = []  # losses, reported once it is clear that the job is not over
-        self._stay: set[int] = set()  # ranks that are not restarted if they die
-        self._missing: list[str] = []  # servers that are lost, and that the job goes on without
+        self._holding: set[int] | None = None  # parameter servers that store parameters; None: not yet known
+        self._unreported: list[str] = []  # losses, reported once it is certain that the job is not over
+        self._joined: set[int] = set()  # ranks that are not restarted if they die
+        self._missing: list[str] = []  # lost servers that the job goes on without
         saved = state.load() if state is not None else b""
         if saved:
-            self._restore(msgpack.unpackb(saved, strict_map_key=False))
+            self._restore(msgpack.unpackb(saved, strict_map_key=False, use_list=False))
 
     def methods(self) -> dict[str, Any]:
-        """The handlers by the names of their methods."""
+        """Return the handlers by the names of their methods."""
         names = ("join", "stay", "meet", "number", "begin", "acquire", "release")
-        own = {name: self._checked(getattr(self, name), saves=True) for name in names}
-        return own | {"beat": self._checked(self.beat), "serve": self.serve, "pulse": self.pulse}
+        saving = {name: self._checked(getattr(self, name), saves=True) for name in names}
+        return saving | {"beat": self._checked(self.beat), "serve": self.serve, "pulse": self.pulse}
 
     def _checked(self, handler: Callable[[Message, int], Any], saves: bool = False) -> Callable[[Message, Caller], Any]:
-        def answer(message: Message, caller: Caller) -> Message | Future[Message | None] | None:
+        def handle(message: Message, caller: Caller) -> Message | Future[Message | None] | None:
             with self._lock:
                 rank = _rank(caller.client)
                 self.members.check(rank)
                 if self._ended:
                     raise JobEndedError(self._ended)
-                found: Message | Future[Message | None] | None = handler(message, rank)
+                reply: Message | Future[Message | None] | None = handler(message, rank)
                 if saves:
                     self._commit()
-                return found
+                return reply
 
-        return answer
+        return handle
 
-    # ------------------------------------------------------------------------------------------ its next life
+    # ------------------------------------------------------------------------------------------ restart
 
     def _commit(self) -> None:
-        """Save the state, and then let replies have what was decided."""
+        """Save the state, then send the replies that depend on it."""
         if self._state is not None:
             self._state.save(msgpack.packb(self._saved()))
-        settled = list(self._settled)
-        self._settled.clear()
-        for settle in settled:
-            settle()
+        while self._deferred:
+            self._deferred.pop(0)()
 
     def _saved(self) -> dict[str, Any]:
         return {
@@ -132,66 +130,66 @@ class LockServer:
             "made": self._scheduler_fields,
             "scheduler": None if self._scheduler is None else self._scheduler.state(),
             "numbers": [self.round, self._number],
-            "turns": self._turns,
+            "turns": self._requests,
             "granted": self._granted,
-            "begun": sorted(self._begun),
+            "begun": sorted(self._started),
             "ended": self._ended,
             "holding": None if self._holding is None else sorted(self._holding),
             "missing": self._missing,
-            "stay": sorted(self._stay),
+            "stay": sorted(self._joined),
         }
 
     def _restore(self, saved: dict[str, Any]) -> None:
         self.members.restore(saved["members"])
         self._detector.restore(saved["detector"])
         self.round, self._number = saved["numbers"]
-        self._turns, self._granted, self._begun = saved["turns"], saved["granted"], set(saved["begun"])
-        self._ended, self._missing = saved["ended"], saved["missing"]
-        self._stay = set(saved["stay"])
+        self._requests, self._granted, self._started = saved["turns"], saved["granted"], set(saved["begun"])
+        self._ended, self._missing = saved["ended"], list(saved["missing"])
+        self._joined = set(saved["stay"])
         self._holding = None if saved["holding"] is None else set(saved["holding"])
         if saved["scheduler"] is not None:
             self._scheduler_fields = saved["made"]
             self._scheduler = self._make_scheduler(self._scheduler_fields)
             self._scheduler.restore(saved["scheduler"])
 
-    # ------------------------------------------------------------------------------------------ who is there
+    # ------------------------------------------------------------------------------------------ membership
 
     def join(self, message: Message, rank: int) -> Message:
-        """A rank is there. Fields: ``place`` and ``pid``, its process's. The answer has this process's ``place``."""
+        """Add a rank. Fields: ``place`` (:func:`pid_namespace`) and ``pid``. The reply has this process's ``place``."""
         self._detector.join(f"rank {rank}", message.fields["place"], message.fields["pid"])
         return Message({"place": pid_namespace()})
 
     def stay(self, message: Message, rank: int) -> None:
-        """A rank is not restarted from now on: its end is the loss of its machine."""
-        if rank not in self._stay:
+        """Record that a rank has joined for good: its death is the loss of its machine from now on."""
+        if rank not in self._joined:
             print(f"rank {rank} has joined", flush=True)
-            self._stay.add(rank)
+            self._joined.add(rank)
 
     def beat(self, message: Message, rank: int) -> Message:
-        """A rank is still there. The answer has ``missing``: servers that the job goes on without."""
+        """Record the heartbeat of a rank. The reply has ``missing``: lost servers that the job goes on without."""
         self._detector.beat(f"rank {rank}")
         return Message({"missing": self._missing})
 
     def serve(self, message: Message, caller: Caller) -> None:
-        """A server is there, perhaps restarted. Fields: as of :meth:`join`."""
+        """Add a server, perhaps a restarted one. Fields: as for :meth:`join`."""
         with self._lock:
             self._detector.join(caller.client, message.fields["place"], message.fields["pid"])
             self._commit()
 
     def pulse(self, message: Message, caller: Caller) -> None:
-        """A server is still there."""
+        """Record the heartbeat of a server."""
         with self._lock:
             self._detector.beat(caller.client)
 
     def meet(self, message: Message, rank: int) -> Reply:
-        """See :class:`Membership`. Fields: ``number`` and ``value``."""
-        for said in self._unreported:
-            self._report(said)
+        """Take part in a collective; see :class:`Membership`. Fields: ``number`` and ``value``."""
+        for line in self._unreported:
+            self._report(line)
         self._unreported.clear()
-        return self.members.meet(rank, message.fields["number"], message)
+        return self.members.contribute(rank, message.fields["number"], message)
 
     def number(self, message: Message, rank: int) -> Message:
-        """A number larger than that of any lease so far."""
+        """Return a number larger than that of any lease so far."""
         return Message({"number": self._next()})
 
     def watch(self, stop: threading.Event) -> None:
@@ -210,15 +208,15 @@ class LockServer:
         with self._lock:
             if self._settings.lease_seconds > REPORT_SECONDS:
                 self._report_silence()
-            gone = self._detector.gone()
-            waited_for = {name for name in gone if self._is_waited_for(name)}
-            for name, how in gone.items():
+            lost = self._detector.find_lost()
+            waited_for = {name for name in lost if self._is_waited_for(name)}
+            for name, how in lost.items():
                 if how != ENDED and name in waited_for:
                     if self._detector.silence(name) < self._patience:
                         continue
                     how = f"sent no heartbeat for {self._patience:g} s"
-                if is_rank(name) and how == ENDED and _rank(name) not in self._stay:
-                    self._detector.await_return(name)  # it had no part in the job yet: its agent restarts it
+                if is_rank(name) and how == ENDED and _rank(name) not in self._joined:
+                    self._detector.await_return(name)  # it had not joined: its agent restarts it
                 elif is_rank(name):
                     self._lose_machine(self.members.machine_of(_rank(name)), f"{name} {how}")
                 elif name.startswith("partition ") and how == ENDED:
@@ -226,7 +224,7 @@ class LockServer:
                 else:
                     self._detector.forget(name)
                     self._lose_server(name, how)
-            if gone:
+            if lost:
                 self._commit()
 
     def _report_silence(self) -> None:
@@ -247,9 +245,9 @@ class LockServer:
         return max(self._settings.lease_seconds, self._settings.timeout_seconds)
 
     def _is_waited_for(self, name: str) -> bool:
-        """Whether a member may be silent for longer than its lease.
+        """Return whether a member may be silent for longer than its lease.
 
-        Its process is there, so it was stopped or is slow, and the job would end without it.
+        Its process exists, so it is stopped or slow, and the job would end with its loss.
         """
         return self._detector.watches(name) and not (is_rank(name) and self.members.machine_of(_rank(name)) > 0)
 
@@ -261,21 +259,21 @@ class LockServer:
         return f"{name} (machine {self.members.machine_of(number) if is_rank(name) else number})"
 
     def _lose_server(self, name: str, how: str) -> None:
-        """A server is lost, and with a parameter server its machine: go on if nothing is lost with it."""
-        number, settings, kept = _rank(name), self._settings, name
+        """Handle the loss of a server, and for a parameter server of its machine: go on if it stored nothing."""
+        number, settings, holder = _rank(name), self._settings, name
         if name.startswith("parameter ") and self._holding is not None and number not in self._holding:
-            kept = f"partition {number}" if settings.partition_servers == EACH else ""
-        if kept or settings.on_trainer_loss == "stop":
-            what = f", and what {kept} kept is nowhere else" if kept else ""
-            self._end(f"{name} is lost: it {how}{what}; go on from the last checkpoint (ckpt_path=last)")
+            holder = f"partition {number}" if settings.partition_servers == EACH else ""
+        if holder or settings.on_trainer_loss == "stop":
+            data = f", and the data of {holder} is lost with it" if holder else ""
+            self._end(f"{name} is lost: it {how}{data}; go on from the last checkpoint (ckpt_path=last)")
             return
-        print(f"the job goes on without {name}, which kept nothing: it {how}", flush=True)
+        print(f"the job goes on without {name}, which stored nothing: it {how}", flush=True)
         self._missing.append(name)
 
     def _lose_machine(self, machine: int, reason: str) -> None:
         if machine in self.members.lost:
             return
-        print(f"machine {machine} is no longer there: {reason}", flush=True)
+        print(f"machine {machine} is lost: {reason}", flush=True)
         for rank in self.members.ranks_of(machine):
             self._detector.forget(f"rank {rank}")
         self.members.lose(machine, reason)
@@ -283,7 +281,7 @@ class LockServer:
             return
         waiting = self._waiting.pop(machine, None)
         if waiting is not None:
-            self._settled.append(partial(waiting.set_exception, PeerLostError(reason)))
+            self._deferred.append(partial(waiting.set_exception, PeerLostError(reason)))
         if machine == 0 or self._settings.on_trainer_loss == "stop":
             self._end(f"machine {machine} is lost: {reason}")
             return
@@ -292,13 +290,13 @@ class LockServer:
             before = self._scheduler.again
             self._scheduler.lose(machine)
             again = self._scheduler.again - before
-            self._answer_waiting()
+            self._grant_waiting()
         trained = {0: "", 1: "; its bucket is trained again"}.get(again, f"; its {again} buckets are trained again")
-        said = f"machine {machine} is lost ({reason}); the job goes on without it{trained}"
+        line = f"machine {machine} is lost ({reason}); the job goes on without it{trained}"
         if reason.endswith(ENDED) and (self._scheduler is None or self._scheduler.over):
-            self._unreported.append(said)  # a rank that has come to the end of the job has ended as well
+            self._unreported.append(line)  # a rank also ends when the job is over
         else:
-            self._report(said)
+            self._report(line)
 
     def _end(self, reason: str) -> None:
         if self._ended:
@@ -307,33 +305,33 @@ class LockServer:
         self._ended = reason
         self.members.end(reason)
         for reply in self._waiting.values():
-            self._settled.append(partial(reply.set_exception, JobEndedError(reason)))
+            self._deferred.append(partial(reply.set_exception, JobEndedError(reason)))
         self._waiting.clear()
 
     # ------------------------------------------------------------------------------------------ buckets
 
     def begin(self, message: Message, rank: int) -> None:
-        """A machine begins an epoch.
+        """Start an epoch.
 
-        Fields: ``round`` (from 1), ``epoch``, ``seed``, ``as_tree``, ``table``, ``chunks``, how often it goes through
-        the buckets, ``first``, from which on, and ``holding``, the parameter servers that keep something. A tensor bool
-        ``[P, P]``: which buckets have edges.
+        Fields: ``round`` (from 1), ``epoch``, ``seed``, ``as_tree``, ``table``, the edge chunks ``first`` to
+        ``chunks - 1``, and ``holding``, the parameter servers that store parameters. A tensor bool ``[P, P]``: which
+        buckets have edges.
         """
         fields = message.fields
         if fields["round"] <= self.round:
             return
-        self.round, self._begun, self._holding = fields["round"], set(), set(fields["holding"])
+        self.round, self._started, self._holding = fields["round"], set(), set(fields["holding"])
         self._scheduler_fields = fields | {"filled": message.tensors[0].tolist()}
         self._scheduler = self._make_scheduler(self._scheduler_fields)
 
     def _make_scheduler(self, fields: dict[str, Any]) -> BucketScheduler:
         settings, filled = self._settings, torch.tensor(fields["filled"], dtype=torch.bool)
-        there = set(map(tuple, filled.nonzero().tolist()))
+        nonempty = set(map(tuple, filled.nonzero().tolist()))
 
         def order(chunk: int) -> list[tuple[int, int]]:
             seed = mixed(fields["seed"], fields["epoch"], chunk)
-            found = bucket_order(settings.bucket_order, settings.num_partitions, 2, seed)
-            return [bucket for bucket in found if bucket in there]
+            buckets = bucket_order(settings.bucket_order, settings.num_partitions, 2, seed)
+            return [bucket for bucket in buckets if bucket in nonempty]
 
         return BucketScheduler(
             fields["table"],
@@ -345,45 +343,46 @@ class LockServer:
         )
 
     def acquire(self, message: Message, rank: int) -> Message | Reply:
-        """A machine wants a bucket.
+        """Grant a bucket to a machine.
 
-        Fields: ``turn``, from 1, and ``edges`` that it trained of its last bucket; None: it has none.
+        Fields: ``turn``, number of the request, from 1, and ``edges`` trained in its last bucket; None: it has none.
 
-        The answer has ``bucket``, ``chunk``, ``leases`` and ``ahead``; or ``give_back``: others may need what it holds;
-        or ``over`` with ``edges`` and ``again`` of the epoch. It comes when one of these is the case.
+        The reply has ``bucket``, ``chunk``, ``leases`` and ``ahead``; or ``give_back``: other machines may need the
+        partitions that it holds; or ``over``, with ``edges`` and ``again`` of the epoch. It is sent as soon as one of
+        these is the case.
         """
         scheduler, machine, fields = self._epoch, self.members.machine_of(rank), message.fields
-        if fields["turn"] > self._turns.get(machine, 0):
-            self._turns[machine] = fields["turn"]
+        if fields["turn"] > self._requests.get(machine, 0):
+            self._requests[machine] = fields["turn"]
             self._granted.pop(machine, None)
             if fields["edges"] is not None:
                 scheduler.trained(machine, fields["edges"])
-        elif machine in self._granted:  # it asks again, for the lock server was restarted before it heard
+        elif machine in self._granted:  # a repeated request: the lock server was restarted before it replied
             return Message(self._granted[machine])
-        answer = self._answer(machine)
+        answer = self._try_grant(machine)
         if answer is not None:
-            self._answer_waiting()
+            self._grant_waiting()
             return answer
         reply = self._waiting[machine] = Reply()
         return reply
 
     def release(self, message: Message, rank: int) -> None:
-        """A machine has written back partitions. Fields: ``keys``."""
+        """Release leases of partitions that a machine has written back. Fields: ``keys``."""
         self._epoch.released(self.members.machine_of(rank), message.fields["keys"])
-        self._answer_waiting()
+        self._grant_waiting()
 
     @property
     def _epoch(self) -> BucketScheduler:
         if self._scheduler is None:
-            raise ValueError("no epoch has begun")
+            raise ValueError("no epoch has started")
         return self._scheduler
 
-    def _answer(self, machine: int) -> Message | None:
+    def _try_grant(self, machine: int) -> Message | None:
         scheduler = self._epoch
         grant = scheduler.acquire(machine, self._next)
         if grant is not None:
-            if machine not in self._begun:
-                self._begun.add(machine)
+            if machine not in self._started:
+                self._started.add(machine)
                 print(f"round {self.round}: machine {machine} begins with bucket {grant.bucket}", flush=True)
             fields = {"bucket": list(grant.bucket), "chunk": grant.chunk, "ahead": grant.ahead}
             self._granted[machine] = {**fields, "leases": grant.leases}
@@ -394,13 +393,13 @@ class LockServer:
             return Message({"over": True, "edges": sum(scheduler.edges.values()), "again": scheduler.again})
         return None
 
-    def _answer_waiting(self) -> None:
-        """Answer waiting machines for which a bucket has become free."""
+    def _grant_waiting(self) -> None:
+        """Reply to waiting machines for which a bucket has become free."""
         for machine, reply in list(self._waiting.items()):
-            answer = self._answer(machine)
+            answer = self._try_grant(machine)
             if answer is not None:
                 del self._waiting[machine]
-                self._settled.append(partial(reply.set_result, answer))
+                self._deferred.append(partial(reply.set_result, answer))
 
     def _next(self) -> int:
         self._number += 1
@@ -408,5 +407,5 @@ class LockServer:
 
 
 def _rank(name: str) -> int:
-    """The rank that is called so on the wire."""
+    """Return the number in a client's name."""
     return int(name.rpartition(" ")[2])

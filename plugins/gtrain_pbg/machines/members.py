@@ -1,9 +1,9 @@
-"""Who is there, and what they meet for: collectives of a job whose machines may be lost.
+"""Membership of ranks, and collectives of a job whose machines may be lost.
 
-Each rank comes to meeting 1, 2, 3, ... with a value. A meeting is over when every rank has come that is not lost; what
-was brought, also by ranks that were lost since, is decided once and answered to all alike. So a loss never leaves two
-ranks with different results, and nothing has to be done anew. A result is kept until every rank has come to a later
-meeting, for those that ask again because the lock server was restarted before they had it.
+Collectives are numbered 1, 2, 3, ..., and each rank contributes a value. A collective completes when every rank that is
+not lost has contributed. Its result includes the contributions of ranks that were lost since, is decided once, and is
+the same for all: a loss never leaves two ranks with different results. A result is stored until every rank has
+contributed to a later collective, for ranks that repeat a request because the lock server was restarted.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from gtrain.wire.message import from_frames, to_frames
 
 Reply = Future[Message | None]
 DeferredReplies = list[Callable[[], None]]
-"""Sets the results of replies; called once the state from which they follow is saved."""
+"""Functions that send replies; called once the state that the replies depend on is saved."""
 
 
 class JobEndedError(PeerLostError):
-    """The job cannot go on: not only this machine's part of it."""
+    """Raised when the whole job cannot go on, not only this machine."""
 
 
 @dataclass
 class _PendingCollective:
-    brought: dict[int, Message] = field(default_factory=dict)
+    contributions: dict[int, Message] = field(default_factory=dict)
     waiting: dict[int, Reply] = field(default_factory=dict)
 
 
@@ -37,100 +37,98 @@ class Membership:
     """The ranks of a job.
 
     Args:
-        machines: how many there are.
+        machines: number of machines.
         devices: ranks on each.
-        settled: takes the replies that are decided.
+        deferred: receives decided replies.
 
     Attributes:
-        lost: why a machine is taken for lost, by its number.
+        lost: reasons by number of the lost machine.
     """
 
-    def __init__(self, machines: int, devices: int, settled: DeferredReplies) -> None:
-        self._devices, self._settled = devices, settled
-        self._there = set(range(machines * devices))
-        self._meetings: dict[int, _PendingCollective] = {}
+    def __init__(self, machines: int, devices: int, deferred: DeferredReplies) -> None:
+        self._devices, self._deferred = devices, deferred
+        self._alive = set(range(machines * devices))
+        self._pending: dict[int, _PendingCollective] = {}
         self._results: dict[int, Message] = {}
-        self._came: dict[int, int] = {}  # the last meeting to which each rank came
+        self._last: dict[int, int] = {}  # the last collective of each rank
         self.lost: dict[int, str] = {}
 
     def machine_of(self, rank: int) -> int:
-        """The machine of a rank."""
+        """Return the machine of a rank."""
         return rank // self._devices
 
     def ranks_of(self, machine: int) -> range:
-        """The ranks of a machine."""
+        """Return the ranks of a machine."""
         return range(machine * self._devices, (machine + 1) * self._devices)
 
     def check(self, rank: int) -> None:
-        """Refuse a rank that was taken for lost: others do its work by now.
+        """Refuse a rank that was declared lost: other machines do its work by now.
 
         Raises:
-            PeerLostError: it was.
+            PeerLostError: its machine is lost.
         """
         reason = self.lost.get(self.machine_of(rank))
         if reason is not None:
             raise PeerLostError(
-                f"machine {self.machine_of(rank)} was taken for lost: {reason}",
+                f"machine {self.machine_of(rank)} was declared lost: {reason}",
                 hint="other machines train its buckets; raise strategy.lease_seconds if it was only slow or stopped.",
             )
 
-    def meet(self, rank: int, number: int, brought: Message) -> Reply:
-        """Come to a meeting; the answer has what all brought, in the order of ranks."""
-        reply, self._came[rank] = Reply(), number
+    def contribute(self, rank: int, number: int, contribution: Message) -> Reply:
+        """Contribute to a collective; the reply has the contributions of all, in the order of ranks."""
+        reply, self._last[rank] = Reply(), number
         if number in self._results:
-            self._settled.append(partial(reply.set_result, self._results[number]))
+            self._deferred.append(partial(reply.set_result, self._results[number]))
             return reply
-        meeting = self._meetings.setdefault(number, _PendingCollective())
-        meeting.brought[rank] = brought
-        meeting.waiting[rank] = reply
-        self._hold()
+        collective = self._pending.setdefault(number, _PendingCollective())
+        collective.contributions[rank], collective.waiting[rank] = contribution, reply
+        self._complete()
         return reply
 
     def lose(self, machine: int, reason: str) -> None:
         """Go on without a machine's ranks."""
         self.lost[machine] = reason
-        gone = {rank for rank in self._there if self.machine_of(rank) == machine}
-        self._there -= gone
-        for meeting in self._meetings.values():
-            for rank in gone & meeting.waiting.keys():
-                error = PeerLostError(f"machine {machine} was taken for lost")
-                self._settled.append(partial(meeting.waiting.pop(rank).set_exception, error))
-        self._hold()
+        ranks = set(self.ranks_of(machine))
+        self._alive -= ranks
+        for collective in self._pending.values():
+            for rank in ranks & collective.waiting.keys():
+                error = PeerLostError(f"machine {machine} was declared lost")
+                self._deferred.append(partial(collective.waiting.pop(rank).set_exception, error))
+        self._complete()
 
     def end(self, reason: str) -> None:
-        """Let all who wait know that the job cannot go on."""
-        for meeting in self._meetings.values():
-            for reply in meeting.waiting.values():
-                self._settled.append(partial(reply.set_exception, JobEndedError(reason)))
-            meeting.waiting.clear()
+        """Fail all pending collectives: the job cannot go on."""
+        for collective in self._pending.values():
+            for reply in collective.waiting.values():
+                self._deferred.append(partial(reply.set_exception, JobEndedError(reason)))
+            collective.waiting.clear()
 
     def state(self) -> dict[str, Any]:
-        """What a later life of the lock server needs; ranks bring again what is not decided."""
+        """Return the state that a restarted lock server needs; ranks repeat undecided contributions."""
         results = {}
         for number, result in self._results.items():
             specs, frames = to_frames(result.tensors, Limits())
             results[number] = [result.fields, specs, [bytes(frame) for frame in frames]]
-        return {"lost": self.lost, "came": self._came, "results": results}
+        return {"lost": self.lost, "came": self._last, "results": results}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state` returned."""
-        self.lost, self._came = state["lost"], state["came"]
-        self._there -= {rank for machine in self.lost for rank in self.ranks_of(machine)}
+        """Continue from what :meth:`state` returned."""
+        self.lost, self._last = state["lost"], state["came"]
+        self._alive -= {rank for machine in self.lost for rank in self.ranks_of(machine)}
         for number, (fields, specs, frames) in state["results"].items():
-            known = [(name, tuple(shape)) for name, shape in specs]
             memory = [memoryview(bytearray(frame)) for frame in frames]
-            self._results[number] = Message(fields, from_frames(known, memory, Limits()))
+            self._results[number] = Message(fields, from_frames(list(specs), memory, Limits()))
 
-    def _hold(self) -> None:
-        """Hold the meetings to which all have come."""
-        for number, meeting in list(self._meetings.items()):
-            if self._there <= meeting.waiting.keys():
-                del self._meetings[number]
-                ranks = sorted(meeting.brought)
-                fields = {"ranks": ranks, "values": [meeting.brought[rank].fields["value"] for rank in ranks]}
-                tensors = [tensor for rank in ranks for tensor in meeting.brought[rank].tensors]
-                result = self._results[number] = Message(fields, tensors)
-                for reply in meeting.waiting.values():
-                    self._settled.append(partial(reply.set_result, result))
-        last = min((self._came.get(rank, 0) for rank in self._there), default=0)
+    def _complete(self) -> None:
+        """Decide the collectives that all ranks have contributed to."""
+        for number, collective in list(self._pending.items()):
+            if self._alive <= collective.waiting.keys():
+                del self._pending[number]
+                ranks, messages = zip(*sorted(collective.contributions.items()), strict=True)
+                fields = {"ranks": list(ranks), "values": [message.fields["value"] for message in messages]}
+                result = Message(fields, [tensor for message in messages for tensor in message.tensors])
+                self._results[number] = result
+                for reply in collective.waiting.values():
+                    self._deferred.append(partial(reply.set_result, result))
+        last = min((self._last.get(rank, 0) for rank in self._alive), default=0)
         self._results = {number: result for number, result in self._results.items() if number >= last}

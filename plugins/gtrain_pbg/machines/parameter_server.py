@@ -1,9 +1,9 @@
-"""Parameters that all machines have: a server that adds up changes, and each machine's copy.
+"""Parameters that all machines share: a server that adds up changes, and each machine's copy.
 
-A loop beside training keeps the copy near those of the other machines. Where a bucket begins they are exchanged too, so
-that a copy is never older than one bucket, however busy the machine is. The loop sends the change since it last did;
-the server adds it to its own value and answers with that. What the machine's workers have changed meanwhile stays on
-top. State of optimizers is a sum too and travels alike.
+A background thread keeps the copy close to those of the other machines. An exchange at the start of each bucket bounds
+its staleness, however busy the machine is. An exchange sends the change since the last one; the server adds it to its
+value and returns the sum, to which the changes that the machine's workers made meanwhile are added. Optimizer state is
+a sum, too, and is exchanged in the same way.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from gtrain.wire import Caller, Client, Message
 from gtrain_pbg.machines.heartbeat import start_heartbeat
 
 PIECE_NUMBERS = 1 << 18
-"""Numbers of a parameter that one server has; larger ones are spread over all."""
+"""Numbers of a parameter per server; larger parameters are spread over all servers."""
 MOST_UPDATES = 100
-"""A second."""
+"""Most exchanges per second."""
 MOST_BYTES = 1e9
-"""A second."""
+"""Most bytes per second."""
 
 
 def main(context: ServerContext) -> None:
@@ -41,40 +41,40 @@ class ParameterHandlers:
         self._values: dict[str, Tensor] = {}
 
     def methods(self) -> dict[str, Any]:
-        """The handlers by the names of their methods."""
+        """Return the handlers by the names of their methods."""
         return {name: getattr(self, name) for name in ("put", "add", "get")}
 
     def put(self, message: Message, caller: Caller) -> None:
-        """Have these values. Fields: ``keys``; as many tensors."""
+        """Store values. Fields: ``keys``; a tensor for each."""
         self._values |= dict(zip(message.fields["keys"], message.tensors, strict=True))
 
     def add(self, message: Message, caller: Caller) -> Message:
-        """Add what has changed, and answer with the new values. Fields: ``keys``; as many tensors."""
+        """Add changes, and return the new values. Fields: ``keys``; a tensor for each."""
         for key, change in zip(message.fields["keys"], message.tensors, strict=True):
             self._value(key).add_(change)
         return self.get(message, caller)
 
     def get(self, message: Message, caller: Caller) -> Message:
-        """The values. Fields: ``keys``."""
+        """Return values. Fields: ``keys``."""
         return Message({}, [self._value(key).clone() for key in message.fields["keys"]])
 
     def _value(self, key: str) -> Tensor:
         if key not in self._values:
-            raise DataError(f"there is no parameter {key} here.", hint="this is an error of gtrain.")
+            raise DataError(f"this server has no parameter {key}.", hint="this is an error of gtrain.")
         return self._values[key]
 
 
 class SharedParameters:
-    """The copy.
+    """A machine's copy of the shared parameters.
 
     Args:
         tensors: by name; in memory that the machine's workers share.
         clients: of the parameter servers, in rank order.
-        interval: seconds between updates, at least.
-        silent_seconds: how long a server may take to answer.
+        interval: least seconds between exchanges.
+        silent_seconds: time-out of requests.
 
     Attributes:
-        holding: numbers of the servers that keep something; the others are not asked.
+        holding: numbers of the servers that store parameters; the others get no requests.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class SharedParameters:
         self._exchanging = threading.Lock()
 
     def put(self) -> None:
-        """Let the servers have the values as they are here."""
+        """Set the servers' values to those of this machine."""
         for client, pieces in zip(self._clients, self._pieces, strict=True):
             values = [piece.clone() for piece in pieces.values()]
             client.request("put", {"keys": list(pieces)}, values, self._silent_seconds)
         self._remember()
 
     def get(self) -> None:
-        """Take the servers' values."""
+        """Set the values of this machine to those of the servers."""
         for client, pieces in zip(self._clients, self._pieces, strict=True):
             values = client.request("get", {"keys": list(pieces)}, timeout_seconds=self._silent_seconds).tensors
             for piece, value in zip(pieces.values(), values, strict=True):
@@ -112,29 +112,26 @@ class SharedParameters:
         self._remember()
 
     def exchange(self) -> None:
-        """Send what has changed, and take in what others have; any thread may do so."""
+        """Send the changes of this machine, and add those of the others; thread-safe."""
         with self._exchanging:
-            self._exchange()
-
-    def _exchange(self) -> None:
-        sent = []
-        for client, pieces, last in zip(self._clients, self._pieces, self._last, strict=True):
-            now = {key: piece.clone() for key, piece in pieces.items()}
-            changes = [now[key] - last[key] for key in pieces]
-            sent.append((now, client.submit("add", {"keys": list(pieces)}, changes, self._silent_seconds)))
-        for (now, answer), pieces, last in zip(sent, self._pieces, self._last, strict=True):
-            for key, value in zip(pieces, answer.result().tensors, strict=True):
-                pieces[key].add_(value - now[key])
-                last[key] = value
+            sent = []
+            for client, pieces, last in zip(self._clients, self._pieces, self._last, strict=True):
+                now = {key: piece.clone() for key, piece in pieces.items()}
+                changes = [now[key] - last[key] for key in pieces]
+                sent.append((now, client.submit("add", {"keys": list(pieces)}, changes, self._silent_seconds)))
+            for (now, reply), pieces, last in zip(sent, self._pieces, self._last, strict=True):
+                for key, value in zip(pieces, reply.result().tensors, strict=True):
+                    pieces[key].add_(value - now[key])
+                    last[key] = value
 
     def start(self) -> None:
-        """Begin to exchange beside training."""
+        """Start the background thread."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(self._stop,), name="gtrain-parameters", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End that, with a last exchange.
+        """Stop the background thread, with a last exchange.
 
         Raises:
             WireError: an exchange failed.
@@ -148,17 +145,17 @@ class SharedParameters:
         self.exchange()
 
     def check(self) -> None:
-        """Raise what went wrong beside training."""
+        """Raise the error of the background thread, if any."""
         if self._failure is not None:
             raise self._failure
 
     def _run(self, stop: threading.Event) -> None:
-        began = time.monotonic()
-        while not stop.wait(max(0.0, began + self._interval - time.monotonic())):
-            began = time.monotonic()
+        start = time.monotonic()
+        while not stop.wait(max(0.0, start + self._interval - time.monotonic())):
+            start = time.monotonic()
             try:
                 self.exchange()
-            except Exception as error:  # noqa: BLE001 - for the thread that trains to raise
+            except Exception as error:  # noqa: BLE001 - raised by the training thread
                 self._failure = error
                 return
 
@@ -168,7 +165,7 @@ class SharedParameters:
 
 
 def _pieces(tensors: Mapping[str, Tensor], server: int, servers: int) -> dict[str, Tensor]:
-    """Views of what a server has: small parameters are at the first, without which no job goes on; large are spread."""
+    """Return views of a server's pieces. Small parameters are on the first server, whose loss ends the job anyway."""
     pieces = {}
     for name, tensor in tensors.items():
         flat = tensor.view(-1)

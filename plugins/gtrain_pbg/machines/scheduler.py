@@ -1,13 +1,13 @@
-"""The bucket scheduler of the lock server: which machine trains which bucket, without communication.
+"""The bucket scheduler of the lock server: which machine trains which bucket; free of communication.
 
-A machine *holds* partitions, each by a lease. It trains a bucket whose two partitions it holds, and may keep one for
-the next bucket. A bucket is done when both of its partitions were written back after its training; if the machine is
-lost before, the bucket is trained again by another. So no edge is left out, whoever dies when.
+A machine holds leases of partitions. It trains a bucket whose two partitions it holds, and may keep one of them for the
+next bucket. A bucket is done when both of its partitions have been written back after its training; if the machine is
+lost before that, another machine trains the bucket again. So no edge is left out, whichever machine dies.
 
-A machine may read ahead: with its bucket it gets a lease of a partition that the next one needs beside one of its own.
-That bucket stays among those that are left, so that it is not lost with the machine. It is the next that the machine is
-granted, which waits for nobody meanwhile: a lease ahead keeps others waiting no longer than the training of a bucket.
-It is given only while every other machine has a bucket that it could begin without that partition.
+A machine may prefetch: with its bucket it gets a lease of a partition that its next bucket needs beside one that it
+holds. The next bucket stays pending, so that it is not lost with the machine. It is the next one that this machine is
+granted, and needs no other machine: a prefetch delays others by no more than the training of one bucket. It is granted
+only while every other machine has a bucket that it could start without that partition.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ BucketTask = tuple[int, Bucket]
 
 @dataclass(frozen=True)
 class Grant:
-    """What a machine may train.
+    """A bucket that a machine may train.
 
     Attributes:
         bucket: partitions of heads and of tails.
         chunk: which of the bucket's edge chunks.
-        leases: number of the lease of each of these partitions by its key; larger is later.
-        ahead: a partition that the next bucket needs; None: none.
+        leases: number of the lease of each partition, by key; larger is later.
+        ahead: a partition to prefetch for the next bucket; None: none.
     """
 
     bucket: Bucket
@@ -43,14 +43,14 @@ class Grant:
 
 @dataclass(frozen=True)
 class GrantRanking:
-    """What the other machines can do while one machine's next bucket is chosen.
+    """Ranks the buckets that a machine could be granted, by their effect on the other machines.
 
     Attributes:
-        pending: the buckets that are left.
-        machines: how many train.
-        idle: whether one of the others has no bucket, and waits.
-        free: of those left, the ones that a machine which waits could begin if this one held nothing any more.
-        unknown: partitions that no bucket has been trained of, in an epoch that grows as a tree.
+        pending: buckets that are not granted yet.
+        machines: number of machines.
+        idle: whether another machine waits for a bucket.
+        free: pending buckets that a waiting machine could start if this machine held no leases.
+        unknown: partitions of which no bucket has been trained, in an epoch that grows as a tree.
     """
 
     pending: Sequence[Bucket]
@@ -59,34 +59,34 @@ class GrantRanking:
     free: Sequence[Bucket] = ()
     unknown: Collection[int] = ()
 
-    def ranked(self, ways: Sequence[tuple[Bucket, int]]) -> list[int]:
-        """The numbers of the ways, the best one first; equals keep their order.
+    def ranked(self, choices: Sequence[tuple[Bucket, int]]) -> list[int]:
+        """Return the positions of the choices, the best first; ties keep their order.
 
-        While others wait, a bucket is better that leaves them one, and then one that lets the tree grow, so that more
-        of them can begin soon. Else a bucket is better of which more partitions are *tight*: they are in so many of
-        the buckets left that these, one after the other, take as long as all that is left takes the machines together.
-        Then the one counts for which fewer partitions must be fetched.
+        While other machines wait, prefer a bucket that leaves them one, then one that grows the tree, so that more of
+        them can start soon. Then prefer buckets with more *tight* partitions: a partition is tight if its pending
+        buckets, one after the other, take as long as all pending buckets take the machines together. Then prefer
+        buckets for which fewer partitions must be fetched.
 
         Args:
-            ways: buckets that the machine may begin, and how many partitions it must fetch for each.
+            choices: buckets that the machine may start, and the number of partitions to fetch for each.
         """
         load = _load(self.pending)
         tight = {p for p, count in load.items() if count * self.machines >= len(self.pending)}
         spread, joint = _load(self.free), Counter(frozenset(bucket) for bucket in self.free)
 
         def cost(number: int) -> tuple[bool, int, int, int]:
-            bucket, fetched = ways[number]
-            own = set(bucket)
-            touching = sum(spread[p] for p in own) - (joint[frozenset(own)] if len(own) == 2 else 0)
-            starves = self.idle and touching == len(self.free)
-            grows = len(own & set(self.unknown)) if self.idle else 0
-            return starves, -grows, -len(own & tight), fetched
+            bucket, fetched = choices[number]
+            pair = set(bucket)
+            blocked = sum(spread[p] for p in pair) - (joint[frozenset(pair)] if len(pair) == 2 else 0)
+            starves = self.idle and blocked == len(self.free)
+            grows = len(pair & set(self.unknown)) if self.idle else 0
+            return starves, -grows, -len(pair & tight), fetched
 
-        return sorted(range(len(ways)), key=cost)
+        return sorted(range(len(choices)), key=cost)
 
 
 def _load(buckets: Sequence[Bucket]) -> Counter[int]:
-    """In how many buckets each partition is."""
+    """Count the buckets of each partition."""
     return Counter(partition for bucket in buckets for partition in set(bucket))
 
 
@@ -94,30 +94,32 @@ def _load(buckets: Sequence[Bucket]) -> Counter[int]:
 class _MachineState:
     leases: dict[str, int] = field(default_factory=dict)
     active: BucketTask | None = None
-    ahead: int | None = None  # what it reads for its next bucket
-    unsaved: dict[BucketTask, set[str]] = field(default_factory=dict)  # trained, and partitions not yet written back
+    ahead: int | None = None  # partition that it prefetches
+    unsaved: dict[BucketTask, set[str]] = field(
+        default_factory=dict
+    )  # trained buckets, and their partitions not yet written back
 
     @property
-    def works(self) -> list[BucketTask]:
-        """What is not done, in the order of its grants."""
+    def tasks(self) -> list[BucketTask]:
+        """Buckets that are not done, in the order of their grants."""
         return [*self.unsaved, *([] if self.active is None else [self.active])]
 
 
 class BucketScheduler:
-    """An epoch's buckets, and who has them.
+    """The buckets of an epoch, and the machines that hold them.
 
     Args:
         table: name of the table.
-        order: makes the order of the buckets of an edge chunk.
-        chunks: edge chunks of an epoch.
-        as_tree: whether a bucket is granted only if one of its partitions has been trained, but the first of those
-            that are joined by others: no two machines then begin with vectors that will have to do with each other.
-        first: the chunk with which it begins.
-        ahead: whether machines have room for a partition that they read ahead.
+        order: returns the order of the buckets of an edge chunk.
+        chunks: edge chunks per epoch.
+        as_tree: whether a bucket is granted only if one of its partitions has been trained, except the first bucket of
+            each connected component: no two machines then start from unrelated vectors that meet later.
+        first: the first edge chunk.
+        ahead: whether machines have memory for a prefetched partition.
 
     Attributes:
-        edges: edges that were trained of each bucket that is done.
-        again: how many buckets were granted again because a machine was lost.
+        edges: trained edges of each bucket that is done.
+        again: number of buckets that were granted again because a machine was lost.
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class BucketScheduler:
         self._chunk, self._pending = first, [(first, bucket) for bucket in order(first)]
         self._component = components(bucket for _, bucket in self._pending)
         self._known: set[str] = set()
-        self._rooted: set[int] = set()  # components of which a bucket is done
+        self._rooted: set[int] = set()  # components with a bucket that is done
         self._trained_edges: dict[BucketTask, int] = {}
         self.edges: dict[BucketTask, int] = {}
         self.again = 0
@@ -146,38 +148,39 @@ class BucketScheduler:
         return not self._pending and not self._busy and self._chunk + 1 >= self._chunks
 
     def acquire(self, machine: int, next_lease: Callable[[], int]) -> Grant | None:
-        """Grant a bucket of which no other machine holds any partition, or None; see :class:`GrantRanking` for which.
+        """Grant the best bucket (:class:`GrantRanking`) of which no other machine holds a partition; None: no bucket.
 
-        The machine is to write back what else it holds, and then to say so by :meth:`released`.
+        The machine must write back the other partitions that it holds, which :meth:`released` then records.
         """
-        self._go_on()
+        self._advance_chunk()
         mine = self._of(machine)
         if mine.active is not None:
-            raise ValueError(f"machine {machine} has the bucket {mine.active} and asks for another")
+            raise ValueError(f"machine {machine} holds the bucket {mine.active} and requests another")
         taken = self._taken(machine)
-        ways = [
-            (number, len(keys - mine.leases.keys()))
-            for number, (_, bucket) in enumerate(self._pending)
-            if not (keys := self._keys(bucket)) & taken and self._allowed(bucket, keys, mine)
+        choices = [
+            (task, len(keys - mine.leases.keys()))
+            for task in self._pending
+            if not (keys := self._keys(task[1])) & taken and self._allowed(task[1], keys, mine)
         ]
         if mine.ahead is not None:
-            ways = [way for way in ways if way[1] == 0]
-        if not ways:
+            choices = [choice for choice in choices if choice[1] == 0]
+        if not choices:
             return None
-        best = self._outlook(machine).ranked([(self._pending[number][1], fetched) for number, fetched in ways])[0]
-        chunk, bucket = mine.active = self._pending.pop(ways[best][0])
+        best = self._ranking(machine).ranked([(bucket, fetched) for (_, bucket), fetched in choices])[0]
+        chunk, bucket = mine.active = choices[best][0]
+        self._pending.remove(mine.active)
         for key in sorted(self._keys(bucket) - mine.leases.keys()):
             mine.leases[key] = next_lease()
         mine.ahead = ahead = self._reserve(machine, bucket, next_lease) if self._ahead else None
-        wanted = self._keys(bucket if ahead is None else (*bucket, ahead))
-        return Grant(bucket, chunk, {key: mine.leases[key] for key in wanted}, ahead)
+        needed = self._keys(bucket if ahead is None else (*bucket, ahead))
+        return Grant(bucket, chunk, {key: mine.leases[key] for key in needed}, ahead)
 
     def holds(self, machine: int) -> bool:
-        """Whether a machine holds partitions."""
+        """Return whether a machine holds leases."""
         return bool(self._of(machine).leases)
 
     def trained(self, machine: int, edges: int) -> None:
-        """A machine has trained its bucket, and its partitions are not yet written back."""
+        """Record that a machine has trained its bucket, whose partitions are not yet written back."""
         mine = self._of(machine)
         if mine.active is None:
             raise ValueError(f"machine {machine} has no bucket")
@@ -186,35 +189,35 @@ class BucketScheduler:
         mine.active = None
 
     def released(self, machine: int, keys: list[str]) -> None:
-        """A machine has written partitions back, and holds them no longer."""
+        """Record that a machine has written partitions back and released their leases."""
         mine = self._of(machine)
         for key in keys:
             if mine.leases.pop(key, None) is None:
-                continue  # told again, for the lock server was restarted before it answered
-            for work, missing in list(mine.unsaved.items()):
+                continue  # a repeated request: the lock server was restarted before it replied
+            for task, missing in list(mine.unsaved.items()):
                 if key in missing:
                     missing.discard(key)
                     self._known.add(key)
-                    self._rooted.add(self._component[work[1][0]])
+                    self._rooted.add(self._component[task[1][0]])
                 if not missing:
-                    del mine.unsaved[work]
-                    self.edges[work] = self._trained_edges[work]
+                    del mine.unsaved[task]
+                    self.edges[task] = self._trained_edges[task]
 
     def lose(self, machine: int) -> None:
-        """A machine is gone: what it had not written back is to be trained again."""
+        """Return the buckets of a lost machine that it had not written back to the pending ones."""
         mine = self._machines.pop(machine, _MachineState())
-        self._pending[:0] = mine.works
-        self.again += len(mine.works)
+        self._pending[:0] = mine.tasks
+        self.again += len(mine.tasks)
 
     def state(self) -> dict[str, Any]:
-        """What a later life of the lock server needs: plain lists and dictionaries."""
+        """Return the state that a restarted lock server needs, as plain data."""
         machines = {
-            number: {
-                "leases": dict(machine.leases),
-                "active": machine.active,
-                "ahead": machine.ahead,
-                "unsaved": [(work, sorted(keys)) for work, keys in machine.unsaved.items()],
-            }
+            number: (
+                machine.leases,
+                machine.active,
+                machine.ahead,
+                [(t, sorted(k)) for t, k in machine.unsaved.items()],
+            )
             for number, machine in self._machines.items()
         }
         return {
@@ -229,20 +232,17 @@ class BucketScheduler:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state` returned, of a scheduler that was made with the same arguments."""
+        """Continue from what :meth:`state` returned, of a scheduler with the same arguments; lists may be tuples."""
         self._chunk, self.again = state["chunk"], state["again"]
-        self._pending = [_task(work) for work in state["pending"]]
+        self._pending = list(state["pending"])
         self._known, self._rooted = set(state["known"]), set(state["rooted"])
-        self._trained_edges = {_task(work): edges for work, edges in state["trained"]}
-        self.edges = {_task(work): edges for work, edges in state["edges"]}
-        for number, saved in state["machines"].items():
-            active = None if saved["active"] is None else _task(saved["active"])
-            unsaved = {_task(work): set(keys) for work, keys in saved["unsaved"]}
-            self._machines[number] = _MachineState(saved["leases"], active, saved["ahead"], unsaved)
+        self._trained_edges, self.edges = dict(state["trained"]), dict(state["edges"])
+        for number, (leases, active, ahead, unsaved) in state["machines"].items():
+            self._machines[number] = _MachineState(leases, active, ahead, {task: set(keys) for task, keys in unsaved})
 
     @property
     def _busy(self) -> bool:
-        return any(machine.works for machine in self._machines.values())
+        return any(machine.tasks for machine in self._machines.values())
 
     def _of(self, machine: int) -> _MachineState:
         return self._machines.setdefault(machine, _MachineState())
@@ -251,11 +251,11 @@ class BucketScheduler:
         return {partition_key(self._table, partition) for partition in partitions}
 
     def _taken(self, machine: int) -> set[str]:
-        """Partitions that others hold."""
+        """Return the partitions that other machines hold."""
         return {key for other, holder in self._machines.items() if other != machine for key in holder.leases}
 
-    def _outlook(self, machine: int) -> GrantRanking:
-        """What others have before them, for the choice of a machine's bucket."""
+    def _ranking(self, machine: int) -> GrantRanking:
+        """Return the ranking of buckets for a machine."""
         pending = [bucket for _, bucket in self._pending]
         idle = any(other.active is None for number, other in self._machines.items() if number != machine)
         if not idle and (self._known or not self._as_tree):
@@ -271,46 +271,40 @@ class BucketScheduler:
         return GrantRanking(pending, len(self._machines), True, free, unknown)
 
     def _reserve(self, machine: int, bucket: Bucket, next_lease: Callable[[], int]) -> int | None:
-        """Lease the partition that the machine's next bucket needs beside one of these, if it may be read ahead."""
-        mine, here = self._of(machine), self._keys(bucket)
-        if any(self._keys(other) <= here for _, other in self._pending):
-            return None  # the next one needs no other
-        taken = self._taken(machine) | mine.leases.keys() - here
-        works = []
-        for work in self._pending:
-            missing = set(work[1]) - set(bucket)
-            if len(missing) == 1 and missing != set(work[1]) and not self._keys(missing) & taken:
-                works.append((work, missing))
-        for number in self._outlook(machine).ranked([(work[1], 1) for work, _ in works]):
-            work, missing = works[number]
-            if self._others_get_on(machine, self._keys(missing), work):
+        """Lease the partition that the machine's next bucket needs beside one of this bucket, if it may prefetch it."""
+        mine, held = self._of(machine), self._keys(bucket)
+        if any(self._keys(other) <= held for _, other in self._pending):
+            return None  # the next bucket needs no other partition
+        taken = self._taken(machine) | mine.leases.keys() - held
+        choices = []
+        for task in self._pending:
+            missing = set(task[1]) - set(bucket)
+            if len(missing) == 1 and missing != set(task[1]) and not self._keys(missing) & taken:
+                choices.append((task, missing))
+        for number in self._ranking(machine).ranked([(task[1], 1) for task, _ in choices]):
+            task, missing = choices[number]
+            if self._others_can_start(machine, self._keys(missing), task):
                 (partition,) = missing
                 mine.leases[partition_key(self._table, partition)] = next_lease()
                 return partition
         return None
 
-    def _others_get_on(self, machine: int, reserved: set[str], work: BucketTask) -> bool:
-        """Whether each other machine has a bucket that it could begin without what is reserved for this work."""
+    def _others_can_start(self, machine: int, reserved: set[str], task: BucketTask) -> bool:
+        """Return whether each other machine has a bucket to start without the partitions reserved for this task."""
         return all(
-            any(other != work and not self._keys(other[1]) & (self._taken(one) | reserved) for other in self._pending)
-            for one in self._machines
-            if one != machine
+            any(t != task and not self._keys(t[1]) & (self._taken(other) | reserved) for t in self._pending)
+            for other in self._machines
+            if other != machine
         )
 
     def _allowed(self, bucket: Bucket, keys: set[str], mine: _MachineState) -> bool:
         if not self._as_tree or keys & self._known or any(keys & self._keys(other) for _, other in mine.unsaved):
             return True
-        begun = {self._component[other[0]] for machine in self._machines.values() for _, other in machine.works}
-        return self._component[bucket[0]] not in begun | self._rooted
+        started = {self._component[other[0]] for machine in self._machines.values() for _, other in machine.tasks}
+        return self._component[bucket[0]] not in started | self._rooted
 
-    def _go_on(self) -> None:
-        """Go on to the next edge chunk once all of this one is done."""
+    def _advance_chunk(self) -> None:
+        """Start the next edge chunk once this one is done."""
         if not self._pending and not self._busy and self._chunk + 1 < self._chunks:
             self._chunk += 1
             self._pending = [(self._chunk, bucket) for bucket in self._order(self._chunk)]
-
-
-def _task(packed: Any) -> BucketTask:
-    """A work whose tuples were packed as lists."""
-    chunk, (head, tail) = packed
-    return chunk, (head, tail)

@@ -235,7 +235,7 @@ def test_a_trainer_that_stands_still_loses_its_bucket_and_is_let_in_no_more(tmp_
     enough(tmp_path)
     done = ok(job.end())
     assert "machine 1 is lost (rank 1 sent no heartbeat for 10 s); the job goes on without it" in done.stderr
-    assert "machine 1 was taken for lost: rank 1 sent no heartbeat for 10 s; the job goes on" in done.stderr
+    assert "machine 1 was declared lost: rank 1 sent no heartbeat for 10 s; the job goes on" in done.stderr
     found = summary(run)
     assert set(of_epochs(found, "train/edges")) == {EDGES}
     assert sum(of_epochs(found, "train/buckets_again")) == buckets_again(done.stderr)
@@ -262,7 +262,7 @@ def test_a_machine_that_is_lost_with_its_servers_ends_the_job_at_once(lost: int,
             job.kill()
     assert done.returncode != 0 and "Traceback" not in done.stderr
     kept = (
-        "parameter 1 is lost: it has ended, and what partition 1 kept is nowhere else; go on from the last checkpoint"
+        "parameter 1 is lost: it has ended, and the data of partition 1 is lost with it; go on from the last checkpoint"
     )
     why = kept if lost else "machine 0 is lost"
     assert f"rank {1 - lost} of 2 (machine {1 - lost}) failed with JobEndedError: {why}" in done.stderr
@@ -346,7 +346,7 @@ def test_machines_by_hand_with_keys_go_on_without_one_that_kept_nothing(where: s
     if where == "servers":
         assert "partition 0 listens at tcp://" in done[0].stdout and "the job is over" in done[0].stdout
     said = (tmp_path / "machine-0" / "logs" / "lock-0.log").read_text()
-    assert "the job goes on without parameter 1, which kept nothing: it has ended" in said
+    assert "the job goes on without parameter 1, which stored nothing: it has ended" in said
     run = summary(tmp_path / "machine-0")
     assert set(of_epochs(run, "train/edges")) == {18000}  # no edge was left out
     assert of_epochs(run, "train/loss")[-1] < of_epochs(run, "train/loss")[0]

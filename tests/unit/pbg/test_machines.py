@@ -189,7 +189,7 @@ def test_what_machines_train_is_in_the_table_while_they_read_ahead(tmp_path: Pat
         if grant is None:
             held[machine].give_back()
             continue
-        visit = held[machine].bring(grant)
+        visit = held[machine].load(grant)
         for number in range(types):
             for partition, slot in set(zip(visit.bucket, visit.slots, strict=True)):
                 rows = machines[machine].tables[number].rows(slot, partition)
@@ -276,7 +276,7 @@ class Killed:
         settings = PBGConfig(name="pbg", num_partitions=6, lease_seconds=10.0)
         self.server, self.lives = LockServer(settings, 3, 1, state=LastingState(self.descriptor)), self.lives + 1
 
-    def ask(self, method: str, rank: int, tensors: list[torch.Tensor], **fields: object) -> Message | None:
+    def request(self, method: str, rank: int, tensors: list[torch.Tensor], **fields: object) -> Message | None:
         """The answer; None: none yet, or this life was killed."""
         found = self.server.methods()[method](Message(dict(fields), tensors), Caller(f"rank {rank}", 1, 1))
         if self.rng.random() < 0.2:
@@ -376,7 +376,7 @@ def test_a_lock_server_that_was_killed_knows_who_is_lost_and_whom_to_hear_of() -
         "machine 1 is lost (rank 1 sent no heartbeat for 30 s); the job goes on without it; its bucket is trained again"
     ]
     server = life()
-    with pytest.raises(PeerLostError, match="machine 1 was taken for lost: rank 1 sent no heartbeat for 30 s"):
+    with pytest.raises(PeerLostError, match="machine 1 was declared lost: rank 1 sent no heartbeat for 30 s"):
         ask(server, "beat", 1)
     again = [ask(server, "acquire", rank, edges=None).fields for rank in (0, 2)]  # type: ignore[attr-defined]
     assert granted["bucket"] in [fields.get("bucket") for fields in again]
@@ -463,7 +463,7 @@ def test_a_server_that_is_lost_ends_the_job_and_one_that_comes_back_does_not() -
     now[0] = 30.0
     server.check_members()
     with pytest.raises(
-        JobEndedError, match="parameter 1 is lost: it sent no heartbeat for 10 s, and what parameter 1 kept"
+        JobEndedError, match="parameter 1 is lost: it sent no heartbeat for 10 s, and the data of parameter 1"
     ):
         ask(server, "beat", 0)
 
@@ -496,8 +496,8 @@ def test_who_is_silent_is_waited_for_where_its_process_is_there_and_the_job_need
 @pytest.mark.parametrize(
     ("holding", "servers", "policy", "why"),
     [
-        ([0, 1], 0, "continue", "and what parameter 1 kept is nowhere else"),
-        ([0], -1, "continue", "and what partition 1 kept is nowhere else"),
+        ([0, 1], 0, "continue", "and the data of parameter 1 is lost with it"),
+        ([0], -1, "continue", "and the data of partition 1 is lost with it"),
         ([0], 0, "stop", "parameter 1 is lost: it sent no heartbeat for 10 s; go on"),
         ([0], 0, "continue", ""),
         ([], 1, "continue", ""),
@@ -576,7 +576,7 @@ def test_a_store_has_the_newest_version_and_refuses_older_ones(
         found = tensors(0.0, rows)
         store.load(key, found)
         assert all(torch.equal(found[kind], tensors(8.0, rows)[kind]) for kind in found)
-        if isinstance(store, PartitionClient):  # the next reads while the last, which was taken for lost, still writes
+        if isinstance(store, PartitionClient):  # the next reads while the last, which was declared lost, still writes
             store.load(key, found, lease=8)
             with pytest.raises(PeerLostError, match="under lease 7, and it was granted again under 8"):
                 store.save(key, 7, tensors(7.0, rows))
@@ -621,7 +621,7 @@ def test_what_was_written_in_part_is_not_there(tmp_path: Path) -> None:
     found = PartitionFolder(tmp_path)  # as a server that is restarted
     assert found.version("node-0") == 1
     assert torch.equal(tensor_files.mapped(found.path("node-0", ROWS)), torch.ones(4, 2))
-    with pytest.raises(DataError, match="out of their order"):
+    with pytest.raises(DataError, match="out of order"):
         write(ROWS, 3, 1, 2)
 
 
@@ -697,14 +697,14 @@ def test_machines_that_do_not_fit_are_refused_with_the_arithmetic() -> None:
 
 def test_the_lock_server_says_why_a_write_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     lock, said = LockClient.__new__(LockClient), list[str]()
-    monkeypatch.setattr(lock, "ask", lambda method, fields: said.append(method))
+    monkeypatch.setattr(lock, "request", lambda method, fields: said.append(method))
     with pytest.raises(PeerLostError, match="refused"), lock.explaining():
         raise PeerLostError("the write is refused")
     assert said == ["beat"]
 
     def ask(method: str, fields: object) -> None:
-        raise PeerLostError("machine 1 was taken for lost")
+        raise PeerLostError("machine 1 was declared lost")
 
-    monkeypatch.setattr(lock, "ask", ask)
-    with pytest.raises(PeerLostError, match="taken for lost"), lock.explaining():
+    monkeypatch.setattr(lock, "request", ask)
+    with pytest.raises(PeerLostError, match="declared lost"), lock.explaining():
         raise PeerLostError("the write is refused")
