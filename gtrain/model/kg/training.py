@@ -131,7 +131,7 @@ class NegativeSampling:
 
 
 class TrainingLoss:
-    """The loss of each edge of a batch, both sides added, and the N3 regulariser.
+    """The loss of each edge of a batch, both sides added, and the N3 regularizer.
 
     Chunks keep the edges in the batch's order; with static relations, which transform the negatives, each chunk has
     one relation.

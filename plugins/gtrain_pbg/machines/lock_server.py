@@ -125,7 +125,7 @@ class LockServer:
 
     def _saved(self) -> dict[str, Any]:
         return {
-            "members": self.members.state(),
+            "members": msgpack.packb(self.members.state()),  # apart: lists in results of collectives stay lists
             "detector": self._detector.state(),
             "made": self._scheduler_fields,
             "scheduler": None if self._scheduler is None else self._scheduler.state(),
@@ -140,7 +140,7 @@ class LockServer:
         }
 
     def _restore(self, saved: dict[str, Any]) -> None:
-        self.members.restore(saved["members"])
+        self.members.restore(msgpack.unpackb(saved["members"], strict_map_key=False))
         self._detector.restore(saved["detector"])
         self.round, self._number = saved["numbers"]
         self._requests, self._granted, self._started = saved["turns"], saved["granted"], set(saved["begun"])

@@ -116,8 +116,9 @@ class Membership:
         self.lost, self._last = state["lost"], state["came"]
         self._alive -= {rank for machine in self.lost for rank in self.ranks_of(machine)}
         for number, (fields, specs, frames) in state["results"].items():
+            shapes = [(dtype, tuple(shape)) for dtype, shape in specs]
             memory = [memoryview(bytearray(frame)) for frame in frames]
-            self._results[number] = Message(fields, from_frames(list(specs), memory, Limits()))
+            self._results[number] = Message(fields, from_frames(shapes, memory, Limits()))
 
     def _complete(self) -> None:
         """Decide the collectives that all ranks have contributed to."""
