@@ -87,7 +87,7 @@ def _rank(sides: list[_SideRanks], candidates: EntityCandidates) -> None:
     device = sides[0].device
     column = torch.full((candidates.count,), -1, device=device)  # of each entity in the current block
     for first_pass in (True, False):
-        for number, (ids, rows) in enumerate(candidates.blocks()):
+        for ids, rows in candidates.blocks():
             if first_pass and len(ids) == candidates.count:
                 break  # one block: the second pass computes the answers' scores
             column[ids] = torch.arange(len(ids), device=device)
@@ -95,7 +95,7 @@ def _rank(sides: list[_SideRanks], candidates: EntityCandidates) -> None:
             for side in sides:
                 side.score_answers(block, column) if first_pass else side.count(block, column)
             column[ids] = -1
-            assert number < candidates.count
+            del rows, block  # frees the block before the next one is read
 
 
 class _SideRanks:

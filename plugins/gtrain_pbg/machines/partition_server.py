@@ -17,8 +17,8 @@ from gtrain_pbg.machines.folder import WRITE_ORDER, PartitionFolder
 from gtrain_pbg.machines.heartbeat import start_heartbeat
 from gtrain_pbg.partition_store import ROWS, PartitionStore, ReuseWaits
 
-PIECE_BYTES = 64 << 20
-"""Bytes of a partition per message."""
+PIECE_BYTES = 8 << 20
+"""Bytes of a partition per message, which both sides hold besides the partition."""
 SILENT_SECONDS = 600.0
 """Time-out of a request: a slow disk may take a while."""
 
