@@ -66,8 +66,8 @@ class JobConfig(Settings):
             "npy": "a row for each node by the source data's ids",
             "parquet": "columns `id` (the name, where nodes have names), `values` and, for scores of classes, "
             "`prediction`",
-            "tsv": "`export`: a name and its values on each line, see [pbg](pbg.md#evaluation-checkpoints-and-export)",
-            "pbg_hdf5": "`export`: PyTorch-BigGraph's files, see [pbg](pbg.md#evaluation-checkpoints-and-export)",
+            "tsv": "`export`: a name and its values on each line, see [pbg](pbg.md#evaluation-and-checkpoints)",
+            "pbg_hdf5": "`export`: PyTorch-BigGraph's files, see [pbg](pbg.md#evaluation-and-checkpoints)",
         },
     )
     allow_targets: list[str] = setting(

@@ -361,7 +361,7 @@ def test_predictions_are_the_seeds_embeddings() -> None:
         ({"head_negs": False, "tail_negs": False}, "leave no negatives"),
         ({"relation_weight": [0.0] * R}, "the weights of all relations are 0"),
         ({"n3": -1.0}, r"model.n3=-1\.0"),
-        ({"max_norm": 0.0}, r"model.max_norm=0\.0 was set, which no vector is short enough for"),
+        ({"max_norm": 0.0}, r"model.max_norm=0\.0 was set, and no vector is that short"),
         ({"self_negs": True, "comparator": "l2"}, "model.self_negs=true was set with model.comparator=l2"),
         ({"relation_init_scale": -0.1}, r"model.relation_init_scale=-0\.1"),
         ({"dimension": 0}, "model.dimension=0"),
