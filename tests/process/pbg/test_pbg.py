@@ -227,7 +227,7 @@ def test_what_does_not_suit_is_said_in_a_sentence(tmp_path: Path) -> None:
         (["model.dimension=15"], "15 / 2 = 7.5 complex numbers"),
         (["model.optimizer._target_=torch.optim.Adam"], "RowwiseAdagrad"),
         (["model.sparse_optimizer.lr=1e38"], "no numbers|is nan|is inf"),
-        ([f"ckpt_path={checkpoint}"], "last.ckpt has 4 partitions of a table that is cut into 1 here"),
+        ([f"ckpt_path={checkpoint}"], "last.ckpt has 4 partitions of a table that has 1 here"),
         ([f"ckpt_path={checkpoint}", "strategy.num_partitions=4", "seed=7"], "rows would be taken for other nodes"),
     ):
         result = gtrain("strategy=pbg", *SMALL, *QUIET, "trainer.max_epochs=3", *overrides, cwd=tmp_path)
