@@ -25,7 +25,7 @@ class DataConfig(Settings):
     group: ClassVar[str] = "data"
     _target_: str = MISSING
     root: str = setting("data", "folder of the raw files", follows="${paths.data}")
-    store: str = setting("data/stores", "folder that partitioned stores are kept in", follows="${paths.stores}")
+    store: str = setting("data/stores", "folder of the partitioned stores", follows="${paths.stores}")
     num_parts: int | None = setting(
         None,
         "parts to cut the graph into; null: one for each rank, with `strategy=ps` one, with `strategy=pbg` one for "
@@ -66,7 +66,7 @@ class DataConfig(Settings):
         type="list of int, or of lists by edge type, or null",
     )
     replace: bool = setting(False, "draw neighbours with replacement")
-    disjoint: bool = setting(False, "a subgraph of its own for each seed")
+    disjoint: bool = setting(False, "sample a separate subgraph for each seed")
     subgraph_type: str = setting(
         "directional",
         "edges of a sampled subgraph",
@@ -78,16 +78,16 @@ class DataConfig(Settings):
     )
     temporal_strategy: str | None = setting(
         None,
-        "which of the neighbours that are not later than their seed; null: times do not matter",
+        "selection among the neighbours that are not later than their seed; null: ignore times",
         words={"uniform": "any of them", "last": "the latest of them"},
     )
     time_attr: str | None = setting(
         None,
-        "the times of neighbours; null: the first of them that the graph has",
+        "the times of neighbours; null: the first of these that the graph has",
         words={"time": "of nodes", "edge_time": "of edges"},
     )
     weight_attr: str | None = setting(
-        None, "edge tensor that neighbours are drawn in proportion to, such as `edge_weight`"
+        None, "edge tensor with the sampling weights of neighbours, such as `edge_weight`"
     )
     neg_sampling: str | None = setting(
         None,
@@ -98,17 +98,17 @@ class DataConfig(Settings):
         },
     )
     neg_sampling_ratio: float = setting(1.0, "false edges for each true one")
-    unlabelled: int | None = setting(None, "the label that means no label, such as -1; such nodes are in no split")
+    unlabelled: int | None = setting(None, "the label of nodes without a label, such as -1; they are in no split")
     num_classes: int | None = setting(None, "number of classes; null: the largest label + 1")
     task: str = setting(
         "node",
-        "what is predicted; the model says it",
+        "target of prediction, which the model sets",
         words={"node": "labels of nodes", "link": "edges"},
         follows="${oc.select:model.task,node}",
     )
     target: str | None = setting(
         None,
-        "with several types: the node type, or `source,relation,target`, that is predicted; null: the only one",
+        "with several types: the node type, or edge type `source,relation,target`, to predict; null: the only one",
     )
 
     def __post_init__(self) -> None:
@@ -174,9 +174,9 @@ class AmazonConfig(DataConfig):
     split: str = changed(DataConfig, "split", "per_class")
     largest_component: bool = setting(
         False,
-        "leave the nodes outside of the largest connected component out, as Shchur et al. 2018 do (163 of Photo's "
+        "remove the nodes outside of the largest connected component, as Shchur et al. 2018 do (163 of Photo's "
         "7,650, most of them without an edge). The others keep their ids: in parquet and tsv predictions as names, in "
-        "`.npy` as row numbers, with NaN in the rows of nodes left out",
+        "`.npy` as row numbers, with NaN in the rows of removed nodes",
     )
 
 
@@ -229,7 +229,7 @@ class EdgesConfig(DataConfig):
     ids: str = setting(
         "auto",
         "ids of the nodes",
-        words={"int": "0 to N-1", "string": "anything, kept as names", "auto": "what the first line looks like"},
+        words={"int": "0 to N-1", "string": "any strings, stored as names", "auto": "detected from the first line"},
     )
     columns: Any = setting(
         None,
@@ -244,8 +244,8 @@ class EdgesConfig(DataConfig):
         None, "column that becomes `edge_type`: integers from 0, or names; null: none", type="int or str or null"
     )
     time: Any = setting(None, "column that becomes `edge_time`: integers; null: none", type="int or str or null")
-    header: bool | None = setting(None, "whether the first line names the columns; null: find out")
-    separator: str | None = setting(None, "a character, or `comma`, `semicolon`, `tab`, `space`; null: find out")
+    header: bool | None = setting(None, "whether the first line names the columns; null: detect")
+    separator: str | None = setting(None, "a character, or `comma`, `semicolon`, `tab`, `space`; null: detect")
     comments: str = setting("#%", 'characters that begin comment lines; `""` where names may begin with them')
     features: str | None = setting(
         None,
@@ -276,12 +276,12 @@ class EdgesConfig(DataConfig):
         if self.undirected and self.relation is not None:
             raise ConfigError(
                 "data.undirected=true with data.relation, and a relation has a direction",
-                hint="leave data.undirected, or list the other direction as relations of its own",
+                hint="remove data.undirected, or list the other direction as separate relations",
             )
         if (self.path is None) == (self.edge_sets is None):
             raise ConfigError(
-                f"data.path={self.path} with data.edge_sets={self.edge_sets} were set.",
-                hint="set one of them: a list of files, or several.",
+                f"data.path={self.path} and data.edge_sets={self.edge_sets} were set; exactly one of them is needed.",
+                hint="set data.path to files, or data.edge_sets to several lists of files.",
             )
         if self.edge_sets is not None and self.undirected:
             raise ConfigError(
@@ -311,11 +311,11 @@ class KGConfig(DataConfig):
     )
     unknown: str = setting(
         "error",
-        "triples of valid and test that name what train does not",
+        "triples of valid and test with names that train lacks",
         words={
             "error": "are refused",
-            "drop": "are left out",
-            "keep": "are kept, their entities as nodes without training edges",
+            "drop": "are dropped",
+            "keep": "stay; their entities are nodes without training edges",
         },
     )
     entities: Any = setting(None, _ENTITIES, type="dict or null")
@@ -492,10 +492,10 @@ class TemporalConfig(DataConfig):
     path: str = setting(MISSING, "the file, as it is or below `root`; `.gz` is unpacked")
     time_column: int = setting(2, "the column of times, counted from 0")
     time_scale: float = setting(
-        1.0, "what times are multiplied by before they become integers: `1000` keeps thousandths"
+        1.0, "factor of the times before they are rounded to integers: `1000` keeps thousandths"
     )
     features: str | None = setting(None, 'columns that become `edge_attr`, as a slice: `"4:"`; null: none')
-    bipartite: bool = setting(False, "sources and targets are different nodes although both count from 0")
+    bipartite: bool = setting(False, "sources and targets are different nodes with separate ids from 0")
 
 
 @dataclass
@@ -529,7 +529,8 @@ class BigGraphConfig(DataConfig):
     keep_parts: bool | None = setting(
         None,
         "partitions become the parts of the store, and so need as many ranks, or one. `strategy=pbg` trains them as "
-        "they are, and `strategy.num_partitions` is their number; false cuts the entities anew, into any number. "
+        "they are, and `strategy.num_partitions` is their number; false partitions the entities again, into any "
+        "number. "
         "null: with `pbg`",
     )
     joint_types: Any = setting(
@@ -556,7 +557,7 @@ class PyGPartitionConfig(DataConfig):
 
 @dataclass
 class DGLPartitionConfig(DataConfig):
-    """What DGL's partition_graph wrote, whose parts become the parts of the store."""
+    """The output of DGL's partition_graph, whose parts become the parts of the store."""
 
     _target_: str = "gtrain.data.sources.dgl_partition.DGLPartitionData"
     path: str = setting(MISSING, "the JSON file")
@@ -571,10 +572,10 @@ class MusaeConfig(DataConfig):
 
     _target_: str = "gtrain.data.sources.musae.MusaeData"
     split: str = changed(DataConfig, "split", "random")
-    name: str = setting("facebook", "what the files begin with; or a country of Twitch, such as `DE`")
+    name: str = setting("facebook", "prefix of the files' names; or a country of Twitch, such as `DE`")
     path: str | None = setting(None, "the folder; null: `<root>/musae`, or `root`")
     label: str | None = setting(
-        None, "the column of labels; null: `page_type`, `mature` or `ml_target`, whichever is there"
+        None, "the column of labels; null: `page_type`, `mature` or `ml_target`, the first that exists"
     )
 
 
@@ -615,7 +616,7 @@ class OGBConfig(DataConfig):
         "`ogbl-citation2` or `ogbl-wikikg2`",
     )
     undirected: bool | None = setting(
-        None, "give each edge one back; null: where OGB does, and in `ogbn-mag`, as edge types `rev_...`"
+        None, "add the reverse of each edge; null: where OGB does, and in `ogbn-mag`, as edge types `rev_...`"
     )
 
 
@@ -646,10 +647,10 @@ SCHEMAS: dict[str, type[DataConfig]] = {
 """The schema of each option of the group ``data``."""
 
 
-class _MadeWhenLoaded:
-    """Stands for a node in Hydra's ConfigStore, which copies a node to load it: then the schema is made.
+class _LazySchema:
+    """A node of Hydra's ConfigStore that builds its schema when Hydra loads it, which copies the node.
 
-    Making the schemas of all sources takes 0.1 s, which would be spent before the first line of ``gtrain --help``.
+    Building the schemas of all sources up front would delay ``gtrain --help`` by 0.1 s.
     """
 
     def __init__(self, config: type) -> None:
@@ -661,12 +662,12 @@ class _MadeWhenLoaded:
 
 @cache
 def register() -> None:
-    """Put the settings of each source into Hydra's ConfigStore, as the options of ``data`` and of ``schema/data``."""
-    from hydra.core.config_store import ConfigStore  # only the command line has a use for Hydra
+    """Register the settings of each source in Hydra's ConfigStore, as options of ``data`` and of ``schema/data``."""
+    from hydra.core.config_store import ConfigStore  # only the command line needs Hydra
 
     store = ConfigStore.instance()
     for name, config in SCHEMAS.items():
         for group in ("data", "schema/data"):
             store.store(group=group, name=name, node={}, provider="gtrain")
             options = store.repo["data"] if group == "data" else store.repo["schema"]["data"]
-            options[f"{name}.yaml"].node = _MadeWhenLoaded(config)
+            options[f"{name}.yaml"].node = _LazySchema(config)

@@ -10,7 +10,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import lightning.pytorch as pl
 from torch import Tensor
@@ -126,6 +126,14 @@ class GraphDataModule(pl.LightningDataModule):
         self._facts: dict[str, Any] = {}
         self._opened: Store | None = None
         self._prepared = False
+
+    if not TYPE_CHECKING:  # attributes stay checked
+
+        def __getattr__(self, name: str) -> Any:
+            """Return a setting: each is an attribute, such as ``data.path``."""
+            if name.startswith("_") or name not in vars(vars(self).get("settings", object)):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return getattr(self.settings, name)
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""PyG's data sets: run without writing beside the user's raw files, their graphs by the names that gtrain uses."""
+"""Run PyG's data set classes without writing to the user's folders, and rename the tensors of their graphs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from gtrain.errors import ConfigError, DataError, GtrainError
 
 
 def tidy_graph(graph: object, name: str) -> Data | HeteroData:
-    """Return a graph of PyG's with the names that :meth:`~gtrain.data.module.GraphDataModule.read` lists.
+    """Return a graph of PyG with the names that :meth:`~gtrain.data.module.GraphDataModule.read` lists.
 
-    PyG's data sets name what belongs to edges in ways of their own. Of each edge type:
+    PyG's data sets use various names for tensors of edges. For each edge type:
 
     - ``edge_label_index`` (MovieLens100K, AmazonBook) becomes ``test_edge_index``;
     - ``rating``, or else ``edge_label`` with a row for each edge, becomes ``edge_rating``; with ``edge_label_index``
@@ -30,29 +30,29 @@ def tidy_graph(graph: object, name: str) -> Data | HeteroData:
     - ``time`` with a row for each edge becomes ``edge_time``;
     - ``train_edge_index``, ``valid_edge_type`` and so on (RelLinkPredDataset) become ``edge_index``,
       ``val_edge_type`` and so on, without the reverse edges that PyG adds;
-    - masks with a row for each edge (WordNet18RR) cut the edges into those that train and those held out;
-    - other indices of edges (LastFM's negative ones) are left out.
+    - masks with a row for each edge (WordNet18RR) split the edges into training edges and held-out edges;
+    - other edge indices (LastFM's negative edges) are dropped.
 
     A ``TemporalData`` (JODIEDataset) becomes a ``Data`` with ``edge_time`` and ``edge_attr``.
 
     Args:
-        graph: what the data set holds; it is changed.
+        graph: the data set's graph, which is modified.
         name: the data set, for messages.
 
     Raises:
-        DataError: it is no graph with a list of edges.
+        DataError: it is not a graph with an edge list.
     """
     if isinstance(graph, TemporalData):
         graph = _from_events(graph)
     if not isinstance(graph, (Data, HeteroData)):
         raise DataError(
-            f"{name} is a {type(graph).__name__}, and only Data, HeteroData and TemporalData are served",
+            f"{name} is a {type(graph).__name__}, but gtrain reads only Data, HeteroData and TemporalData",
             hint="set data.name to a data set of such a graph, or write its edges to a file and use data=edges",
         )
     stores = graph.edge_stores
     if isinstance(graph, Data) and graph.edge_index is None or not stores:
         raise DataError(
-            f"{name} has no edge_index, and only graphs with an edge list are served",
+            f"{name} has no edge_index, but gtrain reads only graphs with an edge list",
             hint="set data.name to a data set with edges, or write the edges to a file and use data=edges",
         )
     if isinstance(graph, Data):
@@ -73,12 +73,12 @@ def _from_events(events: TemporalData) -> Data:
 
 
 def _count_nodes(graph: Data) -> int:
-    """Return N; without features PyG would guess it from the edges, and warn."""
+    """Return N; PyG would warn that it infers N from the edges of a graph without features."""
     if "num_nodes" in graph or graph.x is not None:
         return int(graph.num_nodes or 0)
     if isinstance(graph.y, Tensor) and graph.y.dim():
         return graph.y.size(0)
-    assert graph.edge_index is not None  # checked
+    assert graph.edge_index is not None  # tidy_graph checked it
     return int(graph.edge_index.max()) + 1 if graph.edge_index.numel() else 0
 
 
@@ -109,7 +109,7 @@ def _tidy_edges(edges: Any, num_nodes: int | None) -> None:
 
 
 def _take_splits(edges: Any) -> None:
-    """Rename ``train_edge_*``, ``valid_edge_*`` and ``test_edge_*``, and drop the edges made of them."""
+    """Rename ``train_edge_*`` and ``valid_edge_*``, and drop the edges that PyG derives from them."""
     for name in [name for name in edges if name.startswith(("edge_", "train_edge_", "valid_edge_"))]:
         value = edges.pop(name)
         if name.startswith("train_"):
@@ -119,7 +119,7 @@ def _take_splits(edges: Any) -> None:
 
 
 def _cut_by_masks(edges: Any, rows: int) -> None:
-    """Keep the training edges, and hold the others out."""
+    """Split the edges by masks into training edges and held-out edges."""
     masks = {split: edges.pop(f"{split}_mask", None) for split in ("train", "val", "test")}
     names = [name for name in edges if name.startswith("edge_") and isinstance(edges[name], Tensor)]
     for name in names:
@@ -128,8 +128,8 @@ def _cut_by_masks(edges: Any, rows: int) -> None:
             continue
         for split, mask in masks.items():
             if mask is not None:
-                kept = value[:, mask] if dim else value[mask]
-                edges[name if split == "train" else f"{split}_{name}"] = kept
+                rows_of_split = value[:, mask] if dim else value[mask]
+                edges[name if split == "train" else f"{split}_{name}"] = rows_of_split
 
 
 _INSTALL = {
@@ -137,14 +137,14 @@ _INSTALL = {
     "sentence_transformers": "pip install sentence-transformers; it downloads a language model, and data.name="
     "MovieLens100K and MovieLens1M do without",
 }
-"""What to do about a missing package whose name pip spells otherwise."""
+"""Hints for missing packages whose name for pip differs."""
 
 
-class Missing(Exception):
+class MissingFiles(Exception):
     """Raw files are missing.
 
     Args:
-        files: where they were looked for.
+        files: their expected paths.
     """
 
     def __init__(self, files: list[Path]) -> None:
@@ -153,7 +153,7 @@ class Missing(Exception):
 
 
 class _Complete(Exception):
-    """All raw files are there, at ``paths``."""
+    """All raw files exist, at ``paths``."""
 
     def __init__(self, paths: list[str]) -> None:
         self.paths = paths
@@ -164,12 +164,12 @@ def probe(cls: type[Dataset], root: Path, options: dict[str, Any], *, skip: Path
 
     Args:
         cls: the data set class.
-        root: the folder that PyG would be given.
+        root: the folder to pass to PyG.
         options: the class's arguments other than ``root``.
         skip: a folder below ``root`` that holds no raw files.
 
     Raises:
-        Missing: names the files that are not there.
+        MissingFiles: names the missing files.
     """
     if cls.download is Dataset.download:
         return []  # generated or built in: the class reads no files
@@ -177,25 +177,25 @@ def probe(cls: type[Dataset], root: Path, options: dict[str, Any], *, skip: Path
         mirror(root, Path(scratch), skip=skip)
         try:
             construct(_without_work(cls), scratch, options)
-        except Missing as missing:
-            wanted = [file for file in missing.files if not file.exists()]
-            raise Missing([root / file.relative_to(scratch) for file in wanted]) from None
-        except _Complete as found:
-            return [Path(path).resolve() for path in found.paths]
+        except MissingFiles as error:
+            missing = [file for file in error.files if not file.exists()]
+            raise MissingFiles([root / file.relative_to(scratch) for file in missing]) from None
+        except _Complete as complete:
+            return [Path(path).resolve() for path in complete.paths]
     return []
 
 
 def download(cls: type[Dataset], root: Path, options: dict[str, Any]) -> None:
-    """Let a data set class download its raw files below ``root``, and do nothing with them."""
+    """Let a data set class download its raw files below ``root`` without processing them."""
     with contextlib.suppress(_Complete):
         construct(_without_work(cls, download=True), root, options)
 
 
 def construct(cls: type[Dataset], root: str | Path, options: dict[str, Any]) -> Dataset:
-    """Construct a data set quietly, its root at ``root`` where it takes one; of its pickles only plain ones are read.
+    """Construct a data set without output and with unpickling restricted; pass ``root`` if the class takes it.
 
     Raises:
-        ConfigError: an option is not one of the class's, or has a value that it does not know.
+        ConfigError: the class refuses an option or its value.
         DataError: the class needs a package that is not installed.
     """
     parameters = inspect.signature(cls).parameters
@@ -203,13 +203,13 @@ def construct(cls: type[Dataset], root: str | Path, options: dict[str, Any]) -> 
     if unknown:
         known = ", ".join(name for name in parameters if name not in ("self", "root"))
         raise ConfigError(f"data.options.{unknown[0]} is not an option of {cls.__name__}", hint=f"it takes {known}")
-    place = {"root": str(root)} if "root" in parameters else {}
+    arguments = {"root": str(root)} if "root" in parameters else {}
     try:
-        # PyG reports each step to stderr, and warns that it is about to unpickle what plain_pickles then refuses
+        # PyG reports each step on stderr, and warns before it unpickles files, which plain_pickles restricts
         with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings(), plain_pickles(root):
             warnings.filterwarnings("ignore", message="Weights only load failed")
-            return cls(**place, **options)
-    except (Missing, _Complete, GtrainError, OSError):
+            return cls(**arguments, **options)
+    except (MissingFiles, _Complete, GtrainError, OSError):
         raise
     except ImportError as err:
         package = err.name or str(err)
@@ -217,7 +217,7 @@ def construct(cls: type[Dataset], root: str | Path, options: dict[str, Any]) -> 
             f"{cls.__name__} needs the package {package!r}, which is not installed",
             hint=_INSTALL.get(package, f"pip install {package}"),
         ) from err
-    except (AssertionError, TypeError) as err:  # how PyG's classes refuse an option's value
+    except (AssertionError, TypeError) as err:  # PyG's classes refuse values of options with these
         raise ConfigError(
             f"{cls.__name__} does not accept data.options={options}: {err}",
             hint="correct data.options, such as data.options={name: Cora}; the documentation of "
@@ -226,21 +226,21 @@ def construct(cls: type[Dataset], root: str | Path, options: dict[str, Any]) -> 
 
 
 def mirror(source: Path, target: Path, *, skip: Path) -> None:
-    """Make the folders of ``source`` in ``target``, and a link for each file, without PyG's ``processed`` folders."""
-    stores = skip.resolve()
+    """Link each file of ``source`` in ``target``, except those in PyG's ``processed`` folders and in ``skip``."""
+    skipped = skip.resolve()
     for folder, names, files in os.walk(source.resolve()):
-        names[:] = [name for name in names if name != "processed" and Path(folder, name) != stores]
-        place = target / Path(folder).relative_to(source.resolve())
-        place.mkdir(parents=True, exist_ok=True)
+        names[:] = [name for name in names if name != "processed" and Path(folder, name) != skipped]
+        copy = target / Path(folder).relative_to(source.resolve())
+        copy.mkdir(parents=True, exist_ok=True)
         for file in files:
-            (place / file).symlink_to(Path(folder, file))
+            (copy / file).symlink_to(Path(folder, file))
 
 
 def _without_work(cls: type[Dataset], *, download: bool = False) -> type[Dataset]:
-    """Return a subclass that reports its raw files in place of processing, and of downloading if that is not wanted."""
+    """Return a subclass that reports its raw files instead of processing, and by default of downloading, them."""
 
     def report_missing(self: Dataset) -> None:
-        raise Missing([Path(path) for path in self.raw_paths])
+        raise MissingFiles([Path(path) for path in self.raw_paths])
 
     def process(self: Dataset) -> None:
         raise _Complete(self.raw_paths)

@@ -1,4 +1,4 @@
-"""Reading RDF graphs in N-Triples, numbered by the file alone."""
+"""Read RDF graphs in N-Triples; the numbering depends only on the file."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class RDFGraph:
     """An RDF graph.
 
     Attributes:
-        nodes: the name of each node, in the order in which the file first mentions them: an IRI as it is, a literal
-            and a blank node as N-Triples writes them.
-        predicates: the IRI of each predicate, the most frequent first, and by name where they are as frequent.
-        triples: subject, predicate and object numbers, each triple once, int64 ``[3, T]``.
+        nodes: the name of each node, in the order of first mention: an IRI as it is, a literal or a blank node in
+            N-Triples syntax.
+        predicates: the IRI of each predicate, sorted by descending frequency, then by name.
+        triples: subject, predicate and object numbers, without duplicates, int64 ``[3, T]``.
     """
 
     nodes: list[str]
@@ -35,8 +35,8 @@ class RDFGraph:
     triples: NDArray[np.int64]
 
 
-class _Numbering:
-    """What rdflib's parser hands its triples to: numbers for terms, and triples without duplicates."""
+class _TripleSink:
+    """Receives triples from rdflib's parser: numbers the terms and drops duplicate triples."""
 
     def __init__(self) -> None:
         self.nodes: dict[object, int] = {}
@@ -50,18 +50,18 @@ class _Numbering:
 
 
 def read_ntriples(path: Path, source: str) -> RDFGraph:
-    """Read an N-Triples file; ``.gz`` is unpacked.
+    """Read an N-Triples file; ``.gz`` is decompressed.
 
     Args:
         path: the file.
-        source: what asks for it, for messages.
+        source: the source that reads it, for messages.
 
     Raises:
         ConfigError: rdflib is not installed.
-        DataError: names the line that is malformed.
+        DataError: names the malformed line.
     """
     parsing = require("rdflib", source, module="rdflib.plugins.parsers.ntriples", extra="entities")
-    sink, blank_nodes = _Numbering(), dict[str, object]()
+    sink, blank_nodes = _TripleSink(), dict[str, object]()
     parser = parsing.W3CNTriplesParser(sink)
     number = 0
     try:
@@ -71,7 +71,7 @@ def read_ntriples(path: Path, source: str) -> RDFGraph:
                 parser.parsestring(line, bnode_context=blank_nodes)
     except parsing.ParseError as err:
         raise DataError(
-            f"{path}, line {number}: no N-Triples statement: {line.strip()[:80]!r}",
+            f"{path}, line {number}: not an N-Triples statement: {line.strip()[:80]!r}",
             hint="write each line as <subject> <predicate> <object> . in N-Triples, or download the file again",
         ) from err
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as err:
@@ -82,13 +82,13 @@ def read_ntriples(path: Path, source: str) -> RDFGraph:
 
 
 def _text(path: Path) -> Any:
-    encoding = "utf-8-sig"  # some editors put a byte order mark in front
+    encoding = "utf-8-sig"  # some editors write a byte order mark
     return gzip.open(path, "rt", encoding=encoding) if path.suffix == ".gz" else path.open(encoding=encoding)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep rdflib from telling of each literal that its type does not fit, such as dates that are none."""
+    """Silence rdflib's warnings about literals that do not match their type, such as malformed dates."""
     logger = logging.getLogger("rdflib.term")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -98,7 +98,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _ordered(sink: _Numbering, blank_nodes: dict[object, str]) -> RDFGraph:
+def _ordered(sink: _TripleSink, blank_nodes: dict[object, str]) -> RDFGraph:
     triples = np.array(list(sink.triples), dtype=np.int64).T
     count = Counter(triples[1].tolist())
     names = [str(predicate) for predicate in sink.predicates]
@@ -110,6 +110,6 @@ def _ordered(sink: _Numbering, blank_nodes: dict[object, str]) -> RDFGraph:
 
 
 def _name(term: object) -> str:
-    """Return an IRI as it is, and a literal in quotes, so that the two never have the same name."""
+    """Return an IRI as it is and a literal in quotes, so that their names differ."""
     text = str(term)
     return text if type(term).__name__ == "URIRef" else str(getattr(term, "n3", lambda: text)())

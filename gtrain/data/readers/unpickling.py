@@ -1,8 +1,8 @@
-"""Reading pickles of arrays, sparse matrices and plain containers, and refusing all others.
+"""Unpickle arrays, sparse matrices and plain containers, and refuse all other objects.
 
-A pickle is a program: it imports what it names and calls it. Some published data sets are pickles all the same
-(Planetoid's raw files, the object arrays in some ``.npz``), and the readers of PyG and numpy unpickle whatever they
-find. :func:`plain_pickles` puts :class:`PlainUnpickler` in the place of ``pickle.load`` while such a reader runs.
+A pickle is a program: it imports the functions that it names and calls them. Some published data sets are pickles
+(Planetoid's raw files, the object arrays in some ``.npz``), and the readers of PyG and numpy unpickle any file.
+:func:`plain_pickles` replaces ``pickle.load`` by :class:`PlainUnpickler` while such a reader runs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NUMPY_GLOBALS: list[Any] = [
     codecs.encode,
     *(type(np.dtype(kind)) for kind in ("i8", "i4", "i2", "i1", "u1", "f8", "f4", "?")),
 ]
-"""What ``torch.load(weights_only=True)`` needs in ``safe_globals`` to read arrays of numbers in a ``.pt`` file."""
+"""The ``safe_globals`` with which ``torch.load(weights_only=True)`` reads arrays of numbers in a ``.pt`` file."""
 
 _ALLOWED = "arrays, scipy's sparse matrices and plain containers"
 _TORCH_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
@@ -45,10 +45,10 @@ _HINT = "delete the file and get the data set again, from a source that you trus
 
 
 class PlainUnpickler(pickle._Unpickler):
-    """An unpickler that knows arrays, scipy's sparse matrices and plain containers.
+    """An unpickler for arrays, scipy's sparse matrices and plain containers.
 
-    A global of the pickle is looked up in a table; nothing is imported. numpy's and scipy's classes are replaced by
-    functions that check their arguments: a forged ``numpy.dtype`` state or column index would make C code read and
+    The unpickler looks up the globals of a pickle in a table and imports nothing. Functions that check their arguments
+    replace numpy's and scipy's classes, since a forged ``numpy.dtype`` state or column index would make C code read and
     write outside of an array.
 
     Args:
@@ -78,32 +78,32 @@ class PlainUnpickler(pickle._Unpickler):
 
     def load_build(self) -> None:
         """Set the state of an array, a dtype or a sparse matrix; the state of anything else is refused."""
-        state, made = self.stack.pop(), self.stack[-1]
-        if isinstance(made, np.dtype):
-            _set_dtype(made, state)
-        elif type(made) is np.ndarray:
-            _set_array(made, state)
-        elif type(made).__name__ in _SPARSE_NAMES and type(made).__module__.startswith("scipy.sparse."):
-            _set_sparse(made, state)
+        state, instance = self.stack.pop(), self.stack[-1]
+        if isinstance(instance, np.dtype):
+            _set_dtype(instance, state)
+        elif type(instance) is np.ndarray:
+            _set_array(instance, state)
+        elif type(instance).__name__ in _SPARSE_NAMES and type(instance).__module__.startswith("scipy.sparse."):
+            _set_sparse(instance, state)
         else:
-            raise refusal(self._path, f"the state of a {type(made).__name__}")
+            raise refusal(self._path, f"the state of a {type(instance).__name__}")
 
     dispatch[pickle.BUILD[0]] = load_build  # type: ignore[assignment]
 
 
 def refusal(path: str | os.PathLike[str], content: str) -> DataError:
-    """The error for a pickle that holds something that could run code."""
+    """Return the error for a pickle with objects that could run code."""
     return DataError(
         f"{path} holds {content}; only {_ALLOWED} are unpickled, since other objects can run code", hint=_HINT
     )
 
 
 def foreign_content(path: Path, error: Exception) -> str | None:
-    """What torch's safe loader refused in a file; None where the file is damaged instead.
+    """Return the content that torch's safe loader refused in a file; None if the file is damaged instead.
 
     Args:
         path: the file.
-        error: of ``torch.load(path, weights_only=True)``.
+        error: the error of ``torch.load(path, weights_only=True)``.
     """
     if not isinstance(error, pickle.UnpicklingError):
         return None
@@ -123,13 +123,13 @@ def plain_pickles(root: str | os.PathLike[str]) -> Iterator[None]:
     """Restrict unpickling in this thread: ``pickle.load`` and ``loads`` are :class:`PlainUnpickler`'s.
 
     An audit hook stops every other unpickler (``pickle.Unpickler``, ``torch.load(weights_only=False)``, pandas) at its
-    first global. Other threads are not concerned.
+    first global. Other threads are not affected.
 
     Args:
-        root: the folder of the files that are read; messages name the one that was opened last. Links are resolved.
+        root: the folder of the files; messages name the file that was opened last, with links resolved.
 
     Raises:
-        DataError: a pickle held other objects; also where the reader has caught the first error.
+        DataError: a pickle held other objects; raised even if the reader caught the first error.
     """
     _install()
     outer = _reading.__dict__.copy()
@@ -153,7 +153,7 @@ def plain_pickles(root: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class _Reading(threading.local):
-    """What this thread reads: the folder, the file that was opened last, the first refusal."""
+    """State of this thread: the folder, the file that was opened last, the first refusal."""
 
     root: str | None = None
     file: str | None = None
@@ -209,9 +209,9 @@ def _refuse(content: str) -> NoReturn:
 
 
 def _as_refusal(error: Exception) -> DataError | None:
-    """The error for what torch's safe loader refused, in place of its advice to do without it; None for others."""
-    found = None if _reading.file is None else foreign_content(Path(_reading.file), error)
-    return None if found is None else refusal(_current_file(), found)
+    """Return our error for a refusal by torch's safe loader, which advises to disable it; None for other errors."""
+    content = None if _reading.file is None else foreign_content(Path(_reading.file), error)
+    return None if content is None else refusal(_current_file(), content)
 
 
 def _current_file() -> str:
@@ -222,56 +222,56 @@ def _current_file() -> str:
 
 
 class _ArrayClass:
-    """Stands for ``numpy.ndarray``, which pickles name as an argument of ``_reconstruct`` alone."""
+    """Replaces ``numpy.ndarray``, which pickles name only as an argument of ``_reconstruct``."""
 
 
 def _new_array(*_: object) -> NDArray[Any]:
-    """``numpy.core.multiarray._reconstruct``: shape and contents come with the state."""
+    """Replace ``numpy.core.multiarray._reconstruct``; shape and contents are in the state."""
     return np.empty(0, np.int8)
 
 
 def _array_of(buffer: bytes, dtype: np.dtype[Any], shape: tuple[int, ...], order: str) -> NDArray[Any]:
-    """``numpy._core.numeric._frombuffer`` of pickle's protocol 5; numpy refuses objects here."""
+    """Replace ``numpy._core.numeric._frombuffer`` of pickle's protocol 5; numpy refuses objects."""
     flat: NDArray[Any] = np.frombuffer(buffer, _checked(dtype)).copy()
     return flat.reshape(shape, order="F" if order == "F" else "C")
 
 
 def _scalar(dtype: np.dtype[Any], content: bytes | str) -> Any:
-    """``numpy.core.multiarray.scalar``."""
+    """Replace ``numpy.core.multiarray.scalar``."""
     raw = content.encode("latin1") if isinstance(content, str) else content
     return np.frombuffer(raw, _checked(dtype), count=1)[0]
 
 
 def _new_dtype(code: str, *_: object) -> np.dtype[Any]:
-    """``numpy.dtype`` of numbers, texts or objects, without fields: a copy, since its state follows."""
-    made = np.dtype(code, align=False, copy=True) if isinstance(code, str) else None
-    if made is None or made.kind not in "biufcSUO" or made.fields is not None or made.subdtype is not None:
+    """Replace ``numpy.dtype`` for numbers, texts or objects without fields; a copy, since its state is set later."""
+    dtype = np.dtype(code, align=False, copy=True) if isinstance(code, str) else None
+    if dtype is None or dtype.kind not in "biufcSUO" or dtype.fields is not None or dtype.subdtype is not None:
         raise pickle.UnpicklingError(f"numpy.dtype({code!r})")
-    return made
+    return dtype
 
 
 def _checked(dtype: object) -> np.dtype[Any]:
     if not isinstance(dtype, np.dtype):
-        raise pickle.UnpicklingError(f"{type(dtype).__name__} in place of a numpy.dtype")
+        raise pickle.UnpicklingError(f"{type(dtype).__name__} instead of a numpy.dtype")
     return dtype
 
 
 def _encode(text: str, encoding: str, errors: str = "strict") -> bytes:
-    """``_codecs.encode``, by which protocol 2 keeps bytes."""
+    """Replace ``_codecs.encode``, with which protocol 2 stores bytes."""
     if encoding != "latin1" or not isinstance(text, str):
         raise pickle.UnpicklingError(f"bytes in the encoding {encoding!r}")
     return text.encode("latin1", errors)
 
 
 def _no_bytes() -> bytes:
-    """``bytes()``, by which protocol 2 keeps empty bytes."""
+    """Replace ``bytes()``, with which protocol 2 stores empty bytes."""
     return b""
 
 
 @functools.cache
 def _sparse_classes() -> dict[tuple[str, str], type]:
-    """By module and name, stand-ins for scipy's sparse classes, which make an object without attributes: its state
-    follows. scipy is not a dependency: it is imported for files that hold one of them.
+    """Return replacements of scipy's sparse classes by module and name. They create an object without attributes, whose
+    state is set later. scipy is not a dependency; it is imported only for files with sparse matrices.
 
     Raises:
         DataError: scipy is not installed.
@@ -289,7 +289,7 @@ def _sparse_classes() -> dict[tuple[str, str], type]:
 
 
 def _reconstructed(cls: Any, *_: object) -> Any:
-    """``copyreg._reconstructor`` of protocols 0 and 1: an object without its state."""
+    """Replace ``copyreg._reconstructor`` of protocols 0 and 1; return an object without its state."""
     if cls not in _sparse_classes().values():
         raise pickle.UnpicklingError(f"an object of {getattr(cls, '__name__', cls)}")
     return cls()
@@ -321,41 +321,41 @@ _TABLE: dict[tuple[str, str], Any] = {
     **{(builtins, "object"): None for builtins in ("builtins", "__builtin__")},
     **{(module, "_reconstructor"): _reconstructed for module in ("copyreg", "copy_reg")},
 }
-"""By module and name: what a global of a pickle stands for. Each can be called with any arguments."""
+"""The replacement of each allowed global of a pickle, by module and name; safe to call with any arguments."""
 
 
 # ---------------------------------------------------------------------------------------------------- states
 
 
-def _set_dtype(made: np.dtype[Any], state: Any) -> None:
-    """Set the byte order, all that a dtype without fields has in its state beside what its code says."""
+def _set_dtype(instance: np.dtype[Any], state: Any) -> None:
+    """Set the byte order, the only part of the state of a dtype without fields that its code lacks."""
     plain = isinstance(state, tuple) and len(state) == 8 and state[0] == 3 and state[2:5] == (None, None, None)
-    sizes = ((made.itemsize, made.alignment), (-1, -1))
-    if not plain or state[1] not in ("<", ">", "=", "|") or state[5:7] not in sizes or state[7] != made.flags:
+    sizes = ((instance.itemsize, instance.alignment), (-1, -1))
+    if not plain or state[1] not in ("<", ">", "=", "|") or state[5:7] not in sizes or state[7] != instance.flags:
         raise pickle.UnpicklingError(f"the state {state!r} of a numpy.dtype")
-    made.__setstate__(state)  # type: ignore[attr-defined]
+    instance.__setstate__(state)  # type: ignore[attr-defined]
 
 
-def _set_array(made: NDArray[Any], state: Any) -> None:
-    """Set shape, dtype and contents; numpy compares their sizes."""
+def _set_array(instance: NDArray[Any], state: Any) -> None:
+    """Set shape, dtype and contents; numpy checks that their sizes agree."""
     if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[2], np.dtype):
         raise pickle.UnpicklingError("the state of a numpy.ndarray")
     if isinstance(state[4], list) != state[2].hasobject:
         raise pickle.UnpicklingError(f"a {type(state[4]).__name__} as the contents of an array of {state[2]}")
-    made.__setstate__(state)
+    instance.__setstate__(state)
 
 
-def _set_sparse(made: Any, state: Any) -> None:
-    """Fill a sparse matrix from the arrays of its state, all of whose indices are checked."""
+def _set_sparse(instance: Any, state: Any) -> None:
+    """Fill a sparse matrix from the arrays of its state after checking all indices."""
     if not isinstance(state, dict):
-        raise pickle.UnpicklingError(f"the state of a {type(made).__name__}")
+        raise pickle.UnpicklingError(f"the state of a {type(instance).__name__}")
     shape = state.get("_shape", state.get("shape"))
-    if made.format == "coo":
+    if instance.format == "coo":
         row, column = state["coords"] if "coords" in state else (state["row"], state["col"])
         parts: Any = (state["data"], (row, column))
     else:
         parts = tuple(state[name] for name in ("data", "indices", "indptr"))
-    checked = type(made)(parts, shape=shape)  # of coo this checks the coordinates
-    if made.format != "coo":
+    checked = type(instance)(parts, shape=shape)  # of coo this checks the coordinates
+    if instance.format != "coo":
         checked.check_format(full_check=True)
-    made.__dict__.update(checked.__dict__)
+    instance.__dict__.update(checked.__dict__)

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from gtrain.data.config import EntitiesConfig
-from gtrain.data.module import OUTLINE
+from gtrain.data.module import OUTLINE, known_name
 from gtrain.data.readers.rdf import RDFGraph, read_ntriples
 from gtrain.data.sources.feature_rows import row_masks
-from gtrain.data.sources.pyg import PyGData, known_name
+from gtrain.data.sources.pyg import PyGData
 from gtrain.errors import DataError
 
 COLUMNS = {
@@ -30,13 +30,13 @@ COLUMNS = {
 
 
 class EntitiesData(PyGData):
-    """An RDF graph of which some nodes are to be classified (Schlichtkrull et al. 2018, section 5.1).
+    """An RDF graph in which some nodes have classes (Schlichtkrull et al. 2018, section 5.1).
 
-    The files are those of PyG's ``Entities``, which downloads them. They are numbered here, by the files alone: PyG
-    numbers nodes, relations and classes in the order of Python's sets, which is another one in each process, and
-    forgets their names. Labels that are numbers are compared by their values, as pandas reads them: ``1`` in one table
-    is ``1.0`` in another. Each triple becomes an edge of the relation 2r, and one back of the relation 2r + 1. Literals
-    are nodes, and nodes have no features. Needs rdflib.
+    PyG's ``Entities`` downloads the files. This class numbers nodes, relations and classes from the files alone: PyG
+    numbers them in the order of Python's sets, which differs between processes, and drops their names. Labels that are
+    numbers are compared by value, as pandas reads them: ``1`` in one table is ``1.0`` in another. Each triple becomes
+    an edge of the relation 2r and a reverse edge of the relation 2r + 1. Literals are nodes, and nodes have no
+    features. Needs rdflib.
 
     Its settings are those of :class:`~gtrain.data.config.EntitiesConfig`.
     """
@@ -60,10 +60,10 @@ class EntitiesData(PyGData):
         return {**super().identity(), "public": masks}
 
     @property
-    def places(self) -> list[Path]:
+    def search_folders(self) -> list[Path]:
         """The folders that may have ``aifb/raw``, the preferred one first."""
-        own = [self.root / name for name in ("entities", "Entities", "rdf")]
-        return [*(folder for folder in own if folder.is_dir()), self.root]
+        named = [self.root / name for name in ("entities", "Entities", "rdf")]
+        return [*(folder for folder in named if folder.is_dir()), self.root]
 
     def read(self) -> Data:
         """Read the triples and the tables of labels."""
@@ -80,30 +80,30 @@ class EntitiesData(PyGData):
         return data
 
     def names(self) -> dict[str, Any]:
-        """Return IRIs and literals of the nodes, and IRIs of the relations; ``^`` marks the way back."""
+        """Return IRIs and literals of the nodes, and IRIs of the relations; ``^`` marks reverse edges."""
         assert self._graph is not None  # read
         relations = [name for predicate in self._graph.predicates for name in (predicate, f"^{predicate}")]
         return {"node": self._graph.nodes, "relation": relations}
 
     def extra_facts(self) -> dict[str, Any]:
-        """Return how many relations there are, the ways back counted."""
+        """Return the number of relations, including reverse ones."""
         assert self._graph is not None  # read
         return {"num_relations": 2 * len(self._graph.predicates)}
 
     def _table(self, path: Path) -> tuple[list[str], list[str | None]]:
         """Return the entities and the labels of a table; None for an entity without a label."""
-        wanted = COLUMNS[self._dataset]
+        columns = COLUMNS[self._dataset]
         try:
             table = pa.csv.read_csv(
                 path,
                 parse_options=pa.csv.ParseOptions(delimiter="\t"),
-                convert_options=pa.csv.ConvertOptions(column_types=dict.fromkeys(wanted, pa.string())),
+                convert_options=pa.csv.ConvertOptions(column_types=dict.fromkeys(columns, pa.string())),
             )
         except (pa.ArrowInvalid, OSError) as err:
             raise DataError(
                 f"{path} cannot be read: {str(err).splitlines()[0]}", hint="copy or download the file again"
             ) from err
-        missing = [column for column in wanted if column not in table.column_names]
+        missing = [column for column in columns if column not in table.column_names]
         if missing:
             raise DataError(
                 f"{path} has no column {missing[0]!r}; it has {', '.join(table.column_names)}",
@@ -111,10 +111,10 @@ class EntitiesData(PyGData):
             )
         if not len(table):
             raise DataError(f"{path} has no rows", hint="copy or download the file again")
-        return table[wanted[0]].to_pylist(), _labels(table[wanted[1]].to_pylist())
+        return table[columns[0]].to_pylist(), _labels(table[columns[1]].to_pylist())
 
     def _label(self, data: Data, classes: dict[str, int], *tables: tuple[list[str], list[str | None]]) -> None:
-        """Give the graph ``y`` and the masks from the tables that train and test."""
+        """Set ``y`` and the masks from the training and the test table."""
         assert self._graph is not None  # read
         numbers = {name: node for node, name in enumerate(self._graph.nodes)}
         data.y = torch.full((len(numbers),), -1)
@@ -129,7 +129,7 @@ class EntitiesData(PyGData):
                 if label is None:
                     raise DataError(
                         f"{path}, line {line}: the entity {entity!r} has no label",
-                        hint="give it a label, or leave the line out",
+                        hint="give it a label, or remove the line",
                     )
                 if label not in classes:
                     raise DataError(
@@ -146,10 +146,10 @@ class EntitiesData(PyGData):
 
 
 def _labels(fields: list[str]) -> list[str | None]:
-    """Return the labels of a table in one spelling; None for rows without a label.
+    """Return the labels of a table in a canonical spelling; None for rows without a label.
 
-    Where every label is a number, ``1``, ``1.0`` and ``+1`` are one label, and ``nan`` is none, as in a column that
-    pandas reads. An empty field is not a label.
+    If every label is a number, ``1``, ``1.0`` and ``+1`` are the same label, and ``nan`` means no label, as in a column
+    that pandas reads. An empty field means no label.
     """
     numbers: list[float] = []
     for field in fields:
@@ -161,7 +161,7 @@ def _labels(fields: list[str]) -> list[str | None]:
 
 
 def _order(label: str) -> tuple[bool, float, str]:
-    """Sort numbers by their values, before other labels."""
+    """Return the sort key of a label: numbers by value, before other labels."""
     try:
         return False, float(label), label
     except ValueError:

@@ -55,7 +55,6 @@ class ParquetData(RowData):
             )
         if given.label in (given.ids, given.values, *(given.dense or []), *(given.categorical or [])):
             raise ConfigError(f"data.label={given.label} is a feature too", hint="remove the label from the features")
-        self._dense, self._categorical = list(given.dense or []), list(given.categorical or [])
 
     def identity(self) -> dict[str, Any]:
         """Return the stamps of the files and the options that control how they are read."""
@@ -63,6 +62,14 @@ class ParquetData(RowData):
         options = {**{key: getattr(self.settings, key) for key in keys}, "public": self.public_identity()}
         files = {key: [file_stamp(file) for file in files] for key, files in self._files().items()}
         return {**files, **options, "dense": self._dense, "categorical": self._categorical}
+
+    @property
+    def _dense(self) -> list[str]:
+        return list(self.settings.dense or [])
+
+    @property
+    def _categorical(self) -> list[str]:
+        return list(self.settings.categorical or [])
 
     def check_inputs(self) -> None:
         """Refuse missing files, and columns that the files' schemas lack or have with other types."""

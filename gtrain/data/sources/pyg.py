@@ -14,24 +14,24 @@ import torch_geometric.datasets
 from torch_geometric.data import Data, Dataset, HeteroData
 
 from gtrain.data.config import AmazonConfig, CoauthorConfig, DataConfig, HeterophilousConfig, PlanetoidConfig, PyGConfig
-from gtrain.data.module import OUTLINE, GraphDataModule, file_stamp, log
+from gtrain.data.module import OUTLINE, GraphDataModule, file_stamp, known_name, log
 from gtrain.data.prepare.components import largest_component
-from gtrain.data.readers.pyg import Missing, construct, download, mirror, probe, tidy_graph
+from gtrain.data.readers.pyg import MissingFiles, construct, download, mirror, probe, tidy_graph
 from gtrain.data.readers.unpickling import plain_pickles
 from gtrain.errors import ConfigError, DataError, GtrainError
 from gtrain.graph.store.lock import file_lock
 
 
 class PyGData(GraphDataModule):
-    """The single graph of any class of ``torch_geometric.datasets``, heterogeneous and temporal ones included.
+    """The graph of any class of ``torch_geometric.datasets`` with a single graph, also heterogeneous or temporal.
 
-    Edges that a data set keeps apart for validation and test become held-out edges, for ``task=link``; see
+    The validation and test edges of a data set become held-out edges, for ``task=link``; see
     :func:`~gtrain.data.readers.pyg.tidy_graph`.
 
-    Raw files are looked for in ``<root>/<preset>`` (such as ``planetoid``), ``<root>/<class name>`` and ``root``
-    itself, laid out as PyG lays them out (``Cora/raw/...``). These folders stay clean: PyG works in a temporary mirror.
-    Files that have to be downloaded go to the first of them that exists, and otherwise to ``<root>/<class name>``.
-    Of pickles among the raw files, as Planetoid's are, only arrays, sparse matrices and plain containers are read.
+    The class searches for raw files in ``<root>/<preset>`` (such as ``planetoid``), ``<root>/<class name>`` and
+    ``root``, in PyG's layout (``Cora/raw/...``). PyG works in a temporary mirror and does not write to these folders.
+    Downloads go to the first of them that exists, or else to ``<root>/<class name>``. From pickles among the raw files,
+    such as Planetoid's, only arrays, sparse matrices and plain containers are read.
 
     Its settings are those of :class:`~gtrain.data.config.PyGConfig`.
     """
@@ -48,110 +48,111 @@ class PyGData(GraphDataModule):
         self.name = "-".join([name, *(str(v) for k, v in self.options.items() if k == "name")])
 
     def dataset(self) -> tuple[str, dict[str, Any]]:
-        """Return the class of PyG's data set, and its arguments other than ``root``."""
+        """Return the name of PyG's class, and its arguments other than ``root``."""
         assert isinstance(self.settings, PyGConfig)
         options = self.settings.options
         if options is not None and not isinstance(options, Mapping):
-            raise ConfigError(f"data.options={options!r} is no mapping", hint="set it like data.options={name: Cora}")
+            raise ConfigError(
+                f"data.options={options!r} is not a mapping", hint="set it like data.options={name: Cora}"
+            )
         return self.settings.name, dict(options or {})
 
     def identity(self) -> dict[str, Any]:
         """Return the class, its options, and the stamps of its raw files."""
         if self._raw is None:
-            with contextlib.suppress(Missing):
+            with contextlib.suppress(MissingFiles):
                 self._raw = self._find_raw()
         files = self._raw[1] if self._raw else []
         stamps = [file_stamp(file) for file in files]
         return {"dataset": self._class.__name__, "options": self.options, "files": stamps}
 
     def fetch(self) -> None:
-        """Download the raw files where they are missing.
+        """Download missing raw files.
 
         Raises:
-            DataError: they are missing and cannot be downloaded; says which, and where to put them.
+            DataError: the download failed; names the files and their folder.
         """
         try:
             self._raw = self._find_raw()
-        except Missing:
+        except MissingFiles:
             with file_lock(self.store / f"{self.name}.raw.lock", log.info):
                 self._raw = self._download()
 
     def read(self) -> Data | HeteroData:
         """Construct the data set in a temporary mirror of the raw files, and return its graph."""
-        if self._raw is None:
-            self.fetch()
-        assert self._raw is not None  # found or fetched
-        place = self._raw[0]
+        self.raw_files()
+        assert self._raw is not None  # raw_files found or fetched them
+        folder = self._raw[0]
         with tempfile.TemporaryDirectory(prefix="gtrain-") as scratch:
-            mirror(place, Path(scratch), skip=self.store)
+            mirror(folder, Path(scratch), skip=self.store)
             try:
                 with plain_pickles(scratch):
                     return _single_graph(construct(self._class, scratch, self.options), self.name)
             except GtrainError:
                 raise
-            except Exception as err:  # a damaged file shows in whatever its reader trips over
+            except Exception as err:  # a damaged file can raise anything in its reader
                 raise DataError(
-                    f"{self.name}: {self._class.__name__} could not read the files under {place}: "
+                    f"{self.name}: {self._class.__name__} could not read the files under {folder}: "
                     f"{type(err).__name__}: {err}",
                     hint="if the files are damaged, delete them, and they are downloaded again",
                 ) from err
 
     @property
-    def places(self) -> list[Path]:
-        """The folders that may be what PyG calls root, the preferred one first."""
-        own = [self.root / name for name in (self.preset, self._class.__name__) if name]
-        return [*(folder for folder in own if folder.is_dir()), self.root]
+    def search_folders(self) -> list[Path]:
+        """The folders that may be PyG's root, the preferred one first."""
+        named = [self.root / name for name in (self.preset, self._class.__name__) if name]
+        return [*(folder for folder in named if folder.is_dir()), self.root]
 
     def raw_files(self) -> list[Path]:
-        """Return the raw files, in PyG's order; downloads them where they are missing.
+        """Return the raw files, in PyG's order; downloads missing files.
 
         Raises:
-            DataError: they are missing and cannot be downloaded.
+            DataError: the download failed.
         """
         if self._raw is None:
             self.fetch()
-        assert self._raw is not None  # found or fetched
+        assert self._raw is not None  # fetch sets it
         return self._raw[1]
 
     def _find_raw(self) -> tuple[Path, list[Path]]:
-        """Return the folder that has all raw files, and these files.
+        """Return the folder with all raw files, and the files.
 
         Raises:
-            Missing: no folder has all of them; names those that the preferred one lacks.
+            MissingFiles: no folder has all files; names those that the preferred folder lacks.
         """
-        missing: Missing | None = None
-        for place in self.places:
+        missing: MissingFiles | None = None
+        for folder in self.search_folders:
             try:
-                return place, probe(self._class, place, self.options, skip=self.store)
-            except Missing as err:
+                return folder, probe(self._class, folder, self.options, skip=self.store)
+            except MissingFiles as err:
                 missing = missing or err
-        assert missing is not None  # there is always one place, the root
+        assert missing is not None  # search_folders has at least the root
         raise missing
 
     def _download(self) -> tuple[Path, list[Path]]:
-        """Let PyG download into an empty folder, and move what came to the user's root."""
+        """Let PyG download into an empty folder, and move the raw files to the user's root."""
         try:
             return self._find_raw()  # another process was faster
-        except Missing as missing:
-            wanted = missing.files
+        except MissingFiles as error:
+            missing = error.files
         with tempfile.TemporaryDirectory(prefix="gtrain-") as scratch:
             try:
                 download(self._class, Path(scratch), self.options)
             except GtrainError:
                 raise
-            except Exception as err:  # anything at all: each class downloads in a way of its own
-                raise self._missing(wanted, err) from err
-            preferred = self.places[0]
+            except Exception as err:  # the classes' downloads raise different exceptions
+                raise self._download_error(missing, err) from err
+            preferred = self.search_folders[0]
             _move_new(Path(scratch), self.root / self._class.__name__ if preferred == self.root else preferred)
         return self._find_raw()
 
-    def _missing(self, wanted: list[Path], err: Exception) -> DataError:
-        place = self.places[0]
-        files = ", ".join(str(file.relative_to(place)) for file in wanted)
+    def _download_error(self, missing: list[Path], err: Exception) -> DataError:
+        folder = self.search_folders[0]
+        files = ", ".join(str(file.relative_to(folder)) for file in missing)
         return DataError(
-            f"data.root={self.root}: {place} lacks {files}, and {self._class.__name__} could not download: "
+            f"data.root={self.root}: {folder} lacks {files}, and {self._class.__name__} could not download: "
             f"{type(err).__name__}: {err}",
-            hint=f"put the files under {place}, or set data.root to the folder that has them",
+            hint=f"put the files under {folder}, or set data.root to the folder that has them",
         )
 
 
@@ -172,7 +173,7 @@ class PlanetoidData(PyGData):
 class _SplitByClass(PyGData):
     """A graph of Shchur et al. 2018, whose figures are of the largest connected component.
 
-    Those that stay of its nodes keep their order, and their ids in the data set are their names.
+    The remaining nodes keep their order; their ids in the data set become their names.
     """
 
     outline = OUTLINE
@@ -182,8 +183,6 @@ class _SplitByClass(PyGData):
     def __init__(self, settings: DataConfig | None = None, **keywords: Any) -> None:
         super().__init__(settings, **keywords)
         self.largest_component = self.settings.largest_component
-        self._facts: dict[str, Any] = {}
-        self._names: dict[str, list[str]] = {}
 
     def identity(self) -> dict[str, Any]:
         identity = {**super().identity(), "largest_component": self.largest_component}
@@ -198,14 +197,6 @@ class _SplitByClass(PyGData):
         self._facts = {"source_nodes": graph.num_nodes}
         self._names = {"node": [str(node) for node in ids.tolist()]}
         return component
-
-    def extra_facts(self) -> dict[str, Any]:
-        """Return how many nodes the data set has, where some are left out."""
-        return self._facts
-
-    def names(self) -> dict[str, Any]:
-        """Return the ids of the nodes in the data set, where some are left out."""
-        return self._names
 
 
 class AmazonData(_SplitByClass):
@@ -250,7 +241,7 @@ def dataset_class(name: str) -> type[Dataset]:
     """Return a class of ``torch_geometric.datasets``.
 
     Raises:
-        ConfigError: there is none of that name; suggests the nearest.
+        ConfigError: the name is unknown; suggests the most similar names.
     """
     names = list(torch_geometric.datasets.__all__)
     if name not in names:
@@ -263,36 +254,25 @@ def dataset_class(name: str) -> type[Dataset]:
             f"data.name={name}: PyG's reader evaluates text of its files as Python code, so gtrain does not run it",
             hint="convert the graph to an edge list and use data=edges",
         )
-    found: type[Dataset] = getattr(torch_geometric.datasets, name)
-    return found
+    dataset: type[Dataset] = getattr(torch_geometric.datasets, name)
+    return dataset
 
 
 _EVALUATING = ("CornellTemporalHyperGraphDataset",)
-"""Data sets whose reader calls ``eval`` on what the files hold."""
-
-
-def known_name(family: str, name: str, options: tuple[str, ...]) -> str:
-    """Return the option that ``name`` spells, whatever its case."""
-    lower = {option.lower().replace("_", "-"): option for option in options}
-    key = name.lower().replace("_", "-")
-    if key in lower:
-        return lower[key]
-    near = difflib.get_close_matches(key, lower, n=1)
-    hint = f"choose one of {', '.join(options)}" + (f"; did you mean {lower[near[0]]}?" if near else "")
-    raise ConfigError(f"data.name={name!r} is not a data set of {family}", hint=hint)
+"""Data sets whose reader calls ``eval`` on the contents of files."""
 
 
 def _single_graph(dataset: Dataset, name: str) -> Data | HeteroData:
     if len(dataset) != 1:
         raise DataError(
-            f"{name} holds {len(dataset)} graphs, and only data sets of a single graph are served",
+            f"{name} holds {len(dataset)} graphs, but gtrain reads only data sets of a single graph",
             hint="set data.name to a data set of one graph, or write one of its graphs to files and use data=edges",
         )
     return tidy_graph(dataset[0], name)
 
 
 def _move_new(scratch: Path, target: Path) -> None:
-    """Move what PyG downloaded, but not what it processed."""
+    """Move the files that PyG downloaded, but not those that it processed."""
     for file in sorted(scratch.rglob("*")):
         relative = file.relative_to(scratch)
         if file.is_file() and "processed" not in relative.parts:

@@ -103,7 +103,7 @@ def test_arrays(kind: str, tmp_path: Path) -> None:
 
 def test_no_dense_real_numbers(tmp_path: Path) -> None:
     torch.save(torch.eye(3).to_sparse(), tmp_path / "x.pt")
-    with pytest.raises(DataError, match=r"x\.pt holds a torch\.sparse_coo tensor .* a dense one"):
+    with pytest.raises(DataError, match=r"x\.pt holds a torch\.sparse_coo tensor .* a dense tensor"):
         read_array("data.features", tmp_path / "x.pt")
     np.save(tmp_path / "x.npy", np.ones(3, dtype=complex))
     with pytest.raises(DataError, match=r"x\.npy holds a torch\.strided tensor of torch\.complex128"):
@@ -130,14 +130,14 @@ def test_hdf5(tmp_path: Path) -> None:
 
 def test_packed_text_of_a_social_graph(tmp_path: Path) -> None:
     """zlib's own error is none of OSError."""
-    from gtrain.data.sources.ogb import _text
+    from gtrain.data.readers.ogb import read_lines
 
     path, refused = tmp_path / "types.csv.gz", 0
     path.write_bytes(gzip.compress(b"author,paper\n2,3\n"))
     for contents in damaged(path.read_bytes()):
         path.write_bytes(contents)
         try:
-            _text(path)
+            read_lines(path)
         except DataError:
             refused += 1
     assert refused >= 43  # an empty file is empty text

@@ -130,7 +130,7 @@ def test_edges_with_types(tmp_path: Path) -> None:
         assert bags[films][:, place].tolist() == [[1, 1], [0, 1]]
         assert not bags[: featured.extra_facts()["entity_types"]["user"]].any()
         assert featured.extra_facts()["features"] == {"film": 2} and "features" in featured.identity()
-    with pytest.raises(ConfigError, match="data.path=None with data.edge_sets=None"):
+    with pytest.raises(ConfigError, match="data.path=None and data.edge_sets=None were set"):
         EdgesData(relations=relations)
     with pytest.raises(ConfigError, match="data.num_nodes=9 was set with entity types"):
         EdgesData(path="e", num_nodes=9, relations=relations)

@@ -89,7 +89,7 @@ def test_aifb_is_the_graph_that_pyg_makes(real_data: Real, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"triples": TRIPLES + "<http://x/a> likes .\n"}, r"mutag_stripped\.nt\.gz, line 8: no N-Triples .*likes"),
+        ({"triples": TRIPLES + "<http://x/a> likes .\n"}, r"mutag_stripped\.nt\.gz, line 8: not an N-Triples .*likes"),
         ({"triples": ""}, r"mutag_stripped\.nt\.gz is empty"),
         ({"test": "z\tyes\n"}, r"testSet\.tsv, line 2: the entity 'http://x/z' does not occur in the graph"),
         ({"training": "a\tyes\nb\tmaybe\n"}, r"trainingSet\.tsv, line 3: the label 'maybe' does not occur"),

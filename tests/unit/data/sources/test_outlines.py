@@ -229,7 +229,7 @@ def test_what_is_wrong_is_refused_before_the_graph_is_read(
             if name == "format.relation":
                 object.__setattr__(module.format, "relation", value)  # type: ignore[attr-defined]
             else:
-                monkeypatch.setattr(module if hasattr(module, name) else module.settings, name, value)
+                monkeypatch.setattr(module if name in vars(module) else module.settings, name, value)
 
     def read(_: object) -> None:
         raise AssertionError("the graph was read")

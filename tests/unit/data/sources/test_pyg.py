@@ -158,7 +158,7 @@ def test_a_failed_download_says_what_is_missing(
         (lambda: PyGData(name="karateclub"), "did you mean KarateClub"),
         (lambda: PyGData(name="zzzzzz"), "choose one of .*Planetoid"),
         (lambda: PlanetoidData(name="core"), "choose one of Cora, CiteSeer, PubMed; did you mean Cora"),
-        (lambda: PyGData(options=cast(Any, "Cora")), "data.options='Cora' is no mapping"),
+        (lambda: PyGData(options=cast(Any, "Cora")), "data.options='Cora' is not a mapping"),
         (
             lambda: PyGData(options={"nme": "Cora"}).fetch(),
             r"options\.nme is not an option of Planetoid\n.*name, split",
@@ -178,7 +178,7 @@ def test_presets_know_their_names_in_any_case() -> None:
 def test_what_is_not_one_graph() -> None:
     with pytest.raises(DataError, match="FakeDataset holds 3 graphs"):
         PyGData(name="FakeDataset", options={"num_graphs": 3}).read()
-    with pytest.raises(DataError, match="things is a dict, and only Data, HeteroData and TemporalData are served"):
+    with pytest.raises(DataError, match="things is a dict, but gtrain reads only Data, HeteroData and TemporalData"):
         tidy_graph({}, "things")
     with pytest.raises(DataError, match="points has no edge_index"):
         tidy_graph(Data(x=torch.zeros(2, 1)), "points")
