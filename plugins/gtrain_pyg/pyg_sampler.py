@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from torch import Tensor
@@ -17,10 +17,20 @@ from torch_geometric.sampler import (
 )
 from torch_geometric.sampler.neighbor_sampler import edge_sample
 
+from gtrain.graph.sampling.options import SamplingOptions
+from gtrain.graph.store import Store
 from gtrain.graph.store.manifest import EDGE_TYPE, NODE_TYPE
+from gtrain.strategy.group import Group
 from gtrain_pyg.batches import as_tensor
+from gtrain_pyg.buffers import BufferPool
+from gtrain_pyg.features.feature_store import FeatureStore
+from gtrain_pyg.ranks.hosting import Hosting
+from gtrain_pyg.ranks.parts import NodeOrEdgeType, PartBook
+from gtrain_pyg.ranks.service import Peers
 from gtrain_pyg.sampling.sampler import DistributedSampler
 from gtrain_pyg.sampling.subgraph import Subgraph
+from gtrain_pyg.stores import ShardFeatureStore, ShardGraphStore
+from gtrain_pyg.structure.hosted import GraphStructure
 
 Output: TypeAlias = SamplerOutput | HeteroSamplerOutput
 
@@ -94,4 +104,35 @@ def hetero_output(subgraph: Subgraph) -> HeteroSamplerOutput:
         batch=None if subgraph.batch is None else {t: as_tensor(batch) for t, batch in subgraph.batch.items()},
         num_sampled_nodes=subgraph.num_sampled_nodes,
         num_sampled_edges=subgraph.num_sampled_edges,
+    )
+
+
+def open_for_loaders(
+    store: Store, num_neighbors: Sequence[int], seed: int = 0
+) -> tuple[ShardFeatureStore, ShardGraphStore, ShardSampler]:
+    """Open a store for PyG's loaders in one process, which reads the files of all parts.
+
+    Args:
+        store: the partitioned graph; files are memory-mapped.
+        num_neighbors: fan-out of each hop; -1 samples all neighbours.
+        seed: of the random numbers.
+
+    Returns:
+        The feature store and graph store, which loaders take as ``data``, and the sampler. Nodes are global ids.
+    """
+    parts = range(store.num_parts)
+    book, pool = PartBook.of(store), BufferPool()
+    hosting = Hosting(0, tuple(0 for _ in parts), tuple(parts), complete=True, loopback=True)
+    names: dict[NodeOrEdgeType, Sequence[str]] = {
+        node_type: store.node_tensors(node_type) for node_type in store.node_types
+    }
+    features = FeatureStore(store, book, hosting.parts, None, pool, names)
+    structure = GraphStructure(store, book, hosting)
+    options = SamplingOptions(tuple(num_neighbors))
+    sampler = DistributedSampler(structure, Peers(Group(), hosting), pool, options, seed=seed)
+    counts = {node_type: store.num_nodes_of(node_type) for node_type in store.node_types}
+    return (
+        ShardFeatureStore(features, store),
+        ShardGraphStore(store, hosting.parts),
+        ShardSampler(sampler, counts, hetero=store.is_hetero),
     )

@@ -42,6 +42,11 @@ def check_click_log(said: str, folder: Path) -> None:
     assert re.findall(r"^(\w+) \d: [\d.]+ MiB sent", said, re.MULTILINE) == ["worker"] * 2 + ["parameter"] * 2
 
 
+def check_pyg_loader(said: str, folder: Path) -> None:
+    (accuracy,) = numbers(r"validation accuracy: ([\d.]+)", said)
+    assert accuracy > 0.7, "one of 8 classes is 0.125"
+
+
 def check_sweep(said: str, folder: Path) -> None:
     losses = {name: numbers(rf"(?m)^{name} +\d +([\d.]+)", said) for name in ("single", "sar")}
     assert len(losses["single"]) == 2
@@ -57,6 +62,7 @@ CHECKS: dict[str, Callable[[str, Path], None]] = {
     "own_data": check_own_data,
     "knowledge_graph": check_knowledge_graph,
     "click_log": check_click_log,
+    "pyg_loader": check_pyg_loader,
     "sweep": check_sweep,
     "new_backend": check_new_backend,
 }
