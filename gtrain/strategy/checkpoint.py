@@ -1,4 +1,4 @@
-"""Checkpoints as directories: what all ranks share, what each rank holds, and a manifest written last.
+"""Sharded checkpoints: a folder that all ranks write together.
 
 ::
 
@@ -6,10 +6,10 @@
         manifest.json   format, release, world size, model, numbering of its rows, checksums; written last
         trainer.pt      Lightning's checkpoint: weights, optimizers, schedulers, loops, callbacks
         rank-<r>.pt     that rank's random number generators and shard state
-        ...             files that the strategy writes itself, for what is larger than memory
+        ...             files of the strategy, for state that is larger than memory
 
-Everything loads with ``weights_only=True``: no object is ever unpickled. A checkpoint is written beside its place and
-renamed, so that a killed run leaves the one before intact.
+All files load with ``weights_only=True``: no object is ever unpickled. A checkpoint is written under a temporary name
+and renamed, so that a killed run leaves the previous one intact. docs/formats.md specifies the format.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from gtrain.data.readers.unpickling import foreign_content
 from gtrain.errors import CheckpointError, disk_full, naming
 from gtrain.graph.store import Store
 from gtrain.graph.store.entities import feature_kind
-from gtrain.graph.store.files import names_file
+from gtrain.graph.store.files import file_crc, names_file
 from gtrain.nn import TableSpec, tables
 from gtrain.nn.table import BLOCK_ROWS
 from gtrain.protocols import ReturnsNodeIds, network_of
@@ -52,7 +52,12 @@ _PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor, torch.dtype, t
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint read back: Lightning's part and this rank's shard state."""
+    """A loaded checkpoint.
+
+    Attributes:
+        checkpoint: Lightning's checkpoint, ``trainer.pt``.
+        shard: the state that only this rank holds; empty if another number of ranks wrote the checkpoint.
+    """
 
     checkpoint: dict[str, Any]
     shard: dict[str, Any] = field(default_factory=dict)
@@ -63,9 +68,9 @@ class SavedRows:
     """The rows of a table in a checkpoint, which may be larger than memory.
 
     Attributes:
-        count: rows, n.
-        pieces: goes through all of them once, some at a time: ids int64 [m] and rows [m, d]. A piece is valid until the
-            next is asked for, and is not to be written to.
+        count: number of rows, n.
+        pieces: yields all rows once, in pieces: ids int64 ``[m]`` and rows ``[m, d]``. A piece is read-only, and valid
+            until the next one is yielded.
     """
 
     count: int
@@ -82,21 +87,21 @@ def save(
     numbering: Mapping[str, Any] | None = None,
     strategy: str | None = None,
 ) -> None:
-    """Write a checkpoint; every rank calls it with the same path.
+    """Write a checkpoint. All ranks call this together, with the same path.
 
     Args:
         group: the ranks.
-        path: the folder that it becomes.
-        checkpoint: Lightning's part.
-        shard: what this rank alone holds.
+        path: folder of the checkpoint.
+        checkpoint: Lightning's checkpoint; rank 0 writes it.
+        shard: the state that only this rank holds.
         module: the model.
-        write_files: writes files of the strategy's own into the folder that it is given.
+        write_files: writes further files of the strategy into a folder.
         numbering: of the data, see :func:`numbering_of`.
-        strategy: the name of the strategy that writes it.
+        strategy: name of the strategy that writes the checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint holds an object that could only be read back by unpickling it.
-        DiskFullError: names the file that did not fit.
+        CheckpointError: the state contains an object that only unpickling could restore.
+        DiskFullError: a file did not fit; the message names it.
     """
     temporary = path.with_name(path.name + ".part")
     if group.rank == 0 and not group.passed():
@@ -111,7 +116,8 @@ def save(
         with _writing(temporary, path):
             write_files(temporary)
     group.barrier()
-    if group.rank == 0 and not group.passed() and temporary.exists():  # else a former life had renamed it and no more
+    # a folder that is missing was renamed before this rank was restarted
+    if group.rank == 0 and not group.passed() and temporary.exists():
         with _writing(temporary / MANIFEST, path):
             _write_manifest(temporary, group.size, checkpoint, module, numbering, strategy)
         _swap(temporary, path)
@@ -121,68 +127,68 @@ def save(
 def load(
     group: Group, path: Path, module: Module, *, restore_rng: bool, numbering: Mapping[str, Any] | None = None
 ) -> Loaded:
-    """Read a checkpoint back and check that it belongs to ``module``, and its learned rows to the data.
+    """Load a checkpoint after checking that it belongs to ``module``, and its learned rows to the data.
 
     Args:
-        group: the ranks; each reads its own shard.
-        path: a checkpoint directory, or a single file that Lightning wrote.
-        module: the model whose parameters must agree in name and shape.
-        restore_rng: also set this rank's random number generators (a run that goes on, not a test).
-        numbering: of the data, see :func:`numbering_of`; None: nothing is compared.
+        group: the ranks; each reads its shard.
+        path: folder of a checkpoint, or a single file that Lightning wrote.
+        module: the model. The names and shapes of its parameters must be those of the checkpoint.
+        restore_rng: also restore the state of this rank's random number generators, to continue a training run.
+        numbering: of the data, see :func:`numbering_of`; None skips the comparison.
 
     Raises:
-        CheckpointError: missing, incomplete, damaged, of another model, or with rows of other nodes or features.
+        CheckpointError: the checkpoint is missing, incomplete, damaged, of another model, or has rows of other nodes
+            or features.
     """
     path = find(path)
     if path.is_file():
         checkpoint = _read(path)
-        _check_parameters(path, _shapes(checkpoint.get("state_dict", {})), module)
+        _check_shapes(path, _shapes(checkpoint.get("state_dict", {})), _shapes(module.state_dict()), module)
         return Loaded(checkpoint)
     manifest = read_manifest(path)
-    _check_parameters(path, manifest["model"]["tensors"], module)
-    if numbering is not None:
-        _check_numbering(path, manifest.get("numbering"), numbering)
-    _verify(path, manifest, TRAINER)
+    _check_shapes(path, manifest["model"]["tensors"], _shapes(module.state_dict()), module)
+    _check_numbering(path, manifest.get("numbering"), numbering)
+    _check_file(path, manifest, TRAINER)
     checkpoint = _read(path / TRAINER)
     if manifest["world_size"] != group.size:
         if restore_rng:
             rank_zero_warn(
-                f"{path} was written by {manifest['world_size']} ranks and is read by {group.size}: "
-                "random numbers go on differently (dropout with strategy.dropout=torch)."
+                f"{path} was written by {manifest['world_size']} ranks and is loaded by {group.size}: random number "
+                "generators are not restored, which changes the masks of strategy.dropout=torch."
             )
         return Loaded(checkpoint)
     name = f"rank-{group.rank}.pt"
-    _verify(path, manifest, name)
-    mine = _read(path / name)
+    _check_file(path, manifest, name)
+    rank_state = _read(path / name)
     if restore_rng:
-        set_rng_state(mine["rng"])
-    return Loaded(checkpoint, mine["shard"])
+        set_rng_state(rank_state["rng"])
+    return Loaded(checkpoint, rank_state["shard"])
 
 
 def load_other(
     path: Path, module: Module, read_table: Callable[[Path, str, TableSpec], SavedRows] | None, numbering: Any
 ) -> tuple[dict[str, Any], dict[str, SavedRows]]:
-    """Read the parameters of a checkpoint of another strategy, which may keep the rows of tables elsewhere.
+    """Load the parameters of a checkpoint of another strategy, which may store the rows of tables in files of its own.
 
     Args:
-        path: the checkpoint's folder.
+        path: folder of the checkpoint.
         module: the model.
-        read_table: finds the rows of a table that the writer kept elsewhere.
+        read_table: returns the rows of a table that the writer stored outside of ``trainer.pt``.
         numbering: see :func:`load`.
 
     Returns:
-        Lightning's part, with the module's own (perhaps empty) weights of tables, and the rows of each table by name.
+        Lightning's checkpoint, with ``module``'s present (possibly empty) weights of tables, and each table's rows by
+        the layer's name.
 
     Raises:
-        CheckpointError: it is damaged, or of another model.
+        CheckpointError: the checkpoint is damaged, or of another model.
     """
     manifest = read_manifest(path)
     check_model(path, module)
-    if numbering is not None:
-        _check_numbering(path, manifest.get("numbering"), numbering)
+    _check_numbering(path, manifest.get("numbering"), numbering)
     for name in manifest["files"]:
-        _verify(path, manifest, name)
-    checkpoint = _read(path / TRAINER, mapped=True)
+        _check_file(path, manifest, name)
+    checkpoint = _read(path / TRAINER, mmap=True)
     state, rows = checkpoint["state_dict"], {}
     for name, layer in tables(module):
         weight = state[f"{name}.weight"]
@@ -191,7 +197,8 @@ def load_other(
             saved = read_table(path, name, layer.table)
         if saved.count != layer.table.rows:
             raise CheckpointError(
-                f"ckpt_path={path}: its table {name} has {saved.count} rows, and the data {layer.table.rows}.",
+                f"ckpt_path={path} was set; its table {name} has {saved.count} rows, but the data needs "
+                f"{layer.table.rows}.",
                 hint="choose the data settings that the checkpoint was trained with.",
             )
         rows[name], state[f"{name}.weight"] = saved, layer.weight.detach()
@@ -199,89 +206,93 @@ def load_other(
 
 
 def writer_of_tables(path: Path, module: Module, strategy: str, elsewhere: bool) -> str | None:
-    """The other strategy that wrote a checkpoint, if one of the two keeps rows of the model's tables elsewhere.
+    """Return the strategy that wrote a checkpoint if its table rows must be converted for the strategy that loads it.
 
     Args:
-        path: the checkpoint's folder.
+        path: folder of the checkpoint.
         module: the model.
-        strategy: that reads it.
-        elsewhere: whether that one keeps rows elsewhere.
+        strategy: name of the strategy that loads the checkpoint.
+        elsewhere: whether that strategy stores table rows outside of the module.
+
+    Returns:
+        The writer's name if it is another strategy and either of the two stores table rows outside of the module;
+        otherwise None.
     """
     manifest = read_manifest(path)
     writer, shapes = manifest.get("strategy"), manifest["model"]["tensors"]
-    saved = [shapes.get(f"{name}.weight") for name, layer in tables(module) if layer.table.rows]
+    saved = [shapes.get(f"{name}.weight", [1]) for name, layer in tables(module) if layer.table.rows]
     if writer in (None, strategy) or not saved:
         return None
-    there = any(shape is not None and shape[0] == 0 for shape in saved)
-    return str(writer) if elsewhere or there else None
+    return str(writer) if elsewhere or any(shape[0] == 0 for shape in saved) else None
 
 
 def refuse_training(path: Path, writer: str, strategy: str) -> CheckpointError:
-    """The error for training that would continue with another strategy."""
+    """Return the error for continuing a training run with another strategy."""
     return CheckpointError(
         f"ckpt_path={path} was written by strategy={writer}; strategy={strategy} reads its parameters to test, predict "
-        "and export, and cannot continue the training: the optimizer's state of tables is kept in another form.",
+        "and export, and cannot continue the training: the optimizer state of tables has another layout.",
         hint=f"set strategy={writer} to continue.",
     )
 
 
 def numbering_of(module: Module, store: Store) -> dict[str, Any] | None:
-    """What says which node, relation or feature each learned row of a module belongs to; None: it has no such rows.
+    """Return the identity of the node, relation or feature that each learned row of a module belongs to.
 
     Returns:
-        By kind of names, their number and a checksum of them in their order, from the store's manifest; and the fact
-        ``numbering`` of the store: the parameters of a generator, the first feature id, the order of columns. Nodes
-        without names, in data that says nothing more, are numbered by the ids of the data themselves.
+        ``names``: the number and checksum of the names in each of the store's string dictionaries that the module's
+        rows are numbered by. ``data``: the fact ``numbering`` of the store, such as the parameters of a generator, the
+        first feature id or the order of columns. Nodes without names are numbered by the ids of the data. None if the
+        module has no such rows.
     """
-    kinds: set[str] = set()
     layers = [layer for _, layer in tables(module)]
+    keys: set[str] = set()
     for layer in layers:
         if layer.table.ids == "orig_id":
-            kinds |= {layer.table.name, feature_kind(layer.table.name), "relation"}
-    if any(isinstance(each, ReturnsNodeIds) and each.returns_node_ids for each in module.modules()):
-        kinds |= {*store.node_types, "relation"}
-    if not layers and not kinds:
+            keys |= {layer.table.name, feature_kind(layer.table.name), "relation"}
+    if any(isinstance(layer, ReturnsNodeIds) and layer.returns_node_ids for layer in module.modules()):
+        keys |= {*store.node_types, "relation"}
+    if not layers and not keys:
         return None
-    manifest = store.manifest
-    names: dict[str, Any] = {}
-    for kind in sorted(kinds & set(manifest.names)):
-        sums = "".join(f"{manifest.checksums[names_file(kind, name)]:08x}" for name in ("bytes", "offsets"))
-        names[f"names of {kind}"] = f"{manifest.names[kind]} (checksum {sums})"
+    manifest, names = store.manifest, {}
+    for key in sorted(keys & set(manifest.names)):
+        sums = "".join(f"{manifest.checksums[names_file(key, name)]:08x}" for name in ("bytes", "offsets"))
+        names[f"names of {key}"] = f"{manifest.names[key]} (checksum {sums})"
     return {"names": names, "data": store.facts.get("numbering")}
 
 
 def find(path: Path) -> Path:
-    """The checkpoint at ``path``; its predecessor if a run was killed between the two renames of a replacement.
+    """Return the checkpoint at ``path``, or its predecessor if the run was killed between the two renames of a
+    replacement.
 
     Raises:
-        CheckpointError: there is none; names those in the same folder.
+        CheckpointError: ``path`` is not a checkpoint; the message lists those in the same folder.
     """
-    old = path.with_name(path.name + ".old")
-    if not path.exists() and old.exists():
-        return old
     if not path.exists():
-        found = sorted(p.name for p in path.parent.glob("*.ckpt")) if path.parent.is_dir() else []
+        old = path.with_name(path.name + ".old")
+        if old.exists():
+            return old
+        names = sorted(p.name for p in path.parent.glob("*.ckpt"))
         raise CheckpointError(
-            f"ckpt_path={path} was set; there is no such checkpoint"
-            + (f"; the folder holds {', '.join(found)}." if found else "."),
+            f"ckpt_path={path} was set; no such checkpoint exists"
+            + (f"; the folder contains {', '.join(names)}." if names else "."),
             hint="give the path of a checkpoint, or ckpt_path=last or best.",
         )
-    if path.exists() and not path.is_dir() and not _is_saved(path):
+    if not path.is_dir() and not _is_saved(path):
         raise CheckpointError(
             f"ckpt_path={path} was set, which is neither a checkpoint folder nor a file of torch.save.",
             hint="give the path of a checkpoint, such as <run>/checkpoints/last.ckpt, or ckpt_path=last or best.",
         )
-    inside = sorted((path / "checkpoints").glob("*.ckpt"))
-    if inside and not (path / MANIFEST).exists():
+    checkpoints = sorted((path / "checkpoints").glob("*.ckpt"))
+    if checkpoints and not (path / MANIFEST).exists():
         raise CheckpointError(
             f"ckpt_path={path} was set, which is the folder of a run.",
-            hint=f"set ckpt_path={' or '.join(map(str, inside))}.",
+            hint=f"set ckpt_path={' or '.join(map(str, checkpoints))}.",
         )
     return path
 
 
 def _is_saved(path: Path) -> bool:
-    """Whether a file begins as torch.save's do: a ZIP archive, or (before torch 1.6) a pickle."""
+    """Return whether torch.save may have written a file: a ZIP archive, or (before torch 1.6) a pickle."""
     if not path.is_file():
         return False
     with open(path, "rb") as file:
@@ -289,17 +300,17 @@ def _is_saved(path: Path) -> bool:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint directory.
+    """Return the manifest of a checkpoint's folder.
 
     Raises:
-        CheckpointError: it is absent or of a format that this version does not read.
+        CheckpointError: the manifest is missing, damaged, or of a format that this version does not read.
     """
     try:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
         version = manifest["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path} is no complete checkpoint: {MANIFEST} is missing or damaged ({error}).",
+            f"{path} is not a complete checkpoint: {MANIFEST} is missing or damaged ({error}).",
             hint="use another checkpoint of the run; this one was not finished.",
         ) from error
     if version != FORMAT:
@@ -310,54 +321,50 @@ def read_manifest(path: Path) -> dict[str, Any]:
     checksum = manifest.pop("checksum", None)
     if checksum != _checksum(manifest) and (checksum is not None or set(manifest) - _UNSIGNED):
         raise CheckpointError(
-            f"{path / MANIFEST} is damaged: its checksum is not that of its contents.", hint="use another checkpoint."
+            f"{path / MANIFEST} is damaged: its checksum differs from that of its contents.",
+            hint="use another checkpoint.",
         )
     return manifest
 
 
 def check_complete(folder: Path) -> None:
-    """Check that a checkpoint has all of its files, in their sizes, without reading them.
+    """Check that all files of a checkpoint exist and have the manifest's sizes, without reading them.
 
     Raises:
-        CheckpointError: one is missing or of another size.
+        CheckpointError: a file is missing or has another size.
     """
-    for name, entry in read_manifest(folder)["files"].items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != entry["bytes"]:
-            raise CheckpointError(
-                f"{folder} is not a complete checkpoint: {name} is missing or has another size.",
-                hint="use another checkpoint.",
-            )
+    manifest = read_manifest(folder)
+    for name in manifest["files"]:
+        _check_file(folder, manifest, name, contents=False)
 
 
 def check_model(folder: Path, module: Module) -> None:
-    """Check that a checkpoint is of a model, whose tables may have no rows yet, by the names and widths of tensors.
+    """Check that a checkpoint belongs to a model, by names and shapes of tensors; numbers of table rows are ignored.
 
     Raises:
-        CheckpointError: it is of another model.
+        CheckpointError: the checkpoint is of another model.
     """
-    wanted = {name for name, _ in tables(module)}
-    saved, here = read_manifest(folder)["model"]["tensors"], _shapes(module.state_dict())
-    for name in here:
-        if name.removesuffix(".weight") in wanted and len(saved.get(name, ())) == 2:
-            here[name] = [saved[name][0], here[name][1]]
-    _check_shapes(folder, saved, here, module)
+    saved, present = read_manifest(folder)["model"]["tensors"], _shapes(module.state_dict())
+    for name in (f"{layer}.weight" for layer, _ in tables(module)):
+        if name in present and len(saved.get(name, ())) == 2:
+            present[name] = [saved[name][0], present[name][1]]
+    _check_shapes(folder, saved, present, module)
 
 
 def verify_files(folder: Path) -> None:
-    """Check the files that a strategy wrote itself, which :func:`load` does not read.
+    """Check the files of the strategy, which :func:`load` does not read.
 
     Raises:
-        CheckpointError: one is missing or damaged.
+        CheckpointError: a file is missing or damaged.
     """
     manifest = read_manifest(folder)
     for name in manifest["files"]:
         if name != TRAINER and not name.startswith("rank-"):
-            _verify(folder, manifest, name)
+            _check_file(folder, manifest, name)
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, directory or file, if it is there."""
+    """Delete a checkpoint, folder or file, if it exists."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -368,24 +375,24 @@ def remove(path: Path) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """State of torch's, numpy's and Python's generators as tensors, numbers and strings."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
+    """Return the state of torch's, numpy's and Python's generators as tensors, numbers and strings."""
+    algorithm, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
     version, words, gauss_next = random.getstate()
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "numpy": [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss],
+        "numpy": [str(algorithm), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss],
         "python": [version, list(words), gauss_next],
     }
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Put back what :func:`rng_state` took."""
+    """Restore the state that :func:`rng_state` returned."""
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
-    kind, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    algorithm, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((algorithm, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     version, words, gauss_next = state["python"]
     random.setstate((version, tuple(words), gauss_next))
 
@@ -394,12 +401,15 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """A copy made of tensors, numbers, strings and containers alone: what ``weights_only=True`` reads back."""
+    """Return a copy that consists of the types that ``torch.load(..., weights_only=True)`` reads.
+
+    Args:
+        value: the state.
+        where: path of ``value`` in the checkpoint, for messages.
+    """
     if isinstance(value, Mapping):
-        keep = {
-            k: v for k, v in value.items() if not where.endswith("hyper_parameters") or _is_plain(v, f"{where}.{k}")
-        }
-        return {k: _plain(v, f"{where}.{k}") for k, v in keep.items()}
+        optional = where.endswith("hyper_parameters")
+        return {k: _plain(v, f"{where}.{k}") for k, v in value.items() if not optional or _is_plain(v, f"{where}.{k}")}
     if isinstance(value, (list, tuple)):
         items = [_plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
@@ -410,13 +420,13 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, _PLAIN):
         return value
     raise CheckpointError(
-        f"{where} is a {type(value).__name__}, which could only be read back by unpickling it.",
-        hint="keep tensors, numbers, strings, lists and dictionaries in the state of modules and callbacks.",
+        f"{where} is a {type(value).__name__}, which only unpickling could restore.",
+        hint="use tensors, numbers, strings, lists and dictionaries in the state of modules and callbacks.",
     )
 
 
 def _is_plain(value: Any, where: str) -> bool:
-    """Whether a hyper-parameter can be kept; one that cannot is left out, with a warning."""
+    """Return whether a hyper-parameter can be stored; warn if it cannot."""
     try:
         _plain(value, where)
     except CheckpointError as error:
@@ -427,9 +437,10 @@ def _is_plain(value: Any, where: str) -> bool:
 
 @contextlib.contextmanager
 def _writing(file: Path, checkpoint: Path) -> Iterator[None]:
-    """Name the file, and the disk being full, where a part of a checkpoint cannot be written; its rest is removed.
+    """Convert errors of a full disk to ``DiskFullError``, which names ``file``, and remove the unfinished checkpoint.
 
-    torch's writer says that a position in the file was not expected; why, a write of our own finds out.
+    On a full disk torch's writer raises a RuntimeError without the cause ("unexpected pos"): :func:`_write_error`
+    determines it.
     """
     try:
         with naming(file):
@@ -437,8 +448,8 @@ def _writing(file: Path, checkpoint: Path) -> Iterator[None]:
     except (OSError, RuntimeError) as error:
         cause = error if isinstance(error, OSError) else _write_error(file)
         newest = find_newest(checkpoint.parent)
-        kept = f" {newest} is complete: resume with ckpt_path={newest}." if newest is not None else ""
-        advice = f"free space on that disk, or write to another (hydra.run.dir).{kept}"
+        resume = f" {newest} is complete: resume with ckpt_path={newest}." if newest is not None else ""
+        advice = f"free space on that disk, or write to another (hydra.run.dir).{resume}"
         if cause is None or (full := disk_full(cause, advice)) is None:
             raise
         shutil.rmtree(file.parent if file.suffix != ".part" else file, ignore_errors=True)
@@ -446,7 +457,7 @@ def _writing(file: Path, checkpoint: Path) -> Iterator[None]:
 
 
 def _write_error(file: Path) -> OSError | None:
-    """What the system answers to a write beside a file; None where it is possible."""
+    """Return the error of a trial write next to a file; None if it succeeds."""
     try:
         with naming(file), tempfile.TemporaryFile(dir=file.parent) as probe:
             probe.write(bytes(1 << 16))
@@ -459,7 +470,7 @@ def _write_error(file: Path) -> OSError | None:
 
 
 def find_newest(folder: Path) -> Path | None:
-    """The complete checkpoint of a run's folder of checkpoints that was written last; None where there is none."""
+    """Return the most recent complete checkpoint in a run's folder ``checkpoints``; None if it has none."""
     complete = [path for path in folder.glob("*.ckpt*") if path.suffix != ".part" and (path / MANIFEST).is_file()]
     return max(complete, key=lambda path: (path / MANIFEST).stat().st_mtime, default=None)
 
@@ -473,7 +484,9 @@ def _write_manifest(
     strategy: str | None,
 ) -> None:
     files = {
-        p.name: {"bytes": p.stat().st_size, "crc32": _crc32(p)} for p in sorted(folder.iterdir()) if p.name != MANIFEST
+        p.name: {"bytes": p.stat().st_size, "crc32": file_crc(p)}
+        for p in sorted(folder.iterdir())
+        if p.name != MANIFEST
     }
     manifest = {
         "format": FORMAT,
@@ -493,16 +506,16 @@ def _write_manifest(
 
 
 def _checksum(manifest: Mapping[str, Any]) -> int:
-    """CRC-32 of the entries, in an order and form of their own: that of the file's text may differ."""
+    """Return the crc32 of the entries in a canonical form, independent of the white space in the file."""
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
 _UNSIGNED = {"format", "strategy", "world_size", "epoch", "global_step", "model", "numbering", "files"}
-"""Entries of a manifest without a checksum, as earlier versions wrote it: another one is a damaged ``checksum``."""
+"""Entries of manifests of earlier versions, which have no checksum. Any other entry is a damaged ``checksum`` key."""
 
 
 def _swap(temporary: Path, path: Path) -> None:
-    """Put the new checkpoint in its place. :func:`find` covers a kill between the renames."""
+    """Replace the checkpoint at ``path``. :func:`find` handles a kill between the two renames."""
     old = path.with_name(path.name + ".old")
     if path.exists():
         remove(old)
@@ -512,19 +525,20 @@ def _swap(temporary: Path, path: Path) -> None:
 
 
 def _pieces(weight: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield ids int64 ``[m]`` and rows ``[m, d]`` of a weight ``[n, d]``."""
     for begin in range(0, len(weight), BLOCK_ROWS):
         end = min(begin + BLOCK_ROWS, len(weight))
         yield torch.arange(begin, end), weight[begin:end]
 
 
-def _read(path: Path, mapped: bool = False) -> dict[str, Any]:
-    """Read a file of plain tensors, or leave these in the file, where nothing is to overwrite it."""
+def _read(path: Path, mmap: bool = False) -> dict[str, Any]:
+    """Load a file without unpickling objects; with ``mmap``, its tensors are mapped from the file."""
     try:
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:
-        if (found := foreign_content(path, error)) is not None:
+        if (foreign := foreign_content(path, error)) is not None:
             raise CheckpointError(
-                f"{path} holds {found}: tensors, numbers, texts and plain containers are read, and other objects "
+                f"{path} holds {foreign}: tensors, numbers, strings and plain containers are read, and other objects "
                 "are never unpickled, since that would run their code.",
                 hint="save it again with plain values, such as torch.save({'state_dict': model.state_dict()}, file).",
             ) from error
@@ -534,21 +548,17 @@ def _read(path: Path, mapped: bool = False) -> dict[str, Any]:
     return content
 
 
-def _verify(folder: Path, manifest: dict[str, Any], name: str) -> None:
-    entry = manifest["files"].get(name)
-    path = folder / name
+def _check_file(folder: Path, manifest: Mapping[str, Any], name: str, contents: bool = True) -> None:
+    """Compare a file's size, and the checksum of its contents, with the manifest's."""
+    path, entry = folder / name, manifest["files"].get(name)
     if entry is None or not path.is_file():
-        raise CheckpointError(f"{folder} is no complete checkpoint: {name} is missing.", hint="use another checkpoint.")
-    if path.stat().st_size != entry["bytes"] or _crc32(path) != entry["crc32"]:
-        raise CheckpointError(f"{path} is damaged: its checksum is not the manifest's.", hint="use another checkpoint.")
-
-
-def _crc32(path: Path) -> int:
-    value = 0
-    with open(path, "rb") as handle:
-        while chunk := handle.read(1 << 20):
-            value = zlib.crc32(chunk, value)
-    return value
+        raise CheckpointError(
+            f"{folder} is not a complete checkpoint: {name} is missing.", hint="use another checkpoint."
+        )
+    if path.stat().st_size != entry["bytes"] or (contents and file_crc(path) != entry["crc32"]):
+        raise CheckpointError(
+            f"{path} is damaged: its size or checksum differs from the manifest's.", hint="use another checkpoint."
+        )
 
 
 def _shapes(state_dict: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -559,51 +569,37 @@ def _model_name(module: Module) -> str:
     return type(network_of(module) or module).__name__
 
 
-def _check_parameters(path: Path, saved: Mapping[str, list[int]], module: Module) -> None:
-    _check_shapes(path, saved, _shapes(module.state_dict()), module)
-
-
-def _check_shapes(path: Path, saved: Mapping[str, list[int]], wanted: Mapping[str, list[int]], module: Module) -> None:
-    differences = [
-        f"{name}: {_shape(saved, name)} there, {_shape(wanted, name)} here"
-        for name in [*wanted, *(n for n in saved if n not in wanted)]
-        if saved.get(name) != wanted.get(name)
-    ]
-    if differences:
+def _check_shapes(path: Path, saved: Mapping[str, list[int]], present: Mapping[str, list[int]], module: Module) -> None:
+    if differences := _differences(saved, present):
         raise CheckpointError(
-            f"ckpt_path={path} holds another model than {_model_name(module)}: {_first_few(differences)}.",
+            f"ckpt_path={path} holds another model than {_model_name(module)}: {differences}.",
             hint="choose the model and data settings that the checkpoint was trained with.",
         )
 
 
-def _first_few(differences: list[str]) -> str:
-    more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
-    return "; ".join(differences[:3]) + more
+def _differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str:
+    """Return the first three differences between entries of a checkpoint and those of the run; empty without any."""
+    names = [name for name in {**present, **saved} if saved.get(name) != present.get(name)]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return "; ".join(f"{n}: {saved.get(n, 'absent')} there, {present.get(n, 'absent')} here" for n in names[:3]) + more
 
 
-def _check_numbering(path: Path, saved: Mapping[str, Any] | None, numbering: Mapping[str, Any]) -> None:
+def _check_numbering(path: Path, saved: Mapping[str, Any] | None, numbering: Mapping[str, Any] | None) -> None:
     """Refuse learned rows that belong to other nodes, relations or features than those of the data."""
+    if numbering is None:
+        return
     if saved is None:
         rank_zero_warn(
-            f"{path} was written by an earlier version of gtrain and does not say which nodes its learned rows belong "
-            "to; they are taken for those of the data."
+            f"{path} was written by an earlier version of gtrain and does not state which nodes its learned rows "
+            "belong to; they are assumed to be those of the data."
         )
         return
-    there, here = dict(saved["names"]), dict(numbering["names"])
-    if saved["data"] and numbering["data"]:  # a store of an earlier version says nothing
-        there, here = {**there, **saved["data"]}, {**here, **json.loads(json.dumps(numbering["data"]))}
-    differences = [
-        f"{name} {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
-        for name in [*here, *(name for name in there if name not in here)]
-        if there.get(name) != here.get(name)
-    ]
-    if differences:
+    saved_names, names = saved["names"], numbering["names"]
+    if saved["data"] and numbering["data"]:  # stores of earlier versions lack the fact
+        saved_names, names = {**saved_names, **saved["data"]}, {**names, **json.loads(json.dumps(numbering["data"]))}
+    if differences := _differences(saved_names, names):
         raise CheckpointError(
-            f"ckpt_path={path} was trained on other data: {_first_few(differences)}. Its learned rows would "
-            "be taken for other nodes or features.",
+            f"ckpt_path={path} was trained on other data: {differences}. Its learned rows would be assigned to other "
+            "nodes or features.",
             hint="choose the data settings that the checkpoint was trained with, or train on this data.",
         )
-
-
-def _shape(shapes: Mapping[str, list[int]], name: str) -> str:
-    return str(shapes[name]) if name in shapes else "absent"

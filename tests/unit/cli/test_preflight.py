@@ -202,7 +202,7 @@ def settings_for(model: str) -> list[str]:
         (["strategy=single", "+model.optimizer.bogus=1"], "model.optimizer.bogus=1 was set; torch.optim.Adam has no"),
         (["strategy=single", "callbacks.checkpoint._target_=a.B"], "callbacks.checkpoint._target_=a.B was set"),
         (["strategy=single", "callbacks.checkpoint.mode=up"], "`mode` can be min, max but got up"),
-        (["strategy=single", "ckpt_path=nowhere.ckpt"], "there is no such checkpoint"),
+        (["strategy=single", "ckpt_path=nowhere.ckpt"], "no such checkpoint exists"),
         (["strategy=sar", "data.num_parts=3"], "the store has 3 parts and the job 2 ranks"),
         (["strategy=sar", "data.batch_size=16"], "choose strategy=pyg or single"),
         (["strategy=single", "data.num_neighbors=[10,10]"], "data.num_neighbors=[10,10] was set; strategy=single"),

@@ -103,7 +103,7 @@ def test_a_flipped_byte_is_named(tmp_path: Path, model: nn.Module, name: str) ->
 def test_an_unfinished_checkpoint_is_refused(tmp_path: Path, model: nn.Module) -> None:
     save(tmp_path / "a.ckpt", model)
     (tmp_path / "a.ckpt" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
         load(tmp_path / "a.ckpt", model)
     save(tmp_path / "b.ckpt", model)
     (tmp_path / "b.ckpt" / "rank-0.pt").unlink()
@@ -113,7 +113,7 @@ def test_an_unfinished_checkpoint_is_refused(tmp_path: Path, model: nn.Module) -
 
 def test_a_missing_checkpoint_names_those_beside_it(tmp_path: Path, model: nn.Module) -> None:
     save(tmp_path / "last.ckpt", model)
-    with pytest.raises(CheckpointError, match=r"no such checkpoint; the folder holds last\.ckpt"):
+    with pytest.raises(CheckpointError, match=r"no such checkpoint exists; the folder contains last\.ckpt"):
         load(tmp_path / "lost.ckpt", model)
 
 
@@ -241,9 +241,9 @@ def test_learned_rows_belong_to_the_names_of_the_data(tmp_path: Path) -> None:
         checkpoints.load(Group(), tmp_path / "a.ckpt", model, restore_rng=False, numbering=other)
 
     load_for("cut", [*TRIPLES, "ann\tknows\tdan"], 3)
-    with pytest.raises(CheckpointError, match=r"other data: names of node 4 \(checksum \w+\) there, 4 \(checksum"):
+    with pytest.raises(CheckpointError, match=r"other data: names of node: 4 \(checksum \w+\) there, 4 \(checksum"):
         load_for("nodes", [line.replace("bob", "eve") for line in TRIPLES])
-    with pytest.raises(CheckpointError, match=r"names of relation 2 \(checksum \w+\) there") as raised:
+    with pytest.raises(CheckpointError, match=r"names of relation: 2 \(checksum \w+\) there") as raised:
         load_for("relations", [*TRIPLES[2:], *TRIPLES[:2]])
     assert "names of node" in str(raised.value)  # their order is another as well
 
@@ -254,7 +254,7 @@ def test_old_checkpoints_and_models_without_rows_are_not_bound(tmp_path: Path) -
     numbering = checkpoints.numbering_of(model, store)
     assert numbering is not None
     save(tmp_path / "old.ckpt", model)
-    with pytest.warns(UserWarning, match="does not say which nodes its learned rows belong to"):
+    with pytest.warns(UserWarning, match="does not state which nodes its learned rows belong to"):
         checkpoints.load(Group(), tmp_path / "old.ckpt", model, restore_rng=False, numbering=numbering)
 
 
@@ -266,12 +266,12 @@ def test_old_checkpoints_and_models_without_rows_are_not_bound(tmp_path: Path) -
                 num_entities=30, num_positions=5, num_relations=2, num_triples=60, seed=int(other)
             ),
             lambda: Embedding(30, 2),
-            "seed 0 there, 1 here",
+            "seed: 0 there, 1 here",
         ),
         (
             lambda folder, other: LibsvmData(path=str(libsvm(folder, other)), num_features=4),
             lambda: SparseLinear(4, 2),
-            "the first feature id 1 there, 0 here",
+            "the first feature id: 1 there, 0 here",
         ),
     ],
     ids=["generator", "features"],
