@@ -1,4 +1,4 @@
-"""Training on graphs and sparse data too large for one machine, as Lightning strategies.
+"""Lightning strategies for training on graphs and sparse data too large for one machine.
 
 The command line composes what this package offers to Python as well::
 
@@ -11,7 +11,7 @@ The command line composes what this package offers to Python as well::
 
     run_local(main, num_nodes=2)
 
-The strategy class of every installed backend can be imported from here by its name.
+The strategy class of every installed backend can be imported from this package by its name.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ sys.meta_path.append(MovedModules())
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for, and only that: the command line must start without torch."""
+    """Import a public name on first use, because the command line must start without torch."""
     if name in _HOMES:
         if name != "GtrainError":
             _prepare()
@@ -64,10 +64,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _prepare() -> None:
-    """Do what must come before what is asked for is imported.
+    """Prepare this process for the import of a heavy module.
 
-    Numba asks once, when it meets a kernel, where kernels are kept: a program's ranks would each compile for themselves
-    otherwise, for they say it when all is imported. And torch_geometric must not begin to use CUDA, or ranks could not.
+    Numba fixes the cache folder of a kernel when the module of the kernel is imported; ranks set the folder after that,
+    and each would compile every kernel itself. torch_geometric must not initialise CUDA here: ranks are forked.
     """
     importlib.import_module("gtrain.kernel_cache").find_cache()
     importlib.import_module("gtrain.launch.cuda").import_torch_geometric()

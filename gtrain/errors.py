@@ -1,7 +1,7 @@
 """Errors that a user can act on.
 
-Every message says what was set, what was found, and ends in ``HINT:`` and what to do. The command line prints the
-message alone, without a traceback; anything that is not a :class:`GtrainError` is a defect and keeps its traceback.
+Every message says what was set and what was found, and ends with ``HINT:`` and what to do. The command line prints a
+:class:`GtrainError` without a traceback; any other exception is a defect and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class GtrainError(Exception):
     """Base of all errors that gtrain raises on purpose.
 
     Args:
-        message: what was set and what was found, in one or two sentences.
-        hint: what to do about it, an imperative sentence; printed after ``HINT:``.
+        message: one or two sentences that say what was set and what was found.
+        hint: an imperative sentence that says what to do; printed after ``HINT:``.
     """
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
@@ -26,7 +26,7 @@ class GtrainError(Exception):
         super().__init__(f"{message}\nHINT: {hint}" if hint else message)
 
     def add_hint(self, hint: str) -> None:
-        """Add a line to what to do."""
+        """Append a line to the hint."""
         self.hint = f"{self.hint}\n{hint}" if self.hint else hint
         self.args = (f"{self.message}\nHINT: {self.hint}",)
 
@@ -37,7 +37,7 @@ class DiskFullError(GtrainError):
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Let an OSError that names no file, as those of ``write`` and ``fsync``, name the one that is written."""
+    """Add the path to an OSError without a file name, such as those of ``write`` and ``fsync``."""
     try:
         yield
     except OSError as error:
@@ -47,17 +47,16 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def disk_full(error: BaseException, advice: str = "") -> DiskFullError | None:
-    """The error for an OSError of a full disk, with its file; None for any other exception.
+    """Return the error for an OSError of a full disk, with its file; None for any other exception.
 
     Args:
-        error: what was raised.
-        advice: what to do besides, for the hint.
+        error: the exception.
+        advice: the hint; empty: where to free space, or how to choose another disk.
     """
-    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    if not isinstance(error, OSError) or error.errno is None or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
-    reason = (os.strerror(error.errno) if error.errno is not None else "").lower()
     return DiskFullError(
-        f"{error.filename or 'a file of the run'} cannot be written: {reason}.",
+        f"{error.filename or 'a file of the run'} cannot be written: {os.strerror(error.errno).lower()}.",
         hint=advice
         or "free space on that disk, or choose another (hydra.run.dir, data.store, paths.stores, or the strategy's own "
         "folder).",
@@ -77,7 +76,7 @@ def zero_weights(origin: str, demand: str) -> DataError:
 
     Args:
         origin: the files or the data set.
-        demand: what weights are for; see :func:`gtrain.model.inputs.zero_demand`.
+        demand: a clause that says what the model needs weights for; see :func:`gtrain.model.inputs.zero_demand`.
     """
     return DataError(
         f"{origin}: all edge weights are 0, and {demand}.",
@@ -89,8 +88,8 @@ def negative_weight(weight: str, demand: str) -> DataError:
     """Return the error that refuses a negative edge weight.
 
     Args:
-        weight: where it is and what it is, such as ``edges.txt, line 7: the weight is -2``.
-        demand: why it has to be 0 or more; see :func:`gtrain.model.inputs.weight_demand`.
+        weight: a clause with its position and value, such as ``edges.txt, line 7: the weight is -2``.
+        demand: a clause that says why weights must be 0 or more; see :func:`gtrain.model.inputs.weight_demand`.
     """
     return DataError(
         f"{weight}, and {demand}.",
@@ -108,18 +107,18 @@ class CheckpointError(GtrainError):
 
 
 class PeerLostError(GtrainError):
-    """Communication failed because another rank is gone: an echo of a failure, never its first cause."""
+    """Communication failed because another rank is gone: a consequence of a failure, never its first cause."""
 
 
 class SilentRankError(PeerLostError):
-    """Another rank has given no sign of life for so long that it is taken for lost; the message names it."""
+    """The failure detector has declared another rank dead: its heartbeats stopped. The message names the rank."""
 
 
 class RankFailedError(GtrainError):
-    """A rank of the job ended early; the message names the first rank that did, and why.
+    """A rank of the job failed; the message names the first rank that failed, and the reason.
 
     Args:
-        exit_code: what the command should exit with.
+        exit_code: the exit code of the command.
     """
 
     def __init__(self, message: str, *, hint: str | None = None, exit_code: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""The key file of a job: whoever has it belongs to the job. Imports the standard library only."""
+"""The key file of a job, which admits its processes to the job's network. Imports the standard library only."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 from gtrain.errors import ConfigError
 
 ISOLATED = "isolated network"
-"""In place of a key file, with ``cluster.isolated=true``: the key that everybody knows, so anybody can connect."""
+"""Takes the place of a key file with ``cluster.isolated=true``: its key is public, so any process can connect."""
 _ISOLATED_SECRET = "every process of an isolated network has this key"
 
 
 def secret_of(key_file: str) -> str:
-    """The secret in a key file that :meth:`gtrain.wire.Security.save` wrote, or the one of :data:`ISOLATED`.
+    """Return the secret of a key file that :meth:`gtrain.wire.Security.save` wrote, or of :data:`ISOLATED`.
 
     Raises:
-        ConfigError: the file cannot be read, or has no secret.
+        ConfigError: the file cannot be read, or contains no secret.
     """
     if key_file == ISOLATED:
         return _ISOLATED_SECRET

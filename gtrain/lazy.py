@@ -9,11 +9,11 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's ``__getattr__`` and ``__dir__``.
+    """Return the ``__getattr__`` and ``__dir__`` of a package.
 
     Args:
-        package: its ``__name__``.
-        homes: by public name, the module that has it, relative to the package.
+        package: the package's ``__name__``.
+        homes: the defining module of each public name, relative to the package.
     """
 
     def get(name: str) -> Any:

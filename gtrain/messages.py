@@ -1,4 +1,4 @@
-"""Turning Hydra's and OmegaConf's errors into ours: what was set, what was found, what to do."""
+"""Translate errors of Hydra and OmegaConf into messages that say what was set, what was found and what to do."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from gtrain import backends
 from gtrain.errors import ConfigError, GtrainError
+from gtrain.settings import as_typed
 
 OPEN_GROUPS = ("model", "callbacks", "logger")
-"""Groups that take arguments of any class."""
+"""Groups whose keys are the arguments of any class."""
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
 def readable(error: BaseException, arguments: Sequence[str]) -> str | None:
-    """The message for a mistake in the command; None if the error is not one that a user can make.
+    """Return the message for a mistake in the command; None if the error is a defect of gtrain.
 
     Args:
-        error: what was raised.
+        error: the exception.
         arguments: the command line after the program's name.
     """
     if isinstance(error, GtrainError):
@@ -36,23 +37,25 @@ def readable(error: BaseException, arguments: Sequence[str]) -> str | None:
     key_errors = [e for e in causes if isinstance(e, (ConfigAttributeError, ConfigKeyError))]
     if key_errors:
         return _unknown_key(key_errors[-1], causes, arguments)
-    if any(isinstance(e, ValidationError) for e in causes):
-        return _wrong_type(next(e for e in causes if isinstance(e, ValidationError)), arguments)
-    if isinstance(error, OSError) and _made_folders(error):
-        return f"a run's folder cannot be made: {error}.\nHINT: set hydra.run.dir to one that can be written to."
+    if (validation := next((e for e in causes if isinstance(e, ValidationError)), None)) is not None:
+        return _wrong_type(validation, arguments)
+    if isinstance(error, OSError) and _raised_in_hydra(error):
+        return (
+            f"the run folder cannot be created: {error}.\nHINT: set hydra.run.dir to a folder that can be written to."
+        )
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return f"{_first_line(causes[-1])}\nHINT: gtrain --help lists the settings."
     return None
 
 
-def _made_folders(error: OSError) -> bool:
-    """Whether Hydra was at it, which makes a run's folder and its copies of the configuration before it calls us."""
+def _raised_in_hydra(error: OSError) -> bool:
+    """Whether Hydra raised the error while it created the run folder, before it called gtrain's job."""
     names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     return "decorated_main" in names and "_hydra_main" not in names
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str | None:
-    """A hint that names the closest options, if one is close."""
+    """Return a hint that names the closest options; None if none is close."""
     close = difflib.get_close_matches(word, list(options), n=3, cutoff=0.6)
     return f"did you mean {' or '.join(close)}?" if close else None
 
@@ -62,10 +65,10 @@ def _missing_option(error: MissingConfigException) -> str:
     options = [option for option in error.options or [] if option]
     if not options:
         return f"{_first_line(error)}\nHINT: gtrain --help lists the groups and their options."
-    what = f"{group}={name} was set; the options of {group} are {', '.join(options)}."
     if group == "strategy" and name in backends.installed():
-        backends.get(name)  # says why it cannot be imported
-    return f"{what}\nHINT: {did_you_mean(name, options) or f'choose one of these for {group}.'}"
+        backends.get(name)  # raises the error that explains why it cannot be imported
+    hint = did_you_mean(name, options) or f"choose one of these for {group}."
+    return f"{group}={name} was set; the options of {group} are {', '.join(options)}.\nHINT: {hint}"
 
 
 def _unknown_key(error: Any, causes: Sequence[BaseException], arguments: Sequence[str]) -> str:
@@ -76,27 +79,27 @@ def _unknown_key(error: Any, causes: Sequence[BaseException], arguments: Sequenc
 
 
 def unknown_key(cfg: DictConfig, full_key: str, value: Any) -> ConfigError:
-    """The error for a key of the strategy that a composed configuration has and its strategy lacks."""
-    group, _, key = full_key.rpartition(".")
-    fields = backends.get(cfg.strategy.name).load_config().__dataclass_fields__ if group else {}
-    return _unknown(full_key, f"{full_key}={backends.as_set(value)}", sorted(fields))
+    """Return the error for a strategy's key that the configuration sets and the chosen strategy lacks."""
+    is_strategy_key = "." in full_key
+    fields = backends.get(cfg.strategy.name).load_config().__dataclass_fields__ if is_strategy_key else {}
+    return unknown_key_of(full_key, value, sorted(fields))
 
 
 def unknown_key_of(full_key: str, value: Any, options: Sequence[str]) -> ConfigError:
-    """The error for a key that nothing reads; ``options`` are those of its group, or at the top."""
-    return _unknown(full_key, f"{full_key}={backends.as_set(value)}", options)
+    """Return the error for an unknown key; ``options`` are the keys of its group, or of the top."""
+    return _unknown(full_key, f"{full_key}={as_typed(value)}", options)
 
 
 def _unknown(full_key: str, setting: str, options: Sequence[str]) -> ConfigError:
-    where, _, key = full_key.rpartition(".")
-    known = f"{where or 'the configuration'} has no key {key}"
-    if owner := strategies_with(full_key):
-        owners = " and ".join(f"strategy={name}" for name in owner)
-        return ConfigError(f"{setting} was set; {known} here.", hint=f"{full_key} is a setting of {owners}.")
+    group, _, key = full_key.rpartition(".")
+    problem = f"{setting} was set; {group or 'the configuration'} has no key {key}"
+    if names := strategies_with(full_key):
+        owners = " and ".join(f"strategy={name}" for name in names)
+        return ConfigError(f"{problem} here.", hint=f"{full_key} is a setting of {owners}.")
     keys = f"; its keys are {', '.join(options)}" if options else ""
-    is_open = where.partition(".")[0] in OPEN_GROUPS
-    other = f"a plus sign adds a new key: +{setting}" if is_open else "gtrain --cfg job shows every key."
-    return ConfigError(f"{setting} was set; {known}{keys}.", hint=did_you_mean(key, options) or other)
+    is_open = group.partition(".")[0] in OPEN_GROUPS
+    advice = f"a plus sign adds a new key: +{setting}" if is_open else "gtrain --cfg job shows every key."
+    return ConfigError(f"{problem}{keys}.", hint=did_you_mean(key, options) or advice)
 
 
 def _wrong_type(error: ValidationError, arguments: Sequence[str]) -> str:
@@ -105,17 +108,17 @@ def _wrong_type(error: ValidationError, arguments: Sequence[str]) -> str:
 
 
 def strategies_with(key: str) -> list[str]:
-    """The strategies that own a top-level key or a key of the strategy group."""
-    name = key.removeprefix("strategy.")
-    if "." in name:
-        return []
-    if name == key:
-        return [n for n, backend in backends.usable().items() if key in backend.shortcuts]
-    return [n for n, backend in backends.usable().items() if name in backend.load_config().__dataclass_fields__]
+    """Return the strategies that declare a key of the strategy group, or a shortcut at the top."""
+    field = key.removeprefix("strategy.")
+    return [
+        name
+        for name, backend in backends.usable().items()
+        if field in (backend.shortcuts if field == key else backend.load_config().__dataclass_fields__)
+    ]
 
 
 def _setting(key: str, arguments: Sequence[str]) -> str:
-    """The override as the user typed it."""
+    """Return the override as the user typed it, or the key if the command line does not set it."""
     typed = [a for a in arguments if a.lstrip("+~").split("=")[0] == key]
     return typed[-1] if typed else key
 

@@ -1,1 +1,1 @@
-"""What a rank does with a configuration, and the folder that a run leaves."""
+"""The job that a rank executes from a configuration, and the results of a run."""

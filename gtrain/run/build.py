@@ -1,4 +1,4 @@
-"""Making objects out of the configuration: the only place that calls Hydra's ``instantiate``."""
+"""Build the model, the trainer and other objects from the configuration: the only caller of Hydra's ``instantiate``."""
 
 from __future__ import annotations
 
@@ -30,25 +30,26 @@ from gtrain.model.node_classifier import NodeClassifier
 from gtrain.nn import Csr
 from gtrain.settings import defaults
 
-# Hydra 1.4 asks which targets a configuration may name. Ours is the user's own and may name any module.
+# Hydra 1.4 restricts the targets of a configuration. gtrain.targets has checked ours, so any module is allowed here.
 _UNRESTRICTED = getattr(hydra.utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
 _ANY_TARGET = {} if _UNRESTRICTED is None else {"_execution_whitelist_": _UNRESTRICTED}
 
 _SHARED = frozenset(defaults(NetworkConfig))
 _MODULE = frozenset(defaults(ModuleConfig))
+_OPTIMIZERS = ("optimizer", "sparse_optimizer", "scheduler")
 
 
 def make(node: dict[str, Any], key: str, *args: Any) -> Any:
-    """``instantiate`` a part of the configuration; mistakes in it come out as ours.
+    """Call ``instantiate`` on a node of the configuration and translate its errors.
 
     Args:
-        node: has ``_target_``; functions in it are passed as they are, because a configuration cannot hold them.
-        key: its place in the configuration, for messages.
+        node: the node, with ``_target_``. Functions in it are passed as they are, because OmegaConf cannot hold them.
+        key: the node's key in the configuration, for messages.
         args: positional arguments of the target.
 
     Raises:
-        ConfigError: the target does not exist or does not take these arguments.
-        GtrainError: as the target raised it.
+        ConfigError: the target does not exist or does not accept these arguments.
+        GtrainError: the target raised it.
     """
     functions = {name: value for name, value in node.items() if callable(value)}
     settings = {name: value for name, value in node.items() if name not in functions}
@@ -60,79 +61,75 @@ def make(node: dict[str, Any], key: str, *args: Any) -> Any:
         raise cause
     reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
     raise ConfigError(
-        f"{key}._target_={node.get('_target_')} could not be made: {type(cause).__name__}: {reason}",
+        f"{key}._target_={node.get('_target_')} could not be created: {type(cause).__name__}: {reason}",
         hint=f"gtrain --cfg job --package {key} shows its settings.",
     ) from cause
 
 
 def optional(node: dict[str, Any] | None, key: str) -> Callable[..., Any] | None:
-    """A factory for a part that is completed later (an optimizer's parameters, a scheduler's optimizer), or None."""
+    """Return a factory for an object that needs more arguments (an optimizer's parameters, a scheduler's optimizer).
+
+    Returns:
+        None if the node is unset.
+    """
     if node is None or node.get("_target_") is None:
         return None
     return lambda *args: make(node, key, *args)
 
 
 def make_model(settings: dict[str, Any], store: Store) -> pl.LightningModule:
-    """The LightningModule: the user's own, or a :class:`NodeClassifier` around the named network.
+    """Build the LightningModule: the named one, or a wrapper around the named network.
+
+    A network is wrapped in a :class:`NodeClassifier`, or in a :class:`LinkPredictor` if ``model.task`` is ``link``.
+    A link predictor's network has ``model.out_channels`` outputs, by default ``model.hidden_channels``.
 
     Args:
         settings: the ``model`` group.
-        store: its facts give numbers of features and classes where the network takes them.
+        store: the graph; its facts give the numbers of features and classes.
 
     Raises:
-        ConfigError: the target cannot be imported, is no module, or does not take the settings.
+        ConfigError: the target cannot be imported, is not a module, or does not accept the settings.
     """
-    settings, facts = dict(settings), store.facts
-    target = _target(settings.get("_target_"))
+    facts, target = store.facts, find_target(settings.get("_target_"), "model")
     if inspect.isclass(target) and issubclass(target, pl.LightningModule):
-        return _own_module(target, settings, store)
-    if settings.get("task") == "link":
-        return _link_predictor(target, settings, store)
-    if facts.get("num_classes") is None:
+        return _lightning_module(target, settings, store)
+    is_link = settings.get("task") == "link"
+    if is_link:
+        settings = {**settings, "out_channels": settings.get("out_channels") or settings["hidden_channels"]}
+    elif facts.get("num_classes") is None:
         raise ConfigError(
             "the graph has no labels, and a node classifier needs them.",
             hint="give the source labels (data.labels), or predict edges: model=link_sage or kg.",
         )
     encoder = make_encoder(target, settings, facts)
-    options = {key: settings[key] for key in ("monitor", "test_metrics") if settings.get(key) is not None}
+    network = make_network(target, settings, store, encoder)
+    names = ("monitor", "num_negatives", "filtered") if is_link else ("monitor", "test_metrics")
+    options: dict[str, Any] = {key: settings[key] for key in names if settings.get(key) is not None}
+    options |= {key: optional(settings.get(key), f"model.{key}") for key in _OPTIMIZERS}
+    if is_link:
+        decoder = make_decoder(settings.get("decoder", "dot"), settings["out_channels"], facts.get("num_relations"))
+        return LinkPredictor(network, decoder, encoder=encoder, **options)
     return NodeClassifier(
-        make_network(target, settings, store, encoder),
+        network,
         facts["num_classes"],
         encoder=encoder,
         multilabel=bool(facts.get("multilabel")),
-        optimizer=optional(settings.get("optimizer"), "model.optimizer"),
-        sparse_optimizer=optional(settings.get("sparse_optimizer"), "model.sparse_optimizer"),
-        scheduler=optional(settings.get("scheduler"), "model.scheduler"),
         class_weights=_class_weights(settings.get("class_weights"), store),
         **options,
     )
 
 
-def _link_predictor(target: Any, settings: dict[str, Any], store: Store) -> LinkPredictor:
-    """A :class:`LinkPredictor` whose network makes ``model.out_channels`` columns, or as many as it has hidden ones."""
-    channels = settings.get("out_channels") or settings["hidden_channels"]
-    settings = {**settings, "out_channels": channels}
-    encoder = make_encoder(target, settings, store.facts)
-    options = {key: settings[key] for key in ("monitor", "num_negatives", "filtered") if settings.get(key) is not None}
-    return LinkPredictor(
-        make_network(target, settings, store, encoder),
-        make_decoder(settings.get("decoder", "dot"), channels, store.facts.get("num_relations")),
-        encoder=encoder,
-        optimizer=optional(settings.get("optimizer"), "model.optimizer"),
-        sparse_optimizer=optional(settings.get("sparse_optimizer"), "model.sparse_optimizer"),
-        scheduler=optional(settings.get("scheduler"), "model.scheduler"),
-        **options,
-    )
-
-
 def make_network(target: Any, settings: dict[str, Any], store: Store, encoder: nn.Module | None) -> nn.Module:
-    """The network that ``model._target_`` names, with the sizes of the graph.
+    """Build the network that ``model._target_`` names, with the sizes of the graph.
 
     Args:
         target: the class or function.
         settings: the ``model`` group.
         store: the graph.
-        encoder: what comes before it; an encoder other than :class:`NodeIds` makes ``model.hidden_channels`` columns.
+        encoder: the layer before the network; every encoder but :class:`NodeIds` has ``model.hidden_channels`` outputs.
+
+    Raises:
+        ConfigError: the network needs relations and the graph has none, or the target does not return a module.
     """
     sizes = _sizes(store)
     if encoder is not None and not isinstance(encoder, NodeIds):
@@ -145,17 +142,21 @@ def make_network(target: Any, settings: dict[str, Any], store: Store, encoder: n
     network = make(_network_settings(target, settings, sizes), "model")
     if not isinstance(network, nn.Module):
         raise ConfigError(
-            f"model._target_={settings['_target_']} made a {type(network).__name__}, not a torch module.",
-            hint="name a class or function that makes a torch.nn.Module.",
+            f"model._target_={settings['_target_']} returned a {type(network).__name__}, not a torch module.",
+            hint="name a subclass of torch.nn.Module, or a function that returns one.",
         )
     return network
 
 
 def make_encoder(target: Any, settings: dict[str, Any], facts: dict[str, Any]) -> nn.Module | None:
-    """A first layer where the graph's features do not go into the network as they are, else None.
+    """Build the layer between the graph's features and the network; None if the network reads the features directly.
 
-    That is where the graph has several node types, where features are sparse, and where there are none: a network that
-    takes ``num_nodes`` gets the nodes' ids then, another learned features if ``model.learn_features`` asks for them.
+    A graph with several node types or sparse features has a :class:`NodeEncoder`. If the graph has no features, a
+    network with the argument ``num_nodes`` gets node ids, and any other learned features if ``model.learn_features`` is
+    set.
+
+    Raises:
+        ConfigError: the graph has no features, and the network needs them.
     """
     nodes, features = facts["num_nodes"], facts["num_features"]
     sparse = facts["sparse_features"]
@@ -174,7 +175,7 @@ def make_encoder(target: Any, settings: dict[str, Any], facts: dict[str, Any]) -
 
 
 def _sizes(store: Store) -> dict[str, Any]:
-    """What a network or a module may want to know of the graph, by argument name."""
+    """Return the sizes and names of the graph that a network or a module can take, by argument name."""
     facts = store.facts
     return {
         "in_channels": facts.get("num_features"),
@@ -189,23 +190,31 @@ def _sizes(store: Store) -> dict[str, Any]:
 
 
 def _entity_bags(store: Store) -> Callable[[str], tuple[Csr, int] | None]:
-    """What gives the bags of a featurized entity type, and the number of its features."""
+    """Return a function from a featurized entity type to its bags of features and its number of features."""
 
-    def bags(name: str) -> tuple[Csr, int] | None:
-        found = entity_bags(store, name)
-        return None if found is None else (Csr(found[0], None, found[1]), found[2])
+    def bags_of(entity_type: str) -> tuple[Csr, int] | None:
+        bags = entity_bags(store, entity_type)
+        return None if bags is None else (Csr(bags[0], None, bags[1]), bags[2])
 
-    return bags
+    return bags_of
 
 
 def _relation_names(store: Store) -> list[str] | None:
-    """The names of relations, where there are any."""
+    """Return the names of relations; None if the store has none."""
     names, count = store.names("relation"), store.facts.get("num_relations") or 0
     return None if names is None else list(names.decode(torch.arange(count)))
 
 
 def make_trainer(settings: dict[str, Any], **extra: Any) -> pl.Trainer:
-    """Lightning's Trainer; what it refuses comes out as a ConfigError."""
+    """Build Lightning's Trainer.
+
+    Args:
+        settings: the ``trainer`` group.
+        extra: further arguments of the Trainer.
+
+    Raises:
+        ConfigError: the Trainer has no such argument, or refuses a value.
+    """
     arguments = inspect.signature(pl.Trainer).parameters
     for key, value in settings.items():
         if key not in arguments:
@@ -219,61 +228,54 @@ def make_trainer(settings: dict[str, Any], **extra: Any) -> pl.Trainer:
         ) from error
 
 
-def _target(path: Any) -> Any:
-    """The class or function at a dotted path."""
-    module, _, name = str(path).rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except Exception as error:
-        raise ConfigError(
-            f"model._target_={path} was set; it cannot be imported: {type(error).__name__}: {error}.",
-            hint="give the full path of a torch module, such as torch_geometric.nn.GCN.",
-        ) from error
-
-
 def find_target(path: Any, key: str) -> Any:
-    """The class or function that a part of the configuration names.
+    """Import the class or function that a node of the configuration names.
 
     Raises:
         ConfigError: it cannot be imported.
     """
-    if key == "model":
-        return _target(path)
+    module, _, name = str(path).rpartition(".")
     try:
-        return get_object(str(path))
+        return getattr(importlib.import_module(module), name) if key == "model" else get_object(str(path))
     except Exception as error:
+        if key == "model":
+            reason, example = f"{type(error).__name__}: {error}", "torch module, such as torch_geometric.nn.GCN"
+        else:
+            reason, example = str(error).strip().splitlines()[-1], "class or function, such as torch.optim.Adam"
         raise ConfigError(
-            f"{key}._target_={path} was set; it cannot be imported: {str(error).strip().splitlines()[-1]}.",
-            hint="give the full path of a class or function, such as torch.optim.Adam.",
+            f"{key}._target_={path} was set; it cannot be imported: {reason}.",
+            hint=f"give the full path of a {example}.",
         ) from error
 
 
-def _own_module(target: type[pl.LightningModule], settings: dict[str, Any], store: Store) -> pl.LightningModule:
-    """A LightningModule, ours or the user's: it gets the settings that it names, and the sizes if it names them."""
+def _lightning_module(target: type[pl.LightningModule], settings: dict[str, Any], store: Store) -> pl.LightningModule:
+    """Build a LightningModule, from gtrain or the user.
+
+    It receives the shared settings and the graph's sizes that its signature names, and every other setting.
+    """
     names, sizes = inspect.signature(target).parameters, _sizes(store)
-    given = {
-        k: v for k, v in {**sizes, **settings}.items() if k in names or (k not in _SHARED | _MODULE and k not in sizes)
-    }
-    for key in ("optimizer", "sparse_optimizer", "scheduler"):
-        if isinstance(given.get(key), dict):
-            given[key] = optional(given[key], f"model.{key}")
-    if given.get("class_weights") is not None:
-        given["class_weights"] = _class_weights(given["class_weights"], store)
-    module: pl.LightningModule = make(given, "model")
+    shared = _SHARED | _MODULE | sizes.keys()
+    arguments = {key: value for key, value in {**sizes, **settings}.items() if key in names or key not in shared}
+    for key in _OPTIMIZERS:
+        if isinstance(arguments.get(key), dict):
+            arguments[key] = optional(arguments[key], f"model.{key}")
+    if arguments.get("class_weights") is not None:
+        arguments["class_weights"] = _class_weights(arguments["class_weights"], store)
+    module: pl.LightningModule = make(arguments, "model")
     return module
 
 
 def _network_settings(target: Any, settings: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a network: its own settings, and of the shared ones those that it takes."""
+    """Return a network's arguments: its specific settings, and the shared settings that its signature names."""
     settings = {key: value for key, value in settings.items() if key not in _MODULE}
     parameters = inspect.signature(target).parameters
-    ours = getattr(target, "__module__", "").startswith("gtrain.")
-    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    is_gtrain = getattr(target, "__module__", "").startswith("gtrain.")
+    takes_keywords = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     for key, value in sizes.items():
-        expected = key in parameters or (ours and open_ended and key in ("in_channels", "out_channels"))
+        expected = key in parameters or (is_gtrain and takes_keywords and key in ("in_channels", "out_channels"))
         if settings.get(key) is None and expected:
             settings[key] = value
-    if ours:
+    if is_gtrain:
         return settings
     if "norm" in settings:
         settings["norm"], settings["norm_kwargs"] = norm_settings(settings["norm"])
@@ -282,13 +284,13 @@ def _network_settings(target: Any, settings: dict[str, Any], sizes: dict[str, An
 
 
 def _class_weights(setting: Any, store: Store) -> list[float] | None:
-    """Numbers, or for ``balanced`` n / (C * n_c) over the training labels (0 for a class without any)."""
+    """Return a weight per class; ``balanced``: n / (C * n_c) over the training labels, 0 for a class without labels."""
     if setting is None or isinstance(setting, list):
         return setting
     if setting != "balanced" or store.facts.get("multilabel"):
         raise ConfigError(
             f"model.class_weights={setting} was set.",
-            hint="give a list with one number a class, or balanced (for one label a node).",
+            hint="give a list with one number per class, or balanced (for one label per node).",
         )
     labels = torch.cat([store.node("y", p)[store.node("train_mask", p)] for p in range(store.num_parts)])
     counts = torch.bincount(labels, minlength=store.facts["num_classes"]).double()
@@ -300,8 +302,8 @@ _NOTHING = nullcontext()
 
 
 class NoProfiler(PassThroughProfiler):
-    """Measures nothing, at no cost: Lightning enters a profile some thirty times a step, and its own makes one anew."""
+    """Measure nothing: Lightning enters some thirty profiles per step, and its default creates a context each time."""
 
     def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override]
-        """A context that does nothing, always the same one."""
+        """Return the one context that does nothing."""
         return _NOTHING

@@ -1,7 +1,7 @@
-"""Preflight checks: refuse a job before its data are read and before ranks start.
+"""Preflight checks: refuse a job that cannot run before its data are read and its ranks start.
 
-The command runs them in a short-lived fork of the agent, because importing a user's model may start threads, which do
-not survive the fork of the ranks, and asking torch for GPUs may initialise CUDA.
+The command runs them in a short-lived fork of the agent: importing a user's model may start threads, which do not
+survive the fork of the ranks, and querying GPUs may initialise CUDA.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from gtrain.callbacks.checkpoint import unknown_monitor
 from gtrain.callbacks.predictions import check_output
 from gtrain.errors import ConfigError
 from gtrain.run import build
-from gtrain.run.sketch import ModelSketch, is_known, make_trainer
+from gtrain.run.sketch import ModelSketch, has_plain_constructor, make_trainer
 from gtrain.run.task import Task, data_module
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy.base import GraphStrategy
 
 
 def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str]) -> None:
-    """Refuse a job that cannot run, whatever its data hold.
+    """Refuse a job that cannot run, whatever its data contain.
 
     Args:
         config: the resolved and validated configuration.
@@ -37,10 +37,10 @@ def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str])
         typed: keys that the command line sets.
 
     Raises:
-        GtrainError: as a rank would raise it later.
+        GtrainError: the error that a rank would raise later.
     """
     job, verb = Task(config, choices), config["verb"]
-    targets.check_objects(config, build.find_target, ["data"])  # before objects are made of it
+    targets.check_objects(config, build.find_target, ["data"])  # before data_module instantiates them
     build.find_target(config["data"]["_target_"], "data")
     ranks = config["trainer"]["num_nodes"] * config["trainer"]["devices"]
     if verb in ("predict", "export"):
@@ -74,63 +74,65 @@ def check(config: dict[str, Any], choices: dict[str, str], typed: Sequence[str])
 
 
 def _find_checkpoint(job: Task) -> Path | None:
-    """The checkpoint that the job reads, if it is one of ours."""
+    """Return the folder of the checkpoint that the job reads; None if it reads none, or one that Lightning wrote."""
     path = job.checkpoint()
-    if path is None:
-        return None
-    folder = checkpoints.find(path)
-    if not folder.is_dir():
+    folder = None if path is None else checkpoints.find(path)
+    if folder is None or not folder.is_dir():
         return None
     checkpoints.check_complete(folder)
     return folder
 
 
 def _check_strategy(strategy: GraphStrategy, sketch: ModelSketch, model: str, typed: Sequence[str]) -> None:
-    """Refuse a model, optimizers or settings that a strategy does not serve; hints name strategies that do."""
+    """Refuse a model, optimizers or settings that a strategy does not serve; hints name the strategies that do."""
     name, serves, settings = strategy.strategy_name, strategy.serves, sketch.settings
-    reason, broken, error = sketch.traits.refusal(serves), serves.violated(settings), None
+    reason, violated, error = sketch.traits.refusal(serves), serves.violated(settings), None
     if reason is None:
         try:
             sketch.check_optimizers(strategy)
-        except ConfigError as wrong:
-            error = wrong
-    if reason is None and error is None and not broken:
+        except ConfigError as refusal:
+            error = refusal
+    if reason is None and error is None and not violated:
         return
-    own = _set_by(name)
-    chosen = {key: value for key, value in settings.items() if key in typed or key.startswith("data.")}
-    others = sketch.served_by({key: value for key, value in chosen.items() if key in typed or key not in own})
+    preset = _preset_keys(name)
+    chosen = {
+        key: value for key, value in settings.items() if key in typed or (key.startswith("data.") and key not in preset)
+    }
+    others = sketch.served_by(chosen)
     if error is not None:
         advice = f"; or choose strategy={' or '.join(others)}." if others else "."
         raise ConfigError(error.message, hint=f"{(error.hint or 'choose another optimizer').rstrip('.')}{advice}")
     if reason is not None:
         raise backends.not_served(name, model, sketch.traits, reason, others)
-    raise backends.not_honoured(name, next(iter(broken)), broken, settings, others)
+    raise backends.not_honoured(name, next(iter(violated)), violated, settings, others)
 
 
-def _set_by(name: str) -> set[str]:
-    """Keys of data and trainer that a strategy's own YAML file sets."""
+def _preset_keys(name: str) -> set[str]:
+    """Return the keys of ``data`` and ``trainer`` that a strategy's YAML file sets."""
     path = importlib.resources.files(backends.get(name).conf) / "strategy" / f"{name}.yaml"
     content: Any = OmegaConf.to_container(OmegaConf.create(path.read_text()))
     return {f"{group}.{key}" for group in ("data", "trainer") for key in content.get(group) or {}}
 
 
 def check_folder(folder: Path, key: str) -> None:
-    """Refuse a folder that cannot be made.
+    """Refuse a folder that cannot be created.
 
     Raises:
-        ConfigError: names the file or the folder that is in the way.
+        ConfigError: names the file, or the folder without write permission, that prevents it.
     """
-    there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        why = "cannot be written to" if there.is_dir() else "is a file"
-        raise ConfigError(f"{key} was set; {there} {why}.", hint="name a path in a folder that can be written to.")
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        reason = "cannot be written to" if existing.is_dir() else "is a file"
+        raise ConfigError(
+            f"{key} was set; {existing} {reason}.", hint="name a path in a folder that can be written to."
+        )
 
 
 # ---------------------------------------------------------------------------------------------------- targets
 
 
 def _targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every part of the configuration that names a ``_target_``, with its key."""
+    """Yield the key and the node of every ``_target_`` in the configuration."""
     if isinstance(node, dict):
         if node.get("_target_") is not None:
             yield path, node
@@ -139,19 +141,17 @@ def _targets(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _check_target(key: str, node: dict[str, Any]) -> None:
-    """Refuse a target that cannot be imported, or has no such argument.
+    """Refuse a target that cannot be imported, or does not have the arguments that its node sets.
 
     Raises:
         ConfigError: names the key.
     """
     target = build.find_target(node["_target_"], key)
-    if key == "model" or not callable(
-        target
-    ):  # the model's arguments depend on the data, and are checked as it is made
+    if key == "model" or not callable(target):  # the model's arguments depend on the data; the sketch checks them
         return
     try:
         parameters = inspect.signature(target).parameters
-    except (TypeError, ValueError):  # of C, without a signature
+    except (TypeError, ValueError):  # implemented in C, without a signature
         return
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
@@ -172,26 +172,23 @@ def _check_accelerator(name: str) -> None:
 
 
 def _check_monitors(config: dict[str, Any], sketch: ModelSketch) -> None:
-    """Refuse callbacks and schedulers that look at a value which a model of ours does not log.
+    """Refuse callbacks that monitor a value which gtrain's model does not log.
 
     Raises:
-        ConfigError: lists what it logs.
+        ConfigError: lists the logged values.
     """
-    if config["verb"] != "train" or sketch.model is None or not sketch.certain or not _is_ours(type(sketch.model)):
+    if config["verb"] != "train" or sketch.model is None or not sketch.certain:
+        return
+    if not type(sketch.model).__module__.startswith("gtrain."):
         return
     collections = [module for module in sketch.model.modules() if isinstance(module, MetricCollection)]
     names = {str(name) for collection in collections for name in collection.keys(keep_base=False)}
     logged = {"train/loss", "val/loss", *(name for name in names if name.startswith("val/"))}
-    logged |= {"val/auc"} if sketch.traits.task == "link" or not sketch.sized else set()  # of two classes, or of edges
-    for key, node in [(f"callbacks.{name}", node) for name, node in config["callbacks"].items()]:
-        monitor = node.get("monitor") if isinstance(node, dict) else None
-        if (
-            isinstance(monitor, str)
-            and monitor not in ("auto", *logged)
-            and is_known(build.find_target(node["_target_"], key))
-        ):
+    if sketch.traits.task == "link" or not sketch.sized:
+        logged.add("val/auc")  # of edges, or of a number of classes that may turn out to be two
+    for name, node in config["callbacks"].items():
+        monitor, key = node.get("monitor") if isinstance(node, dict) else None, f"callbacks.{name}"
+        if not isinstance(monitor, str) or monitor in ("auto", *logged):
+            continue
+        if has_plain_constructor(build.find_target(node["_target_"], key)):
             raise unknown_monitor(f"{key}.monitor", monitor, logged)
-
-
-def _is_ours(target: type) -> bool:
-    return target.__module__.startswith("gtrain.")

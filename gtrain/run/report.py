@@ -1,4 +1,4 @@
-"""What a run leaves behind: ``summary.json`` and the closing table."""
+"""The results of a run: ``summary.json`` and the tables that the command prints last."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PACKAGES = ("torch", "lightning", "torch-geometric", "hydra-core", "omegaconf", 
 
 @dataclass(frozen=True)
 class Best:
-    """The best value of the monitored score, and the epoch, from 0, that it is of; None where that is not known."""
+    """The best value of the monitored score, and its epoch, from 0; None if the epoch is unknown."""
 
     name: str
     value: float
@@ -37,12 +37,12 @@ class Best:
 
 @dataclass(frozen=True)
 class DatedMetrics:
-    """Metrics, and the epoch, from 0, whose weights each is of.
+    """Metrics, and for each the epoch, from 0, whose weights were measured.
 
     Attributes:
-        metrics: the newest values, and the best possible ones (``data/best_acc``), which are of no epoch.
-        epoch_of: by name; None where the epoch is not known.
-        best: of validation; None where nothing was monitored.
+        metrics: the newest values, and the best possible values (``data/best_acc``), which have no epoch.
+        epoch_of: the epoch by metric; None if it is unknown.
+        best: the best validation score; None if nothing was monitored.
     """
 
     metrics: dict[str, float]
@@ -51,7 +51,7 @@ class DatedMetrics:
 
 
 def rank_figures(rank: int, memory: PeakMemory, recorder: RunRecorder, counters: Counters) -> dict[str, Any]:
-    """One entry of ``summary.json``'s ``ranks``: bytes, seconds and memory of this process."""
+    """Return this process's entry of ``ranks`` in ``summary.json``: bytes, seconds and memory."""
     return {
         "rank": rank,
         "role": "worker",
@@ -72,11 +72,20 @@ def summary(
     ranks: list[dict[str, Any]],
     fit_seconds: float,
     resolved: dict[str, Any] | None = None,
-    made: dict[str, int] | None = None,
+    preparation: dict[str, int] | None = None,
 ) -> dict[str, Any]:
-    """The machine-readable result; its keys are a contract (``docs/summary.schema.json``).
+    """Return the content of ``summary.json``; ``docs/summary.schema.json`` fixes its keys.
 
-    ``made`` is the memory of the process that prepared the store, None where the store was there.
+    Args:
+        config: the configuration.
+        choices: names of the chosen ``strategy``, ``data`` and ``model``.
+        data: the DataModule.
+        recorder: the callback that recorded the epochs.
+        dated: the metrics.
+        ranks: the entries of workers and servers.
+        fit_seconds: seconds of the whole training.
+        resolved: settings that the strategy chose.
+        preparation: memory of the process that prepared the store; None if the store existed.
     """
     training = sum(recorder.epoch_seconds)
     work, unit = data.work
@@ -104,7 +113,7 @@ def summary(
             "parts": store.num_parts,
             "edge_cut": partition.edge_cut,
             "halo": list(partition.halo),
-            "preparation": made,
+            "preparation": preparation,
         },
         "versions": {
             "python": platform.python_version(),
@@ -115,31 +124,32 @@ def summary(
 
 
 def _number(value: float) -> float | None:
-    """JSON has no NaN and no infinity: null stands for both."""
+    """Replace NaN and infinity, which JSON lacks, by None."""
     return value if math.isfinite(value) else None
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Write ``summary.json`` in one piece."""
+    """Write ``summary.json`` atomically."""
     temporary = path.with_suffix(".part")
     temporary.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     os.replace(temporary, path)
 
 
 def print_summary(content: dict[str, Any], run_dir: Path) -> None:
-    """The closing tables: metrics and time of the run, then memory and bytes of each rank."""
+    """Print the metrics and the time of the run, then the memory and the bytes of each rank."""
     console = Console()
     result = Table(
         title=f"strategy={content['strategy']} data={content['data']} model={content['model']}", title_justify="left"
     )
     result.add_column("result", no_wrap=True)
-    result.add_column("value", justify="right", no_wrap=True)
-    result.add_column("after epoch", justify="right", no_wrap=True)
+    for heading in ("value", "after epoch"):
+        result.add_column(heading, justify="right", no_wrap=True)
     for name, value in content["metrics"].items():
-        bound = name.startswith("data/")
-        result.add_row(name, _shown(value), "expected best" if bound else _epoch(content["metrics_epoch"].get(name)))
+        best_possible = name.startswith("data/")
+        epoch = "expected best" if best_possible else _epoch(content["metrics_epoch"].get(name))
+        result.add_row(name, _score(value), epoch)
     if (best := content["best"]) is not None:
-        result.add_row(f"best {best['name']}", _shown(best["value"]), _epoch(best["epoch"]))
+        result.add_row(f"best {best['name']}", _score(best["value"]), _epoch(best["epoch"]))
     for name, value in content["resolved"].items():
         result.add_row(name, str(value))
     if content["epochs"]:
@@ -153,17 +163,17 @@ def print_summary(content: dict[str, Any], run_dir: Path) -> None:
     console.print(f"run folder: {run_dir}", highlight=False, soft_wrap=True)
 
 
-def _shown(value: float | None) -> str:
+def _score(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
 def _epoch(epoch: int | None) -> str:
-    """Epochs count from 1 for people, as in the line of progress."""
+    """Return an epoch as people count, from 1, like the progress line."""
     return "-" if epoch is None else str(epoch + 1)
 
 
 def _rank_table(ranks: list[dict[str, Any]]) -> Table:
-    """Memory, bytes and time of each rank; the lower bound of the bytes where a rank has one."""
+    """Return the table of memory, bytes and time of each rank, with the lower bound of the bytes if a rank has one."""
     bounded = any(rank["comm_bound_bytes"] is not None for rank in ranks)
     table = Table()
     lower_bound = ("lower bound MiB",) * bounded
@@ -185,7 +195,7 @@ def _rank_table(ranks: list[dict[str, Any]]) -> Table:
 
 
 def print_partition(store: Store) -> None:
-    """What ``gtrain partition`` says: edge cut, halo sizes and balance of each part, and what there is of each type."""
+    """Print the result of ``gtrain partition``: edge cut, sizes and balance of the parts, counts of each type."""
     partition, console = store.manifest.partition, Console()
     table = Table(
         title=f"{store.num_nodes:,} nodes, {store.num_edges:,} edges in {store.num_parts} parts", title_justify="left"
@@ -205,22 +215,20 @@ def print_partition(store: Store) -> None:
     balance = "  ".join(f"{name} {value:.3f}" for name, value in partition.imbalance.items())
     console.print(f"imbalance (largest / mean): {balance}")
     for split in HELD_OUT:
-        if held_out := sum(store.held_out_size(split, kind) for kind in store.edge_types):
+        if held_out := sum(store.held_out_size(split, edge_type) for edge_type in store.edge_types):
             console.print(f"{split} edges, held out: {held_out:,}")
     console.print(f"store: {store.path}", highlight=False, soft_wrap=True)
 
 
 def _type_tables(store: Store) -> tuple[Table, Table]:
-    """Nodes of each type in each part; edges of each type, and how many of them are cut."""
+    """Return the tables of node types, with the nodes in each part, and of edge types, with the edges that are cut."""
     partition = store.manifest.partition
-    nodes, edges = Table(), Table()
-    nodes.add_column("node type")
+    nodes, edges = Table("node type"), Table("edge type")
     for heading in ("nodes", *(f"part {part}" for part in range(store.num_parts)), "largest / mean"):
         nodes.add_column(heading, justify="right")
-    for kind, counts in partition.nodes_by_type.items():
+    for node_type, counts in partition.nodes_by_type.items():
         balance = max(counts) * len(counts) / max(sum(counts), 1)
-        nodes.add_row(Text(kind), f"{sum(counts):,}", *(f"{count:,}" for count in counts), f"{balance:.3f}")
-    edges.add_column("edge type")
+        nodes.add_row(Text(node_type), f"{sum(counts):,}", *(f"{count:,}" for count in counts), f"{balance:.3f}")
     for heading in ("edges", "edge cut"):
         edges.add_column(heading, justify="right")
     for key, spec in store.manifest.edge_types.items():

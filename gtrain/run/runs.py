@@ -1,6 +1,6 @@
-"""Finding the runs that were made before: ``ckpt_path=last`` and ``best``.
+"""The index of earlier runs, for ``ckpt_path=last`` and ``best``, and the lock of a run's folder.
 
-Every training run leaves a line in ``<paths.runs>/index.txt``, also one whose folder lies elsewhere.
+Every training run adds a line to ``<paths.runs>/index.txt``, even if its folder is elsewhere.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ INDEX = "index.txt"
 RUN = "run.json"
 NAMES = ("last", "best")
 _GROUPS = ("data", "model", "strategy")
-_PLACES = ("root", "store")  # where data lie does not make them other data
+_DATA_FOLDERS = ("root", "store")  # data in another folder are the same data
 
 
 def hold(folder: Path) -> None:
-    """Make a run's folder, and keep every other run out of it as long as this process lives.
+    """Create a run's folder and lock it against other runs for the lifetime of this process.
 
-    The lock is one of the kernel's on the folder itself: it ends with the process, however that ends, and leaves no
-    file. Processes that are forked from here on do not hold it. Where folders cannot be locked nothing is held.
+    The lock is ``flock`` on the folder itself: the kernel releases it when the process ends, and no file remains.
+    Forked processes do not inherit it. On a file system without locks this function only creates the folder.
 
     Raises:
-        ConfigError: it cannot be made, or another run that is still alive holds it.
+        ConfigError: the folder cannot be created, or a running job holds its lock.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def hold(folder: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(
-            f"a run's folder cannot be made: {error}.", hint="set hydra.run.dir to one that can be written to."
+            f"the run folder cannot be created: {error}.", hint="set hydra.run.dir to a folder that can be written to."
         ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -56,43 +56,43 @@ def hold(folder: Path) -> None:
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             return  # such as ENOLCK of a network file system
         raise ConfigError(
-            f"hydra.run.dir={folder}: another run that has not ended yet writes to this folder.",
-            hint="wait until it has ended, or give this run a folder of its own: leave out hydra.run.dir.",
+            f"hydra.run.dir={folder} was set; another run is still writing to this folder.",
+            hint="wait until it has ended, or leave out hydra.run.dir: each run then gets a new folder.",
         ) from error
     if not _held:
-        os.register_at_fork(after_in_child=_let_go)
+        os.register_at_fork(after_in_child=_close_inherited)
     _held[path] = descriptor
 
 
-def _let_go() -> None:
+def _close_inherited() -> None:
     for descriptor in _held.values():
         os.close(descriptor)
     _held.clear()
 
 
 _held: dict[str, int] = {}
-"""Descriptors of the folders that this process holds; a sweep holds those of its jobs."""
+"""File descriptors of the locked folders, by path; a sweep locks the folder of each of its jobs."""
 
 
 def identity(config: dict[str, Any]) -> str:
-    """A digest of the data, model and strategy settings: runs with equal ones can continue each other."""
-    parts = {name: config[name] for name in _GROUPS}
-    parts["data"] = {key: value for key, value in parts["data"].items() if key not in _PLACES}
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    """Return a digest of the data, model and strategy settings; runs with equal digests can resume each other."""
+    settings = {name: config[name] for name in _GROUPS}
+    settings["data"] = {key: value for key, value in settings["data"].items() if key not in _DATA_FOLDERS}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def register(runs: Path, run_dir: Path, config: dict[str, Any]) -> None:
-    """Note a run that is about to train."""
+    """Record a run that is about to train: its digest in the run's folder, its path in the index."""
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / RUN).write_text(json.dumps({"identity": identity(config), "gtrain": __version__}) + "\n")
     runs.mkdir(parents=True, exist_ok=True)
     line = os.path.relpath(run_dir, runs) if run_dir.is_relative_to(runs) else str(run_dir)
-    with open(runs / INDEX, "a") as index:  # one short write: lines of concurrent jobs do not mix
+    with open(runs / INDEX, "a") as index:  # one short append, which concurrent jobs do not interleave
         index.write(line + "\n")
 
 
 def resolve(ckpt_path: str, runs: Path, config: dict[str, Any]) -> Path:
-    """The checkpoint that ``ckpt_path`` means.
+    """Return the checkpoint that ``ckpt_path`` names.
 
     Args:
         ckpt_path: ``last`` or ``best`` of the newest run with equal data, model and strategy, or a path.
@@ -100,15 +100,16 @@ def resolve(ckpt_path: str, runs: Path, config: dict[str, Any]) -> Path:
         config: the resolved configuration.
 
     Raises:
-        CheckpointError: no such run has one.
+        CheckpointError: no run with equal settings has such a checkpoint.
     """
     if ckpt_path not in NAMES:
         return Path(ckpt_path).absolute()
-    wanted = identity(config)
-    for run_dir in reversed(_known(runs)):
+    digest, index = identity(config), runs / INDEX
+    lines = index.read_text().splitlines() if index.is_file() else []
+    for run_dir in [runs / line for line in reversed(lines) if line]:
         checkpoint = run_dir / "checkpoints" / f"{ckpt_path}.ckpt"
-        there = checkpoint.exists() or checkpoint.with_name(f"{ckpt_path}.ckpt.old").exists()
-        if there and wanted in _identities_of(run_dir):
+        exists = checkpoint.exists() or checkpoint.with_name(f"{ckpt_path}.ckpt.old").exists()
+        if exists and digest in _identities_of(run_dir):
             return checkpoint
     raise CheckpointError(
         f"ckpt_path={ckpt_path} was set; no run under {runs} with the same data, model and strategy has a checkpoint.",
@@ -117,7 +118,7 @@ def resolve(ckpt_path: str, runs: Path, config: dict[str, Any]) -> Path:
 
 
 def how_to_resume(run_dir: Path) -> str:
-    """One sentence for a run that was ended: the checkpoint from which the same command resumes."""
+    """Return the sentence for an interrupted run that names the checkpoint to resume from."""
     for name in NAMES:
         for suffix in ("", ".old"):
             try:
@@ -126,29 +127,20 @@ def how_to_resume(run_dir: Path) -> str:
             except (OSError, ValueError, KeyError, TypeError):
                 continue
             return f"to resume after epoch {epoch}, run the same command with ckpt_path={name}"
-    return "there is no checkpoint yet: the same command starts from the beginning"
-
-
-def _known(runs: Path) -> list[Path]:
-    index = runs / INDEX
-    if not index.is_file():
-        return []
-    return [runs / line for line in index.read_text().splitlines() if line]
+    return "no checkpoint exists yet: the same command starts from the beginning"
 
 
 def _identities_of(run_dir: Path) -> Iterator[str]:
-    """The identity that a run noted, and the one that its command line has today if another release noted it."""
+    """Yield the digest that a run recorded and, if another release recorded it, the digest of its command line today.
+
+    Keys and defaults differ between releases.
+    """
     try:
-        noted = json.loads((run_dir / RUN).read_text())
-        yield noted["identity"]
-        if noted.get("gtrain") != __version__ and GlobalHydra.instance().is_initialized():
-            yield identity(_composed_again(run_dir))
+        record = json.loads((run_dir / RUN).read_text())
+        yield record["identity"]
+        if record.get("gtrain") != __version__ and GlobalHydra.instance().is_initialized():
+            overrides = [str(override) for override in OmegaConf.load(run_dir / ".hydra" / "overrides.yaml")]
+            cfg = compose("config", overrides)
+            yield identity({group: OmegaConf.to_container(cfg[group], resolve=True) for group in _GROUPS})
     except (OSError, ValueError, KeyError, HydraException, OmegaConfBaseException):
-        return  # not a run's folder, or settings that this release does not have
-
-
-def _composed_again(run_dir: Path) -> dict[str, Any]:
-    """What a run's command line means today: keys and defaults of releases differ."""
-    overrides = [str(override) for override in OmegaConf.load(run_dir / ".hydra" / "overrides.yaml")]
-    cfg = compose("config", overrides)
-    return {group: OmegaConf.to_container(cfg[group], resolve=True) for group in _GROUPS}
+        return  # not a run's folder, or settings that this release lacks

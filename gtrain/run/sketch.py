@@ -1,7 +1,7 @@
-"""The model of a job before its data are read: what preflight checks and the data preparation ask of it.
+"""A sketch of a job's model, built before the data are read, for preflight checks and the data preparation.
 
-It is made as a rank makes it, with tables without rows, from the facts of the store if it exists, else from what the
-source knows of its graph (:attr:`gtrain.data.module.GraphDataModule.outline`).
+A sketch is built like a rank's model, but its tables have no rows. The sizes come from the store if it exists, else
+from the source's outline of its graph (:attr:`gtrain.data.module.GraphDataModule.outline`).
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from gtrain.nn import deferred, tables
 from gtrain.run import build
 from gtrain.strategy.base import GraphStrategy
 
-_STATES = {"train": TrainerFn.FITTING, "test": TrainerFn.TESTING, "predict": TrainerFn.PREDICTING}
-_KNOWN = ("gtrain.", "lightning.", "torch.", "torch_geometric.", "torchmetrics.")  # constructors without side effects
-_FEW, _MANY = 16, 100_000  # nodes of a type that a model is made for instead of more than so many
+_STATES = {"train": TrainerFn.FITTING, "test": TrainerFn.TESTING}
+_PLAIN_CONSTRUCTORS = ("gtrain.", "lightning.", "torch.", "torch_geometric.", "torchmetrics.")
+_FEW, _MANY = 16, 100_000  # a graph of more than _MANY nodes is sketched with _FEW nodes of each type
 
 
 def sketch_model(config: dict[str, Any], data: GraphDataModule) -> pl.LightningModule | None:
-    """The model of a job, with tables without rows and perhaps of other sizes; None where making it takes the graph."""
+    """Return the sketch of a job's model; None if the model can be built only with the graph."""
     try:
         model: pl.LightningModule | None = ModelSketch(config, data).model
-    except GtrainError:  # a rank raises it, unless the graph itself is refused first
+    except GtrainError:  # a rank raises it again, unless the graph is refused first
         return None
     return model
 
 
-class _Outline:
-    """What :func:`gtrain.run.build.make_model` reads of a store."""
+class _OutlineStore:
+    """The attributes and methods of a store that :func:`gtrain.run.build.make_model` uses."""
 
     num_parts = 1
 
@@ -49,35 +49,38 @@ class _Outline:
         self.edge_types = store.edge_types if store is not None else facts.get("edge_types", (EDGE_TYPE,))
 
     def names(self, node_type: str) -> Any:
-        """Names are those of the store."""
+        """Return the names in the store; None if the store does not exist."""
         return None if self._store is None else self._store.names(node_type)
 
     def node(self, name: str, part: int = 0) -> torch.Tensor:
-        """One label of each class, in training."""
+        """Return one training label of each class."""
         classes = torch.arange(self.facts["num_classes"])
         return classes if name == "y" else torch.ones_like(classes, dtype=torch.bool)
 
 
 class ModelSketch:
-    """The model of a job, made without the graph.
+    """The model of a job, built without the graph.
 
     Args:
         config: the configuration.
-        data: not prepared.
+        data: the DataModule, not prepared.
 
     Attributes:
-        certain: whether the form of the graph is known; else the model is made for a guess.
-        sized: whether the model has the sizes that it has on this graph.
-        model: the model; None where it cannot be made without the graph.
-        traits: what the choice of a strategy depends on.
+        certain: whether the types and features of the graph are known; else the model is built for a guess.
+        sized: whether the model's sizes are those of the graph.
+        model: the model; None if it cannot be built without the graph.
+        traits: the properties of model and data that the choice of a strategy depends on.
         settings: values of ``trainer`` and ``data`` by key.
+
+    Raises:
+        GtrainError: the configuration of the model is wrong.
     """
 
     def __init__(self, config: dict[str, Any], data: GraphDataModule) -> None:
         self._config, self._data = config, data
         self._store = _open(data)
         facts = dict(self._store.facts) if self._store is not None else data.outline
-        self.certain = facts is not None and not facts.get("features")  # a type with bags of features
+        self.certain = facts is not None and not facts.get("features")  # no entity type has bags of features
         self.sized = self._store is not None and self.certain and _count(facts or {}) <= _MANY
         self.model = self._make_model(dict(facts or {}))
         known = self.model is not None and self.certain
@@ -93,32 +96,34 @@ class ModelSketch:
 
     def _make_model(self, facts: dict[str, Any]) -> Any:
         settings = dict(self._config["model"])
-        if self._store is None:  # lists with a number for each class or relation, of which an outline has few
+        if self._store is None:  # these lists have a number per class or relation, and an outline has few of them
             settings |= {key: None for key in ("class_weights", "relation_weight") if key in settings}
         if not self.certain:
             facts = {**OUTLINE, "num_relations": 2, "num_classes": None if self._data.task == "link" else 2}
-        small = _smaller(facts)
+        store: Any = _OutlineStore(_smaller(facts), self._store)
         try:
             with deferred():
-                return build.make_model(settings, _Outline(small, self._store))  # type: ignore[arg-type]
+                return build.make_model(settings, store)
         except GtrainError as error:
-            # of a graph whose form is unknown, only this is certain: no graph gives a model an argument that it lacks
+            # An unexpected argument is a mistake on every graph; other errors may come from the guessed facts.
             if self.certain or "unexpected keyword" in str(error):
                 raise
-        except Exception:  # of a user's own model, which may want more than there is here
+        except Exception:  # a user's model, which may need more of the store than an outline has
             pass
         return None
 
     def check_optimizers(self, strategy: GraphStrategy) -> None:
-        """Refuse optimizers and schedulers that cannot be made, or that a strategy cannot do the work of."""
-        if self._config["verb"] != "train" or self.model is None or not self.certain or not is_known(type(self.model)):
+        """Refuse optimizers and schedulers that cannot be created, or that a strategy cannot replace."""
+        if self._config["verb"] != "train" or self.model is None or not self.certain:
             return
-        made = self.model.configure_optimizers()
-        optimizers = made["optimizer"] if isinstance(made, dict) else made
+        if not has_plain_constructor(type(self.model)):
+            return
+        configured = self.model.configure_optimizers()
+        optimizers = configured["optimizer"] if isinstance(configured, dict) else configured
         strategy.check_optimizers(self.model, optimizers if isinstance(optimizers, (list, tuple)) else [optimizers])
 
     def served_by(self, settings: Mapping[str, Any]) -> list[str]:
-        """Names of the installed strategies that train this model with these settings."""
+        """Return the names of the installed strategies that train this model with these settings."""
         return [name for name in backends.serving(self.traits, settings) if self._is_served(name)]
 
     def _is_served(self, name: str) -> bool:
@@ -140,18 +145,18 @@ _PLAIN_TRAINER = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "max_epoch
 def _open(data: GraphDataModule) -> Store | None:
     try:
         return data.open_store() if (data.store_path / "manifest.json").is_file() else None
-    except (GtrainError, OSError):  # a rank says what is wrong with it, or makes it anew
+    except (GtrainError, OSError):  # a rank reports what is wrong with the store, or prepares it again
         return None
 
 
 def _count(facts: Mapping[str, Any]) -> int:
-    """Nodes of all types."""
+    """Return the number of nodes of all types."""
     nodes = facts["num_nodes"]
     return int(sum(nodes.values()) if isinstance(nodes, dict) else nodes)
 
 
 def _smaller(facts: dict[str, Any]) -> dict[str, Any]:
-    """Facts of a graph of the same form, with few nodes and columns of features if it is large."""
+    """Return the facts of a graph with the same types, and few nodes of each type if the graph is large."""
     few = {}
     for name in ("num_nodes", "entity_types") if _count(facts) > _MANY else ():
         value = facts.get(name)
@@ -163,21 +168,21 @@ def _smaller(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_trainer(config: dict[str, Any], strategy: GraphStrategy, data: GraphDataModule) -> pl.Trainer:
-    settings = {key: value for key, value in config["trainer"].items() if key != "enable_progress_bar"}
+    """Build a trainer for checks, without callbacks, loggers and checkpoints.
+
+    Raises:
+        ConfigError: an argument of the trainer or of a callback is refused.
+    """
     for name, node in config["callbacks"].items():
-        if node and is_known(build.find_target(node["_target_"], f"callbacks.{name}")):
+        if node and has_plain_constructor(build.find_target(node["_target_"], f"callbacks.{name}")):
             build.make(node, f"callbacks.{name}")
-    trainer = build.make_trainer(
-        {**settings, "enable_checkpointing": False},
-        strategy=strategy,
-        logger=False,
-        enable_progress_bar=False,
-        use_distributed_sampler=False,
-    )
+    settings = {**config["trainer"], "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = build.make_trainer(settings, strategy=strategy, logger=False, use_distributed_sampler=False)
     trainer.state.fn = _STATES.get(config["verb"], TrainerFn.PREDICTING)
     trainer.datamodule = data  # type: ignore[attr-defined]
     return trainer
 
 
-def is_known(target: Any) -> bool:
-    return str(getattr(target, "__module__", "")).startswith(_KNOWN)
+def has_plain_constructor(target: Any) -> bool:
+    """Whether a class comes from a library whose constructors have no side effects."""
+    return str(getattr(target, "__module__", "")).startswith(_PLAIN_CONSTRUCTORS)

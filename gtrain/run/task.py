@@ -1,4 +1,4 @@
-"""What a rank does: fit, test, partition. Runs in every rank, once for the whole task."""
+"""The job that every rank executes: fit, test, predict, export or partition."""
 
 from __future__ import annotations
 
@@ -42,45 +42,44 @@ log = logging.getLogger("gtrain")
 
 
 def run(cfg: DictConfig, choices: dict[str, str]) -> float | None:
-    """Do what ``cfg.verb`` says.
+    """Execute ``cfg.verb``.
 
     Args:
         cfg: the resolved and validated configuration.
         choices: names of the chosen ``strategy``, ``data`` and ``model``.
 
     Returns:
-        The best monitored score of a training, what a sweeper optimises; else None.
+        The best monitored score of a training, which a sweeper optimises; else None.
     """
-    _quieten()
+    _silence_lightning()
     _set_threads()
     find_cache()
     config = plain(cfg)
-    if config["verb"] == "partition":
-        targets.check_objects(config, build.find_target, ["data"])
-        _partition(config)
-        return None
-    targets.check_objects(config, build.find_target)
-    return Task(config, choices).run()
-
-
-def _partition(config: dict[str, Any]) -> None:
-    ranks = config["trainer"]["num_nodes"] * config["trainer"]["devices"]
-    module = data_module(config, ranks)
+    if config["verb"] != "partition":
+        targets.check_objects(config, build.find_target)
+        return Task(config, choices).run()
+    targets.check_objects(config, build.find_target, ["data"])
+    module = data_module(config, config["trainer"]["num_nodes"] * config["trainer"]["devices"])
     module.prepare_data()
     report.print_partition(module.open_store())
+    return None
 
 
 def data_module(config: dict[str, Any], ranks: int) -> GraphDataModule:
-    """The DataModule, cut into one part a rank unless the configuration or the strategy says otherwise."""
+    """Build the DataModule, with one part per rank unless the configuration or the strategy sets another number.
+
+    Raises:
+        ConfigError: ``data._target_`` is not a GraphDataModule.
+    """
     parts = config["data"].get("num_parts")
-    parts = ranks if parts is None else parts  # 0 is refused
+    parts = ranks if parts is None else parts  # not `or`: the DataModule refuses 0
     backend = backends.get(config["strategy"]["name"])
-    wanted = backend.store_settings(config)
-    buckets = wanted.pop("buckets", False)
-    module = build.make({**config["data"], "num_parts": parts, **wanted}, "data")
+    store_settings = backend.store_settings(config)
+    buckets = store_settings.pop("buckets", False)
+    module = build.make({**config["data"], "num_parts": parts, **store_settings}, "data")
     if not isinstance(module, GraphDataModule):
         raise ConfigError(
-            f"data._target_={config['data']['_target_']} is no GraphDataModule.",
+            f"data._target_={config['data']['_target_']} is not a GraphDataModule.",
             hint="subclass gtrain.GraphDataModule.",
         )
     module.edge_buckets, module.parts_key = buckets, backend.parts_key
@@ -90,9 +89,19 @@ def data_module(config: dict[str, Any], ranks: int) -> GraphDataModule:
 def _weight_demand(
     config: dict[str, Any], model: str, data: GraphDataModule, *, demand: Callable[..., str | None] = weight_demand
 ) -> str | None:
-    """What the model of a job demands of edge weights, while the graph is read: ``weight_demand`` or ``zero_demand``;
-    None: nothing, or the model needs the graph to be made. Called in the process that makes the store: a rank makes a
-    user's model once."""
+    """Return what the model of a job demands of edge weights, before the graph is read.
+
+    Only the process that prepares the store calls this, so a rank builds a user's model once.
+
+    Args:
+        config: the configuration.
+        model: what messages call the model.
+        data: the DataModule, not prepared.
+        demand: ``weight_demand`` or ``zero_demand``.
+
+    Returns:
+        A clause for messages; None if the model demands nothing, or can be built only with the graph.
+    """
     with torch.random.fork_rng(devices=[]):
         module = sketch_model(config, data)
     return None if module is None else demand(module, model)
@@ -107,7 +116,7 @@ class Task:
 
     @property
     def model_name(self) -> str:
-        """What messages call the model: by its import path where that is not gtrain's, whatever ``model`` is."""
+        """What messages call the model: its option, or its import path if the model is not one of gtrain's."""
         target = str(self.config["model"].get("_target_"))
         return f"model={self.choices['model']}" if target.startswith("gtrain.model.") else f"model._target_={target}"
 
@@ -118,7 +127,7 @@ class Task:
         pl.seed_everything(config["seed"], verbose=False)
         strategy, checkpoint = self.make_strategy(), self.checkpoint()
         strategy.model_name = self.model_name
-        memory = PeakMemory()  # the strategy's imports are among those that count
+        memory = PeakMemory()  # after make_strategy: the baseline includes the strategy's imports
         if slots.restarts() or strategy.outlives_job:
             checkpoint = strategy.restart_checkpoint(run_dir) or checkpoint
         servers = _server_meter(strategy)
@@ -126,7 +135,7 @@ class Task:
         data.weight_demand = partial(_weight_demand, config, strategy.model_name)
         data.zero_demand = partial(_weight_demand, config, strategy.model_name, demand=zero_demand)
         prepare(data)
-        memory.start()  # now: it is a thread, and a process with threads is not forked
+        memory.start()  # after prepare, which forks: this starts a thread, and a process with threads cannot fork
         store = data.open_store()
         with strategy.making_model():
             model = build.make_model(config["model"], store)
@@ -138,39 +147,41 @@ class Task:
         trainer = self._trainer(strategy, recorder, model, data)
         if config["verb"] == "train" and strategy.is_global_zero and not slots.restarts():
             runs.register(self._runs, run_dir, config)
-        began = time.perf_counter()
-        if config["verb"] == "train":
-            trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
-        fit_seconds = time.perf_counter() - began if config["verb"] == "train" else 0.0
         if config["verb"] in ("predict", "export"):
             self._predict(trainer, model, data, checkpoint)
             return None
+        fit_seconds, best = 0.0, None
+        if config["verb"] == "train":
+            start = time.perf_counter()
+            trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
+            fit_seconds, best = time.perf_counter() - start, _best(trainer)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         epoch_of = {name: recorder.epoch_of.get(name) for name in metrics}
-        best = _best(trainer) if config["verb"] == "train" else None
         if data.num_seeds("test") > 0:
-            tested, epoch = self._test(trainer, model, data, checkpoint, recorder)
-            metrics |= tested
-            epoch_of |= dict.fromkeys(tested, epoch)
-        known_best = {name: value for name, value in store.facts.items() if name.startswith("best_")}
-        metrics |= {f"data/{name}": float(value) for name, value in known_best.items() if value is not None}
-        mine = report.rank_figures(strategy.global_rank, memory, recorder, strategy.counters)
-        theirs = strategy.servers.figures() if servers else []  # before a rank leaves and a machine ends its servers
-        everyone = strategy.group.all_gather_object((mine, strategy.servers.traffic, data.preparation_memory))
-        ranks = [figures for figures, _, _ in everyone]
-        ranks += servers.ranks(theirs, [traffic for _, traffic, _ in everyone]) if servers else []
-        made = next((memory for _, _, memory in everyone if memory is not None), None)
+            test_metrics, epoch = self._test(trainer, model, data, checkpoint, recorder)
+            metrics |= test_metrics
+            epoch_of |= dict.fromkeys(test_metrics, epoch)
+        best_possible = {name: value for name, value in store.facts.items() if name.startswith("best_")}
+        metrics |= {f"data/{name}": float(value) for name, value in best_possible.items() if value is not None}
+        figures = report.rank_figures(strategy.global_rank, memory, recorder, strategy.counters)
+        server_figures = strategy.servers.figures() if servers else []  # while every machine still has its servers
+        gathered = strategy.group.all_gather_object((figures, strategy.servers.traffic, data.preparation_memory))
+        ranks = [figures for figures, _, _ in gathered]
+        ranks += servers.ranks(server_figures, [traffic for _, traffic, _ in gathered]) if servers else []
         if strategy.is_global_zero:
+            preparation = next((memory for _, _, memory in gathered if memory is not None), None)
             resolved = strategy.resolved_settings()
             dated = report.DatedMetrics(metrics, epoch_of, best)
-            content = report.summary(config, self.choices, data, recorder, dated, ranks, fit_seconds, resolved, made)
+            content = report.summary(
+                config, self.choices, data, recorder, dated, ranks, fit_seconds, resolved, preparation
+            )
             report.write(run_dir / "summary.json", content)
             report.print_summary(content, run_dir)
         return None if best is None else best.value
 
     @property
     def output(self) -> Path:
-        """What ``gtrain predict`` and ``gtrain export`` write."""
+        """The file that ``gtrain predict`` and ``gtrain export`` write."""
         name = "embeddings" if self.config["verb"] == "export" else "predictions"
         return Path(self.config["output"] or Path(self.config["paths"]["run"], f"{name}.{self.config['format']}"))
 
@@ -184,7 +195,7 @@ class Task:
         return strategy
 
     def checkpoint(self) -> Path | None:
-        """The checkpoint to go on from, or to test."""
+        """Return the checkpoint to resume from, or to test; None if none is set."""
         path = self.config["ckpt_path"]
         if path is None and self.config["verb"] in ("test", "predict", "export"):
             path = "best"
@@ -197,41 +208,39 @@ class Task:
         if data.num_seeds("val") == 0:
             settings["limit_val_batches"] = 0  # a data set may hold nothing out for validation
         callbacks = [build.make(node, f"callbacks.{name}") for name, node in self.config["callbacks"].items() if node]
-        for callback in callbacks:
-            if isinstance(callback, ModelCheckpoint) and callback.monitor == "auto":
+        checkpoints = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
+        for callback in checkpoints:
+            if not settings["limit_val_batches"]:
+                callback.monitor = None  # without validation the last epoch counts as the best
+            elif callback.monitor == "auto":
                 callback.monitor = default_score(model, data.facts)
-        if not settings["limit_val_batches"]:
-            for callback in callbacks:
-                if isinstance(callback, ModelCheckpoint):
-                    callback.monitor = None  # nothing is validated, so the last epoch is the best known
         if not settings["enable_checkpointing"]:
-            callbacks = [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)]
-        settings["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-        live = [ProgressLine(recorder, *data.work)] if settings.pop("enable_progress_bar") else []
+            callbacks = [callback for callback in callbacks if callback not in checkpoints]
+        settings["enable_checkpointing"] = bool(checkpoints) and settings["enable_checkpointing"]
+        progress = [ProgressLine(recorder, *data.work)] if settings.pop("enable_progress_bar") else []
         loggers = [build.make(node, f"logger.{name}") for name, node in self.config["logger"].items() if node]
         return build.make_trainer(
             settings,
             strategy=strategy,
-            callbacks=[recorder, *live, *callbacks],
+            callbacks=[recorder, *progress, *callbacks],
             logger=loggers or False,
             default_root_dir=self.config["paths"]["run"],
-            enable_progress_bar=False,  # Lightning's own
+            enable_progress_bar=False,  # ProgressLine takes the place of Lightning's bar
             use_distributed_sampler=False,
         )
 
     def _predict(
         self, trainer: pl.Trainer, model: pl.LightningModule, data: GraphDataModule, checkpoint: Path | None
     ) -> None:
-        """Write what the model says of every node."""
+        """Write the scores or the embedding of every node."""
         config, strategy = self.config, trainer.strategy
         assert isinstance(strategy, GraphStrategy)
-        output = self.output
         embeddings = config["verb"] == "export" or config["embeddings"]
-        writer = PredictionWriter(output, config["format"], data.open_store(), strategy, embeddings)
+        writer = PredictionWriter(self.output, config["format"], data.open_store(), strategy, embeddings)
         trainer.callbacks.append(writer)  # type: ignore[attr-defined]
         trainer.predict(model, datamodule=data, ckpt_path=checkpoint, return_predictions=False)
         if strategy.is_global_zero:
-            print(f"written: {output}")
+            print(f"written: {self.output}")
 
     def _test(
         self,
@@ -241,10 +250,10 @@ class Task:
         checkpoint: Path | None,
         recorder: RunRecorder,
     ) -> tuple[dict[str, float], int | None]:
-        """Test with the best checkpoint of this run; with the given one for ``gtrain test``.
+        """Test the best checkpoint of this run, or ``checkpoint`` for ``gtrain test``.
 
         Returns:
-            What the test logged, and the epoch of the weights.
+            The metrics that the test logged, and the epoch of the weights.
         """
         if self.config["verb"] == "train":
             best = getattr(trainer.checkpoint_callback, "best_model_path", "")
@@ -257,16 +266,16 @@ class Task:
 
 
 def _server_meter(strategy: GraphStrategy) -> ServerMeter | None:
-    """What asks the job's servers for their figures, on rank 0; None elsewhere, and where there are no servers."""
+    """Return rank 0's meter of the job's servers; None on other ranks and in a job without servers."""
     if not slots.roster().counts or not strategy.is_global_zero:
         return None
     meter = ServerMeter(strategy.servers)
-    strategy.counters.meters.insert(0, meter)  # read where this rank's own traffic is not counted
+    strategy.counters.meters.insert(0, meter)  # first, so that its requests are not counted as this rank's traffic
     return meter
 
 
 def _best(trainer: pl.Trainer) -> report.Best | None:
-    """The best monitored score of a fit, what a sweeper optimises; None where nothing is monitored."""
+    """Return the best monitored score of a fit, which a sweeper optimises; None if nothing is monitored."""
     callback = trainer.checkpoint_callback
     if not isinstance(callback, ModelCheckpoint) or callback.monitor is None or callback.best_model_score is None:
         return None
@@ -274,14 +283,14 @@ def _best(trainer: pl.Trainer) -> report.Best | None:
 
 
 def _set_threads() -> None:
-    """Share the cores among the ranks of this machine, unless ``OMP_NUM_THREADS`` says otherwise."""
+    """Divide the cores among the ranks of this machine, unless ``OMP_NUM_THREADS`` is set."""
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // ranks_on_this_machine()))
 
 
-def _quieten() -> None:
-    """Lightning speaks to people who write a Trainer by hand; here the configuration decides."""
+def _silence_lightning() -> None:
+    """Silence Lightning's advice to authors of a Trainer: here the configuration decides."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for pattern in (

@@ -41,7 +41,7 @@ def edge_list(**more: str) -> list[str]:
 def test_a_runs_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for setting in (["hydra.run.dir=file"], ["--multirun", "seed=1,2", "hydra.sweep.dir=file"]):
-        assert "a run's folder cannot be made: [Errno 17] File exists:" in refused(*setting, *QUICK, cwd=tmp_path)
+        assert "the run folder cannot be created: [Errno 17] File exists:" in refused(*setting, *QUICK, cwd=tmp_path)
 
 
 @pytest.mark.parametrize(

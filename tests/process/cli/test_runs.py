@@ -230,7 +230,7 @@ def test_a_second_run_in_the_folder_of_one_that_lives_is_refused(tmp_path: Path)
         for verb in ("train", "test"):
             second = gtrain(verb, *setting, "trainer.max_epochs=1", cwd=tmp_path)
             assert second.returncode == 1 and "Traceback" not in second.stderr
-            assert "hydra.run.dir=run: another run that has not ended yet writes to this folder." in second.stderr
+            assert "hydra.run.dir=run was set; another run is still writing to this folder." in second.stderr
         assert (tmp_path / "run" / ".hydra" / "overrides.yaml").read_text() == composed
         assert first.poll() is None
     finally:

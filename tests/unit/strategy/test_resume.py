@@ -136,7 +136,7 @@ def test_metrics_are_of_the_epoch_that_measured_them(tmp_path: Path) -> None:
 
 
 def test_how_to_resume(tmp_path: Path) -> None:
-    assert how_to_resume(tmp_path) == "there is no checkpoint yet: the same command starts from the beginning"
+    assert how_to_resume(tmp_path) == "no checkpoint exists yet: the same command starts from the beginning"
     for name, epoch in (("best", 3), ("last", 6)):
         (tmp_path / "checkpoints" / f"{name}.ckpt").mkdir(parents=True)
         assert f"ckpt_path={name}" not in how_to_resume(tmp_path), "not complete"
