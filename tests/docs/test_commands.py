@@ -202,6 +202,17 @@ def test_the_tables_of_settings_are_those_of_the_dataclasses() -> None:
     assert sum(page.read_text().count("<!-- settings: ") for page in pages) >= 25
 
 
+def test_the_map_lists_every_file_of_the_core() -> None:
+    listed, folder = set(), "gtrain"
+    for line in (REPO / "docs" / "map.md").read_text().splitlines():
+        if heading := re.match(r"## (gtrain[\w/]*)(,?)|^`(gtrain[\w/]+)`", line):
+            folder = "gtrain" if heading.group(2) else heading.group(1) or heading.group(3)
+        if line.startswith("| `"):
+            listed |= {f"{folder}/{file}" for file in re.findall(r"`([\w/]+\.py)`", line.split("|")[1])}
+    files = {f.relative_to(REPO).as_posix() for f in (REPO / "gtrain").rglob("*.py") if f.name != "__init__.py"}
+    assert listed == files
+
+
 def mistakes() -> list[tuple[str, str]]:
     """The table of configuration.md: a command and its answer."""
     rows = (REPO / "docs" / "configuration.md").read_text().partition("## Mistakes")[2].splitlines()
