@@ -1,4 +1,4 @@
-"""What replicated layers agree on: the sum of their gradients, and the mean of their running statistics."""
+"""Synchronisation of replicated layers: the sum of gradients and the mean of running statistics."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from gtrain.strategy.group import Group, flatten, unflatten_into
 
 
 def sum_gradients(group: Group, parameters: Iterable[Parameter]) -> None:
-    """Add up every parameter's gradient over the ranks, in one flat message for each dtype.
+    """All-reduce the gradients of all parameters, in one flat message per dtype.
 
-    A parameter without a gradient on any rank keeps None (an optimizer then leaves it alone, as a single process
-    would); one that has a gradient on some ranks only counts as zero on the others. A sparse gradient of a replicated
-    table is sent dense: its rows differ from rank to rank.
+    A parameter without a gradient on every rank keeps None, so that optimizers skip it as in a single process. If only
+    some ranks have a gradient, it counts as zero on the others. A sparse gradient of a replicated table is sent dense,
+    because ranks have different rows.
     """
     if group.size == 1:
         return
@@ -32,16 +32,16 @@ def sum_gradients(group: Group, parameters: Iterable[Parameter]) -> None:
 
 
 def average_statistics(group: Group, module: Module) -> None:
-    """Average running means and variances over the ranks, so that they are those of no rank in particular.
+    """Average running means and variances over the ranks.
 
-    Evaluation and checkpoints then do not depend on who evaluates or saves. (``DistributedDataParallel`` gives all
-    ranks those of rank 0 instead.) Nothing is sent for a module without such layers.
+    Evaluation and checkpoints then do not depend on the rank. (``DistributedDataParallel`` broadcasts those of rank 0
+    instead.) A module without such layers needs no message.
     """
     if group.size == 1:
         return
     layers = [layer for layer in module.modules() if isinstance(layer, _NormBase) and layer.training]
-    found = [(layer.running_mean, layer.running_var) for layer in layers]
-    tensors = [tensor for pair in found for tensor in pair if tensor is not None]
+    statistics = [tensor for layer in layers for tensor in (layer.running_mean, layer.running_var)]
+    tensors = [tensor for tensor in statistics if tensor is not None]
     for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
         bucket = [tensor for tensor in tensors if tensor.dtype == dtype]
         unflatten_into(group.all_reduce(flatten(bucket), "mean"), bucket)

@@ -1,6 +1,7 @@
-"""Plain data as bytes: what ranks tell each other in words. Nothing of it is ever unpickled.
+"""Serialisation of the Python values that ranks exchange, with msgpack; nothing is ever unpickled.
 
-Plain data are None, booleans, numbers, texts, bytes, paths, tensors, and lists, tuples and dictionaries of them.
+Plain data are None, booleans, numbers, strings, bytes, paths, tensors, NumPy arrays (restored as tensors), and lists,
+tuples and dictionaries of them.
 """
 
 from __future__ import annotations
@@ -15,26 +16,30 @@ from torch import Tensor
 
 from gtrain.errors import ConfigError
 
-_TUPLE, _PATH, _LARGE, _TENSOR, _DICT = 1, 2, 3, 4, 5
+_TUPLE, _PATH, _LARGE, _TENSOR, _DICT = 1, 2, 3, 4, 5  # codes of msgpack's extension types
 
 
 def pack(value: Any) -> bytes:
-    """Return the bytes of plain data.
+    """Serialise plain data.
 
     Raises:
-        ConfigError: it holds something else.
+        ConfigError: the value contains an object of another type.
     """
     content: bytes = msgpack.packb(_plain(value), strict_types=True)
     return content
 
 
 def unpack(content: bytes) -> Any:
-    """Return the plain data that :func:`pack` made bytes of."""
+    """Restore the plain data that :func:`pack` serialised.
+
+    Raises:
+        ValueError: the bytes do not come from :func:`pack`.
+    """
     return msgpack.unpackb(content, ext_hook=_restore, strict_map_key=False, use_list=True)
 
 
 def _plain(value: Any) -> Any:
-    """What msgpack knows, with the rest as extension types."""
+    """Convert a value to msgpack's types; extension types represent all others."""
     if value is None or type(value) in (bool, float, str, bytes):
         return value
     if type(value) is int:
@@ -42,15 +47,16 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return _plain(value.item())
     if isinstance(value, list):
-        return [_plain(one) for one in value]
-    if isinstance(value, tuple):  # a named one arrives as a plain one
+        return [_plain(item) for item in value]
+    if isinstance(value, tuple):  # a NamedTuple is restored as a plain tuple
         return msgpack.ExtType(_TUPLE, pack(list(value)))
     if isinstance(value, dict):
         if all(type(key) is str for key in value):
-            return {key: _plain(one) for key, one in value.items()}
+            return {key: _plain(item) for key, item in value.items()}
         return msgpack.ExtType(_DICT, pack([list(pair) for pair in value.items()]))
-    if isinstance(value, (str, float, int)):  # of a subclass
-        return _plain(next(kind(value) for kind in (str, float, int) if isinstance(value, kind)))
+    for base in (str, float, int):
+        if isinstance(value, base):  # an instance of a subclass
+            return _plain(base(value))
     if isinstance(value, Path):
         return msgpack.ExtType(_PATH, str(value).encode())
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
@@ -60,9 +66,9 @@ def _plain(value: Any) -> Any:
         content = host.view(-1).view(torch.uint8).numpy().tobytes() if host.numel() else b""
         return msgpack.ExtType(_TENSOR, msgpack.packb([str(host.dtype), list(host.shape), content]))
     raise ConfigError(
-        f"{type(value).__module__}.{type(value).__qualname__} was to be sent to other ranks, and only plain data are; "
-        "what comes from a socket is never unpickled.",
-        hint="send numbers, texts, tensors, and lists, tuples and dictionaries of them.",
+        f"{type(value).__module__}.{type(value).__qualname__} cannot be sent to other ranks: only plain data can, "
+        "because bytes from a socket are never unpickled.",
+        hint="send numbers, strings, tensors, and lists, tuples and dictionaries of them.",
     )
 
 
@@ -70,7 +76,7 @@ def _restore(code: int, content: bytes) -> Any:
     if code == _TUPLE:
         return tuple(unpack(content))
     if code == _DICT:
-        return {key: value for key, value in unpack(content)}
+        return dict(unpack(content))
     if code == _PATH:
         return Path(content.decode())
     if code == _LARGE:
@@ -79,6 +85,6 @@ def _restore(code: int, content: bytes) -> Any:
         name, shape, data = msgpack.unpackb(content)
         dtype = getattr(torch, name.removeprefix("torch."), None)
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{name} is no dtype")
+            raise ValueError(f"{name} is not a dtype")
         return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
-    raise ValueError(f"plain data of type {code}")
+    raise ValueError(f"msgpack extension type {code} is unknown")

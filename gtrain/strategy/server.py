@@ -1,6 +1,6 @@
-"""What runs in a server's process, and what a role's function is given.
+"""Server processes of a backend's roles: the entry points, and the context that a role's function receives.
 
-A role's function has this form; it returns when the server is asked to end::
+A role's function has this form and returns when the server is to stop::
 
     def main(context: ServerContext) -> None:
         table = torch.zeros(context.config["strategy"]["rows"])
@@ -41,16 +41,16 @@ Handler = Callable[[Message, Caller], Message | None]
 
 
 class LastingState:
-    """A value that outlives the process, in the file of :attr:`ServerContext.lasting_file`.
+    """A value that survives restarts of the process, in the file of :attr:`ServerContext.lasting_file`.
 
-    A process that is killed while it saves leaves the value before: the new one is written beside it, and one write of
-    16 bytes then says where the value is.
+    A process that is killed during :meth:`save` leaves the previous value: the new one is written to other bytes of the
+    file, and one write of 16 bytes then makes it the current one.
 
     Args:
-        descriptor: of the file.
+        descriptor: file descriptor of the file.
     """
 
-    _HEAD = struct.Struct("<qq")  # where the value begins, and its bytes
+    _HEAD = struct.Struct("<qq")  # offset and length of the value
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -58,13 +58,13 @@ class LastingState:
         self._begin, self._length = self._HEAD.unpack(head) if head else (self._HEAD.size, 0)
 
     def load(self) -> bytes:
-        """What was saved last; empty if nothing was."""
+        """Return the value that was saved last; empty if none was."""
         return os.pread(self._descriptor, self._length, self._begin)
 
     def save(self, value: bytes) -> None:
-        """Have this value from now on."""
-        first = self._HEAD.size
-        begin = first if self._begin >= first + len(value) else self._begin + self._length
+        """Replace the value."""
+        start = self._HEAD.size
+        begin = start if self._begin >= start + len(value) else self._begin + self._length
         os.pwrite(self._descriptor, value, begin)
         os.pwrite(self._descriptor, self._HEAD.pack(begin, len(value)), 0)
         self._begin, self._length = begin, len(value)
@@ -72,21 +72,21 @@ class LastingState:
 
 @dataclass
 class ServerContext:
-    """A server's place in its job, and what it serves with.
+    """The identity, resources and configuration of a server process.
 
     Attributes:
         slot: role, rank and machine.
-        config: the whole composed configuration as dictionaries, lists and values.
-        restarts: how many times this server was restarted: 0 in its first life.
-        descriptor: its listening socket, bound before it existed; the same in every life.
-        address: what others connect to in order to reach it.
-        security: the job's keys; None where the address does not leave the machine.
+        config: the composed configuration as dictionaries, lists and values.
+        restarts: how many times this server was restarted.
+        descriptor: file descriptor of its listening socket, which the agent bound and keeps over restarts.
+        address: address that clients connect to.
+        security: the job's keys; None if the address is local to the machine.
         run_dir: the run's folder.
-        stop: set when the server is asked to end, because the job is over or was interrupted.
-        known: whether workers know the address already; else it is told them through the job's key-value store.
-        memory: what the server has had since its imports.
-        lasting_file: an anonymous file, empty in the first life, which the agent keeps open over all of them; None
-            where the role is not restarted. :class:`LastingState` keeps a value in it.
+        stop: set when the server is to stop, because the job has ended or was interrupted.
+        known: whether workers know the address; otherwise the server publishes it in the job's key-value store.
+        memory: peak memory since the imports.
+        lasting_file: file descriptor of an anonymous file that the agent keeps open over restarts, initially empty;
+            None if the role is not restarted. :class:`LastingState` stores a value in it.
     """
 
     slot: Slot
@@ -103,34 +103,33 @@ class ServerContext:
 
     @property
     def store(self) -> KeyValueStore:
-        """The job's key-value store."""
+        """Key-value store of the job."""
         return job_store(find_environment())
 
     def client(self, role: str, rank: int) -> Client:
-        """A client of another server of the job, under this server's label; waits until that is there.
+        """Wait for another server of the job and return a client of it, named by this server's label.
 
         Raises:
-            PeerLostError: it is not there in time.
+            PeerLostError: the server did not start in time.
         """
         address = Servers(find_environment(), Counters(), START_SECONDS).address(role, rank)
         return Client(address, peer=f"{role} {rank}", name=self.slot.label, security=self.security)
 
     def say(self, text: str) -> None:
-        """Have the agent print a line to the terminal."""
+        """Print a line to the terminal, through the agent."""
         slots.say(text)
 
     def serve(self, handlers: Mapping[str, Handler], work: Callable[[], bool] | None = None) -> None:
         """Answer requests until :attr:`stop` is set.
 
         Args:
-            handlers: what answers each method; ``gtrain.figures`` is added.
-            work: what to do between requests; see :meth:`gtrain.wire.Server.run`.
+            handlers: the handler of each method; ``gtrain.figures`` is added.
+            work: called between requests; see :meth:`gtrain.wire.Server.run`.
         """
-        server = self.server(handlers)
-        server.run(self.stop, work)
+        self.server(handlers).run(self.stop, work)
 
     def server(self, handlers: Mapping[str, Handler]) -> Server:
-        """The server of :meth:`serve`, for a role that runs it by itself; others find it from now on."""
+        """Create the server and publish its address, for a role that runs the server itself; see :meth:`serve`."""
 
         def figures(message: Message, caller: Caller) -> Message:
             return Message(self._figures(server))
@@ -142,19 +141,19 @@ class ServerContext:
             security=self.security,
         )
         if not self.known:
-            where = {"address": self.address, "machine": socket.gethostname()}
-            directory(self.store).set(entry(self.slot.role, self.slot.rank), json.dumps(where))
+            location = {"address": self.address, "machine": socket.gethostname()}
+            directory(self.store).set(entry(self.slot.role, self.slot.rank), json.dumps(location))
             self.known = True
         return server
 
     def _figures(self, server: Server) -> dict[str, Any]:
-        """This server's entry of ``summary.json``'s ``ranks``, and which of its lives it is from."""
+        """Return this server's entry in ``ranks`` of ``summary.json``, and its incarnation."""
         return {
             "rank": self.slot.rank,
             "role": self.slot.role,
             "host": socket.gethostname(),
             **self.memory.figures(),
-            "bytes_sent": server.counters.bytes_sent,  # of its whole life; see ServerMeter
+            "bytes_sent": server.counters.bytes_sent,  # since its start; see ServerMeter
             "bytes_received": server.counters.bytes_received,
             "comm_seconds": 0.0,
             "wait_seconds": 0.0,
@@ -165,22 +164,20 @@ class ServerContext:
 
 
 def run(target: str, config: Any) -> None:
-    """The task of a server's process.
+    """Run a server that an agent started; the main function of its process.
 
     Args:
-        target: ``package.module:function`` of its role.
+        target: ``package.module:function`` of the role.
         config: the composed configuration.
     """
-    stop = stop_event()
-    job = slots.current()
+    stop, job = stop_event(), slots.current()
     assert job is not None
     serve_role(target, job, config, stop)
 
 
 def run_by_hand(target: str, config: Any) -> None:
-    """The task of a server that was started by hand."""
-    stop = stop_event()
-    job = slots.current()
+    """Run a server that was started by hand, until the job's key-value store closes; see :func:`run`."""
+    stop, job = stop_event(), slots.current()
     assert job is not None
     watch = threading.Thread(
         target=_watch, args=(job.store_address, job.roster.key_file, stop), name="gtrain-job", daemon=True
@@ -191,16 +188,15 @@ def run_by_hand(target: str, config: Any) -> None:
 
 
 def _watch(address: str, key_file: str | None, stop: threading.Event) -> None:
-    """Set ``stop`` once the job's key-value store is gone: it ends with rank 0, and a connection to it does as well."""
-    error = await_end(address, key_file)
-    if error is not None:
+    """Set ``stop`` when the job's key-value store ends, as it does with rank 0, or the connection to it is lost."""
+    if (error := await_end(address, key_file)) is not None:
         print(f"the job's key-value store is lost: {error.message}", flush=True)
     print("the job is over", flush=True)
     stop.set()
 
 
 def serve_role(target: str, job: JobContext, config: Any, stop: threading.Event) -> None:
-    """Call a role's function, in a process that the agent forked."""
+    """Call a role's function in a server's process."""
     find_cache()
     resolve(target)(_context(job, config, stop))
 

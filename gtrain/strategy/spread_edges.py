@@ -1,4 +1,4 @@
-"""Batches of scored edges over nodes of which each rank has its own: full batch, or evaluation after encoding."""
+"""Batches of scored edges over nodes that several ranks own, for full-batch training and for evaluation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Lists = tuple[Tensor, Tensor]
 
 
 class SpreadEdges:
-    """This rank's edges of one split: those that point at nodes of its part. All ranks make it together.
+    """This rank's edges of one split: those whose target is in its part. All ranks create it together.
 
     Args:
         group: the ranks; rank p owns part p.
@@ -32,47 +32,46 @@ class SpreadEdges:
 
     def __init__(self, group: Group, loader: SeedLoader) -> None:
         self._group, self._store = group, loader.store
-        self._kind = target_edge_type(loader.store)
-        part = PartEdges(loader.store, self._kind, loader.split, [group.rank])
+        self._edge_type = target_edge_type(loader.store)
+        part = PartEdges(loader.store, self._edge_type, loader.split, [group.rank])
         self._edge_id, self._negatives = part.edge_id(), loader.negatives()
         self._edges = replace(part.select(), edge_id=self._edge_id)
-        self._known = None if loader.split == "train" else _known(group, loader.store, self._kind)
+        self._known = None if loader.split == "train" else _known_edges(group, loader.store, self._edge_type)
 
     def __len__(self) -> int:
         return self._edge_id.numel()
 
     def batch(self, graph: Batch, epoch: int) -> Batch:
-        """Return a shallow copy of a rank's graph with its edges of this split. All ranks call it together.
+        """Return a shallow copy of a rank's graph with its edges of this split. All ranks call this together.
 
         Args:
-            graph: own nodes first, in the order of their global ids.
-            epoch: number of the epoch, for the false edges.
+            graph: the rank's nodes first, in the order of their global ids.
+            epoch: number of the epoch, from which negatives are drawn.
 
         Returns:
             A batch with the entries of :meth:`~gtrain.data.batches.scored_edges.ScoredEdges.entries`, whose ids are
-            rows of what ``spread.rows`` returns; ``spread``, see :class:`~gtrain.protocols.Spread`; ``seeds`` and
+            rows of the result of ``spread.rows``; ``spread``, see :class:`~gtrain.protocols.Spread`; ``seeds`` and
             ``batch_size``.
         """
         edges = self._edges if self._negatives is None else self._negatives(self._edges, self._edge_id, epoch)
-        nodes = SpreadNodes(self._group, self._store, self._kind, edges, self._known)
-        copied = copy.copy(graph)
-        nodes.local(edges).put_into(copied, self._kind if isinstance(copied, HeteroData) else None)
-        copied.spread = nodes
-        copied.seeds, copied.batch_size = torch.arange(len(self)), len(self)
-        if isinstance(copied, HeteroData):
-            copied.target = self._kind
-        return copied
+        batch, is_hetero = copy.copy(graph), isinstance(graph, HeteroData)
+        batch.spread = SpreadNodes(self._group, self._store, self._edge_type, edges, self._known)
+        batch.spread.local(edges).put_into(batch, self._edge_type if is_hetero else None)
+        batch.seeds, batch.batch_size = torch.arange(len(self)), len(self)
+        if is_hetero:
+            batch.target = self._edge_type
+        return batch
 
 
 class SpreadNodes:
-    """The ends of a batch's edges; implements :class:`~gtrain.protocols.Spread`.
+    """The sources and targets of a batch's edges; implements :class:`~gtrain.protocols.Spread`.
 
     Args:
         group: the ranks.
         store: the graph.
         edge_type: type of the edges.
-        edges: this rank's, by global ids.
-        known: true edges, for ranking; None on the train split.
+        edges: this rank's edges, with global ids.
+        known: true edges, for filtered ranking; None on the train split.
     """
 
     def __init__(
@@ -81,31 +80,26 @@ class SpreadNodes:
         self.rank, self.size = group.rank, group.size
         self.source, self.target = edges.source, edges.target
         self._group, self._known = group, known
-        kinds = edge_type[0], edge_type[2]
-        offsets = [store.offsets_of(kind) for kind in kinds]
+        source_type, _, target_type = edge_type
+        offsets = store.offsets_of(source_type), store.offsets_of(target_type)
         self.first = int(offsets[0][group.rank]), int(offsets[1][group.rank])
-        ends = [edges.at_sources(), edges.at_targets()]
-        if kinds[0] == kinds[1]:
-            exchange = RowExchange(group, offsets[0], torch.cat(ends))
+        sources, targets = edges.at_sources(), edges.at_targets()
+        if source_type == target_type:
+            exchange = RowExchange(group, offsets[0], torch.cat([sources, targets]))
             self._exchanges = exchange, exchange
         else:
-            self._exchanges = RowExchange(group, offsets[0], ends[0]), RowExchange(group, offsets[1], ends[1])
+            self._exchanges = RowExchange(group, offsets[0], sources), RowExchange(group, offsets[1], targets)
         self.num_own = self._exchanges[0].num_own, self._exchanges[1].num_own
 
     def local(self, edges: ScoredEdges) -> ScoredEdges:
-        """The edges by rows of what :meth:`rows` returns."""
+        """Return the edges with ids that are rows of the result of :meth:`rows`."""
         sources, targets = self._exchanges
         return edges.renumbered(sources.local(edges.at_sources()), targets.local(edges.at_targets()))
 
     def rows(self, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         sources, targets = self._exchanges
-        if source is target:
-            self._count(sources, source)
-            both = sources.rows(source)
-            return both, both
-        for exchange, tensor in ((sources, source), (targets, target)):
-            self._count(exchange, tensor)
-        return sources.rows(source), targets.rows(target)
+        source_rows = self._exchange(sources, source)
+        return source_rows, source_rows if source is target else self._exchange(targets, target)
 
     def known_targets(self, source: Tensor, relation: Tensor | None) -> Lists:
         assert self._known is not None
@@ -121,25 +115,31 @@ class SpreadNodes:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return self._group.all_reduce(tensor)
 
-    def _count(self, exchange: RowExchange, own: Tensor) -> None:
-        """The rows must travel once each way: part of the lower bound, where a strategy reckons one."""
+    def _exchange(self, exchange: RowExchange, own: Tensor) -> Tensor:
+        """Return the rank's rows and the remote ones; count the bytes that any strategy must send for them.
+
+        Rows travel to their readers once, and their gradients back to the owners once.
+        """
         counters = self._group.counters
         if counters.bound_bytes is not None:
-            row = own[:0].flatten(1).size(1) * own.element_size()
-            counters.needed(row * (exchange.num_served + own.requires_grad * exchange.remote_ids.numel()))
+            row_bytes = own[:0].flatten(1).size(1) * own.element_size()
+            counters.needed(row_bytes * (exchange.num_served + own.requires_grad * exchange.remote_ids.numel()))
+        return exchange.rows(own)
 
 
-def _known(group: Group, store: Store, kind: EdgeType) -> KnownEdges:
-    """What is true of the nodes that held-out edges ask about: of all ranks' sources, and of the own targets."""
-    splits = [PartEdges(store, kind, split, [group.rank]).select() for split in ("val", "test")]
+def _known_edges(group: Group, store: Store, edge_type: EdgeType) -> KnownEdges:
+    """Return the true edges that filtered ranking of held-out edges needs.
+
+    They are this rank's edges of all splits; of the training edges, those with the source of any rank's held-out edge
+    or the target of one of its held-out edges.
+    """
+    splits = [PartEdges(store, edge_type, split, [group.rank]).select() for split in ("val", "test")]
     sources = torch.cat(group.all_gather(torch.cat([edges.source for edges in splits]).unique())).unique()
     targets = torch.cat([edges.target for edges in splits]).unique()
-    train = PartEdges(store, kind, "train", [group.rank]).select()
-    asked = torch.isin(train.source, sources) | torch.isin(train.target, targets)
-    train = ScoredEdges(train.source[asked], train.target[asked], {n: v[asked] for n, v in train.extra.items()})
-    everything = [train, *splits]
-    index = torch.stack(
-        [torch.cat([edges.source for edges in everything]), torch.cat([edges.target for edges in everything])]
-    )
-    types = [edges.extra["type"] for edges in everything if "type" in edges.extra]  # a split without edges has none
+    train = PartEdges(store, edge_type, "train", [group.rank]).select()
+    needed = torch.isin(train.source, sources) | torch.isin(train.target, targets)
+    train = ScoredEdges(train.source[needed], train.target[needed], {n: v[needed] for n, v in train.extra.items()})
+    known = [train, *splits]
+    index = torch.stack([torch.cat([edges.source for edges in known]), torch.cat([edges.target for edges in known])])
+    types = [edges.extra["type"] for edges in known if "type" in edges.extra]  # missing in a split without edges
     return KnownEdges(index, torch.cat(types) if types else None, int(store.facts.get("num_relations") or 1))

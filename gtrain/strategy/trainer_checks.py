@@ -1,4 +1,4 @@
-"""Settings of the Trainer that a strategy cannot honour, each refused in one sentence before anything runs."""
+"""Checks of the Trainer's settings that a strategy cannot honour, made before the run starts."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from gtrain.errors import ConfigError
 
 
 def check_world(environment: ClusterEnvironment, num_nodes: int, devices: int) -> None:
-    """The processes that the Trainer expects must exist already.
+    """Check that the launcher started as many processes as the Trainer expects.
 
     Raises:
-        ConfigError: with the arithmetic.
+        ConfigError: the numbers differ; the message shows the arithmetic.
     """
     expected = num_nodes * devices
-    found = environment.world_size() if environment.creates_processes_externally else 1
-    if expected != found:
+    started = environment.world_size() if environment.creates_processes_externally else 1
+    if expected != started:
         raise ConfigError(
-            f"num_nodes {num_nodes} * devices {devices} = {expected} ranks were asked for, "
-            f"but {found} {'was' if found == 1 else 'were'} started.",
+            f"num_nodes {num_nodes} * devices {devices} = {expected} ranks were set, "
+            f"but {started} {'was' if started == 1 else 'were'} started.",
             hint="start the ranks with gtrain.run_local(main, num_nodes=...), torchrun or srun, "
             "and give the Trainer the same numbers.",
         )
 
 
 def settings_of(trainer: pl.Trainer, device: torch.device, data: pl.LightningDataModule | None) -> dict[str, Any]:
-    """The settings that strategies limit, by the command's keys, as a trainer and a data module have them."""
+    """Return the settings of a trainer and a data module that strategies may limit, by configuration key."""
     of_trainer = ("precision", "gradient_clip_val", "accumulate_grad_batches", "val_check_interval", "max_steps")
     of_data = ("task", "batch_size", "num_neighbors", *(field.name for field in fields(Sampling)))
-    found = {f"trainer.{name}": getattr(trainer, name) for name in of_trainer if hasattr(trainer, name)}
-    found |= {"trainer.accelerator": "gpu" if device.type == "cuda" else device.type}
+    settings = {f"trainer.{name}": getattr(trainer, name) for name in of_trainer if hasattr(trainer, name)}
+    settings["trainer.accelerator"] = "gpu" if device.type == "cuda" else device.type
     for owner in (data, getattr(data, "sampling", None)):
-        found |= {f"data.{name}": getattr(owner, name) for name in of_data if hasattr(owner, name)}
-    return found
+        settings |= {f"data.{name}": getattr(owner, name) for name in of_data if hasattr(owner, name)}
+    return settings
 
 
 def check_full_batch(name: str, trainer: pl.Trainer) -> None:
-    """Refuse what an epoch of one batch, the whole graph, cannot do.
+    """Check the Trainer's settings for full-batch training, where an epoch is one batch.
 
     Raises:
-        ConfigError: names the setting.
+        ConfigError: gradient accumulation, or a fraction of an epoch's batches, is set.
     """
     if trainer.accumulate_grad_batches != 1:
         raise ConfigError(

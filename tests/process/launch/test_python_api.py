@@ -40,7 +40,7 @@ def test_lightnings_own_strategy_takes_the_data_module_as_well(tmp_path: Path) -
 def test_ranks_that_nobody_started_are_asked_for(tmp_path: Path) -> None:
     done = forked.python(str(PROGRAM), "sar", "2", "--alone", cwd=tmp_path)
     assert done.returncode != 0
-    assert "num_nodes 2 * devices 1 = 2 ranks were asked for, but 1 was started" in done.stderr
+    assert "num_nodes 2 * devices 1 = 2 ranks were set, but 1 was started" in done.stderr
     assert "gtrain.run_local" in done.stderr
 
 
