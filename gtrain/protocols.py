@@ -1,9 +1,9 @@
-"""What strategies, models, data modules and callbacks know of each other beyond Lightning's own interfaces.
+"""Interfaces between strategies, models, data modules and callbacks, in addition to Lightning's.
 
-Each protocol is one thing that an object may offer. Nobody has to inherit from it: a plain LightningModule that has the
-attribute takes part, and one that lacks it gets what the protocol's docstring states. Readers ask
-``isinstance(module, Protocol)``; ``getattr`` with the name of a member is not used (``tests/test_walls.py``).
-docs/contract.md lists them with who reads them, and the entries of a batch.
+Each protocol is one optional capability of an object. Inheritance is not required: a LightningModule with the attribute
+implements the protocol, and each docstring states the default for objects without it. Code tests for a capability with
+``isinstance(module, Protocol)``, never with ``getattr`` and a member's name (``tests/test_walls.py``).
+docs/contract.md lists the protocols with their readers, and the entries of a batch.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from gtrain.nn.recipe import ModelRecipe
 
 Lists = tuple["Tensor", "Tensor"]
-"""Pointers int64 ``[B + 1]`` and ids int64 ``[K]``: a list of ids for each of B queries."""
+"""A list of ids for each of B queries, as pointers int64 ``[B + 1]`` and ids int64 ``[K]``."""
 
-# --------------------------------------------------------------------------------------------- what a model offers
+# --------------------------------------------------------------------------------------------------------- models
 
 
 @runtime_checkable
 class HasKind(Protocol):
-    """A model that names its kind, one of :mod:`gtrain.model.kinds`; without, its layers decide.
+    """A model that declares its kind, one of :mod:`gtrain.model.kinds`. By default its layers determine the kind.
 
     Attributes:
         kind: compared with :attr:`gtrain.backends.Serves.models`.
@@ -38,10 +38,10 @@ class HasKind(Protocol):
 
 @runtime_checkable
 class ReadsEdgeData(Protocol):
-    """A model that declares which tensors of the edges it reads; without, it is not known, and nobody warns.
+    """A model that declares which tensors of edges it reads. By default unread tensors cause no warning.
 
     Attributes:
-        edge_data: names of :data:`gtrain.model.inputs.EDGE_DATA`, besides those that its ``network`` reads.
+        edge_data: names in :data:`gtrain.model.inputs.EDGE_DATA`, in addition to those that its ``network`` reads.
     """
 
     edge_data: frozenset[str]
@@ -49,10 +49,10 @@ class ReadsEdgeData(Protocol):
 
 @runtime_checkable
 class WeighsLoss(Protocol):
-    """A model that can weigh the loss of an edge; without, it does not.
+    """A model that can multiply the loss of an edge by the edge's weight. By default it does not.
 
     Attributes:
-        weighs_loss: whether the weight of an edge is the factor of its loss, which must then be 0 or more.
+        weighs_loss: whether it does; weights of edges must then be 0 or more.
     """
 
     weighs_loss: bool
@@ -60,10 +60,10 @@ class WeighsLoss(Protocol):
 
 @runtime_checkable
 class DrawsNegatives(Protocol):
-    """A model that scores false edges; without, batches have none.
+    """A model that scores negatives. By default batches have none.
 
     Attributes:
-        num_negatives: false targets for each true edge, K of ``dst_neg_index`` ``[B, K]``.
+        num_negatives: negative targets per true edge, K of ``dst_neg_index`` ``[B, K]``.
     """
 
     num_negatives: int
@@ -71,10 +71,10 @@ class DrawsNegatives(Protocol):
 
 @runtime_checkable
 class EncodesNodes(Protocol):
-    """A link model whose evaluation scores edges against all nodes; without, evaluation batches are like training's.
+    """A link model whose evaluation scores edges against all nodes. By default evaluation uses training's batches.
 
     Attributes:
-        encodes_nodes: whether a strategy that samples gives evaluation batches ``node_batches``.
+        encodes_nodes: whether evaluation batches of a strategy that samples have ``node_batches``.
     """
 
     encodes_nodes: bool
@@ -82,10 +82,10 @@ class EncodesNodes(Protocol):
 
 @runtime_checkable
 class MultipliesRows(Protocol):
-    """A model whose first layer multiplies the sparse rows of a batch's seeds; without, no rows are sent ahead.
+    """A model whose first layer multiplies the sparse rows of a batch's seeds. By default no rows are prefetched.
 
     Attributes:
-        row_table: the name of that layer, a table of :mod:`gtrain.nn`.
+        row_table: name of that layer, a table of :mod:`gtrain.nn`.
     """
 
     row_table: str
@@ -93,28 +93,28 @@ class MultipliesRows(Protocol):
 
 @runtime_checkable
 class DealsEdges(Protocol):
-    """A model whose edges of a step belong together in groups; without, ranks get equal shares in order."""
+    """A model that assigns the edges of a step to ranks. By default ranks get equal shares in order."""
 
     def deal(self, relation: Tensor, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
         """Return a rank's share of the edges of a step.
 
         Args:
-            relation: int64 ``[B]``, of all edges of the step.
-            rank: which of the ranks.
-            ranks: how many there are; one may get no edges.
+            relation: int64 ``[B]``, the relation of each edge of the step.
+            rank: the rank.
+            ranks: number of ranks. A share may be empty.
 
         Returns:
-            positions int64 ``[b]``, ascending, and the number of each one's chunk, ``[b]``, which the strategy hands
-            over as ``edge_label_chunk``.
+            Positions of the edges, int64 ``[b]``, ascending, and the chunk of each edge, ``[b]``, which becomes the
+            batch's ``edge_label_chunk``.
         """
 
 
 @runtime_checkable
 class HasRecipe(Protocol):
-    """A model that a strategy can train by its description, without running ``training_step``.
+    """A model that a strategy can train from a description, without running ``training_step``.
 
     Attributes:
-        filtered: whether evaluation leaves known edges out of the ranking.
+        filtered: whether evaluation excludes known edges from the ranking.
     """
 
     filtered: bool
@@ -123,38 +123,43 @@ class HasRecipe(Protocol):
         """Return tables, operators, losses and negatives."""
 
     def log_training(self, total: Tensor, weight: Tensor) -> Tensor:
-        """Log the loss, summed over edges, and the sum of their weights; return the mean loss."""
+        """Log the mean loss and return it.
+
+        Args:
+            total: sum of the edges' losses.
+            weight: sum of their weights.
+        """
 
 
 @runtime_checkable
 class Embeds(Protocol):
-    """A model that computes embeddings itself; without, they are what the last layer of ``network`` reads."""
+    """A model that defines its embeddings. By default they are the input of the last layer of ``network``."""
 
     def embed(self, batch: Any) -> Tensor:
-        """Return one row for each of ``batch.seeds``, ``[S, D]``."""
+        """Return the embeddings of ``batch.seeds``, ``[S, D]``."""
 
 
 @runtime_checkable
 class EmbedsTypes(Protocol):
-    """A model whose embeddings differ in width by node type; without, all have the same.
+    """A model whose embeddings have a width per node type. By default all types have the same.
 
     Attributes:
-        dimensions: columns by node type.
+        dimensions: number of columns by node type.
     """
 
     @property
     def dimensions(self) -> Mapping[str, int]: ...
 
 
-# --------------------------------------------------------------------------------- what a network or a layer offers
+# ----------------------------------------------------------------------------------------------- networks and layers
 
 
 @runtime_checkable
 class LayersInTurn(Protocol):
-    """A network whose number of hops follows from its layers; without (PyG's ``BasicGNN`` aside), it is measured.
+    """A network whose hops are its layers. By default (except for PyG's ``BasicGNN``) hops are measured.
 
     Attributes:
-        layers_in_turn: whether the layers follow each other in the order of ``named_children``.
+        layers_in_turn: whether ``forward`` applies the layers in the order of ``named_children``.
     """
 
     layers_in_turn: bool
@@ -162,25 +167,25 @@ class LayersInTurn(Protocol):
 
 @runtime_checkable
 class ReturnsNodeIds(Protocol):
-    """A layer whose result are ids of nodes, so that a checkpoint depends on the numbering of the data.
+    """A layer that returns ids of nodes, so that a checkpoint depends on the numbering of the data.
 
     Attributes:
-        returns_node_ids: whether it does.
+        returns_node_ids: whether the layer returns ids of nodes.
     """
 
     returns_node_ids: bool
 
 
 def network_of(module: nn.Module) -> nn.Module | None:
-    """Return the submodule ``network`` of a model, what it runs on the graph; None: it has none.
+    """Return the submodule ``network`` of a model, which computes on the graph; None if the model has none.
 
-    Messages name a model by it, and its ``forward`` shows what of a graph the model reads. It is no protocol, because
-    ``isinstance`` does not see submodules since Python 3.12.
+    Messages name a model by this class, and the arguments of its ``forward`` show which tensors of a graph the model
+    reads. A protocol cannot express this: ``isinstance`` ignores submodules since Python 3.12.
     """
     return dict(module.named_children()).get("network")
 
 
-# ------------------------------------------------------------------------------ what data modules and callbacks offer
+# ------------------------------------------------------------------------------------------ data modules and callbacks
 
 
 @runtime_checkable
@@ -188,53 +193,53 @@ class StoreData(Protocol):
     """A data module with a store, as :class:`gtrain.GraphDataModule` is.
 
     Attributes:
-        batch_size: seeds of a training step of all ranks; None: all of them.
+        batch_size: seeds per training step, over all ranks; None for all seeds.
     """
 
     batch_size: int | None
 
     def open_store(self) -> Store:
-        """Return the store, which ``prepare_data`` has made."""
+        """Return the store that ``prepare_data`` created."""
 
 
 @runtime_checkable
 class Restartable(Protocol):
-    """A callback with a state that a rank which is started again within a run goes on with."""
+    """A callback whose state is restored when its rank is restarted within a run."""
 
     def restart_state(self) -> dict[str, Any]:
-        """Return plain values: numbers, strings, lists and dictionaries of them."""
+        """Return the state as numbers, strings, lists and dictionaries."""
 
     def load_restart_state(self, state: dict[str, Any]) -> None:
-        """Take back what :meth:`restart_state` returned."""
+        """Restore the state that :meth:`restart_state` returned."""
 
 
 def trainer_of(module: nn.Module) -> pl.Trainer | None:
-    """Return the trainer that a LightningModule is attached to; None: it is attached to none."""
+    """Return the trainer that a LightningModule is attached to; None if it is not attached."""
     try:
         return cast("pl.Trainer", module.trainer)
-    except (AttributeError, RuntimeError):  # not a LightningModule; not attached
+    except (AttributeError, RuntimeError):  # not a LightningModule, or not attached
         return None
 
 
 def data_of(trainer: pl.Trainer) -> pl.LightningDataModule | None:
-    """Return the data module of a run; None: it was given loaders. Lightning sets the attribute where there is one."""
+    """Return the data module of a run; None if the run uses data loaders, when Lightning does not set the attribute."""
     return vars(trainer).get("datamodule")
 
 
-# ------------------------------------------------------------------------------------------- what a batch carries
+# ------------------------------------------------------------------------------------------------ entries of a batch
 
 NodeBatches = Mapping[str, Callable[[], Iterable["Data | HeteroData"]]]
-"""By node type (``node`` where there is one), what returns batches of a rank's own nodes."""
+"""By node type (``node`` in a homogeneous graph), a function that returns batches of the nodes that a rank owns."""
 
 
 class Spread(Protocol):
-    """What a link batch carries as ``spread`` where the nodes belong to several ranks, which all have such a batch.
+    """Entry ``spread`` of a link batch: access to the nodes that other ranks own. Collective: all ranks have a batch.
 
     Attributes:
-        rank, size: which rank this is, and of how many.
-        source, target: int64 ``[B]``, global ids of the ends of the batch's true edges, which are this rank's.
-        first: the first global id that this rank owns of the sources' type, and of the targets'.
-        num_own: how many it owns of each.
+        rank, size: this rank, and the number of ranks.
+        source, target: int64 ``[B]``, global ids of the sources and targets of the batch's true edges.
+        first: the first global id that this rank owns, of the source type and of the target type.
+        num_own: the number of nodes that this rank owns, of the source type and of the target type.
     """
 
     rank: int
@@ -245,22 +250,29 @@ class Spread(Protocol):
     num_own: tuple[int, int]
 
     def rows(self, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the own nodes' rows ``[num_own, D]`` with those of the remote nodes after them that the batch's
-        ``edge_label_index`` and ``dst_neg_index`` name; with gradients."""
+        """Append the rows of remote nodes to this rank's, for sources and for targets; differentiable.
+
+        Args:
+            source: ``[num_own[0], D]``, rows of this rank's nodes of the source type.
+            target: ``[num_own[1], D]``, of the target type. The same tensor as ``source`` if the types are equal.
+
+        Returns:
+            Two tensors whose rows the batch's ``edge_label_index`` and ``dst_neg_index`` index.
+        """
 
     def known_targets(self, source: Tensor, relation: Tensor | None) -> Lists:
-        """Return, of any sources, the known targets that this rank owns."""
+        """Return the known targets of sources, limited to the targets that this rank owns."""
 
     def known_sources(self, relation: Tensor | None) -> Lists:
-        """Return, of the targets of the batch's true edges, all known sources."""
+        """Return all known sources of the targets of the batch's true edges."""
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return every rank's tensor."""
+        """Return the tensors of all ranks."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Add up the ranks' tensors, in place."""
+        """Sum the tensors of all ranks, in place."""
 
 
 def entry(batch: Data | HeteroData, name: str) -> Any:
-    """Return an optional entry of a batch, not one of a node or edge type; None: the batch lacks it."""
+    """Return an entry of a batch that belongs to no node or edge type; None if the batch does not have it."""
     return batch.stores[0].get(name)

@@ -1,1 +1,1 @@
-"""What a strategy plugin builds on: the base class, the ranks' process group, checkpoints, loaders."""
+"""Building blocks of strategies: the base class, the group of ranks and its collectives, checkpoints, servers."""

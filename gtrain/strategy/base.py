@@ -1,9 +1,9 @@
-"""The base of every backend: a Lightning strategy over ranks that each hold a part of the graph.
+"""Base class of all backends: a Lightning strategy over ranks that each hold a part of the graph.
 
-A backend subclasses :class:`GraphStrategy` and implements two methods: which shard a rank opens (``open_shard``) and
-how the shard becomes batches (``batches``). It may override more, such as which layers it takes over while it runs
-(``install``, ``uninstall``); docs/contract.md lists all of it. The group of ranks, gradients, metrics, checkpoints and
-refusals are here.
+A backend subclasses :class:`GraphStrategy` and implements two methods: ``open_shard`` opens the rank's shard and
+``batches`` creates batches from it. It may override further methods, such as ``install`` and ``uninstall``, which
+replace layers during a run; docs/contract.md lists them. The base class implements the group of ranks, gradients,
+metrics, checkpoints and checks of the configuration.
 """
 
 from __future__ import annotations
@@ -54,66 +54,64 @@ from gtrain.strategy.servers import Servers
 
 log = logging.getLogger("gtrain")
 
-_OWN = ("loops", "epoch", "global_step", "optimizer_states", "lr_schedulers")  # a rank's, where steps are its own
+_PER_RANK = ("loops", "epoch", "global_step", "optimizer_states", "lr_schedulers")  # of a checkpoint without lockstep
 _DTYPES = {"64-true": torch.float64, "32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
-_LIGHTNINGS = tuple(inspect.signature(ParallelStrategy.__init__).parameters)
+_LIGHTNING_ARGUMENTS = tuple(inspect.signature(ParallelStrategy.__init__).parameters)
 
 
 def _parameters(config: type[StrategyConfig]) -> list[inspect.Parameter]:
-    """The settings of a strategy, its own first."""
+    """Return a strategy's settings as parameters, those of all strategies last and keyword-only."""
     every = {parameter.name: parameter for parameter in parameters(config, inspect.Parameter.POSITIONAL_OR_KEYWORD)}
-    shared = [parameter.name for parameter in parameters(StrategyConfig)]
-    lightnings = inspect.Parameter("lightning", inspect.Parameter.VAR_KEYWORD)
-    last = [every[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in shared]
-    return [*(every[name] for name in every if name not in shared), *last, lightnings]
+    shared = [every.pop(p.name).replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters(StrategyConfig)]
+    return [*every.values(), *shared, inspect.Parameter("lightning", inspect.Parameter.VAR_KEYWORD)]
 
 
 class GraphStrategy(GroupCollectives):
     """A Lightning strategy whose ranks each hold a part of a partitioned graph.
 
     Args:
-        values: settings, in the order of :attr:`settings_type`.
+        values: settings in the order of :attr:`settings_type`.
         settings: settings by name, and arguments of Lightning's ``ParallelStrategy``.
 
     Attributes:
-        trainer: of the run; None before it.
-        settings: all of them, a :attr:`settings_type`.
+        trainer: trainer of the run; None before it.
+        settings: the settings, an instance of :attr:`settings_type`.
 
     Raises:
-        ConfigError: a setting is unknown, or has a value that is not allowed.
+        ConfigError: a setting is unknown or has an invalid value.
     """
 
     strategy_name: ClassVar[str] = "graph"
     settings_type: ClassVar[type[StrategyConfig]] = StrategyConfig
-    """The dataclass that declares the settings, which are the constructor's keywords."""
+    """Dataclass that declares the settings, which are the constructor's keywords."""
     settings: StrategyConfig
     serves: ClassVar[Serves] = Serves(limits=FULL_PRECISION)
-    """What it trains; its backend has the same object."""
+    """Capabilities and limits; the ``Backend`` has the same object."""
     full_batch: bool = True
-    """Whether an epoch is one batch, the whole graph."""
+    """Whether an epoch is one batch of the whole graph."""
     lockstep: ClassVar[bool] = True
-    """Whether all ranks take each step together; else a step is a rank's own, and they may take unequal numbers."""
+    """Whether all ranks take each step together. Otherwise ranks step independently, and may take unequal numbers."""
     reforms: ClassVar[bool] = False
-    """Whether :attr:`group` can be formed again after a rank died and was restarted; see :meth:`Group.reform`."""
+    """Whether :attr:`group` can be formed again after a rank was restarted; see :meth:`Group.reform`."""
 
     model_name: str | None = None
-    """What messages call the model; None: by its class."""
+    """Name of the model in messages; None for the name of its class."""
     loaded_epoch: int | None = None
-    """The epoch of the checkpoint that was loaded last; None without."""
+    """Epoch of the checkpoint that was loaded last; None if none was."""
 
-    is_distributed = True  # what Lightning asks of a custom strategy
+    is_distributed = True  # Lightning requires it of a custom strategy
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Show the settings as the constructor's parameters."""
         super().__init_subclass__(**kwargs)
-        own = "settings_type" in vars(cls)
-        cls.__signature__ = signature_of(cls, lambda: _parameters(cls.settings_type), own=own)  # type: ignore[attr-defined]
+        declared = "settings_type" in vars(cls)
+        cls.__signature__ = signature_of(cls, lambda: _parameters(cls.settings_type), own=declared)  # type: ignore[attr-defined]
 
     def __init__(self, *values: Any, **settings: Any) -> None:
-        own = [parameter.name for parameter in _parameters(self.settings_type)]
-        settings |= dict(zip(own, values, strict=False))
-        given = take(self.settings_type, type(self).__name__, settings, _LIGHTNINGS)
-        self.settings = self.settings_type(**{"name": self.strategy_name, **given})
+        names = [parameter.name for parameter in _parameters(self.settings_type)]
+        settings |= dict(zip(names, values, strict=False))
+        fields = take(self.settings_type, type(self).__name__, settings, _LIGHTNING_ARGUMENTS)
+        self.settings = self.settings_type(**{"name": self.strategy_name, **fields})
         settings.setdefault("cluster_environment", find_environment())
         super().__init__(**settings)
         self.timeout_seconds = self.settings.timeout_seconds
@@ -126,69 +124,74 @@ class GraphStrategy(GroupCollectives):
         self._shards: dict[Path, Any] = {}
         self.trainer: pl.Trainer | None = None
         self._servers: Servers | None = None
-        self._told: set[str] = set()
+        self._logged_warnings: set[str] = set()
 
-    # ------------------------------------------------------------------------ what a backend says
+    # ------------------------------------------------------------------------ methods that backends implement
 
     @abstractmethod
     def open_shard(self, store: Store) -> Any:
-        """The part of the store that this rank works on, a ``GraphShard`` in most backends.
+        """Return the part of the store that this rank trains on, a ``GraphShard`` in most backends.
 
         Raises:
-            ConfigError: the store does not suit the number of ranks.
+            ConfigError: the store's number of parts does not suit the number of ranks.
         """
 
     @abstractmethod
     def batches(self, shard: Any, loader: SeedLoader) -> Iterable[Data | HeteroData]:
-        """The batches of an epoch over ``loader``'s split: sized, iterated anew each epoch, not a ``DataLoader``.
+        """Return the batches of an epoch over ``loader``'s split.
 
-        ``shard`` is what :meth:`open_shard` returned.
+        All ranks must return the same number of batches; otherwise ranks wait for each other until a time-out.
 
-        Every rank must yield the same number, or the ranks would wait for each other in vain.
+        Args:
+            shard: result of :meth:`open_shard`.
+            loader: describes the split.
+
+        Returns:
+            A sized iterable that is iterated once per epoch; not a ``DataLoader``.
         """
 
     def install(self, module: Module) -> None:
-        """Take over the layers of ``module`` that this backend re-homes. The default takes over none."""
+        """Replace or redirect layers of ``module`` for the run. The default changes nothing."""
 
     def uninstall(self, module: Module) -> None:
-        """Leave ``module`` as :meth:`install` found it."""
+        """Revert the changes of :meth:`install`."""
 
     def resolved_settings(self) -> dict[str, Any]:
-        """Settings that may be ``auto``, by their full name, with the value that the run used; for ``summary.json``."""
+        """Return the values that the run used for settings with ``auto``, by full name, for ``summary.json``."""
         return {}
 
     def check_module(self, module: Module) -> None:
-        """Refuse a module that this backend would not train exactly.
+        """Check that this backend trains a module exactly.
 
         Raises:
-            ConfigError: in one sentence, with the layer and the reason.
+            ConfigError: it does not; the message names the layer and the reason.
         """
 
     def check_optimizers(self, module: Module, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse optimizers that this backend cannot do the work of.
+        """Check that this backend can perform the updates of these optimizers.
 
         Raises:
-            ConfigError: names the setting.
+            ConfigError: it cannot; the message names the setting.
         """
 
     def making_model(self) -> AbstractContextManager[None]:
-        """What a model is made inside of: a backend that keeps tables elsewhere has them made without rows."""
+        """Return the context that models are created in: backends with remote tables create them without rows."""
         return nullcontext()
 
     # ------------------------------------------------------------------------ the run
 
     @property
     def fitting(self) -> bool:
-        """Whether the run trains; else it tests, validates or predicts."""
+        """Whether the run trains; otherwise it tests, validates or predicts."""
         return self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
 
     @property
     def data(self) -> StoreData | None:
-        """The run's data module; None before a run, and where it has no store."""
+        """The run's data module; None before a run, and if the data module has no store."""
         data = None if self.trainer is None else data_of(self.trainer)
         return data if isinstance(data, StoreData) else None
 
-    # ------------------------------------------------------------------------ the shape of the world
+    # ------------------------------------------------------------------------ machines, ranks and devices
 
     @property
     def num_nodes(self) -> int:
@@ -207,16 +210,15 @@ class GraphStrategy(GroupCollectives):
     @property
     def root_device(self) -> torch.device:
         devices = self.parallel_devices or [torch.device("cpu")]
-        # simulated machines share this machine's accelerators: their local ranks all start at 0
+        # simulated machines share this machine's accelerators, although each numbers its local ranks from 0
         agent = agent_environment()
         index = self.global_rank if agent is not None and agent.context.simulated else self.local_rank
         return devices[0] if devices[0].type == "cpu" else devices[index % len(devices)]
 
     def set_world_ranks(self) -> None:
-        """Tell Lightning which rank this is; it computed its own guess when it was imported."""
-        environment = self.cluster_environment
-        if isinstance(environment, LightningEnvironment):
-            environment.set_world_size(self.num_nodes * self.num_processes)
+        """Set Lightning's global rank, which it guessed when it was imported."""
+        if isinstance(self.cluster_environment, LightningEnvironment):
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
         fabric_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
@@ -225,7 +227,7 @@ class GraphStrategy(GroupCollectives):
         trainer_checks.check_world(self.cluster_environment, self.num_nodes, self.num_processes)
         module = self.lightning_module
         trainer = None if module is None else trainer_of(module)
-        if module is not None and trainer is not None:  # before Lightning has the data prepared
+        if module is not None and trainer is not None:  # before Lightning prepares the data
             self.check_start(trainer, module, data_of(trainer))
         super().setup_environment()
         self.set_world_ranks()
@@ -235,33 +237,32 @@ class GraphStrategy(GroupCollectives):
             self._group_formed = True
 
     def _prepare_data(self) -> None:
-        """Do what Lightning asks of the DataModule a moment later, while this process can still be forked: the group
-        has threads. Every rank does it, for Lightning's own barrier is of torch's default group."""
-        if self.lightning_module is None:
-            return
-        model, name, data = self.lightning_module, self._name_of(self.lightning_module), self.data
-        if isinstance(data, GraphDataModule):
+        """Prepare the data before Lightning does, while this process has no threads of the group and can still be
+        forked. All ranks call this, because Lightning's barrier uses torch's default process group."""
+        model, data = self.lightning_module, self.data
+        if model is not None and isinstance(data, GraphDataModule):
+            name = self._name_of(model)
             data.weight_demand, data.zero_demand = weight_demand(model, name), zero_demand(model, name)
             prepare(data)
 
     def make_group(self) -> Group:
-        """The job's ranks as this backend's collectives reach them; called once, with the environment set up."""
-        assert self.cluster_environment is not None
-        place = self.cluster_environment, self.global_rank, self.world_size
-        return form_group(*place, self.timeout_seconds, self.counters, again=self.reforms)
+        """Return the group of the job's ranks for collectives; called once, after the environment is set up."""
+        environment, rank, size = self.cluster_environment, self.global_rank, self.world_size
+        assert environment is not None
+        return form_group(environment, rank, size, self.timeout_seconds, self.counters, again=self.reforms)
 
     # ------------------------------------------------------------------------ life of a run
 
     def check_start(self, trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule | None) -> None:
-        """Refuse what can be refused without the data, before they are read and before ranks meet.
+        """Check settings and the model before the data are read and before the ranks connect.
 
         Args:
-            trainer: of the run.
+            trainer: trainer of the run.
             module: the model.
-            data: where the loaders come from.
+            data: data module of the run.
 
         Raises:
-            ConfigError: a setting or a layer that this strategy does not serve.
+            ConfigError: this strategy does not support a setting or a layer.
         """
         self.trainer = trainer
         settings = trainer_checks.settings_of(trainer, self.root_device, data)
@@ -270,7 +271,7 @@ class GraphStrategy(GroupCollectives):
             raise not_honoured(self.strategy_name, key, serves.limits, settings)
         if self.full_batch:
             trainer_checks.check_full_batch(self.strategy_name, trainer)
-        if not is_overridden("configure_model", module):  # which makes layers after the data are prepared
+        if not is_overridden("configure_model", module):  # it creates layers after the data are prepared
             self.check_module(module)
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -286,28 +287,28 @@ class GraphStrategy(GroupCollectives):
         if self.fitting:
             self._install_dropout(self.lightning_module)
             if self.global_rank > 0:
-                torch.manual_seed(torch.initial_seed() + self.global_rank)  # ranks draw different random numbers
+                torch.manual_seed(torch.initial_seed() + self.global_rank)  # random numbers differ between ranks
 
     def _check_edge_data(self, module: pl.LightningModule) -> None:
-        """Refuse edge weights that the model cannot train with, and say once what of the graph nothing reads."""
+        """Refuse edge weights that the model cannot train with; warn once about tensors that the model ignores."""
         data = self.data
         if not isinstance(data, GraphDataModule):
             return
         name, store = self._name_of(module), data.open_store()
         check_weights(module, store.facts, name)
-        for sentence in unread_data(module, store, data.edge_data_read, name) if self.is_global_zero else []:
-            if sentence not in self._told:
-                log.warning("%s", sentence)
-                self._told.add(sentence)
+        for warning in unread_data(module, store, data.edge_data_read, name) if self.is_global_zero else []:
+            if warning not in self._logged_warnings:
+                log.warning("%s", warning)
+                self._logged_warnings.add(warning)
 
     def _name_of(self, module: Module) -> str:
         return self.model_name or type(network_of(module) or module).__name__
 
     watches_edges: ClassVar[bool] = True
-    """Whether convolutions run as they are; else the backend says itself which edges it makes messages of."""
+    """Whether convolutions run unchanged. Otherwise the backend passes the edges of messages to dropout itself."""
 
     def _install_dropout(self, module: pl.LightningModule) -> None:
-        """Make masks of dropout that all ranks agree on; the seed is rank 0's."""
+        """Make dropout masks independent of the partitioning; all ranks use the seed of rank 0."""
         if self.dropout == "torch":
             return
         seed = self.group.broadcast(torch.tensor([torch.initial_seed() & (1 << 62) - 1]))
@@ -319,7 +320,7 @@ class GraphStrategy(GroupCollectives):
             self._exact = None
 
     def dropout_rows(self, batch: Any) -> StepRows:
-        """The rows that tensors of a step may have, for masks of dropout."""
+        """Return the rows that tensors of a step may have, for masks of dropout."""
         return rows_of(batch)
 
     def model_to_device(self) -> None:
@@ -333,15 +334,15 @@ class GraphStrategy(GroupCollectives):
         super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Name the cause before anything is torn down: the agent reports whatever is named first."""
+        """Report the cause before the teardown, because the agent shows the failure that is reported first."""
         slots.report_failure(exception)
         super().on_exception(exception)
 
-    # ------------------------------------------------------------------------ servers, and coming back
+    # ------------------------------------------------------------------------ servers and restarts
 
     @property
     def servers(self) -> Servers:
-        """The servers that the backend's roles have in this job, and a client for each."""
+        """The servers of the backend's roles in this job, and their clients."""
         if self._servers is None:
             assert self.cluster_environment is not None
             self._servers = Servers(self.cluster_environment, self.counters, self.timeout_seconds)
@@ -349,30 +350,30 @@ class GraphStrategy(GroupCollectives):
 
     @property
     def started_by_agent(self) -> bool:
-        """Whether our agent started the ranks: no other launcher starts one of them again."""
+        """Whether gtrain's agent started the ranks. Other launchers do not restart single ranks."""
         return agent_environment() is not None
 
     @property
     def former_lives(self) -> int:
-        """How many times this rank was restarted."""
+        """Number of restarts of this rank."""
         return slots.restarts()
 
     @property
     def outlives_job(self) -> bool:
-        """Whether a job that was cut off may go on where it was when it is restarted."""
+        """Whether an interrupted job resumes its state when it is restarted."""
         return False
 
     def restart_checkpoint(self, run_dir: Path) -> Path | None:
-        """The checkpoint from which a rank goes on that died, or whose job did; None: from the beginning."""
+        """Return the checkpoint that a restarted rank or job resumes from; None to start from the first epoch."""
         path = run_dir / "checkpoints" / "last.ckpt"
         return path if path.exists() or path.with_name("last.ckpt.old").exists() else None
 
     def joined(self) -> None:
-        """Say that this rank has a part in the job by now, and is not to be restarted if it dies."""
+        """Report that this rank has joined the group: if it dies from now on, it must not be restarted."""
         slots.joined()
 
     def say(self, text: str) -> None:
-        """Have the agent print a line to the terminal."""
+        """Print a line to the terminal, through the agent."""
         slots.say(text)
 
     @property
@@ -383,64 +384,59 @@ class GraphStrategy(GroupCollectives):
         return self.is_global_zero if simulated else self.local_rank == 0
 
     def may_be_lost(self, may: bool = True) -> None:
-        """Say whether the job goes on without this rank's machine from now on, should one of its workers die.
+        """Set whether the job continues without this rank's machine if one of its workers dies.
 
-        Their servers stay. It is heeded where our agent started the ranks; any other launcher ends the job.
+        The machine's servers keep running. Launchers other than gtrain's agent ignore this and end the job.
         """
         slots.may_be_lost(may)
 
     # ------------------------------------------------------------------------ batches
 
     def process_dataloader(self, dataloader: object) -> Iterable[Data | HeteroData]:
-        """Turn a loader's description into this rank's batches."""
+        """Return this rank's batches of the split that a loader describes."""
         if not isinstance(dataloader, SeedLoader):
             raise ConfigError(
                 f"strategy={self.strategy_name} makes batches from the loaders of a GraphDataModule; "
-                f"it was given a {type(dataloader).__name__}.",
+                f"a {type(dataloader).__name__} was passed.",
                 hint="subclass gtrain.GraphDataModule, or return a gtrain.data.SeedLoader from the data module.",
             )
         self._check_data(dataloader)
         module = self.lightning_module
         dataloader.draw_negatives(module.num_negatives if isinstance(module, DrawsNegatives) else None)
-        trainer = self.trainer
+        trainer, store = self.trainer, dataloader.store
         if trainer is not None and dataloader.split == "train":
             dataloader.clock = lambda: trainer.current_epoch  # a resumed run continues with the order of its next epoch
-        shard = self._shard(dataloader.store)
-        return self.batches(shard, dataloader)
+        if store.path not in self._shards:
+            self._shards = {store.path: self.open_shard(store)}
+        return self.batches(self._shards[store.path], dataloader)
 
     def _check_data(self, loader: SeedLoader) -> None:
-        """Refuse a task or a kind of graph that the backend does not serve."""
+        """Refuse a task, or a heterogeneous graph, that the backend does not support."""
         if loader.seeds_are_edges and "link" not in self.serves.tasks:
             raise ConfigError(
                 f"data.task=link was set; strategy={self.strategy_name} makes batches of nodes.",
                 hint=f"set data.task=node, or strategy={' or '.join(serving(Traits(task='link')))}.",
             )
         if loader.store.is_hetero and not self.serves.heterogeneous:
-            types = len(loader.store.node_types), len(loader.store.edge_types)
             raise ConfigError(
-                f"the graph has {types[0]} types of nodes and {types[1]} of edges; strategy={self.strategy_name} takes "
-                "graphs with one of each.",
+                f"the graph has {len(loader.store.node_types)} types of nodes and {len(loader.store.edge_types)} of "
+                f"edges; strategy={self.strategy_name} takes graphs with one of each.",
                 hint=f"set strategy={' or '.join(serving(Traits(heterogeneous=True)))}.",
             )
 
-    def _shard(self, store: Store) -> Any:
-        if store.path not in self._shards:
-            self._shards = {store.path: self.open_shard(store)}
-        return self._shards[store.path]
-
     @property
     def dtype(self) -> torch.dtype:
-        """Floating type of the inputs, as ``trainer.precision`` asks."""
+        """Floating-point type of the inputs, from ``trainer.precision``."""
         return _DTYPES.get(self.precision_plugin.precision, torch.float32)
 
     # ------------------------------------------------------------------------ loss and gradients
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step and turn its mean over this rank's seeds into its share of the global mean.
+        """Run the module's step and scale its mean over this rank's seeds to the rank's share of the global mean.
 
         A rank's share is ``loss * weight / total``. The weight is the batch's number of seeds, or ``output["weight"]``
-        where the module's mean is over something else, such as class weights; the total is over all ranks. Gradients
-        are then *summed*, so that the step is the single process's whatever the ranks' shares.
+        if the module averages over something else, such as class weights; the total is the sum over all ranks.
+        Gradients are then *summed*, so that the step equals that of a single process for any division of the seeds.
         """
         if self._exact is not None:
             assert self.trainer is not None
@@ -460,18 +456,17 @@ class GraphStrategy(GroupCollectives):
         return super().validation_step(*args, **kwargs)
 
     def loss_share(self, output: Any, batch: Any) -> float:
-        """This rank's share of a step's loss, 0 to 1: the weight of its mean over the sum of all ranks' weights.
+        """Return this rank's share of a step's loss, 0 to 1: its weight divided by the sum of all ranks' weights.
 
         Args:
-            output: of the module's ``training_step``.
-            batch: what it was called with.
+            output: result of the module's ``training_step``.
+            batch: argument of the module's ``training_step``.
         """
         weight = output.get("weight") if isinstance(output, Mapping) else None
         if weight is None:
             weight = batch.seeds.numel() if isinstance(batch, (Data, HeteroData)) and "seeds" in batch else 1
-        mine = torch.tensor([float(weight)], dtype=torch.float64)
-        total = self.group.all_reduce(mine.clone())
-        return float(mine / total) if float(total) > 0 else 0.0
+        total = float(self.group.all_reduce(torch.tensor([float(weight)], dtype=torch.float64)))
+        return float(weight) / total if total > 0 else 0.0
 
     def post_backward(self, closure_loss: Tensor) -> None:
         assert self.lightning_module is not None
@@ -480,7 +475,7 @@ class GraphStrategy(GroupCollectives):
         super().post_backward(closure_loss)
 
     def sum_gradients(self) -> None:
-        """Add up gradients over the ranks, which all call this after the backward pass of a step."""
+        """Sum gradients over the ranks. All ranks call this after the backward pass of a step."""
         assert self.lightning_module is not None
         sum_gradients(self.group, self.lightning_module.parameters())
         if not self.full_batch:
@@ -488,7 +483,7 @@ class GraphStrategy(GroupCollectives):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
-        """Where batches are accumulated, only the last one's backward pass sums over the ranks, for all of them."""
+        """Skip the sum over ranks during gradient accumulation; the last batch's backward pass sums for all batches."""
         self._accumulating = True
         try:
             yield
@@ -497,20 +492,20 @@ class GraphStrategy(GroupCollectives):
 
     # ------------------------------------------------------------------------ checkpoints
 
-    restore_checkpoint_after_setup = True  # parameters first get their precision, then their values
+    restore_checkpoint_after_setup = True  # setup converts parameters to their precision
 
     def shard_state(self) -> dict[str, Any]:
-        """What this rank alone holds and a checkpoint must keep; tensors, numbers and strings."""
+        """Return the state that only this rank holds, for a checkpoint: tensors, numbers and strings."""
         return {}
 
     def load_shard_state(self, state: dict[str, Any]) -> None:
-        """Take back what :meth:`shard_state` gave."""
+        """Restore the state that :meth:`shard_state` returned."""
 
     def shard_files(self, folder: Path) -> None:
-        """Write into a checkpoint's folder what is too large for :meth:`shard_state`. Every rank is asked."""
+        """Write state that is too large for :meth:`shard_state` into a checkpoint's folder. All ranks call this."""
 
     def load_shard_files(self, folder: Path) -> None:
-        """Take back what :meth:`shard_files` wrote, on any number of ranks; see ``checkpoint.verify``."""
+        """Restore the state that :meth:`shard_files` wrote, on any number of ranks; checksums are already verified."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         assert self.lightning_module is not None
@@ -518,7 +513,7 @@ class GraphStrategy(GroupCollectives):
             checkpoint["dropout_seed"] = self._exact.seed
         shard = self.shard_state()
         if not self.lockstep:
-            shard = {"own": {name: checkpoint[name] for name in _OWN if name in checkpoint}, "shard": shard}
+            shard = {"own": {name: checkpoint[name] for name in _PER_RANK if name in checkpoint}, "shard": shard}
         checkpoints.save(
             self.group,
             Path(filepath),
@@ -538,9 +533,12 @@ class GraphStrategy(GroupCollectives):
             writer = checkpoints.writer_of_tables(folder, self.lightning_module, self.strategy_name, elsewhere)
             if writer is not None:
                 return self._load_other(folder, writer)
-        place = Group(self.global_rank, self.world_size)  # not that of self.group, which a returning rank is outside of
         loaded = checkpoints.load(
-            place, Path(checkpoint_path), self.lightning_module, restore_rng=self.fitting, numbering=self._numbering()
+            Group(self.global_rank, self.world_size),  # self.group excludes a restarted rank until it rejoins
+            Path(checkpoint_path),
+            self.lightning_module,
+            restore_rng=self.fitting,
+            numbering=self._numbering(),
         )
         if self.fitting and self._exact is not None:
             self._exact.seed = int(loaded.checkpoint.get("dropout_seed", self._exact.seed))
@@ -556,7 +554,7 @@ class GraphStrategy(GroupCollectives):
         return {**loaded.checkpoint, **loaded.shard.get("own", {})}
 
     def _load_other(self, folder: Path, writer: str) -> dict[str, Any]:
-        """Read a checkpoint of another strategy, which keeps the rows of tables in another form."""
+        """Load a checkpoint of another strategy, which stores the rows of tables differently."""
         assert self.lightning_module is not None
         if self.fitting:
             raise checkpoints.refuse_training(folder, writer, self.strategy_name)
@@ -567,14 +565,14 @@ class GraphStrategy(GroupCollectives):
         return checkpoint
 
     def load_tables(self, rows: Mapping[str, checkpoints.SavedRows]) -> None:
-        """Take over the rows of tables, by layer, from a checkpoint of another strategy; every rank is asked."""
+        """Load the rows of tables, by layer, from a checkpoint of another strategy. All ranks call this."""
         assert self.lightning_module is not None
         for name, layer in tables(self.lightning_module):
             for ids, piece in rows[name].pieces():
                 layer.weight.data[ids] = piece.to(layer.weight)
 
     def _numbering(self) -> dict[str, Any] | None:
-        """What the module's learned rows are numbered by; None: it has none, or the data comes from elsewhere."""
+        """Return the identity of the module's learned rows; None if it has none, or the data has no store."""
         if self.data is None or self.lightning_module is None:
             return None
         return checkpoints.numbering_of(self.lightning_module, self.data.open_store())

@@ -1,1 +1,1 @@
-"""Tests for backends of other packages: :mod:`gtrain.testing.conformance`, and the commands that they run."""
+"""Test utilities for backends in other packages; start with :mod:`gtrain.testing.conformance`."""

@@ -1,6 +1,6 @@
-"""What every strategy must do, as tests that a backend runs against itself.
+"""Conformance tests for strategies.
 
-A module that pytest collects subclasses :class:`Conformance`::
+A test module of a backend subclasses :class:`Conformance`::
 
     from gtrain.testing.conformance import Conformance
 
@@ -8,9 +8,8 @@ A module that pytest collects subclasses :class:`Conformance`::
     class TestReplicated(Conformance):
         strategy = "replicated"
 
-Each test runs the ``gtrain`` command of the environment on data that it generates, in a folder of its own, with a
-time-out that kills all processes and shows the end of each rank's log. Needs Linux and pytest
-(``pip install gtrain[conformance]``).
+Each test runs the ``gtrain`` command in a new folder on generated data. On a time-out all processes are killed and the
+last lines of each rank's log are shown. Requires Linux and pytest (``pip install gtrain[conformance]``).
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ from gtrain.testing.processes import LIMIT, ok, show, summary
 EPOCHS = 4
 Overrides = tuple[str, ...]
 Parts = Callable[[Path, int], tuple[Overrides, Overrides]]
-"""Given a folder and a number of ranks: writes data there, and returns the overrides for it and for its parts."""
+"""Writes data for a number of ranks into a folder; returns the overrides for the data and for the parts."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and generated data that train in a second or two.
+    """A model and generated data that train within seconds.
 
     Attributes:
-        data: overrides. The number of training seeds is divisible by neither 2 nor 3, nor are those of a step.
-        model: overrides of the model, and of how it trains; dropout is on where the model has it.
-        one_seed: more overrides with which one seed trains, so that all ranks but one have none; none: there is no such
-            setting.
-        unequal: writes other data, whose parts have unequal numbers of nodes and of seeds; None: the data has no parts.
+        data: overrides of the data. Neither the number of training seeds nor that of a step is divisible by 2 or 3.
+        model: overrides of the model and its training, with dropout if the model has it.
+        one_seed: further overrides for a single training seed, so that all ranks but one have none; empty if the data
+            cannot be configured so.
+        unequal: writes data whose parts have unequal numbers of nodes and seeds; None if the data has no parts.
     """
 
     data: Overrides
@@ -55,7 +54,7 @@ class Workload:
 
 
 def _unequal_graph(folder: Path, ranks: int) -> tuple[Overrides, Overrides]:
-    """A ring with chords of 61 nodes; part 0 has all but two of each other part's, and the labelled ones."""
+    """Write a ring of 61 nodes with chords. Every part but 0 has two unlabelled nodes; part 0 has all others."""
     nodes = 61
     edges = [(node, (node + step) % nodes) for node in range(nodes) for step in (1, 7)]
     parts = [node % ranks if node < 2 * ranks else 0 for node in range(nodes)]
@@ -80,15 +79,15 @@ NODES = Workload(
     one_seed=("data.train_fraction=0.004", "data.val_fraction=0.004"),
     unequal=_unequal_graph,
 )
-"""Classes of nodes, by two convolutions in full batch."""
+"""Node classification by two convolutions in full batch."""
 BATCHES_OF_NODES = replace(NODES, model=(*NODES.model, "data.batch_size=65"))
-"""The same in mini-batches of 65 seeds over all ranks."""
+"""Node classification in mini-batches of 65 seeds over all ranks."""
 ROWS = Workload(
     data=("data=planted_sparse", "data.num_rows=401", "data.num_features=50", "data.features_per_row=6"),
     model=("model=sparse", "model.hidden_channels=8", "model.dropout=0.5", "data.batch_size=65"),
     one_seed=("data.train_fraction=0.003", "data.val_fraction=0.003"),
 )
-"""Classes of rows of sparse features, in mini-batches, with a table of :mod:`gtrain.nn`."""
+"""Classification of sparse rows in mini-batches, with a table of :mod:`gtrain.nn`."""
 TRIPLES = Workload(
     data=(
         "data=planted_kg",
@@ -99,21 +98,21 @@ TRIPLES = Workload(
     ),
     model=("model=kg", "model.dimension=8", "model.init_scale=0.1", "model.all_negs=true", "data.batch_size=null"),
 )
-"""Triples of a knowledge graph, all of them in a step, against all entities."""
+"""Knowledge graph embeddings: all triples in one step, scored against all entities."""
 
 
 class Conformance:
-    """The tests; a subclass says what to run. Its name begins with ``Test``, as pytest wants it.
+    """Base class of a strategy's conformance tests. The name of a subclass starts with ``Test``, as pytest requires.
 
     Attributes:
-        strategy: its name.
-        settings: overrides that it needs, for all runs of it; ``strategy=single`` trains without them.
-        workload: what it trains.
-        ranks: numbers of ranks, each with the largest relative difference of a loss from that of ``strategy=single``.
-            A strategy whose ranks do not wait for each other gives a larger one.
-        ranks_key: the setting for the number of ranks: ``trainer.num_nodes``, or ``trainer.devices``.
-        fragile: overrides with which the death of a rank ends the job, for one that restarts ranks.
-        timeout: seconds for each command.
+        strategy: name of the strategy.
+        settings: overrides for all runs of the strategy; the reference, ``strategy=single``, trains without them.
+        workload: model and data.
+        ranks: numbers of ranks, each with the largest relative difference of losses from those of ``strategy=single``.
+            A strategy whose ranks step independently sets a larger one.
+        ranks_key: key of the number of ranks, ``trainer.num_nodes`` or ``trainer.devices``.
+        fragile: overrides that disable restarts, for a strategy that restarts ranks.
+        timeout: time limit of each command in seconds.
         env: environment variables of the commands.
         command: runs ``gtrain`` with arguments; see :func:`gtrain.testing.processes.gtrain`.
     """
@@ -132,48 +131,48 @@ class Conformance:
     def run(
         cls, folder: Path, ranks: int, *overrides: str, data: Overrides | None = None, tmp: Path | None = None
     ) -> CompletedProcess[str]:
-        """Run a command of the strategy in a folder, whose ``run`` becomes the run's; a later override rules.
+        """Train with the strategy. The run's folder is ``folder / "run"``; later overrides take precedence.
 
         Args:
-            folder: where it runs.
-            ranks: how many.
-            overrides: besides the workload's and the strategy's.
-            data: instead of the workload's.
-            tmp: the folder for temporary files.
+            folder: working folder of the command.
+            ranks: number of ranks.
+            overrides: overrides in addition to the workload's and the strategy's.
+            data: overrides that replace the workload's data.
+            tmp: folder for temporary files.
         """
-        chosen = (f"strategy={cls.strategy}", *(data or cls.workload.data), *cls.workload.model, *_SETTINGS)
-        arguments = (*chosen, f"{cls.ranks_key}={ranks}", *cls.settings, *overrides, "hydra.run.dir=run")
+        common = (f"strategy={cls.strategy}", *(data or cls.workload.data), *cls.workload.model, *_SETTINGS)
+        arguments = (*common, f"{cls.ranks_key}={ranks}", *cls.settings, *overrides, "hydra.run.dir=run")
         env = {**cls.env, **({} if tmp is None else {"TMPDIR": str(tmp)})}
         return cls.command(*arguments, cwd=folder, timeout=cls.timeout, env=env)
 
     @classmethod
     def train(cls, folder: Path, ranks: int, *overrides: str, data: Overrides | None = None) -> dict[str, Any]:
-        """Train, and return the summary."""
-        done = ok(cls.run(folder, ranks, *overrides, data=data))
-        found = summary(folder / "run")
-        assert found["world_size"] == ranks, f"{found['world_size']} ranks trained, not {ranks}\n{show(done)}"
-        return found
+        """Train with the strategy and return the summary; see :meth:`run`."""
+        result = ok(cls.run(folder, ranks, *overrides, data=data))
+        trained = summary(folder / "run")
+        assert trained["world_size"] == ranks, f"{trained['world_size']} ranks trained, not {ranks}\n{show(result)}"
+        return trained
 
     @classmethod
     def single(cls, *overrides: str, data: Overrides | None = None) -> dict[str, Any]:
-        """Return the summary of one process that trains the same."""
+        """Train the same workload with ``strategy=single`` and return the summary."""
         arguments = ("strategy=single", *(data or cls.workload.data), *cls.workload.model, *_SETTINGS)
         return _reference(cls.command, (*arguments, *overrides), cls.timeout)
 
     @classmethod
     def exact(cls) -> int:
-        """The largest number of ranks that repeat a run to the last digits."""
+        """Return the largest number of ranks whose runs are reproducible, which have a tolerance of at most 1e-6."""
         return max(ranks for ranks, tolerance in cls.ranks.items() if tolerance <= 1e-6)
 
     # ------------------------------------------------------------------------------------------------ the tests
 
     def test_losses_are_those_of_one_process(self) -> None:
-        """In double precision, with dropout, and with numbers of seeds that the ranks do not divide."""
+        """In double precision, with dropout, and with numbers of seeds that are not divisible by the ranks."""
         for ranks, tolerance in self.ranks.items():
             assert_alike(summary(_trained(type(self), ranks)), self.single(), tolerance)
 
     def test_a_resumed_run_is_the_unbroken_run(self, tmp_path: Path) -> None:
-        """Losses, and the test of the best checkpoint."""
+        """Losses of the remaining epochs, and the test loss of the best checkpoint."""
         ranks, half = self.exact(), EPOCHS // 2
         whole = summary(_trained(type(self), ranks))
         self.train(tmp_path, ranks, f"trainer.max_epochs={half}")
@@ -182,31 +181,30 @@ class Conformance:
         assert_alike(rest, {**whole, "history": whole["history"][half:]}, 1e-10)
 
     def test_ranks_may_have_unequal_parts_of_the_data(self, tmp_path: Path) -> None:
-        """One rank has nearly all nodes and every seed; the others have two nodes each."""
-        if self.workload.unequal is None or max(self.ranks) == 1:
-            pytest.skip("the workload has no parts, or the strategy one rank")
+        """One rank has nearly all nodes and all seeds; the others have two nodes each."""
         ranks = max(self.ranks)
+        if self.workload.unequal is None or ranks == 1:
+            pytest.skip("the workload has no parts, or the strategy one rank")
         data, parts = self.workload.unequal(tmp_path, ranks)
-        found = self.train(tmp_path, ranks, data=(*data, *parts))
-        assert_alike(found, self.single(data=data), self.ranks[ranks])
+        assert_alike(self.train(tmp_path, ranks, data=(*data, *parts)), self.single(data=data), self.ranks[ranks])
 
     def test_ranks_may_have_no_seed(self, tmp_path: Path) -> None:
-        """One seed trains, so that all ranks but one have none, and still take every step."""
-        if not self.workload.one_seed or max(self.ranks) == 1:
+        """With one training seed all ranks but one have none, and still take every step."""
+        ranks, one_seed = max(self.ranks), self.workload.one_seed
+        if not one_seed or ranks == 1:
             pytest.skip("the workload has no such setting, or the strategy one rank")
-        ranks, one = max(self.ranks), self.workload.one_seed
-        assert_alike(self.train(tmp_path, ranks, *one), self.single(*one), self.ranks[ranks])
+        assert_alike(self.train(tmp_path, ranks, *one_seed), self.single(*one_seed), self.ranks[ranks])
 
     def test_a_killed_rank_is_named_and_nothing_is_left(self, tmp_path: Path) -> None:
-        """The first cause is named, every process ends, and no file is left but the run's own."""
+        """The message names the first cause, all processes end, and only files of the run remain."""
         ranks, record, tmp = max(self.ranks), tmp_path / "session", tmp_path / "tmp"
         tmp.mkdir()
         kill = f"{{_target_:gtrain.testing.faults.KillRank,rank:{ranks - 1},epoch:1,record:'{record}'}}"
-        done = self.run(tmp_path, ranks, f"+callbacks.kill={kill}", *self.fragile, tmp=tmp)
-        assert record.exists(), f"no rank was killed\n{show(done)}"
-        assert done.returncode == 1, show(done)
-        assert re.search(rf"rank {ranks - 1}\b.* was killed by SIGKILL", done.stderr), show(done)
-        assert "Traceback" not in done.stdout + done.stderr, show(done)
+        result = self.run(tmp_path, ranks, f"+callbacks.kill={kill}", *self.fragile, tmp=tmp)
+        assert record.exists(), f"no rank was killed\n{show(result)}"
+        assert result.returncode == 1, show(result)
+        assert re.search(rf"rank {ranks - 1}\b.* was killed by SIGKILL", result.stderr), show(result)
+        assert "Traceback" not in result.stdout + result.stderr, show(result)
         session = int(record.read_text())
         processes.until(lambda: not processes.of_session(session), tmp_path)
         assert not list(tmp.iterdir())
@@ -214,27 +212,29 @@ class Conformance:
         assert not list((tmp_path / "run" / "checkpoints").glob("*.part"))
 
     def test_a_damaged_checkpoint_is_refused(self, tmp_path: Path) -> None:
-        """One bit of the smallest file or of the largest is enough; the message names the checkpoint."""
-        whole = _trained(type(self), self.exact()) / "checkpoints" / "last.ckpt"
-        files = sorted((path for path in whole.iterdir() if path.stat().st_size), key=lambda path: path.stat().st_size)
-        for damaged in (files[0], files[-1]):
+        """One changed bit of the smallest or the largest file suffices; the message names the checkpoint."""
+        complete = _trained(type(self), self.exact()) / "checkpoints" / "last.ckpt"
+        sizes = sorted((path.stat().st_size, path.name) for path in complete.iterdir() if path.stat().st_size)
+        for _, name in (sizes[0], sizes[-1]):
             copy = tmp_path / "damaged.ckpt"
-            shutil.copytree(whole, copy)
-            _flip_a_bit(copy / damaged.name)
-            done = self.run(tmp_path, self.exact(), f"ckpt_path={copy}", f"trainer.max_epochs={EPOCHS + 1}")
-            assert done.returncode == 1, show(done)
-            assert str(copy) in done.stderr and "Traceback" not in done.stdout + done.stderr, show(done)
+            shutil.copytree(complete, copy)
+            content = bytearray((copy / name).read_bytes())
+            content[len(content) // 2] ^= 1
+            (copy / name).write_bytes(content)
+            result = self.run(tmp_path, self.exact(), f"ckpt_path={copy}", f"trainer.max_epochs={EPOCHS + 1}")
+            assert result.returncode == 1, show(result)
+            assert str(copy) in result.stderr and "Traceback" not in result.stdout + result.stderr, show(result)
             shutil.rmtree(copy)
 
 
-_SETTINGS = (
-    *("trainer.precision=64-true", f"trainer.max_epochs={EPOCHS}", "logger=none", "trainer.enable_progress_bar=false"),
+_SETTINGS = tuple(
+    f"trainer.precision=64-true trainer.max_epochs={EPOCHS} logger=none trainer.enable_progress_bar=false".split()
 )
 _RUNS: dict[tuple[type[Conformance], int], tempfile.TemporaryDirectory[str]] = {}
 
 
 def _trained(checks: type[Conformance], ranks: int) -> Path:
-    """The folder of a run of :data:`EPOCHS` epochs, which several tests look at: it is trained once."""
+    """Return the folder of a run of :data:`EPOCHS` epochs, which several tests share."""
     if (checks, ranks) not in _RUNS:
         folder = tempfile.TemporaryDirectory(prefix="gtrain-conformance-")
         checks.train(Path(folder.name), ranks)
@@ -243,33 +243,27 @@ def _trained(checks: type[Conformance], ranks: int) -> Path:
 
 
 def assert_alike(found: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float) -> None:
-    """Compare the losses of all epochs, and the test's, of two summaries.
+    """Compare the losses of all epochs, and the test loss, of two summaries.
 
     Args:
         found: ``summary.json`` of a run.
-        expected: that of the run that it should be.
+        expected: ``summary.json`` of the reference.
         tolerance: the largest relative difference.
 
     Raises:
-        AssertionError: names the loss and the epoch.
+        AssertionError: losses differ; the message names the loss and the epoch.
     """
     assert len(found["history"]) == len(expected["history"])
-    for mine, other in zip(found["history"], expected["history"], strict=True):
+    for epoch, reference in zip(found["history"], expected["history"], strict=True):
         for name in ("train/loss", "val/loss"):
-            assert mine[name] == pytest.approx(other[name], rel=tolerance), f"{name} of epoch {mine['epoch']}"
+            assert epoch[name] == pytest.approx(reference[name], rel=tolerance), f"{name} of epoch {epoch['epoch']}"
     assert found["metrics"]["test/loss"] == pytest.approx(expected["metrics"]["test/loss"], rel=tolerance)
 
 
 @cache
 def _reference(command: Callable[..., CompletedProcess[str]], arguments: Overrides, timeout: float) -> dict[str, Any]:
-    """What one process trains: once for all strategies with the same workload."""
+    """Return the summary of one process, which all strategies with the same workload share."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ok(command(*arguments, "hydra.run.dir=run", cwd=folder, timeout=timeout, env={}))
         return summary(folder / "run")
-
-
-def _flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Faults that tests cause inside a run."""
+"""Fault injection for tests."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import lightning.pytorch as pl
 
 
 class KillRank(pl.Callback):
-    """Kill one rank by SIGKILL as a training epoch begins; the epoch before has its checkpoint.
+    """Kill a rank by SIGKILL at the start of a training epoch, after the checkpoint of the previous one.
 
     Args:
-        rank: which one.
-        epoch: the epoch, counted from 0.
-        record: a file that the rank writes the process id of its session's leader into before it dies.
+        rank: the rank.
+        epoch: the epoch, from 0.
+        record: file into which the rank writes the process id of its session's leader before it dies.
     """
 
     def __init__(self, rank: int, epoch: int, record: str) -> None:

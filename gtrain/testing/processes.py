@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -19,10 +20,10 @@ _LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PO
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment without what a launcher would have put there, with one thread a process.
+    """Return this process's environment without a launcher's variables, with one OpenMP thread per process.
 
     Args:
-        extra: variables to set besides.
+        extra: further variables.
     """
     environment = {
         name: value
@@ -33,22 +34,22 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 LIMIT = 600.0
-"""Seconds after which a test fails that waits for a state which does not come; no test that passes waits so long."""
+"""Time limit in seconds of each command and of each wait for a condition; passing tests stay far below it."""
 
 
 def run(
     command: Sequence[str], *, cwd: Path, timeout: float = LIMIT, env: Mapping[str, str] | None = None
 ) -> CompletedProcess[str]:
-    """Run a command in its own process group; on a time-out kill the group and fail with its output and logs.
+    """Run a command in a new session; on a time-out, kill its processes and fail with its output and logs.
 
     Args:
         command: program and arguments.
-        cwd: where it runs; the last lines of every ``*.log`` below are shown on a time-out.
+        cwd: working folder. On a time-out the message contains the last lines of every ``*.log`` in it.
         timeout: seconds.
-        env: variables to set besides those of :func:`clean_environment`.
+        env: variables in addition to those of :func:`clean_environment`.
 
     Raises:
-        AssertionError: it did not end in time.
+        AssertionError: the command did not end in time.
     """
     process = subprocess.Popen(
         list(command),
@@ -65,8 +66,8 @@ def run(
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         out, err = _kill_group(process)
-        shown = show(CompletedProcess(list(command), -signal.SIGKILL, out, err))
-        raise AssertionError(f"not ended after {timeout:g} s, killed\n{shown}\n{logs(cwd)}") from None
+        output = show(CompletedProcess(list(command), -signal.SIGKILL, out, err))
+        raise AssertionError(f"killed after {timeout:g} s\n{output}\n{logs(cwd)}") from None
     except BaseException:
         _kill_group(process)
         raise
@@ -76,31 +77,31 @@ def run(
 def gtrain(
     *args: str, cwd: Path, timeout: float = LIMIT, env: Mapping[str, str] | None = None
 ) -> CompletedProcess[str]:
-    """Run ``python -m gtrain ARGS`` in ``cwd``; see :func:`run`. The exit code is the caller's to look at."""
+    """Run ``python -m gtrain ARGS`` in ``cwd``; see :func:`run`. The caller checks the exit code."""
     return run([sys.executable, "-m", "gtrain", *args], cwd=cwd, timeout=timeout, env=env)
 
 
 def ok(result: CompletedProcess[str]) -> CompletedProcess[str]:
-    """The same result, if the command ended with 0; else fail with all that it said."""
+    """Return the result of a command; fail with its output if the exit code is not 0."""
     assert result.returncode == 0, show(result)
     return result
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
-    """The ``summary.json`` of a run."""
+    """Return the ``summary.json`` of a run."""
     content: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
     return content
 
 
 def only_run(folder: Path) -> Path:
-    """The one run folder below ``folder``, told by its ``summary.json``."""
-    found = sorted(path.parent for path in folder.rglob("summary.json"))
-    assert len(found) == 1, f"{len(found)} summaries below {folder}: {[str(path) for path in found]}"
-    return found[0]
+    """Return the only folder below ``folder`` that contains a ``summary.json``."""
+    runs = sorted(path.parent for path in folder.rglob("summary.json"))
+    assert len(runs) == 1, f"{len(runs)} summaries below {folder}: {[str(path) for path in runs]}"
+    return runs[0]
 
 
 def until(condition: Callable[[], Any], folder: Path) -> Any:
-    """What ``condition`` returns once it is true; fails with the logs below ``folder`` if it never is."""
+    """Wait until ``condition`` returns a true value, and return it; on a time-out, fail with the logs in ``folder``."""
     deadline = time.monotonic() + LIMIT
     while not (value := condition()):
         assert time.monotonic() < deadline, f"not within {LIMIT} s\n{logs(folder)}"
@@ -109,7 +110,7 @@ def until(condition: Callable[[], Any], folder: Path) -> Any:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs; one that ended and is not yet collected does not."""
+    """Return whether a process is running; zombies are not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -117,7 +118,7 @@ def alive(pid: int) -> bool:
 
 
 def show(result: CompletedProcess[str]) -> str:
-    """A command with its exit code and both outputs, for messages."""
+    """Return a command with its exit code and output, for messages."""
     return (
         f"$ {' '.join(result.args)}\nexit code {result.returncode}\n"
         f"--- stdout\n{result.stdout}\n--- stderr\n{result.stderr}"
@@ -125,7 +126,7 @@ def show(result: CompletedProcess[str]) -> str:
 
 
 def logs(folder: Path) -> str:
-    """The last lines of every log file below ``folder``."""
+    """Return the last lines of every log file below ``folder``."""
     texts = []
     for path in sorted(folder.rglob("*.log")):
         lines = path.read_text(errors="replace").splitlines()[-LOG_LINES:]
@@ -134,40 +135,36 @@ def logs(folder: Path) -> str:
 
 
 def of_session(leader: int) -> list[int]:
-    """Process ids of the session that a process leads or led: the command, its ranks and servers. Zombies are left out.
+    """Return the ids of a session's processes without zombies: a command, its ranks and servers. Reads ``/proc``.
 
-    Linux only: reads ``/proc``.
+    Args:
+        leader: process id of the session's leader, which may have ended.
     """
-    found = []
+    members = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended
             continue
         if int(session) == leader and state != "Z":
-            found.append(int(path.parent.name))
-    return found
+            members.append(int(path.parent.name))
+    return members
 
 
 def _kill_group(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Kill the process and its group, and the ranks that made groups of their own; return what they had said."""
+    """Kill a process, its descendants and their process groups; return its output."""
     for pid in (*descendants(process.pid), process.pid):
         for kill in (os.killpg, os.kill):
-            try:
+            with suppress(ProcessLookupError, PermissionError):
                 kill(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                continue
     return process.communicate()
 
 
 def descendants(pid: int) -> list[int]:
-    """Process ids below ``pid``, as /proc has them now: each rank leads a process group of its own."""
-    found: list[int] = []
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            direct = [int(word) for word in children.read_text().split()]
-        except OSError:
-            continue
-        for child in direct:
-            found += [child, *descendants(child)]
-    return found
+    """Return the ids of a process's children, and of theirs, from ``/proc``; ranks are in different process groups."""
+    pids: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in map(int, path.read_text().split()):
+                pids += [child, *descendants(child)]
+    return pids

@@ -1,4 +1,4 @@
-"""``strategy=single``: one process, the whole graph; the reference that every other strategy is held against."""
+"""``strategy=single``: one process, the whole graph; the reference for all other strategies."""
 
 from gtrain.backends import Backend, Limit, Serves, sampling_limits
 

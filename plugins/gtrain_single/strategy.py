@@ -1,4 +1,4 @@
-"""The whole graph in one process."""
+"""Full-graph training in one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gtrain_single import SERVES
 
 
 class SingleStrategy(GraphStrategy):
-    """One process trains on the whole graph with the module as it is; a store of any number of parts will do."""
+    """Trains the unchanged module on the whole graph in one process. The store may have any number of parts."""
 
     strategy_name: ClassVar[str] = "single"
     serves: ClassVar[Serves] = SERVES
@@ -35,7 +35,7 @@ class SingleStrategy(GraphStrategy):
             raise ConfigError(
                 f"trainer.num_nodes {self.num_nodes} * trainer.devices {self.num_processes} = {ranks} ranks were set; "
                 "strategy=single is one process.",
-                hint="leave both at 1, or choose another strategy.",
+                hint="set both to 1, or choose another strategy.",
             )
         super().setup_environment()
 
@@ -49,7 +49,7 @@ class SingleStrategy(GraphStrategy):
 
 
 class _Steps:
-    """The whole graph once for each group of seeds, in the order that the loader describes."""
+    """Batches of the whole graph, one for each group of seeds in the loader's order."""
 
     def __init__(self, loader: SeedLoader, whole: Data | HeteroData) -> None:
         self._loader, self._whole = loader, whole

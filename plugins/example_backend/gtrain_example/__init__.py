@@ -1,4 +1,4 @@
-"""Two strategies to copy: ``replicated`` on gtrain's own base, ``sar_auto`` on another backend's strategy."""
+"""Two example strategies: ``replicated`` extends gtrain's base class, ``sar_auto`` another backend's strategy."""
 
 from gtrain.backends import FULL_PRECISION, Backend, Limit, Serves, sampling_limits
 
@@ -12,7 +12,7 @@ SAR_AUTO = Serves(
     limits={**FULL_PRECISION, **_FULL_BATCH},
 )
 
-# not named as the modules are: importing gtrain_example.replicated would put the module in the object's place
+# the names differ from the modules': importing gtrain_example.replicated would replace an object of that name
 replicated_backend = Backend(
     description="every rank holds the whole graph and takes a share of the seeds (example)",
     config="gtrain_example.config:ReplicatedConfig",

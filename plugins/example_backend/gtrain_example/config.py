@@ -1,4 +1,4 @@
-"""Settings of the two strategies. Light: imports no torch, for the command reads it before any rank starts."""
+"""Settings of the two strategies. The command reads them before ranks start, so this module does not import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ReplicatedConfig(StrategyConfig):
 
     share: str = setting(
         "strided",
-        "how the seeds are dealt out",
+        "how seeds are assigned to ranks",
         words={"strided": "rank r of w takes seeds r, r+w, ...", "contiguous": "each rank takes a range"},
     )
 
@@ -24,6 +24,6 @@ class SarAutoConfig(StrategyConfig):
     """Settings of ``strategy=sar_auto``."""
 
     halo_limit: float = setting(
-        1.0, "the largest halo that is held at once (mode 3)", least=0, unit="times the part's own nodes"
+        1.0, "the largest halo for mode 3, which stores the halo at once", least=0, unit="times the part's own nodes"
     )
-    prefetch: int = setting(1, "remote blocks in flight where mode 1 was chosen", least=0, unit="blocks")
+    prefetch: int = setting(1, "remote blocks in flight in mode 1", least=0, unit="blocks")

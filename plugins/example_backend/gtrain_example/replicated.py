@@ -1,4 +1,4 @@
-"""A strategy directly on gtrain's base: nothing is sharded but the seeds."""
+"""A strategy on gtrain's base class that shards only the seeds."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from gtrain_example.config import ReplicatedConfig
 
 
 class ReplicatedStrategy(GraphStrategy):
-    """Every rank computes on the whole graph; loss and metrics of a rank are over its share of the seeds.
+    """Every rank computes on the whole graph; its loss and metrics are over its share of the seeds.
 
-    Its settings are those of :class:`gtrain_example.config.ReplicatedConfig`.
+    Settings: :class:`gtrain_example.config.ReplicatedConfig`.
     """
 
     strategy_name: ClassVar[str] = "replicated"
@@ -33,11 +33,11 @@ class ReplicatedStrategy(GraphStrategy):
 
     def batches(self, shard: GraphShard, loader: SeedLoader) -> Iterable[Data]:
         batch = full_batch(shard, loader.split, self.dtype)
-        batch.seeds = self._mine(batch.seeds)
+        batch.seeds = self._share(batch.seeds)
         batch.batch_size = batch.seeds.numel()
-        return [batch]  # one batch on every rank, be it without a seed: ranks must not wait for each other
+        return [batch]  # every rank has one batch, if necessary without seeds: ranks take each step together
 
-    def _mine(self, seeds: Tensor) -> Tensor:
+    def _share(self, seeds: Tensor) -> Tensor:
         if self.settings.share == "strided":
             return seeds[self.global_rank :: self.world_size]
         return seeds.tensor_split(self.world_size)[self.global_rank]

@@ -1,4 +1,4 @@
-"""A strategy on another backend's: sar, with its mode chosen from the graph."""
+"""A strategy that extends another backend's: ``sar``, with a mode that depends on the graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger("gtrain")
 
 
 class SarAutoStrategy(SarStrategy):
-    """Mode 3 (one exchange, fastest) where the halo is small enough to be held at once, else mode 1 (least memory).
+    """Mode 3 (one exchange, fastest) if the halo fits into memory at once, otherwise mode 1 (least memory).
 
     Args:
         halo_limit: the largest halo, in units of the part's own nodes, for mode 3.
@@ -30,10 +30,10 @@ class SarAutoStrategy(SarStrategy):
         self.halo_limit = halo_limit
 
     def open_shard(self, store: Store) -> GraphShard | HeteroShard:
-        # the manifest is the same file for all ranks, so all choose alike without a message
+        # all ranks read the same manifest, so that they choose the same mode without communication
         report = store.manifest.partition
         ratio = max(halo / nodes for halo, nodes in zip(report.halo, report.nodes, strict=True))
         self.schedule = replace(self.schedule, mode=3 if ratio <= self.halo_limit else 1)
         if self.is_global_zero:
-            log.info("sar_auto: the largest halo is %.2f of its part, so mode %d", ratio, self.schedule.mode)
+            log.info("sar_auto: the largest halo is %.2f of its part; using mode %d", ratio, self.schedule.mode)
         return super().open_shard(store)
