@@ -24,14 +24,14 @@ from gtrain.settings import Settings, check, defaults, schema, setting
 
 VERBS = {
     "train": "fit, then test with the best checkpoint (the default)",
-    "test": "test a checkpoint (ckpt_path=best unless given)",
-    "predict": "write what a checkpoint says of every node (ckpt_path=best unless given) to output=",
+    "test": "test a checkpoint (ckpt_path=best unless set)",
+    "predict": "write the predictions of a checkpoint for every node (ckpt_path=best unless set) to output=",
     "export": "write the embedding of every node by name (format=npy, parquet, tsv or pbg_hdf5) to output=",
     "partition": "make the partitioned store and print edge cut, halo sizes and balance",
     "serve": "start one server of role= by hand, at cluster.rendezvous=",
-    "key": "make the file cluster.key_file=, by which a job's processes know each other on a network",
-    "explain": "say what settings mean: explain KEY, GROUP=OPTION or GROUP, as data.split, strategy=single, trainer",
-    "doctor": "say what this machine and this installation can do, and what is wrong (format=json for programs)",
+    "key": "make the file cluster.key_file=, with which a job's processes authenticate each other on a network",
+    "explain": "print the meaning of settings: explain KEY, GROUP=OPTION or GROUP, as data.split, strategy=single, trainer",
+    "doctor": "print the capabilities and problems of this machine and installation (format=json for programs)",
 }
 
 
@@ -46,25 +46,27 @@ ACCELERATORS = ("cpu", "gpu", "cuda", "auto")
 class JobConfig(Settings):
     """Settings at the top of the configuration."""
 
-    verb: str = setting("train", "what to do; the first word of the command sets it", words=VERBS)
-    seed: int = setting(0, "of initial weights, dropout, generated graphs, splits, partitioner and order of batches")
-    role: str | None = setting(None, "`serve`: which of the strategy's servers")
+    verb: str = setting("train", "action of the command; its first word sets it", words=VERBS)
+    seed: int = setting(
+        0, "seed of initial weights, dropout, generated graphs, splits, partitioner and order of batches"
+    )
+    role: str | None = setting(None, "`serve`: role of the server")
     ckpt_path: str | None = setting(
         None,
-        "`last` or `best` of the newest run with equal data, model and strategy, or a path; `train` goes on from it, "
-        "`test` and `predict` use it",
+        "`last` or `best` of the newest run with equal data, model and strategy, or a path; `train` resumes from it, "
+        "`test` and `predict` read it",
     )
     output: str | None = setting(
         None,
-        "`predict`, `export`: the file to write, which must not be there yet; null: `predictions.<format>` or "
+        "`predict`, `export`: the file to write, which must not exist yet; null: `predictions.<format>` or "
         "`embeddings.<format>` in the run's folder",
     )
     format: str = setting(
         "npy",
-        "of `output`",
+        "format of `output`",
         words={
-            "npy": "a row for each node by the source data's ids",
-            "parquet": "columns `id` (the name, where nodes have names), `values` and, for scores of classes, "
+            "npy": "one row per node, in the order of the source data's ids",
+            "parquet": "columns `id` (the name, if nodes have names), `values` and, for scores of classes, "
             "`prediction`",
             "tsv": "`export`: a name and its values on each line, see [pbg](pbg.md#evaluation-and-checkpoints)",
             "pbg_hdf5": "`export`: PyTorch-BigGraph's files, see [pbg](pbg.md#evaluation-and-checkpoints)",
@@ -72,60 +74,62 @@ class JobConfig(Settings):
     )
     allow_targets: list[str] = setting(
         [],
-        "packages, modules or classes that files may name as `_target_`, beside "
-        "[those that are allowed](configuration.md#code-that-a-file-names)",
+        "packages, modules or classes that files may name as `_target_`, in addition to "
+        "[the allowed ones](configuration.md#code-that-a-file-names)",
     )
-    embeddings: bool = setting(False, "`predict`: write what the network's last layer reads, instead of scores")
+    embeddings: bool = setting(False, "`predict`: write the input of the network's last layer instead of scores")
 
 
 @dataclass
 class TrainerConfig:
     """Arguments of Lightning's Trainer that a job may set; ``num_nodes`` * ``devices`` ranks."""
 
-    accelerator: str = setting("cpu", "where tensors live: `cpu`, or [`gpu`](launchers.md#gpus)", words=ACCELERATORS)
-    num_nodes: int = setting(1, "machines; each strategy has a default of its own", least=1)
+    accelerator: str = setting("cpu", "device of the tensors: `cpu`, or [`gpu`](launchers.md#gpus)", words=ACCELERATORS)
+    num_nodes: int = setting(1, "machines; strategies set their own defaults", least=1)
     devices: int = setting(1, "ranks on each machine", least=1)
     precision: str = setting("32-true", "floating type")
     max_epochs: int | None = setting(50, "epochs; -1: no limit", least=-1)
-    min_epochs: int | None = setting(None, "least number of epochs, whatever a callback says")
+    min_epochs: int | None = setting(None, "least number of epochs, even if a callback stops earlier")
     max_steps: int = setting(-1, "optimizer steps; -1: no limit")
     min_steps: int | None = setting(None, "least number of optimizer steps")
     max_time: str | None = setting(None, "time limit of training, as DD:HH:MM:SS")
-    limit_train_batches: Any = setting(1.0, "batches of a training epoch, a number or a share", type="int or float")
-    limit_val_batches: Any = setting(1.0, "batches of a validation, a number or a share", type="int or float")
-    limit_test_batches: Any = setting(1.0, "batches of a test, a number or a share", type="int or float")
-    limit_predict_batches: Any = setting(1.0, "batches of a prediction, a number or a share", type="int or float")
+    limit_train_batches: Any = setting(1.0, "batches per training epoch, a number or a fraction", type="int or float")
+    limit_val_batches: Any = setting(1.0, "batches per validation, a number or a fraction", type="int or float")
+    limit_test_batches: Any = setting(1.0, "batches of a test, a number or a fraction", type="int or float")
+    limit_predict_batches: Any = setting(1.0, "batches of a prediction, a number or a fraction", type="int or float")
     overfit_batches: Any = setting(
-        0.0, "train and validate on the same batches, a number or a share", type="int or float"
+        0.0, "train and validate on the same batches, a number or a fraction", type="int or float"
     )
-    fast_dev_run: Any = setting(False, "one batch of each split, nothing kept", type="bool or int")
+    fast_dev_run: Any = setting(False, "one batch of each split, without logs and checkpoints", type="bool or int")
     val_check_interval: Any = setting(
-        None, "validate within an epoch, after so many batches or such a share", type="int or float or null"
+        None, "validate within an epoch, after this number or fraction of batches", type="int or float or null"
     )
-    check_val_every_n_epoch: int | None = setting(1, "validate every so many epochs")
+    check_val_every_n_epoch: int | None = setting(1, "epochs between validations")
     num_sanity_val_steps: int = setting(0, "validation steps before training")
     log_every_n_steps: int = setting(1, "steps between logged values")
-    accumulate_grad_batches: int = setting(1, "batches of one optimizer step", least=1)
+    accumulate_grad_batches: int = setting(1, "batches per optimizer step", least=1)
     gradient_clip_val: float | None = setting(
         None, "bound of the gradients' norm, or of each value; 0 and null: no clipping"
     )
     gradient_clip_algorithm: str | None = setting(
-        None, "what `trainer.gradient_clip_val` bounds; null: norm", words=("norm", "value")
+        None, "quantity that `trainer.gradient_clip_val` bounds; null: norm", words=("norm", "value")
     )
     deterministic: Any = setting(None, "torch's switch", type="bool or str or null")
     benchmark: bool | None = setting(None, "torch's switch (cuDNN)")
-    reload_dataloaders_every_n_epochs: int = setting(0, "ask the data module for its loaders every so many epochs")
-    enable_progress_bar: bool = setting(True, "the live line")
-    enable_checkpointing: bool = setting(True, "whether checkpoints are kept")
-    enable_model_summary: bool = setting(False, "Lightning's table of layers")
+    reload_dataloaders_every_n_epochs: int = setting(
+        0, "epochs after which the data module makes its loaders again; 0: never"
+    )
+    enable_progress_bar: bool = setting(True, "show the progress line")
+    enable_checkpointing: bool = setting(True, "write checkpoints")
+    enable_model_summary: bool = setting(False, "print Lightning's table of layers")
     inference_mode: bool = setting(True, "evaluate without autograd")
-    detect_anomaly: bool = setting(False, "find the operation that made a NaN")
+    detect_anomaly: bool = setting(False, "find the operation that produced a NaN")
     profiler: str | None = setting(None, "Lightning's profiler: `simple` or `advanced`")
 
 
 @dataclass
 class ClusterConfig(Settings):
-    """Who starts the processes, and where those that are started by hand meet."""
+    """Launcher, keys and rendezvous of a job."""
 
     group: ClassVar[str] = "cluster"
     kind: str = setting(
@@ -136,11 +140,11 @@ class ClusterConfig(Settings):
     rank: int | None = setting(
         None,
         "`cluster=manual`: this machine's number, from 0 to `trainer.num_nodes` - 1; `serve`: the server's number "
-        "within its role, null for the next that is free",
+        "within its role, null for the next free one",
     )
     rendezvous: str | None = setting(
         None,
-        "where processes that are started by hand meet: `tcp://host:port`, on the machine with `cluster.rank=0`, or "
+        "meeting point of processes started by hand: `tcp://host:port`, on the machine with `cluster.rank=0`, or "
         "`file:///path` on a shared disk",
     )
     key_file: str | None = setting(
@@ -148,9 +152,9 @@ class ClusterConfig(Settings):
     )
     isolated: bool = setting(
         False,
-        "the network is private: a job of several machines does without keys, and whoever reaches it can join",
+        "the network is private: a job of several machines uses no keys, and whoever reaches it can join",
     )
-    timeout_seconds: float = setting(300.0, "how long to wait for the others at the rendezvous", above=0)
+    timeout_seconds: float = setting(300.0, "time limit of waiting for the others at the rendezvous", above=0)
     standalone: list[str] = setting(
         [], "roles whose servers are started by hand with `gtrain serve`, and not by the workers' commands"
     )
@@ -172,12 +176,14 @@ class PathsConfig:
 
     data: str = setting("data", "raw data sets; `data.root` follows it")
     stores: str = setting("data/stores", "partitioned stores; `data.store` follows it", follows="${paths.data}/stores")
-    runs: str = setting("runs", "all runs, and `index.txt`, by which `ckpt_path=last` finds them")
-    run: str = setting(MISSING, "this run; set by Hydra, change `hydra.run.dir`", follows="${hydra:runtime.output_dir}")
+    runs: str = setting("runs", "all runs, and `index.txt`, in which `ckpt_path=last` finds them")
+    run: str = setting(
+        MISSING, "this run; Hydra sets it: change `hydra.run.dir`", follows="${hydra:runtime.output_dir}"
+    )
 
 
 DROPOUT = {
-    "exact": "a mask depends on seed, step, layer and row, and on no rank or partitioning",
+    "exact": "a mask depends on seed, step, layer and row, and not on ranks or partitioning",
     "torch": "torch's own random numbers, which differ from rank to rank",
 }
 
@@ -187,10 +193,8 @@ class StrategyConfig(Settings):
     """What every backend's settings have. A backend extends it; more checks go into ``__post_init__``."""
 
     group: ClassVar[str] = "strategy"
-    name: str = setting(MISSING, "the entry point of the backend; the option sets it")
-    timeout_seconds: float = setting(
-        300.0, "how long a rank may give no sign of life before the others give it up", above=0
-    )
+    name: str = setting(MISSING, "entry point of the backend; set by the option")
+    timeout_seconds: float = setting(300.0, "time without a heartbeat after which a rank counts as lost", above=0)
     dropout: str = setting("exact", "random numbers of dropout", words=DROPOUT)
 
 
@@ -230,7 +234,7 @@ def register_resolver(name: str, resolver: Callable[..., Any]) -> None:
 
 
 def _score(score: str | None, task: str) -> str:
-    """What the best checkpoint is best in: the model's own choice, or that of its task; ``auto`` needs the labels."""
+    """Return the metric of the best checkpoint: the model's, or that of its task; ``auto`` needs the labels."""
     return score or ("val/mrr" if task == "link" else "auto")
 
 

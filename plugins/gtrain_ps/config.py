@@ -69,8 +69,8 @@ class PsConfig(StrategyConfig):
     )
     folder: str | None = setting(
         None,
-        "where servers write with `strategy.durability=disk`; a job that is started again with the same folder resumes "
-        "where the job before was interrupted; null: the run's folder",
+        "where servers write with `strategy.durability=disk`; a new job with the same folder resumes where the "
+        "previous one was interrupted; null: the run's folder",
     )
     max_restarts: int = setting(
         3,
