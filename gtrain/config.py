@@ -30,7 +30,7 @@ VERBS = {
     "partition": "make the partitioned store and print edge cut, halo sizes and balance",
     "serve": "start one server of role= by hand, at cluster.rendezvous=",
     "key": "make the file cluster.key_file=, with which a job's processes authenticate each other on a network",
-    "explain": "print the meaning of settings: explain KEY, GROUP=OPTION or GROUP, as data.split, strategy=single, trainer",
+    "explain": "print what settings mean: explain KEY, GROUP=OPTION or GROUP, as data.split, strategy=single, trainer",
     "doctor": "print the capabilities and problems of this machine and installation (format=json for programs)",
 }
 
