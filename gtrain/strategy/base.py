@@ -314,11 +314,6 @@ class GraphStrategy(GroupCollectives):
         seed = self.group.broadcast(torch.tensor([torch.initial_seed() & (1 << 62) - 1]))
         self._exact = ExactDropout(module, int(seed), watch_edges=self.watches_edges)
 
-    def _remove_dropout(self) -> None:
-        if self._exact is not None:
-            self._exact.remove()
-            self._exact = None
-
     def dropout_rows(self, batch: Any) -> StepRows:
         """Return the rows that tensors of a step may have, for masks of dropout."""
         return rows_of(batch)
@@ -328,7 +323,9 @@ class GraphStrategy(GroupCollectives):
         self.model.to(self.root_device)
 
     def teardown(self) -> None:
-        self._remove_dropout()
+        if self._exact is not None:
+            self._exact.remove()
+            self._exact = None
         if self.lightning_module is not None:
             self.uninstall(self.lightning_module)
         super().teardown()

@@ -168,7 +168,7 @@ def load(
 def load_other(
     path: Path, module: Module, read_table: Callable[[Path, str, TableSpec], SavedRows] | None, numbering: Any
 ) -> tuple[dict[str, Any], dict[str, SavedRows]]:
-    """Load the parameters of a checkpoint of another strategy, which may store the rows of tables in files of its own.
+    """Load the parameters of a checkpoint of another strategy, which may store the rows of tables in other files.
 
     Args:
         path: folder of the checkpoint.

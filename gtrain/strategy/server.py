@@ -129,7 +129,7 @@ class ServerContext:
         self.server(handlers).run(self.stop, work)
 
     def server(self, handlers: Mapping[str, Handler]) -> Server:
-        """Create the server and publish its address, for a role that runs the server itself; see :meth:`serve`."""
+        """Create the server and publish its address, without running it; see :meth:`serve`."""
 
         def figures(message: Message, caller: Caller) -> Message:
             return Message(self._figures(server))

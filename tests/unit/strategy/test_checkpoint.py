@@ -6,12 +6,14 @@ import errno
 import json
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers import REPO
 from torch import nn
 
 from gtrain.data.planted.kg import PlantedKGData
@@ -204,6 +206,15 @@ def test_any_changed_byte_of_a_manifest_is_damage(tmp_path: Path, model: nn.Modu
     older = {name: value for name, value in before.items() if name != "gtrain"}
     path.write_text(json.dumps(older))
     assert checkpoints.read_manifest(tmp_path / "a.ckpt") == older, "written before there was a checksum"
+
+
+def test_the_specification_lists_the_manifests_fields(tmp_path: Path, model: nn.Module) -> None:
+    save(tmp_path / "a.ckpt", model)
+    section = (REPO / "docs" / "formats.md").read_text().split("### Manifest of a checkpoint\n")[1].split("\n### ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(
+        json.loads((tmp_path / "a.ckpt" / "manifest.json").read_text())
+    )
 
 
 def test_another_format_is_named(tmp_path: Path, model: nn.Module) -> None:
