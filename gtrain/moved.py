@@ -34,7 +34,7 @@ MOVED = {
     "gtrain.data.events": "gtrain.data.readers.events",
     "gtrain.data.extras": "gtrain.data.readers.extras",
     "gtrain.data.files": "gtrain.data.readers.files",
-    "gtrain.data.given_parts": "gtrain.data.sources.given_parts",
+    "gtrain.data.given_parts": "gtrain.data.sources.prepartitioned",
     "gtrain.data.hashing": "gtrain.data.readers.parquet",
     "gtrain.data.heco": "gtrain.data.sources.heco",
     "gtrain.data.heco_files": "gtrain.data.readers.heco",
