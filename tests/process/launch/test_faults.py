@@ -92,7 +92,7 @@ def stop(*_):
     Path("stopped").touch()
     while True: signal.pause()
 
-writer._write_durably = stop
+writer.measure = stop
 main()
 """
 

@@ -264,7 +264,7 @@ def documented_models() -> list[tuple[str, list[str]]]:
     rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| `")]
     named = {name: keys for row in rows for name in re.findall(r"`(\w+)`", row[0]) for keys in [row[-1]]}
     own = {name: re.findall(r"`(\w+)`", keys) for name, keys in named.items()}
-    own["gat"] += own["gcn"]  # "the same, and"
+    own["gat"] = [key for key in own["gat"] if key != "gcn"] + own["gcn"]  # "those of"
     own["link_gcn"] = [key for key in own["link_gcn"] if key not in ("gcn", "sage")] + own["gcn"]  # "those of"
     own["link_sage"] = [*own["link_gcn"], "aggr"]
     for name in ("gcn", "gin", "gat", "link_gcn"):
