@@ -163,5 +163,5 @@ def _drop_from_page_cache(descriptor: int) -> None:
 def _failed(action: str, path: Path, error: OSError) -> DataError:
     return DataError(
         f"{path} could not be {action}: {error.strerror or error}.",
-        hint="free space on the disk, and continue from the last checkpoint (ckpt_path=last).",
+        hint="free space on the disk, and resume from the last checkpoint (ckpt_path=last).",
     )

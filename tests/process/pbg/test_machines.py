@@ -290,7 +290,7 @@ def test_partition_servers_come_back_and_a_full_disk_ends_the_run(tmp_path: Path
     done = job.end()
     assert "partition 1 of 2 (machine 1) was killed by SIGKILL; restarting it" in done.stderr
     assert done.returncode != 0 and "could not be written: File too large" in done.stderr, logs(tmp_path)
-    assert "go on from the last checkpoint" in done.stderr
+    assert "resume from the last checkpoint" in done.stderr
     last = run / "checkpoints" / "last.ckpt"
     reached = EpochProgress.read(last)
     epochs = f"trainer.max_epochs={(rounds(run) - 1) // 4 + 2}"
