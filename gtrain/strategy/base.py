@@ -502,7 +502,7 @@ class GraphStrategy(GroupCollectives):
         """Write state that is too large for :meth:`shard_state` into a checkpoint's folder. All ranks call this."""
 
     def load_shard_files(self, folder: Path) -> None:
-        """Restore the state that :meth:`shard_files` wrote, on any number of ranks; checksums are already verified."""
+        """Restore the state that :meth:`shard_files` wrote, on any number of ranks. Rank 0 first verifies checksums."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         assert self.lightning_module is not None
