@@ -1,11 +1,12 @@
-"""Finding backends: every one, ours included, is an entry point of the group ``gtrain.backends``.
+"""The registry of backends: each one, also gtrain's, is an entry point of the group ``gtrain.backends``.
 
-An entry point names a :class:`Backend` object in the light part of a package; the heavy part (its strategy class) is
-imported in the ranks, and only for the backend that was chosen.
+An entry point names a :class:`Backend` object in the light part of a package. Only the ranks import the heavy part, the
+strategy class, and only that of the chosen backend.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -19,25 +20,26 @@ from typing import Any
 from omegaconf import DictConfig
 
 from gtrain.errors import ConfigError
+from gtrain.settings import as_typed
 
 GROUP = "gtrain.backends"
 WORKER = "worker"
 STOP_SECONDS = 10.0
 Number = int | Callable[[DictConfig], int]
-"""A number, or a function that reads it out of the composed configuration."""
+"""A number, or a function that returns it from the composed configuration."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """Processes that a backend has beside its workers; under the name ``worker``: the workers themselves.
+    """One role of a backend's servers, or with the name ``worker`` the restarts of its workers.
 
     Attributes:
-        target: ``package.module:function``, what a server runs; called with a ``gtrain.strategy.server.ServerContext``
-            in a process of its own. Empty for ``worker``.
-        count: servers in the whole job, such as ``lambda cfg: cfg.strategy.servers``; they are dealt to the machines in
-            order. Ignored for ``worker``.
-        restarts: how many times one of them is restarted after it died.
-        stop_seconds: how long a server may take to end when the job is over.
+        target: ``package.module:function`` that each server process calls with a
+            ``gtrain.strategy.server.ServerContext``. Empty for ``worker``.
+        count: servers in the whole job, such as ``lambda cfg: cfg.strategy.servers``; the machines take them in turn.
+            Ignored for ``worker``.
+        restarts: how many times a dead process is restarted.
+        stop_seconds: seconds that a server may take to end when the job is over.
     """
 
     target: str = ""
@@ -48,15 +50,16 @@ class Role:
 
 @dataclass(frozen=True)
 class RolePlan:
-    """A :class:`Role` with the numbers that a configuration gives it.
+    """A :class:`Role` with the numbers of a resolved configuration.
 
     Attributes:
-        name: what messages and logs call it; ``worker`` only says how often a worker is restarted.
-        target: ``package.module:function`` that a server runs, given a ``gtrain.strategy.server.ServerContext``.
+        name: the role's name in messages and logs; a plan named ``worker`` only sets the restarts of workers.
+        target: ``package.module:function`` that each server process calls with a
+            ``gtrain.strategy.server.ServerContext``.
         count: servers in the whole job.
-        restarts: how many times one of them is restarted after it died.
-        stop_seconds: how long a server may take to end once it is asked to.
-        by_hand: whether someone starts them with ``gtrain serve``, and the agent does not.
+        restarts: how many times a dead process is restarted.
+        stop_seconds: seconds that a server may take to end after the request to stop.
+        by_hand: whether the servers are started with ``gtrain serve`` instead of by the agent.
     """
 
     name: str
@@ -72,9 +75,9 @@ class Limit:
     """The values of one setting that a strategy honours.
 
     Attributes:
-        allowed: these values. The first replaces any other that an experiment or a sweep sets.
-        reason: why no other, a clause that follows the strategy's name: "trains on the whole graph at once".
-        task: the limit holds for this ``data.task`` alone; None: for both.
+        allowed: the honoured values. The first replaces any other value that an experiment or a sweep sets.
+        reason: the reason, a clause that follows the strategy's name: "trains on the whole graph at once".
+        task: the ``data.task`` that the limit holds for; None: both.
     """
 
     allowed: tuple[Any, ...]
@@ -105,22 +108,24 @@ _SAMPLING = {
 
 
 def sampling_limits(reason: str, *, but: Sequence[str] = ()) -> dict[str, Limit]:
-    """Limits of a strategy that does not draw neighbours, or honours only the settings ``but`` of sampling."""
+    """Return the limits of a strategy that does not sample neighbours, or honours only the settings in ``but``."""
     return {key: Limit((default,), reason) for key, default in _SAMPLING.items() if key not in but}
 
 
 @dataclass(frozen=True)
 class Serves:
-    """What a strategy trains exactly: the one declaration that refusals, hints, sweeps and the documentation read.
+    """The models, tasks and settings that a strategy trains exactly.
+
+    Refusals, hints, sweeps and the documentation read this declaration.
 
     Attributes:
         models: kinds of models, see ``gtrain.model.kinds``; None for all.
-        refusal: why it does not train others, a clause that follows "because".
-        tasks: what the seeds of its batches may be: ``node``, ``link`` (edges).
-        heterogeneous: whether it trains on graphs with several types of nodes or edges.
-        needs_table: whether the model must have a table of ``gtrain.nn``, whose rows the strategy keeps elsewhere.
-        part_per_rank: whether the store must have one part for each rank.
-        limits: settings of which it honours some values only, by their key.
+        refusal: why the strategy does not train other models, a clause that follows "because".
+        tasks: the supported kinds of seeds: ``node``, ``link`` (edges).
+        heterogeneous: whether the strategy trains on graphs with several types of nodes or edges.
+        needs_table: whether the model must have a table of ``gtrain.nn``, whose rows the strategy stores elsewhere.
+        part_per_rank: whether the store must have one part per rank.
+        limits: the settings of which the strategy honours some values only, by key.
     """
 
     models: frozenset[str] | None = None
@@ -132,10 +137,10 @@ class Serves:
     limits: Mapping[str, Limit] = field(default_factory=dict)
 
     def check_parts(self, name: str, num_parts: int, ranks: int) -> None:
-        """Refuse a store whose number of parts does not suit the number of ranks.
+        """Refuse a store whose number of parts differs from the number of ranks, if the strategy needs them equal.
 
         Raises:
-            ConfigError: with both numbers.
+            ConfigError: names both numbers.
         """
         if self.part_per_rank and num_parts != ranks:
             raise ConfigError(
@@ -144,10 +149,10 @@ class Serves:
             )
 
     def violated(self, settings: Mapping[str, Any]) -> dict[str, Limit]:
-        """The limits that settings break, by key.
+        """Return the limits that the settings violate, by key.
 
         Args:
-            settings: values by key; settings without a value here are not checked.
+            settings: values by key; absent settings are not checked.
         """
         task = settings.get("data.task", "node")
         return {
@@ -159,10 +164,10 @@ class Serves:
 
 @dataclass(frozen=True)
 class Traits:
-    """What the choice of a strategy depends on in a model and its data; None where it is not known yet.
+    """The properties of a model and its data that the choice of a strategy depends on; None if unknown.
 
     Attributes:
-        kind: of the model, see ``gtrain.model.kinds``.
+        kind: the kind of the model, see ``gtrain.model.kinds``.
         task: ``node`` or ``link``.
         heterogeneous: whether the graph has several types of nodes or edges.
         has_table: whether the model has a table of ``gtrain.nn``.
@@ -174,7 +179,7 @@ class Traits:
     has_table: bool | None = None
 
     def refusal(self, serves: Serves) -> str | None:
-        """Why a strategy does not train this, a clause; None: it does, as far as is known."""
+        """Return a clause that says why a strategy does not train this; None if no known property prevents it."""
         if serves.models is not None and self.kind is not None and self.kind not in serves.models:
             return serves.refusal
         if self.task is not None and self.task not in serves.tasks:
@@ -191,23 +196,23 @@ _TASKS = {"node": "labels of nodes", "link": "edges"}
 
 @dataclass(frozen=True)
 class Backend:
-    """What the framework knows of a backend before it imports it.
+    """The declaration of a backend, which the framework reads without importing its strategy.
 
     Attributes:
         description: one line for ``gtrain --help``.
         config: ``package.module:Class``, the dataclass that types and checks the ``strategy`` group. It must import
-            the standard library, omegaconf and ``gtrain.errors`` only.
+            the standard library, omegaconf, ``gtrain.config``, ``gtrain.settings`` and ``gtrain.errors`` only.
         strategy: ``package.module:Class``, the subclass of ``GraphStrategy``.
-        conf: package that holds ``strategy/<name>.yaml``.
-        serves: what it trains; its strategy class has the same object as ``serves``.
-        roles: its servers by the role's name, and how often a ``worker`` is restarted.
-        store: ``package.module:function`` beside ``config``, which says what settings the store of a job has, whatever
-            the data's own are: ``num_parts``, ``partitioner``, and ``buckets`` (see ``gtrain.graph.store``). Given the
-            composed configuration as a dictionary. Empty: the data's own settings, and one part a rank.
-        parts_key: the setting that the store's number of parts comes from, for messages.
-        table_reader: ``package.module:function`` that finds the rows of a table in a checkpoint of this backend
-            (``gtrain.strategy.checkpoint.SavedRows``), given its folder, the layer's name and its ``TableSpec``. Empty:
-            rows are in the module's state.
+        conf: the package that contains ``strategy/<name>.yaml``.
+        serves: what the strategy trains; the strategy class has the same object as ``serves``.
+        roles: the roles of its servers by name; ``worker`` sets the restarts of its workers.
+        store: ``package.module:function`` beside ``config``. It takes the composed configuration as a dictionary and
+            returns settings of the job's store, which override those of ``data``: ``num_parts``, ``partitioner``, and
+            ``buckets`` (see ``gtrain.graph.store``). Empty: the settings of ``data``, and one part per rank.
+        parts_key: the setting that determines the store's number of parts, for messages.
+        table_reader: ``package.module:function`` that locates the rows of a table in a checkpoint of this backend
+            (``gtrain.strategy.checkpoint.SavedRows``). It takes the checkpoint's folder, the layer's name and its
+            ``TableSpec``. Empty: the rows are in the module's state.
         shortcuts: keys outside of ``strategy`` that its YAML file adds to the configuration.
     """
 
@@ -223,23 +228,23 @@ class Backend:
     shortcuts: tuple[str, ...] = ()
 
     def load_table_reader(self) -> Callable[..., Any] | None:
-        """What :attr:`table_reader` names; imports torch."""
+        """Import the function of :attr:`table_reader`, and torch with it; None if the attribute is empty."""
         return _load(self.table_reader) if self.table_reader else None
 
     def store_settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """What :attr:`store` says.
+        """Return the result of :attr:`store`; empty if the attribute is empty.
 
         Raises:
-            ConfigError: the data's settings contradict the strategy's.
+            ConfigError: the settings of the data contradict those of the strategy.
         """
         return dict(_load(self.store)(config)) if self.store else {}
 
     def load_config(self) -> type[Any]:
-        """The configuration dataclass."""
+        """Import the configuration dataclass."""
         return _load(self.config)
 
     def load_strategy(self) -> type[Any]:
-        """The strategy class; imports torch."""
+        """Import the strategy class, and torch with it."""
         return _load(self.strategy)
 
     @property
@@ -248,10 +253,10 @@ class Backend:
         return [name for name in self.roles if name != WORKER]
 
     def plan(self, cfg: DictConfig) -> tuple[RolePlan, ...]:
-        """The roles with the numbers of a resolved configuration; a role without servers is left out.
+        """Return the roles with the numbers of a resolved configuration, without the roles that have no servers.
 
         Raises:
-            ConfigError: a number is below 0, or ``cluster.standalone`` names a role that is not there.
+            ConfigError: a number is below 0, or ``cluster.standalone`` names an unknown role.
         """
         by_hand = list(cfg.cluster.standalone)
         for name in by_hand:
@@ -272,11 +277,12 @@ class Installed(dict[str, EntryPoint]):
 
 @cache
 def installed() -> Installed:
-    """Find the entry points.
+    """Collect the entry points of all distributions.
 
-    A folder of the path may hold metadata of a distribution that is installed elsewhere, such as a ``gtrain.egg-info``
-    that an older build has left in the current folder. ``importlib.metadata`` would read the first alone. Here what was
-    installed (it has a RECORD) comes before what lies in a source tree, and others add only what can be imported.
+    A folder on the path may contain stale metadata of a distribution that is installed elsewhere, such as a
+    ``gtrain.egg-info`` of an older build in the current folder, and ``importlib.metadata`` would read the first copy
+    only. Here an installed copy (with a RECORD) precedes a source tree, and the other copies add only entry points that
+    can be imported.
     """
     copies: dict[str, list[Distribution]] = {}
     for distribution in distributions():
@@ -285,33 +291,35 @@ def installed() -> Installed:
             copies.setdefault(name, []).append(distribution)
     points: list[EntryPoint] = []
     outdated = []
-    for found in copies.values():
-        current, *others = sorted(found, key=lambda distribution: distribution.read_text("RECORD") is None)
-        named = {point.name: point for point in current.entry_points.select(group=GROUP)}
-        values = {point.name: point.value for point in named.values()}
+    for distributions_of_name in copies.values():
+        current, *others = sorted(
+            distributions_of_name, key=lambda distribution: distribution.read_text("RECORD") is None
+        )
+        merged = {point.name: point for point in current.entry_points.select(group=GROUP)}
+        values = {point.name: point.value for point in merged.values()}
         for other in others:
-            theirs = {point.name: point for point in other.entry_points.select(group=GROUP)}
-            if {point.name: point.value for point in theirs.values()} != values:
+            other_points = {point.name: point for point in other.entry_points.select(group=GROUP)}
+            if {point.name: point.value for point in other_points.values()} != values:
                 outdated.append(os.path.abspath(str(other.locate_file(""))))
-            named = {name: point for name, point in theirs.items() if _can_be_found(point)} | named
-        points += named.values()
+            merged = {name: point for name, point in other_points.items() if _is_importable(point)} | merged
+        points += merged.values()
     result = Installed((point.name, point) for point in sorted(points, key=lambda point: point.name))
     result.outdated = list(dict.fromkeys(outdated))  # a folder may be on the path twice
     return result
 
 
-def _can_be_found(point: EntryPoint) -> bool:
+def _is_importable(point: EntryPoint) -> bool:
     try:
         return importlib.util.find_spec(point.module.partition(".")[0]) is not None
-    except ValueError:  # a module that somebody has put together
+    except ValueError:  # a module in sys.modules without a spec, created by a program
         return True
 
 
 def get(name: str) -> Backend:
-    """The backend of that name.
+    """Return the backend of this name.
 
     Raises:
-        ConfigError: none is installed under that name, or it cannot be imported.
+        ConfigError: the backend is not installed, or cannot be imported.
     """
     if name not in installed():
         raise ConfigError(
@@ -328,25 +336,23 @@ def get(name: str) -> Backend:
         ) from error
     if not isinstance(backend, Backend):
         raise ConfigError(
-            f"the entry point {name} = {installed()[name].value} is no gtrain.backends.Backend.",
-            hint="let the entry point name the Backend object of the package.",
+            f"the entry point {name} = {installed()[name].value} is not a gtrain.backends.Backend.",
+            hint="name the Backend object of the package in the entry point.",
         )
     return backend
 
 
 def usable() -> dict[str, Backend]:
-    """The backends that can be imported; a broken one is left out here and named only when it is chosen."""
-    found = {}
+    """Return the backends that can be imported, by name; choosing one of the others raises the error."""
+    backends = {}
     for name in installed():
-        try:
-            found[name] = get(name)
-        except ConfigError:
-            continue
-    return found
+        with contextlib.suppress(ConfigError):
+            backends[name] = get(name)
+    return backends
 
 
 def descriptions() -> str:
-    """One line a strategy, for ``gtrain --help``."""
+    """Return one line per strategy, for ``gtrain --help``."""
     lines = []
     for name in installed():
         try:
@@ -358,10 +364,10 @@ def descriptions() -> str:
 
 
 def check_role(strategy: str, backend: Backend, role: str, key: str = "role") -> Role:
-    """The role of that name.
+    """Return the backend's role of this name.
 
     Raises:
-        ConfigError: the backend has no servers, or none of that role; lists those that it has.
+        ConfigError: the backend has no such role of servers; lists its roles.
     """
     if role in backend.server_roles:
         return backend.roles[role]
@@ -379,23 +385,22 @@ def check_role(strategy: str, backend: Backend, role: str, key: str = "role") ->
 
 def _plan(name: str, role: Role, cfg: DictConfig, by_hand: bool) -> RolePlan:
     numbers = {}
-    for what in ("count", "restarts"):
-        setting = getattr(role, what)
-        numbers[what] = setting(cfg) if callable(setting) else setting
-        if not isinstance(numbers[what], int) or numbers[what] < 0:
+    for key, number in (("count", role.count), ("restarts", role.restarts)):
+        numbers[key] = number(cfg) if callable(number) else number
+        if not isinstance(numbers[key], int) or numbers[key] < 0:
             raise ConfigError(
-                f"strategy={cfg.strategy.name} gives its role {name} {what} {numbers[what]}; it must be 0 or more.",
-                hint="gtrain --cfg job --package strategy shows the settings that this follows from.",
+                f"strategy={cfg.strategy.name} sets {key}={numbers[key]} for its role {name}; it must be 0 or more.",
+                hint="gtrain --cfg job --package strategy shows the settings that determine this number.",
             )
     return RolePlan(name, role.target, stop_seconds=role.stop_seconds, by_hand=by_hand, **numbers)
 
 
 def serving(traits: Traits, settings: Mapping[str, Any] | None = None) -> list[str]:
-    """Names of the strategies that train a model on its data.
+    """Return the names of the strategies that train a model on its data.
 
     Args:
-        traits: of the model and the data.
-        settings: values that the user chose, by key; a strategy that does not honour one of them is left out.
+        traits: the properties of the model and the data.
+        settings: values that the user chose, by key; strategies that do not honour one of them are omitted.
     """
     return [
         name
@@ -405,14 +410,14 @@ def serving(traits: Traits, settings: Mapping[str, Any] | None = None) -> list[s
 
 
 def not_served(name: str, model: str, traits: Traits, reason: str, others: Sequence[str]) -> ConfigError:
-    """The error for a model, or data, that a strategy does not train.
+    """Return the error for a model, or data, that a strategy does not train.
 
     Args:
         name: the strategy.
-        model: what to call the model.
-        traits: of the model and the data.
+        model: what messages call the model.
+        traits: the properties of the model and the data.
         reason: see :meth:`Traits.refusal`.
-        others: names of strategies that do.
+        others: names of the strategies that train it.
     """
     kind = f" (kind: {traits.kind})" if traits.kind else ""
     return ConfigError(
@@ -425,26 +430,19 @@ def not_served(name: str, model: str, traits: Traits, reason: str, others: Seque
 def not_honoured(
     name: str, key: str, limits: Mapping[str, Limit], settings: Mapping[str, Any], others: Sequence[str] = ()
 ) -> ConfigError:
-    """The error for a setting that a strategy does not honour.
+    """Return the error for a setting that a strategy does not honour.
 
     Args:
         name: the strategy.
-        key: of the setting.
-        limits: of the strategy.
+        key: the key of the setting.
+        limits: the strategy's limits by key.
         settings: values by key.
-        others: names of strategies that honour it.
+        others: names of the strategies that honour the setting.
     """
     limit = limits[key]
-    advice = f"leave {key} out, or set {key}={as_set(limit.allowed[0])}"
+    advice = f"leave {key} out, or set {key}={as_typed(limit.allowed[0])}"
     advice += f"; or choose strategy={' or '.join(others)}" if others else ""
-    return ConfigError(f"{key}={as_set(settings[key])} was set; strategy={name} {limit.reason}.", hint=f"{advice}.")
-
-
-def as_set(value: Any) -> str:
-    """A value as it is written on a command line."""
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    return str(value).replace(" ", "") if isinstance(value, (list, tuple, Mapping)) else str(value)
+    return ConfigError(f"{key}={as_typed(settings[key])} was set; strategy={name} {limit.reason}.", hint=f"{advice}.")
 
 
 def _load(path: str) -> Any:

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gtrain import backends, messages
 from gtrain.errors import ConfigError
 from gtrain.model.config import NetworkConfig
-from gtrain.settings import Settings, check, defaults, schema, setting
+from gtrain.settings import Settings, as_typed, check, defaults, schema, setting
 
 VERBS = {
     "train": "fit, then test with the best checkpoint (the default)",
@@ -36,10 +36,11 @@ VERBS = {
 
 
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
-"""Keyword of Hydra 1.3's entry points; later releases deprecate it and behave so."""
+"""Keyword arguments of Hydra's entry points; releases after 1.3 deprecate the keyword and always behave so."""
 
 
 ACCELERATORS = ("cpu", "gpu", "cuda", "auto")
+_RANKS = "ranks = trainer.num_nodes * trainer.devices."
 
 
 @dataclass
@@ -84,9 +85,14 @@ class JobConfig(Settings):
 class TrainerConfig:
     """Arguments of Lightning's Trainer that a job may set; ``num_nodes`` * ``devices`` ranks."""
 
-    accelerator: str = setting("cpu", "device of the tensors: `cpu`, or [`gpu`](launchers.md#gpus)", words=ACCELERATORS)
-    num_nodes: int = setting(1, "machines; strategies set their own defaults", least=1)
-    devices: int = setting(1, "ranks on each machine", least=1)
+    accelerator: str = setting(
+        "cpu",
+        "device of the tensors: `cpu`, or [`gpu`](launchers.md#gpus)",
+        words=ACCELERATORS,
+        hint="gtrain trains on cpu, gpu, cuda and auto; gtrain doctor says whether torch finds a GPU.",
+    )
+    num_nodes: int = setting(1, "machines; strategies set their own defaults", least=1, hint=_RANKS)
+    devices: int = setting(1, "ranks on each machine", least=1, hint=_RANKS)
     precision: str = setting("32-true", "floating type")
     max_epochs: int | None = setting(50, "epochs; -1: no limit", least=-1)
     min_epochs: int | None = setting(None, "least number of epochs, even if a callback stops earlier")
@@ -109,7 +115,7 @@ class TrainerConfig:
     log_every_n_steps: int = setting(1, "steps between logged values")
     accumulate_grad_batches: int = setting(1, "batches per optimizer step", least=1)
     gradient_clip_val: float | None = setting(
-        None, "bound of the gradients' norm, or of each value; 0 and null: no clipping"
+        None, "bound of the gradients' norm, or of each value; 0 and null: no clipping", least=0
     )
     gradient_clip_algorithm: str | None = setting(
         None, "quantity that `trainer.gradient_clip_val` bounds; null: norm", words=("norm", "value")
@@ -134,7 +140,7 @@ class ClusterConfig(Settings):
     group: ClassVar[str] = "cluster"
     kind: str = setting(
         "auto",
-        "who starts the ranks, see [launchers](launchers.md): `auto`, `local` (gtrain's own agent), `torchrun`, "
+        "the launcher of the ranks, see [launchers](launchers.md): `auto`, `local` (gtrain's agent), `torchrun`, "
         "`slurm` or `manual`",
     )
     rank: int | None = setting(
@@ -148,7 +154,7 @@ class ClusterConfig(Settings):
         "`file:///path` on a shared disk",
     )
     key_file: str | None = setting(
-        None, "keys of the job, made by `gtrain key`; a job of several machines needs them, or `cluster.isolated`"
+        None, "keys of the job, from `gtrain key`; a job of several machines needs them, or `cluster.isolated`"
     )
     isolated: bool = setting(
         False,
@@ -190,7 +196,7 @@ DROPOUT = {
 
 @dataclass
 class StrategyConfig(Settings):
-    """What every backend's settings have. A backend extends it; more checks go into ``__post_init__``."""
+    """The settings of every backend. A backend extends this class, and adds checks in ``__post_init__``."""
 
     group: ClassVar[str] = "strategy"
     name: str = setting(MISSING, "entry point of the backend; set by the option")
@@ -199,13 +205,13 @@ class StrategyConfig(Settings):
 
 
 def register(*, sweep: bool = False) -> None:
-    """Put the schemas of the trainer, the data sources and every backend into Hydra's store, and add our resolver.
+    """Register the schemas of the trainer, the data sources and every backend, and gtrain's resolvers, with Hydra.
 
-    The schemas of strategies let other keys pass, which an experiment made for another strategy may set:
-    :func:`fit_strategy` sorts them out when the configuration is composed.
+    The schemas of strategies accept unknown keys, because an experiment for another strategy may set them.
+    :func:`fit_strategy` removes or refuses them when the configuration is composed.
 
     Args:
-        sweep: let the strategies' keys outside of ``strategy`` pass too, for another job of the sweep may have them.
+        sweep: accept every strategy's shortcuts, because another job of the sweep may use them.
     """
     from gtrain.data import config as data
 
@@ -226,9 +232,9 @@ def register(*, sweep: bool = False) -> None:
 
 
 def register_resolver(name: str, resolver: Callable[..., Any]) -> None:
-    """Register or replace a resolver under the name that this release of OmegaConf has for doing so."""
+    """Register or replace a resolver, with any release of OmegaConf."""
     register = OmegaConf.register_new_resolver
-    if not omegaconf.__version__.startswith("2.3."):  # 2.4 renames it; in 2.3 this name is an older function
+    if not omegaconf.__version__.startswith("2.3."):  # 2.4 renames it; in 2.3 the new name is an older function
         register = OmegaConf.register_resolver  # type: ignore[assignment]
     register(name, resolver, replace=True)
 
@@ -239,36 +245,36 @@ def _score(score: str | None, task: str) -> str:
 
 
 def _fan_out(layers: Any) -> ListConfig:
-    """Neighbours to draw for each of a network's layers, where the user does not say; hops grow fast."""
-    count = layers if isinstance(layers, int) and layers > 0 else 2  # what else it is, _check_model refuses
+    """Return the default fan-out of a network with this number of layers."""
+    count = layers if isinstance(layers, int) and layers > 0 else 2  # _check_model refuses other values
     return OmegaConf.create([15, 10, *[5] * count][:count])
 
 
 def fit_strategy(
     cfg: DictConfig, typed: Sequence[str] = (), *, sweep: bool = False, experiment: str | None = None
 ) -> str:
-    """Take out of a composed configuration what its strategy lacks, where it was set for another strategy.
+    """Remove from a composed configuration the settings for other strategies.
 
-    That is what an experiment sets, and what a sweep sets for all of its jobs. What was typed on a single command stays
+    An experiment may set them, and a sweep sets them for all of its jobs. On the command line of a single job they are
     a mistake.
 
     Args:
         cfg: the composed configuration; changed in place.
         typed: keys that the command line sets.
         sweep: whether the job is one of a sweep.
-        experiment: the experiment that the job is of.
+        experiment: the experiment of the job.
 
     Returns:
-        One line that lists what was left out; empty: nothing.
+        One line that lists the removed settings; empty if nothing was removed.
 
     Raises:
-        ConfigError: a key that the strategy lacks was set for no other strategy.
+        ConfigError: a key is unknown to the strategy, and neither a sweep nor an experiment sets it for another one.
     """
-    left, name = [], cfg.strategy.name
+    removed, name = [], cfg.strategy.name
     backend = backends.get(name)
 
     def origin(key: str) -> str | None:
-        """Who set a key for another strategy; None: a mistake."""
+        """Return the sweep or experiment that set a key for another strategy; None if the key is a mistake."""
         if key in typed:
             return "the sweep" if sweep else None
         return None if experiment is None else f"experiment={experiment}"
@@ -277,22 +283,21 @@ def fit_strategy(
         source = origin(key)
         if source is None or not messages.strategies_with(key):
             raise messages.unknown_key(cfg, key, value)
-        left.append(f"{key}={backends.as_set(value)} ({source})")
-    for key, _ in list(_foreign(cfg, backend)):
+        removed.append(f"{key}={as_typed(value)} ({source})")
         _drop(cfg, key)
     for key, limit in backend.serves.violated(settings_of(cfg)).items():
         source = origin(key)
         if source is not None:
-            left.append(f"{key}={backends.as_set(plain(OmegaConf.select(cfg, key)))} ({source})")
+            removed.append(f"{key}={as_typed(plain(OmegaConf.select(cfg, key)))} ({source})")
             OmegaConf.update(cfg, key, limit.allowed[0])
     for key in [key for key, value in cfg.items() if value is None and key in _shortcuts() - {*backend.shortcuts}]:
         _drop(cfg, str(key))
     OmegaConf.set_struct(cfg.strategy, True)
-    return f"strategy={name} leaves out settings that it does not serve: {', '.join(left)}" if left else ""
+    return f"strategy={name} leaves out settings that it does not serve: {', '.join(removed)}" if removed else ""
 
 
 def settings_of(cfg: DictConfig) -> dict[str, Any]:
-    """The settings of a composed configuration that strategies have limits for, by key."""
+    """Return the settings of a composed configuration for which strategies have limits, by key."""
     keys = {key for backend in backends.usable().values() for key in backend.serves.limits} | {"data.task"}
     return {key: plain(OmegaConf.select(cfg, key)) for key in sorted(keys) if _has(cfg, key)}
 
@@ -303,11 +308,11 @@ def _has(cfg: DictConfig, key: str) -> bool:
 
 
 def _foreign(cfg: DictConfig, backend: backends.Backend) -> list[tuple[str, Any]]:
-    """Keys and values of a composed configuration that its strategy does not have."""
+    """Return the keys and values of a composed configuration that its strategy lacks."""
     fields = backend.load_config().__dataclass_fields__
-    own = [(f"strategy.{key}", plain(cfg.strategy[key])) for key in cfg.strategy if key not in fields]
-    others = _shortcuts() - {*backend.shortcuts}
-    return own + [(key, plain(cfg[key])) for key in sorted(others) if cfg.get(key) is not None]
+    unknown = [(f"strategy.{key}", plain(cfg.strategy[key])) for key in cfg.strategy if key not in fields]
+    shortcuts = _shortcuts() - {*backend.shortcuts}
+    return unknown + [(key, plain(cfg[key])) for key in sorted(shortcuts) if cfg.get(key) is not None]
 
 
 def _shortcuts() -> set[str]:
@@ -322,10 +327,10 @@ def _drop(cfg: DictConfig, key: str) -> None:
 
 
 def validate(cfg: DictConfig) -> None:
-    """Resolve every interpolation and check every value that can be checked before a process is started.
+    """Resolve every interpolation, and check every value that can be checked before a process starts.
 
     Raises:
-        ConfigError: what was set, what is allowed, and what to do.
+        ConfigError: a setting is unknown, missing, or not allowed.
     """
     fit_strategy(cfg)
     _check_keys(cfg)
@@ -344,15 +349,16 @@ def validate(cfg: DictConfig) -> None:
     if cfg.verb not in VERBS:
         raise ConfigError(f"verb={cfg.verb} was set.", hint=f"the verbs are {', '.join(VERBS)}.")
     _check_finite(plain(cfg))
-    _check_trainer(cfg)
+    for field in dataclasses.fields(TrainerConfig):
+        check("trainer", field, cfg.trainer[field.name])
     _check_model(cfg.model)
 
 
 def _check_keys(cfg: DictConfig) -> None:
-    """Refuse keys that nothing reads, at the top and in groups of gtrain's own, unless another setting refers to them.
+    """Refuse unknown keys at the top and in gtrain's groups, unless another setting refers to them.
 
     Raises:
-        ConfigError: lists the keys that there are.
+        ConfigError: a key is unknown; lists the known keys.
     """
     known = {
         "": {*_top_keys(), *_shortcuts()},
@@ -360,10 +366,9 @@ def _check_keys(cfg: DictConfig) -> None:
         "paths": {*defaults(PathsConfig)},
     }
     source = OmegaConf.get_type(cfg.data)
-    if (
-        dataclasses.is_dataclass(source) and cfg.data.get("_target_") == defaults(source)["_target_"]
-    ):  # not a user's own
-        known["data"] = {*defaults(source)} - {"_target_"}
+    declared = defaults(source) if dataclasses.is_dataclass(source) else {}  # empty for a user's data module
+    if "_target_" in declared and cfg.data.get("_target_") == declared["_target_"]:
+        known["data"] = {*declared} - {"_target_"}
     for group, names in known.items():
         for key in map(str, cfg[group] if group else cfg):
             full_key = f"{group}.{key}" if group else key
@@ -374,7 +379,7 @@ def _check_keys(cfg: DictConfig) -> None:
 
 @functools.cache
 def _top_keys() -> frozenset[str]:
-    """The keys of a job: those of :class:`JobConfig`, and the groups that ``conf/config.yaml`` chooses from."""
+    """Return the keys of a job: those of :class:`JobConfig`, and the groups in the defaults of ``conf/config.yaml``."""
     content = OmegaConf.create((importlib.resources.files("gtrain.conf") / "config.yaml").read_text())
     chosen = [entry for entry in content.defaults if not isinstance(entry, str)]
     groups = {str(group) for entry in chosen for group, option in entry.items() if option is not None}
@@ -382,7 +387,7 @@ def _top_keys() -> frozenset[str]:
 
 
 def _check_finite(node: Any, key: str = "") -> None:
-    """Refuse numbers that are infinite or none (NaN): most of them would be taken without a word.
+    """Refuse NaN and infinity, most of which would be accepted without an error.
 
     Raises:
         ConfigError: names the setting.
@@ -391,7 +396,7 @@ def _check_finite(node: Any, key: str = "") -> None:
         raise ConfigError(f"{key}={node} was set; it must be a finite number.", hint=f"correct or leave out {key}.")
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for name, value in items:
-        if key or name not in ("callbacks", "logger"):  # theirs may be open ends, such as a threshold
+        if key or name not in ("callbacks", "logger"):  # their thresholds may be infinite
             _check_finite(value, f"{key}.{name}" if key else str(name))
 
 
@@ -404,42 +409,8 @@ def _check_seed(cfg: DictConfig) -> None:
         raise ConfigError(f"seed={seed} was set; it must be a whole number from 0 to 2**32 - 1.", hint="set seed=0.")
 
 
-def _check_trainer(cfg: DictConfig) -> None:
-    for key in ("num_nodes", "devices"):
-        if cfg.trainer[key] < 1:
-            raise ConfigError(
-                f"trainer.{key}={cfg.trainer[key]} was set; it must be at least 1.",
-                hint="ranks = trainer.num_nodes * trainer.devices.",
-            )
-    epochs = cfg.trainer.max_epochs
-    if epochs is not None and epochs < -1:
-        raise ConfigError(
-            f"trainer.max_epochs={epochs} was set; it must be -1 (no limit), 0 or more.", hint="set a number of epochs."
-        )
-    if cfg.trainer.accelerator not in ACCELERATORS:
-        raise ConfigError(
-            f"trainer.accelerator={cfg.trainer.accelerator} was set; gtrain trains on {', '.join(ACCELERATORS)}.",
-            hint="set trainer.accelerator=cpu, or gpu where torch finds one (gtrain doctor says so).",
-        )
-    clip, algorithm = cfg.trainer.gradient_clip_val, cfg.trainer.gradient_clip_algorithm
-    if clip is not None and clip < 0:
-        raise ConfigError(
-            f"trainer.gradient_clip_val={clip} was set; it must be 0 or more, or null.",
-            hint="it bounds the gradients' norm (or each value); 0 and null switch clipping off.",
-        )
-    if algorithm not in (None, "norm", "value"):
-        raise ConfigError(
-            f"trainer.gradient_clip_algorithm={algorithm} was set.", hint="set norm (the default) or value."
-        )
-    if cfg.trainer.accumulate_grad_batches < 1:
-        raise ConfigError(
-            f"trainer.accumulate_grad_batches={cfg.trainer.accumulate_grad_batches} was set; it must be at least 1.",
-            hint="leave it at 1 to step after every batch.",
-        )
-
-
 def _check_model(model: DictConfig) -> None:
-    """Model settings are open, for any network may be named; those that are declared are held to types and limits."""
+    """Check the declared settings of a model; a network may have others, which nothing here knows."""
     for field in dataclasses.fields(NetworkConfig):
         value = OmegaConf.select(model, field.name, default=field.default)
         _check_type(field.name, value, str(field.type))
@@ -459,18 +430,18 @@ _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "st
 
 
 def _check_type(key: str, value: Any, annotation: str) -> None:
-    """Refuse a value of another type than an annotation such as ``str | None`` names; ``Any`` is every type."""
+    """Refuse a value that does not match an annotation such as ``str | None``; ``Any`` matches every type."""
     if annotation == "Any":
         return
-    types = [one for name in annotation.split(" | ") for one in _TYPES[name]]
+    types = [type_ for name in annotation.split(" | ") for type_ in _TYPES[name]]
     if not isinstance(value, tuple(types)) or isinstance(value, bool):
-        wanted = " or ".join(one.__name__ for one in types if one is not type(None))
+        expected = " or ".join(type_.__name__ for type_ in types if type_ is not type(None))
         raise ConfigError(
-            f"model.{key}={value} was set; it must be of type {wanted}, not {type(value).__name__}.",
+            f"model.{key}={value} was set; it must be of type {expected}, not {type(value).__name__}.",
             hint=f"give model.{key} a value of that type.",
         )
 
 
 def plain(node: Any) -> Any:
-    """A resolved configuration node as dictionaries, lists and values."""
+    """Return a configuration node as resolved dictionaries, lists and values."""
     return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node

@@ -1,4 +1,4 @@
-"""One declaration for each setting: a dataclass field, made by :func:`setting`, with its meaning and its limits.
+"""Settings as dataclass fields, the only declaration of each setting: :func:`setting` adds its meaning and limits.
 
 The dataclass checks its values. Hydra composes it, strategies and data modules take its fields as keywords, and
 ``gtrain explain`` and the tables of the documentation print them. Light: imports no torch.
@@ -31,19 +31,19 @@ def setting(
     follows: str | None = None,
     hint: str = "",
 ) -> Any:
-    """A dataclass field that declares a setting.
+    """Return a dataclass field that declares a setting.
 
     Args:
-        default: its default; a list or dictionary is copied for each object.
-        help: its meaning, a clause without a full stop. Markdown: code in back quotes, links relative to ``docs/``.
-        words: its allowed values, with the meaning of each or without.
-        least: its least value.
-        above: what it must be greater than; infinity is refused then.
-        below: what it must be less than.
-        unit: of its value, such as ``seconds``.
-        type: how ``gtrain explain`` names its type, where the annotation is ``Any``.
-        follows: interpolation that is its default in a composed configuration, such as ``${seed}``.
-        hint: advice of an error; empty: the allowed values, or the default.
+        default: the default; a list or dictionary is copied for each object.
+        help: the meaning, a clause without a full stop. Markdown: code in back quotes, links relative to ``docs/``.
+        words: the allowed values, with or without the meaning of each.
+        least: the minimum.
+        above: the exclusive lower bound; it also excludes infinity.
+        below: the exclusive upper bound.
+        unit: the unit of the value, such as ``seconds``.
+        type: the type that ``gtrain explain`` prints if the annotation is ``Any``.
+        follows: the interpolation that is the default in a composed configuration, such as ``${seed}``.
+        hint: the hint of an error; empty: the allowed values, or the default.
     """
     declared = {
         "help": help,
@@ -56,18 +56,19 @@ def setting(
         "follows": follows,
         "hint": hint,
     }
-    if isinstance(default, (list, dict)):
-        return dataclasses.field(default_factory=default.copy, metadata=declared)
-    return dataclasses.field(default=default, metadata=declared)
+    return _field(default, declared)
 
 
 def changed(config: type, name: str, default: Any, **declared: Any) -> Any:
-    """The field ``name`` of a dataclass with another default, and what else is to differ from its declaration."""
+    """Return a copy of a dataclass's field with another default and other arguments of :func:`setting`."""
     (field,) = (field for field in dataclasses.fields(config) if field.name == name)
-    declared = {**field.metadata, **declared}
+    return _field(default, {**field.metadata, **declared})
+
+
+def _field(default: Any, metadata: dict[str, Any]) -> Any:
     if isinstance(default, (list, dict)):
-        return dataclasses.field(default_factory=default.copy, metadata=declared)
-    return dataclasses.field(default=default, metadata=declared)
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 T = TypeVar("T")
@@ -75,10 +76,10 @@ S = TypeVar("S")
 
 
 class Settings:
-    """Base of dataclasses of settings, which check their words and limits when they are made.
+    """Base of dataclasses of settings, whose constructor checks allowed words and limits.
 
     Attributes:
-        group: the configuration group that they are, which messages name: ``strategy`` of ``strategy.prefetch``.
+        group: the configuration group, for messages: ``strategy`` of ``strategy.prefetch``.
     """
 
     group: ClassVar[str] = ""
@@ -87,17 +88,17 @@ class Settings:
         """Check every field.
 
         Raises:
-            ConfigError: what was set, what is allowed.
+            ConfigError: a value is not allowed; lists the allowed values.
         """
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             check(self.group, field, getattr(self, field.name))
 
 
 def check(group: str, field: dataclasses.Field[Any], value: Any) -> None:
-    """Refuse a value that is not among a setting's words, or beyond its limits; None is left to the field's type.
+    """Refuse a value that is not among a setting's words, or outside its limits; every setting may be None here.
 
     Raises:
-        ConfigError: what was set, what is allowed.
+        ConfigError: the value is not allowed; lists the allowed values.
     """
     declared, key = field.metadata, f"{group}.{field.name}" if group else field.name
     if value is None or value == MISSING or not declared:
@@ -120,14 +121,14 @@ def _within(declared: Mapping[str, Any], value: Any) -> bool:
 
 
 def choices(words: Mapping[Any, str] | Sequence[Any]) -> str:
-    """Allowed words as a hint lists them."""
+    """Return the list of allowed words for a hint."""
     if isinstance(words, Mapping):
         return "; ".join(f"{as_typed(word)}: {text}" for word, text in words.items())
     return f"one of {', '.join(map(as_typed, words))}"
 
 
 def limits(field: dataclasses.Field[Any]) -> str:
-    """The limits of a number in words, such as ``0 or more batches``; empty without limits."""
+    """Return the limits of a number in words, such as ``0 or more batches``; empty without limits."""
     least, above, below, unit = (field.metadata.get(key) for key in ("least", "above", "below", "unit"))
     parts = []
     if above is not None:
@@ -141,26 +142,26 @@ def limits(field: dataclasses.Field[Any]) -> str:
 
 
 def as_typed(value: Any) -> str:
-    """A value as it is written on a command line or in YAML."""
+    """Return a value as users type it on a command line or in YAML."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return str(value).replace(" ", "") if isinstance(value, (list, tuple, Mapping)) else str(value)
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
-    """The default of a setting in a composed configuration: the interpolation that it follows, if any."""
+    """Return the default of a setting in a composed configuration, which may be an interpolation."""
     if field.metadata.get("follows") is not None:
         return field.metadata["follows"]
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def defaults(config: type) -> dict[str, Any]:
-    """The defaults of a dataclass's settings in a composed configuration, by name."""
+    """Return the defaults of a dataclass's settings in a composed configuration, by name."""
     return {field.name: default_of(field) for field in dataclasses.fields(config)}
 
 
 def schema(config: type, flags: dict[str, bool] | None = None) -> DictConfig:
-    """A dataclass as a typed node of a composed configuration, with the interpolations that settings follow."""
+    """Return a dataclass as a typed node of a composed configuration, with interpolations as defaults."""
     node: DictConfig = OmegaConf.structured(config, flags=flags)
     for field in dataclasses.fields(config):
         if field.metadata.get("follows") is not None:
@@ -171,44 +172,44 @@ def schema(config: type, flags: dict[str, bool] | None = None) -> DictConfig:
 # ------------------------------------------------------------------------------------------------------- keywords
 
 
-def take(config: type, owner: str, given: dict[str, Any], also: Iterable[str] = ()) -> dict[str, Any]:
-    """Take out of keywords those that are settings of a dataclass.
+def pop_settings(config: type, owner: str, keywords: dict[str, Any], also: Iterable[str] = ()) -> dict[str, Any]:
+    """Remove the settings of a dataclass from keyword arguments, and return them.
 
     Args:
         config: the dataclass.
-        owner: whose keywords they are, for messages.
-        given: the keywords; those taken are removed.
-        also: keywords that are no settings and stay.
+        owner: the function or class that was called, for messages.
+        keywords: the keyword arguments; changed in place.
+        also: further keywords that are allowed and stay.
 
     Raises:
-        ConfigError: a keyword is neither; lists the settings.
+        ConfigError: a keyword is unknown; lists the settings.
     """
     names = [field.name for field in dataclasses.fields(config)]
-    for name in given:
+    for name in keywords:
         if name not in names and name not in also:
             close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
-            listed = f"the settings are {', '.join(one for one in names if one not in HIDDEN)}."
+            available = f"the settings are {', '.join(name for name in names if name not in HIDDEN)}."
             raise ConfigError(
-                f"{owner}({name}={given[name]!r}) was called; it has no such setting.",
-                hint=f"did you mean {' or '.join(close)}? {listed}" if close else listed,
+                f"{owner}({name}={keywords[name]!r}) was called; it has no such setting.",
+                hint=f"did you mean {' or '.join(close)}? {available}" if close else available,
             )
-    return {name: given.pop(name) for name in names if name in given}
+    return {name: keywords.pop(name) for name in names if name in keywords}
 
 
-def made(config: type[S], owner: str, settings: S | None, keywords: dict[str, Any]) -> S:
-    """Settings of keywords, and of an object with the others.
+def build_settings(config: type[S], owner: str, settings: S | None, keywords: dict[str, Any]) -> S:
+    """Return settings from keyword arguments, and from an object for the others.
 
     Args:
-        config: the dataclass that declares them.
-        owner: whose keywords they are, for messages.
-        settings: the others; None: the defaults.
+        config: the dataclass that declares the settings.
+        owner: the function or class that was called, for messages.
+        settings: the values of the other settings; None: the defaults.
         keywords: settings by name.
 
     Raises:
         ConfigError: a setting is unknown, not allowed, or missing.
     """
-    given = take(config, owner, dict(keywords))
-    result = config(**given) if settings is None else dataclasses.replace(settings, **given)  # type: ignore[type-var]
+    values = pop_settings(config, owner, dict(keywords))
+    result = config(**values) if settings is None else dataclasses.replace(settings, **values)  # type: ignore[type-var]
     missing = [name for name, value in vars(result).items() if value == MISSING and name != "_target_"]
     if missing:
         raise ConfigError(f"{owner}() was called without {missing[0]}.", hint=f"give it {', '.join(missing)}.")
@@ -216,36 +217,33 @@ def made(config: type[S], owner: str, settings: S | None, keywords: dict[str, An
 
 
 def part(config: type[T], settings: object) -> T:
-    """An object of a dataclass whose fields all are settings of another."""
+    """Return an object of a dataclass whose fields are all fields of ``settings``."""
     return config(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(config)})  # type: ignore[arg-type]
 
 
 HIDDEN = ("_target_", "name")
-"""Fields that a configuration names its option by, and that are no keywords."""
+"""Fields that identify the option of a configuration group; they are not keyword arguments."""
 
 
 def parameters(
     config: type, form: Any = inspect.Parameter.KEYWORD_ONLY, hidden: Sequence[str] = HIDDEN
 ) -> Iterator[inspect.Parameter]:
-    """The settings of a dataclass as parameters of a function, for ``help()`` and editors."""
+    """Yield the settings of a dataclass as parameters of a function, for ``help()`` and editors."""
     for field in dataclasses.fields(config):
         if field.name not in hidden:
-            default = field.default
-            if field.default_factory is not dataclasses.MISSING:
-                default = field.default_factory()
-            if default == MISSING:
-                default = inspect.Parameter.empty
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            default = inspect.Parameter.empty if default == MISSING else default
             yield inspect.Parameter(field.name, form, default=default, annotation=field.type)
 
 
 def signature_of(cls: type, declared: Callable[[], Iterable[inspect.Parameter]], *, own: bool) -> inspect.Signature:
-    """What ``help()`` shows of a class that takes settings as keywords.
+    """Return the signature that ``help()`` shows for a class with settings as keyword arguments.
 
     Args:
         cls: the class.
-        declared: its parameters, where its settings are its dataclass's.
-        own: whether that is so although the class has an ``__init__``, which passes keywords on.
+        declared: returns the parameters from the class's dataclass of settings.
+        own: whether to use ``declared`` even if the class defines ``__init__``, which forwards its keywords.
     """
-    if "__init__" in vars(cls) and not own:  # written by hand
+    if "__init__" in vars(cls) and not own:
         return inspect.Signature(list(inspect.signature(vars(cls)["__init__"]).parameters.values())[1:])
     return inspect.Signature(list(declared()))

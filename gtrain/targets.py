@@ -1,8 +1,8 @@
-"""Which ``_target_`` a configuration may name: code of others is not run because a YAML file says so.
+"""Check every ``_target_`` of a configuration, so that a YAML file cannot execute arbitrary code.
 
-What is typed on the command line is the user's own. A file may come from anywhere (an experiment, the ``.hydra`` folder
-of a run), so its targets are limited to :data:`ALLOWED`, the packages of installed backends, modules of the current
-folder, and ``allow_targets``.
+Targets on the command line are trusted. A file may come from anywhere (an experiment, the ``.hydra`` folder of a run),
+so its targets are limited to :data:`ALLOWED`, the packages of installed backends, modules of the current folder, and
+``allow_targets``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gtrain import backends
 from gtrain.errors import ConfigError
+from gtrain.settings import as_typed
 
 ALLOWED = (
     "gtrain.callbacks",
@@ -36,18 +37,18 @@ ALLOWED = (
     "torchmetrics",
 )
 """Modules whose classes a file may name."""
-_FACTORIES = ("gtrain.model",)  # functions too
-_EXCLUDED = ("torch_geometric.nn.sequential", "torch_geometric.nn.nlp")  # evaluate text; download language models
+_FACTORIES = ("gtrain.model",)  # their functions are allowed too
+_EXCLUDED = ("torch_geometric.nn.sequential", "torch_geometric.nn.nlp")  # one evaluates text, one downloads models
 _HYDRA_TARGET = re.compile(
     r"gtrain\.cli\.entry\.RunFolder$|(hydra\._internal\.core_plugins|hydra\.experimental\.callbacks|hydra_plugins|optuna)\."
 )
 _LOG_CLASS = re.compile(r"(logging\.(handlers\.)?|rich\.logging\.|colorlog\.)[A-Z]\w*$")
 _PARTS = ("data", "model", "callbacks", "logger")
-"""Parts of the configuration of which objects are made."""
+"""Groups of the configuration that are instantiated."""
 
 
 def settle(cfg: DictConfig, arguments: Sequence[str]) -> None:
-    """Complete ``allow_targets`` by the targets that are typed, and refuse others that are not allowed, by their names.
+    """Add the targets on the command line to ``allow_targets``, and refuse other targets by their names.
 
     Args:
         cfg: the composed configuration; changed in place.
@@ -57,9 +58,9 @@ def settle(cfg: DictConfig, arguments: Sequence[str]) -> None:
         ConfigError: a file names a target of another package, or sets ``allow_targets``.
     """
     targets, allowed = typed(arguments)
-    if (set_elsewhere := OmegaConf.to_container(cfg.allow_targets)) != allowed:
+    if (composed := OmegaConf.to_container(cfg.allow_targets)) != allowed:
         raise ConfigError(
-            f"allow_targets={backends.as_set(set_elsewhere)} was set in a file, which cannot allow itself.",
+            f"allow_targets={as_typed(composed)} was set in a file; a file cannot allow its own targets.",
             hint="set allow_targets on the command line.",
         )
     with open_dict(cfg):
@@ -70,7 +71,7 @@ def settle(cfg: DictConfig, arguments: Sequence[str]) -> None:
 
 
 def typed(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The targets that a command line names, and its ``allow_targets``."""
+    """Return the targets that a command line names, and its ``allow_targets``."""
     targets: dict[str, None] = {}
     allowed: list[str] = []
     for argument in arguments:
@@ -78,11 +79,11 @@ def typed(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             continue
         try:
             override = OverridesParser.create().parse_override(argument)
-        except HydraException:  # Hydra says what is wrong with it
+        except HydraException:  # Hydra reports the mistake
             continue
         for value in _values(override):
             if override.key_or_group == "allow_targets":
-                allowed = [value] if isinstance(value, str) else [str(one) for one in value or ()]
+                allowed = [value] if isinstance(value, str) else [str(target) for target in value or ()]
             elif override.key_or_group.rpartition(".")[2] == "_target_":
                 targets[str(value)] = None
             else:
@@ -91,7 +92,7 @@ def typed(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _values(override: Override) -> list[Any]:
-    """The value of an override, or those that it sweeps over."""
+    """Return the values of an override: one, or all values of a sweep."""
     if override.is_delete():
         return []
     if not override.is_sweep_override():
@@ -103,11 +104,7 @@ def _values(override: Override) -> list[Any]:
 
 
 def found_in(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Every ``_target_`` in a node of dictionaries and lists, with its key.
-
-    Raises:
-        ConfigError: text in it would be resolved a second time, when an object is made of it.
-    """
+    """Yield the key and the value of every ``_target_`` in nested dictionaries and lists."""
     if isinstance(node, dict):
         if node.get("_target_") is not None:
             yield f"{key}._target_" if key else "_target_", node["_target_"]
@@ -119,15 +116,15 @@ def found_in(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_objects(config: dict[str, Any], find: Any, parts: Iterable[str] = _PARTS) -> None:
-    """Refuse targets that are not allowed, by the modules that define them: a name may lead to another package.
+    """Refuse targets by the modules that define them, because an allowed module may import from another package.
 
     Args:
         config: the resolved configuration, after :func:`settle`.
-        find: imports a target, given its path and its key.
-        parts: of the configuration, of which objects are to be made.
+        find: a function that imports a target from its path and its key.
+        parts: the groups to check.
 
     Raises:
-        ConfigError: names the key and the object.
+        ConfigError: a target is not allowed, or a value would be resolved a second time on instantiation.
     """
     allowed = config.get("allow_targets") or ()
     for part in parts:
@@ -139,16 +136,16 @@ def check_objects(config: dict[str, Any], find: Any, parts: Iterable[str] = _PAR
 
 
 def check_hydra(hydra: DictConfig, arguments: Sequence[str]) -> None:
-    """Refuse code that Hydra's own settings would run, before Hydra does, where it is not typed.
+    """Refuse code that a file's settings of Hydra would execute, such as callbacks and log handlers.
 
     Raises:
         ConfigError: names the key.
     """
-    own, allowed = typed(arguments)
+    typed_targets, allowed = typed(arguments)
     node = OmegaConf.to_container(hydra, resolve=False)
     assert isinstance(node, dict)
     for key, target in found_in(node, "hydra"):
-        if not _HYDRA_TARGET.match(str(target)) and target not in own and not _within(str(target), allowed):
+        if not (_HYDRA_TARGET.match(str(target)) or target in typed_targets or _within(str(target), allowed)):
             raise _refused(key, str(target))
     for key, value in [*_log_factories(node.get("job_logging")), *_log_factories(node.get("hydra_logging"))]:
         if not _LOG_CLASS.match(str(value)) and not any(argument.startswith(key) for argument in arguments):
@@ -156,13 +153,13 @@ def check_hydra(hydra: DictConfig, arguments: Sequence[str]) -> None:
     variables = (node.get("job") or {}).get("env_set")
     if variables and not any(argument.lstrip("+").startswith("hydra.job.env_set") for argument in arguments):
         raise ConfigError(
-            f"hydra.job.env_set sets {', '.join(map(str, variables))} in a file; such variables decide what code runs.",
+            f"hydra.job.env_set sets {', '.join(map(str, variables))} in a file; such variables can execute code.",
             hint="set hydra.job.env_set on the command line, or the variables in the shell.",
         )
 
 
 def _log_factories(node: Any) -> Iterator[tuple[str, Any]]:
-    """What ``logging.config`` would call: the values of ``()`` and ``class``."""
+    """Yield the keys ``()`` and ``class`` with their values, which ``logging.config`` calls."""
     if isinstance(node, dict):
         for name, value in node.items():
             if name in ("()", "class"):
@@ -171,24 +168,24 @@ def _log_factories(node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check_name(key: str, target: str, allowed: Iterable[str]) -> None:
-    """Refuse a target whose package holds nothing that is allowed, without importing it."""
-    if target.startswith("${"):  # checked once it is resolved
+    """Refuse a target of a package without allowed modules, without importing it."""
+    if target.startswith("${"):  # check_objects checks it when it is resolved
         return
     package = target.partition(".")[0]
     packages = {prefix.partition(".")[0] for prefix in (*_prefixes(), *allowed)}
-    if package not in packages and not _is_here(package):
+    if package not in packages and not _is_local(package):
         raise _refused(key, target)
 
 
-def _check_object(key: str, target: str, found: Any, allowed: Iterable[str]) -> None:
-    module, name = getattr(found, "__module__", None), getattr(found, "__qualname__", type(found).__name__)
+def _check_object(key: str, target: str, imported: Any, allowed: Iterable[str]) -> None:
+    module, name = getattr(imported, "__module__", None), getattr(imported, "__qualname__", type(imported).__name__)
     full = f"{module}.{name}"
-    if not isinstance(module, str) or not callable(found):
+    if not isinstance(module, str) or not callable(imported):
         raise _refused(key, target)
-    if _within(full, allowed) or (_is_here(module.partition(".")[0]) and _lies_here(module)):
+    if _within(full, allowed) or (_is_local(module.partition(".")[0]) and _is_loaded_from_here(module)):
         return
-    kind = _FACTORIES if not inspect.isclass(found) else _prefixes()
-    if not _within(full, kind) or _within(full, _EXCLUDED):
+    prefixes = _prefixes() if inspect.isclass(imported) else _FACTORIES
+    if not _within(full, prefixes) or _within(full, _EXCLUDED):
         raise _refused(key, target if target == full else f"{target} ({full})")
 
 
@@ -201,9 +198,9 @@ def _within(name: str, prefixes: Iterable[str]) -> bool:
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
 
 
-def _is_here(package: str) -> bool:
-    """Whether the current folder has a module or package of the user's own under this name."""
-    framework = {prefix.partition(".")[0] for prefix in _prefixes()}  # which may be a source tree in that folder
+def _is_local(package: str) -> bool:
+    """Whether the current folder contains a user's module or package of this name."""
+    framework = {prefix.partition(".")[0] for prefix in _prefixes()}  # the current folder may be gtrain's source tree
     return (
         package not in framework
         and package.isidentifier()
@@ -211,32 +208,29 @@ def _is_here(package: str) -> bool:
     )
 
 
-def _lies_here(module: str) -> bool:
-    """Whether an imported module is one of the current folder."""
-    path, here = getattr(sys.modules.get(module), "__file__", None), Path.cwd()
+def _is_loaded_from_here(module: str) -> bool:
+    """Whether an imported module was loaded from the current folder."""
+    path, expected = getattr(sys.modules.get(module), "__file__", None), Path.cwd().joinpath(*module.split("."))
     if path is None:
         return False
-    return Path(path).resolve().with_suffix("") in (
-        here.joinpath(*module.split(".")).resolve(),
-        here.joinpath(*module.split("."), "__init__").resolve(),
-    )
+    return Path(path).resolve().with_suffix("") in (expected.resolve(), (expected / "__init__").resolve())
 
 
 def _refuse_late_interpolations(node: Any, key: str) -> None:
-    """Refuse text that Hydra would resolve when it makes an object: it could become a target."""
+    """Refuse text that Hydra would resolve on instantiation, because it could become a target."""
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, (list, tuple)) else ()
     for name, value in items:
         _refuse_late_interpolations(value, f"{key}.{name}")
     if isinstance(node, str) and "${" in node:
         raise ConfigError(
-            f"{key}={node} holds an interpolation that is left after the configuration was resolved.",
+            f"{key}={node} contains an interpolation after the configuration was resolved.",
             hint="write the value itself.",
         )
 
 
 def _refused(key: str, target: str) -> ConfigError:
     return ConfigError(
-        f"{key}={target} stands in a file, and is not among what files may name.",
+        f"{key}={target} was set in a file; files may not name this target.",
         hint=f"if you trust it: allow_targets=[{target.partition(' ')[0].rpartition('.')[0] or target}] on the command "
         "line. docs/configuration.md#code-that-a-file-names lists what is allowed.",
     )

@@ -1,8 +1,8 @@
-"""The command line ``gtrain``. Nothing is imported before :func:`main` is called."""
+"""The command line ``gtrain``. Importing this package imports nothing else before :func:`main` is called."""
 
 
 def main() -> None:
-    """Entry point of the command; ends the process with 0, or with what went wrong in a few lines."""
+    """Run the command; exit with 0, or with an error message of a few lines."""
     from gtrain.cli import entry
 
     entry.main()

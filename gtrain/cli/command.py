@@ -1,6 +1,6 @@
-"""What the command does with a composed configuration: launch a job, serve, or make keys.
+"""Execute a verb with a composed configuration: launch a job, start a server, or create keys.
 
-Light: torch is imported in ranks and servers alone.
+Light: only ranks and servers import torch.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from gtrain.launch.launchers.manual import Manual
 from gtrain.launch.request import JobRequest
 
 
-def launch(cfg: DictConfig, choices: dict[str, str], given: list[str]) -> Any:
-    """Do what the configuration says.
+def launch(cfg: DictConfig, choices: dict[str, str], overrides: list[str]) -> Any:
+    """Execute the verb of the configuration.
 
     Args:
         cfg: the composed configuration.
         choices: names of the chosen ``strategy``, ``data`` and ``model``.
-        given: the overrides of the command line.
+        overrides: the overrides of the command line.
 
     Returns:
-        What rank 0's task returned, if it ran here.
+        The result of rank 0's task, if it ran on this machine.
     """
     launcher = launchers.resolve(cfg.cluster.kind)
-    request = JobRequest(cfg, choices, given)
+    request = JobRequest(cfg, choices, overrides)
     if cfg.verb == "key":
         return make_key(cfg.cluster.key_file)
     if cfg.verb == "serve":
@@ -38,18 +38,20 @@ def launch(cfg: DictConfig, choices: dict[str, str], given: list[str]) -> Any:
 
 
 def make_key(file: str | None) -> None:
-    """``gtrain key``: write the keys of a job into a new file.
+    """Write the keys of a job into a new file: ``gtrain key``.
 
     Raises:
-        ConfigError: no file was named, or it exists.
+        ConfigError: ``file`` is None, or the file exists.
     """
     if file is None:
         raise ConfigError("gtrain key was given, and cluster.key_file is not set.", hint="set cluster.key_file=FILE.")
     path = Path(file).absolute()
     if path.exists():
-        raise ConfigError(f"cluster.key_file={file} is there already.", hint="delete it first to have other keys.")
-    from gtrain.wire import Security  # not before it is needed: it loads ZeroMQ
+        raise ConfigError(
+            f"cluster.key_file={file} was set; the file already exists.", hint="delete it first to create new keys."
+        )
+    from gtrain.wire import Security  # imported here because it loads ZeroMQ
 
     path.parent.mkdir(parents=True, exist_ok=True)
     Security.create().save(path)
-    print(f"{path} holds the keys of a job. Keep it secret; every machine of the job needs a copy.")
+    print(f"{path} contains the keys of a job. Keep it secret; every machine of the job needs a copy.")

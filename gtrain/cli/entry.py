@@ -1,7 +1,7 @@
 """The command line: ``gtrain [verb] [key=value ...]``. Light: it imports no torch.
 
-Hydra composes the configuration; this module adds the verbs, the backends' configurations and readable errors.
-:mod:`gtrain.cli.command` does what the configuration says.
+Hydra composes the configuration. This module adds the verbs, the backends' configurations and readable errors;
+:mod:`gtrain.cli.command` then executes the verb.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from gtrain.launch import launchers
 from gtrain.run import runs
 
 _typed: list[str] = []
-"""The command line as the user typed it; Hydra's own list of overrides also holds those that a sweeper's file sets."""
+"""The command line as the user typed it; Hydra's list of overrides also contains those from a sweeper's file."""
 
 
 class BackendConfigs(SearchPathPlugin):
@@ -49,80 +49,80 @@ class BackendConfigs(SearchPathPlugin):
 
 
 class RunFolder(Callback):
-    """Keeps two runs out of one folder: Hydra calls this before it writes to the folder."""
+    """Locks the run folder before Hydra writes to it, so that two runs never share a folder."""
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Hydra reports what a callback raises as a warning, so that this leaves."""
+        """Exit on an error, because Hydra turns the exception of a callback into a warning."""
         try:
-            _hold_folder(config, Path(config.hydra.run.dir))
+            _lock_folder(config, Path(config.hydra.run.dir))
         except ConfigError as error:
-            _leave(str(error), 1)
+            _exit_with(str(error), 1)
 
 
-def _hold_folder(cfg: DictConfig, folder: Path) -> None:
-    """Lock a run's folder, which the machines of a job that is started by hand may share: rank 0 holds it."""
+def _lock_folder(cfg: DictConfig, folder: Path) -> None:
+    """Lock a run's folder; the machines of a job that is started by hand may share one, which rank 0 locks."""
     launcher = launchers.LAUNCHERS.get(cfg.cluster.kind)
-    owns = launcher is None or launcher.owns_run_folder(cfg.cluster)
-    if owns and cfg.verb not in ("serve", "key"):
+    owns_folder = launcher is None or launcher.owns_run_folder(cfg.cluster)
+    if owns_folder and cfg.verb not in ("serve", "key"):
         runs.hold(folder)
 
 
 def main() -> None:
-    """Entry point of the command; ends the process with 0, or with what went wrong in a few lines."""
+    """Run the command; exit with 0, or with an error message of a few lines."""
     show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would have printed, and we print it
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises the errors that it would print
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: page faults cost torch more than most operations
-    sys.path.insert(0, os.getcwd())  # as with python -m: a model of the user's own lies in the current folder
+    sys.path.insert(0, os.getcwd())  # as with python -m: users' models are in the current folder
     try:
-        if "--version" in sys.argv[1:]:  # Hydra would print its own
+        if "--version" in sys.argv[1:]:  # Hydra would print its version
             print(version_line())
             return
         if any(len(a) > 2 and "--experimental-rerun".startswith(a.partition("=")[0]) for a in sys.argv[1:]):
             raise ConfigError(
-                "--experimental-rerun was given; Hydra would unpickle the file, which runs what it holds.",
+                "--experimental-rerun was given; Hydra would unpickle the file, which can execute any code.",
                 hint="type the settings of the run; .hydra/overrides.yaml in its folder lists them.",
             )
         arguments = verb_to_override(sys.argv[1:])
-        if "verb=doctor" in arguments:  # before Hydra, which may be part of what is broken
+        if "verb=doctor" in arguments:  # before Hydra starts, because its installation may be broken
             from gtrain.doctor import report
 
             sys.exit(report.main([argument for argument in arguments if argument != "verb=doctor"]))
         if "verb=explain" in arguments:
             explain.main([argument for argument in arguments if argument != "verb=explain"])
-            sys.stdout.flush()  # a closed pipe is noticed here
+            sys.stdout.flush()  # raises BrokenPipeError here if the pipe is closed
             return
         _typed[:] = arguments
         _prepare_hydra(sweep=any(a in ("-m", "--multirun", "hydra.mode=MULTIRUN") for a in arguments))
         for folder in backends.installed().outdated:
-            said = "gtrain: the .egg-info or .dist-info of an older build, with other strategies, is in"
-            print(f"{said} {folder}\nHINT: delete it; the installed package's strategies are used.", file=sys.stderr)
+            problem = "gtrain: the .egg-info or .dist-info of an older build, with other strategies, is in"
+            print(f"{problem} {folder}\nHINT: delete it; the installed package's strategies are used.", file=sys.stderr)
         with _rank_arguments(arguments) as rank_arguments:
             sys.argv[1:] = rank_arguments
             _hydra_main()
-    except BrokenPipeError:  # the reader of a pipe, such as head, has all that it wants
+    except BrokenPipeError:  # the reader of the pipe, such as head, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's last flush fails
         sys.exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt as interrupt:
-        _leave("\ngtrain: ".join(["interrupted", *getattr(interrupt, "__notes__", ())]), 130)
+        _exit_with("\ngtrain: ".join(["interrupted", *getattr(interrupt, "__notes__", ())]), 130)
     except Exception as error:
         message = messages.readable(error, sys.argv[1:])
         if message is None or show_traceback:
             raise
-        _leave(message, exit_code(error))
+        _exit_with(message, exit_code(error))
     finally:
         _skip_last_collection()
 
 
 def _skip_last_collection() -> None:
-    """Keep the interpreter from searching all that was imported for garbage as it ends, which takes a second."""
-    if "triton" in sys.modules:  # triton is built with nanobind, which would report all its objects as leaked
-        gc.unfreeze()  # what the agent froze
+    """Exclude all imported objects from the interpreter's last garbage collection, which would take a second."""
+    if "triton" in sys.modules:  # triton is built with nanobind, which reports objects that stay alive as leaked
+        gc.unfreeze()  # the agent has frozen them
     else:
         gc.freeze()
 
 
 def version_line() -> str:
-    """The versions of gtrain, and of torch and Hydra from the metadata of what is installed."""
+    """Return the versions of gtrain, torch and Hydra, the last two from their installed metadata."""
     versions = [__version__]
     for name in ("torch", "hydra-core"):
         try:
@@ -133,12 +133,12 @@ def version_line() -> str:
 
 
 def verb_to_override(arguments: list[str]) -> list[str]:
-    """Turn the verb, the one word without ``=`` that is no flag or flag's value, into ``verb=<verb>``.
+    """Replace the verb, the one word that is neither ``key=value`` nor a flag nor a flag's value, by ``verb=<verb>``.
 
     Raises:
-        ConfigError: the word is no verb.
+        ConfigError: the word is not a verb.
     """
-    takes_value = {
+    valued = (
         "--config-dir",
         "-cd",
         "--config-name",
@@ -149,15 +149,15 @@ def verb_to_override(arguments: list[str]) -> list[str]:
         "-c",
         "--package",
         "-p",
-    }
+    )
     result, previous = [], ""
     explains = "explain" in arguments
     for argument in arguments:
-        is_word = not argument.startswith("-") and "=" not in argument and not argument.startswith("~")
+        is_word = not argument.startswith(("-", "~")) and "=" not in argument
         info_value = previous in ("--info", "-i") and argument in messages.INFO_TOPICS
-        if is_word and previous not in takes_value and not info_value:
+        if is_word and previous not in valued and not info_value:
             if explains and argument != "explain":
-                result.append(argument)  # a topic
+                result.append(argument)  # a topic to explain
                 continue
             if argument not in config.VERBS:
                 raise ConfigError(
@@ -176,8 +176,8 @@ def _prepare_hydra(*, sweep: bool = False) -> None:
     Plugins.instance().register(BackendConfigs)
     config.register(sweep=sweep)
     launchers.register()
-    schemas = ConfigStore.instance()  # nobody changes it from here on, yet Hydra copies it for each group in --help
-    schemas.__deepcopy__ = lambda memo: schemas  # type: ignore[attr-defined]
+    schemas = ConfigStore.instance()
+    schemas.__deepcopy__ = lambda memo: schemas  # type: ignore[attr-defined]  # --help copies it for every group
     ConfigLoaderImpl.load_configuration = _with_check(ConfigLoaderImpl.load_configuration)  # type: ignore[method-assign]
     config.register_resolver("gtrain.strategies", backends.descriptions)
     config.register_resolver(
@@ -186,7 +186,7 @@ def _prepare_hydra(*, sweep: bool = False) -> None:
 
 
 def _with_check(load: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
-    """Check Hydra's own settings as soon as they are composed: its callbacks and loggers are made right after that."""
+    """Check Hydra's settings as soon as they are composed, before Hydra creates its callbacks and loggers."""
 
     def load_and_check(*args: Any, **keywords: Any) -> DictConfig:
         cfg = load(*args, **keywords)
@@ -197,11 +197,11 @@ def _with_check(load: Callable[..., DictConfig]) -> Callable[..., DictConfig]:
 
 
 def _with_lazy_help(make_parser: Callable[[], argparse.ArgumentParser]) -> Callable[[], argparse.ArgumentParser]:
-    """Let Hydra 1.3 build its parser on Python 3.14, where argparse expands each help text when it is added.
+    """Allow Hydra 1.3 to build its parser on Python 3.14, where argparse formats each help text when it is added.
 
-    The help of ``--shell-completion`` is not a string but an object that renders itself when it is printed.
+    Hydra's help of ``--shell-completion`` is an object that renders itself when it is printed, not a string.
     """
-    check = getattr(argparse.ArgumentParser, "_check_help", None)  # since Python 3.14
+    check = getattr(argparse.ArgumentParser, "_check_help", None)  # exists since Python 3.14
     if check is None:
         return make_parser
 
@@ -221,7 +221,11 @@ def _with_lazy_help(make_parser: Callable[[], argparse.ArgumentParser]) -> Calla
 
 @contextlib.contextmanager
 def _rank_arguments(arguments: list[str]) -> Iterator[list[str]]:
-    """Under another launcher every rank runs Hydra; only rank 0 may make the run's folder, the others get it told."""
+    """Give every rank but rank 0 a scratch folder for Hydra's files.
+
+    Under an external launcher every rank runs Hydra, and only rank 0 may create the run folder. The other ranks receive
+    its path later.
+    """
     if launchers.is_first():
         yield arguments
         return
@@ -232,40 +236,40 @@ def _rank_arguments(arguments: list[str]) -> Iterator[list[str]]:
 
 @hydra.main(config_path="pkg://gtrain.conf", config_name="config", **config.VERSION_BASE)
 def _hydra_main(cfg: DictConfig) -> Any:
-    """One job of the command; returns the value that a sweeper optimises (the best monitored score)."""
+    """Run one job of the command; return the value that a sweeper optimises (the best monitored score)."""
     try:
         return _job(cfg)
     except GtrainError as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
-            raise  # Hydra names the job and goes on with the others
-        _leave(str(error), exit_code(error))
+            raise  # Hydra names the job and continues with the others
+        _exit_with(str(error), exit_code(error))
 
 
 def _job(cfg: DictConfig) -> Any:
     hydra_config = HydraConfig.get()
-    _hold_folder(cfg, Path(hydra_config.runtime.output_dir))
-    if not launchers.is_first():  # nothing is written to it any more, and a rank that is killed leaves nothing behind
+    _lock_folder(cfg, Path(hydra_config.runtime.output_dir))
+    if not launchers.is_first():  # delete the scratch folder now: a rank that is killed later would leave it behind
         shutil.rmtree(hydra_config.sweep.dir, ignore_errors=True)
     overrides = list(hydra_config.overrides.task)
     typed = [override.lstrip("+~").partition("=")[0].partition("@")[0] for override in overrides]
     sweep = hydra_config.mode == RunMode.MULTIRUN
-    left_out = config.fit_strategy(cfg, typed, sweep=sweep, experiment=hydra_config.runtime.choices.get("experiment"))
-    if left_out and launchers.is_first():
-        print(left_out, file=sys.stderr)
+    notice = config.fit_strategy(cfg, typed, sweep=sweep, experiment=hydra_config.runtime.choices.get("experiment"))
+    if notice and launchers.is_first():
+        print(notice, file=sys.stderr)
     targets.settle(cfg, _typed)
     choices = {group: str(hydra_config.runtime.choices[group]) for group in ("strategy", "data", "model")}
     return command.launch(cfg, choices, overrides)
 
 
 def exit_code(error: Exception) -> int:
-    """What the command ends with after this error."""
+    """Return the exit code of the command for this error."""
     return error.exit_code if isinstance(error, RankFailedError) else 1
 
 
-def _leave(message: str, code: int) -> NoReturn:
+def _exit_with(message: str, code: int) -> NoReturn:
     with launchers.detect().printing_once() as prints:
         if prints:
             if sys.stderr.isatty():
-                print(file=sys.stderr)  # the live line may still be open
+                print(file=sys.stderr)  # ends the progress line, which may still be open
             print(f"gtrain: {message}", file=sys.stderr, flush=True)
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""``gtrain explain``: what settings mean, from the dataclasses that declare them. Light: imports no torch."""
+"""``gtrain explain``: print the meaning of settings from the dataclasses that declare them. Light: imports no torch."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from gtrain.model.config import ModuleConfig, NetworkConfig
 from gtrain.settings import as_typed, changed, default_of, limits, setting
 
 JOB = "job"
-"""What stands for the group of the settings at the top."""
+"""The group name of the settings at the top."""
 _WIDTH = 110
 
 
 @cache
 def declared() -> dict[str, dict[str, type]]:
-    """The dataclasses that declare settings, by group and option; a group without options has it as option ``""``."""
+    """Return the dataclasses that declare settings, by group and option (``""`` in a group without options)."""
     return {
         JOB: {"": config.JobConfig},
         "strategy": {name: backend.load_config() for name, backend in backends.usable().items()},
@@ -41,18 +41,21 @@ def declared() -> dict[str, dict[str, type]]:
 
 @cache
 def files() -> dict[str, dict[str, str]]:
-    """The YAML of each group by option: files of gtrain and of the installed backends, and what launchers register."""
-    found: dict[str, dict[str, str]] = {"cluster": launchers.options()}
+    """Return the YAML text of each option by group: files of gtrain and the backends, and the launchers' options."""
+    texts: dict[str, dict[str, str]] = {"cluster": launchers.options()}
     for package in ("gtrain.conf", *(backend.conf for backend in backends.usable().values())):
         for folder in sorted(importlib.resources.files(package).iterdir(), key=lambda path: path.name):
             for file in sorted(folder.iterdir(), key=lambda path: path.name) if folder.is_dir() else ():
                 if file.name.endswith(".yaml"):
-                    found.setdefault(folder.name, {})[file.name.removesuffix(".yaml")] = file.read_text()
-    return found
+                    texts.setdefault(folder.name, {})[file.name.removesuffix(".yaml")] = file.read_text()
+    return texts
 
 
 def _model(name: str, text: str) -> type:
-    """A dataclass of the settings of a model: defaults of its file, meanings as declared, or of the file's comments."""
+    """Return a dataclass of a model's settings.
+
+    Its YAML file gives the defaults; the shared dataclasses, or else the comments of the file, give the meanings.
+    """
     known = _fields(NetworkConfig, ModuleConfig)
     content = OmegaConf.to_container(OmegaConf.create(text))
     assert isinstance(content, dict)
@@ -70,19 +73,19 @@ def _model(name: str, text: str) -> type:
 
 
 def main(topics: Sequence[str]) -> None:
-    """Print what the topics mean; without a topic, what can be explained.
+    """Print the explanation of each topic; without a topic, the list of topics.
 
     Raises:
-        ConfigError: a topic is neither a key, nor a group, nor an option; lists those that are close.
+        ConfigError: a topic is neither a key, nor a group, nor an option; lists the closest ones.
     """
     print("\n\n".join(map(explain, topics)) if topics else _overview())
 
 
 def explain(topic: str) -> str:
-    """What a key, ``GROUP=OPTION`` or a group means.
+    """Return the explanation of a key, ``GROUP=OPTION`` or a group.
 
     Raises:
-        ConfigError: there is no such setting, group or option; lists those that are close.
+        ConfigError: the setting, group or option does not exist; lists the closest ones.
     """
     group, equals, option = topic.partition("=")
     if equals and "." not in group and group in (*declared(), *files()):
@@ -96,7 +99,7 @@ def explain(topic: str) -> str:
 
 
 def keys() -> list[str]:
-    """Every key that is declared."""
+    """Return every declared key."""
     return sorted({_full(group, name) for group, options in declared().items() for name in _fields(*options.values())})
 
 
@@ -134,30 +137,32 @@ def _settings(group: str, owner: type) -> str:
 def _key(key: str) -> str:
     group, _, name = key.rpartition(".")
     options = declared().get(group or JOB, {})
-    having = {option: _fields(owner)[name] for option, owner in options.items() if name in _fields(owner)}
-    if not having and not group:  # a key at the top that stands for one of a strategy's own
-        owners = _fields(*(one.load_config() for one in backends.usable().values() if name in one.shortcuts))
-        having = {"": owners[name]} if name in owners else {}
-    if not having:
+    fields = {option: _fields(owner)[name] for option, owner in options.items() if name in _fields(owner)}
+    if not fields and not group:  # a shortcut at the top for a key of a strategy
+        shortcuts = _fields(
+            *(backend.load_config() for backend in backends.usable().values() if name in backend.shortcuts)
+        )
+        fields = {"": shortcuts[name]} if name in shortcuts else {}
+    if not fields:
         every = keys()
-        same = [other for other in every if other.rpartition(".")[2] == name]
-        near = f"did you mean {' or '.join(same)}?" if same else None
-        near = near or messages.did_you_mean(key, [*every, *declared(), *files()])
+        namesakes = [other for other in every if other.rpartition(".")[2] == name]
+        hint = f"did you mean {' or '.join(namesakes)}?" if namesakes else None
+        hint = hint or messages.did_you_mean(key, [*every, *declared(), *files()])
         raise ConfigError(
-            f"explain {key} was given; there is no such setting or group.",
-            hint=near or "gtrain explain lists the groups and their options.",
+            f"explain {key} was given; no such setting or group exists.",
+            hint=hint or "gtrain explain lists the groups and their options.",
         )
     declarations: dict[str, list[str]] = {}
-    for option, field in having.items():
+    for option, field in fields.items():
         declarations.setdefault(f"{field.metadata.get('help')}{field.metadata.get('words')}", []).append(option)
     lines: list[str] = []
     for names in declarations.values():
         defaults: dict[str, list[str]] = {}
         for option in names:
-            defaults.setdefault(_default(having[option]), []).append(option)
+            defaults.setdefault(_default(fields[option]), []).append(option)
         usual = max(defaults, key=lambda value: len(defaults[value]))
-        others = [f"{value} with {group}={', '.join(some)}" for value, some in defaults.items() if value != usual]
-        lines += _entry(key, having[names[0]], "; ".join([usual, *others]))
+        others = [f"{value} with {group}={', '.join(of)}" for value, of in defaults.items() if value != usual]
+        lines += _entry(key, fields[names[0]], "; ".join([usual, *others]))
         if names != [""] and len(names) < len(options):
             lines.append(_wrapped(f"with {group}={', '.join(names)}", "    ", "      "))
     return "\n".join(lines)
@@ -182,7 +187,7 @@ def _entry(key: str, field: dataclasses.Field[Any], default: str) -> Iterator[st
 
 
 def type_of(field: dataclasses.Field[Any]) -> str:
-    """The type of a setting, such as ``int or null``."""
+    """Return the type of a setting, such as ``int or null``."""
     return field.metadata.get("type") or str(field.type).replace(" | ", " or ").replace("None", "null")
 
 
@@ -202,7 +207,7 @@ def _summary(group: str, option: str) -> str:
 
 
 def _sets(text: str, group: str) -> Iterator[str]:
-    """What an option's file sets outside of its group."""
+    """Yield a line for each setting of other groups that an option's file sets."""
     content = OmegaConf.create(text) if "@package _global_" in text else OmegaConf.create()
     for name, node in content.items():
         if name not in ("defaults", group):
@@ -218,11 +223,11 @@ def _options(group: str) -> list[str]:
 
 
 def _fields(*owners: type) -> dict[str, dataclasses.Field[Any]]:
-    """The settings of dataclasses by name; what names the option itself is left out."""
-    shown = {field.name: field for owner in owners for field in dataclasses.fields(owner) if field.name != "_target_"}
+    """Return the settings of dataclasses by name, without ``_target_`` and a strategy's name."""
+    fields = {field.name: field for owner in owners for field in dataclasses.fields(owner) if field.name != "_target_"}
     if any(issubclass(owner, config.StrategyConfig) for owner in owners):
-        del shown["name"]
-    return shown
+        del fields["name"]
+    return fields
 
 
 def _full(group: str, name: str) -> str:
@@ -230,7 +235,7 @@ def _full(group: str, name: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Markdown as plain text."""
+    """Return Markdown as plain text."""
     return re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", " ".join(text.split())).replace("`", "")
 
 

@@ -30,7 +30,7 @@ from gtrain.graph.store import Store
 from gtrain.graph.store.lock import ensure_store
 from gtrain.graph.store.manifest import FORMAT, READABLE
 from gtrain.graph.store.writer import write_store
-from gtrain.settings import made, parameters, part, signature_of
+from gtrain.settings import build_settings, parameters, part, signature_of
 
 log = logging.getLogger("gtrain")
 
@@ -98,7 +98,7 @@ class GraphDataModule(pl.LightningDataModule):
 
     def __init__(self, settings: DataConfig | None = None, **keywords: Any) -> None:
         super().__init__()
-        self.settings = given = made(self.settings_type, type(self).__name__, settings, keywords)
+        self.settings = given = build_settings(self.settings_type, type(self).__name__, settings, keywords)
         self.root = Path(given.root).expanduser()
         self.store = Path(given.store).expanduser()
         self.partitioner = given.partitioner

@@ -24,6 +24,7 @@ from gtrain.errors import ConfigError
 from gtrain.run import build
 from gtrain.run.sketch import ModelSketch, has_plain_constructor, make_trainer
 from gtrain.run.task import Task, data_module
+from gtrain.settings import as_typed
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy.base import GraphStrategy
 
@@ -158,7 +159,7 @@ def _check_target(key: str, node: dict[str, Any]) -> None:
     for name in node:
         if not name.startswith("_") and name not in parameters:
             raise ConfigError(
-                f"{key}.{name}={backends.as_set(node[name])} was set; {node['_target_']} has no such argument.",
+                f"{key}.{name}={as_typed(node[name])} was set; {node['_target_']} has no such argument.",
                 hint=f"its arguments are {', '.join(p for p in parameters if p != 'self')}.",
             )
 

@@ -42,7 +42,7 @@ from gtrain.model.inputs import check_weights, unread_data, weight_demand, zero_
 from gtrain.nn import RemoteHome, tables
 from gtrain.nn.dropout import ExactDropout, StepRows, rows_of
 from gtrain.protocols import DrawsNegatives, StoreData, data_of, network_of, trainer_of
-from gtrain.settings import parameters, signature_of, take
+from gtrain.settings import parameters, pop_settings, signature_of
 from gtrain.strategy import checkpoint as checkpoints
 from gtrain.strategy import trainer_checks
 from gtrain.strategy.collectives import GroupCollectives
@@ -110,7 +110,7 @@ class GraphStrategy(GroupCollectives):
     def __init__(self, *values: Any, **settings: Any) -> None:
         names = [parameter.name for parameter in _parameters(self.settings_type)]
         settings |= dict(zip(names, values, strict=False))
-        fields = take(self.settings_type, type(self).__name__, settings, _LIGHTNING_ARGUMENTS)
+        fields = pop_settings(self.settings_type, type(self).__name__, settings, _LIGHTNING_ARGUMENTS)
         self.settings = self.settings_type(**{"name": self.strategy_name, **fields})
         settings.setdefault("cluster_environment", find_environment())
         super().__init__(**settings)

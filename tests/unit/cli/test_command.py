@@ -27,6 +27,7 @@ from gtrain.launch.launchers.base import RankInfo
 from gtrain.launch.roles import RolePlan, server_slots, worker_slots
 from gtrain.launch.slot import Slot
 from gtrain.launch.sockets import listen_here, listen_tcp
+from gtrain.settings import as_typed
 
 COUNTING = REPO / "tests" / "assets" / "counting"
 
@@ -118,7 +119,7 @@ def test_a_key_file_that_others_may_read_is_refused(
     monkeypatch.chdir(tmp_path)
     command.launch(composed("verb=key", "cluster.key_file=job.key"), {}, [])
     assert stat.S_IMODE(os.stat("job.key").st_mode) == 0o600
-    assert "is there already" in mistake("verb=key", "cluster.key_file=job.key")
+    assert "already exists" in mistake("verb=key", "cluster.key_file=job.key")
     os.chmod("job.key", 0o640)
     text = mistake(*MANUAL, TCP, "cluster.rank=0", "cluster.key_file=job.key")
     assert "cluster.key_file=job.key has mode 0640: other users may read or change it" in text
@@ -239,7 +240,7 @@ def test_a_limit_of_a_strategy_is_refused_and_those_without_it_are_named(name: s
     assert list(serves.violated({key: value})) == [key]
     others = backends.serving(backends.Traits(), {key: value})
     error = backends.not_honoured(name, key, serves.limits, {key: value}, others)
-    assert f"{key}={backends.as_set(value)} was set; strategy={name} " in error.message
+    assert f"{key}={as_typed(value)} was set; strategy={name} " in error.message
     assert name not in others and f"strategy={' or '.join(others)}" in str(error.hint)
 
 
@@ -258,7 +259,7 @@ def test_the_documentation_has_the_limits_of_each_strategy(name: str) -> None:
     for key in keys:
         (row,) = [row for row in rows if f"`{key}`" in row["setting"]]
         limit = limits.get(key)
-        text = f"`{backends.as_set(limit.allowed[0])}`" if limit is not None else "any"
+        text = f"`{as_typed(limit.allowed[0])}`" if limit is not None else "any"
         assert row[name].startswith(text) or (limit is not None and limit.task and text in row[name]), (key, row[name])
 
 

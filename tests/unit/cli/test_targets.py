@@ -83,12 +83,12 @@ def test_what_the_user_allows(tmp_path: Path) -> None:
     for name in ("mine", "borrowed"):
         ok(gtrain("--config-dir", "conf", f"model={name}", *QUICK, cwd=tmp_path))
     said = refused_file(tmp_path, "callbacks", "evil: {_target_: mine.os.system, command: touch mark}")
-    assert "mine.os.system (posix.system) stands in a file" in said
+    assert "mine.os.system (posix.system) was set in a file" in said
     counter = "evil: {_target_: email.message.Message}"
     assert "allow_targets=[email.message]" in refused_file(tmp_path, "callbacks", counter)
     assert (
         "email.message.Message"
-        not in refused_file(tmp_path, "callbacks", counter, "allow_targets=[email]").partition("stands in a file")[0]
+        not in refused_file(tmp_path, "callbacks", counter, "allow_targets=[email]").partition("was set in a file")[0]
     )
 
 
@@ -137,7 +137,7 @@ def test_the_shipped_configurations_name_what_is_allowed(request: pytest.Fixture
     "name", ["os.system", "torch.nn.functional.relu", "gtrain.data.readers.ogb.download", "torch.load"]
 )
 def test_names_that_are_not_allowed(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"model\._target_=.*stands in a file"):
+    with pytest.raises(ConfigError, match=r"model\._target_=.*was set in a file"):
         targets.check_objects(resolved({"_target_": name}), build.find_target)
     targets.check_objects(resolved({"_target_": name}, f"model._target_={name}"), build.find_target)
 
