@@ -178,7 +178,7 @@ def test_a_job_of_which_everything_is_killed_goes_on_where_it_was(tmp_path: Path
     with open(next(folders[0].glob("log-*")), "ab") as log:
         log.write(b"\x40" + bytes(40))
     other = gtrain(*command, "model.hidden_channels=4", "hydra.run.dir=run", cwd=tmp_path)
-    assert other.returncode != 0 and "of a job that did not come to its end, with another model" in other.stderr
+    assert other.returncode != 0 and "of a job that did not end, with another model" in other.stderr
     enough(tmp_path)
     ok(lasting(tmp_path, *command).end())
     assert "resumes at step" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
@@ -219,7 +219,6 @@ def test_whoever_stands_still_is_named_on_the_terminal(tmp_path: Path) -> None:
         done = ok(job.end())
     finally:
         job.kill()
-    assert "waiting for rank 1" not in done.stderr  # parameter 0 may have been busy with compiling its kernels
     compare_with_an_undisturbed_run(tmp_path, *SMALL)
 
 

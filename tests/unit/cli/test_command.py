@@ -90,7 +90,7 @@ TCP = "cluster.rendezvous=tcp://127.0.0.1:29500"
         ((TCP, "strategy=sar"), ["cluster.rendezvous=tcp://127.0.0.1:29500 was set", "set cluster=manual"]),
         (("cluster.rank=1",), ["cluster.rank=1 was set", "started by hand"]),
         (("strategy=counting", "cluster.standalone=[counter]"), ["need a rendezvous", "cluster=manual"]),
-        (("strategy=counting", "strategy.servers=-1"), ["its role counter count -1", "0 or more"]),
+        (("strategy=counting", "strategy.servers=-1"), ["count=-1 for its role counter", "0 or more"]),
         (("verb=key",), ["cluster.key_file is not set"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
