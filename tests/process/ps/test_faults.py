@@ -216,7 +216,7 @@ def test_whoever_stands_still_is_named_on_the_terminal(tmp_path: Path) -> None:
             until(lambda name=name: re.search(rf"gtrain: waiting for {name}, \d+ s", job.errors()), tmp_path)
             os.kill(victim, signal.SIGCONT)
         enough(tmp_path)
-        done = ok(job.end())
+        ok(job.end())
     finally:
         job.kill()
     compare_with_an_undisturbed_run(tmp_path, *SMALL)
