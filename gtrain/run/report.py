@@ -141,9 +141,9 @@ def print_summary(content: dict[str, Any], run_dir: Path) -> None:
     result = Table(
         title=f"strategy={content['strategy']} data={content['data']} model={content['model']}", title_justify="left"
     )
-    result.add_column("result", no_wrap=True)
+    result.add_column("result")
     for heading in ("value", "after epoch"):
-        result.add_column(heading, justify="right", no_wrap=True)
+        result.add_column(heading, justify="right")
     for name, value in content["metrics"].items():
         best_possible = name.startswith("data/")
         epoch = "expected best" if best_possible else _epoch(content["metrics_epoch"].get(name))
@@ -178,7 +178,7 @@ def _rank_table(ranks: list[dict[str, Any]]) -> Table:
     table = Table()
     lower_bound = ("lower bound MiB",) * bounded
     for heading in ("rank", "peak MiB", "imports MiB", "sent MiB", *lower_bound, "received MiB", "waiting s", "CPU s"):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right")
     for rank in ranks:
         bound = rank["comm_bound_bytes"]
         table.add_row(

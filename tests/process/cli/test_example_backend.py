@@ -71,7 +71,7 @@ def test_it_trains_what_one_process_trains(
         assert found[name] == pytest.approx(values, rel=1e-10), name
     if "strategy=sar_auto" in overrides:
         mode = 1 if "strategy.halo_limit=0" in overrides else 3
-        assert result.stdout.count(f"so mode {mode}") == 1, show(result)
+        assert result.stdout.count(f"using mode {mode}") == 1, show(result)
 
 
 @pytest.mark.parametrize(
