@@ -228,7 +228,7 @@ def test_what_does_not_suit_is_said_in_a_sentence(tmp_path: Path) -> None:
         (["model.optimizer._target_=torch.optim.Adam"], "RowwiseAdagrad"),
         (["model.sparse_optimizer.lr=1e38"], "no numbers|is nan|is inf"),
         ([f"ckpt_path={checkpoint}"], "last.ckpt has 4 partitions of a table that has 1 here"),
-        ([f"ckpt_path={checkpoint}", "strategy.num_partitions=4", "seed=7"], "rows would be taken for other nodes"),
+        ([f"ckpt_path={checkpoint}", "strategy.num_partitions=4", "seed=7"], "rows would be assigned to other nodes"),
     ):
         result = gtrain("strategy=pbg", *SMALL, *QUIET, "trainer.max_epochs=3", *overrides, cwd=tmp_path)
         said = result.stdout + result.stderr
