@@ -7,8 +7,9 @@ one release. Light: imports the standard library alone.
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -187,6 +188,7 @@ MOVED = {
     "gtrain_pbg.machines.leased": "gtrain_pbg.machines.deployment",
     "gtrain_pbg.optimizers": "gtrain_pbg.training",
     "gtrain_pbg.order": "gtrain_pbg.buckets",
+    "gtrain_pbg.step.arithmetic": "gtrain_pbg.step.matmul_format",
     "gtrain_pbg.step.batch": "gtrain_pbg.step.layout",
     "gtrain_pbg.swaps": "gtrain_pbg.buckets",
     "gtrain_pbg.warm_start": "gtrain_pbg.checkpoints",
@@ -195,6 +197,24 @@ MOVED = {
     "gtrain_pyg.structure.needs": "gtrain_pyg.structure.hosted",
 }
 """New path by old path."""
+
+
+def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a module some of whose names have new ones; an old name warns.
+
+    Args:
+        module: the module's ``__name__``.
+        names: new name by old name.
+    """
+
+    def get(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        message = f"{module}.{name} is now {module}.{names[name]}; the old name works until the next release"
+        warnings.warn(message, FutureWarning, stacklevel=2)
+        return getattr(sys.modules[module], names[name])
+
+    return get
 
 
 class _Alias(ModuleType):

@@ -64,7 +64,7 @@ def _lock_folder(cfg: DictConfig, folder: Path) -> None:
     launcher = launchers.LAUNCHERS.get(cfg.cluster.kind)
     owns_folder = launcher is None or launcher.owns_run_folder(cfg.cluster)
     if owns_folder and cfg.verb not in ("serve", "key"):
-        runs.hold(folder)
+        runs.lock_folder(folder)
 
 
 def main() -> None:

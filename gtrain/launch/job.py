@@ -12,11 +12,11 @@ from typing import Any
 from gtrain.launch import roles as role_plans
 from gtrain.launch.children import Child, ProcessSpec, fork
 from gtrain.launch.roles import STORE, RolePlan
-from gtrain.launch.slot import LOOPBACK, WORKER, JobContext, Roster, Slot
+from gtrain.launch.slot import LOOPBACK, WORKER, JobContext, ServerRoster, Slot
 from gtrain.launch.sockets import Listener, listen_here, listen_tcp, own_address
 
 SERVER = "gtrain.strategy.server:run"  # the task of a server process, which calls the function of its role
-STORE_SERVER = "gtrain.launch.job_store:serve"
+STORE_SERVER = "gtrain.launch.job_store:serve_store"
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Job:
     listeners: list[Listener] = field(default_factory=list)
     memories: list[int] = field(default_factory=list)
     children: list[Child] = field(default_factory=list)
-    roster: Roster = field(default_factory=Roster)
+    roster: ServerRoster = field(default_factory=ServerRoster)
 
     def size(self, role: str) -> int:
         """Return the number of processes of a role in the whole job."""
@@ -103,7 +103,7 @@ def server_specs(job: Job) -> list[ProcessSpec]:
         assert spec.listener is not None
         addresses[spec.slot.role] = (*addresses.get(spec.slot.role, ()), spec.listener.address)
     standalone = frozenset(plan.name for plan in job.roles if plan.by_hand)
-    job.roster = Roster(role_plans.counts_of(job.roles), addresses, job.key_file, standalone)
+    job.roster = ServerRoster(role_plans.counts_of(job.roles), addresses, job.key_file, standalone)
     return specs
 
 

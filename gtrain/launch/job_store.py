@@ -57,7 +57,7 @@ class JobNetwork:
         label = Slot(role, rank, 0, 0).label
         return label if machine is None else f"{label} (machine {machine})"
 
-    def end_silent(self, rank: int, role: str, seconds: float) -> bool:
+    def kill_silent(self, rank: int, role: str, seconds: float) -> bool:
         """Have this process's agent kill a silent process, which is then restarted like one that died.
 
         Args:
@@ -75,7 +75,7 @@ class JobNetwork:
         return True
 
 
-def network_of(environment: ClusterEnvironment) -> JobNetwork:
+def job_network(environment: ClusterEnvironment) -> JobNetwork:
     """Return how the processes of this job reach each other."""
     key_file = slots.roster().key_file
     if isinstance(environment, AgentEnvironment):
@@ -118,7 +118,7 @@ def store_address(environment: ClusterEnvironment) -> str:
 
 def _find_store(environment: ClusterEnvironment) -> str:
     if not isinstance(environment, AgentEnvironment):
-        own = network_of(environment).own_address
+        own = job_network(environment).own_address
         return launchers.detect().store_address(environment, own, _serve_at)
     job = environment.context
     if job.store_fds:
@@ -137,7 +137,7 @@ def _serve(sockets: list[socket.socket], pointer: str | None) -> None:
     _served.append((KeyValueServer(sockets, slots.roster().key_file, pointer), sockets))
 
 
-def agree(environment: ClusterEnvironment, text: str) -> str:
+def broadcast_text(environment: ClusterEnvironment, text: str) -> str:
     """Return rank 0's text on every rank; all ranks make the same calls in the same order."""
     global _agreed
     _agreed += 1
@@ -147,7 +147,7 @@ def agree(environment: ClusterEnvironment, text: str) -> str:
     return store.get(str(_agreed)).decode()
 
 
-def serve() -> None:
+def serve_store() -> None:
     """Serve the store in a process without a rank until the agent stops it, for jobs whose rank 0 may be restarted."""
     stop = stop_event()
     assert slots.current() is not None

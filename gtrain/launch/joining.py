@@ -19,7 +19,7 @@ from gtrain.launch import slot as slots
 from gtrain.launch.children import ProcessSpec, resolve
 from gtrain.launch.environment import find_environment
 from gtrain.launch.job import Job, server_spec
-from gtrain.launch.job_store import agree, job_store, store_address
+from gtrain.launch.job_store import broadcast_text, job_store, store_address
 from gtrain.launch.keeper import Keeper
 from gtrain.launch.key_value import KeyValueStore
 from gtrain.launch.launchers.base import RankInfo
@@ -27,7 +27,7 @@ from gtrain.launch.logs import capture, log_path
 from gtrain.launch.rendezvous import StoreLocation
 from gtrain.launch.request import TASK, JobRequest
 from gtrain.launch.settings_check import check_release, check_same, comparable
-from gtrain.launch.slot import Roster, Slot
+from gtrain.launch.slot import ServerRoster, Slot
 
 SERVER_BY_HAND = "gtrain.strategy.server:run_by_hand"
 BY_HAND, BY_AGENT = "by hand", "by the agents"
@@ -52,7 +52,7 @@ def run_worker(cfg: DictConfig, choices: dict[str, str], plans: Sequence[RolePla
     if job.slot.rank == 0:
         for plan in plans:
             store.set(f"role/{plan.name}", BY_HAND if plan.by_hand else BY_AGENT)
-    cfg.paths.run = agree(environment, str(Path(cfg.paths.run).absolute()))
+    cfg.paths.run = broadcast_text(environment, str(Path(cfg.paths.run).absolute()))
     return resolve(TASK)(cfg, choices)
 
 
@@ -65,7 +65,7 @@ def run_rank(request: JobRequest, rank_info: RankInfo, servers: Keeper) -> Any:
         servers: the keeper of this machine's servers.
     """
     cfg, environment = request.cfg, find_environment()
-    cfg.paths.run = agree(environment, cfg.paths.run)
+    cfg.paths.run = broadcast_text(environment, cfg.paths.run)
     check_same(job_store(environment), rank_info.rank, f"rank {rank_info.rank}", comparable(cfg))
     config.validate(cfg)
     capture(log_path(request.log_dir, f"rank {rank_info.rank}"), terminal=True)
@@ -105,7 +105,7 @@ def run_server(cfg: DictConfig, plan: RolePlan, store_location: StoreLocation, k
         roles=(plan,),
         config=cfg,
         key_file=key_file,
-        roster=Roster({plan.name: plan.count}, {}, key_file),
+        roster=ServerRoster({plan.name: plan.count}, {}, key_file),
     )
 
     def specs() -> list[ProcessSpec]:

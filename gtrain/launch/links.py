@@ -243,7 +243,7 @@ class AuthenticatedListener:
             if slot.current() is None:
                 print(f"gtrain: {text}", file=sys.stderr, flush=True)
             else:
-                slot.say(text)
+                slot.print_line(text)
 
 
 def _check_user(connection: socket.socket, name: str) -> None:

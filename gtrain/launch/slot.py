@@ -39,7 +39,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Roster:
+class ServerRoster:
     """The servers of a job.
 
     Attributes:
@@ -94,7 +94,7 @@ class JobContext:
     descriptor: int | None = None
     address: str | None = None
     lasting_file: int | None = None
-    roster: Roster = field(default_factory=Roster)
+    roster: ServerRoster = field(default_factory=ServerRoster)
 
     @property
     def world_size(self) -> int:
@@ -103,7 +103,7 @@ class JobContext:
 
 
 _context: JobContext | None = None
-_roster = Roster()
+_roster = ServerRoster()
 _failure_reported = False
 
 
@@ -118,12 +118,12 @@ def enter(context: JobContext) -> None:
     _context, _roster, _failure_reported = context, context.roster, False
 
 
-def roster() -> Roster:
+def roster() -> ServerRoster:
     """Return the servers of this process's job; an empty roster if it has none."""
     return _roster
 
 
-def set_roster(servers: Roster) -> None:
+def set_roster(servers: ServerRoster) -> None:
     """Set the servers of the job, in a rank that another launcher started."""
     global _roster
     _roster = servers
@@ -140,17 +140,17 @@ def report(kind: str, **fields: Any) -> None:
         os.write(_context.report_fd, (json.dumps({"kind": kind, **fields}) + "\n").encode())
 
 
-def may_be_lost(may: bool = True) -> None:
+def report_may_be_lost(may: bool = True) -> None:
     """Tell the agent whether the job can continue without this machine's workers if this process dies."""
     report("may be lost", value=may)
 
 
-def joined() -> None:
+def report_joined() -> None:
     """Tell the agent that this process takes part in the job now, and is not restarted if it dies."""
     report("joined")
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Have the agent print a line to the terminal; only rank 0 writes there itself."""
     report("say", text=text)
 

@@ -31,7 +31,7 @@ def aligned(offset: int, nbytes: int) -> int:
     return -(-offset // LARGE_PAGE) * LARGE_PAGE if nbytes >= _MIN_BYTES else offset
 
 
-def private(nbytes: int) -> tuple[mmap.mmap, int]:
+def map_private(nbytes: int) -> tuple[mmap.mmap, int]:
     """Map anonymous, private memory, initially zero; ``nbytes`` of a huge page or more are aligned to huge pages.
 
     Returns:
@@ -51,15 +51,15 @@ def address_of(memory: mmap.mmap) -> int:
     return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 
-def own(nbytes: int) -> Tensor:
+def zeros(nbytes: int) -> Tensor:
     """Return private memory of zeros, uint8 ``[nbytes]``."""
     if nbytes < _MIN_BYTES:
         return torch.zeros(nbytes, dtype=torch.uint8)
-    memory, start = private(nbytes)
+    memory, start = map_private(nbytes)
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=start)
 
 
-def shared(descriptor: int, offset: int, nbytes: int) -> Tensor:
+def map_shared(descriptor: int, offset: int, nbytes: int) -> Tensor:
     """Map a range of a memory file, shared between processes, uint8 ``[nbytes]``; mapped until the process ends.
 
     Args:

@@ -4,11 +4,23 @@
 for the optimizers of every backend.
 """
 
+from gtrain.moved import renamed
 from gtrain.nn.csr import Csr, as_csr, mean_rows, select_rows
 from gtrain.nn.dgl_graph import DglGraph
 from gtrain.nn.layers import Embedding, EmbeddingBag, SparseLinear
 from gtrain.nn.optim import SGD, Adagrad, JointOptimizer, LazyAdam, RowOptimizer, RowwiseAdagrad
-from gtrain.nn.table import LocalHome, RemoteHome, Table, TableHome, TableSpec, deferred, tables
+from gtrain.nn.table import (
+    RENAMED,
+    LocalTableStorage,
+    RemoteTableStorage,
+    Table,
+    TableSpec,
+    TableStorage,
+    deferred,
+    tables,
+)
+
+__getattr__ = renamed(__name__, RENAMED)
 
 __all__ = [
     "SGD",
@@ -19,13 +31,13 @@ __all__ = [
     "EmbeddingBag",
     "JointOptimizer",
     "LazyAdam",
-    "LocalHome",
-    "RemoteHome",
+    "LocalTableStorage",
+    "RemoteTableStorage",
     "RowOptimizer",
     "RowwiseAdagrad",
     "SparseLinear",
     "Table",
-    "TableHome",
+    "TableStorage",
     "TableSpec",
     "as_csr",
     "deferred",

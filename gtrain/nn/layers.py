@@ -44,7 +44,7 @@ class Embedding(Table):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows of these ids."""
-        return self.home.lookup(ids)
+        return self.storage.lookup(ids)
 
 
 class EmbeddingBag(Table):
@@ -88,7 +88,7 @@ class EmbeddingBag(Table):
     def forward(self, bags: Tensor | Csr | tuple[Tensor, Tensor | None, Tensor]) -> Tensor:
         """Return one row per bag."""
         rows = as_csr(bags, self.table.rows)
-        summed = self.home.product(rows)
+        summed = self.storage.product(rows)
         return summed if self.mode == "sum" else summed / _weights(rows, summed)[:, None]
 
 
@@ -125,7 +125,7 @@ class SparseLinear(Table):
 
     def forward(self, x: Tensor | Csr | tuple[Tensor, Tensor | None, Tensor]) -> Tensor:
         """Return X W + b."""
-        result = self.home.product(as_csr(x, self.table.rows))
+        result = self.storage.product(as_csr(x, self.table.rows))
         return result if self.bias is None else result + self.bias
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from gtrain.errors import ConfigError
 from gtrain.nn import rules
 from gtrain.nn.rules import Rule
-from gtrain.nn.table import home_of
+from gtrain.nn.table import storage_of
 
 Parameters = Iterable[Any]
 
@@ -42,9 +42,9 @@ class RowOptimizer(Optimizer):
         for group in self.param_groups:
             settings = {name: value for name, value in group.items() if name != "params"}
             for parameter in group["params"]:
-                home = home_of(parameter)
-                if home is not None:
-                    home.update(self.rule, settings)
+                storage = storage_of(parameter)
+                if storage is not None:
+                    storage.update(self.rule, settings)
                 elif parameter.grad is not None:
                     self._update(parameter, settings)
         return loss
@@ -53,9 +53,9 @@ class RowOptimizer(Optimizer):
         """Reset gradients, including those of tables that are stored elsewhere."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                home = home_of(parameter)
-                if home is not None:
-                    home.zero_grad()
+                storage = storage_of(parameter)
+                if storage is not None:
+                    storage.zero_grad()
                 if set_to_none:
                     parameter.grad = None
         if not set_to_none:  # torch's loop, which is slower

@@ -76,7 +76,7 @@ class EdgeRecipe:
         return len(self.relations)
 
     @property
-    def places(self) -> int:
+    def chunk_size(self) -> int:
         """Edges of a chunk."""
         return self.num_batch_negs or self.num_uniform_negs
 
@@ -119,9 +119,9 @@ class ModelRecipe:
         return {name: names[id(value)] for name, value in self.groups[group].parameters.items()}
 
     @property
-    def places(self) -> int:
+    def chunk_size(self) -> int:
         """Edges of a chunk."""
-        return self.groups[0].places
+        return self.groups[0].chunk_size
 
     @property
     def num_relations(self) -> int:

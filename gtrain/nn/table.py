@@ -1,25 +1,27 @@
 """Tables: layers with many rows, of which a batch needs few, and the interface by which a strategy stores them.
 
-A :class:`Table` layer (``Embedding``, ``EmbeddingBag``, ``SparseLinear``) reads its rows through its *home*, the place
-where they are stored: ``self.home.lookup(ids)`` returns rows, ``self.home.product(rows)`` sparse rows times the table.
-Initially the home is a :class:`LocalHome`, an ordinary ``nn.Parameter`` with the usual name (``embedding.weight``). A
-strategy that stores rows elsewhere (servers, partitions on disk) moves them in its ``install``::
+A :class:`Table` layer (``Embedding``, ``EmbeddingBag``, ``SparseLinear``) reads its rows through its *storage*:
+``self.storage.lookup(ids)`` returns rows, ``self.storage.product(rows)`` sparse rows times the table. Initially the
+storage is a :class:`LocalTableStorage`: the rows are an ordinary ``nn.Parameter`` with the usual name
+(``embedding.weight``). A strategy that stores rows elsewhere (servers, partitions on disk) moves them in its
+``install``::
 
     for name, layer in tables(module):
-        layer.move(MyHome(layer.table, layer.weight.detach()))   # the rows are stored there; layer.weight has none
+        layer.move(MyStorage(layer.table, layer.weight.detach()))   # the rows are stored there; layer.weight has none
 
 and in its ``uninstall``::
 
-    layer.move_back(rows)      # a LocalHome again
+    layer.move_back(rows)      # a LocalTableStorage again
 
 From ``move`` on, ``layer.weight`` is an *anchor*: the same ``nn.Parameter``, with 0 rows. It connects lookups to the
 autograd graph, and represents the table in optimizers, whether they were created before or after. An optimizer of
-``gtrain.nn`` calls ``home.update(rule, settings)`` in its ``step``, with the current settings of the parameter group
-(``lr`` included, so that schedules apply), and ``home.zero_grad()`` in its ``zero_grad``.
+``gtrain.nn`` calls ``storage.update(rule, settings)`` in its ``step``, with the current settings of the parameter group
+(``lr`` included, so that schedules apply), and ``storage.zero_grad()`` in its ``zero_grad``.
 """
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,14 +35,18 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from gtrain.errors import ConfigError
+from gtrain.moved import renamed
 from gtrain.nn.csr import Csr
 from gtrain.nn.product import product
 from gtrain.nn.rules import Rule, Settings
 
 BLOCK_ROWS = 1 << 16
-"""Rows of a table that a home returns at once."""
+"""Rows of a table that a storage returns at once."""
 INIT_ROWS = 4096
 """Rows of a table that one random generator fills."""
+
+RENAMED = {"TableHome": "TableStorage", "LocalHome": "LocalTableStorage", "RemoteHome": "RemoteTableStorage"}
+__getattr__ = renamed(__name__, RENAMED)
 
 _deferred: ContextVar[bool] = ContextVar("deferred", default=False)
 
@@ -89,7 +95,7 @@ class TableSpec:
         return torch.rand(INIT_ROWS, self.dim, generator=generator).mul_(2).sub_(1).mul_(self.scale)
 
 
-class TableHome(ABC):
+class TableStorage(ABC):
     """Storage of the rows of one table: the interface that layers, optimizers and checkpoints use."""
 
     @abstractmethod
@@ -104,7 +110,7 @@ class TableHome(ABC):
     def update(self, rule: Rule, settings: Settings) -> None:
         """Apply the gradients of backward passes since the last :meth:`zero_grad`, as ``gtrain.nn.rules`` specifies.
 
-        It is called once for each step of the optimizer, perhaps without any gradient. A home may use its own kernels,
+        The optimizer calls it once per step, even if no gradient was pushed. An implementation may use its own kernels,
         and apply gradients later if its strategy's semantics allow that; ``rules`` is the reference in its tests.
         """
 
@@ -117,7 +123,7 @@ class TableHome(ABC):
         """Return the current rows ``begin .. end - 1``, detached: for exports and for :meth:`Table.move_back`."""
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield all rows once, in blocks: ids ``[n]`` and rows ``[n, d]``, detached, in this home's order.
+        """Yield all rows once, in blocks: ids ``[n]`` and rows ``[n, d]``, detached, in this storage's order.
 
         A block is valid until the next one is yielded.
         """
@@ -142,7 +148,7 @@ class TableHome(ABC):
         """Restore what :meth:`state` returned."""
 
 
-class LocalHome(TableHome):
+class LocalTableStorage(TableStorage):
     """The rows are the layer's parameter, which torch's autograd, optimizers and state_dict handle.
 
     Args:
@@ -181,7 +187,7 @@ class LocalHome(TableHome):
         assert not state
 
 
-class RemoteHome(TableHome):
+class RemoteTableStorage(TableStorage):
     """The rows are stored elsewhere. A subclass moves rows and gradients; this class connects them to autograd.
 
     Args:
@@ -204,11 +210,16 @@ class RemoteHome(TableHome):
 
     @abstractmethod
     def multiply(self, rows: Csr) -> tuple[Tensor, Any]:
-        """Return sparse rows times the table, [m, d], and a ticket for :meth:`push_product`."""
+        """Return sparse rows times the table, [m, d], and an object to pass to :meth:`push_product`."""
 
     @abstractmethod
-    def push_product(self, ticket: Any, gradient: Tensor) -> None:
-        """Add the gradient [m, d] of a product, from which this home computes that of the table's rows."""
+    def push_product(self, pending: Any, gradient: Tensor) -> None:
+        """Compute and add the gradients of the table's rows.
+
+        Args:
+            pending: the object that :meth:`multiply` returned.
+            gradient: of the product, [m, d].
+        """
 
     @property
     def num_rows(self) -> int:
@@ -237,7 +248,7 @@ class Table(nn.Module):
 
     Attributes:
         table: its description.
-        home: the storage of its rows.
+        storage: where its rows are stored, see :class:`TableStorage`.
         weight: [n, d], its rows; [0, d] while they are stored elsewhere.
     """
 
@@ -247,8 +258,14 @@ class Table(nn.Module):
         self.sparse = sparse
         rows = 0 if _deferred.get() else table.rows
         self.weight = nn.Parameter(_allocated(table, rows, dtype or torch.get_default_dtype()))
-        self.home: TableHome = LocalHome(self)
+        self.storage: TableStorage = LocalTableStorage(self)
         self.reset_parameters()
+
+    @property
+    def home(self) -> TableStorage:
+        """The former name of :attr:`storage`; works until the next release."""
+        warnings.warn("Table.home is now Table.storage", FutureWarning, stacklevel=2)
+        return self.storage
 
     def reset_parameters(self) -> None:
         """Fill the rows with their initial values."""
@@ -257,18 +274,18 @@ class Table(nn.Module):
                 end = min(begin + INIT_ROWS, self.weight.size(0))
                 self.weight[begin:end] = self.table.initial(begin, end)
 
-    def move(self, home: RemoteHome) -> None:
-        """Switch to another home, which has the rows already; ``weight`` keeps none."""
+    def move(self, storage: RemoteTableStorage) -> None:
+        """Switch to another storage, which has the rows already; ``weight`` keeps none."""
         self.weight.data, self.weight.grad = self.weight.data.new_empty(0, self.table.dim), None
-        self.weight.home = home  # type: ignore[attr-defined]
-        home.anchor, self.home = self.weight, home
+        self.weight.table_storage = storage  # type: ignore[attr-defined]
+        storage.anchor, self.storage = self.weight, storage
 
     def move_back(self, rows: Tensor) -> None:
         """Store the rows in the layer's parameter again."""
         self.weight.data, self.weight.grad = rows.to(self.weight), None
-        if hasattr(self.weight, "home"):
-            del self.weight.home
-        self.home = LocalHome(self)
+        if hasattr(self.weight, "table_storage"):
+            del self.weight.table_storage
+        self.storage = LocalTableStorage(self)
 
     def clip(self, ids: Tensor, columns: int, most: float) -> None:
         """Scale the first columns of these rows to a norm of at most ``most``, in place.
@@ -276,7 +293,7 @@ class Table(nn.Module):
         Raises:
             ConfigError: the rows are stored elsewhere.
         """
-        if not isinstance(self.home, LocalHome):
+        if not isinstance(self.storage, LocalTableStorage):
             raise ConfigError(
                 "model.max_norm is set, but the rows are stored in other processes.",
                 hint="choose a strategy that keeps tables in the memory of its ranks, or set model.max_norm=null.",
@@ -319,16 +336,16 @@ def tables(module: nn.Module) -> Iterator[tuple[str, Table]]:
             yield name, layer
 
 
-def home_of(parameter: Tensor) -> TableHome | None:
-    """Return the home of a parameter's rows, or None for an ordinary parameter."""
-    return getattr(parameter, "home", None)
+def storage_of(parameter: Tensor) -> TableStorage | None:
+    """Return the storage of a parameter's rows, or None for an ordinary parameter."""
+    return getattr(parameter, "table_storage", None)
 
 
 @contextmanager
 def deferred() -> Iterator[None]:
     """Create tables without rows inside this context: a strategy that stores them elsewhere initialises them there.
 
-    A table may be larger than this process's memory. Its home reads ``layer.table.initial(begin, end)``.
+    A table may be larger than this process's memory. Its storage reads ``layer.table.initial(begin, end)``.
     """
     token = _deferred.set(True)
     try:
@@ -339,27 +356,27 @@ def deferred() -> Iterator[None]:
 
 class _Lookup(Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, ids: Tensor, home: RemoteHome) -> Tensor:
-        ctx.home = home
+    def forward(ctx: Any, anchor: Tensor, ids: Tensor, storage: RemoteTableStorage) -> Tensor:
+        ctx.storage = storage
         ctx.save_for_backward(ids)
-        rows = home.fetch(ids.reshape(-1))
+        rows = storage.fetch(ids.reshape(-1))
         return rows.view(*ids.shape, rows.size(1))  # not -1, which is ambiguous without ids
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (ids,) = ctx.saved_tensors
-        ctx.home.push(ids.reshape(-1), gradients[0].reshape(ids.numel(), gradients[0].size(-1)))
+        ctx.storage.push(ids.reshape(-1), gradients[0].reshape(ids.numel(), gradients[0].size(-1)))
         return None, None, None
 
 
 class _RemoteProduct(Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, rows: Csr, home: RemoteHome) -> Tensor:
-        ctx.home = home
-        result, ctx.ticket = home.multiply(rows)
+    def forward(ctx: Any, anchor: Tensor, rows: Csr, storage: RemoteTableStorage) -> Tensor:
+        ctx.storage = storage
+        result, ctx.pending = storage.multiply(rows)
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.home.push_product(ctx.ticket, gradients[0].contiguous())
+        ctx.storage.push_product(ctx.pending, gradients[0].contiguous())
         return None, None, None

@@ -27,7 +27,7 @@ PACKAGES = ("torch", "lightning", "torch-geometric", "hydra-core", "omegaconf", 
 
 
 @dataclass(frozen=True)
-class Best:
+class BestScore:
     """The best value of the monitored score, and its epoch, from 0; None if the epoch is unknown."""
 
     name: str
@@ -36,7 +36,7 @@ class Best:
 
 
 @dataclass(frozen=True)
-class DatedMetrics:
+class EpochMetrics:
     """Metrics, and for each the epoch, from 0, whose weights were measured.
 
     Attributes:
@@ -47,7 +47,7 @@ class DatedMetrics:
 
     metrics: dict[str, float]
     epoch_of: dict[str, int | None]
-    best: Best | None
+    best: BestScore | None
 
 
 def rank_figures(rank: int, memory: PeakMemory, recorder: RunRecorder, counters: Counters) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def summary(
     choices: dict[str, str],
     data: GraphDataModule,
     recorder: RunRecorder,
-    dated: DatedMetrics,
+    dated: EpochMetrics,
     ranks: list[dict[str, Any]],
     fit_seconds: float,
     resolved: dict[str, Any] | None = None,

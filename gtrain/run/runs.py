@@ -30,7 +30,7 @@ _GROUPS = ("data", "model", "strategy")
 _DATA_FOLDERS = ("root", "store")  # data in another folder are the same data
 
 
-def hold(folder: Path) -> None:
+def lock_folder(folder: Path) -> None:
     """Create a run's folder and lock it against other runs for the lifetime of this process.
 
     The lock is ``flock`` on the folder itself: the kernel releases it when the process ends, and no file remains.

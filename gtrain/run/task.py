@@ -171,7 +171,7 @@ class Task:
         if strategy.is_global_zero:
             preparation = next((memory for _, _, memory in gathered if memory is not None), None)
             resolved = strategy.resolved_settings()
-            dated = report.DatedMetrics(metrics, epoch_of, best)
+            dated = report.EpochMetrics(metrics, epoch_of, best)
             content = report.summary(
                 config, self.choices, data, recorder, dated, ranks, fit_seconds, resolved, preparation
             )
@@ -274,12 +274,12 @@ def _server_meter(strategy: GraphStrategy) -> ServerMeter | None:
     return meter
 
 
-def _best(trainer: pl.Trainer) -> report.Best | None:
+def _best(trainer: pl.Trainer) -> report.BestScore | None:
     """Return the best monitored score of a fit, which a sweeper optimises; None if nothing is monitored."""
     callback = trainer.checkpoint_callback
     if not isinstance(callback, ModelCheckpoint) or callback.monitor is None or callback.best_model_score is None:
         return None
-    return report.Best(callback.monitor, float(callback.best_model_score), getattr(callback, "best_epoch", None))
+    return report.BestScore(callback.monitor, float(callback.best_model_score), getattr(callback, "best_epoch", None))
 
 
 def _set_threads() -> None:

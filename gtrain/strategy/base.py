@@ -39,7 +39,7 @@ from gtrain.graph.store import Store
 from gtrain.launch import slot as slots
 from gtrain.launch.environment import agent_environment, find_environment
 from gtrain.model.inputs import check_weights, unread_data, weight_demand, zero_demand
-from gtrain.nn import RemoteHome, tables
+from gtrain.nn import RemoteTableStorage, tables
 from gtrain.nn.dropout import ExactDropout, StepRows, rows_of
 from gtrain.protocols import DrawsNegatives, StoreData, data_of, network_of, trainer_of
 from gtrain.settings import parameters, pop_settings, signature_of
@@ -367,11 +367,11 @@ class GraphStrategy(GroupCollectives):
 
     def joined(self) -> None:
         """Report that this rank has joined the group: if it dies from now on, it must not be restarted."""
-        slots.joined()
+        slots.report_joined()
 
     def say(self, text: str) -> None:
         """Print a line to the terminal, through the agent."""
-        slots.say(text)
+        slots.print_line(text)
 
     @property
     def speaks(self) -> bool:
@@ -385,7 +385,7 @@ class GraphStrategy(GroupCollectives):
 
         The machine's servers keep running. Launchers other than gtrain's agent ignore this and end the job.
         """
-        slots.may_be_lost(may)
+        slots.report_may_be_lost(may)
 
     # ------------------------------------------------------------------------ batches
 
@@ -526,7 +526,7 @@ class GraphStrategy(GroupCollectives):
         assert self.lightning_module is not None
         folder = checkpoints.find(Path(checkpoint_path))
         if folder.is_dir():
-            elsewhere = any(isinstance(layer.home, RemoteHome) for _, layer in tables(self.lightning_module))
+            elsewhere = any(isinstance(layer.storage, RemoteTableStorage) for _, layer in tables(self.lightning_module))
             writer = checkpoints.writer_of_tables(folder, self.lightning_module, self.strategy_name, elsewhere)
             if writer is not None:
                 return self._load_other(folder, writer)

@@ -16,7 +16,7 @@ from typing import Any
 
 from gtrain.errors import PeerLostError
 from gtrain.launch.environment import say_waiting
-from gtrain.launch.job_store import JobNetwork, job_store, network_of
+from gtrain.launch.job_store import JobNetwork, job_network, job_store
 from gtrain.launch.settings_check import CHECK_SECONDS, check_refused
 from gtrain.launch.sockets import listen_here, listen_tcp
 from gtrain.strategy.mesh import SAY_SECONDS, Mesh
@@ -97,7 +97,7 @@ class GroupFormation:
         if len(members) == 1:
             return None
         seconds = min(self._timeout_seconds, CONNECT_SECONDS) if incarnation else self._timeout_seconds
-        network = network_of(self._environment)
+        network = job_network(self._environment)
         listener = listen_here() if network.own_address is None else listen_tcp(network.own_address)
         try:
             self._store.set(f"{incarnation}/address/{self.rank}", listener.address)

@@ -32,11 +32,11 @@ def prepare(data: GraphDataModule) -> None:
     Raises:
         GtrainError: see :meth:`~gtrain.data.module.GraphDataModule.prepare_data`.
     """
-    data.run_in_child = partial(call_apart, what=f"the process that prepares the store of {data.origin}")
+    data.run_in_child = partial(call_in_child, what=f"the process that prepares the store of {data.origin}")
     data.prepare_data()
 
 
-def call_apart(function: Callable[[], Any], what: str) -> dict[str, int]:
+def call_in_child(function: Callable[[], Any], what: str) -> dict[str, int]:
     """Call a function in another process and wait for it; see :func:`call_in_fork`.
 
     The process is a fork, or a clean interpreter if this process has threads or uses CUDA. A function that cannot be

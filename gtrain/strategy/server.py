@@ -117,7 +117,7 @@ class ServerContext:
 
     def say(self, text: str) -> None:
         """Print a line to the terminal, through the agent."""
-        slots.say(text)
+        slots.print_line(text)
 
     def serve(self, handlers: Mapping[str, Handler], work: Callable[[], bool] | None = None) -> None:
         """Answer requests until :attr:`stop` is set.

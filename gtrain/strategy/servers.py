@@ -12,7 +12,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from gtrain.errors import ConfigError, PeerLostError
 from gtrain.launch import slot as slots
 from gtrain.launch.environment import say_waiting
-from gtrain.launch.job_store import job_store, network_of
+from gtrain.launch.job_store import job_network, job_store
 from gtrain.launch.key_value import KeyValueStore
 from gtrain.strategy.counters import Counters
 from gtrain.strategy.mesh import SAY_SECONDS
@@ -94,7 +94,7 @@ class Servers:
 
     def name_of(self, role: str, rank: int) -> str:
         """Return the name of a server in messages: ``parameter 0 (machine 0)``."""
-        return network_of(self._environment).name_of(rank, role)
+        return job_network(self._environment).name_of(rank, role)
 
     def client(self, role: str, rank: int) -> Client:
         """Return this worker's client of a server. Its name there is ``rank <r>``; a restarted rank replaces it."""

@@ -227,12 +227,12 @@ def check_training(trainer: Any, data: StoreData | None, model: ModelRecipe) -> 
         )
     size = None if data is None else data.batch_size
     recipe = next((group for group in model.groups if not group.all_negs), None)  # without chunks any size will do
-    if size is not None and recipe is not None and size > recipe.places and size % recipe.places:
+    if size is not None and recipe is not None and size > recipe.chunk_size and size % recipe.chunk_size:
         key = "num_batch_negs" if recipe.num_batch_negs else "num_uniform_negs"
         raise ConfigError(
-            f"data.batch_size={size} is not a multiple of model.{key}={recipe.places}, the edges of a chunk: "
-            f"{size} = {size // recipe.places} * {recipe.places} + {size % recipe.places}.",
-            hint=f"set data.batch_size={size // recipe.places * recipe.places}.",
+            f"data.batch_size={size} is not a multiple of model.{key}={recipe.chunk_size}, the edges of a chunk: "
+            f"{size} = {size // recipe.chunk_size} * {recipe.chunk_size} + {size % recipe.chunk_size}.",
+            hint=f"set data.batch_size={size // recipe.chunk_size * recipe.chunk_size}.",
         )
 
 

@@ -46,9 +46,9 @@ from gtrain_pbg.evaluation import EvaluationBatches
 from gtrain_pbg.machines.deployment import MultiMachineDeployment
 from gtrain_pbg.machines.members import JobEndedError
 from gtrain_pbg.memory import fill_relations, relation_shapes, share_memory
-from gtrain_pbg.step.arithmetic import FORMATS, choose, fastest_of_cpu
+from gtrain_pbg.step.matmul_format import FORMATS, choose_format, fastest_format
 from gtrain_pbg.step.relations import state_width
-from gtrain_pbg.tables import PartitionedHome, Partitioning
+from gtrain_pbg.tables import PartitionedTableStorage, Partitioning
 from gtrain_pbg.training import BucketTraining, StepRules
 from gtrain_pbg.typed import TypedTables, partition_types
 from gtrain_pbg.worker import BucketBatches, BucketWorker, EpochSteps
@@ -177,7 +177,7 @@ class PBGStrategy(GraphStrategy):
         for name, parameter in recipe.parameters.items():
             parameter.data = self._state.shared[name]
         for layer, table in zip(recipe.tables.values(), self._state.tables.tables, strict=True):
-            layer.move(PartitionedHome(table))
+            layer.move(PartitionedTableStorage(table))
         if rules is not None:
             self._worker = self._make_worker(self._state, rules)
 
@@ -193,8 +193,8 @@ class PBGStrategy(GraphStrategy):
 
     def _choose_matmul(self, recipe: ModelRecipe, dtype: torch.dtype) -> str:
         """Resolve ``strategy.matmul=auto``, to the same format on all ranks, whose CPUs may differ."""
-        self._cpus = self.group.all_gather_object(fastest_of_cpu())
-        chosen = choose(recipe, dtype, self._cpus)
+        self._cpus = self.group.all_gather_object(fastest_format())
+        chosen = choose_format(recipe, dtype, self._cpus)
         if self.is_global_zero:
             log.info("strategy.matmul=auto: matrix products in %s", chosen)
         return chosen

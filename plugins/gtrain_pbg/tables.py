@@ -14,7 +14,7 @@ from torch import Tensor
 from gtrain.errors import ConfigError
 from gtrain.graph.owners import owner_of
 from gtrain.graph.store.manifest import safe_name
-from gtrain.nn import Csr, RemoteHome, TableSpec
+from gtrain.nn import Csr, RemoteTableStorage, TableSpec
 from gtrain.nn.rules import Rule, Settings
 from gtrain.nn.table import INIT_ROWS
 from gtrain.strategy import tensor_files
@@ -299,7 +299,7 @@ class PartitionedTable:
         return {array: self._shared[f"{self.name}.{array}"][slot, :size] for array in ARRAYS}
 
 
-class PartitionedHome(RemoteHome):
+class PartitionedTableStorage(RemoteTableStorage):
     """Placement of a table's rows for evaluation and export; the training step changes partitions directly.
 
     Args:
@@ -322,7 +322,7 @@ class PartitionedHome(RemoteHome):
     def multiply(self, rows: Csr) -> tuple[Tensor, Any]:
         raise ConfigError("strategy=pbg serves tables of embeddings, not products.", hint="set strategy=single or ps.")
 
-    def push_product(self, ticket: Any, gradient: Tensor) -> None:
+    def push_product(self, pending: Any, gradient: Tensor) -> None:
         raise AssertionError("multiply() raises")
 
     def update(self, rule: Rule, settings: Settings) -> None:

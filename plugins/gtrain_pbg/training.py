@@ -95,7 +95,7 @@ class BucketTraining:
         rules: of its optimizers.
         shared: relation parameters and their optimizer state, by name.
         tables: of all entity types.
-        matmul: number format of matrix products, one of :data:`~gtrain_pbg.step.arithmetic.FORMATS`.
+        matmul: number format of matrix products, one of :data:`~gtrain_pbg.step.matmul_format.FORMATS`.
 
     Attributes:
         matmul: the same, or float64 if the tables are.

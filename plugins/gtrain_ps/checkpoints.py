@@ -25,7 +25,7 @@ from gtrain.nn import TableSpec
 from gtrain.strategy.checkpoint import SavedRows
 from gtrain.strategy.tensor_files import Writing, mapped
 from gtrain_ps.placement import Placement
-from gtrain_ps.worker.served_table import ServedTable, piece_rows
+from gtrain_ps.worker.served_table import ServerTableStorage, piece_rows
 
 FORMAT = 1
 
@@ -61,7 +61,7 @@ class SavedTable:
                 yield placement.ids(block, begin, end), torch.cat([part[begin:end] for part in parts], dim=1)
 
 
-def write_blocks(folder: Path, tables: Mapping[str, ServedTable], servers: Iterable[int]) -> None:
+def write_blocks(folder: Path, tables: Mapping[str, ServerTableStorage], servers: Iterable[int]) -> None:
     """Write the blocks of some servers into a checkpoint."""
     for server in servers:
         entries: dict[str, Any] = {}
@@ -120,7 +120,7 @@ def read_table(folder: Path, name: str, table: TableSpec) -> SavedRows:
     return SavedRows(saved.placement.rows, saved.pieces)
 
 
-def export(folder: Path, tables: Mapping[str, ServedTable]) -> None:
+def export(folder: Path, tables: Mapping[str, ServerTableStorage]) -> None:
     """Write each table as ``<name>.npy`` into a folder, in the order of ids."""
     for name, served in tables.items():
         path, (rows, dim) = folder / f"{name}.npy", (served.table.rows, served.table.dim)
@@ -130,7 +130,7 @@ def export(folder: Path, tables: Mapping[str, ServedTable]) -> None:
         print(f"written: {path}", flush=True)
 
 
-def _write_file(path: Path, shape: tuple[int, ...], table: ServedTable, pieces: Iterable[Tensor]) -> None:
+def _write_file(path: Path, shape: tuple[int, ...], table: ServerTableStorage, pieces: Iterable[Tensor]) -> None:
     writing = Writing(path, shape, table.dtype)
     for piece in pieces:
         writing.add(piece)

@@ -36,7 +36,7 @@ from gtrain_ps.worker.batches import BatchSource, RowSource, WholeGraph, WorkerB
 from gtrain_ps.worker.planning import estimate_load, plan_of, rules_of
 from gtrain_ps.worker.restarts import ROLE, RestartingStrategy
 from gtrain_ps.worker.row_table import RowTable, is_rows
-from gtrain_ps.worker.served_table import ServedTable
+from gtrain_ps.worker.served_table import ServerTableStorage
 from gtrain_ps.worker.steps import flat_gradients, send_step, set_gradients
 
 METRICS = "@meters"  # key in a worker's state of a checkpoint
@@ -54,7 +54,7 @@ class PsStrategy(RestartingStrategy):
 
     def __init__(self, *values: Any, **settings: Any) -> None:
         super().__init__(*values, **settings)
-        self.served_tables: dict[str, ServedTable] = {}
+        self.served_tables: dict[str, ServerTableStorage] = {}
         self._deferred: set[str] = set()  # tables that never have all their rows in a worker
         self._weight = (1.0, 1.0)
         self._local: list[Parameter] | None = None
@@ -169,7 +169,7 @@ class PsStrategy(RestartingStrategy):
                 spec, pull = layer.table, plan.protocol == "pull"
                 multiplier = spreading_multiplier(spec.rows) if settings.blocks == "hash" else 1
                 placement = Placement(spec.rows, spec.dim, plan.row_blocks, plan.column_blocks, multiplier)
-                table = ServedTable(name, spec, placement, servers, layer.weight.dtype, wire, pull)
+                table = ServerTableStorage(name, spec, placement, servers, layer.weight.dtype, wire, pull)
                 self.served_tables[name] = table
                 is_new = table.open()
                 if not layer.weight.size(0) and layer.table.rows:
@@ -189,7 +189,7 @@ class PsStrategy(RestartingStrategy):
 
     def uninstall(self, module: Module) -> None:
         for name, layer in tables(module):
-            if name not in self.served_tables or layer.home is not self.served_tables[name]:
+            if name not in self.served_tables or layer.storage is not self.served_tables[name]:
                 continue
             if name in self._deferred:
                 layer.move_back(layer.weight.new_empty(0, layer.table.dim))  # may exceed a worker's memory

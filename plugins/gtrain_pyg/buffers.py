@@ -20,7 +20,7 @@ import torch
 from numpy.typing import DTypeLike
 from torch import Tensor
 
-from gtrain.memory.pages import address_of, private
+from gtrain.memory.pages import address_of, map_private
 from gtrain_pyg.ranks.parts import Array
 
 SMALL_BYTES = 32 << 10
@@ -121,7 +121,7 @@ class _Block:
     __slots__ = ("_memory", "address", "size")
 
     def __init__(self, size: int) -> None:
-        self._memory, start = private(size)
+        self._memory, start = map_private(size)
         self.size = size
         self.address = address_of(self._memory) + start
 

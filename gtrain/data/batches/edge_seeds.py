@@ -25,7 +25,7 @@ class EdgeSeeds:
         extra: ``type`` int64 (relation), ``weight`` (float), ``time`` int64, each ``[S]``, where the data has them.
         known: what is true anywhere in the data, for filtered ranking; None on the train split.
         edge_type: the edge type of a heterogeneous graph; None in a homogeneous one.
-        edge_id: int64 ``[S]``, places among the split's edges of the source data.
+        edge_id: int64 ``[S]``, positions among the split's edges of the source data.
         negatives: draws false edges; None: there are none.
     """
 
@@ -51,7 +51,7 @@ class EdgeSeeds:
         edges = ScoredEdges(source, target, extra, edge_id=edge_id)
         return edges if self.negatives is None else self.negatives(edges, edge_id, epoch)
 
-    def answers(self, chosen: Tensor) -> dict[str, Tensor]:
+    def known_entries(self, chosen: Tensor) -> dict[str, Tensor]:
         """Return what is true of the chosen seeds' ends: entries of the batch, none on the train split.
 
         Returns:

@@ -353,11 +353,12 @@ def with_seeds(batch: Batch, seeds: Tensor) -> Batch:
 def with_edges(batch: Batch, edges: EdgeSeeds, chosen: Tensor, epoch: int = 0) -> Batch:
     """Return a shallow copy of a batch whose seeds are these of a split's edges.
 
-    See :meth:`~gtrain.data.batches.scored_edges.ScoredEdges.entries` and :meth:`EdgeSeeds.answers` for what it carries.
+    Its entries are those of :meth:`~gtrain.data.batches.scored_edges.ScoredEdges.entries` and
+    :meth:`EdgeSeeds.known_entries`.
     """
     copied = copy.copy(batch)
     edges.select(chosen, epoch).put_into(copied, edges.edge_type)
-    for name, value in edges.answers(chosen).items():
+    for name, value in edges.known_entries(chosen).items():
         copied[name] = value
     copied.seeds, copied.batch_size = chosen, chosen.numel()
     if isinstance(copied, HeteroData):

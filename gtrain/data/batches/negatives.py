@@ -61,7 +61,7 @@ class Negatives:
 
         Args:
             edges: true ones.
-            edge_id: int64 ``[B]``, their places among the split's edges of the source data.
+            edge_id: int64 ``[B]``, their positions among the split's edges of the source data.
             epoch: number of the epoch; of no effect but for ``train``.
         """
         draws, time = math.ceil(self.amount), edges.extra.get("time")

@@ -24,7 +24,7 @@ class ScoredEdges:
         form: None: false edges are for :class:`~gtrain.model.link_predictor.LinkPredictor`; else one of :data:`FORMS`.
         false_target: int64 ``[B, K]``, K false targets of each edge; ``binary``: ``[M]``; None: there are none.
         false_source: int64 ``[M]`` for ``binary``, where a false edge has two ends of its own; else None.
-        edge_id: int64 ``[B]``, places of the true edges among the split's in the source data.
+        edge_id: int64 ``[B]``, positions of the true edges among the split's in the source data.
     """
 
     source: Tensor

@@ -20,7 +20,7 @@ from gtrain.launch.children import PRELOAD, resolve
 from gtrain.launch.launchers.base import Launcher, RankInfo
 from gtrain.launch.request import JobRequest
 from gtrain.launch.roles import counts_of
-from gtrain.launch.slot import Roster, set_roster
+from gtrain.launch.slot import ServerRoster, set_roster
 from gtrain.launch.sockets import Listener, listen_here, listen_tcp
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class ExternalLauncher(Launcher):
                 hint="make keys with gtrain key cluster.key_file=job.key in a folder that all machines share; or, "
                 "where nobody else can reach the network, set cluster.isolated=true.",
             )
-        set_roster(Roster(counts_of(plans), {}, key_file))
+        set_roster(ServerRoster(counts_of(plans), {}, key_file))
         with keeper.keeper_for(rank_info, plans, cfg) as servers:
             preload()
             sys.modules[PRELOAD].keep_templates_in_memory()

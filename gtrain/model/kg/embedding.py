@@ -283,9 +283,9 @@ class KGEmbedding(EdgeModel):
             positions int64 ``[b]``, ascending, and the numbers of these edges' chunks within their group, ``[b]``.
         """
         unit, number, total = torch.zeros_like(relation), torch.zeros_like(relation), 0
-        for group, places, some in self._grouped(Triples(relation, relation, relation)):
+        for group, positions, some in self._grouped(Triples(relation, relation, relation)):
             chunk = self._groups[group].loss.chunk_numbers(some.relation)
-            number[places], unit[places] = chunk, chunk + total
+            number[positions], unit[positions] = chunk, chunk + total
             total += int(chunk.max()) + 1 if len(chunk) else 0
         mine = (unit * ranks // max(total, 1) == rank).nonzero().flatten()
         return mine, number[mine]
@@ -345,10 +345,10 @@ class KGEmbedding(EdgeModel):
     def _drawn(self, edges: Triples, seeds: Tensor) -> Tensor:
         """Draw a false tail per edge, of the true tail's type, [B]; it depends on the edge's position in the split."""
         drawn = torch.empty_like(edges.tail)
-        for number, place, _ in self._grouped(edges):
+        for number, positions, _ in self._grouped(edges):
             spec = self._groups[number].ends[1]
-            others = mixing.below(spec.count, mixing.key(number), seeds[place].cpu().numpy(), 1)[:, 0] + spec.first
-            drawn[place] = torch.from_numpy(others).to(drawn.device)
+            others = mixing.below(spec.count, mixing.key(number), seeds[positions].cpu().numpy(), 1)[:, 0] + spec.first
+            drawn[positions] = torch.from_numpy(others).to(drawn.device)
         return drawn
 
     def _ranks(self, batch: Data, edges: Triples) -> tuple[Tensor, Tensor]:
@@ -360,8 +360,10 @@ class KGEmbedding(EdgeModel):
             for side in ("tail", "head")
         ]
         ranks = torch.zeros(2, len(edges), dtype=torch.float64, device=edges.head.device)
-        for number, place, some in self._grouped(edges):
-            ranks[:, place] = torch.stack(GroupRanks(self._groups[number], self.entities).among_all(some, place, known))
+        for number, positions, some in self._grouped(edges):
+            ranks[:, positions] = torch.stack(
+                GroupRanks(self._groups[number], self.entities).among_all(some, positions, known)
+            )
         return ranks[0], ranks[1]
 
     def sampled_ranks(

@@ -46,11 +46,11 @@ class ChunkDraws:
 
 
 class EdgeChunks(NamedTuple):
-    """B edges in C chunks of m places.
+    """B edges in C chunks of m slots.
 
     Attributes:
-        edge: int64 ``[C, m]``, the edge at each place; arbitrary where the place is empty.
-        filled: bool ``[C, m]``, whether the place has an edge.
+        edge: int64 ``[C, m]``, the edge in each slot; arbitrary if the slot is empty.
+        filled: bool ``[C, m]``, whether the slot has an edge.
     """
 
     edge: Tensor
@@ -60,41 +60,41 @@ class EdgeChunks(NamedTuple):
         """Return blocks of this many chunks."""
         return [EdgeChunks(*pair) for pair in zip(self.edge.split(chunks), self.filled.split(chunks), strict=True)]
 
-    def false_places(self, others: int) -> Tensor:
+    def negative_mask(self, others: int) -> Tensor:
         """Return which candidates are negatives of which edge, bool ``[C, m, m + others]``.
 
-        The candidates are the answers of the chunk's m places and then ``others`` more, which all count. The edge's
-        answer and empty places do not count; the negatives of an empty place are the others.
+        The candidates are the answers of the chunk's m slots, then ``others`` more, which all count. The edge's
+        answer and empty slots do not count; the negatives of an empty slot are the others.
         """
-        chunks, places = self.filled.shape
-        inside = self.filled.unsqueeze(1) & ~torch.eye(places, dtype=torch.bool, device=self.filled.device)
-        return torch.cat([inside, inside.new_ones(chunks, places, others)], dim=-1)
+        chunks, chunk_size = self.filled.shape
+        inside = self.filled.unsqueeze(1) & ~torch.eye(chunk_size, dtype=torch.bool, device=self.filled.device)
+        return torch.cat([inside, inside.new_ones(chunks, chunk_size, others)], dim=-1)
 
 
-def in_order(edges: Tensor, places: int) -> EdgeChunks:
-    """Cut edges ``[B]`` into chunks in their order; the last may have empty places."""
+def in_order(edges: Tensor, chunk_size: int) -> EdgeChunks:
+    """Cut edges ``[B]`` into chunks in their order; the last may have empty slots."""
     num_edges = len(edges)
-    places = max(1, min(places, num_edges))
-    slot = torch.arange(-(-num_edges // places) * places, device=edges.device).view(-1, places)
+    chunk_size = max(1, min(chunk_size, num_edges))
+    slot = torch.arange(-(-num_edges // chunk_size) * chunk_size, device=edges.device).view(-1, chunk_size)
     return EdgeChunks(slot.clamp(max=max(num_edges - 1, 0)), slot < num_edges)
 
 
-def by_relation(relation: Tensor, places: int) -> EdgeChunks:
+def by_relation(relation: Tensor, chunk_size: int) -> EdgeChunks:
     """Cut edges into chunks of one relation each, in their order within the relation.
 
     Args:
         relation: int64 ``[B]``.
-        places: m.
+        chunk_size: m.
     """
     order = relation.argsort(stable=True)
     _, counts = relation[order].unique_consecutive(return_counts=True)
-    places = max(1, min(places, int(counts.max()) if counts.numel() else 1))
-    chunks_of = (counts + places - 1) // places
+    chunk_size = max(1, min(chunk_size, int(counts.max()) if counts.numel() else 1))
+    chunks_of = (counts + chunk_size - 1) // chunk_size
     group = torch.repeat_interleave(torch.arange(counts.numel(), device=relation.device), chunks_of)
     first_chunk = chunks_of.cumsum(0) - chunks_of
     chunk = torch.arange(group.numel(), device=relation.device)
-    begin = (chunk - first_chunk[group]) * places  # of each chunk, within its relation
-    within = begin.unsqueeze(1) + torch.arange(places, device=relation.device)
+    begin = (chunk - first_chunk[group]) * chunk_size  # of each chunk, within its relation
+    within = begin.unsqueeze(1) + torch.arange(chunk_size, device=relation.device)
     filled = within < counts[group].unsqueeze(1)
     slot = (counts.cumsum(0) - counts)[group].unsqueeze(1) + within
     return EdgeChunks(order[slot.clamp(max=max(order.numel() - 1, 0))], filled)

@@ -157,7 +157,7 @@ class EdgeScores(nn.Module):
         queries = self.tail_queries(heads.unsqueeze(1), relation)
         return self.pairs(queries, self.tail_candidates(tails.unsqueeze(1), relation)).squeeze(1)
 
-    def cubes(self, heads: Tensor, relation: Tensor, tails: Tensor) -> Tensor:
+    def n3_norm(self, heads: Tensor, relation: Tensor, tails: Tensor) -> Tensor:
         """Return the N3 norm of each edge, ``[B]``: the cubed absolute values of embeddings and parameters, summed.
 
         Shapes:

@@ -93,7 +93,7 @@ class EntityTables(nn.Module):
     def blocks(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the ids and embeddings of all nodes of a type, in the blocks of the table's placement."""
         if self.bags[number] is None:
-            for ids, rows in self[number].home.blocks():
+            for ids, rows in self[number].storage.blocks():
                 yield ids, self.shifted(rows, number)
             return
         for ids in torch.arange(self._entities[number].count, device=self[number].weight.device).split(BLOCK_ROWS):

@@ -125,7 +125,7 @@ class NegativeSampling:
             )
 
     @property
-    def places(self) -> int:
+    def chunk_size(self) -> int:
         """Edges per chunk."""
         return self.batch or self.uniform
 
@@ -184,8 +184,8 @@ class TrainingLoss:
         """
         if self.negatives.all:
             return torch.arange(len(relation), device=relation.device)
-        places = self.negatives.places
-        chunks = in_order(relation, places) if self.scores.reciprocal else by_relation(relation, places)
+        chunk_size = self.negatives.chunk_size
+        chunks = in_order(relation, chunk_size) if self.scores.reciprocal else by_relation(relation, chunk_size)
         number = torch.empty_like(relation)
         number[chunks.edge[chunks.filled]] = chunks.filled.nonzero()[:, 0]
         return number
@@ -194,21 +194,21 @@ class TrainingLoss:
         """Cut the batch into blocks of chunks."""
         every, reciprocal, most = self.negatives.all, self.scores.reciprocal, max(self.sizes)
         if not every:
-            places = self.negatives.places
+            chunk_size = self.negatives.chunk_size
         elif reciprocal:
-            places = LIMIT // most
-        else:  # a relation's last chunk has empty places: small chunks waste fewer
-            places = min(LIMIT // most, -(-len(edges) // int(edges.relation.unique().numel())))
-        chunks = in_order(edges.head, places) if reciprocal else by_relation(edges.relation, places)
-        places, dim = chunks.edge.size(1), self.scores.dimension
-        candidates = most if every else places + self.negatives.uniform
-        size = places * candidates + (0 if every and reciprocal else candidates * dim)
+            chunk_size = LIMIT // most
+        else:  # a relation's last chunk has empty slots: small chunks waste fewer
+            chunk_size = min(LIMIT // most, -(-len(edges) // int(edges.relation.unique().numel())))
+        chunks = in_order(edges.head, chunk_size) if reciprocal else by_relation(edges.relation, chunk_size)
+        chunk_size, dim = chunks.edge.size(1), self.scores.dimension
+        candidates = most if every else chunk_size + self.negatives.uniform
+        size = chunk_size * candidates + (0 if every and reciprocal else candidates * dim)
         return chunks.split(max(1, LIMIT // size))
 
     def _of_block(
         self, tables: tuple[RowLookup, RowLookup], edges: Triples, chunks: EdgeChunks, drawn: Tensor
     ) -> Tensor:
-        """Return the loss at each place of these chunks, ``[C, m]``; drawn is ``[2, C, u]``, heads and tails."""
+        """Return the loss of each slot of these chunks, ``[C, m]``; drawn is ``[2, C, u]``, heads and tails."""
         head, tail, relation = (ids[chunks.edge] for ids in (edges.head, edges.tail, edges.relation))
         heads, more_heads, tails, more_tails = self._looked_up(tables, (head, drawn[0], tail, drawn[1]))
         every_head, every_tail = self._everything(tables, head.device) if self.negatives.all else (None, None)
@@ -221,7 +221,7 @@ class TrainingLoss:
             losses.append(self._side(queries, heads, tails, false, head == tail))
         if self.n3:
             flat = (heads.flatten(0, 1), relation.flatten(), tails.flatten(0, 1))
-            losses.append(self.n3 * self.scores.cubes(*flat).view(head.shape))
+            losses.append(self.n3 * self.scores.n3_norm(*flat).view(head.shape))
         return torch.stack(losses).sum(0)
 
     def _looked_up(self, tables: tuple[RowLookup, RowLookup], ids: tuple[Tensor, ...]) -> list[Tensor]:
@@ -251,9 +251,9 @@ class TrainingLoss:
         """Return the loss of edges, whose ends have these ids, against other tails."""
         queries = self._queries(self.scores.tail_queries, heads, relation)
         if not self.scores.reciprocal:
-            places = tails.size(1)
+            chunk_size = tails.size(1)
             transformed = self.scores.tail_candidates(torch.cat([tails, more], dim=1), relation[:, 0])
-            tails, more = transformed[:, :places], transformed[:, places:]
+            tails, more = transformed[:, :chunk_size], transformed[:, chunk_size:]
             if everything is not None:
                 everything = self.scores.tail_candidates(everything.expand(len(tails), -1, -1), relation[:, 0])
         false = self._false(queries, tails, more, ids[1], everything, chunks)
@@ -278,7 +278,7 @@ class TrainingLoss:
             return self.scores.all_pairs(queries, everything).scatter(-1, ids.unsqueeze(-1), -torch.inf)
         if self.negatives.batch:
             false = self.scores.all_pairs(queries, torch.cat([answers, more], dim=1))
-            return false.masked_fill(~chunks.false_places(more.size(1)), -torch.inf)
+            return false.masked_fill(~chunks.negative_mask(more.size(1)), -torch.inf)
         return self.scores.all_pairs(queries, more)
 
     def _side(self, queries: Tensor, answers: Tensor, given: Tensor, false: Tensor, loop: Tensor) -> Tensor:

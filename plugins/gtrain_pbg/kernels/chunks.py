@@ -94,15 +94,15 @@ def train_chunks(ends: Any, operators: Any, relation: Any, layout: Any, loss: An
     Returns:
         The weighted loss.
     """
-    places, uniform, edges = layout
+    chunk_size, uniform, edges = layout
     lost = 0.0
-    for begin in range(0, edges, places):
-        m, drawn = min(places, edges - begin), begin // places * uniform
+    for begin in range(0, edges, chunk_size):
+        m, drawn = min(chunk_size, edges - begin), begin // chunk_size * uniform
         for end in ends:
             # while this chunk is computed, memory delivers the next chunk's rows and this one's sums
             _fetch(end.table, end.ids[begin : begin + m], end.rows, 0)
             _fetch(end.table, end.drawn[drawn : drawn + uniform], end.rows, m)
-            _prefetch(end.table, end.ids[begin + m : begin + m + places])
+            _prefetch(end.table, end.ids[begin + m : begin + m + chunk_size])
             _prefetch(end.table, end.drawn[drawn + uniform : drawn + 2 * uniform])
             _prefetch_sums(end.sums, end.ids[begin : begin + m])
             _prefetch_sums(end.sums, end.drawn[drawn : drawn + uniform])

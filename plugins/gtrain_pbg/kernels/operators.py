@@ -47,7 +47,7 @@ def transform(operator: Any, rows: Any, layout: Any, relation: Any, result: Any,
     """
     for e in range(relation.size):
         y, r = result[e], relation[e]
-        transform_row(operator.code, rows[e + e // layout.places * layout.uniform], operator.a[r], operator.b[r], y)
+        transform_row(operator.code, rows[e + e // layout.chunk_size * layout.uniform], operator.a[r], operator.b[r], y)
         if has_low:
             store(y, low[e], low[e].size)
 
@@ -82,7 +82,7 @@ def transform_backward(operator: Any, gradient: Any, rows: Any, layout: Any, rel
     a, b, by_a, by_b = operator.a, operator.b, operator.by_a, operator.by_b
     wide = np.empty(by_row.shape[1], rows.dtype)
     for e in range(relation.size):
-        r, row = relation[e], rows[e + e // layout.places * layout.uniform]
+        r, row = relation[e], rows[e + e // layout.chunk_size * layout.uniform]
         _widen(gradient[e], wide)
         transform_row_backward(operator.code, wide, row, a[r], b[r], by_row[e], by_a[r], by_b[r])
 

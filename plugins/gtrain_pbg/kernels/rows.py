@@ -14,9 +14,9 @@ from gtrain_pbg.kernels.numbers import add, number, store, stored
 
 
 class SideLayout(NamedTuple):
-    """How a side's rows are ordered: ``places`` (m), ``uniform`` (u) and ``edges`` (B), see the module."""
+    """How a side's rows are ordered: ``chunk_size`` (m), ``uniform`` (u) and ``edges`` (B), see the module."""
 
-    places: int
+    chunk_size: int
     uniform: int
     edges: int
 
@@ -42,9 +42,9 @@ class FetchedRows(NamedTuple):
 @inlined
 def lay_out(ends: Any, drawn: Any, layout: Any, ids: Any) -> None:
     """Write the ids of a side's rows: endpoints ``[B]`` and drawn nodes ``[C * u]`` into ids ``[B + C * u]``."""
-    places, uniform, edges = layout
-    for chunk in range((edges + places - 1) // places):
-        begin, end = chunk * places, min(edges, (chunk + 1) * places)
+    chunk_size, uniform, edges = layout
+    for chunk in range((edges + chunk_size - 1) // chunk_size):
+        begin, end = chunk * chunk_size, min(edges, (chunk + 1) * chunk_size)
         first = begin + chunk * uniform
         for e in range(begin, end):
             ids[first + e - begin] = ends[e]
@@ -196,17 +196,17 @@ def add_rows(first: Any, second: Any, layout: Any, result: Any) -> None:
 @inlined
 def edge_of(row: int, layout: Any) -> int:
     """Return the edge of a side's row; -1 for the row of a drawn node."""
-    places, uniform, edges = layout
-    chunk, place = divmod(row, places + uniform)
-    edge = chunk * places + place
-    return edge if place < places and edge < edges else -1
+    chunk_size, uniform, edges = layout
+    chunk, slot = divmod(row, chunk_size + uniform)
+    edge = chunk * chunk_size + slot
+    return edge if slot < chunk_size and edge < edges else -1
 
 
 @inlined(fastmath=FAST)
 def pairs(queries: Any, rows: Any, layout: Any, result: Any) -> None:
     """``result[e]`` = inner product of query e ``[B, D]`` and its edge's row on a side ``[Z, D]``."""
     for e in range(queries.shape[0]):
-        z = e + e // layout.places * layout.uniform
+        z = e + e // layout.chunk_size * layout.uniform
         product = result.dtype.type(0)
         for d in range(queries.shape[1]):
             product += queries[e, d] * rows[z, d]
@@ -217,7 +217,7 @@ def pairs(queries: Any, rows: Any, layout: Any, result: Any) -> None:
 def pairs_backward(by_product: Any, queries: Any, rows: Any, layout: Any, by_query: Any, by_row: Any) -> None:
     """Backward pass of :func:`pairs`: add the gradient by queries ``[B, D]``, write that by their rows ``[Z, D]``."""
     for e in range(queries.shape[0]):
-        z = e + e // layout.places * layout.uniform
+        z = e + e // layout.chunk_size * layout.uniform
         for d in range(queries.shape[1]):
             more = number(by_query[e, d]) + by_product[e] * rows[z, d]
             by_query[e, d] = stored(more, by_query[e, d])

@@ -27,7 +27,7 @@ MOST = 1 << 27
 
 def fits(recipe: EdgeRecipe, work: Workspace) -> bool:
     """Return whether :class:`ChunkTraining` can train this model, and is the faster way."""
-    small = recipe.places * (recipe.places + recipe.num_uniform_negs) * recipe.dimension <= MOST
+    small = recipe.chunk_size * (recipe.chunk_size + recipe.num_uniform_negs) * recipe.dimension <= MOST
     plain_rows = recipe.bags == (None, None) and recipe.shifts is None and recipe.max_norm is None and not recipe.bias
     by_column = recipe.operator in OPERATOR_CODES and (recipe.reciprocal or not recipe.forwards)
     inner = recipe.comparator == "dot" and not recipe.n3
@@ -49,7 +49,7 @@ class ChunkTraining:
     ) -> None:
         self._recipe, self._work = recipe, work
         self._operators = tuple(operator.arrays for operator in operators)
-        m, count = recipe.places, recipe.places + recipe.num_uniform_negs
+        m, count = recipe.chunk_size, recipe.chunk_size + recipe.num_uniform_negs
         self._width = self._padded(recipe.dimension)
         self._ends = [[self._zeros(rows, self._width) for rows in (count, count, m)] for _ in (0, 1)]
         self._scratch = self._make_scratch(m, count)
@@ -83,7 +83,7 @@ class ChunkTraining:
             )
         )
         loss = kernels.ChunkLoss(LOSSES[recipe.loss], recipe.margin, weight.numpy())
-        layout = SideLayout(recipe.places, recipe.num_uniform_negs, len(batch))
+        layout = SideLayout(recipe.chunk_size, recipe.num_uniform_negs, len(batch))
         arguments: list[Any] = [ends, self._operators, batch.relation.numpy(), layout, loss, self._scratch]
         lost: float = kernels.train_chunks(*arguments)
         for table, end_sums in zip(tables, sums, strict=True):

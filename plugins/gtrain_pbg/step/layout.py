@@ -74,28 +74,28 @@ class BatchLayout:
 
     Attributes:
         edges: B.
-        places: m.
+        chunk_size: m.
         uniform: u.
     """
 
     edges: int
-    places: int
+    chunk_size: int
     uniform: int
 
     @cached_property
     def numbers(self) -> SideLayout:
         """The same for kernels."""
-        return SideLayout(self.places, self.uniform, self.edges)
+        return SideLayout(self.chunk_size, self.uniform, self.edges)
 
     @property
     def chunks(self) -> int:
         """C; the last chunk may have fewer edges."""
-        return -(-self.edges // self.places)
+        return -(-self.edges // self.chunk_size)
 
     @property
     def full(self) -> int:
         """Chunks with m edges."""
-        return self.edges // self.places
+        return self.edges // self.chunk_size
 
     @property
     def rows(self) -> int:
@@ -106,7 +106,7 @@ class BatchLayout:
     def spots(self) -> Tensor:
         """int64 ``[B]``, the row of each edge."""
         edge = torch.arange(self.edges)
-        return edge + edge // self.places * self.uniform
+        return edge + edge // self.chunk_size * self.uniform
 
     def of_edges(self, tensor: Tensor, begin: int, end: int, *, spread: bool) -> Tensor:
         """View the edges of chunks ``begin`` to ``end`` as ``[G, m, D]``.
@@ -117,14 +117,14 @@ class BatchLayout:
             end: chunk behind the last; an incomplete chunk is viewed alone.
             spread: which of the two.
         """
-        m, stride = self.places, self.places + self.uniform * spread
+        m, stride = self.chunk_size, self.chunk_size + self.uniform * spread
         if begin == self.full:
             return tensor[begin * stride : begin * stride + self.edges - begin * m].unsqueeze(0)
         return tensor[begin * stride : end * stride].view(end - begin, stride, -1)[:, :m]
 
     def of_rows(self, tensor: Tensor, begin: int, end: int, skip: bool) -> Tensor:
         """View the rows of chunks as ``[G, K, D]``: K is m + u, or u if ``skip`` leaves out the edges' rows."""
-        m, stride = self.places, self.places + self.uniform
+        m, stride = self.chunk_size, self.chunk_size + self.uniform
         if begin == self.full:
             m = self.edges - begin * m
             view = tensor[begin * stride : begin * stride + m + self.uniform].unsqueeze(0)
@@ -134,8 +134,8 @@ class BatchLayout:
 
 
 @lru_cache(maxsize=256)
-def _layout(edges: int, places: int, uniform: int) -> BatchLayout:
-    return BatchLayout(edges, places, uniform)  # few sizes occur: each computes its spots once
+def _layout(edges: int, chunk_size: int, uniform: int) -> BatchLayout:
+    return BatchLayout(edges, chunk_size, uniform)  # few sizes occur: each computes its spots once
 
 
 def layout_of(recipe: EdgeRecipe, edges: int, nodes: int) -> BatchLayout:
@@ -146,7 +146,9 @@ def layout_of(recipe: EdgeRecipe, edges: int, nodes: int) -> BatchLayout:
         edges: B.
         nodes: candidates if all nodes are negatives: the batch is then one chunk.
     """
-    return _layout(edges, edges, nodes) if recipe.all_negs else _layout(edges, recipe.places, recipe.num_uniform_negs)
+    return (
+        _layout(edges, edges, nodes) if recipe.all_negs else _layout(edges, recipe.chunk_size, recipe.num_uniform_negs)
+    )
 
 
 def bits(tensor: Tensor) -> Array:
@@ -189,7 +191,7 @@ class Workspace:
 
     Args:
         dtype: of numbers.
-        matmul: one of :data:`gtrain_pbg.step.arithmetic.FORMATS`; products of float64 are in float64.
+        matmul: one of :data:`gtrain_pbg.step.matmul_format.FORMATS`; products of float64 are in float64.
 
     Attributes:
         low: whether matrix products are in bfloat16.

@@ -110,8 +110,8 @@ class RelationOperator:
                 low.copy_(result)
             return
         target = bits(torch.empty(1, 1, dtype=torch.bfloat16) if low is None else low)
-        places, relations = layout.numbers, relation.numpy()
-        kernels.transform(self.arrays, rows.numpy(), places, relations, result.numpy(), target, low is not None)
+        numbers, relations = layout.numbers, relation.numpy()
+        kernels.transform(self.arrays, rows.numpy(), numbers, relations, result.numpy(), target, low is not None)
 
     def backward(self, gradient: Tensor, rows: Tensor, layout: BatchLayout, relation: Tensor, by_row: Tensor) -> None:
         """From the gradient by the results ``[B, D]``, write that by the rows ``[B, D]`` and add that by parameters."""

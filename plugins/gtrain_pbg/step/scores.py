@@ -102,7 +102,7 @@ class SideScores:
         lost = 0.0
         for group in groups:
             columns = self._columns(layout, candidates, group)
-            lost += self._gradients(group, layout.places, columns, arrays)
+            lost += self._gradients(group, layout.chunk_size, columns, arrays)
             group.backward()
             for target, sums, needed in (
                 (candidates.sums, columns[2], self._distances),
@@ -118,8 +118,8 @@ class SideScores:
 
     def _spans(self, layout: BatchLayout) -> list[tuple[int, int]]:
         """Return the chunks that are computed together; a large chunk is alone, and so is an incomplete one."""
-        columns = layout.uniform + (0 if self._skip else layout.places)
-        each = max(1, BLOCK // max(1, layout.places * columns))
+        columns = layout.uniform + (0 if self._skip else layout.chunk_size)
+        each = max(1, BLOCK // max(1, layout.chunk_size * columns))
         spans = [(begin, min(begin + each, layout.full)) for begin in range(0, layout.full, each)]
         return spans + ([(layout.full, layout.chunks)] if layout.chunks > layout.full else [])
 
@@ -133,28 +133,28 @@ class SideScores:
             layout.of_edges(queries.gradient, begin, end, spread=False),
             layout.of_rows(candidates.gradient, begin, end, self._skip),
         )
-        (chunks, places, width), count = rows.queries.shape, rows.candidates.size(1)
-        if not (self._work.rounded and chunks == 1 and places * count >= ROUNDED):
-            each = places if chunks > 1 else max(ROWS, LARGE // max(1, count))
-            return ChunkGroup(begin, end, rows, self._work.product("scores", chunks, places, count), each)
+        (chunks, chunk_size, width), count = rows.queries.shape, rows.candidates.size(1)
+        if not (self._work.rounded and chunks == 1 and chunk_size * count >= ROUNDED):
+            each = chunk_size if chunks > 1 else max(ROWS, LARGE // max(1, count))
+            return ChunkGroup(begin, end, rows, self._work.product("scores", chunks, chunk_size, count), each)
         if self._answer == losses.LISTED:
             answers = answers_in(answer, count)
         else:
-            answers = (answers_first if self._answer == losses.DIAGONAL else answers_apart)(places, count)
-        by_answer = self._work.take("by apart", layout.edges)[begin * layout.places :].numpy()
-        key = places, count, width
+            answers = (answers_first if self._answer == losses.DIAGONAL else answers_apart)(chunk_size, count)
+        by_answer = self._work.take("by apart", layout.edges)[begin * layout.chunk_size :].numpy()
+        key = chunk_size, count, width
         if key not in self._integers:  # chunks are of few sizes
             self._integers[key] = IntegerBuffers(*key, max(FEW, BLOCK // count), self._work)
         return RoundedChunk(begin, rows, answers, by_answer, self._integers[key])
 
-    def _gradients(self, group: ChunkGroup, places: int, columns: list[Tensor], queries: QueryArrays) -> float:
+    def _gradients(self, group: ChunkGroup, chunk_size: int, columns: list[Tensor], queries: QueryArrays) -> float:
         """Turn the scores of a group of chunks into the gradient by them; return the loss."""
         candidates = CandidateArrays(*(column.numpy() for column in columns))
         scratch = [self._work.take(name, group.columns + 1).numpy() for name in ("a row", "another row")]
         lost = 0.0
         group.prepare()
         for block in group.blocks:
-            spot = block.products(), group.begin * places + block.first, places, block.first
+            spot = block.products(), group.begin * chunk_size + block.first, chunk_size, block.first
             lost += losses.loss_and_gradient(*spot, queries, candidates, self._settings, *scratch)
             block.backward()
         return lost

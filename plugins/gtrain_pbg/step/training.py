@@ -29,7 +29,7 @@ class TrainingStep:
         recipe: of the group.
         weights: its parameters, by the names of :attr:`EdgeRecipe.parameters`.
         dtype: of tables and parameters.
-        matmul: one of :data:`gtrain_pbg.step.arithmetic.FORMATS`.
+        matmul: one of :data:`gtrain_pbg.step.matmul_format.FORMATS`.
         work: buffers, which the steps of other groups may use in turn; None: new ones.
     """
 
@@ -66,7 +66,7 @@ class TrainingStep:
     def draws(self, edges: int) -> int:
         """Return how many nodes to draw for each end of a batch of this size."""
         recipe = self.recipe
-        return 0 if recipe.all_negs else -(-edges // recipe.places) * recipe.num_uniform_negs
+        return 0 if recipe.all_negs else -(-edges // recipe.chunk_size) * recipe.num_uniform_negs
 
     def __call__(
         self,
@@ -288,8 +288,8 @@ class TableUpdate:
             room = self._work.take("bag sums", most, value.shape[1]).numpy()
             sums = GradientSums(head, touched, count.numpy(), room)
             for side in sides:
-                place = side.layout.numbers
-                updates.add_bags(side.ids.numpy(), bags_of(table), side.gradients, place, sums, self._has_bias)
+                numbers = side.layout.numbers
+                updates.add_bags(side.ids.numpy(), bags_of(table), side.gradients, numbers, sums, self._has_bias)
             updates.apply_sums(sums, value, state, rule.numbers)
             return
         total, first, rows = sum(side.ids.numel() for side in sides), 0, 0

@@ -19,7 +19,7 @@ from gtrain_ps.kernels.progress import BACKUP_ROWS, DONE, MARKS, STEP, UpdatePro
 from gtrain_ps.kernels.rows import GroupedEntries
 from gtrain_ps.kernels.rules import rule_of
 from gtrain_ps.kernels.updates import update_kernel
-from gtrain_ps.server.memory import Region
+from gtrain_ps.server.memory import ServerMemory
 
 Array = NDArray[Any]
 _SAME_VERSION = "run the same version of gtrain in all processes."
@@ -51,27 +51,27 @@ class Block:
         height: n.
         width: d.
         dtype: float32 or float64.
-        region: memory for the rows and the state; a surviving region has those of the process before.
+        memory: holds the rows and the optimizer state; persistent memory has those of the process before a restart.
     """
 
-    def __init__(self, name: str, height: int, width: int, dtype: torch.dtype, region: Region) -> None:
+    def __init__(self, name: str, height: int, width: int, dtype: torch.dtype, memory: ServerMemory) -> None:
         self.name, self.height, self.width = name, height, width
-        self._region = region
-        self.table = region.tensor(f"{name}/rows", (height, width), dtype)
+        self._memory = memory
+        self.table = memory.tensor(f"{name}/rows", (height, width), dtype)
         self._rows = self.table.numpy()
         self._multiply, self._update = product_kernel(self._rows), update_kernel(self._rows)
         self.rule: Rule | None = None
         self.state: dict[str, Tensor] = {}
         self._state: tuple[Array, ...] = ()
-        marker = region.tensor(f"{name}/marker", (MARKS,), torch.int64)
-        backup = region.tensor(f"{name}/backup", (BACKUP_ROWS, max(1, width)), dtype)
-        self.progress = UpdateProgress(region.survives, marker.numpy(), backup.numpy())
+        marker = memory.tensor(f"{name}/marker", (MARKS,), torch.int64)
+        backup = memory.tensor(f"{name}/backup", (BACKUP_ROWS, max(1, width)), dtype)
+        self.progress = UpdateProgress(memory.survives, marker.numpy(), backup.numpy())
         self._no_values = self.progress.backup[0, :0]
         self._latest = np.zeros(height, np.int32)
         self._scratch: list[Array] = []
-        if f"{name}/rule" in region.notes:
-            self.set_rule(region.notes[f"{name}/rule"], {})
-            self.progress.repair(region.version + 1, self._rows, self._state)
+        if f"{name}/rule" in memory.notes:
+            self.set_rule(memory.notes[f"{name}/rule"], {})
+            self.progress.repair(memory.version + 1, self._rows, self._state)
 
     # ------------------------------------------------------------------------------------------------- products
 
@@ -145,15 +145,15 @@ class Block:
             )
         self.rule = RULES[rule]
         note = f"{self.name}/rule"
-        is_new, initial = note not in self._region.notes, float(settings.get("initial_accumulator", 0.0))
+        is_new, initial = note not in self._memory.notes, float(settings.get("initial_accumulator", 0.0))
         for name, wide in self.rule.state.items():
             shape = (self.height, self.width) if wide else (self.height,)
-            self.state[name] = self._region.tensor(f"{self.name}/{name}", shape, self.table.dtype)
+            self.state[name] = self._memory.tensor(f"{self.name}/{name}", shape, self.table.dtype)
             if is_new and name == "sum" and initial:
                 self.state[name].fill_(initial)
         self._state = tuple(tensor.numpy() for tensor in self.state.values())
         if is_new:
-            self._region.set_note(note, rule)
+            self._memory.set_note(note, rule)
 
     def update(self, grouped: GroupedEntries, gradient: Tensor, settings: Mapping[str, Any], step: int) -> None:
         """Apply one step, or the rest of a step that was interrupted.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gtrain.wire import Message
 from gtrain_ps.packing import prepare, unpack
-from gtrain_ps.server.memory import Region
+from gtrain_ps.server.memory import ServerMemory
 from gtrain_ps.server.replay import GrowingMemory
 
 INDEX_BITS = 32
@@ -34,13 +34,13 @@ class CollectiveResults:
 
     Args:
         count: number of steps that are kept.
-        region: memory for the results.
+        memory: holds the results.
     """
 
-    def __init__(self, count: int, region: Region) -> None:
-        self._count, self._slots = count, GrowingMemory("exchanges", region)
-        self._heads = region.tensor("exchanges/heads", (count, 2), torch.int64)
-        self._passed = region.tensor("exchanges/passed", (1,), torch.int64)
+    def __init__(self, count: int, memory: ServerMemory) -> None:
+        self._count, self._slots = count, GrowingMemory("exchanges", memory)
+        self._heads = memory.tensor("exchanges/heads", (count, 2), torch.int64)
+        self._passed = memory.tensor("exchanges/passed", (1,), torch.int64)
         self._results: dict[int, list[Tensor]] = {}
         for slot in range(count):
             self._read(slot)

@@ -24,7 +24,7 @@ from gtrain.wire import Message
 from gtrain_ps.kernels.rows import GroupedEntries
 from gtrain_ps.server.block import Block
 from gtrain_ps.server.journal import Journal
-from gtrain_ps.server.memory import Region
+from gtrain_ps.server.memory import ServerMemory
 from gtrain_ps.server.replay import GradientSums, ReplayBuffer
 from gtrain_ps.server.requests import Commit, FutureReply, LoggedRequest, ProductRequest, gradient_factor
 
@@ -57,7 +57,7 @@ class Engine:
     Args:
         workers: K.
         lag: steps that a product may miss; 0: none.
-        region: memory for the blocks.
+        memory: holds the blocks.
         replay: whether to keep a replay buffer for workers that are restarted.
 
     Attributes:
@@ -66,16 +66,16 @@ class Engine:
         journal: the server's journal, set once its content has been replayed; None without one.
     """
 
-    def __init__(self, workers: int, lag: int, region: Region, replay: bool = False) -> None:
-        self.workers, self.lag, self.region = workers, lag, region
+    def __init__(self, workers: int, lag: int, memory: ServerMemory, replay: bool = False) -> None:
+        self.workers, self.lag, self.memory = workers, lag, memory
         self.blocks: dict[str, Block] = {}
-        self.version = region.version
+        self.version = memory.version
         self.missed = [0, 0]
         self._products: list[ProductRequest] = []
         self._actions: list[tuple[int, Callable[[], Message | None], FutureReply]] = []
         self._steps: dict[int, _Step] = {}
-        self._sums = GradientSums(2 * lag + 4, region)
-        self.replay = ReplayBuffer(lag + 4, region) if replay else None
+        self._sums = GradientSums(2 * lag + 4, memory)
+        self.replay = ReplayBuffer(lag + 4, memory) if replay else None
         self._updates = Updates(self.blocks)
         self._failure: BaseException | None = None
         self.journal: Journal | None = None
@@ -255,11 +255,11 @@ class Engine:
             self.replay.store(self.version, step.commits, step.sent)
         commits = [step.commits[worker] for worker in range(self.workers)]
         self._updates.apply(step.products, commits, self.version + 1)
-        self.region.set_version(self.version + 1)
+        self.memory.set_version(self.version + 1)
         del self._steps[self.version]
         self.version += 1
         if self.journal is not None and self.journal.snapshot_due:
-            self.journal.take_snapshot(self.region)
+            self.journal.take_snapshot(self.memory)
 
     # ------------------------------------------------------------------------------------ failing
 

@@ -8,7 +8,7 @@ bounded.
 ::
 
     job.json         the job that the state belongs to
-    snapshot-<n>     the region after all records of the logs before <n>
+    snapshot-<n>     the memory after all records of the logs before <n>
     log-<n>          records: length and CRC-32 (int64 each), and the packed content
 """
 
@@ -30,11 +30,11 @@ from torch import Tensor
 from gtrain.errors import ConfigError, naming
 from gtrain_ps.config import make_folder
 from gtrain_ps.packing import pack, prepare, unpack
-from gtrain_ps.server.memory import Region
+from gtrain_ps.server.memory import ServerMemory
 
 RECORD_HEAD = struct.Struct("<qq")  # length, checksum
 LOG_BYTES = 256 << 20
-"""A snapshot is taken when the log is longer than this, and longer than the region."""
+"""A snapshot is taken when the log is longer than this, and longer than the memory."""
 
 
 class Journal:
@@ -58,16 +58,16 @@ class Journal:
 
     # ------------------------------------------------------------------------------------------ recovery
 
-    def load(self, region: Region) -> None:
-        """Fill a new region from the last snapshot."""
+    def load(self, memory: ServerMemory) -> None:
+        """Fill empty memory from the last snapshot."""
         numbers = [int(path.name.partition("-")[2]) for path in self._folder.glob("snapshot-*") if path.suffix == ""]
         self._number = max(numbers, default=0)
         if self._number:
             content = torch.from_numpy(np.memmap(self._path("snapshot"), np.uint8, "c"))
             snapshot = unpack(content)
             for name, tensor in snapshot["tensors"].items():
-                region.tensor(name, tuple(tensor.shape), tensor.dtype).copy_(tensor)
-            region.notes, region.version = snapshot["notes"], snapshot["version"]
+                memory.tensor(name, tuple(tensor.shape), tensor.dtype).copy_(tensor)
+            memory.notes, memory.version = snapshot["notes"], snapshot["version"]
             self._region_bytes = content.numel()
         self._remove_older()
 
@@ -98,9 +98,9 @@ class Journal:
         """Whether the log is long enough for a snapshot."""
         return self._length > max(self._limit, self._region_bytes)
 
-    def take_snapshot(self, region: Region) -> None:
-        """Write a snapshot of a region that has all records of the log, and start a new log."""
-        packed = prepare({"tensors": region.tensors, "notes": region.notes, "version": region.version})
+    def take_snapshot(self, memory: ServerMemory) -> None:
+        """Write a snapshot of the memory, to which all records of the log were applied, and start a new log."""
+        packed = prepare({"tensors": memory.tensors, "notes": memory.notes, "version": memory.version})
         part = self._folder / "part"
         with naming(part), open(part, "wb") as file:
             for offset, content in packed.pieces():

@@ -1,4 +1,4 @@
-"""Memory for a server's blocks: of the process, or an anonymous file that survives it."""
+"""The memory that holds a server's tensors: private to the process, or an anonymous file that survives a restart."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _SLOTS = 2  # of the directory: one is complete while the other is written
 _SLOT_BYTES = (HEADER_BYTES - PAGE) // _SLOTS
 
 
-class Region:
-    """Named tensors, and notes: small values by name.
+class ServerMemory:
+    """Named tensors, and notes (small values by name), in the memory of the process.
 
     Attributes:
         survives: whether tensors and notes survive a kill and restart of the process.
@@ -50,17 +50,20 @@ class Region:
         self.version = version
 
     def _allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return pages.own(torch.Size(shape).numel() * dtype.itemsize).view(dtype).view(shape)
+        return pages.zeros(torch.Size(shape).numel() * dtype.itemsize).view(dtype).view(shape)
 
 
-class LastingRegion(Region):
-    """Tensors in an anonymous file of the kernel, which the agent keeps open.
+class PersistentServerMemory(ServerMemory):
+    """Tensors in an anonymous file (``memfd``), which the agent keeps open.
 
-    A server that is killed at any moment finds its tensors again, with all its writes in the order in which they were
-    made. The memory is freed with the job, and nothing remains in a file system.
+    A restarted server maps the file again and has all writes of the process before, whenever that was killed. The
+    kernel frees the memory when the job ends; nothing remains in a file system.
+
+    Layout of the file: a header of :data:`HEADER_BYTES`, then the tensors. The header has a page of eight int64 and two
+    slots for the *directory*, a JSON object with the offset, shape and dtype of each tensor, and the notes.
 
     Args:
-        descriptor: of the file; an empty file becomes a region without tensors.
+        descriptor: of the file; an empty file becomes memory without tensors.
     """
 
     survives = True
@@ -71,7 +74,7 @@ class LastingRegion(Region):
         if os.fstat(descriptor).st_size < HEADER_BYTES:
             os.ftruncate(descriptor, HEADER_BYTES)
         self._header = mmap.mmap(self._descriptor, HEADER_BYTES)
-        # number of directories written, -, version, -, then the length of the directory in each slot
+        # [0] directories written so far (the last one is in slot (n - 1) % 2), [2] version, [4 + s] bytes in slot s
         self._numbers = np.frombuffer(self._header, np.int64, count=8)
         self._layout: dict[str, tuple[int, tuple[int, ...], str]] = {}  # offset, shape and dtype
         if int(self._numbers[0]):
@@ -97,16 +100,17 @@ class LastingRegion(Region):
         assert layout == [shape, dtype_name], f"{name} has the layout {layout}"
         if not nbytes:
             return torch.empty(shape, dtype=dtype)
-        return pages.shared(self._descriptor, offset, nbytes).view(dtype).view(shape)
+        return pages.map_shared(self._descriptor, offset, nbytes).view(dtype).view(shape)
 
     def _write_directory(self) -> None:
-        """Write the directory to the slot that is not current, and then make that slot the current one."""
+        """Write the directory to the slot that is not current, then make that slot the current one."""
         text = json.dumps({"layout": self._layout, "notes": self.notes}).encode()
         assert len(text) <= _SLOT_BYTES, "too many tables"
         slot = int(self._numbers[0]) % _SLOTS
         start = PAGE + slot * _SLOT_BYTES
         self._header[start : start + len(text)] = text
         self._numbers[4 + slot] = len(text)
+        # The commit: a kill before this store leaves the other slot current, which is complete.
         self._numbers[0] += 1
 
     def _read_directory(self) -> None:

@@ -1,7 +1,7 @@
-"""The replay buffer: what a server keeps of the last steps, so that a restarted worker can repeat them.
+"""The replay buffer: the last steps of each server, so that a restarted worker can repeat them.
 
-It holds the products that were sent, the workers' state at the start of a step and sums of gradients, all in a region
-that survives the server.
+It has the products that were sent, the state of the workers at the start of each step, and sums of gradients. All are in
+memory that survives a restart of the server (:class:`~gtrain_ps.server.memory.PersistentServerMemory`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gtrain_ps.packing import prepare, unpack
-from gtrain_ps.server.memory import Region
+from gtrain_ps.server.memory import ServerMemory
 from gtrain_ps.server.requests import Commit, ProductRequest, gradient_factor
 
 CARRIED = ("run/", "random/")
@@ -20,15 +20,15 @@ CARRIED = ("run/", "random/")
 
 
 class GrowingMemory:
-    """Buffers in a region that grow: each time to twice the size at least, so that little is wasted.
+    """Named buffers that grow, each time to at least twice the size, so that few copies are made.
 
     Args:
-        name: prefix of the buffers' names in the region.
-        region: the region.
+        name: prefix of the buffers' names.
+        memory: holds the tensors.
     """
 
-    def __init__(self, name: str, region: Region) -> None:
-        self._name, self._region = name, region
+    def __init__(self, name: str, memory: ServerMemory) -> None:
+        self._name, self._memory = name, memory
 
     def allocate(self, number: int, nbytes: int = 0, preserve: int = 0) -> Tensor:
         """Return a buffer of at least this size, uint8.
@@ -39,31 +39,31 @@ class GrowingMemory:
             preserve: bytes at the start that are copied to a larger buffer before it replaces the smaller one.
         """
         name = f"{self._name}/{number}"
-        capacity = int(self._region.notes.get(name, 0))
+        capacity = int(self._memory.notes.get(name, 0))
         nothing = torch.empty(0, dtype=torch.uint8)
-        buffer = self._region.tensor(f"{name}/{capacity}", (capacity,), torch.uint8) if capacity else nothing
+        buffer = self._memory.tensor(f"{name}/{capacity}", (capacity,), torch.uint8) if capacity else nothing
         if capacity >= nbytes:
             return buffer
         capacity = max(2 * capacity, nbytes)
-        larger = self._region.tensor(f"{name}/{capacity}", (capacity,), torch.uint8)
+        larger = self._memory.tensor(f"{name}/{capacity}", (capacity,), torch.uint8)
         larger[:preserve] = buffer[:preserve]
-        self._region.set_note(name, capacity)
+        self._memory.set_note(name, capacity)
         return larger
 
 
 class StepHistory:
-    """Named tensors of each of the last steps, in a region.
+    """Named tensors of each of the last steps.
 
     They are complete before the step counts as applied: a restarted worker finds all of a step or nothing.
 
     Args:
         count: number of steps that are kept.
-        region: the region.
+        memory: holds the tensors.
     """
 
-    def __init__(self, count: int, region: Region) -> None:
-        self._count, self._slots = count, GrowingMemory("slots", region)
-        self._steps = region.tensor("slots/step", (count,), torch.int64).numpy()  # NumPy reads single items faster
+    def __init__(self, count: int, memory: ServerMemory) -> None:
+        self._count, self._slots = count, GrowingMemory("slots", memory)
+        self._steps = memory.tensor("slots/step", (count,), torch.int64).numpy()  # NumPy reads single items faster
 
     def write(self, step: int, entries: Mapping[str, Tensor]) -> None:
         """Store a step in place of the oldest one."""
@@ -77,7 +77,7 @@ class StepHistory:
         return step >= 0 and int(self._steps[step % self._count]) == step + 1
 
     def read(self, step: int) -> dict[str, Tensor]:
-        """Return the tensors of a step, in the region's memory; an empty dictionary if it is not stored."""
+        """Return the tensors of a step, without a copy; an empty dictionary if it is not stored."""
         entries: dict[str, Tensor] = unpack(self._slots.allocate(step % self._count)) if self.has(step) else {}
         return entries
 
@@ -87,11 +87,11 @@ class ReplayBuffer:
 
     Args:
         count: number of steps that are kept.
-        region: the region.
+        memory: holds the tensors.
     """
 
-    def __init__(self, count: int, region: Region) -> None:
-        self._history = StepHistory(count, region)
+    def __init__(self, count: int, memory: ServerMemory) -> None:
+        self._history = StepHistory(count, memory)
         self._carried: tuple[int, dict[str, Tensor]] = (-1, {})
 
     def store(self, step: int, commits: Mapping[int, Commit], products: Mapping[tuple[int, int], Tensor]) -> None:
@@ -137,16 +137,16 @@ class GradientSums:
 
     Args:
         count: number of steps that are kept.
-        region: the region.
+        memory: holds the tensors.
     """
 
-    def __init__(self, count: int, region: Region) -> None:
-        self._count, self._region = count, region
-        self._steps = region.tensor("sums/step", (count,), torch.int64).numpy()
+    def __init__(self, count: int, memory: ServerMemory) -> None:
+        self._count, self._memory = count, memory
+        self._steps = memory.tensor("sums/step", (count,), torch.int64).numpy()
         self._tensors: Tensor | None = None
-        if "sums" in region.notes:
-            size, dtype = region.notes["sums"]
-            self._tensors = region.tensor("sums", (count, size), getattr(torch, dtype))
+        if "sums" in memory.notes:
+            size, dtype = memory.notes["sums"]
+            self._tensors = memory.tensor("sums", (count, size), getattr(torch, dtype))
 
     def get(self, step: int) -> Tensor | None:
         """Return the sum of a step; None if it is not stored."""
@@ -170,8 +170,8 @@ class GradientSums:
         if factor != 1.0:
             total *= factor
         if self._tensors is None:
-            self._tensors = self._region.tensor("sums", (self._count, total.numel()), total.dtype)
-            self._region.set_note("sums", [total.numel(), str(total.dtype).removeprefix("torch.")])
+            self._tensors = self._memory.tensor("sums", (self._count, total.numel()), total.dtype)
+            self._memory.set_note("sums", [total.numel(), str(total.dtype).removeprefix("torch.")])
         slot = step % self._count
         self._steps[slot] = 0
         self._tensors[slot] = total

@@ -22,7 +22,7 @@ from gtrain_ps.server.block import Block
 from gtrain_ps.server.collectives import CollectiveResults, Collectives
 from gtrain_ps.server.engine import Engine
 from gtrain_ps.server.journal import Journal
-from gtrain_ps.server.memory import LastingRegion, Region
+from gtrain_ps.server.memory import PersistentServerMemory, ServerMemory
 from gtrain_ps.server.requests import Commit, FutureReply, ProductRequest
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -38,11 +38,11 @@ def main(context: ServerContext) -> None:
     keep_freed()
     settings, trainer = PsConfig(**context.config["strategy"]), context.config["trainer"]
     lasting = context.lasting_file if settings.durability == "process" else None
-    region = Region() if lasting is None else LastingRegion(lasting)
+    memory = ServerMemory() if lasting is None else PersistentServerMemory(lasting)
     journal = _open_journal(context, settings) if settings.durability == "disk" else None
     if journal is not None:
-        journal.load(region)
-    engine = Engine(trainer["num_nodes"] * trainer["devices"], settings.lag, region, settings.keeps_workers)
+        journal.load(memory)
+    engine = Engine(trainer["num_nodes"] * trainer["devices"], settings.lag, memory, settings.keeps_workers)
     service = ParameterService(engine, context.slot.rank)
     if journal is not None:
         service.replay_journal(journal)
@@ -81,9 +81,9 @@ class ParameterService:
         self._placements: dict[str, Placement] = {}
         self._rules_text, self._rules = "", dict[str, Any]()
         self.ended = False
-        self._results = CollectiveResults(engine.lag + 4, engine.region)
+        self._results = CollectiveResults(engine.lag + 4, engine.memory)
         self._collectives = Collectives(engine.workers, self._results, self._store_result)
-        for key, note in engine.region.notes.get("tables", {}).items():
+        for key, note in engine.memory.notes.get("tables", {}).items():
             self._create_block(key, Placement(**note["placement"]), DTYPES[note["dtype"]])
 
     def open(self, message: Message, caller: Caller) -> FutureReply:
@@ -96,7 +96,7 @@ class ParameterService:
         table, dtype = TableSpec(**fields["table"]), DTYPES[fields["dtype"]]
 
         def create() -> Message:
-            version, region = self.engine.version, self.engine.region
+            version, memory = self.engine.version, self.engine.memory
             if key in self._placements:
                 if placement != self._placements[key] or dtype != self.engine.blocks[key].table.dtype:
                     raise ConfigError(
@@ -108,7 +108,7 @@ class ParameterService:
             block = self._create_block(key, placement, dtype)
             placement.fill_initial(table, self.server, block.table)
             note = {"placement": fields["placement"], "dtype": fields["dtype"]}
-            region.set_note("tables", {**region.notes.get("tables", {}), key: note})
+            memory.set_note("tables", {**memory.notes.get("tables", {}), key: note})
             return Message({"version": version, "new": True})
 
         return self.engine.after(0, create, ("open", 0, fields, ()))
@@ -256,10 +256,10 @@ class ParameterService:
         self._results.store(collective, tensors)
 
     def _create_block(self, key: str, placement: Placement, dtype: torch.dtype) -> Block:
-        """Create this server's block of a table; a surviving region has its content."""
+        """Create this server's block of a table; a surviving memory has its content."""
         row_block, columns = placement.block_of(self.server)
         width = columns.stop - columns.start
-        block = Block(key, placement.block_rows(row_block), width, dtype, self.engine.region)
+        block = Block(key, placement.block_rows(row_block), width, dtype, self.engine.memory)
         self.engine.blocks[key], self._placements[key] = block, placement
         return block
 

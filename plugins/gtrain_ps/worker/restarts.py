@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from gtrain.errors import ConfigError, PeerLostError
-from gtrain.launch.job_store import await_end_of_store, network_of, store_address
+from gtrain.launch.job_store import await_end_of_store, job_network, store_address
 from gtrain.memory.heap import keep_freed
 from gtrain.strategy.base import GraphStrategy
 from gtrain.strategy.group import Group
@@ -67,7 +67,7 @@ class RestartingStrategy(GraphStrategy):
                 self.servers.clients(ROLE),
                 self.settings.restarts > 0,
                 self.global_rank,
-                network_of(self.cluster_environment),
+                job_network(self.cluster_environment),
             )
         return self.parameter_servers
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gtrain.errors import DataError
-from gtrain.nn import Csr, RemoteHome, TableSpec
+from gtrain.nn import Csr, RemoteTableStorage, TableSpec
 from gtrain.nn.product import product
 from gtrain.nn.rules import RULES, Rule, Settings
 from gtrain_ps.kernels import rows as kernels
@@ -29,12 +29,12 @@ _READS_IN_FLIGHT = 2  # the server prepares the next piece while this one is use
 
 
 @dataclass(frozen=True)
-class Ticket:
-    """A product that was requested.
+class PendingProduct:
+    """A product that was requested from the servers.
 
     Attributes:
-        step: the step that it is for.
-        call: its number in that step; None if nothing is trained from it.
+        step: number of the training step.
+        call: number of the product in that step; None if no gradient will be pushed for it.
         rows: m.
         requests: to each server.
         order: of a lookup, the rows sorted by block; None if every server's product has all rows.
@@ -49,7 +49,7 @@ class Ticket:
     begin: list[int]
 
 
-class ServedTable(RemoteHome):
+class ServerTableStorage(RemoteTableStorage):
     """The rows of one table, in blocks on the servers.
 
     Args:
@@ -75,8 +75,8 @@ class ServedTable(RemoteHome):
         super().__init__(table)
         self.key, self.placement, self.servers = key, placement, servers
         self.dtype, self.wire_dtype, self.pull = dtype, wire_dtype, pull
-        self._prefetched: dict[int, tuple[Tensor, Ticket]] = {}
-        self._gradients: list[tuple[Ticket, Tensor]] = []
+        self._prefetched: dict[int, tuple[Tensor, PendingProduct]] = {}
+        self._gradients: list[tuple[PendingProduct, Tensor]] = []
         self._training = False
 
     def open(self) -> bool:
@@ -106,26 +106,26 @@ class ServedTable(RemoteHome):
         unique, inverse = torch.unique(ids, return_inverse=True)
         return F.embedding(inverse, self._pull_rows(unique))
 
-    def multiply(self, rows: Csr) -> tuple[Tensor, Ticket]:
-        _, ticket = self._prefetched.pop(id(rows.ids), (None, None))
-        if ticket is None:
-            ticket = self._send_rows(rows, self.servers.step, self._training)
-        return self._receive(ticket), ticket
+    def multiply(self, rows: Csr) -> tuple[Tensor, PendingProduct]:
+        _, pending = self._prefetched.pop(id(rows.ids), (None, None))
+        if pending is None:
+            pending = self._send_rows(rows, self.servers.step, self._training)
+        return self._receive(pending), pending
 
-    def push_product(self, ticket: Ticket, gradient: Tensor) -> None:
-        self._gradients.append((ticket, gradient))
+    def push_product(self, pending: PendingProduct, gradient: Tensor) -> None:
+        self._gradients.append((pending, gradient))
 
     def fetch(self, ids: Tensor) -> Tensor:
         with torch.no_grad():
             return self.lookup(ids)
 
     def push(self, ids: Tensor, gradients: Tensor) -> None:
-        raise AssertionError("lookups of this home are products")
+        raise AssertionError("lookups of this storage are products")
 
-    def fetch_unique(self, ids: Tensor, training: bool) -> tuple[Tensor, Ticket]:
-        """Return rows of distinct ids, and the ticket for their gradient."""
-        ticket = self._send_ids(ids, training)
-        return self._receive(ticket), ticket
+    def fetch_unique(self, ids: Tensor, training: bool) -> tuple[Tensor, PendingProduct]:
+        """Return rows of distinct ids, and the object to push their gradient with."""
+        pending = self._send_ids(ids, training)
+        return self._receive(pending), pending
 
     def _pull_rows(self, ids: Tensor) -> Tensor:
         rows: Tensor = _Pull.apply(self.anchor, ids, self, torch.is_grad_enabled())
@@ -139,22 +139,22 @@ class ServedTable(RemoteHome):
     def zero_grad(self) -> None:
         self._gradients.clear()
 
-    def take_gradients(self) -> list[tuple[Ticket, Tensor]]:
+    def take_gradients(self) -> list[tuple[PendingProduct, Tensor]]:
         """Return the gradients of products since the last call."""
         gradients, self._gradients = self._gradients, []
         return gradients
 
-    def split_gradient(self, ticket: Ticket, gradient: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def split_gradient(self, pending: PendingProduct, gradient: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield each server and its part of a product's gradient ``[m, d]``."""
         columns = self.placement.column_blocks
         gradient = gradient.to(self.wire_dtype)
         for column in range(columns):
             first, last = self.placement.columns(column)
             part = gradient[:, first:last].contiguous()
-            if ticket.order is not None:
-                part = part[ticket.order]
+            if pending.order is not None:
+                part = part[pending.order]
             for block in range(self.placement.row_blocks):
-                rows = slice(None) if ticket.order is None else slice(ticket.begin[block], ticket.begin[block + 1])
+                rows = slice(None) if pending.order is None else slice(pending.begin[block], pending.begin[block + 1])
                 yield block * columns + column, part[rows]
 
     # --------------------------------------------------------------------------------------- reading and writing
@@ -164,8 +164,8 @@ class ServedTable(RemoteHome):
         step = piece_rows(self.table.dim, self.dtype)
         for low in range(begin, end, step):
             high = min(low + step, end)
-            ticket = self._send_ids(torch.arange(low, high), training=False, exact=True)
-            rows[low - begin : high - begin] = self._receive(ticket)
+            pending = self._send_ids(torch.arange(low, high), training=False, exact=True)
+            rows[low - begin : high - begin] = self._receive(pending)
         return rows
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -242,14 +242,16 @@ class ServedTable(RemoteHome):
 
     # -------------------------------------------------------------------------------------------------- requests
 
-    def _send_rows(self, rows: Csr, step: int, training: bool) -> Ticket:
+    def _send_rows(self, rows: Csr, step: int, training: bool) -> PendingProduct:
         return self._send(sort_rows(rows, self.placement, self.dtype, self.key), rows.num_rows, step, training)
 
-    def _send_ids(self, ids: Tensor, training: bool, exact: bool = False) -> Ticket:
+    def _send_ids(self, ids: Tensor, training: bool, exact: bool = False) -> PendingProduct:
         entries = sort_ids(ids, self.placement, self.key)
         return self._send(entries, ids.numel(), self.servers.step, training, exact)
 
-    def _send(self, entries: BlockEntries, count: int, step: int, training: bool, exact: bool = False) -> Ticket:
+    def _send(
+        self, entries: BlockEntries, count: int, step: int, training: bool, exact: bool = False
+    ) -> PendingProduct:
         """Request every server's part of a product."""
         call = self.servers.next_call(step) if training else None
         dtype = _name(self.dtype if exact else self.wire_dtype)
@@ -266,13 +268,13 @@ class ServedTable(RemoteHome):
             for column in range(self.placement.column_blocks):
                 server = block * self.placement.column_blocks + column
                 requests.append(self.servers.submit(server, "multiply", fields, tensors))
-        return Ticket(step, call, count, requests, entries.order, entries.begin)
+        return PendingProduct(step, call, count, requests, entries.order, entries.begin)
 
-    def _receive(self, ticket: Ticket) -> Tensor:
+    def _receive(self, pending: PendingProduct) -> Tensor:
         """Wait for the servers' parts, sum those of the row blocks, and concatenate those of the column blocks."""
         columns = self.placement.column_blocks
-        parts = [request.result().tensors[0].to(self.dtype) for request in ticket.requests]
-        products = [_join_rows(parts[column::columns], ticket.order) for column in range(columns)]
+        parts = [request.result().tensors[0].to(self.dtype) for request in pending.requests]
+        products = [_join_rows(parts[column::columns], pending.order) for column in range(columns)]
         return products[0] if columns == 1 else torch.cat(products, dim=1)
 
 
@@ -289,14 +291,14 @@ def _join_rows(parts: list[Tensor], order: Tensor | None) -> Tensor:
 
 class _Pull(Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, ids: Tensor, table: ServedTable, training: bool) -> Tensor:
-        rows, ctx.ticket = table.fetch_unique(ids, training)
+    def forward(ctx: Any, anchor: Tensor, ids: Tensor, table: ServerTableStorage, training: bool) -> Tensor:
+        rows, ctx.pending = table.fetch_unique(ids, training)
         ctx.table = table
         return rows
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.table.push_product(ctx.ticket, gradients[0])
+        ctx.table.push_product(ctx.pending, gradients[0])
         return None, None, None, None
 
 

@@ -92,7 +92,7 @@ class ServerRequest:
                 missing = servers.missing(queries)
                 if not missing:
                     raise
-                if servers.end_silent(missing, error.seconds):
+                if servers.kill_silent(missing, error.seconds):
                     queries, self._future = [], self._submit()
                     continue
                 names = ", ".join(servers.name_of(*process) for process in missing)
@@ -232,9 +232,9 @@ class ParameterServers:
         missing = {worker for reply in queries for worker in reply.result().fields["workers"]} - {self._rank}
         return [(worker, WORKER) for worker in sorted(missing)]
 
-    def end_silent(self, missing: Sequence[tuple[int, str]], seconds: float) -> bool:
+    def kill_silent(self, missing: Sequence[tuple[int, str]], seconds: float) -> bool:
         """Have the agent kill silent processes; return False if another agent started one of them."""
-        return all([self._network.end_silent(*process, seconds) for process in missing])
+        return all([self._network.kill_silent(*process, seconds) for process in missing])
 
     def _remember(self, server: int, method: str, fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
         with self._lock:

@@ -12,13 +12,13 @@ from torch.nn import Parameter
 
 from gtrain.strategy.group import flatten
 from gtrain_ps.worker.progress import ReplayEntries
-from gtrain_ps.worker.served_table import ServedTable
+from gtrain_ps.worker.served_table import ServerTableStorage
 from gtrain_ps.worker.servers import ParameterServers, ServerRequest
 
 
 def send_step(
     servers: ParameterServers,
-    tables: Iterable[ServedTable],
+    tables: Iterable[ServerTableStorage],
     rules: Mapping[str, tuple[str, dict[str, Any]]],
     weight: tuple[float, float],
     rest: Tensor | None,
@@ -40,10 +40,10 @@ def send_step(
     calls: list[list[int]] = [[] for _ in servers.clients]
     tensors: list[list[Tensor]] = [[] for _ in servers.clients]
     for table in tables:
-        for ticket, gradient in table.take_gradients():
-            assert ticket.call is not None
-            for server, part in table.split_gradient(ticket, gradient):
-                calls[server].append(ticket.call)
+        for pending, gradient in table.take_gradients():
+            assert pending.call is not None
+            for server, part in table.split_gradient(pending, gradient):
+                calls[server].append(pending.call)
                 tensors[server].append(part)
     common = {"step": servers.step, "weight": weight[0], "scale": weight[1], "rules": json.dumps(rules)}
     rests = [[] for _ in servers.clients] if rest is None else [[part] for part in rest.tensor_split(len(servers))]

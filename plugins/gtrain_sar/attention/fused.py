@@ -274,7 +274,7 @@ class AttentionBackward:
         window = self.schedule.window
         ahead = _AHEAD if window is None else window * _AHEAD_IN_MODE_1
         messages = _Messages(self, extremes, ahead)
-        finished = iter(reader_plan(self.blocks).finished(ahead + 1))
+        finished = iter(reader_plan(self.blocks).rows_by_completion(ahead + 1))
         messages.post(ahead)
         self.local()
         self._finish(next(finished))

@@ -58,7 +58,7 @@ class ReaderPlan:
         """Whether it sends no more than fetching rows again (in mode 1) and sending their gradients."""
         return self.over_halo <= (2 if mode == 1 else 1)
 
-    def finished(self, lag: int) -> list[Tensor]:
+    def rows_by_completion(self, lag: int) -> list[Tensor]:
         """Return local rows, int64, by the time at which their gradients are complete.
 
         The times are: before message 0 is processed, after each message, and at the end.

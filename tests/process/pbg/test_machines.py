@@ -97,7 +97,7 @@ from gtrain.launch.environment import find_environment
 from gtrain_pbg.training import BucketTraining
 
 formats = os.environ["TEST_FORMATS"].split(",")
-gtrain_pbg.strategy.fastest_of_cpu = lambda: formats[find_environment().node_rank()]
+gtrain_pbg.strategy.fastest_format = lambda: formats[find_environment().node_rank()]
 train = BucketTraining.train
 
 def recorded(self, batches, visit):

@@ -16,7 +16,7 @@ import pytest
 from forked import Program, gtrain
 from helpers import descendants, ok, show, summary, until
 
-from gtrain_pbg.step.arithmetic import fastest_of_cpu
+from gtrain_pbg.step.matmul_format import fastest_format
 
 SMALL = ["data=planted_kg", "model=kg", "data.num_entities=120", "data.num_positions=24", "data.num_triples=2400",
          "data.num_relations=4", "model.dimension=16", "model.init_scale=0.1", "data.batch_size=200"]  # fmt: skip
@@ -130,7 +130,7 @@ def test_a_run_goes_on_with_the_arithmetic_of_its_checkpoint(tmp_path: Path) -> 
     assert rest["resolved"] == {"strategy.matmul": "bfloat16"}
     assert losses(rest) == losses(whole)[1:]
     said = (tmp_path / "rest" / "logs" / "rank-0.log").read_text()
-    assert ("Not all CPUs of this run have fast instructions for it" in said) == (fastest_of_cpu() == "float32")
+    assert ("Not all CPUs of this run have fast instructions for it" in said) == (fastest_format() == "float32")
     other = train(tmp_path, "other", "trainer.max_epochs=2", "strategy.matmul=float32", f"ckpt_path={checkpoint}")
     assert other["resolved"] == {"strategy.matmul": "float32"}
     assert "the run continues with strategy.matmul=float32, as set" in (

@@ -1,4 +1,4 @@
-"""A table in another home trains as it does in its own: what a strategy that takes layers over relies on."""
+"""A table whose rows are stored elsewhere trains as one that stores them itself."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
+import gtrain.nn.table
 from gtrain.data.planted.sparse import PlantedSparseData
 from gtrain.errors import ConfigError
 from gtrain.model.sparse_classifier import SparseClassifier
@@ -22,7 +23,8 @@ from gtrain.nn import (
     EmbeddingBag,
     JointOptimizer,
     LazyAdam,
-    RemoteHome,
+    LocalTableStorage,
+    RemoteTableStorage,
     RowwiseAdagrad,
     SparseLinear,
     TableSpec,
@@ -37,7 +39,7 @@ from gtrain_single.strategy import SingleStrategy
 OPTIMIZERS = {"sgd": SGD, "adagrad": Adagrad, "rowwise_adagrad": RowwiseAdagrad, "lazy_adam": LazyAdam}
 
 
-class TwoBlocks(RemoteHome):
+class TwoBlocks(RemoteTableStorage):
     """Two blocks of rows, as two servers would hold them: each answers for its rows and updates them by itself."""
 
     def __init__(self, table: TableSpec, dtype: torch.dtype = torch.float64) -> None:
@@ -131,10 +133,10 @@ def test_no_ids_have_no_rows() -> None:
 
 
 def moved(model: Model) -> dict[str, TwoBlocks]:
-    homes = {name: TwoBlocks(layer.table) for name, layer in tables(model)}
+    storages = {name: TwoBlocks(layer.table) for name, layer in tables(model)}
     for name, layer in tables(model):
-        layer.move(homes[name])
-    return homes
+        layer.move(storages[name])
+    return storages
 
 
 def optimizer_of(model: Model, kind: str) -> JointOptimizer:
@@ -160,39 +162,39 @@ def train(model: Model, optimizer: JointOptimizer, steps: range) -> list[float]:
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("before", [True, False], ids=["moved before the optimizer is made", "after"])
-def test_rows_in_another_home_train_the_same(kind: str, before: bool) -> None:
+def test_rows_in_another_storage_train_the_same(kind: str, before: bool) -> None:
     local, remote = Model(), Model()
     if before:
-        homes = moved(remote)
+        storages = moved(remote)
     optimizer = optimizer_of(remote, kind)
     if not before:
-        homes = moved(remote)
+        storages = moved(remote)
     assert [tuple(layer.weight.shape) for _, layer in tables(remote)] == [(0, 4)] * 3
     assert set(remote.state_dict()) == set(local.state_dict())
     wanted = train(local, optimizer_of(local, kind), range(5))
     assert train(remote, optimizer, range(5)) == pytest.approx(wanted, abs=1e-13)
-    assert len(set(wanted)) == 10 and homes["nodes"].requests == 10
+    assert len(set(wanted)) == 10 and storages["nodes"].requests == 10
     for name, layer in tables(remote):
-        layer.move_back(homes[name].read(0, layer.table.rows))
+        layer.move_back(storages[name].read(0, layer.table.rows))
     for name, value in local.state_dict().items():
         torch.testing.assert_close(remote.state_dict()[name], value, rtol=0, atol=1e-12)
     assert float(remote(99)) == pytest.approx(float(local(99)), abs=1e-12)
     assert all(layer.weight.requires_grad for _, layer in tables(remote))
 
 
-def test_a_home_keeps_its_state_over_a_checkpoint() -> None:
+def test_a_storage_keeps_its_state_over_a_checkpoint() -> None:
     straight, halted, again = Model(), Model(), Model()
     moved(straight)
     wanted = train(straight, optimizer_of(straight, "lazy_adam"), range(4))
-    homes, optimizer = moved(halted), optimizer_of(halted, "lazy_adam")
+    storages, optimizer = moved(halted), optimizer_of(halted, "lazy_adam")
     train(halted, optimizer, range(2))
     saved = {"model": halted.state_dict(), "optimizer": optimizer.state_dict()}
-    saved["homes"] = {name: home.state() for name, home in homes.items()}
-    homes, optimizer = moved(again), optimizer_of(again, "lazy_adam")
+    saved["storages"] = {name: storage.state() for name, storage in storages.items()}
+    storages, optimizer = moved(again), optimizer_of(again, "lazy_adam")
     again.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
-    for name, home in homes.items():
-        home.load_state(saved["homes"][name])
+    for name, storage in storages.items():
+        storage.load_state(saved["storages"][name])
     assert train(again, optimizer, range(2, 4)) == wanted[4:]
 
 
@@ -219,20 +221,20 @@ class Elsewhere(SingleStrategy):
     """``single`` whose tables live in two blocks."""
 
     def install(self, module: nn.Module) -> None:
-        self.homes = {name: TwoBlocks(layer.table) for name, layer in tables(module)}
+        self.storages = {name: TwoBlocks(layer.table) for name, layer in tables(module)}
         for name, layer in tables(module):
-            layer.move(self.homes[name])
+            layer.move(self.storages[name])
 
     def uninstall(self, module: nn.Module) -> None:
         for name, layer in tables(module):
-            layer.move_back(self.homes[name].read(0, layer.table.rows))
+            layer.move_back(self.storages[name].read(0, layer.table.rows))
 
     def shard_state(self) -> dict[str, Any]:
-        return {name: home.state() for name, home in self.homes.items()}
+        return {name: storage.state() for name, storage in self.storages.items()}
 
     def load_shard_state(self, state: dict[str, Any]) -> None:
-        for name, home in self.homes.items():
-            home.load_state(state[name])
+        for name, storage in self.storages.items():
+            storage.load_state(state[name])
 
 
 def fit(strategy: SingleStrategy, folder: Path, epochs: int, resume: Path | None = None) -> tuple[dict, Path, dict]:
@@ -277,3 +279,12 @@ def test_a_table_beyond_memory_is_refused_with_its_size() -> None:
         SparseLinear(1 << 45, 64)
     with deferred():
         assert SparseLinear(1 << 45, 64).weight.shape == (0, 64)  # its rows will live elsewhere
+
+
+def test_former_names_of_the_storage_warn() -> None:
+    for old, new in gtrain.nn.table.RENAMED.items():
+        for module in (gtrain.nn, gtrain.nn.table):
+            with pytest.warns(FutureWarning, match=f"{old} is now .*{new}"):
+                assert getattr(module, old) is getattr(module, new)
+    with pytest.warns(FutureWarning, match="Table.home is now Table.storage"):
+        assert isinstance(Embedding(3, 2).home, LocalTableStorage)

@@ -19,7 +19,7 @@ from gtrain.model.kg.training import Triples
 from gtrain.nn import SGD, Adagrad, RowwiseAdagrad
 from gtrain_pbg.kernels.rounding import SPAN, equalize_scales, round_rows, write_row_quantized
 from gtrain_pbg.kernels.tiles import has_words, multiply, padded
-from gtrain_pbg.step import arithmetic
+from gtrain_pbg.step import matmul_format
 from gtrain_pbg.step.layout import EdgeBatch, PartitionRows, bits
 from gtrain_pbg.step.relations import RelationWeights, UpdateRule, state_width
 from gtrain_pbg.step.training import TrainingStep
@@ -368,7 +368,7 @@ def test_the_fastest_format_follows_from_the_instructions_of_the_cpu(
     features: dict[str, bool], fastest: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: features)
-    assert arithmetic.fastest_of_cpu() == fastest
+    assert matmul_format.fastest_format() == fastest
 
 
 @pytest.mark.parametrize(("settings", "dtype", "cpus", "chosen"), [
@@ -387,7 +387,7 @@ def test_auto_is_the_fastest_format_whose_accuracy_was_measured(
     settings: dict[str, Any], dtype: torch.dtype, cpus: list[str], chosen: str
 ) -> None:
     model = make_model(**{"dimension": 100, **settings})
-    assert arithmetic.choose(model.recipe(), dtype, cpus) == chosen
+    assert matmul_format.choose_format(model.recipe(), dtype, cpus) == chosen
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

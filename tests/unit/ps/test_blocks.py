@@ -20,7 +20,7 @@ from gtrain_ps.kernels import widths
 from gtrain_ps.kernels.progress import DONE, STEP
 from gtrain_ps.placement import Placement, spreading_multiplier
 from gtrain_ps.server.block import Block, SparseRows
-from gtrain_ps.server.memory import LastingRegion, Region
+from gtrain_ps.server.memory import PersistentServerMemory, ServerMemory
 
 HEIGHT, WIDTH, ROWS = 60, 13, 40
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -46,8 +46,8 @@ def sparse_rows(seed: int, weighted: bool, dtype: torch.dtype) -> Csr:
     return Csr(ids, values, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
 
 
-def made(table: Tensor, region: Region | None = None) -> Block:
-    block = Block("wide", *table.shape, table.dtype, region or Region())
+def made(table: Tensor, memory: ServerMemory | None = None) -> Block:
+    block = Block("wide", *table.shape, table.dtype, memory or ServerMemory())
     block.table.copy_(table)
     return block
 
@@ -83,9 +83,9 @@ def test_products(dtype: torch.dtype, weighted: bool) -> None:
 def test_updates_are_the_rules(name: str, dtype: torch.dtype, weighted: bool, safe: bool) -> None:
     """Three steps of two workers' rows; one row of the gradient is zero, so that some ids are left alone."""
     table, rule, settings = torch.randn(HEIGHT, WIDTH, dtype=dtype), RULES[name], SETTINGS[name]
-    region = Region()
-    region.survives = safe
-    block = made(table, region)
+    memory = ServerMemory()
+    memory.survives = safe
+    block = made(table, memory)
     block.set_rule(name, settings)
     state = rule.initial(table, settings)
     for step in range(3):
@@ -107,9 +107,9 @@ def test_a_step_that_was_cut_off_is_applied_once(name: str) -> None:
     """The process is killed after some rows and in the middle of one; the next one repairs it and does the rest."""
     table, settings = torch.randn(HEIGHT, WIDTH, dtype=torch.float64), SETTINGS[name]
     rows, gradient = sparse_rows(3, True, torch.float64), torch.randn(ROWS, WIDTH, dtype=torch.float64)
-    expected, region = made(table), Region()
-    region.survives = True
-    block = made(table, region)
+    expected, memory = made(table), ServerMemory()
+    memory.survives = True
+    block = made(table, memory)
     for one in (expected, block):
         one.set_rule(name, settings)
         one.update(one.group([taken(one, rows)]), gradient, settings, 1)
@@ -131,7 +131,7 @@ def test_a_step_that_was_cut_off_is_applied_once(name: str) -> None:
         block.state[key][cut] = -7
     block.table[cut] = -7
 
-    again = Block("wide", *table.shape, table.dtype, region)  # finds what was there
+    again = Block("wide", *table.shape, table.dtype, memory)  # finds what was there
     again.set_rule(name, settings)
     again.progress.repair(2, again.table.numpy(), [tensor.numpy() for tensor in again.state.values()])
     again.update(again.group([taken(again, rows)]), gradient, settings, 2)
@@ -147,7 +147,7 @@ def test_a_process_that_is_killed_within_an_update_is_followed_by_one_that_does_
     rows = Csr(torch.randperm(height), torch.randn(height), torch.arange(0, height + 1, 100))
     assert widths.is_large(torch.empty(height, width))
     table, gradient, inside = torch.randn(height, width), torch.randn(len(rows.offsets) - 1, width), 0
-    expected, block = made(table), made(table, LastingRegion(lasting))
+    expected, block = made(table), made(table, PersistentServerMemory(lasting))
     for one in (expected, block):
         one.set_rule("rowwise_adagrad", settings)
     step = 0
@@ -169,9 +169,9 @@ def test_a_process_that_is_killed_within_an_update_is_followed_by_one_that_does_
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         inside += bool(marker[DONE] < height)
-        region = LastingRegion(lasting)
-        region.set_version(step - 1)
-        block = Block("wide", height, width, torch.float32, region)
+        memory = PersistentServerMemory(lasting)
+        memory.set_version(step - 1)
+        block = Block("wide", height, width, torch.float32, memory)
         block.update(block.group([taken(block, rows)]), gradient, settings, step)
         assert torch.equal(block.table, expected.table) and torch.equal(block.state["sum"], expected.state["sum"])
     os.close(lasting)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from gtrain.strategy.server import LastingState
-from gtrain_ps.server.memory import LastingRegion
+from gtrain_ps.server.memory import PersistentServerMemory
 
 
 def forked(work: Callable[[], None]) -> int:
@@ -27,20 +27,20 @@ def test_what_was_written_is_there_after_kill_9() -> None:
     descriptor = os.memfd_create("test")
 
     def first() -> None:
-        region = LastingRegion(descriptor)
-        assert region.version == 0 and region.notes == {}
-        region.tensor("rows", (3, 4), torch.float64).copy_(torch.arange(12.0).view(3, 4))
-        region.set_note("tables", {"wide": {"rows": 3}})
-        region.tensor("more", (100_000,), torch.int32)[99_999] = 7
-        region.set_version(5)
+        memory = PersistentServerMemory(descriptor)
+        assert memory.version == 0 and memory.notes == {}
+        memory.tensor("rows", (3, 4), torch.float64).copy_(torch.arange(12.0).view(3, 4))
+        memory.set_note("tables", {"wide": {"rows": 3}})
+        memory.tensor("more", (100_000,), torch.int32)[99_999] = 7
+        memory.set_version(5)
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert os.WTERMSIG(forked(first)) == signal.SIGKILL
-    region = LastingRegion(descriptor)
-    assert region.version == 5 and region.notes == {"tables": {"wide": {"rows": 3}}}
-    rows = region.tensor("rows", (3, 4), torch.float64)
+    memory = PersistentServerMemory(descriptor)
+    assert memory.version == 5 and memory.notes == {"tables": {"wide": {"rows": 3}}}
+    rows = memory.tensor("rows", (3, 4), torch.float64)
     assert torch.equal(rows, torch.arange(12.0, dtype=torch.float64).view(3, 4))
-    assert int(region.tensor("more", (100_000,), torch.int32)[-1]) == 7
+    assert int(memory.tensor("more", (100_000,), torch.int32)[-1]) == 7
     os.close(descriptor)
 
 

@@ -21,7 +21,7 @@ from gtrain.strategy.group import Group
 from gtrain_ps.packing import pack, unpack
 from gtrain_ps.server.collectives import CollectiveResults, Collectives, collective_id
 from gtrain_ps.server.journal import Journal
-from gtrain_ps.server.memory import Region
+from gtrain_ps.server.memory import ServerMemory
 from gtrain_ps.server.replay import StepHistory
 from gtrain_ps.strategy import METRICS, PsStrategy
 from gtrain_ps.worker.group import ServedGroup
@@ -70,11 +70,11 @@ def test_random_numbers_go_on_after_packing() -> None:
 
 
 def test_slots_keep_the_last_steps_and_outlive_their_server() -> None:
-    region = Region()
-    slots = StepHistory(3, region)
+    memory = ServerMemory()
+    slots = StepHistory(3, memory)
     for step in range(7):
         slots.write(step, {"product/0/0": torch.full((10 * (step + 1),), float(step))})
-    again = StepHistory(3, region)
+    again = StepHistory(3, memory)
     assert [bool(again.read(step)) for step in range(-1, 8)] == [False] * 5 + [True] * 3 + [False]
     assert torch.equal(again.read(6)["product/0/0"], torch.full((70,), 6.0))
 
@@ -86,7 +86,7 @@ def told(gathers: Collectives, worker: int, where: int, number: float) -> list[f
 
 
 def test_a_worker_that_comes_back_is_answered_what_its_life_before_was_and_is_waited_for() -> None:
-    results = CollectiveResults(4, Region())
+    results = CollectiveResults(4, ServerMemory())
     gathers = Collectives(2, results)
     assert told(gathers, 0, collective_id(0, 0), 0.0) is None
     assert told(gathers, 1, collective_id(0, 0), 1.0) == [0.0, 1.0]
@@ -102,15 +102,15 @@ def test_a_worker_that_comes_back_is_answered_what_its_life_before_was_and_is_wa
 
 def test_what_all_gave_counts_after_the_server_and_every_worker_died() -> None:
     """Each life of the server finds what the lives before were told in the last four steps, whatever its size."""
-    region = Region()
+    memory = ServerMemory()
     for step in range(7):
-        gathers = Collectives(2, CollectiveResults(4, region))
+        gathers = Collectives(2, CollectiveResults(4, memory))
         for index in range(step):
             rows = torch.arange(100.0 * index), torch.full((3, step), step, dtype=torch.int16)
             for worker, row in enumerate(rows):
                 gathers.contribute(worker, collective_id(step, index), row)
         assert told(gathers, 1, collective_id(step, step), 0.5) is None
-    exchanges = CollectiveResults(4, region)
+    exchanges = CollectiveResults(4, memory)
     gathers = Collectives(2, exchanges)
     assert exchanges.passed == collective_id(6, 5) + 1
     assert told(gathers, 0, collective_id(6, 6), 0.25) is None  # the others had not answered
@@ -193,8 +193,8 @@ def test_a_writer_that_returns_still_skips_what_was_written_after_it_gave_its_st
 
 
 def test_a_full_disk_is_named_with_the_file_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    region, journal = Region(), Journal(tmp_path / "disk", {}, log_bytes=500)
-    journal.load(region)
+    memory, journal = ServerMemory(), Journal(tmp_path / "disk", {}, log_bytes=500)
+    journal.load(memory)
     assert list(journal.records()) == []
 
     def no_space(descriptor: int, *_: object) -> int:
@@ -202,7 +202,7 @@ def test_a_full_disk_is_named_with_the_file_of_the_log(tmp_path: Path, monkeypat
 
     for name, step in (
         ("log-0", lambda: journal.append({"number": 1})),
-        ("part", lambda: journal.take_snapshot(region)),
+        ("part", lambda: journal.take_snapshot(memory)),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", no_space)
@@ -214,13 +214,13 @@ def test_a_full_disk_is_named_with_the_file_of_the_log(tmp_path: Path, monkeypat
 
 
 def test_a_log_is_read_up_to_what_was_cut_off(tmp_path: Path) -> None:
-    def opened() -> tuple[Region, list[int], Journal]:
-        region, journal = Region(), Journal(tmp_path / "disk", {"seed": 1}, log_bytes=500)
-        journal.load(region)
-        return region, [record["number"] for record in journal.records()], journal
+    def opened() -> tuple[ServerMemory, list[int], Journal]:
+        memory, journal = ServerMemory(), Journal(tmp_path / "disk", {"seed": 1}, log_bytes=500)
+        journal.load(memory)
+        return memory, [record["number"] for record in journal.records()], journal
 
-    region, found, journal = opened()
-    assert found == [] and region.version == 0
+    memory, found, journal = opened()
+    assert found == [] and memory.version == 0
     for number in range(3):
         journal.append({"number": number, "row": torch.full((20,), float(number))})
     log = tmp_path / "disk" / "log-0"
@@ -233,14 +233,14 @@ def test_a_log_is_read_up_to_what_was_cut_off(tmp_path: Path) -> None:
     journal.append({"number": 7})  # behind what is whole
     assert opened()[1] == [0, 1, 7]
 
-    region, _, journal = opened()
-    region.tensor("rows", (3, 5), torch.float64).fill_(2.5)
-    region.tensor("none", (0,), torch.int32)
-    region.set_note("tables", {"wide": 3})
-    region.set_version(4)
+    memory, _, journal = opened()
+    memory.tensor("rows", (3, 5), torch.float64).fill_(2.5)
+    memory.tensor("none", (0,), torch.int32)
+    memory.set_note("tables", {"wide": 3})
+    memory.set_version(4)
     journal.append({"number": 8})
     assert journal.snapshot_due
-    journal.take_snapshot(region)
+    journal.take_snapshot(memory)
     assert not journal.snapshot_due and sorted(path.name for path in (tmp_path / "disk").iterdir()) == [
         "job.json",
         "log-1",

@@ -24,9 +24,9 @@ from gtrain_ps.costs import Load, Plan
 from gtrain_ps.placement import Placement, spreading_multiplier
 from gtrain_ps.server.engine import Engine
 from gtrain_ps.server.journal import Journal
-from gtrain_ps.server.memory import Region
+from gtrain_ps.server.memory import ServerMemory
 from gtrain_ps.server.service import METHODS, ParameterService
-from gtrain_ps.worker.served_table import ServedTable
+from gtrain_ps.worker.served_table import ServerTableStorage
 from gtrain_ps.worker.servers import ParameterServers
 from gtrain_ps.worker.steps import flat_gradients, send_step, set_gradients
 
@@ -34,13 +34,13 @@ FEATURES, HIDDEN, ROWS, STEPS = 90, 6, 24, 6
 
 
 class Service:
-    """One parameter server, which can end at any moment and come again with what its region, or its disk, keeps."""
+    """One parameter server, which can end at any moment and come again with what its memory, or its disk, keeps."""
 
     def __init__(self, folder: Path, number: int, workers: int, lag: int, disk: int = 0) -> None:
         self.number, self.workers, self.lag = number, workers, lag
         self.disk, self.folder = disk, folder / f"{number}.disk"
-        self.region = Region()
-        self.region.survives = not disk
+        self.memory = ServerMemory()
+        self.memory.survives = not disk
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.bind(str(folder / f"{number}"))
         self.socket.listen(64)
@@ -48,9 +48,9 @@ class Service:
 
     def start(self) -> None:
         if self.disk:
-            self.region, journal = Region(), Journal(self.folder, {}, log_bytes=self.disk)
-            journal.load(self.region)
-        self.engine = Engine(self.workers, self.lag, self.region)
+            self.memory, journal = ServerMemory(), Journal(self.folder, {}, log_bytes=self.disk)
+            journal.load(self.memory)
+        self.engine = Engine(self.workers, self.lag, self.memory)
         parameters = ParameterService(self.engine, self.number)
         if self.disk:
             parameters.replay_journal(journal)
@@ -62,7 +62,7 @@ class Service:
         self.server.close()
 
     def restart(self) -> None:
-        """Lose everything but the region."""
+        """Lose everything but the memory."""
         self.end()
         self.start()
 
@@ -155,37 +155,39 @@ def together(
                 for n, where in enumerate(address)
             ]
             servers = ParameterServers(clients, restartable=True)
-            homes = {}
+            storages = {}
             for name, layer in (("wide", net.wide), ("ids", net.ids)):
                 cut = shape if name == "wide" else (len(services), 1)
                 place = Placement(layer.table.rows, HIDDEN, *cut, spreading_multiplier(layer.table.rows))
-                homes[name] = ServedTable(name, layer.table, place, servers, torch.float64, torch.float64, pull)
-                homes[name].open()
-                layer.move(homes[name])
+                storages[name] = ServerTableStorage(
+                    name, layer.table, place, servers, torch.float64, torch.float64, pull
+                )
+                storages[name].open()
+                layer.move(storages[name])
             start.wait()
             losses, flying = [], []
             for step in range(steps):
                 at(worker, step)
                 rows = select_rows(x, mine)
                 if not pull:
-                    homes["wide"].prefetch(rows, servers.step, True)
+                    storages["wide"].prefetch(rows, servers.step, True)
                 loss = F.binary_cross_entropy_with_logits(net(rows, mine), y[mine], reduction="sum") / ROWS
                 losses.append(float(loss.detach()))
                 for one in (tables, rest):
                     one.zero_grad()
                 loss.backward()
                 settings = {key: value for key, value in tables.param_groups[0].items() if key != "params"}
-                rules = {name: (tables.rule.name, settings) for name in homes}
+                rules = {name: (tables.rule.name, settings) for name in storages}
                 layers = [p for p in net.parameters() if p.numel()]
                 weight = float(mine.numel()), float(ROWS)
-                flying.append(send_step(servers, homes.values(), rules, weight, flat_gradients(layers)))
+                flying.append(send_step(servers, storages.values(), rules, weight, flat_gradients(layers)))
                 if len(flying) > lag:
                     set_gradients(torch.cat([asked.result().tensors[0] for asked in flying.pop(0)]), layers)
                 else:
                     rest.zero_grad()
                 for one in (tables, rest):
                     one.step()
-            return losses, [home.read(0, home.table.rows) for home in homes.values()]
+            return losses, [storage.read(0, storage.table.rows) for storage in storages.values()]
 
     with ThreadPoolExecutor(workers) as pool:
         found = [job.result() for job in [pool.submit(work, worker) for worker in range(workers)]]
@@ -218,12 +220,14 @@ def test_workers_train_what_one_process_trains(
 
 
 @pytest.fixture
-def homes(services: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[tuple[int, int]], ServedTable]]:
+def storages(
+    services: Any, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[tuple[int, int]], ServerTableStorage]]:
     """A table of float64 rows on new servers, whose pieces have a few rows."""
     monkeypatch.setattr("gtrain_ps.worker.served_table.PIECE_BYTES", 500)
     with ExitStack() as stack:
 
-        def start(shape: tuple[int, int]) -> ServedTable:
+        def start(shape: tuple[int, int]) -> ServerTableStorage:
             count = shape[0] * shape[1]
             addresses = [f"ipc://{service.socket.getsockname()}" for service in services(count, 1)]
             clients = [
@@ -233,77 +237,77 @@ def homes(services: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
             table = SparseLinear(FEATURES, HIDDEN, sparse=True, dtype=torch.float64).table
             placement = Placement(FEATURES, HIDDEN, *shape, spreading_multiplier(FEATURES))
             servers = ParameterServers(clients, restartable=True)
-            home = ServedTable("wide", table, placement, servers, torch.float64, torch.float64, False)
-            home.open()
-            return home
+            storage = ServerTableStorage("wide", table, placement, servers, torch.float64, torch.float64, False)
+            storage.open()
+            return storage
 
         yield start
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1), (2, 2)])
-def test_blocks_go_through_files_piece_by_piece(homes: Any, tmp_path: Path, shape: tuple[int, int]) -> None:
-    home = homes(shape)
+def test_blocks_go_through_files_piece_by_piece(storages: Any, tmp_path: Path, shape: tuple[int, int]) -> None:
+    storage = storages(shape)
     rows = torch.randn(FEATURES, HIDDEN, dtype=torch.float64)
     shuffled = torch.randperm(FEATURES)
-    home.write([(shuffled[:40], rows[shuffled[:40]]), (shuffled[40:], rows[shuffled[40:]])])
-    torch.testing.assert_close(home.read(3, FEATURES), rows[3:], rtol=0, atol=0)
+    storage.write([(shuffled[:40], rows[shuffled[:40]]), (shuffled[40:], rows[shuffled[40:]])])
+    torch.testing.assert_close(storage.read(3, FEATURES), rows[3:], rtol=0, atol=0)
     states = []
-    for server in range(home.placement.servers):
-        rule, shapes = home.describe_block(server)
+    for server in range(storage.placement.servers):
+        rule, shapes = storage.describe_block(server)
         assert rule is None and list(shapes) == ["rows"]
         height, width = shapes["rows"]
         states.append({name: torch.randn(height, width, dtype=torch.float64) for name in ("mean", "square")})
         states[-1]["step"] = torch.arange(height, dtype=torch.float64)
-        home.write_block(server, "lazy_adam", states[-1])
-    write_blocks(tmp_path, {"wide": home}, range(home.placement.servers))
+        storage.write_block(server, "lazy_adam", states[-1])
+    write_blocks(tmp_path, {"wide": storage}, range(storage.placement.servers))
     found = read_blocks(tmp_path)["wide"]
-    assert found.placement == home.placement
+    assert found.placement == storage.placement
     for server, state in enumerate(states):
         assert found.blocks[server].rule == "lazy_adam"
         for name, tensor in state.items():
             torch.testing.assert_close(found.blocks[server].tensors[name], tensor, rtol=0, atol=0)
     again = torch.full_like(rows, torch.nan)
-    for ids, piece in read_table(tmp_path, "wide", home.table).pieces():
+    for ids, piece in read_table(tmp_path, "wide", storage.table).pieces():
         assert len(ids) < 10
         again[ids] = piece
     torch.testing.assert_close(again, rows, rtol=0, atol=0)
     for server, block in found.blocks.items():
         zeros = {name: torch.zeros_like(tensor) for name, tensor in block.tensors.items()}
         for tensors in (zeros, block.tensors):
-            home.write_block(server, block.rule, tensors)
+            storage.write_block(server, block.rule, tensors)
             for name, tensor in tensors.items():
-                torch.testing.assert_close(torch.cat(list(home.read_block(server, name))), tensor, rtol=0, atol=0)
+                torch.testing.assert_close(torch.cat(list(storage.read_block(server, name))), tensor, rtol=0, atol=0)
     (tmp_path / "parameter-0.json").unlink()
     with pytest.raises(CheckpointError, match="of the table wide|rows of the table wide"):
-        read_table(tmp_path, "wide", home.table)
+        read_table(tmp_path, "wide", storage.table)
 
 
-def test_a_server_that_ends_while_its_block_is_read_goes_on(services: Any, homes: Any) -> None:
-    home = homes((1, 1))
-    rows = home.read(0, FEATURES)
-    pieces = home.read_block(0, "rows")
+def test_a_server_that_ends_while_its_block_is_read_goes_on(services: Any, storages: Any) -> None:
+    storage = storages((1, 1))
+    rows = storage.read(0, FEATURES)
+    pieces = storage.read_block(0, "rows")
     first = next(pieces)
     (started,) = services(0, 1)
     started.restart()
-    torch.testing.assert_close(torch.cat([first, *pieces])[home.placement.locate(torch.arange(FEATURES))[1]], rows)
+    torch.testing.assert_close(torch.cat([first, *pieces])[storage.placement.locate(torch.arange(FEATURES))[1]], rows)
 
 
-def test_a_checkpoint_of_an_earlier_version_is_read(homes: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_earlier_version_is_read(storages: Any, tmp_path: Path) -> None:
     """Its blocks are in the workers' states."""
-    home = homes((2, 1))
-    blocks = [{"rule": None, "tensors": {"rows": torch.cat(list(home.read_block(n, "rows")))}} for n in range(2)]
+    storage = storages((2, 1))
+    blocks = [{"rule": None, "tensors": {"rows": torch.cat(list(storage.read_block(n, "rows")))}} for n in range(2)]
     for worker, block in enumerate(blocks):
-        entry = {"placement": home.placement.fields(), "servers": {str(worker): block}}
+        entry = {"placement": storage.placement.fields(), "servers": {str(worker): block}}
         torch.save({"rng": {}, "shard": {"wide": entry, "@meters": {}}}, tmp_path / f"rank-{worker}.pt")
     found = torch.empty(FEATURES, HIDDEN, dtype=torch.float64)
-    for ids, piece in read_table(tmp_path, "wide", home.table).pieces():
+    for ids, piece in read_table(tmp_path, "wide", storage.table).pieces():
         found[ids] = piece
-    torch.testing.assert_close(found, home.read(0, FEATURES), rtol=0, atol=0)
+    torch.testing.assert_close(found, storage.read(0, FEATURES), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("lag", "disk"), [(0, 0), (2, 0), (0, 1 << 30), (0, 20_000)])
 def test_servers_that_end_at_any_step_lose_nothing(services: Any, lag: int, disk: int) -> None:
-    """Servers forget all but their region, or disk, some while the workers are between their requests."""
+    """Servers forget all but their memory, or disk, some while the workers are between their requests."""
     started = services(2, 2, lag, disk)
 
     def at(worker: int, step: int) -> None:
@@ -346,9 +350,11 @@ def test_an_id_out_of_range_is_refused_before_it_is_sent(services: Any) -> None:
     with Client(f"ipc://{service.socket.getsockname()}", peer="parameter 0", name="rank 0") as client:
         layer = SparseLinear(FEATURES, HIDDEN)
         place = Placement(FEATURES, HIDDEN, 1, 1)
-        home = ServedTable("wide", layer.table, place, ParameterServers([client]), torch.float32, torch.float32, False)
-        home.open()
-        layer.move(home)
+        storage = ServerTableStorage(
+            "wide", layer.table, place, ParameterServers([client]), torch.float32, torch.float32, False
+        )
+        storage.open()
+        layer.move(storage)
         with pytest.raises(DataError, match="the id 90 was looked up in the table wide, whose ids are 0 to 89"):
             layer((torch.tensor([3, 90]), None, torch.tensor([0, 2])))
 
@@ -359,7 +365,7 @@ def test_half_the_bytes_of_numbers_with_bfloat16(services: Any) -> None:
         table = SparseLinear(FEATURES, HIDDEN).table
         answers = {}
         for dtype in (torch.float32, torch.bfloat16):
-            home = ServedTable(
+            storage = ServerTableStorage(
                 "wide",
                 table,
                 Placement(FEATURES, HIDDEN, 1, 1),
@@ -368,9 +374,9 @@ def test_half_the_bytes_of_numbers_with_bfloat16(services: Any) -> None:
                 dtype,
                 False,
             )
-            home.open()
+            storage.open()
             layer = SparseLinear(FEATURES, HIDDEN)
-            layer.move(home)
+            layer.move(storage)
             before = client.counters.bytes_received
             rows = select_rows(data()[0].float(), torch.arange(ROWS).repeat(100))
             answers[dtype] = layer(rows).detach(), client.counters.bytes_received - before
@@ -393,12 +399,14 @@ def test_bytes_of_a_step_are_within_a_twentieth_of_the_formula(services: Any, sh
         where = [f"ipc://{service.socket.getsockname()}" for service in started]
         clients = [stack.enter_context(Client(address, peer="parameter", name="rank 0")) for address in where]
         servers, layer = ParameterServers(clients, restartable=True), SparseLinear(5000, width)
-        home = ServedTable("wide", layer.table, Placement(5000, width, *shape), servers, *[torch.float32] * 2, False)
-        home.open()
-        layer.move(home)
+        storage = ServerTableStorage(
+            "wide", layer.table, Placement(5000, width, *shape), servers, *[torch.float32] * 2, False
+        )
+        storage.open()
+        layer.move(storage)
         before = sum(client.counters.bytes_sent + client.counters.bytes_received for client in clients)
         layer(batch).sum().backward()
-        for asked in send_step(servers, [home], {"wide": ("sgd", {"lr": 0.1})}, (1.0, 1.0), torch.zeros(8)):
+        for asked in send_step(servers, [storage], {"wide": ("sgd", {"lr": 0.1})}, (1.0, 1.0), torch.zeros(8)):
             asked.result()
         spent = sum(client.counters.bytes_sent + client.counters.bytes_received for client in clients) - before
     assert 1.0 < spent / Plan("ship", *shape).nbytes(Load(rows * 60, 0, rows), width, 4, 4) < 1.05

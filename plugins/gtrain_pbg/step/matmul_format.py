@@ -18,7 +18,7 @@ LEAST_COLUMNS = 32
 """Below this dimension, exponentials and row updates take longer than the products that a low format speeds up."""
 
 
-def fastest_of_cpu() -> str:
+def fastest_format() -> str:
     """Return the fastest format that this CPU has instructions for.
 
     ``bfloat16`` needs AVX512-BF16, without which torch converts to float32 and back. ``int8`` needs AVX512-VNNI or AMX
@@ -30,7 +30,7 @@ def fastest_of_cpu() -> str:
     return "int8" if features.get("avx512vnni") or features.get("amx-int8") else "bfloat16"
 
 
-def lowest_of_model(recipe: ModelRecipe, dtype: torch.dtype) -> str:
+def lowest_format(recipe: ModelRecipe, dtype: torch.dtype) -> str:
     """Return the format of fewest bits that trains this model as accurately as float32, as far as that was measured.
 
     Args:
@@ -50,12 +50,12 @@ def _lowest_of_group(recipe: EdgeRecipe) -> str:
     return "int8" if recipe.num_batch_negs and not recipe.all_negs and not recipe.n3 else "bfloat16"
 
 
-def choose(recipe: ModelRecipe, dtype: torch.dtype, cpus: list[str]) -> str:
+def choose_format(recipe: ModelRecipe, dtype: torch.dtype, cpus: list[str]) -> str:
     """Return the format that ``auto`` resolves to.
 
     Args:
         recipe: of the model.
         dtype: of tables and parameters.
-        cpus: :func:`fastest_of_cpu` of each rank; all take the format of the slowest CPU.
+        cpus: :func:`fastest_format` of each rank; all take the format of the slowest CPU.
     """
-    return min((lowest_of_model(recipe, dtype), *cpus), key=FORMATS.index)
+    return min((lowest_format(recipe, dtype), *cpus), key=FORMATS.index)
