@@ -1,7 +1,7 @@
 """The replay buffer: the last steps of each server, so that a restarted worker can repeat them.
 
-It has the products that were sent, the state of the workers at the start of each step, and sums of gradients. All are in
-memory that survives a restart of the server (:class:`~gtrain_ps.server.memory.PersistentServerMemory`).
+It has the products that were sent, the state of the workers at the start of each step, and sums of gradients. All are
+in memory that survives a restart of the server (:class:`~gtrain_ps.server.memory.PersistentServerMemory`).
 """
 
 from __future__ import annotations
